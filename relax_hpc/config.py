@@ -1,0 +1,324 @@
+"""One run, described once: hand-written TOML in, resolved JSON in the run directory out.
+
+Reading a job never imports an engine: `engine_args`, `transformer` and `optimizer_args` are
+pass-through tables, checked by the parsers of SGLang and Megatron-core before anything is queued.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from relax_hpc.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PassThrough = dict[str, bool | int | float | str | list[Any]]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(Section):
+    path: Path
+    """Hugging Face folder of a dense Qwen3: config.json, safetensors, tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type the engines and the trainer compute in; main gradients and Adam stay float32."""
+
+
+class PromptsConfig(Section):
+    train: Path
+    """JSON lines, each with `prompt` (text or chat messages) and `answer`."""
+    heldout: Path
+    """Prompts nothing is trained on; scored before, during and after."""
+    shuffle_seed: int | None = 0
+    """Order of the training prompts, drawn anew each epoch; unset keeps the file's order."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template."""
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt is an error before the job starts."""
+
+
+class RewardConfig(Section):
+    name: Literal["boxed_number"] = "boxed_number"
+    """Which verifier scores a response."""
+
+
+class Resources(Section):
+    """What one component asks Slurm for. Unset fields come from the site profile, then Slurm."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    nodes: Positive = 1
+    gpus_per_node: NonNegative = 0
+    cpus_per_task: Positive | None = None
+    mem: str | None = None
+    """Memory per node, as Slurm writes it: "64G". Give every component one or none."""
+    time: str | None = None
+    """Slurm time limit, "D-HH:MM:SS" or minutes; the rollout component's ends the whole job."""
+    constraint: str | None = None
+    mpi: str | None = None
+    """`srun --mpi`: pmix for Open MPI, pmi2 for MPICH; unset takes the profile's, then none."""
+    python: str | None = None
+    """Interpreter of this component; unset is the one that submits."""
+    setup: list[str] = []
+    """Shell lines before the step: `module load ...`, `conda activate ...`."""
+    sbatch: list[str] = []
+    """Further #SBATCH options, e.g. "--exclusive"."""
+    srun: list[str] = []
+    """Further srun options."""
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """`sglang` is the production engine; `embedded` runs anywhere torch does."""
+    num_engines: Positive = 1
+    """Engines of the core job; each is one task of the component, one bus producer."""
+    samples_per_prompt: Positive = 8
+    """G, the siblings of a prompt group."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_new_tokens: Positive = 256
+    max_running_requests: Positive = 256
+    """Trajectories an engine decodes at once."""
+    groups_per_shard: Positive = 16
+    """A shard is published once it holds that many prompt groups, or when its batch is done."""
+    start_timeout_s: Positive = 900
+    """An engine that is not healthy after this many seconds fails its task."""
+    engine_args: PassThrough = {}
+    """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
+    resources: Resources = Resources()
+
+
+class OptimizerConfig(Section):
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    warmup_steps: NonNegative = 0
+    """Steps of linear warm-up."""
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Learning rate of the last step, as a fraction of `lr`; decays linearly."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Largest gradient norm; 0 does not clip."""
+
+
+class ActorConfig(Section):
+    tensor_parallel: Positive = 1
+    data_parallel: Positive = 1
+    tokens_per_micro_batch: Positive = 16384
+    """Budget of one packed micro-batch; a longer trajectory is an error."""
+    save_every: Positive = 10
+    """Steps between checkpoints; shards are kept until the next one."""
+    keep_checkpoints: Positive = 2
+    optimizer: OptimizerConfig = OptimizerConfig()
+    transformer: PassThrough = {}
+    """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""
+    resources: Resources = Resources()
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel * self.data_parallel
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    num_steps: Positive
+    """Batches to train on; step b turns policy b-1 into policy b."""
+    prompts_per_step: Positive = 32
+    """Prompt groups of one batch."""
+    max_staleness: NonNegative = 1
+    """Policy versions a sampled token may lag behind: 0 is on-policy, 1 overlaps one step."""
+    normalize_std: bool = False
+    """Divide advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
+    epochs_per_step: Positive = 1
+    """Passes over a batch, each an optimizer update; the ratio is to the policy before them."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Lower clip: ratio >= 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """Upper clip: ratio <= 1 + clip_high (clip-higher)."""
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    """Truncated importance sampling: weight min(pi_old / mu, cap) per token."""
+
+
+class WeightsConfig(Section):
+    transport: Literal["collective", "files"] = "collective"
+    """`collective` broadcasts (NCCL on GPU, gloo on CPU); `files` goes through the run directory."""
+    bucket_bytes: Positive = 1 << 30
+    """Tensors are sent in flat buckets of at most this size."""
+    checksum_every: NonNegative = 10
+    """Steps between comparisons of the engines' weights with the trainer's; 0 only at the end."""
+    timeout_s: Positive = 300
+    """An engine that does not take an update within this time is fenced."""
+
+
+class EvalConfig(Section):
+    every: NonNegative = 20
+    """Steps between held-out evaluations; 0 evaluates before and after only."""
+    num_prompts: Positive = 256
+    """Held-out prompts used, from the top of the file."""
+
+
+class LaunchConfig(Section):
+    bootstrap: Literal["auto", "mpi", "files"] = "auto"
+    """How ranks of a component find each other; auto is mpi when `resources.mpi` is set."""
+    profile: str | None = None
+    """Site profile: a name in slurm/profiles, or a path to a TOML file."""
+    max_restarts: NonNegative = 3
+    """Times a component whose step failed is started again in place."""
+    restart_delay_s: Annotated[float, Field(ge=0)] = 2.0
+    peer_timeout_s: Positive = 1800
+    """How long a role waits for another before it gives up, naming it."""
+
+
+class RunConfig(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run and of its Slurm job; a run directory is used once."""
+    run_root: Path = Path("runs")
+    """The run directory is made below this one, on a file system every node sees."""
+    seed: int = 0
+    """Root of every random stream of the run."""
+    model: ModelConfig
+    prompts: PromptsConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    actor: ActorConfig = ActorConfig()
+    algorithm: AlgorithmConfig
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run_root / self.name
+
+    @property
+    def producers(self) -> list[str]:
+        """Names of the bus producers; producer r owns the prompt ordinals p with p % R == r."""
+        return [f"rollout-{rank}" for rank in range(self.rollout.num_engines)]
+
+    @model_validator(mode="after")
+    def _groups_need_siblings(self) -> Self:
+        if self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt = {self.rollout.samples_per_prompt}: "
+                f"{self.algorithm.name} compares siblings of a prompt; use 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_fill_nodes(self) -> Self:
+        for key, tasks, nodes in (
+            ("rollout.num_engines", self.rollout.num_engines, self.rollout.resources.nodes),
+            ("actor.tensor_parallel x data_parallel", self.actor.world_size,
+             self.actor.resources.nodes),
+        ):  # fmt: skip
+            if tasks % nodes:
+                raise ValueError(
+                    f"{key} = {tasks}: does not divide over {nodes} nodes; "
+                    f"use a multiple of {nodes}, or change resources.nodes"
+                )
+        return self
+
+
+def load(job: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a job file and applies `section.key=value` overrides, right-most wins.
+
+    Relative paths stay as written: they are resolved against the directory of the command.
+
+    Raises:
+        ConfigError: unknown key, wrong type or value, bad syntax; one line per mistake.
+    """
+    tree = read_toml(job)
+    for override in overrides:
+        _merge(tree, _parse_override(override))
+    return validate(tree, source=str(job))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file that a user wrote.
+
+    Raises:
+        ConfigError: missing, a folder, empty, not text, or not TOML.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; jobs/ holds examples") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not text; a TOML file is expected") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty; a TOML file is expected, see jobs/")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def validate(tree: dict[str, Any], *, source: str) -> RunConfig:
+    """Checks a parsed job; `source` goes in front of every message."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {line}" for line in _explain(error))) from error
+
+
+def read_resolved(path: Path) -> RunConfig:
+    """Reads the resolved JSON that `submit` left in a run directory."""
+    try:
+        return RunConfig.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent}: is not a run directory (no {path.name})") from None
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, sep, value = override.partition("=")
+    key, value = key.strip(), value.strip()
+    if not sep or not key:
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    for text in (f"{key} = {value}", f"{key} = {value!r}"):  # a bare word is a string
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError:
+            continue
+    raise ConfigError(f"--set {override}: the value is not TOML")
+
+
+def _merge(base: dict[str, Any], overlay: dict[str, Any]) -> None:
+    for key, value in overlay.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for item in error.errors():
+        key = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden":
+            yield f"{key} = {item['input']!r}: unknown key{_nearest(item['loc'])}"
+        elif item["type"] == "missing":
+            yield f"{key}: is required; add it to the job"
+        elif item["type"] == "value_error":
+            yield str(item["ctx"]["error"])
+        else:
+            yield f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    section: type[BaseModel] = RunConfig
+    for part in loc[:-1]:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        section = annotation
+    prefix = "".join(f"{part}." for part in loc[:-1])
+    known = list(section.model_fields)
+    if close := difflib.get_close_matches(str(loc[-1]), known, n=1):
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; {prefix or 'a job '}takes {', '.join(known)}"

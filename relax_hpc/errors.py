@@ -1,0 +1,25 @@
+"""Everything this package raises on purpose. Anything else is a bug: let it crash."""
+
+
+class RelaxError(Exception):
+    """Base class. The command line prints its message on one line and exits with code 2."""
+
+
+class ConfigError(RelaxError, ValueError):
+    """The job, or a file it names, is wrong. The message names key, value and remedy."""
+
+
+class BusError(RelaxError, RuntimeError):
+    """A shard, a log or a plan is missing, torn, foreign or of another format."""
+
+
+class EngineError(RelaxError, RuntimeError):
+    """A rollout engine refused, failed or cannot be reached. The message names its URL."""
+
+
+class LaunchError(RelaxError, RuntimeError):
+    """Slurm, MPI or the local launcher did not do what was asked."""
+
+
+class PeerTimeoutError(RelaxError, TimeoutError):
+    """Another role did not show up in time. The message names it and what was waited for."""

@@ -1,0 +1,102 @@
+"""Every path under a run directory. Nobody else joins strings into paths."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class BusPaths:
+    """The bus below a run directory; the layout is described in docs/bus.md."""
+
+    root: Path
+
+    @property
+    def header(self) -> Path:
+        return self.root / "RUN.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan"
+
+    @property
+    def credits(self) -> Path:
+        """The sequencer's growing log of what rollout may start and what owners may delete."""
+        return self.root / "ctl" / "credits"
+
+    def producer(self, producer: str) -> Path:
+        return self.root / "p" / producer
+
+    def log(self, producer: str) -> Path:
+        return self.producer(producer) / "log"
+
+    def epoch(self, producer: str, epoch: int) -> Path:
+        return self.producer(producer) / f"e{epoch}"
+
+    def shard(self, producer: str, epoch: int, seq: int) -> Path:
+        return self.epoch(producer, epoch) / f"{seq:012d}.h5"
+
+    def plan_claim(self, epoch: int) -> Path:
+        return self.plan / f"EPOCH.{epoch:06d}"
+
+    def plan_log(self, epoch: int) -> Path:
+        return self.plan / f"e{epoch:06d}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPaths:
+    """A run directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def bus(self) -> BusPaths:
+        return BusPaths(self.root / "bus")
+
+    @property
+    def control(self) -> Path:
+        return self.root / "control"
+
+    @property
+    def launch_record(self) -> Path:
+        """Which Slurm job (or local process) each component is; one line per attempt."""
+        return self.control / "launch.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def summary(self) -> Path:
+        return self.root / "summary.json"
+
+    @property
+    def reward_curve(self) -> Path:
+        return self.root / "reward.png"
+
+    @property
+    def submission(self) -> Path:
+        """Folder of submitit: scripts, pickles, results and logs, one subfolder per component."""
+        return self.root / "submission"
+
+    def weights(self, version: int) -> Path:
+        return self.root / "weights" / f"v{version:06d}"
+
+    def member(self, member: str) -> Path:
+        return self.root / "members" / f"{member}.json"
+
+    def events(self, role: str, rank: int) -> Path:
+        return self.root / "events" / f"{role}-{rank}.jsonl"
+
+    def log(self, role: str, name: str) -> Path:
+        return self.root / "logs" / f"{role}-{name}.log"
+
+    def rendezvous(self, name: str) -> Path:
+        return self.control / f"rendezvous-{name}.json"

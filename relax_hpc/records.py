@@ -1,0 +1,29 @@
+"""Small JSON records: one writer, published whole, never half seen."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: Path, record: object) -> None:
+    """Publishes `record` at `path`, replacing what was there.
+
+    Readers may open the final name at any moment, so it must never name a half-written file: write
+    beside it, flush to disk, then rename, which is atomic within one POSIX file system.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with draft.open("w") as file:
+        json.dump(record, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+
+
+def read_json(path: Path) -> Any | None:  # noqa: ANN401
+    """The record at `path`; None while there is none."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None

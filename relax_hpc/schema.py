@@ -1,0 +1,146 @@
+"""The nouns: what a trajectory is, and which role writes which column of it.
+
+A shard holds n trajectories, in whole prompt groups. `COLUMNS`, top to bottom, is the data path,
+the write permission and the documentation of the file at once; `docs/bus.md` shows the file.
+"""
+
+from enum import IntEnum
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Role = Literal[
+    "rollout", "actor", "actor_fwd", "reference", "advantages", "critic", "genrm", "teacher"
+]
+ROLES: tuple[Role, ...] = get_args(Role)
+
+Array = npt.NDArray[np.generic]
+Columns = dict[str, Array]
+"""Column name -> flat array; ragged columns go with the offsets named in `COLUMNS`."""
+
+Axis = Literal["row", "token", "run", "turn", "medium", "media_byte", "media_ref"]
+
+
+class FinishReason(IntEnum):
+    """Why a trajectory ended."""
+
+    STOP = 0
+    """The model ended its turn."""
+    LENGTH = 1
+    """`max_new_tokens` was reached."""
+    ABORT = 2
+    """Somebody ended it; what there is counts as partial."""
+
+
+class MediaKind(IntEnum):
+    """How the bytes of a medium are encoded."""
+
+    JPEG = 0
+    PNG = 1
+    WEBP = 2
+    MP4 = 3
+    FLAC = 4
+    WAV = 5
+    TENSOR = 6
+
+
+class Column(NamedTuple):
+    """One array of a shard."""
+
+    dtype: str
+    axis: Axis
+    """What its first dimension counts; `OFFSETS[axis]` cuts it into rows."""
+    writer: Role
+    meaning: str
+    width: int | None = None
+    """Second dimension, if there is one."""
+    required: bool = True
+
+
+OFFSETS: dict[Axis, str] = {
+    "token": "index/offsets",
+    "run": "index/offsets__runs",
+    "turn": "index/offsets__turns",
+    "media_ref": "index/offsets__media_ref",
+    "media_byte": "index/offsets__media_bytes",
+}
+"""Dataset with the n+1 row boundaries of a ragged axis (media_byte: m+1, of the media)."""
+
+# n = trajectories of the shard, N = their tokens packed end to end, m = distinct media.
+COLUMNS: dict[str, Column] = {
+    # who it is
+    "row/guid": Column("int64", "row", "rollout", "prompt ordinal in the run's order of the data"),
+    "row/sibling": Column("int32", "row", "rollout", "0..G-1 within the prompt group"),
+    "row/prompt_index": Column("int64", "row", "rollout", "line of the prompt file, 0-based"),
+    "row/seed": Column("int64", "row", "rollout", "sampling seed, H(run, guid, sibling)"),
+    "row/environment": Column("int16", "row", "rollout", "which task; 0 where there is one", None),
+    # what was sampled
+    "row/prompt_len": Column("int32", "row", "rollout", "leading tokens that were given"),
+    "row/response_len": Column("int32", "row", "rollout", "tokens after them"),
+    "row/finish": Column("uint8", "row", "rollout", "schema.FinishReason"),
+    "row/policy_version_min": Column("int32", "row", "rollout", "oldest policy that sampled"),
+    "row/policy_version_max": Column("int32", "row", "rollout", "newest policy that sampled"),
+    "row/rewards": Column("float32", "row", "rollout", "scalar outcome reward"),
+    "ragged/token_ids": Column("int32", "token", "rollout", "prompt, then response"),
+    "ragged/loss_mask": Column("uint8", "token", "rollout", "1 on tokens the policy sampled"),
+    "ragged/rollout_logprobs": Column(
+        "float32", "token", "rollout", "log mu, nats, at sampling time; 0 where not sampled"
+    ),
+    "ragged/version_runs": Column(
+        "int32", "run", "rollout", "(first token of the row, policy version) per run", 2
+    ),
+    "ragged/turns": Column(
+        "int32", "turn", "rollout", "(first token of the row, 0 given | 1 sampled | 2 tool)", 2
+    ),
+    # what it looked at: encoded bytes, once per prompt group
+    "ragged/media_bytes": Column("uint8", "media_byte", "rollout", "encoded media", None, False),
+    "ragged/media_ref": Column("int32", "media_ref", "rollout", "row -> medium", None, False),
+    "media/kind": Column("uint8", "medium", "rollout", "schema.MediaKind", None, False),
+    "media/grid_thw": Column("int32", "medium", "rollout", "patches in time, y, x", 3, False),
+    "media/xxh3": Column("uint8", "medium", "rollout", "digest of the bytes", 16, False),
+    # what others add, each in a sidecar shard of its own
+    "ragged/old_logprobs": Column("float32", "token", "actor_fwd", "log pi_old, nats"),
+    "ragged/ref_logprobs": Column("float32", "token", "reference", "log pi_ref, nats"),
+    "ragged/advantages": Column("float32", "token", "advantages", "A_t; 0 off the loss mask"),
+    "ragged/values": Column("float32", "token", "critic", "V(s_t)"),
+}
+
+
+def columns_of(writer: Role, *, optional: bool = False) -> dict[str, Column]:
+    """The columns that `writer` must (and with `optional`, may) put into its shards."""
+    return {k: c for k, c in COLUMNS.items() if c.writer == writer and (c.required or optional)}
+
+
+class Trajectory(NamedTuple):
+    """One sibling of a prompt group, as the rollout role finishes it and the trainer reads it."""
+
+    guid: int
+    sibling: int
+    prompt_index: int
+    seed: int
+    token_ids: npt.NDArray[np.int32]
+    """[prompt_len + response_len]"""
+    prompt_len: int
+    loss_mask: npt.NDArray[np.uint8]
+    rollout_logprobs: npt.NDArray[np.float32]
+    version_runs: npt.NDArray[np.int32]
+    """[R, 2] (first token of the row, policy version); empty when nothing was sampled."""
+    finish: FinishReason
+    reward: float
+    environment: int = 0
+
+    @property
+    def policy_version_min(self) -> int:
+        return int(self.version_runs[:, 1].min()) if len(self.version_runs) else -1
+
+    @property
+    def policy_version_max(self) -> int:
+        return int(self.version_runs[:, 1].max()) if len(self.version_runs) else -1
+
+
+class PromptGroup(NamedTuple):
+    """G trajectories of one prompt: what is committed, planned and trained on as a whole."""
+
+    guid: int
+    trajectories: list[Trajectory]
