@@ -1,0 +1,29 @@
+"""torch.distributed for one component, bootstrapped by its World."""
+
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+
+from relax_hpc.comm.world import World, node_address
+
+
+def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float = 600) -> None:
+    """Initialises the default process group with the ranks of `world`.
+
+    Rank 0 lets its store pick a free port and tells the others: nobody guesses a port, so nobody
+    can lose a race for one. GPU ranks get NCCL for CUDA tensors and gloo for CPU tensors.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    store, address = None, None
+    if world.rank == 0:
+        host = node_address()
+        store = dist.TCPStore(host, 0, world.size, True, timeout, wait_for_workers=False)
+        address = (host, store.port)
+    host, port = world.bcast(address)
+    if store is None:
+        store = dist.TCPStore(host, port, world.size, False, timeout)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+    )
