@@ -1,0 +1,72 @@
+"""What happened, one JSON line each: the truth of a run, of which every plot is a view.
+
+One file per role and rank, appended to by that process alone; `docs/operations.md` lists the kinds.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+Event = dict[str, Any]
+
+
+class EventWriter:
+    """Appends events of one process; a later attempt of the same rank goes on in the same file."""
+
+    def __init__(self, path: Path, role: str, rank: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._role, self._rank = role, rank
+        size = os.fstat(self._fd).st_size
+        # An attempt that was killed may have left half a line; do not continue it.
+        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Appends one line in one write, so a reader sees at most the last line incomplete."""
+        record = {"time": time.time(), "role": self._role, "rank": self._rank, "pid": os.getpid()}
+        text = json.dumps(record | {"event": event} | fields, default=_plain)
+        line = b"\n" * self._torn + text.encode() + b"\n"
+        self._torn = os.write(self._fd, line) != len(line)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_events(events_dir: Path) -> list[Event]:
+    """All events of a run in order of time; none where nothing has been written yet.
+
+    A line cut short, by a kill or because it is being written right now, is left out.
+    """
+    events = [event for path in sorted(events_dir.glob("*.jsonl")) for event in _read(path)]
+    return sorted(events, key=lambda event: event["time"])
+
+
+def _read(path: Path) -> list[Event]:
+    events = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(event, dict) and "time" in event and "event" in event:
+            events.append(event)
+    return events
+
+
+def _plain(value: object) -> object:
+    item = getattr(value, "item", None)  # NumPy and torch scalars
+    return item() if callable(item) else str(value)

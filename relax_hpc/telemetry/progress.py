@@ -1,0 +1,50 @@
+"""One readable line per step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) -> str:
+    """The fields of a `step` event as a line of log; what is absent is left out."""
+    parts = [f"step {fields['step']:>{len(str(num_steps))}}/{num_steps}"]
+    if "reward/mean" in fields:
+        parts.append(f"reward {fields['reward/mean']:.3f}")
+    if "staleness/mean" in fields:
+        newest = f" (max {fields['staleness/max']:.0f})" if "staleness/max" in fields else ""
+        parts.append(f"staleness {fields['staleness/mean']:.1f}{newest}")
+    # Every loss puts its total first.
+    if loss := next((name for name in fields if name.startswith("loss/")), None):
+        parts.append(f"loss {fields[loss]:.3f}")
+    if "tokens_per_s" in fields:
+        parts.append(f"{_short(fields['tokens_per_s'])} tok/s")
+    if any(name.startswith("time/") for name in fields):
+        parts.append(_seconds(fields))
+    if eta_s is not None:
+        parts.append(f"ETA {duration(eta_s)}")
+    return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit a person would use: 45 s, 4 min, 2.5 h, 3.1 d."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    if seconds < 99.5 * 60:
+        return f"{seconds / 60:.0f} min"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} d"
+
+
+def _seconds(fields: Mapping[str, Any]) -> str:
+    times = {k.removeprefix("time/"): v for k, v in fields.items() if k.startswith("time/")}
+    total = times.pop("step", None)
+    if total is None:
+        total = sum(times.values())
+    stages = " ".join(f"{name} {seconds:.1f}" for name, seconds in times.items())
+    return f"{total:.1f} s ({stages})" if stages else f"{total:.1f} s"
+
+
+def _short(value: float) -> str:
+    if value < 1000:
+        return f"{value:.0f}"
+    return f"{value / 1000:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
