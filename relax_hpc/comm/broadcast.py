@@ -61,7 +61,7 @@ class BroadcastGroup:
             [],
             Backend(backend),
             PrefixStore(name, self._store),
-            group_name=name,
+            group_name=name,  # type: ignore[arg-type]  # a NewType only newer torch has
             timeout=timeout,
         )
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}

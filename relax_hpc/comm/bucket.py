@@ -59,7 +59,7 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     lines = []
     for name, tensor in tensors:
         cpu = tensor.detach().cpu().contiguous()
-        content = hashlib.sha256(cpu.view(-1).view(torch.uint8).numpy()).hexdigest()
+        content = hashlib.sha256(cpu.view(-1).view(torch.uint8).numpy().data).hexdigest()
         lines.append(f"{name} {cpu.dtype} {tuple(cpu.shape)} {content}\n")
     return hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
 

@@ -83,7 +83,7 @@ class StoreWorld:
     def __init__(self, rank: int, size: int, rendezvous: Path, *, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._timeout_s, self._calls = timeout_s, 0
-        self._store = self._connect(rendezvous)
+        self._store: Any = self._connect(rendezvous)  # its stub allows str values only
 
     def _connect(self, rendezvous: Path) -> "TCPStore":
         from torch.distributed import TCPStore

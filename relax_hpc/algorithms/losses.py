@@ -1,0 +1,70 @@
+"""Policy losses. Pure functions of tensors: no config, no engine, no I/O.
+
+T = packed tokens of one micro-batch on one data-parallel rank.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relax_hpc.algorithms.importance import truncated_weights
+
+
+class LossOutput(NamedTuple):
+    """Adds up over micro-batches and ranks by plain summation."""
+
+    loss: Tensor
+    """[] carries the gradient; already divided by the tokens of the global batch."""
+    metrics: dict[str, Tensor]
+    """[] each, no gradient; already divided likewise."""
+
+
+def grpo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    num_tokens: int,
+    clip_low: float,
+    clip_high: float,
+    importance_cap: float,
+) -> LossOutput:
+    """Token-level clipped surrogate with clip-higher and truncated importance weights.
+
+        loss = -1/N sum_t m_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+        r_t  = exp(logprobs_t - old_logprobs_t)
+        w_t  = min(exp(old_logprobs_t - rollout_logprobs_t), importance_cap)
+
+    Args:
+        logprobs: [T] nats, current policy, carries the gradient.
+        old_logprobs: [T] nats, policy before this step's updates, no gradient.
+        rollout_logprobs: [T] nats, recorded by the engine.
+        advantages: [T].
+        mask: [T] bool, True on trained tokens.
+        num_tokens: N, trained tokens of the global batch (all ranks, all micro-batches), so that
+            gradient accumulation equals one large batch.
+        clip_low: in (0, 1).
+        clip_high: > 0.
+        importance_cap: > 0.
+
+    Source: GRPO (arXiv:2402.03300); token-level normalisation and clip-higher from DAPO
+    (arXiv:2503.14476), whose sum runs over a prompt group and ours over the whole batch.
+    """
+    log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    weights = truncated_weights(old_logprobs, rollout_logprobs, mask, cap=importance_cap)
+    advantages = torch.where(mask, advantages, 0.0)
+    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
+    loss = -(weights * surrogate * mask).sum() / num_tokens
+    with torch.no_grad():
+        metrics = {
+            "loss/clip_fraction": ((clipped != ratio) & mask).sum() / num_tokens,
+            "loss/approx_kl": ((ratio - 1 - log_ratio) * mask).sum() / num_tokens,
+            "loss/importance_mean": (weights * mask).sum() / num_tokens,
+            "loss/importance_capped": ((weights >= importance_cap) & mask).sum() / num_tokens,
+        }
+    return LossOutput(loss, metrics)

@@ -1,0 +1,30 @@
+"""Who a task is: what the launcher knows about it, handed to the role as a value."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class TaskContext:
+    """One task of one component, in one start."""
+
+    role: str
+    rank: int
+    """Within the component."""
+    size: int
+    """Tasks of the component."""
+    local_rank: int
+    """Within the component and the node."""
+    attempt: str
+    """Job id and how often Slurm restarted that job: "1234.0"; new after a requeue."""
+    start: int
+    """Counts the starts of this component's step within the attempt, from 1."""
+    node: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.role}-{self.rank}"
+
+    @property
+    def start_id(self) -> str:
+        """Never used before by this component: names rendezvous records."""
+        return f"{self.role}-{self.attempt}-{self.start}"
