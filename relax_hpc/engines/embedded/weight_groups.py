@@ -1,0 +1,76 @@
+"""Receiving weights from the trainer's broadcast, with SGLang's request fields."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from relax_hpc.comm.broadcast import BroadcastGroup, Transport
+from relax_hpc.comm.bucket import NamedTensors, num_bytes, unflatten
+from relax_hpc.errors import EngineError
+
+LoadFormat = Literal["flattened_bucket"] | None
+
+
+class WeightGroups:
+    """The broadcast groups this engine is a member of, by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._groups: dict[str, BroadcastGroup] = {}
+
+    def join(
+        self, host: str, port: int, rank: int, world_size: int, name: str, backend: Transport
+    ) -> None:
+        """Blocks until all ranks of the group are there.
+
+        Raises:
+            EngineError: this engine is in a group of that name already.
+        """
+        if name in self._groups:
+            raise EngineError(f"weight group {name!r} exists already; destroy it first")
+        self._groups[name] = BroadcastGroup(host, port, rank, world_size, name, backend)
+
+    def leave(self, name: str) -> None:
+        """Leaves the group.
+
+        Raises:
+            EngineError: not a member.
+        """
+        self._get(name)
+        self._groups.pop(name).close()
+
+    def receive(
+        self,
+        name: str,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        load_format: LoadFormat,
+    ) -> NamedTensors:
+        """Receives tensors from rank 0: one broadcast of their bytes, or one for each.
+
+        Raises:
+            EngineError: not a member.
+        """
+        group = self._get(name)
+        specs = [
+            (weight, getattr(torch, dtype.removeprefix("torch.")), shape)
+            for weight, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        ]
+        if load_format == "flattened_bucket":
+            size = sum(num_bytes(dtype, shape) for _, dtype, shape in specs)
+            flat = torch.empty(size, dtype=torch.uint8, device=self._device)
+            group.broadcast(flat)
+            return unflatten(flat, specs)
+        received = []
+        for weight, dtype, shape in specs:
+            tensor = torch.empty(list(shape), dtype=dtype, device=self._device)
+            group.broadcast(tensor)
+            received.append((weight, tensor))
+        return received
+
+    def _get(self, name: str) -> BroadcastGroup:
+        if name not in self._groups:
+            raise EngineError(f"no weight group {name!r}; call /init_weights_update_group first")
+        return self._groups[name]
