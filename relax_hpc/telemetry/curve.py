@@ -1,0 +1,78 @@
+"""The picture of a run: does the reward rise, on prompts nothing was trained on too?"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry import history
+from relax_hpc.telemetry.events import Event, read_events
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREY = "#1f5fa8", "#d9660f", "#555555"
+
+
+def plot(run_dir: Path) -> Path:
+    """Draws reward.png: reward per step, smoothed, held-out rewards; below, the staleness."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    paths = RunPaths(run_dir)
+    events = read_events(paths.events("any", 0).parent)
+    done = history.steps(events)
+    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)  # no display, no global state
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+    figure.suptitle(run_dir.name)
+    _draw_rewards(upper, done, history.heldout(events))
+    _draw_staleness(lower, done)
+    draft = paths.reward_curve.with_name(f".{os.getpid()}.{paths.reward_curve.name}")
+    figure.savefig(draft)
+    draft.replace(paths.reward_curve)
+    return paths.reward_curve
+
+
+def smooth(values: Sequence[float], *, keep: float) -> list[float]:
+    """Exponential average over the past, debiased, so that it starts at the first value."""
+    averages, total, weight = [], 0.0, 0.0
+    for value in values:
+        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
+        averages.append(total / weight)
+    return averages
+
+
+def _draw_rewards(axes: "Axes", done: Sequence[Event], heldout: Sequence[history.Heldout]) -> None:
+    rewarded = [e for e in done if "reward/mean" in e]
+    steps, rewards = [e["step"] for e in rewarded], [e["reward/mean"] for e in rewarded]
+    axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1, label="training, per step")
+    axes.plot(steps, smooth(rewards, keep=0.85), color=BLUE, linewidth=2,
+              label="training, smoothed")  # fmt: skip
+    axes.plot(
+        [p.version for p in heldout], [p.reward for p in heldout], "o--",
+        color=ORANGE, markersize=6, linewidth=1, label="held-out",
+    )  # fmt: skip
+    for point in heldout:
+        axes.annotate(
+            f"{point.reward:.2f}", (point.version, point.reward), (0, 8),
+            textcoords="offset points", ha="center", color=ORANGE, fontsize=9,
+        )  # fmt: skip
+    axes.set_ylabel("mean reward")
+    axes.margins(y=0.15)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right", frameon=False)
+
+
+def _draw_staleness(axes: "Axes", done: Sequence[Event]) -> None:
+    aged = [e for e in done if "staleness/mean" in e and "staleness/max" in e]
+    steps = [e["step"] for e in aged]
+    axes.plot(steps, [e["staleness/mean"] for e in aged], color=GREY, linewidth=1.5, label="mean")
+    axes.plot(steps, [e["staleness/max"] for e in aged],
+              color=GREY, linewidth=1, linestyle=":", label="largest")  # fmt: skip
+    axes.set_ylabel("staleness")
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=-0.1)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right", frameon=False, ncols=2)

@@ -1,0 +1,71 @@
+"""What a run's events say, step by step, counted once however often a step was repeated."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from relax_hpc.telemetry.events import Event
+
+
+class Heldout(NamedTuple):
+    """One held-out evaluation, added up over the rollout ranks that took part."""
+
+    when: str
+    """"before", "during" or "after"."""
+    version: int
+    time: float
+    correct: float
+    num_prompts: int
+
+    @property
+    def reward(self) -> float:
+        return self.correct / self.num_prompts
+
+
+def steps(events: Sequence[Event]) -> list[Event]:
+    """The newest `step` event of each step, in order; a resume trains some steps again."""
+    newest = {e["step"]: e for e in events if e["event"] == "step"}
+    return [newest[step] for step in sorted(newest)]
+
+
+def heldout(events: Sequence[Event]) -> list[Heldout]:
+    """Evaluations in order of the policy version; a rank's repetition replaces its first try."""
+    parts: dict[tuple[str, int], dict[int, Event]] = defaultdict(dict)
+    for event in events:
+        if event["event"] == "eval":
+            parts[event["when"], event["version"]][event["rank"]] = event
+    points = []
+    for (when, version), by_rank in parts.items():
+        if count := sum(e["count"] for e in by_rank.values()):
+            correct = sum(e["correct"] for e in by_rank.values())
+            newest = max(e["time"] for e in by_rank.values())
+            points.append(Heldout(when, version, newest, correct, count))
+    return sorted(points, key=lambda point: (point.version, point.time))
+
+
+def shards(events: Sequence[Event]) -> list[Event]:
+    """Published shards in order of time, empty ones left out."""
+    return [e for e in events if e["event"] == "shard" and e["num_trajectories"]]
+
+
+def newest(events: Sequence[Event], event: str) -> Event | None:
+    return next((e for e in reversed(events) if e["event"] == event), None)
+
+
+def numbers(event: Event) -> dict[str, float]:
+    """The fields that can be plotted."""
+    skip = {"time", "rank", "pid", "step"}
+    return {k: float(v) for k, v in event.items() if k not in skip and _is_number(v)}
+
+
+def seconds_per_step(done: Sequence[Event], *, window: int = 20) -> float | None:
+    """Pace of the last `window` steps, within the newest attempt; None after one step."""
+    recent = [e for e in done[-window - 1 :] if e["pid"] == done[-1]["pid"]]
+    if len(recent) < 2:
+        return None
+    gap: float = recent[-1]["time"] - recent[0]["time"]
+    return gap / (len(recent) - 1)
+
+
+def _is_number(value: Any) -> bool:  # noqa: ANN401
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,42 @@
+"""TensorBoard's view of a run, drawn again from the events whenever it is asked for."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry import history
+from relax_hpc.telemetry.events import read_events
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+def write(run_dir: Path) -> Path:
+    """Makes `tensorboard/` anew: scalars of every step, held-out rewards, shard rewards.
+
+    It is built beside the old one and put in its place, so the folder never holds half a run, and
+    a step that was trained twice is drawn once.
+    """
+    from torch.utils.tensorboard import SummaryWriter  # pulls in torch
+
+    paths = RunPaths(run_dir)
+    events = read_events(paths.events("any", 0).parent)
+    draft = paths.tensorboard.with_name(f".{paths.tensorboard.name}.{os.getpid()}")
+    with SummaryWriter(str(draft)) as writer:
+        for done in history.steps(events):
+            for tag, value in history.numbers(done).items():
+                _scalar(writer, tag, value, done["step"], done["time"])
+        for point in history.heldout(events):
+            _scalar(writer, "eval/heldout_reward", point.reward, point.version, point.time)
+        for number, shard in enumerate(history.shards(events)):
+            reward = shard["reward/mean"]
+            _scalar(writer, "rollout/shard_reward", reward, number, shard["time"])
+    shutil.rmtree(paths.tensorboard, ignore_errors=True)
+    draft.rename(paths.tensorboard)
+    return paths.tensorboard
+
+
+def _scalar(writer: "SummaryWriter", tag: str, value: float, step: int, time: float) -> None:
+    writer.add_scalar(tag, value, step, walltime=time)
