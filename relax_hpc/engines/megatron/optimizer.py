@@ -1,0 +1,94 @@
+"""Megatron's DDP and distributed Adam, made once; the schedule; one guarded update."""
+
+import math
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from relax_hpc.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Rises linearly to `lr` at step `warmup_steps`, then falls linearly until `num_steps`.
+
+    Args:
+        step: 1-based; beyond `num_steps` the rate stays where it ended.
+    """
+    if step < config.warmup_steps:
+        return config.lr * step / config.warmup_steps
+    peak = max(config.warmup_steps, 1)
+    progress = min(1.0, (step - peak) / (num_steps - peak)) if num_steps > peak else 0.0
+    return config.lr * (1.0 - progress * (1.0 - config.final_lr_fraction))
+
+
+def build(
+    config: OptimizerConfig, model: GPTModel
+) -> tuple[DistributedDataParallel, ChainedOptimizer]:
+    """Wraps the model, which must hold its weights already: the optimizer copies them.
+
+    Main parameters, gradients and Adam's moments are float32, each data-parallel rank keeps a part.
+    """
+    params_dtype = model.config.params_dtype
+    ddp = DistributedDataParallel(
+        model.config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        model,
+    )
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.adam_beta1,
+            adam_beta2=config.adam_beta2,
+            clip_grad=config.clip_grad,
+            bf16=params_dtype is torch.bfloat16,
+            params_dtype=params_dtype,
+            use_distributed_optimizer=True,
+        ),
+        [ddp],
+    )
+    _make_state(optimizer)
+    return ddp, optimizer
+
+
+def _make_state(optimizer: ChainedOptimizer) -> None:
+    """Torch's AdamW has no state before its first step, and loading needs one to fill.
+
+    A step at learning rate 0 (which also decays nothing) makes it; its count is taken back.
+    """
+    set_learning_rate(optimizer, 0.0)
+    for part in optimizer.chained_optimizers:
+        part._init_optimizer_states_with_dummy_values()
+        for state in part.optimizer.state.values():
+            state["step"].zero_()
+
+
+def set_learning_rate(optimizer: ChainedOptimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+
+
+def update(optimizer: ChainedOptimizer) -> tuple[float, bool]:
+    """Clips and applies the reduced gradients, unless they are not finite.
+
+    Returns:
+        Norm of the whole model's gradient before clipping, and whether the weights changed.
+    """
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(norm):
+        return norm, False
+    if optimizer.config.clip_grad > 0:
+        for part in optimizer.chained_optimizers:
+            clip_grad_by_total_norm_fp32(
+                part.get_parameters(), max_norm=part.config.clip_grad, total_norm=norm
+            )
+    optimizer.step_with_ready_grads()
+    return norm, True

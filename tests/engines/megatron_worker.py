@@ -1,0 +1,255 @@
+"""Ranks that stay alive over many cases: one process each, told what to run through a pipe."""
+
+import multiprocessing
+import os
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from relax_hpc.config import RunConfig
+from relax_hpc.schema import FinishReason, Trajectory
+
+VOCAB = 128
+_DEADLINE_S = 120
+_state = {}
+
+
+class Output(NamedTuple):
+    loss: object
+    metrics: dict
+
+
+class FixedWorld:
+    """The ranks of a pool; only its size matters to a trainer."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+class Ranks:
+    """`size` processes with gloo among them; `call` runs a function of this file on all."""
+
+    def __init__(self, size):
+        context = multiprocessing.get_context("spawn")
+        ends = [context.Pipe() for _ in range(size)]
+        self.pipes = [mine for mine, _ in ends]
+        self.processes = [
+            context.Process(target=_serve, args=(rank, size, theirs), daemon=False)
+            for rank, (_, theirs) in enumerate(ends)
+        ]
+        for process in self.processes:
+            process.start()
+        port = self._receive(0)
+        for pipe in self.pipes[1:]:
+            pipe.send(port)
+
+    def call(self, function, **kwargs):
+        for pipe in self.pipes:
+            pipe.send((function.__name__, kwargs))
+        return [self._receive(rank) for rank in range(len(self.pipes))]
+
+    def _receive(self, rank):
+        assert self.pipes[rank].poll(_DEADLINE_S), f"rank {rank} did not answer"
+        ok, value = self.pipes[rank].recv()
+        assert ok, f"rank {rank}:\n{value}"
+        return value
+
+    def close(self):
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(rank, size, pipe: Connection):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=_DEADLINE_S)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
+        pipe.send((True, store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), size, False, timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+    while (order := pipe.recv()) is not None:
+        name, kwargs = order
+        try:
+            pipe.send((True, globals()[name](**kwargs)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+def job(folder, *, tp=1, dp=1, budget=64, **tables):
+    """A RunConfig; `tables` are merged into its sections."""
+    tree = {
+        "name": "test",
+        "model": {"path": str(folder), "dtype": tables.pop("dtype", "float32")},
+        "prompts": {"train": "unused", "heldout": "unused"},
+        "rollout": {"temperature": tables.pop("temperature", 1.0)},
+        "actor": {
+            "tensor_parallel": tp,
+            "data_parallel": dp,
+            "tokens_per_micro_batch": budget,
+            "optimizer": {"lr": 1e-3, "clip_grad": 0.0} | tables.pop("optimizer", {}),
+            "transformer": tables.pop("transformer", {}),
+        },
+        "algorithm": {"num_steps": 100} | tables.pop("algorithm", {}),
+    }
+    assert not tables
+    return RunConfig.model_validate(tree)
+
+
+def trajectories(num, seed=0, longest=20):
+    """Random ones, and advantages; some have a tool's tokens between those that were sampled."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for guid in range(num):
+        prompt = int(rng.integers(2, 5))
+        length = prompt + int(rng.integers(1, longest - 4))
+        mask = np.zeros(length, np.uint8)
+        mask[prompt:] = rng.random(length - prompt) < 0.8
+        logprobs = np.where(mask, rng.normal(-3, 1, length), 0).astype(np.float32)
+        made.append(
+            Trajectory(
+                guid=guid,
+                sibling=0,
+                prompt_index=guid,
+                seed=0,
+                token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
+                prompt_len=prompt,
+                loss_mask=mask,
+                rollout_logprobs=logprobs,
+                version_runs=np.array([[prompt, 0]], np.int32),
+                finish=FinishReason.STOP,
+                reward=0.0,
+            )
+        )
+    return made, rng.normal(size=num).astype(np.float32)
+
+
+def num_tokens(rows):
+    return int(sum(row.loss_mask.sum() for row in rows))
+
+
+# What follows runs on the ranks.
+
+
+def open_trainer(config):
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    from relax_hpc.engines.megatron.trainer import MegatronTrainer
+
+    mpu.destroy_model_parallel()
+    world = FixedWorld(dist.get_rank(), dist.get_world_size())
+    _state["trainer"] = MegatronTrainer(config, world, torch.device("cpu"))
+
+
+def surrogate(count):
+    import torch
+
+    def loss(logprobs, micro_batch):
+        mask, old = micro_batch.loss_mask, micro_batch.old_logprobs
+        ratio = torch.where(mask, logprobs - old, 0.0).exp()
+        value = -(ratio * micro_batch.advantages * mask).sum() / count
+        return Output(value, {"ratio": (ratio * mask).sum() / count})
+
+    return loss
+
+
+def poisoned(count):
+    def loss(logprobs, micro_batch):
+        return Output(logprobs.sum() * float("nan") / count, {})
+
+    return loss
+
+
+def exploding(count):
+    """A finite loss whose gradient is not: sqrt at 0."""
+
+    def loss(logprobs, micro_batch):
+        return Output((logprobs - logprobs.detach()).square().sum().sqrt() / count, {})
+
+    return loss
+
+
+LOSSES = {"surrogate": surrogate, "poisoned": poisoned, "exploding": exploding}
+
+
+def _mine(rows):
+    from relax_hpc.engines.megatron.packing import split_over_ranks
+
+    trainer = _state["trainer"]
+    return split_over_ranks([len(row.token_ids) for row in rows], trainer.dp_size)[trainer.dp_rank]
+
+
+def train(rows, advantages, num_steps=1, loss="surrogate"):
+    count, mine = num_tokens(rows), _mine(rows)
+    for _ in range(num_steps):
+        metrics = _state["trainer"].train_step(
+            [rows[i] for i in mine], advantages[mine], num_tokens=count, loss=LOSSES[loss](count)
+        )
+    return metrics
+
+
+def logprobs(rows):
+    """The rank's own rows -> {row: logprobs}."""
+    mine = _mine(rows)
+    return dict(
+        zip(mine, _state["trainer"].forward_logprobs([rows[i] for i in mine]), strict=True)
+    )
+
+
+def weights():
+    return {
+        name: tensor.float().numpy().copy() for name, tensor in _state["trainer"].named_weights()
+    }
+
+
+def adam():
+    """(step counts, sum of |first moments|) of this rank's part."""
+    states = [
+        state
+        for part in _state["trainer"]._optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+    ]
+    return {float(s["step"]) for s in states}, sum(float(s["exp_avg"].abs().sum()) for s in states)
+
+
+def save(folder: Path):
+    _state["trainer"].save(folder)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def load(folder: Path):
+    _state["trainer"].load(folder)
+    return _state["trainer"].step
+
+
+def split_vocabulary_logprobs(logits, targets, upstream, temperature):
+    """This rank's slice -> logprobs, entropy and the gradient of its slice."""
+    import torch
+    import torch.distributed as dist
+
+    from relax_hpc.engines.megatron import logprobs as module
+
+    module._CHUNK_ELEMENTS = 3 * VOCAB  # several chunks, the last one short
+    group = dist.group.WORLD
+    shard = torch.from_numpy(logits).chunk(group.size(), dim=1)[group.rank()]
+    shard = shard.clone().requires_grad_()
+    values, entropy = module.token_logprobs(
+        shard, torch.from_numpy(targets), temperature=temperature, group=group
+    )
+    values.backward(torch.from_numpy(upstream))
+    return values.detach().numpy(), entropy.numpy(), shard.grad.numpy()

@@ -1,0 +1,81 @@
+"""What a job may say about the transformer, and the learning-rate schedule."""
+
+import json
+
+import pytest
+
+from relax_hpc.config import OptimizerConfig
+from relax_hpc.engines.megatron.model import read_architecture, transformer_config
+from relax_hpc.engines.megatron.optimizer import learning_rate
+from relax_hpc.errors import ConfigError
+from tests.engines.megatron_worker import job
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    return tmp_path
+
+
+def test_a_field_of_the_job_reaches_megatron(folder):
+    config = job(folder, transformer={"recompute_granularity": "selective"})
+    made = transformer_config(config, read_architecture(folder))
+    assert made.recompute_granularity == "selective"
+    assert (made.num_layers, made.num_query_groups, made.kv_channels) == (2, 2, 16)
+
+
+def test_an_unknown_transformer_field_is_an_error_that_names_the_nearest(folder):
+    config = job(folder, transformer={"recompute_granularty": "full"})
+    with pytest.raises(ConfigError, match=r"recompute_granularty.*did you mean recompute_granular"):
+        transformer_config(config, read_architecture(folder))
+
+
+def test_a_field_that_the_model_decides_is_not_the_jobs_to_set(folder):
+    config = job(folder, transformer={"num_layers": 3})
+    with pytest.raises(ConfigError, match=r"actor\.transformer\.num_layers = 3.*remove it"):
+        transformer_config(config, read_architecture(folder))
+
+
+def test_a_value_megatron_refuses_is_a_config_error(folder):
+    config = job(folder, transformer={"recompute_granularity": "sometimes"})
+    with pytest.raises(ConfigError, match="Megatron-core refuses it"):
+        transformer_config(config, read_architecture(folder))
+
+
+def test_tensor_parallel_must_divide_the_heads(folder):
+    with pytest.raises(ConfigError, match=r"tensor_parallel = 4: .* 2 key-value heads"):
+        transformer_config(job(folder, tp=4), read_architecture(folder))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model_type", "llama"), ("rope_scaling", {"rope_type": "yarn"}), ("hidden_act", "gelu")],
+)
+def test_another_architecture_is_refused_by_name(folder, key, value):
+    (folder / "config.json").write_text(json.dumps(QWEN3 | {key: value}))
+    with pytest.raises(ConfigError, match="is supported"):
+        read_architecture(folder)
+
+
+def test_the_learning_rate_rises_and_falls_linearly():
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.5)
+    rates = [learning_rate(config, step, 14) for step in (1, 2, 4, 9, 14, 20)]
+    assert rates == pytest.approx([0.25, 0.5, 1.0, 0.75, 0.5, 0.5])
+
+
+def test_without_warm_up_the_first_step_has_the_full_rate():
+    config = OptimizerConfig(lr=1.0, final_lr_fraction=0.0)
+    assert [learning_rate(config, step, 3) for step in (1, 2, 3)] == pytest.approx([1, 0.5, 0])

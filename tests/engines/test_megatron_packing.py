@@ -1,0 +1,69 @@
+"""Binning, balancing, and the tensors of a micro-batch."""
+
+import numpy as np
+import pytest
+import torch
+
+from relax_hpc.engines.megatron import packing
+from relax_hpc.errors import ConfigError
+from tests.engines.megatron_worker import trajectories
+
+
+def test_micro_batches_are_filled_longest_first_into_the_first_with_room():
+    assert packing.pack([3, 7, 5, 2, 5], 10) == [[1, 0], [2, 4], [3]]
+
+
+def test_every_trajectory_is_packed_once_within_the_budget():
+    lengths = np.random.default_rng(0).integers(1, 50, 300).tolist()
+    bins = packing.pack(lengths, 64)
+    assert sorted(sum(bins, [])) == list(range(300))
+    assert max(sum(lengths[i] for i in rows) for rows in bins) <= 64
+    assert len(bins) <= 1.25 * sum(lengths) / 64 + 1
+
+
+def test_a_trajectory_beyond_the_budget_is_an_error_that_names_the_setting():
+    with pytest.raises(ConfigError, match=r"tokens_per_micro_batch = 10: .* 11 tokens"):
+        packing.pack([3, 11], 10)
+
+
+def test_ranks_get_balanced_tokens_and_a_partition():
+    assert packing.split_over_ranks([9, 1, 4, 5, 1], 2) == [[0, 1], [2, 3, 4]]
+    assert packing.split_over_ranks([5], 2) == [[0], []]
+
+
+def test_documents_lie_end_to_end_with_positions_from_zero():
+    rows, advantages = trajectories(3)
+    batch = packing.build(rows, advantages, [2, 0], device=torch.device("cpu"))
+    a, b = rows[2], rows[0]
+    total = len(a.token_ids) + len(b.token_ids)
+    assert batch.cu_seqlens.tolist() == [0, len(a.token_ids), total]
+    assert batch.token_ids.tolist() == [*a.token_ids, *b.token_ids]
+    assert batch.position_ids.tolist() == [*range(len(a.token_ids)), *range(len(b.token_ids))]
+    assert batch.loss_mask.tolist() == [bool(x) for x in [*a.loss_mask, *b.loss_mask]]
+    assert torch.equal(batch.is_first.nonzero()[:, 0], torch.tensor([0, len(a.token_ids)]))
+    first, last = float(batch.advantages[0]), float(batch.advantages[-1])
+    assert (first, last) == (pytest.approx(advantages[2]), pytest.approx(advantages[0]))
+
+
+def test_the_first_token_is_never_trained_even_if_the_mask_says_so():
+    (row,), advantages = trajectories(1)
+    row = row._replace(loss_mask=np.ones_like(row.loss_mask))
+    batch = packing.build([row], advantages, [0], device=torch.device("cpu"))
+    assert not batch.loss_mask[0]
+    assert batch.loss_mask[1:].all()
+
+
+def test_rounding_up_adds_an_untrained_document():
+    rows, advantages = trajectories(1, seed=3)
+    length = len(rows[0].token_ids)
+    batch = packing.build(rows, advantages, [0], device=torch.device("cpu"), multiple_of=64)
+    assert batch.lengths == (length, 64 - length)
+    assert len(batch.token_ids) == 64
+    assert not batch.loss_mask[length:].any()
+
+
+def test_values_move_to_the_token_they_predict_within_their_document():
+    is_first = torch.tensor([True, False, False, True, False])
+    values = torch.tensor([10.0, 11.0, 12.0, 13.0, 14.0])  # predicts tokens 1, 2, none, 4, none
+    assert packing.at_predicted_token(values, is_first).tolist() == [0, 10, 11, 0, 13]
+    assert packing.next_tokens(torch.tensor([4, 5, 6, 7, 8])).tolist()[:2] == [5, 6]
