@@ -1,0 +1,77 @@
+"""Was every trajectory used once? Counted from the logs alone; shards may be gone."""
+
+from collections import Counter
+from typing import NamedTuple
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.log import CommitRecord, RecordKind, read_log
+from relax_hpc.bus.plan import Chain, read_chain
+from relax_hpc.bus.staleness import staleness
+from relax_hpc.paths import BusPaths
+
+
+class BusAudit(NamedTuple):
+    """Trajectories, unless it says otherwise."""
+
+    committed: int
+    planned: int
+    """Trained on, or about to be."""
+    planned_twice: int
+    """In more than one step of the valid plan, or more than once in one; must be 0."""
+    duplicates: int
+    """Committed again by a producer that lost its acknowledgement, and ignored."""
+    dropped: int
+    """Committed, passed over by the plan, and not on record as duplicates; must be 0."""
+    steps: int
+    """Steps planned."""
+    max_staleness: int
+    """Largest staleness of a planned trajectory's oldest token; 0 if nothing was planned."""
+
+
+def audit(paths: BusPaths) -> BusAudit:
+    """Counts, while the run goes on or afterwards.
+
+    Raises:
+        BusError: not a bus of this format, or a damaged log.
+    """
+    names = layout.open_bus(paths).producers
+    chain = read_chain(paths)  # before the logs, so that what is planned is also committed
+    commits = [
+        record
+        for name in names
+        for record in read_log(paths.log(name))
+        if record.kind is RecordKind.BASE
+    ]
+    parts = [part for step in chain.steps for part in step.parts]
+    ages = [
+        staleness(step.step, step.policy_version_min)
+        for step in chain.steps
+        if step.policy_version_min >= 0
+    ]
+    groups = zip((g for step in chain.steps for g in step.guids), parts, strict=True)
+    planned: set[int] = set()
+    repeated = 0
+    for guid, part in groups:
+        repeated += part.hi - part.lo if guid in planned else 0
+        planned.add(guid)
+    return BusAudit(
+        committed=sum(record.rows for record in commits),
+        planned=sum(step.num_trajectories for step in chain.steps),
+        planned_twice=repeated,
+        duplicates=sum(shard.rows for shard in chain.ignored),
+        dropped=_dropped(commits, chain),
+        steps=len(chain.steps),
+        max_staleness=max(ages, default=0),
+    )
+
+
+def _dropped(commits: list[CommitRecord], chain: Chain) -> int:
+    """Rows of shards below the end of the plan that are neither planned nor ignored."""
+    used: Counter[str] = Counter()
+    for step in chain.steps:
+        for part in step.parts:
+            used[part.uuid] += part.hi - part.lo
+    for shard in chain.ignored:
+        used[shard.uuid] += shard.rows
+    end = max((step.guids[-1] for step in chain.steps), default=-1)
+    return sum(max(c.rows - used[c.uuid], 0) for c in commits if c.guid_max <= end)

@@ -1,0 +1,58 @@
+"""Prompt groups to test with: everything about one follows from its guid."""
+
+import numpy as np
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.producer import Producer
+from relax_hpc.paths import BusPaths
+from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+
+SIBLINGS = 2
+PRODUCERS = ["rollout-0", "rollout-1"]
+
+
+def trajectory(guid, sibling, *, version=0, prompt=3, response=4):
+    n = prompt + response
+    rng = np.random.default_rng([guid, sibling])
+    mask = (np.arange(n) >= prompt).astype(np.uint8)
+    return Trajectory(
+        guid=guid,
+        sibling=sibling,
+        prompt_index=1000 - guid,
+        seed=guid * 1_000_003 + sibling,
+        token_ids=rng.integers(0, 50_000, n).astype(np.int32),
+        prompt_len=prompt,
+        loss_mask=mask,
+        rollout_logprobs=(-rng.random(n) * mask).astype(np.float32),
+        version_runs=np.array([[prompt, version]] if response else [], np.int32).reshape(-1, 2),
+        finish=FinishReason.STOP,
+        reward=float(sibling),
+    )
+
+
+def group(guid, **kwargs):
+    return PromptGroup(guid, [trajectory(guid, s, **kwargs) for s in range(SIBLINGS)])
+
+
+def make_bus(root, producers=PRODUCERS):
+    paths = BusPaths(root / "bus")
+    layout.create(paths, producers, {"run": "test"})
+    return paths
+
+
+def produce(paths, name, guids, *, per_shard=1, **kwargs):
+    """Opens the producer, publishes what of `guids` it has not committed, closes it."""
+    with Producer(paths, name, {"run": "test", "job": 7}) as producer:
+        todo = [g for g in guids if g not in producer.committed]
+        for lo in range(0, len(todo), per_shard):
+            producer.put([group(g, **kwargs) for g in todo[lo : lo + per_shard]])
+
+
+def same(a, b):
+    """Exact equality of two trajectories, dtypes included."""
+    return all(
+        (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
+        if isinstance(x, np.ndarray)
+        else x == y
+        for x, y in zip(a, b, strict=True)
+    )
