@@ -1,0 +1,59 @@
+"""Entry of a task: `python -m relax_hpc.launch.entry FOLDER --start N --last-start M`.
+
+What `submitit.core._submit` is for submitit, plus what a restart in place has to know.
+"""
+
+import argparse
+import logging
+import os
+import pickle
+from pathlib import Path
+
+from submitit import JobEnvironment
+from submitit.core.submission import process_job
+from submitit.core.utils import JobPaths
+
+from relax_hpc.launch import component
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path, help="submitit folder of the component")
+    parser.add_argument("--start", type=int, required=True, help="starts of the step, from 1")
+    parser.add_argument("--last-start", type=int, required=True, help="start that is not repeated")
+    args = parser.parse_args()
+    component.start_count.set(args.start)
+    component.last_start.set(args.last_start)
+    run(args.folder)
+
+
+def run(folder: Path) -> None:
+    """Runs this task's share of the pickled call, unless its component has finished already."""
+    os.environ["SUBMITIT_FOLDER"] = str(folder)
+    environment = JobEnvironment()
+    tasks = range(environment.num_tasks)
+    results = [JobPaths(folder, environment.job_id, task).result_pickle for task in tasks]
+    # All ranks or none: one that had finished must take part again when its peers start over. No
+    # rank can see all of them finished if another saw one missing, since only then are they removed.
+    if all(map(succeeded, results)):
+        log.info("finished before the job was requeued: nothing to do")
+        return
+    own = results[environment.global_rank]
+    own.unlink(missing_ok=True)
+    own.with_suffix(own.suffix + ".save_tmp").unlink(missing_ok=True)  # submitit refuses it
+    process_job(folder)
+
+
+def succeeded(result: Path) -> bool:
+    """Whether a task left a result that is not an error."""
+    try:
+        outcome, _ = pickle.loads(result.read_bytes())
+    except (FileNotFoundError, EOFError):
+        return False
+    return bool(outcome == "success")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""Last line of the job script: `python -m relax_hpc.launch.finish RUN_DIR` writes the summary."""
+
+import argparse
+from pathlib import Path
+
+
+def main() -> None:
+    from relax_hpc.telemetry import summary
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    summary.write(parser.parse_args().run_dir)
+
+
+if __name__ == "__main__":
+    main()

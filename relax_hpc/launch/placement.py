@@ -1,0 +1,62 @@
+"""Which components a run has, and what each asks Slurm for. Pure: nothing is looked up."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from relax_hpc.config import Resources, RunConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import profiles
+
+Bootstrap = Literal["mpi", "files"]
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One component of the heterogeneous job: the tasks of one role."""
+
+    role: str
+    tasks: int
+    resources: Resources
+    bootstrap: Bootstrap = "files"
+    """How its tasks find each other."""
+
+    @property
+    def nodes(self) -> int:
+        return self.resources.nodes
+
+    @property
+    def tasks_per_node(self) -> int:
+        return self.tasks // self.nodes
+
+
+def place(config: RunConfig) -> list[Component]:
+    """The components of a run, in the order of the heterogeneous job.
+
+    Rollout comes first: the time limit of component 0 ends the whole job, and without engines
+    nothing goes on.
+
+    Raises:
+        ConfigError: tasks do not divide over the nodes, or MPI is wanted but not said which.
+    """
+    profile = profiles.load(config.launch.profile)
+    return [
+        _component(config, "rollout", config.rollout.num_engines,
+                   profile.resources("rollout", config.rollout.resources)),
+        _component(config, "actor", config.actor.world_size,
+                   profile.resources("actor", config.actor.resources)),
+    ]  # fmt: skip
+
+
+def _component(config: RunConfig, role: str, tasks: int, resources: Resources) -> Component:
+    if tasks % resources.nodes:
+        raise ConfigError(
+            f"{role}.resources.nodes = {resources.nodes}: {tasks} tasks do not divide over them; "
+            f"use a divisor of {tasks}"
+        )
+    if config.launch.bootstrap == "mpi" and resources.mpi is None:
+        raise ConfigError(
+            f"launch.bootstrap = 'mpi': {role}.resources.mpi is not set; "
+            "use pmix for Open MPI, pmi2 for MPICH (srun --mpi=list)"
+        )
+    use_mpi = resources.mpi is not None and config.launch.bootstrap != "files"
+    return Component(role, tasks, resources, "mpi" if use_mpi else "files")

@@ -1,0 +1,240 @@
+"""The text that runs a job: one generator for Slurm and for this machine.
+
+Slurm runs it as a batch script on the first node of component 0; locally bash runs it directly.
+The two differ in the `#SBATCH` lines and in the word that starts a step: `srun`, or our
+`local_step`. Restarting, ending the others and the last report are the same lines of bash.
+"""
+
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from submitit.slurm.slurm import _make_sbatch_string
+
+from relax_hpc.launch.placement import Component
+
+# Options that only mean something once in a heterogeneous job: component 0 says them.
+_LEADER_ONLY = {"output", "error", "open-mode", "job-name"}
+
+# Slurm exports component 0's request to the batch script, where srun takes it for a default: a
+# component without --ntasks would ask for component 0's, and --mem here, --mem-per-cpu there is
+# refused. Inherit nothing; the srun lines say everything.
+_INHERITED = (
+    "SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS "
+    "SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE "
+    "SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_DISTRIBUTION"
+)
+
+_SUPERVISION = """\
+# A signal that is trapped ends `wait` early, so wait again until none came in between.
+join() {
+  local before
+  while true; do
+    before=$signals
+    wait "$1"; status=$?
+    [ "$before" = "$signals" ] && return
+  done
+}
+
+# supervise ROLE COMMAND...: runs a component's step, and again in place when it fails.
+supervise() {
+  local role=$1 start=1 step='' status signals=0 stopping=''
+  shift
+  trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
+  while true; do
+    "$@" --start "$start" &
+    step=$!
+    join "$step"
+    echo "$(date +%FT%T) $role: start $start ended with exit code $status"
+    [ "$status" -ne 0 ] || exit 0
+    [ -z "$stopping" ] || exit "$status"
+    if [ "$start" -gt "$max_restarts" ]; then
+      echo "$(date +%FT%T) $role: failed $start times, giving up"
+      kill -USR1 "$$"
+      exit "$status"
+    fi
+    start=$((start + 1))
+    sleep "$restart_delay_s"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
+  done
+}
+
+signals=0 stopping='' components=()
+end_all() { [ "${#components[@]}" -eq 0 ] || kill "${components[@]}" 2>/dev/null; }
+trap 'signals=$((signals + 1)); failed=1; end_all' USR1
+trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
+failed=''
+"""
+
+_WAIT = """\
+# One may have given up before the next was started.
+[ -z "$failed$stopping" ] || end_all
+
+exit_code=0
+for component in "${components[@]}"; do
+  join "$component"
+  [ "$status" -eq 0 ] || exit_code=$status
+done
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the script needs to know besides its components."""
+
+    name: str
+    folder: Path
+    """Absolute; component k keeps pickles, results and logs in `component_folder(k)`."""
+    max_restarts: int = 0
+    restart_delay_s: float = 2.0
+    run_dir: Path | None = None
+    """Where the summary is written at the end; toys have none."""
+
+    def component_folder(self, index: int) -> Path:
+        return self.folder / f"c{index}"
+
+
+def slurm_script(job: Job, components: Sequence[Component]) -> str:
+    """The batch script of a heterogeneous job; its log is FOLDER/<job id>_batch.log."""
+    head = ["#!/bin/bash"]
+    for index, component in enumerate(components):
+        head += ["#SBATCH hetjob"] if index else []
+        head += [f"# component {index}: {component.role}", *_directives(job, index, component)]
+    steps = [_srun(job, index, component) for index, component in enumerate(components)]
+    prepare = [
+        "export SUBMITIT_EXECUTOR=hetslurm",
+        "job_id=$SLURM_JOB_ID",
+        f"unset {_INHERITED}",
+    ]
+    return _assemble(head, prepare, job, components, steps)
+
+
+def local_script(job: Job, components: Sequence[Component]) -> str:
+    """The same without Slurm: run as `bash SCRIPT JOB_ID`."""
+    steps, first_gpu = [], 0
+    for index, component in enumerate(components):
+        steps.append(_local_step(job, index, component, first_gpu))
+        first_gpu += component.resources.gpus_per_node
+    prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1"]
+    return _assemble(["#!/bin/bash"], prepare, job, components, steps)
+
+
+def minutes(limit: str) -> int:
+    """Whole minutes of a Slurm time limit: "90", "90:00", "1:30:00", "1-2", "1-2:30:00".
+
+    Raises:
+        ValueError: it is none of Slurm's spellings.
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if match is None:
+        raise ValueError(f"{limit!r} is not a Slurm time limit")
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is not None or match[4] is not None:  # [days-]hours[:minutes[:seconds]]
+        return days * 1440 + first * 60 + second + (third > 0)
+    return first + (second > 0)
+
+
+def _assemble(
+    head: list[str], prepare: list[str], job: Job, components: Sequence[Component], steps: list[str]
+) -> str:
+    lines = [
+        *head, "", *prepare,
+        f"max_restarts={job.max_restarts} restart_delay_s={job.restart_delay_s}", "",
+        _SUPERVISION,
+    ]  # fmt: skip
+    for index, (component, step) in enumerate(zip(components, steps, strict=True)):
+        lines += [
+            f"component_{index}() {{",
+            *(f"  {line}" for line in component.resources.setup),
+            f"  supervise {shlex.quote(component.role)} {step}",
+            "}",
+            f"component_{index} & components+=($!)",
+            "",
+        ]
+    lines.append(_WAIT)
+    if job.run_dir is not None:
+        finish = shlex.join([sys.executable, "-m", "relax_hpc.launch.finish", str(job.run_dir)])
+        lines.append(f'[ -n "$stopping" ] || {finish} || exit_code=1')
+    lines += ['[ -z "$stopping" ] || exit_code=143', 'exit "$exit_code"', ""]
+    return "\n".join(lines)
+
+
+def _directives(job: Job, index: int, component: Component) -> list[str]:
+    resources = component.resources
+    named: dict[str, Any] = {"output": f"{job.folder}/%j_batch.log"}
+    text: str = _make_sbatch_string(
+        command="",
+        folder=job.component_folder(index),
+        use_srun=False,
+        stderr_to_stdout=True,
+        wckey=None,
+        job_name=job.name,
+        time=resources.time,
+        nodes=component.nodes,
+        ntasks_per_node=component.tasks_per_node,
+        cpus_per_task=resources.cpus_per_task,
+        gpus_per_node=resources.gpus_per_node or None,
+        partition=resources.partition,
+        account=resources.account,
+        qos=resources.qos,
+        mem=resources.mem,
+        constraint=resources.constraint,
+        additional_parameters=named,
+    )
+    lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+    if index:
+        lines = [line for line in lines if line.split("--")[1].split("=")[0] not in _LEADER_ONLY]
+    return [*lines, *(f"#SBATCH {option}" for option in resources.sbatch)]
+
+
+def _srun(job: Job, index: int, component: Component) -> str:
+    resources = component.resources
+    options = [
+        "srun",
+        f"--het-group={index}",
+        f"--nodes={component.nodes}",
+        f"--ntasks={component.tasks}",
+        f"--ntasks-per-node={component.tasks_per_node}",
+        *([f"--cpus-per-task={resources.cpus_per_task}"] if resources.cpus_per_task else []),
+        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.gpus_per_node else []),
+        f"--mpi={resources.mpi if component.bootstrap == 'mpi' else 'none'}",
+        # A step is restarted whole: a dead task must end it.
+        "--kill-on-bad-exit=1",
+        "--unbuffered",
+        "--open-mode=append",
+        *resources.srun,
+    ]
+    return f"{shlex.join(options)} {_logs(job, index)} {_entry(job, index, component)}"
+
+
+def _local_step(job: Job, index: int, component: Component, first_gpu: int) -> str:
+    options = [
+        sys.executable,
+        *("-m", "relax_hpc.launch.local_step", "--tasks", str(component.tasks)),
+        *("--first-gpu", str(first_gpu), "--gpus", str(component.resources.gpus_per_node)),
+    ]
+    folder = shlex.quote(str(job.component_folder(index)))
+    process = (
+        f'--controller "$$" --job-id "$job_id" --processes {folder}/"$job_id"_processes.json'
+    )
+    return f"{shlex.join(options)} {process} {_logs(job, index)} -- {_entry(job, index, component)}"
+
+
+def _logs(job: Job, index: int) -> str:
+    # Not %j: in a step of component k that is the component's own id, while tasks name their files
+    # by SLURM_JOB_ID, which is the leader's everywhere.
+    prefix = f'{shlex.quote(str(job.component_folder(index)))}/"$job_id"_%t_log'
+    return f"--output={prefix}.out --error={prefix}.err"
+
+
+def _entry(job: Job, index: int, component: Component) -> str:
+    command = [
+        component.resources.python or sys.executable,
+        *("-u", "-m", "relax_hpc.launch.entry", str(job.component_folder(index))),
+        *("--last-start", str(job.max_restarts + 1)),
+    ]
+    return shlex.join(command)

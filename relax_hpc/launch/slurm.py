@@ -1,0 +1,155 @@
+"""submitit for Slurm's heterogeneous jobs: one batch script, one pickled call per component.
+
+submitit (1.5.4) knows jobs of one component. What has to differ, all of it here and in `script`:
+
+* Inside every step SLURM_JOB_ID is the leader's id, so components would share pickles and results:
+  each has a folder of its own.
+* squeue, sacct and scancel call component k "<leader>+<k>", files are named by "<leader>".
+* sacct is asked by leader; the answer has the components' names.
+* SLURM_JOB_NUM_NODES is the leader's, or missing; SLURM_NNODES is the step's.
+* Only the leader may be requeued, once, and that ends every component; submitit would requeue from
+  each of them. So component 0 waits for the others' checkpoints, then requeues for all.
+"""
+
+import subprocess
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from submitit.core.core import R
+from submitit.core.utils import JobPaths
+from submitit.slurm.slurm import (
+    SlurmExecutor,
+    SlurmInfoWatcher,
+    SlurmJob,
+    SlurmJobEnvironment,
+)
+
+from relax_hpc.errors import LaunchError
+from relax_hpc.launch import script, states
+from relax_hpc.launch.jobs import Call, HetJob, dump, name_pickles, output_of
+
+_CHECKPOINT_WAIT_S = 20
+# From the requeue until Slurm ends us; leaving before would look like a failed step.
+_END_WAIT_S = 60
+
+
+class HetSlurmInfoWatcher(SlurmInfoWatcher):
+    """Asks about all components of a job at once."""
+
+    def _make_command(self) -> list[str] | None:
+        leaders = {job_id.split("+")[0] for job_id in self._registered - self._finished}
+        if not leaders:
+            return None
+        if states.has_accounting():
+            return [*states.SACCT, "-j", ",".join(sorted(leaders))]
+        return [*states.SQUEUE, "--me"]  # by id it is an error once slurmctld forgot one
+
+    def read_info(self, string: bytes | str) -> dict[str, dict[str, str]]:
+        text = string if isinstance(string, str) else string.decode()
+        lines = text.splitlines()
+        # squeue's header differs from sacct's; the columns are the same.
+        info: dict[str, dict[str, str]] = super().read_info(
+            "\n".join(["JobID|State|NodeList|JobIDRaw", *lines[1:]])
+        )
+        return info
+
+
+class HetComponentJob(SlurmJob[R]):
+    """One component; `job_id` is "<leader>+<k>", its files are named by the leader."""
+
+    watcher = HetSlurmInfoWatcher(delay_s=15)
+
+    def __init__(self, folder: Path | str, job_id: str, tasks: Sequence[int] = (0,)) -> None:
+        super().__init__(folder, job_id, tasks)
+        self._paths = JobPaths(folder, job_id=job_id.split("+")[0], task_id=self.task_id)
+
+    @property
+    def slurm_id(self) -> str:
+        """The component's own id: a signal to "<leader>+<k>" would reach every component.
+
+        Raises:
+            LaunchError: Slurm does not know the job.
+        """
+        answer = output_of(["squeue", "-h", "--states=all", "-o", "%i %A", "-j", self.job_id])
+        ids = dict(line.split() for line in answer.stdout.splitlines())
+        if self.job_id not in ids:
+            raise LaunchError(f"squeue does not know {self.job_id}: {answer.stderr.strip()}")
+        return str(ids[self.job_id])
+
+    def signal(self, name: str) -> None:
+        """Sends a signal to the tasks of this component only."""
+        subprocess.check_call(["scancel", "--signal", name, self.slurm_id])
+
+
+class HetSlurmExecutor(SlurmExecutor):
+    """`submit` stays submitit's; `submit_het` makes one heterogeneous job."""
+
+    job_class = HetComponentJob
+
+    def submit_het(self, calls: Sequence[Call], job: script.Job) -> HetJob[HetComponentJob[Any]]:
+        """Queues a job.
+
+        Raises:
+            LaunchError: sbatch refused it; its own words are in the message.
+        """
+        pickles = dump(calls, job)
+        draft = job.folder / f"{uuid.uuid4().hex}.sh"
+        draft.write_text(script.slurm_script(job, [call.component for call in calls]))
+        answer = output_of(["sbatch", "--parsable", str(draft)])
+        if answer.returncode:
+            raise LaunchError(f"sbatch refused {draft}: {answer.stderr.strip()}")
+        leader = answer.stdout.strip().split(";")[0]  # id, or id;cluster
+        name_pickles(pickles, leader)
+        draft.rename(job.folder / f"{leader}_submission.sh")
+        components: list[HetComponentJob[Any]] = [
+            HetComponentJob(
+                job.component_folder(index), f"{leader}+{index}", range(call.component.tasks)
+            )
+            for index, call in enumerate(calls)
+        ]
+        return HetJob(leader, components, lambda: cancel(leader))
+
+
+def cancel(leader: str) -> None:
+    """Ends every component of a job; one that has ended already is left alone.
+
+    Raises:
+        LaunchError: scancel failed.
+    """
+    answer = output_of(["scancel", leader])
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        raise LaunchError(f"scancel {leader}: {answer.stderr.strip()}")
+
+
+class HetSlurmJobEnvironment(SlurmJobEnvironment):
+    """Inside a task of a component."""
+
+    _env: ClassVar[dict[str, str]] = {**SlurmJobEnvironment._env, "num_nodes": "SLURM_NNODES"}
+
+    def _requeue(self, countdown: int) -> None:
+        """Called in task 0 of every component, once its checkpoint is on disk."""
+        folder = self.paths.folder
+        marker = f"{self.job_id}_checkpointed"
+        (folder / marker).touch()
+        if folder.name == "c0":
+            self._wait_for_components(folder.parent, marker)
+            super()._requeue(countdown)
+        time.sleep(_END_WAIT_S)
+
+    def _wait_for_components(self, base: Path, marker: str) -> None:
+        """Gives the others their time; one that does not make it goes on from what it has."""
+        deadline = time.monotonic() + _CHECKPOINT_WAIT_S
+        folders = list(base.glob("c*"))
+        while time.monotonic() < deadline:
+            paths = [JobPaths(folder, self.job_id, 0) for folder in folders]
+            if all((p.folder / marker).exists() or p.result_pickle.exists() for p in paths):
+                break
+            time.sleep(0.1)
+        for folder in folders:
+            (folder / marker).unlink(missing_ok=True)
+            for draft in folder.glob(f"{self.job_id}_*.save_tmp"):
+                draft.unlink()  # left by a checkpoint that was cut off; submitit refuses it
+

@@ -1,0 +1,439 @@
+#!/usr/bin/env bash
+# local_slurm.sh - a REAL multi-node Slurm cluster on one machine, without systemd.
+#
+#   local_slurm.sh up     [options]     start (idempotent: a healthy cluster is left alone)
+#   local_slurm.sh down                 stop every daemon this script started, by pid file
+#   local_slurm.sh status               daemons + sinfo; exit 0 only if everything is alive
+#   local_slurm.sh env                  print shell code:  eval "$(local_slurm.sh env)"
+#   local_slurm.sh clean                down + remove the state directory
+#   local_slurm.sh node-kill  NAME      kill -9 the slurmd of NAME only: running steps live on
+#   local_slurm.sh node-crash NAME      kill -9 the slurmd AND every process of its jobs: a power cut
+#   local_slurm.sh node-start NAME      start that slurmd again
+#   local_slurm.sh ctld-kill | ctld-start   the same for slurmctld (state is recovered)
+#
+# Options (for `up`; the environment variable in brackets gives the default):
+#   --dir DIR            state directory                 [LSLURM_DIR, ${TMPDIR:-/tmp}/local_slurm]
+#   --nodes N            virtual nodes n1..nN            [LSLURM_NODES, 4]
+#   --cpus C             (fake) CPUs per node            [LSLURM_CPUS, 8]
+#   --mem MB             (fake) memory per node          [LSLURM_MEM, 16000]
+#   --gpus-per-node G    (fake) GPUs per node            [LSLURM_GPUS, 4]
+#   --gpu-prefix PATH    real GPUs: node i gets PATH<(i-1)*G> ... PATH<i*G-1>, e.g. /dev/nvidia with 4 nodes of 2;
+#                        CUDA_VISIBLE_DEVICES then holds the real indices  [LSLURM_GPU_PREFIX, empty = fake]
+#   --accounting MODE    none | shim | dbd               [LSLURM_ACCT, shim]
+#                        dbd  = slurmdbd + a private mariadbd: the real `sacct` (+2 s, first time +6 s)
+#                        shim = sacct_shim.py goes first on PATH (after `env`): enough for submitit
+#                        none = sacct says "Slurm accounting storage is disabled"
+#   --auth MODE          munge | none (none: single-user sandbox without munge) [LSLURM_AUTH, munge]
+#   --port-base P        first of the TCP ports used on 127.0.0.1; auto looks for free ones
+#                        [LSLURM_PORT_BASE, auto]
+#   --proctrack T        linuxproc | pgid | cgroup       [LSLURM_PROCTRACK, linuxproc]
+#   --isolate MODE       none | uts | shm | auto: uts gives each virtual node its own hostname (n1, ...),
+#                        shm adds a private /dev/shm and an /etc/hosts that knows n1..nN; auto = shm, else uts, else none, whichever this
+#                        sandbox permits. With none all nodes share one hostname and /dev/shm, and Open MPI 4
+#                        ranks of different nodes crash into each other's vader segments unless
+#                        OMPI_MCA_btl=self,tcp.              [LSLURM_ISOLATE, auto]
+#   --extra FILE         file appended to slurm.conf     [LSLURM_EXTRA]
+#
+# Layout of the state directory: etc/ (slurm.conf, gres.conf, ...) run/ (pids, sockets, munge key)
+# log/ state/ (slurmctld StateSaveLocation) spool/<node>/ dev/ (fake GPU device files) db/.
+# Slurm state survives down/up; use `clean` to forget jobs.
+set -euo pipefail
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+
+CMD=${1:-help}; [ $# -gt 0 ] && shift
+ARG=""
+DIR=${LSLURM_DIR:-${TMPDIR:-/tmp}/local_slurm}
+NODES=${LSLURM_NODES:-4}
+CPUS=${LSLURM_CPUS:-8}
+MEM=${LSLURM_MEM:-16000}
+GPUS=${LSLURM_GPUS:-4}
+ACCT=${LSLURM_ACCT:-shim}
+AUTH=${LSLURM_AUTH:-munge}
+PORT=${LSLURM_PORT_BASE:-auto}
+PROCTRACK=${LSLURM_PROCTRACK:-linuxproc}
+EXTRA=${LSLURM_EXTRA:-}
+ISOLATE=${LSLURM_ISOLATE:-auto}
+GPUPREFIX=${LSLURM_GPU_PREFIX:-}
+while [ $# -gt 0 ]; do
+  case $1 in
+    --dir) DIR=$2; shift 2;;
+    --nodes) NODES=$2; shift 2;;
+    --cpus) CPUS=$2; shift 2;;
+    --mem) MEM=$2; shift 2;;
+    --gpus-per-node) GPUS=$2; shift 2;;
+    --accounting) ACCT=$2; shift 2;;
+    --auth) AUTH=$2; shift 2;;
+    --port-base) PORT=$2; shift 2;;
+    --proctrack) PROCTRACK=$2; shift 2;;
+    --extra) EXTRA=$2; shift 2;;
+    --isolate) ISOLATE=$2; shift 2;;
+    --gpu-prefix) GPUPREFIX=$2; shift 2;;
+    -*) echo "unknown option $1" >&2; exit 2;;
+    *) ARG=$1; shift;;
+  esac
+done
+DIR=$(mkdir -p "$DIR" && cd "$DIR" && pwd)
+[ -z "$EXTRA" ] || EXTRA=$(cd "$(dirname "$EXTRA")" && pwd)/$(basename "$EXTRA")
+# Settings of the last `up` win for every other command, so that down/status/node-kill need no options.
+if [ "$CMD" != up ] && [ -f "$DIR/settings" ]; then . "$DIR/settings"; fi
+
+say() { echo "local_slurm: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+# ---------------------------------------------------------------- where the binaries are
+setup_paths() {
+  export PATH=$PATH:/usr/sbin:/sbin
+  SLURMD=$(command -v slurmd || true); SLURMCTLD=$(command -v slurmctld || true)
+  SLURMDBD=$(command -v slurmdbd || true); MUNGED=$(command -v munged || true)
+  MARIADBD=$(command -v mariadbd || true)
+  export SLURM_CONF=$DIR/etc/slurm.conf
+}
+
+alive() { # alive PIDFILE NAME: is the process of this pid file alive, and is it what we think it is?
+  local p; p=$(cat "$1" 2>/dev/null) || return 1
+  [ -n "$p" ] && [ -d "/proc/$p" ] && grep -q "$2" "/proc/$p/comm" 2>/dev/null && ! grep -q '^State:.Z' "/proc/$p/status"
+}
+stop_pid() { # stop_pid PIDFILE NAME [signal]
+  alive "$1" "$2" || { rm -f "$1"; return 0; }
+  local p; p=$(cat "$1"); kill "-${3:-TERM}" "$p" 2>/dev/null || true
+  for _ in $(seq 100); do [ -d "/proc/$p" ] && ! grep -q '^State:.Z' "/proc/$p/status" 2>/dev/null || break; sleep 0.05; done
+  if [ -d "/proc/$p" ] && ! grep -q '^State:.Z' "/proc/$p/status" 2>/dev/null; then kill -9 "$p" 2>/dev/null || true; fi
+  rm -f "$1"
+}
+wait_for() { # wait_for SECONDS WHAT command...
+  local n=$(( $1 * 20 )) what=$2; shift 2
+  while ! "$@" >/dev/null 2>&1; do n=$((n-1)); [ $n -gt 0 ] || { say "timeout: $what"; return 1; }; sleep 0.05; done
+}
+
+taken() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+ports_free() { # ports_free BASE: slurmctld, slurmdbd, mariadbd, then one port per node
+  local p; for p in "$1" $(($1+1)) $(($1+2)) $(seq $(($1+11)) $(($1+10+NODES))); do taken "$p" && return 1; done; return 0
+}
+choose_ports() {
+  if [ "$PORT" = auto ]; then
+    local try; for try in $(seq 50); do
+      PORT=$((12000 + RANDOM % 18000))      # below the range from which the kernel picks client ports
+      ports_free "$PORT" && return 0
+    done
+    die "no free ports found"
+  fi
+  ports_free "$PORT" || die "ports from $PORT are taken: use another --port-base, or auto"
+}
+
+# ---------------------------------------------------------------- configuration files
+write_conf() {
+  local host me; host=$(hostname -s 2>/dev/null || hostname); me=$(id -un)
+  mkdir -p "$DIR"/{etc,run,log,state,spool,dev}
+  chmod 755 "$DIR" "$DIR/run"; chmod 700 "$DIR/state"
+  local i; for i in $(seq "$NODES"); do mkdir -p "$DIR/spool/n$i" "$DIR/tmp/n$i"; done   # slurmd wants it at first start
+
+  { cat <<CONF
+# written by local_slurm.sh
+ClusterName=local
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$PORT
+SlurmUser=$me
+SlurmdUser=$me
+StateSaveLocation=$DIR/state
+SlurmdSpoolDir=$DIR/spool/%n
+# per-node TmpFS: the pmix plugin makes \$TmpFS/spmix_appdir_<uid>_<job>.<step>, and with the default /tmp
+# two virtual nodes of one step collide ("Cannot create directory ... File exists", step launch fails)
+TmpFS=$DIR/tmp/%n
+SlurmctldPidFile=$DIR/run/slurmctld.pid
+SlurmdPidFile=$DIR/run/slurmd.%n.pid
+SlurmctldLogFile=$DIR/log/slurmctld.log
+SlurmdLogFile=$DIR/log/slurmd.%n.log
+SlurmctldDebug=info
+SlurmdDebug=info
+MailProg=/bin/true
+# --- nothing here needs cgroups or systemd
+ProctrackType=proctrack/$PROCTRACK
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux
+JobAcctGatherFrequency=task=2
+MpiDefault=none
+# --- resources: fake CPUs/memory/GPUs are accepted because of config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+SlurmdParameters=config_overrides
+DefMemPerCPU=100
+GresTypes=gpu
+# --- fast scheduling for tests (hetjobs are started ONLY by the backfill scheduler)
+SchedulerType=sched/backfill
+SchedulerParameters=bf_interval=1,bf_hetjob_immediate,sched_interval=1
+PriorityType=priority/basic
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+# a preempted job of partition "low" gets its --signal (submitit: USR2) at once and GraceTime to checkpoint
+SlurmctldParameters=preempt_send_user_signal
+# --- short time-outs
+JobRequeue=1
+KillWait=2
+# finished jobs stay visible to squeue --states=all / scontrol show job this long (default 300)
+MinJobAge=7200
+CompleteWait=0
+InactiveLimit=0
+OverTimeLimit=0
+MessageTimeout=10
+SlurmdTimeout=10
+SlurmctldTimeout=5
+BatchStartTimeout=20
+ReturnToService=2
+HealthCheckInterval=0
+TCPTimeout=2
+WaitTime=0
+MaxArraySize=1001
+CONF
+    if [ "$AUTH" = munge ]; then
+      echo "AuthType=auth/munge"; echo "CredType=cred/munge"
+      # cred_expire is also how long a requeued job waits before it may start again (default 120 s; below 5 is
+      # invalid and silently means 120)
+      echo "AuthInfo=socket=$DIR/run/munge.socket,cred_expire=5"
+    else
+      echo "AuthType=auth/none"; echo "CredType=cred/none"; echo "AuthInfo=cred_expire=5"
+    fi
+    [ -n "$GPUPREFIX" ] && echo "TaskProlog=$DIR/etc/task_prolog.sh"
+    if [ "$ACCT" = dbd ]; then
+      echo "AccountingStorageType=accounting_storage/slurmdbd"
+      echo "AccountingStorageHost=127.0.0.1"; echo "AccountingStoragePort=$((PORT+1))"
+      [ "$AUTH" = munge ] && echo "AccountingStoragePass=$DIR/run/munge.socket"
+      echo "AccountingStorageTRES=gres/gpu"
+    else
+      echo "AccountingStorageType=accounting_storage/none"
+    fi
+    echo "JobCompType=jobcomp/filetxt"; echo "JobCompLoc=$DIR/log/jobcomp.log"
+    local gres=""; [ "$GPUS" -gt 0 ] && gres="Gres=gpu:$GPUS"
+    for i in $(seq "$NODES"); do
+      echo "NodeName=n$i NodeHostname=$host NodeAddr=127.0.0.1 Port=$((PORT+10+i)) Sockets=1 CoresPerSocket=$CPUS ThreadsPerCore=1 RealMemory=$MEM $gres State=UNKNOWN"
+    done
+    local half=$(( (NODES+1)/2 ))
+    echo "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10"
+    echo "PartitionName=left Nodes=n[1-$half] MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10"
+    [ "$NODES" -gt "$half" ] && echo "PartitionName=right Nodes=n[$((half+1))-$NODES] MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=10"
+    echo "PartitionName=low Nodes=ALL MaxTime=INFINITE DefaultTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=15"
+    [ -n "$EXTRA" ] && cat "$EXTRA"
+    true
+  } > "$DIR/etc/slurm.conf"
+
+  # seen as /etc/hosts inside the virtual nodes (isolation mode shm): every node name resolves to its own
+  # loopback address, so programs that bind to / connect to a node's host name work
+  { cat /etc/hosts; for i in $(seq "$NODES"); do echo "127.1.$((i/250)).$((i%250+1)) n$i"; done; } > "$DIR/etc/hosts"
+
+  rm -f "$DIR/bin/sacct"
+  if [ "$ACCT" = shim ]; then
+    mkdir -p "$DIR/bin"; cp "$HERE/sacct_shim.py" "$DIR/bin/sacct"; chmod 755 "$DIR/bin/sacct"
+  fi
+
+  : > "$DIR/etc/gres.conf"
+  if [ "$GPUS" -gt 0 ] && [ -n "$GPUPREFIX" ]; then
+    # Slurm numbers CUDA_VISIBLE_DEVICES from 0 within a node, whatever the device files are called; all virtual nodes
+    # of one host see the same GPUs, so the numbers are shifted by the node's share before each task starts.
+    cat > "$DIR/etc/task_prolog.sh" <<CONF
+#!/bin/bash
+[ -n "\$CUDA_VISIBLE_DEVICES" ] || exit 0
+off=\$(( (\${SLURMD_NODENAME#n} - 1) * $GPUS )); out=""
+for d in \${CUDA_VISIBLE_DEVICES//,/ }; do out="\$out,\$((d + off))"; done
+echo "export CUDA_VISIBLE_DEVICES=\${out#,}"
+CONF
+    chmod 755 "$DIR/etc/task_prolog.sh"
+    for i in $(seq "$NODES"); do
+      local a=$(( (i-1)*GPUS )) b=$(( i*GPUS-1 )) r; r="[$a-$b]"; [ $a -eq $b ] && r=$a
+      [ -e "$GPUPREFIX$b" ] || die "no $GPUPREFIX$b: fewer GPUs than nodes x gpus-per-node"
+      echo "NodeName=n$i Name=gpu File=$GPUPREFIX$r" >> "$DIR/etc/gres.conf"
+    done
+  elif [ "$GPUS" -gt 0 ]; then
+    # A gpu gres without File= is NOT accepted (count stays 0). Character devices are wanted; a plain
+    # file works too but logs an error per file at every slurmd start.
+    for i in $(seq 0 $((GPUS-1))); do
+      [ -e "$DIR/dev/gpu$i" ] || mknod "$DIR/dev/gpu$i" c 1 3 2>/dev/null || : > "$DIR/dev/gpu$i"
+    done
+    local last=$((GPUS-1)) range="[0-$((GPUS-1))]"; [ $last -eq 0 ] && range=0
+    echo "NodeName=n[1-$NODES] Name=gpu File=$DIR/dev/gpu$range" >> "$DIR/etc/gres.conf"
+  fi
+  # Naming the plugin skips the autodetection, which ends slurmd where /sys/fs/cgroup is not mounted ("Unable to
+  # initialize cgroup plugin") and asks for systemd/dbus under cgroup v2. Unused with proctrack/linuxproc anyway.
+  cat > "$DIR/etc/cgroup.conf" <<CONF
+CgroupPlugin=cgroup/v1
+CgroupAutomount=no
+ConstrainCores=no
+ConstrainDevices=no
+ConstrainRAMSpace=no
+CONF
+  if [ "$ACCT" = dbd ]; then
+    [ -f "$DIR/run/dbpass" ] || { head -c 12 /dev/urandom | od -An -tx1 | tr -d ' \n' > "$DIR/run/dbpass"; chmod 600 "$DIR/run/dbpass"; }
+    cat > "$DIR/etc/slurmdbd.conf" <<CONF
+AuthType=auth/$AUTH
+$( [ "$AUTH" = munge ] && echo "AuthInfo=socket=$DIR/run/munge.socket" )
+DbdHost=$host
+DbdAddr=127.0.0.1
+DbdPort=$((PORT+1))
+SlurmUser=$me
+DebugLevel=info
+LogFile=$DIR/log/slurmdbd.log
+PidFile=$DIR/run/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort=$((PORT+2))
+StorageLoc=slurm_acct
+StorageUser=slurm
+StoragePass=$(cat "$DIR/run/dbpass")
+CommitDelay=0
+CONF
+    chmod 600 "$DIR/etc/slurmdbd.conf"
+  fi
+  {
+    for v in NODES CPUS MEM GPUS ACCT AUTH PORT PROCTRACK EXTRA ISOLATE GPUPREFIX; do printf '%s=%q\n' $v "${!v}"; done
+  } > "$DIR/settings"
+  {
+    echo "export SLURM_CONF=$DIR/etc/slurm.conf"
+    # client commands read AuthInfo from slurm.conf; munge/unmunge by hand need -S <socket>
+    if [ "$ACCT" = shim ]; then echo "export PATH=$DIR/bin:\$PATH"; fi     # after (= in front of) the real sacct
+  } > "$DIR/env.sh"
+}
+
+# ---------------------------------------------------------------- daemons
+start_munge() {
+  [ "$AUTH" = munge ] || return 0
+  alive "$DIR/run/munged.pid" munged && return 0
+  [ -x "$MUNGED" ] || die "munged is not installed"
+  [ -f "$DIR/run/munge.key" ] || ( umask 077; head -c 128 /dev/urandom > "$DIR/run/munge.key" )
+  rm -f "$DIR/run/munge.socket" "$DIR/run/munge.socket.lock"
+  # --force: accept a state directory below a world-writable /tmp (checks become warnings)
+  "$MUNGED" --force --num-threads=4 --socket="$DIR/run/munge.socket" --key-file="$DIR/run/munge.key" \
+     --pid-file="$DIR/run/munged.pid" --log-file="$DIR/log/munged.log" --seed-file="$DIR/run/munge.seed" \
+     2>>"$DIR/log/munged.err" || die "munged did not start (see $DIR/log/munged.err)"
+  wait_for 5 "munge socket" test -S "$DIR/run/munge.socket"
+}
+start_db() {
+  [ "$ACCT" = dbd ] || return 0
+  local me; me=$(id -un)
+  if ! alive "$DIR/run/mariadbd.pid" mariadbd; then
+    [ -x "$MARIADBD" ] || die "mariadbd is not installed"
+    if [ ! -d "$DIR/db/mysql" ]; then
+      mkdir -p "$DIR/db"
+      mariadb-install-db --no-defaults --datadir="$DIR/db" --user="$me" --auth-root-authentication-method=normal \
+        --skip-test-db >"$DIR/log/mariadb-install.log" 2>&1 || die "mariadb-install-db failed"
+    fi
+    "$MARIADBD" --no-defaults --datadir="$DIR/db" --user="$me" --socket="$DIR/run/mariadb.sock" \
+      --pid-file="$DIR/run/mariadbd.pid" --bind-address=127.0.0.1 --port=$((PORT+2)) --skip-name-resolve \
+      --innodb-buffer-pool-size=64M --innodb-log-file-size=32M --innodb-lock-wait-timeout=900 \
+      --innodb-flush-log-at-trx-commit=0 --performance-schema=off --skip-log-bin \
+      >"$DIR/log/mariadbd.log" 2>&1 </dev/null &
+    disown
+    wait_for 30 "mariadbd" mariadb-admin --no-defaults --socket="$DIR/run/mariadb.sock" -u root ping || die "see $DIR/log/mariadbd.log"
+    mariadb --no-defaults --socket="$DIR/run/mariadb.sock" -u root <<SQL
+CREATE DATABASE IF NOT EXISTS slurm_acct;
+CREATE USER IF NOT EXISTS 'slurm'@'127.0.0.1' IDENTIFIED BY '$(cat "$DIR/run/dbpass")';
+GRANT ALL ON slurm_acct.* TO 'slurm'@'127.0.0.1';
+SQL
+  fi
+  if ! alive "$DIR/run/slurmdbd.pid" slurmdbd; then
+    [ -x "$SLURMDBD" ] || die "slurmdbd is not installed"
+    # slurmdbd looks for slurmdbd.conf beside the file that SLURM_CONF names
+    "$SLURMDBD" || die "slurmdbd did not start"
+    wait_for 20 "slurmdbd" sacctmgr -n -i list cluster || die "see $DIR/log/slurmdbd.log"
+  fi
+  if ! sacctmgr -n -P list cluster format=cluster | grep -qx local; then
+    sacctmgr -i add cluster local >/dev/null
+    sacctmgr -i add account default cluster=local >/dev/null
+    sacctmgr -i add user "$me" account=default cluster=local >/dev/null
+  fi
+}
+start_ctld() {
+  alive "$DIR/run/slurmctld.pid" slurmctld && return 0
+  [ -x "$SLURMCTLD" ] || die "slurmctld is not installed"
+  "$SLURMCTLD" 2>>"$DIR/log/slurmctld.err" || die "slurmctld did not start (see $DIR/log/slurmctld.err)"
+  wait_for 15 "slurmctld" scontrol ping
+}
+start_node() { # start_node NAME
+  alive "$DIR/run/slurmd.$1.pid" slurmd && return 0
+  [ -x "$SLURMD" ] || die "slurmd is not installed"
+  # jobs and steps inherit the namespaces of their slurmd
+  local wrap=() mode=$ISOLATE
+  if [ "$mode" = auto ]; then
+    if unshare --mount --uts sh -c 'hostname x && mount -t tmpfs tmpfs /dev/shm' 2>/dev/null; then mode=shm
+    elif unshare --uts hostname x 2>/dev/null; then mode=uts; else mode=none; fi
+  fi
+  case $mode in
+    shm) wrap=(unshare --mount --uts sh -c "hostname $1; mount -t tmpfs -o mode=1777 tmpfs /dev/shm; mount --bind '$DIR/etc/hosts' /etc/hosts; exec \"\$@\"" sh);;
+    uts) wrap=(unshare --uts sh -c "hostname $1; exec \"\$@\"" sh);;
+    none) ;;
+    *) die "--isolate $mode?";;
+  esac
+  "${wrap[@]}" "$SLURMD" -N "$1" -f "$SLURM_CONF" 2>>"$DIR/log/slurmd.$1.err" \
+     || die "slurmd $1 did not start (see $DIR/log/slurmd.$1.err and slurmd.$1.log)"
+}
+nodes_ready() { [ "$(sinfo -h -N -p main -o %t | grep -cE '^(idle|mix|alloc|comp|resv)$')" -eq "$NODES" ]; }
+all_alive() {
+  [ "$AUTH" = munge ] && { alive "$DIR/run/munged.pid" munged || return 1; }
+  [ "$ACCT" = dbd ] && { alive "$DIR/run/mariadbd.pid" mariadbd && alive "$DIR/run/slurmdbd.pid" slurmdbd || return 1; }
+  alive "$DIR/run/slurmctld.pid" slurmctld || return 1
+  local i; for i in $(seq "$NODES"); do alive "$DIR/run/slurmd.n$i.pid" slurmd || return 1; done
+}
+
+case $CMD in
+  up)
+    # an automatic port base stays what it was
+    [ "$PORT" != auto ] || [ ! -f "$DIR/settings" ] || PORT=$(sed -n 's/^PORT=//p' "$DIR/settings")
+    [ -f "$DIR/run/slurmctld.pid" ] && [ -f "$DIR/settings" ] && (
+      # same settings and all alive -> nothing to do
+      old=$(cat "$DIR/settings"); new=$(for v in NODES CPUS MEM GPUS ACCT AUTH PORT PROCTRACK EXTRA ISOLATE GPUPREFIX; do printf '%s=%q\n' $v "${!v}"; done)
+      setup_paths; [ "$old" = "$new" ] && all_alive ) && { say "already up in $DIR"; cat "$DIR/env.sh"; exit 0; }
+    [ -f "$DIR/settings" ] && "$0" down --dir "$DIR" 2>/dev/null || true
+    setup_paths
+    choose_ports
+    write_conf
+    start_munge; start_db; start_ctld
+    for i in $(seq "$NODES"); do start_node "n$i"; done
+    wait_for 30 "nodes idle" nodes_ready || { sinfo -N -l; die "nodes are not ready; see $DIR/log"; }
+    say "up in $DIR: $(sinfo -h -p main -o '%D nodes %C cpus(A/I/O/T) %G')"
+    cat "$DIR/env.sh";;
+  down)
+    setup_paths
+    if alive "$DIR/run/slurmctld.pid" slurmctld; then
+      scancel -Q -u "$(id -un)" 2>/dev/null || true
+      wait_for 8 "jobs end" sh -c 'test -z "$(squeue -h -t R,CG,CF,S -o %i)"' || true
+    fi
+    for f in "$DIR"/run/slurmd.*.pid; do [ -e "$f" ] && stop_pid "$f" slurmd; done
+    stop_pid "$DIR/run/slurmctld.pid" slurmctld
+    if [ "$PROCTRACK" = cgroup ]; then     # slurmd leaves its (empty) cgroups behind
+      for i in $(seq "$NODES"); do find /sys/fs/cgroup/*/slurm_n"$i" -depth -type d -exec rmdir {} + 2>/dev/null || true; done
+    fi
+    stop_pid "$DIR/run/slurmdbd.pid" slurmdbd
+    stop_pid "$DIR/run/mariadbd.pid" mariadbd
+    stop_pid "$DIR/run/munged.pid" munged
+    say "down";;
+  clean) "$0" down --dir "$DIR"; rm -rf "$DIR";;
+  status)
+    setup_paths; rc=0
+    for f in munged:munged mariadbd:mariadbd slurmdbd:slurmdbd slurmctld:slurmctld; do
+      n=${f%%:*}; [ "$n" = munged ] && [ "$AUTH" != munge ] && continue
+      case $n in mariadbd|slurmdbd) [ "$ACCT" = dbd ] || continue;; esac
+      if alive "$DIR/run/$n.pid" "${f##*:}"; then echo "$n: up (pid $(cat "$DIR/run/$n.pid"))"; else echo "$n: DOWN"; rc=1; fi
+    done
+    for i in $(seq "$NODES"); do
+      if alive "$DIR/run/slurmd.n$i.pid" slurmd; then echo "slurmd n$i: up (pid $(cat "$DIR/run/slurmd.n$i.pid"))"; else echo "slurmd n$i: DOWN"; rc=1; fi
+    done
+    timeout 10 sinfo -N -p main -o '%N %t %C %m %G %E' || rc=1
+    exit $rc;;
+  env) cat "$DIR/env.sh";;
+  node-kill) setup_paths; kill -9 "$(cat "$DIR/run/slurmd.$ARG.pid")";;
+  node-crash)
+    setup_paths; p=$(cat "$DIR/run/slurmd.$ARG.pid"); ns=$(readlink "/proc/$p/ns/uts" || true)
+    kill -9 "$p" 2>/dev/null || true
+    # with --isolate uts|shm the node's UTS namespace marks its processes; else the environment of the tasks does
+    [ "$ns" = "$(readlink /proc/self/ns/uts)" ] && ns=""
+    for d in /proc/[0-9]*; do
+      q=${d#/proc/}; [ "$q" = $$ ] && continue
+      if [ -n "$ns" ]; then [ "$(readlink "$d/ns/uts" 2>/dev/null)" = "$ns" ] || continue
+      else
+        { tr '\0' '\n' < "$d/environ"; } 2>/dev/null | grep -qxF "SLURMD_NODENAME=$ARG" || continue
+        tr '\0' '\n' < "$d/environ" 2>/dev/null | grep -qxF "SLURM_CONF=$SLURM_CONF" || continue
+      fi
+      kill -9 "$q" 2>/dev/null || true
+    done;;
+  node-start) setup_paths; start_node "$ARG";;
+  ctld-kill) setup_paths; kill -9 "$(cat "$DIR/run/slurmctld.pid")";;
+  ctld-start) setup_paths; start_ctld;;
+  *) sed -n '2,32p' "$0"; exit 2;;
+esac

@@ -1,0 +1,153 @@
+"""The local executor, end to end with toy functions in real processes."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+from submitit import JobEnvironment
+from submitit.core.utils import FailedJobError
+
+from relax_hpc.config import Resources
+from relax_hpc.launch import component
+from relax_hpc.launch.jobs import Call
+from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob, processes
+from relax_hpc.launch.placement import Component
+from relax_hpc.launch.script import Job
+
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tasks do not import tests
+
+
+def who_am_i(role):
+    return component.task_context(role)
+
+
+def kill_yourself_at_the_first_start(role):
+    context = component.task_context(role)
+    if context.start == 1 and context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return context.start
+
+
+def raise_until(start, message):
+    if component.start_count.get() < start:
+        raise ValueError(message)
+    return component.start_count.get()
+
+
+def wait_forever_with_a_child(pid_file):
+    child = os.fork()
+    if child == 0:
+        time.sleep(3600)
+    Path(f"{pid_file}-{JobEnvironment().global_rank}").write_text(f"{os.getpid()} {child}")
+    time.sleep(3600)
+
+
+def launch(folder, calls, **options) -> LocalHetJob:
+    executor = HetLocalExecutor(folder)
+    return executor.submit_het(
+        calls, Job("toy", folder.absolute(), restart_delay_s=0.1, **options)
+    )
+
+
+def tasks(role, count, **resources):
+    return Component(role, count, Resources(**resources))
+
+
+def until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timeout"
+        time.sleep(0.05)
+
+
+def alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_both_components_run_and_every_task_knows_who_it_is(tmp_path):
+    job = launch(tmp_path, [
+        Call(tasks("rollout", 2), who_am_i, ("rollout",)),
+        Call(tasks("actor", 1), who_am_i, ("actor",)),
+    ])  # fmt: skip
+    rollout, actor = job.results()
+    assert [(task.name, task.size, task.start) for task in rollout] == [
+        ("rollout-0", 2, 1), ("rollout-1", 2, 1)]  # fmt: skip
+    assert [task.name for task in actor] == ["actor-0"]
+    assert actor[0].attempt == f"{job.job_id}.0"
+    assert job.exit_code(30) == 0
+
+
+@pytest.mark.parametrize("name", ["with space", "a'quote", 'double"quote', "dollar$HOME", "a;b&c"])
+def test_hostile_folder_names_are_only_names(tmp_path, name):
+    job = launch(tmp_path / name, [Call(tasks("role with 'quote", 1), raise_until, (1, "x"))])
+    assert job.results() == [[1]]
+
+
+def test_a_killed_task_has_its_whole_step_started_again_in_place(tmp_path):
+    job = launch(tmp_path, [
+        Call(tasks("rollout", 2), kill_yourself_at_the_first_start, ("rollout",)),
+        Call(tasks("actor", 1), who_am_i, ("actor",)),
+    ], max_restarts=1)  # fmt: skip
+    rollout, actor = job.results()
+    assert rollout == [2, 2], "a finished rank starts again together with its peers"
+    assert actor[0].start == 1, "the other component was left alone"
+    assert job.exit_code(30) == 0
+
+
+def test_an_exception_that_is_followed_by_a_restart_leaves_no_result(tmp_path):
+    job = launch(tmp_path, [Call(tasks("actor", 1), raise_until, (3, "not yet"))], max_restarts=2)
+    assert job.results() == [[3]]
+    assert "ValueError: not yet" in job.components[0].stderr()
+
+
+def test_a_component_without_restarts_left_ends_the_others_and_says_why(tmp_path):
+    job = launch(tmp_path, [
+        Call(tasks("rollout", 1), wait_forever_with_a_child, (tmp_path / "pids",)),
+        Call(tasks("actor", 1), raise_until, (9, "boom in the actor")),
+    ], max_restarts=1)  # fmt: skip
+    error = job.components[1].exception()
+    assert isinstance(error, FailedJobError) and "boom in the actor" in str(error)
+    assert job.exit_code(30) != 0
+    until(lambda: job.components[0].done())
+    log = (tmp_path / f"{job.job_id}_batch.log").read_text()
+    assert "actor: failed 2 times, giving up" in log
+
+
+def pids_of(folder, ranks):
+    paths = [folder / f"pids-{rank}" for rank in range(ranks)]
+    until(lambda: all(path.exists() and len(path.read_text().split()) == 2 for path in paths))
+    return [int(pid) for path in paths for pid in path.read_text().split()]
+
+
+def test_cancel_leaves_nothing_alive_and_touches_nothing_else(tmp_path):
+    calls = [Call(tasks("rollout", 2), wait_forever_with_a_child, (tmp_path / "pids",))]
+    bystander = launch(tmp_path / "other", [
+        Call(tasks("actor", 1), wait_forever_with_a_child, (tmp_path / "other-pids",))])  # fmt: skip
+    job = launch(tmp_path, calls, max_restarts=3)
+    pids = pids_of(tmp_path, 2)
+    until((tmp_path / "other-pids-0").exists)
+    job.cancel()
+    assert not any(alive(pid) for pid in pids)
+    assert job.exit_code(10) == 143
+    assert not bystander.done()
+    bystander.cancel()
+
+
+@pytest.mark.parametrize("victim", ["controller", "launcher"])
+def test_nothing_survives_when_what_started_it_is_killed(tmp_path, victim):
+    job = launch(tmp_path, [
+        Call(tasks("rollout", 2), wait_forever_with_a_child, (tmp_path / "pids",))])  # fmt: skip
+    pids = pids_of(tmp_path, 2)[::2]
+    launcher = processes(tmp_path / "c0", job.job_id)[0].pid
+    os.kill(job.controller.pid if victim == "controller" else launcher, signal.SIGKILL)
+    until(lambda: not any(alive(pid) for pid in [*pids, launcher]))
+    for path in tmp_path.glob("pids-*"):  # grandchildren of a killed launcher are beyond reach
+        child = int(path.read_text().split()[1])
+        if alive(child):
+            os.kill(child, signal.SIGKILL)
