@@ -12,6 +12,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from relax_hpc.errors import LaunchError, PeerTimeoutError
 from relax_hpc.records import read_json, write_json
 
@@ -68,13 +70,27 @@ class MpiWorld:
             )
 
     def bcast(self, value: Any) -> Any:  # noqa: ANN401
-        return self._comm.bcast(value, root=0)
+        content = pickle.dumps(value) if self.rank == 0 else b""
+        size = np.array([len(content)], dtype=np.int64)
+        self._wait(self._comm.Ibcast(size, root=0))
+        buffer = bytearray(content) if self.rank == 0 else bytearray(int(size[0]))
+        self._wait(self._comm.Ibcast(buffer, root=0))
+        return value if self.rank == 0 else pickle.loads(buffer)  # written by our own rank 0
 
     def allgather(self, value: Any) -> list[Any]:  # noqa: ANN401
+        self.barrier()
         return self._comm.allgather(value)
 
     def barrier(self) -> None:
-        self._comm.Barrier()
+        self._wait(self._comm.Ibarrier())
+
+    @staticmethod
+    def _wait(request: Any) -> None:  # noqa: ANN401
+        """Waits asleep. MPI's own waiting spins, and a rank may wait minutes for a batch."""
+        pause = 1e-4
+        while not request.Test():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
 
 
 class StoreWorld:

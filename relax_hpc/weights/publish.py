@@ -74,6 +74,7 @@ class Publisher:
         self._group: MemberGroup | None = None
         self._fenced: set[tuple[str, str]] = set()
         self._holding: dict[tuple[str, str], int] = {}
+        self._clients: dict[tuple[str, str], Receiver] = {}
         self._version, self._staged = -1, list[NamedTensors]()
         self._threads = ThreadPoolExecutor(max_workers=max(4, 2 * len(ids)))
         self._next_refresh = 0.0
@@ -129,12 +130,18 @@ class Publisher:
 
     def _live(self) -> dict[Member, Receiver]:
         candidates = {
-            member: self._connect(member)
+            member: self._client(member)
             for member in members.read(self._paths, self._ids)
             if (member.id, member.epoch) not in self._fenced
         }
         answers = list(self._threads.map(lambda r: r.health(5.0), candidates.values()))
         return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
+
+    def _client(self, member: Member) -> Receiver:
+        key = (member.id, member.epoch)
+        if key not in self._clients:
+            self._clients[key] = self._connect(member)
+        return self._clients[key]
 
     def _sync(self, live: dict[Member, Receiver]) -> list[str]:
         done = (

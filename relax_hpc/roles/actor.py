@@ -1,0 +1,184 @@
+"""The actor role: trains on batches in their order and publishes every new policy."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from relax_hpc.algorithms.advantages import group_relative
+from relax_hpc.algorithms.losses import LossOutput, grpo
+from relax_hpc.bus.plan import PlanRecord
+from relax_hpc.bus.reader import BatchIndex, Reader
+from relax_hpc.comm.world import World
+from relax_hpc.config import AlgorithmConfig, RunConfig
+from relax_hpc.schema import Trajectory
+from relax_hpc.telemetry.timers import Timers
+from relax_hpc.weights.publish import Published, Verified
+
+log = logging.getLogger(__name__)
+
+
+Floats = npt.NDArray[np.floating]
+
+
+class Tokens(Protocol):
+    """Packed tokens of one micro-batch, as the trainer hands them to the loss; [T] each."""
+
+    @property
+    def loss_mask(self) -> Tensor: ...
+    @property
+    def rollout_logprobs(self) -> Tensor: ...
+    @property
+    def old_logprobs(self) -> Tensor | None: ...
+    @property
+    def advantages(self) -> Tensor: ...
+
+
+Loss = Callable[[Tensor, Tokens], LossOutput]
+
+
+class Trainer(Protocol):
+    """What this role needs of a training engine; collective over its ranks."""
+
+    step: int
+
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def dp_size(self) -> int: ...
+    def train_step(
+        self, trajectories: Sequence[Trajectory], advantages: Floats, *, num_tokens: int, loss: Loss
+    ) -> dict[str, float]: ...
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class Lead(Protocol):
+    """What only rank 0 does: decide batches, serve engines, keep the record."""
+
+    def next_batch(self, step: int) -> PlanRecord: ...
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
+    def verify(self) -> Verified: ...
+    def log_step(self, step: int, fields: dict[str, Any]) -> None: ...
+    def covered(self, step: int) -> None:
+        """A checkpoint covers `step`: no resume can need its batch or what came before."""
+        ...
+
+    def finish(self) -> None: ...
+
+
+Split = Callable[[Sequence[int], int], list[list[int]]]
+
+
+def run(
+    config: RunConfig,
+    world: World,
+    trainer: Trainer,
+    reader: Reader,
+    lead: Lead | None,
+    save: Callable[[], None],
+    split: Split,
+) -> None:
+    """Trains until `num_steps`.
+
+    The order is the protocol: publish, save, and only then release. A shard is forgotten when no
+    resume can need it, so a restarted actor finds the batches after `trainer.step` on the bus.
+    """
+    _publish(trainer, lead)
+    while trainer.step < config.algorithm.num_steps:
+        step, timers = trainer.step + 1, Timers()
+        with timers("wait"):
+            record = world.bcast(lead.next_batch(step) if lead else None)
+            index = reader.index(record)
+        with timers("read"):
+            rows = split(lengths_of(index).tolist(), trainer.dp_size)[trainer.dp_rank]
+            trajectories = reader.rows(record, rows)
+            num_tokens = _global_tokens(world, trainer, trajectories)
+        with timers("train"):
+            advantages = group_advantages(
+                index, config.algorithm, config.rollout.samples_per_prompt
+            )
+            stats = trainer.train_step(
+                trajectories,
+                advantages[rows],
+                num_tokens=num_tokens,
+                loss=loss_of(config.algorithm, num_tokens),
+            )
+        with timers("publish"):
+            _publish(trainer, lead)
+        last = step == config.algorithm.num_steps
+        if last or step % config.actor.save_every == 0:
+            with timers("save"):
+                save()
+            if lead:
+                lead.covered(step)
+        every = config.weights.checksum_every
+        if lead and (last or (every and step % every == 0)):
+            lead.verify()
+        if lead:
+            lead.log_step(step, describe(index, step) | stats | timers.seconds)
+    if lead:
+        lead.finish()
+
+
+def group_advantages(index: BatchIndex, algorithm: AlgorithmConfig, siblings: int) -> Floats:
+    """[rows] advantages of a batch, in plan order: groups are whole and contiguous there."""
+    rewards = torch.from_numpy(index.rewards).view(-1, siblings)  # [P, G]
+    return group_relative(rewards, normalize_std=algorithm.normalize_std).view(-1).numpy()
+
+
+def lengths_of(index: BatchIndex) -> npt.NDArray[np.int64]:
+    """[rows] tokens, prompt and response."""
+    return index.prompt_len.astype(np.int64) + index.response_len.astype(np.int64)
+
+
+def loss_of(algorithm: AlgorithmConfig, num_tokens: int) -> Loss:
+    """The policy loss of this run, for a batch of `num_tokens` trained tokens."""
+
+    def loss(logprobs: Tensor, tokens: Tokens) -> LossOutput:
+        assert tokens.old_logprobs is not None
+        return grpo(
+            logprobs,
+            tokens.old_logprobs,
+            tokens.rollout_logprobs,
+            tokens.advantages,
+            tokens.loss_mask,
+            num_tokens=num_tokens,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            importance_cap=algorithm.importance_cap,
+        )
+
+    return loss
+
+
+def describe(index: BatchIndex, step: int) -> dict[str, float]:
+    """What a batch was like, before anything is done with it."""
+    lag = step - 1 - index.policy_version_min.astype(np.int64)
+    return {
+        "policy_version": step,
+        "reward/mean": float(index.rewards.mean()),
+        "staleness/mean": float(lag.mean()),
+        "staleness/max": int(lag.max()),
+        "num_trajectories": len(lag),
+        "num_tokens": int(lengths_of(index).sum()),
+        "response/mean": float(index.response_len.mean()),
+    }
+
+
+def _publish(trainer: Trainer, lead: Lead | None) -> None:
+    tensors = trainer.named_weights()
+    if lead:
+        lead.publish(trainer.step, tensors)
+    else:
+        for _ in tensors:  # gathering needs every rank; only rank 0 keeps what comes out
+            pass
+
+
+def _global_tokens(world: World, trainer: Trainer, trajectories: list[Trajectory]) -> int:
+    """Trained tokens of the whole batch; ranks of one replica hold the same rows."""
+    own = int(sum(np.count_nonzero(row.loss_mask) for row in trajectories))
+    return sum(dict(world.allgather((trainer.dp_rank, own))).values())

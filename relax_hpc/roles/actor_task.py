@@ -1,0 +1,70 @@
+"""Builds an actor rank: trainer, checkpoints, and on rank 0 the lead."""
+
+import torch
+
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.comm.torch_group import init_torch
+from relax_hpc.comm.world import World
+from relax_hpc.config import RunConfig
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.megatron.packing import split_over_ranks
+from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import actor
+from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
+from relax_hpc.roles.lead import ActorLead
+from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.publish import Publisher
+
+
+def main(config: RunConfig, paths: RunPaths, world: World, events: EventWriter) -> None:
+    """Resumes from the newest checkpoint, if there is one, and trains to the end."""
+    on_gpu = torch.cuda.is_available()
+    torch.set_num_threads(torch.get_num_threads() if on_gpu else 1)
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    init_torch(world, device="cuda" if on_gpu else "cpu")
+    trainer = MegatronTrainer(config, world, device)
+    checkpoints = Checkpoints(paths.checkpoints, world, keep=config.actor.keep_checkpoints)
+    resumed = checkpoints.resume(trainer)
+    if resumed:
+        events.emit("resume", step=resumed.step)
+    lead = _lead(config, paths, checkpoints, resumed, events) if world.rank == 0 else None
+    sequencer = lead.sequencer if lead else None
+
+    def save() -> None:
+        checkpoints.save(trainer, sequencer.position if sequencer else None)
+
+    actor.run(config, world, trainer, Reader(paths.bus), lead, save, split_over_ranks)
+    if lead:
+        lead.close()
+    world.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _lead(
+    config: RunConfig,
+    paths: RunPaths,
+    checkpoints: Checkpoints,
+    resumed: Checkpoint | None,
+    events: EventWriter,
+) -> ActorLead:
+    sequencer = Sequencer(
+        paths.bus,
+        config.producers,
+        prompts_per_step=config.algorithm.prompts_per_step,
+        position=resumed.position if resumed else None,
+    )
+    publisher = Publisher(
+        config.weights,
+        paths,
+        config.producers,
+        _connect,
+        model_folder=config.model.path,
+    )
+    return ActorLead(config, sequencer, publisher, checkpoints, events)
+
+
+def _connect(member: Member) -> EngineClient:
+    return EngineClient(member.url, member.token)

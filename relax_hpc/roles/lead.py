@@ -1,0 +1,84 @@
+"""What only rank 0 of the actor does: decide batches, serve engines, keep the record."""
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from relax_hpc.bus.plan import PlanRecord
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.config import RunConfig
+from relax_hpc.roles.checkpoints import Checkpoints
+from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.progress import step_line
+from relax_hpc.weights.publish import Published, Publisher, Verified
+
+log = logging.getLogger(__name__)
+
+
+class ActorLead:
+    """The actor's dealings with the bus, the engines and whoever reads the logs."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sequencer: Sequencer,
+        publisher: Publisher,
+        checkpoints: Checkpoints,
+        events: EventWriter,
+    ) -> None:
+        self._config, self._events = config, events
+        self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
+        self._first_step: int | None = None
+        self._start = self._last = time.monotonic()
+
+    def next_batch(self, step: int) -> PlanRecord:
+        return self.sequencer.next_batch(
+            step, timeout_s=self._config.launch.peer_timeout_s, on_wait=self._serve_newcomers
+        )
+
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
+        self.sequencer.check_fenced()
+        published = self._publisher.publish(version, tensors)
+        self.sequencer.advance(step=version, policy_version=version)
+        self._events.emit("publish", step=version, **published._asdict())
+        return published
+
+    def verify(self) -> Verified:
+        verified = self._publisher.verify()
+        self._events.emit("verify", version=self.sequencer.position.step, **verified._asdict())
+        if not verified.equal:
+            log.error("engines hold other weights than the trainer: %s", verified)
+        return verified
+
+    def log_step(self, step: int, fields: dict[str, Any]) -> None:
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
+        if self._first_step is None:
+            self._first_step, self._start, eta_s = step, now, None
+        else:
+            pace = (now - self._start) / (step - self._first_step)
+            eta_s = pace * (self._config.algorithm.num_steps - step)
+        self._events.emit("step", step=step, eta_s=eta_s, **fields)
+        log.info("%s", step_line({"step": step, **fields}, self._config.algorithm.num_steps, eta_s))
+
+    def covered(self, step: int) -> None:
+        """Lets rollout delete what not even the oldest checkpoint that is kept can need."""
+        self.sequencer.release(self._checkpoints.complete()[0].step)
+        self._events.emit("checkpoint", step=step)
+
+    def finish(self) -> None:
+        self.sequencer.finish()
+        self._events.emit("end", duplicates=self.sequencer.duplicates)
+
+    def close(self) -> None:
+        self._publisher.close()
+        self.sequencer.close()
+
+    def _serve_newcomers(self) -> None:
+        if members := self._publisher.refresh():
+            self._events.emit("refresh", members=members)
+            log.info("brought %s up to date", ", ".join(members))

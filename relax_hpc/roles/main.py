@@ -1,0 +1,67 @@
+"""Where a task begins: reads the run directory, builds the parts of its role, runs the loop."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from relax_hpc.comm.context import TaskContext
+from relax_hpc.comm.world import connect
+from relax_hpc.config import RunConfig, read_resolved
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry import logs
+from relax_hpc.telemetry.events import EventWriter
+
+log = logging.getLogger(__name__)
+
+RoleMain = Callable[[RunConfig, RunPaths, TaskContext, str, EventWriter], None]
+
+
+def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
+    """Runs one task until its role is done. What it raises has been logged and recorded.
+
+    Raises:
+        ConfigError: not a run directory, or an unknown role.
+    """
+    paths = RunPaths(run_dir)
+    config = read_resolved(paths.config)
+    logs.setup(context.role, context.rank, paths.log(context.role, str(context.rank)))
+    with EventWriter(
+        paths.events(context.role, context.rank), context.role, context.rank
+    ) as events:
+        events.emit("start", attempt=context.attempt, start=context.start, node=context.node)
+        try:
+            _role(context.role)(config, paths, context, bootstrap, events)
+        except Exception as error:
+            events.emit("error", message=f"{type(error).__name__}: {error}")
+            log.exception("%s failed", context.name)
+            raise
+
+
+def _role(role: str) -> RoleMain:
+    """The role's own imports happen here: a rollout task needs no Megatron, an actor no engine."""
+    if role == "rollout":
+        return _rollout
+    if role == "actor":
+        return _actor
+    raise ConfigError(f"role {role!r}: this version runs rollout and actor")
+
+
+def _rollout(
+    config: RunConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
+) -> None:
+    from relax_hpc.roles import rollout_task
+
+    if bootstrap == "mpi":  # tasks of this role work alone; joining only proves the world's size
+        connect(bootstrap, rank=context.rank, size=context.size, rendezvous=paths.control)
+    rollout_task.main(config, paths, context, events)
+
+
+def _actor(
+    config: RunConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
+) -> None:
+    from relax_hpc.roles import actor_task
+
+    rendezvous = paths.rendezvous(context.start_id)
+    world = connect(bootstrap, rank=context.rank, size=context.size, rendezvous=rendezvous)
+    actor_task.main(config, paths, world, events)
