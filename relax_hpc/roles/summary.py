@@ -1,0 +1,92 @@
+"""A run in one dictionary: the events joined with the bus's own account of its trajectories."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_hpc import config
+from relax_hpc.bus.audit import BusAudit, audit
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+from relax_hpc.telemetry import curve, history, tensorboard
+from relax_hpc.telemetry.events import Event, read_events
+
+NOTHING = BusAudit(0, 0, 0, 0, 0, 0, 0)
+
+
+def write(run_dir: Path) -> dict[str, Any]:
+    """Leaves summary.json, reward.png and tensorboard/ in the run directory."""
+    summary = summarize(run_dir)
+    write_json(RunPaths(run_dir).summary, summary)
+    tensorboard.write(run_dir)
+    curve.plot(run_dir)
+    return summary
+
+
+def summarize(run_dir: Path) -> dict[str, Any]:
+    """What there is to say now; None where there is nothing yet.
+
+    Raises:
+        ConfigError: not a run directory.
+        BusError: the bus is damaged.
+    """
+    paths = RunPaths(run_dir)
+    num_steps = config.read_resolved(paths.config).algorithm.num_steps
+    events = read_events(paths.events("any", 0).parent)
+    done, last = history.steps(events), None
+    if done:
+        last = done[-1]
+    pace = history.seconds_per_step(done)
+    counts = audit(paths.bus) if paths.bus.header.exists() else NOTHING
+    seen = [int(e["staleness/max"]) for e in done if "staleness/max" in e]
+    return {
+        "steps_done": last["step"] if last else 0,
+        "num_steps": num_steps,
+        **_heldout(events),
+        "trajectories": {
+            "committed": counts.committed,
+            "trained": sum(e.get("num_trajectories", 0) for e in done),
+            "trained_twice": counts.planned_twice,
+            "dropped": {"duplicates": counts.duplicates, "unaccounted": counts.dropped},
+        },
+        "max_staleness_seen": max([counts.max_staleness, *seen]),
+        "weight_versions": _weight_versions(events),
+        "checksums_equal": _checksums_equal(events),
+        "tokens_per_s": _mean([e["tokens_per_s"] for e in done[-20:] if "tokens_per_s" in e]),
+        "last_reward": last.get("reward/mean") if last else None,
+        "eta_s": None if pace is None or last is None else pace * (num_steps - last["step"]),
+    }
+
+
+def _heldout(events: Sequence[Event]) -> dict[str, float | None]:
+    """First score, and the newest of those taken since."""
+    points = history.heldout(events)
+    before = [p.reward for p in points if p.when == "before"]
+    since = [p.reward for p in points if p.when != "before"]
+    return {
+        "heldout_before": before[0] if before else None,
+        "heldout_after": since[-1] if since else None,
+    }
+
+
+def _weight_versions(events: Sequence[Event]) -> dict[str, int]:
+    """Newest policy the trainer published, and the newest each member is known to hold."""
+    versions: dict[str, int] = {}
+    for event in events:
+        if event["event"] in ("publish", "verify"):
+            versions |= dict.fromkeys(["trainer", *event["members"]], event["version"])
+    return versions
+
+
+def _checksums_equal(events: Sequence[Event]) -> bool | None:
+    """Of the last comparison; a trainer that also knows how engines digest says so itself."""
+    verify = history.newest(events, "verify")
+    if verify is None:
+        return None
+    if "equal" in verify:
+        return bool(verify["equal"])
+    return set(verify["members"].values()) == {verify["trainer"]}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
