@@ -61,7 +61,10 @@ class Producer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        else:
+            self._log.close()
 
     def put(self, groups: Sequence[PromptGroup]) -> int:
         """Publishes whole prompt groups as one shard: on return they are committed.

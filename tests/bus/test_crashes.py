@@ -1,0 +1,232 @@
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from bus_fixtures import group, make_bus
+
+from relax_hpc.bus.audit import audit
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.log import RecordKind, read_log
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.shard import Shard
+
+P, STEPS, SAVE_EVERY = 2, 3, 1
+SYSTEM_CALLS = ("open", "pwrite", "fsync", "rename", "unlink", "ftruncate", "mkdir")
+
+
+class Killed(BaseException):
+    """Not an Exception, so that nothing cleans up, as nothing does after a SIGKILL."""
+
+
+@contextmanager
+def killed_at(monkeypatch, nth):
+    """Dies at the nth system call that changes or opens a file; a write gets half way."""
+    calls = 0
+
+    def deadly(name, real):
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls < nth:
+                return real(*args, **kwargs)
+            if name == "pwrite" and calls == nth:
+                real(args[0], args[1][: len(args[1]) // 2], args[2])
+            raise Killed(name)  # and stays dead: whoever runs on meets it again
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in SYSTEM_CALLS:
+            patch.setattr(os, name, deadly(name, getattr(os, name)))
+        yield
+
+
+class Run:
+    """One producer and a trainer whose state is a hash over all it was trained on."""
+
+    def __init__(self, root):
+        self.paths = make_bus(root, ["rollout-0"])
+        self.checkpoint = (None, [])
+
+    def produce(self):
+        producer = Producer(self.paths, "rollout-0", {})
+        producer.collect(self.retired())
+        for guid in range(self.retired(), P * STEPS):
+            if guid not in producer.committed:
+                producer.put([group(guid)])
+
+    def retired(self):
+        credit = CreditTail(self.paths).latest()
+        return credit.retired_guid_below if credit else 0
+
+    def train(self):
+        position, state = self.checkpoint[0], list(self.checkpoint[1])
+        seq = Sequencer(self.paths, ["rollout-0"], prompts_per_step=P, position=position)
+        reader = Reader(self.paths)
+        for step in range(len(state) + 1, STEPS + 1):
+            record = seq.next_batch(step, timeout_s=0)
+            rows = reader.rows(record, range(record.num_trajectories))
+            seen = "".join(f"{t.guid}/{t.sibling}:{t.token_ids.tobytes()}" for t in rows)
+            state.append(hashlib.sha256(seen.encode()).hexdigest())
+            seq.advance(step=step, policy_version=step)
+            if step % SAVE_EVERY == 0:
+                self.checkpoint = (seq.position, list(state))
+                seq.release(step)
+
+    def shard_files(self):
+        return sorted(self.paths.producer("rollout-0").glob("e*/*"))
+
+
+def undisturbed(root):
+    run = Run(root)
+    run.produce()
+    run.train()
+    return run.checkpoint[1]
+
+
+@pytest.mark.parametrize("role", ["produce", "train", "collect"])
+def test_killing_a_role_at_any_system_call_loses_and_doubles_nothing(tmp_path, monkeypatch, role):
+    """`collect` is a producer that comes back after the trainer released shards."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # a killed process loses no cached writes
+    (tmp_path / "undisturbed").mkdir()
+    expected = undisturbed(tmp_path / "undisturbed")
+    monkeypatch.setattr("relax_hpc.bus.log.BALLAST_BYTES", 16)
+    nth, survived = 0, False
+    while not survived:
+        nth += 1
+        run = Run(tmp_path / str(nth))
+        if role != "produce":
+            run.produce()
+        if role == "collect":
+            run.train()
+        try:
+            with killed_at(monkeypatch, nth):
+                run.train() if role == "train" else run.produce()
+            survived = True
+        except Killed:
+            pass
+        run.produce()
+        run.train()
+        run.produce()
+        assert run.checkpoint[1] == expected, nth
+        assert run.shard_files() == []  # everything was released, so nothing may be left
+        counts = audit(run.paths)
+        assert (counts.planned, counts.planned_twice, counts.dropped) == (12, 0, 0), nth
+        assert counts.committed == 12, nth
+    assert nth > 20, "died at too few places"
+
+
+PRODUCE_FOREVER = """
+import itertools, sys
+from pathlib import Path
+from relax_hpc.bus.producer import Producer
+from relax_hpc.paths import BusPaths
+sys.path.insert(0, sys.argv[2])
+from bus_fixtures import group
+producer = Producer(BusPaths(Path(sys.argv[1])), "rollout-0", {})
+for guid in itertools.count():
+    if guid not in producer.committed:
+        producer.put([group(guid, response=200)])
+"""
+
+
+def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(tmp_path):
+    paths = make_bus(tmp_path, ["rollout-0"])
+    rng = random.Random(0)
+    for _ in range(5):
+        start = paths.log("rollout-0").stat().st_size
+        command = [
+            sys.executable,
+            "-c",
+            PRODUCE_FOREVER,
+            str(paths.root),
+            str(Path(__file__).parent),
+        ]
+        process = subprocess.Popen(command)
+        deadline = time.monotonic() + 60
+        while paths.log("rollout-0").stat().st_size < start + 128 * 10:
+            assert process.poll() is None
+            assert time.monotonic() < deadline, "the producer committed nothing in 60 s"
+            time.sleep(0.005)
+        time.sleep(rng.random() / 50)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with Producer(paths, "rollout-0", {}) as producer:
+        committed = producer.committed
+    records = [r for r in read_log(paths.log("rollout-0")) if r.kind is RecordKind.BASE]
+    assert [r.seq for r in records] == list(range(len(records)))
+    assert [r.guid_min for r in records] == list(range(len(records)))
+    assert committed == set(range(len(records)))
+    for record in records:
+        with Shard(paths.shard("rollout-0", record.epoch, record.seq)) as shard:
+            shard.verify()
+            assert shard.uuid == record.uuid
+    assert len(list(paths.producer("rollout-0").glob("e*/*"))) == len(records)
+    steps = len(records) // P
+    with Sequencer(paths, ["rollout-0"], prompts_per_step=P, position=None) as seq:
+        for step in range(1, steps + 1):
+            seq.next_batch(step, timeout_s=5)
+        seq.finish()
+        assert seq.duplicates == 0
+    assert audit(paths).planned == steps * P * 2
+
+
+@contextmanager
+def small_file_system(folder, megabytes):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs to fill needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_file_system_leaves_nothing_half_and_goes_on_after_collecting(tmp_path):
+    with small_file_system(tmp_path / "full", megabytes=4) as root:
+        paths = make_bus(root, ["rollout-0"])
+        producer = Producer(paths, "rollout-0", {})
+        guid = 0
+        with pytest.raises(BusFullError, match="No space left on device"):
+            while True:
+                producer.put([group(guid, response=30_000)])
+                guid += 1
+        assert guid >= 3
+        names = [f.name for f in sorted(paths.producer("rollout-0").glob("e*/*"))]
+        assert names == [f"{n:012d}.h5" for n in range(guid)]  # no draft
+        assert producer.committed == set(range(guid))
+        assert producer.collect(2) == 2
+        producer.put([group(guid, response=30_000)])
+        producer.close()
+        assert [r.guid_min for r in read_log(paths.log("rollout-0")) if r.rows] == [
+            *range(guid + 1)
+        ]
+
+
+def test_a_durable_shard_can_be_committed_on_a_full_file_system(tmp_path):
+    with small_file_system(tmp_path / "full", megabytes=2) as root:
+        paths = make_bus(root, ["rollout-0"])
+        producer = Producer(paths, "rollout-0", {})
+        while paths.log("rollout-0").stat().st_size % 4096:  # up to where a page is needed
+            producer._log.append(producer._log.records[0])
+        with pytest.raises(OSError, match="No space"), (root / "rest").open("wb", 0) as rest:
+            while True:
+                rest.write(bytes(4096))
+        producer._log.append(producer._log.records[0])
+        assert not paths.log("rollout-0").with_name("ballast").exists()
+        assert len(read_log(paths.log("rollout-0"))) == 33
+        (root / "rest").unlink()
+        producer.put([group(0)])
+        assert producer.collect(1) == 1
+        assert paths.log("rollout-0").with_name("ballast").exists()

@@ -1,0 +1,511 @@
+import struct
+
+import numpy as np
+import pytest
+from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, same
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.audit import BusAudit, audit
+from relax_hpc.bus.credits import Credit, CreditTail, CreditWriter
+from relax_hpc.bus.frames import FrameWriter, read_frames
+from relax_hpc.bus.log import RECORD_BYTES, LogTail, RecordKind, read_log
+from relax_hpc.bus.plan import PlanPosition, claim_epoch, read_chain
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.staleness import may_start_batch, staleness
+from relax_hpc.errors import BusError, PeerTimeoutError
+from relax_hpc.records import write_json
+
+P = 4
+
+
+def sequencer(paths, position=None, prompts_per_step=P):
+    return Sequencer(paths, PRODUCERS, prompts_per_step=prompts_per_step, position=position)
+
+
+def produce_all(paths, num_groups, **kwargs):
+    for rank, name in enumerate(PRODUCERS):
+        produce(paths, name, range(rank, num_groups, len(PRODUCERS)), **kwargs)
+
+
+def batch(seq, step):
+    return seq.next_batch(step, timeout_s=5)
+
+
+def files(paths, name):
+    return sorted(f.name for f in paths.producer(name).glob("e*/*"))
+
+
+# from trajectories to batches
+
+
+def test_a_batch_is_the_next_prompts_in_order_whatever_order_they_were_committed_in(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-1", [7, 3, 1, 5])
+    produce(paths, "rollout-0", [2, 6, 0, 4], per_shard=3)
+    with sequencer(paths) as seq:
+        assert [batch(seq, step).guids for step in (1, 2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        reader = Reader(paths)
+        index = reader.index(batch(seq, 1))
+        assert index.guid.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert index.sibling.tolist() == [0, 1] * 4
+        assert index.rewards.tolist() == [0.0, 1.0] * 4
+        assert index.response_len.tolist() == [4] * 8
+
+
+def test_the_reader_returns_exactly_what_was_put_in_the_order_asked_for(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P, per_shard=2)
+    expected = [t for guid in range(P) for t in group(guid).trajectories]
+    with sequencer(paths) as seq:
+        record = batch(seq, 1)
+    for rows in [range(8), [6, 1, 0, 7], [3], [], [2, 2]]:
+        found = Reader(paths).rows(record, rows)
+        assert len(found) == len(rows)
+        assert all(same(t, expected[row]) for t, row in zip(found, rows, strict=True))
+
+
+def test_damaged_payload_is_found_before_it_reaches_the_trainer(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    shard = paths.shard("rollout-1", 1, 1)  # guid 3
+    data = bytearray(shard.read_bytes())
+    at = data.index(group(3).trajectories[0].token_ids.tobytes())
+    data[at] ^= 1
+    shard.write_bytes(data)
+    with sequencer(paths) as seq:
+        record = batch(seq, 1)
+    Reader(paths).rows(record, range(6))
+    with pytest.raises(BusError, match=r"rollout-1/e1/0{11}1\.h5: is corrupt.*token_ids"):
+        Reader(paths).rows(record, [6])
+
+
+def test_a_damaged_header_stops_the_plan_and_names_the_shard(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    with paths.shard("rollout-0", 1, 0).open("r+b") as file:
+        file.seek(20)
+        file.write(b"\xff")
+    with (
+        sequencer(paths) as seq,
+        pytest.raises(BusError, match=r"rollout-0/e1/0{12}\.h5: is corrupt"),
+    ):
+        batch(seq, 1)
+
+
+def test_a_shard_that_is_not_the_committed_one_stops_the_plan(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    one, other = (paths.shard("rollout-0", 1, seq) for seq in (0, 1))
+    one.write_bytes(other.read_bytes())
+    with sequencer(paths) as seq, pytest.raises(BusError, match="is not the shard that record"):
+        batch(seq, 1)
+
+
+def test_waiting_ends_at_the_deadline_and_names_who_owes_what(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", [0, 2])
+    polls = []
+    with sequencer(paths) as seq, pytest.raises(PeerTimeoutError) as error:
+        seq.next_batch(1, timeout_s=0.1, on_wait=lambda: polls.append(1))
+    assert "rollout-1 owes [1, 3]" in str(error.value)
+    assert "rollout-0" not in str(error.value)
+    assert polls
+
+
+def test_who_waits_can_be_interrupted(tmp_path):
+    def stop():
+        raise KeyboardInterrupt
+
+    paths = make_bus(tmp_path)
+    with sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
+        seq.next_batch(1, timeout_s=60, on_wait=stop)
+
+
+# exactly once, over restarts
+
+
+def test_a_restarted_sequencer_replays_the_identical_plan_and_goes_on(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, 3 * P)
+    with sequencer(paths) as seq:
+        first = [batch(seq, step) for step in (1, 2)]
+        position = seq.position
+        third = batch(seq, 3)
+    produce_all(paths, 4 * P)
+    with sequencer(paths, position) as seq:
+        assert batch(seq, 3) == third
+        assert batch(seq, 4).guids == [12, 13, 14, 15]
+    with sequencer(paths) as seq:  # as if it had died before its first checkpoint
+        assert [batch(seq, step) for step in (1, 2, 3)] == [*first, third]
+    assert audit(paths) == BusAudit(32, 32, 0, 0, 0, steps=4, max_staleness=3)
+
+
+def test_a_position_names_the_same_batch_in_every_later_incarnation(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, 3 * P)
+    positions = [None]
+    for step in (1, 2, 3):
+        with sequencer(paths, positions[-1]) as seq:
+            batch(seq, step)
+            positions.append(seq.position)
+    assert [p.step for p in positions[1:]] == [1, 2, 3]
+    for position in positions:
+        with sequencer(paths, position) as seq:
+            assert seq.position.step == (position.step if position else 0)
+
+
+def test_a_group_committed_twice_is_used_once_and_counted_also_over_restarts(tmp_path):
+    paths = make_bus(tmp_path)
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.put([group(0, version=0), group(2)])
+        producer.committed.clear()  # as if it had lost its memory
+        producer.put([group(2, version=1), group(4)])
+        producer.put([group(6)])
+    produce(paths, "rollout-1", [1, 3, 5, 7])
+    with sequencer(paths) as seq:
+        record = batch(seq, 1)
+        assert seq.duplicates == SIBLINGS
+    with sequencer(paths) as seq:
+        assert batch(seq, 1) == record
+        assert batch(seq, 2).guids == [4, 5, 6, 7]
+        assert seq.duplicates == SIBLINGS
+    rows = Reader(paths).rows(record, range(8))
+    assert {t.policy_version_max for t in rows} == {0}
+    counts = audit(paths)
+    assert (counts.duplicates, counts.planned_twice, counts.dropped) == (SIBLINGS, 0, 0)
+    assert counts.committed == counts.planned + counts.duplicates
+
+
+def test_a_whole_shard_of_what_was_trained_on_before_is_a_duplicate(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    with sequencer(paths) as seq:
+        batch(seq, 1)
+        with Producer(paths, "rollout-0", {}) as producer:
+            producer.committed.clear()
+            producer.put([group(0), group(2)])
+        seq.finish()
+        assert seq.duplicates == 2 * SIBLINGS
+    assert audit(paths).dropped == 0
+
+
+def test_the_audit_sees_a_double_planning_that_the_sequencer_would_never_do(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, 2 * P)
+    with sequencer(paths) as seq:
+        record = batch(seq, 1)
+        seq._append(record._replace(step=2))
+    assert audit(paths).planned_twice == P * SIBLINGS
+
+
+def test_a_zombie_sequencer_is_fenced_and_what_it_appends_does_not_count(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, 3 * P)
+    zombie = sequencer(paths)
+    first = batch(zombie, 1)
+    zombie.check_fenced()
+    with sequencer(paths) as owner:
+        for act in (
+            zombie.check_fenced,
+            lambda: batch(zombie, 2),
+            lambda: zombie.advance(step=1, policy_version=1),
+            lambda: zombie.release(1),
+            zombie.finish,
+        ):
+            with pytest.raises(BusError, match="epoch 2 was claimed after 1"):
+                act()
+        zombie._log.append(first._replace(step=2)._asdict())  # it had passed the check just before
+        assert batch(owner, 2).guids == [4, 5, 6, 7]
+        assert [r.guids[0] for r in read_chain(paths).steps] == [0, 4]
+    zombie.close()
+    with pytest.raises(BusError, match="fenced trainer"):
+        sequencer(paths, PlanPosition(epoch=1, records=2, step=2))
+
+
+def test_a_sequencer_that_died_between_claim_and_header_changes_nothing(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    with sequencer(paths) as seq:
+        record = batch(seq, 1)
+        position = seq.position
+    assert claim_epoch(paths) == 2
+    with sequencer(paths, position) as seq:
+        assert seq.epoch == 3
+        assert batch(seq, 1) == record
+
+
+def test_another_batch_size_is_refused_on_a_plan(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    with sequencer(paths) as seq:
+        batch(seq, 1)
+    with pytest.raises(BusError, match="prompts_per_step was not 2"):
+        sequencer(paths, prompts_per_step=2)
+
+
+# owners delete, and only what nobody can need
+
+
+def test_owners_keep_every_shard_at_or_above_the_released_ordinal(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-1", [1, 3, 5, 7])
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.put([group(0), group(2)])
+        producer.put([group(4), group(6)])
+        producer.put([group(8)])
+        with sequencer(paths) as seq:
+            position = None
+            for step in (1, 2):
+                batch(seq, step)
+                position = position or seq.position
+            seq.release(1)
+        credit = CreditTail(paths).latest()
+        assert credit.retired_guid_below == P
+        assert producer.collect(credit.retired_guid_below) == 1
+        assert producer.collect(credit.retired_guid_below) == 0
+        assert producer.collect(6) == 0  # guid 6 shares a shard with guid 4
+        assert files(paths, "rollout-0") == ["000000000001.h5", "000000000002.h5"]
+    with Producer(paths, "rollout-0", {}) as producer:
+        assert producer.committed == {4, 6, 8}
+    with sequencer(paths, position) as seq:  # resumes without the deleted shard
+        assert Reader(paths).index(batch(seq, 2)).guid[0] == 4
+    assert audit(paths).planned == 2 * P * SIBLINGS
+
+
+def test_reading_a_released_batch_says_which_file_is_gone(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    with sequencer(paths) as seq:
+        record = batch(seq, 1)
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.collect(P)
+    with pytest.raises(BusError, match=r"rollout-0/e1/0{12}\.h5: cannot be opened"):
+        Reader(paths).index(record)
+
+
+def test_credits_show_the_newest_and_go_back_after_a_restart(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    tail = CreditTail(paths)
+    assert tail.latest() is None
+    with sequencer(paths) as seq:
+        assert tail.latest() == Credit(0, 0, 0, finished=False)
+        batch(seq, 1)
+        position = seq.position
+        seq.advance(step=1, policy_version=1)
+        seq.release(1)
+        assert tail.latest() == Credit(1, 1, P, finished=False)
+        assert tail.latest() == Credit(1, 1, P, finished=False)
+    with sequencer(paths) as seq:
+        assert tail.latest() == Credit(0, 0, 0, finished=False)
+        seq.finish()
+        assert tail.latest().finished
+    with sequencer(paths, position):
+        assert tail.latest() == CreditTail(paths).latest() == Credit(1, 1, P, finished=False)
+    CreditWriter(paths, plan_epoch=1).write(Credit(9, 9, 99))  # a fenced trainer's last words
+    assert tail.latest() == Credit(1, 1, P, finished=False)
+
+
+# logs
+
+
+def test_a_torn_tail_is_not_yet_a_record_and_is_cut_off_by_the_next_writer(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", [0, 2])
+    log = paths.log("rollout-0")
+    whole = log.read_bytes()
+    tail = LogTail(log)
+    assert [r.kind.name for r in tail.poll()] == ["OPEN", "BASE", "BASE", "CLOSE"]
+    log.write_bytes(whole + whole[RECORD_BYTES : RECORD_BYTES + 100])
+    assert tail.poll() == []
+    produce(paths, "rollout-0", [0, 2, 4])
+    assert [(r.kind.name, r.epoch) for r in tail.poll()] == [("OPEN", 2), ("BASE", 2), ("CLOSE", 2)]
+    assert len(log.read_bytes()) == 7 * RECORD_BYTES
+
+
+def test_a_damaged_committed_record_is_never_skipped(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", [0, 2])
+    log = paths.log("rollout-0")
+    data = bytearray(log.read_bytes())
+    data[RECORD_BYTES + 9] ^= 1
+    log.write_bytes(data)
+    for read in (
+        lambda: read_log(log),
+        lambda: Producer(paths, "rollout-0", {}),
+        lambda: batch(sequencer(paths), 1),
+    ):
+        with pytest.raises(BusError, match="rollout-0/log: record 1 is damaged"):
+            read()
+
+
+def test_the_buffered_tail_sees_the_same_as_the_direct_one(tmp_path, monkeypatch):
+    paths = make_bus(tmp_path)
+    log = paths.log("rollout-0")
+    direct = LogTail(log)
+    monkeypatch.setattr("relax_hpc.bus.tail.GrowingFile._probe", lambda self: -1)
+    buffered = LogTail(log)
+    assert not buffered._file.direct
+    total = 0
+    for guids in ([0, 2, 4], [6], range(8, 1300, 2)):
+        if len(guids) < 10:
+            produce(paths, "rollout-0", guids)
+        else:  # more than one window at once
+            log.write_bytes(log.read_bytes() + log.read_bytes()[:RECORD_BYTES] * len(guids))
+        a, b = direct.poll(), buffered.poll()
+        assert a == b
+        total += len(a)
+    assert total == log.stat().st_size // RECORD_BYTES > 512
+
+
+def test_a_record_fills_128_bytes_whose_last_four_are_their_checksum(tmp_path):
+    import crc32c
+
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-1", [3], version=5)
+    data = paths.log("rollout-1").read_bytes()[RECORD_BYTES : 2 * RECORD_BYTES]
+    magic, kind, role, epoch, seq = struct.unpack_from("<4sHHIQ", data)
+    assert (magic, kind, role, epoch, seq) == (b"RLC1", RecordKind.BASE, 0, 1, 0)
+    rows, tokens, low, high, first, last = struct.unpack_from("<IQiiqq", data, 60)
+    assert (rows, tokens, low, high, first, last) == (2, 14, 5, 5, 3, 3)
+    assert struct.unpack_from("<I", data, 124)[0] == crc32c.crc32c(data[:124])
+
+
+def test_a_torn_frame_is_cut_off_and_a_damaged_one_is_an_error(tmp_path):
+    path = tmp_path / "frames"
+    writer = FrameWriter(path)
+    for n in range(3):
+        writer.append({"n": n})
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert read_frames(path) == [{"n": 0}, {"n": 1}]
+    again = FrameWriter(path)
+    again.append({"n": 7})
+    assert read_frames(path) == [{"n": 0}, {"n": 1}, {"n": 7}]
+    for at in (5, 14):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(BusError, match="frames: a record is damaged"):
+            read_frames(path)
+
+
+def test_two_writers_of_one_log_are_noticed(tmp_path):
+    paths = make_bus(tmp_path)
+    zombie = Producer(paths, "rollout-0", {})
+    with Producer(paths, "rollout-0", {}) as owner:
+        owner.put([group(0)])
+        with pytest.raises(BusError, match="another process writes it"):
+            zombie.put([group(2)])
+    assert [r.guid_min for r in read_log(paths.log("rollout-0")) if r.rows] == [0]
+
+
+# producers
+
+
+def test_a_producer_refuses_to_commit_a_group_again(tmp_path):
+    paths = make_bus(tmp_path)
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.put([group(0), group(2)])
+        for again in ([group(2)], [group(4), group(4)]):
+            with pytest.raises(BusError, match="committed already"):
+                producer.put(again)
+        assert producer.committed == {0, 2}
+    assert files(paths, "rollout-0") == ["000000000000.h5"]
+
+
+def test_a_producer_deletes_its_own_orphans_and_nothing_else(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", [0, 2])
+    produce(paths, "rollout-1", [1])
+    orphan = paths.shard("rollout-0", 1, 2)
+    orphan.write_bytes(paths.shard("rollout-0", 1, 0).read_bytes())  # renamed, never recorded
+    orphan.with_name(".000000000003.h5.99.tmp").write_bytes(b"half")
+    with Producer(paths, "rollout-0", {}) as producer:
+        assert producer.committed == {0, 2}
+        assert (producer.epoch, producer.put([group(4)])) == (2, 2)
+    assert files(paths, "rollout-0") == [f"{n:012d}.h5" for n in range(3)]
+    assert files(paths, "rollout-1") == ["000000000000.h5"]
+
+
+def test_provenance_is_in_the_file_and_cannot_pose_as_the_bus(tmp_path):
+    import h5py
+
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-1", [1], version=4)
+    with h5py.File(paths.shard("rollout-1", 1, 0), "r", locking=False) as file:
+        attributes = dict(file.attrs)
+    del attributes["shard_uuid"]
+    assert attributes == {
+        "rl_shard_format": 1, "n_samples": 2, "producer": "rollout-1", "epoch": 1, "seq": 0,
+        "role": "rollout", "policy_min": 4, "policy_max": 4, "parent": "", "run": "test", "job": 7,
+    }  # fmt: skip
+    with pytest.raises(BusError, match="epoch"):
+        Producer(paths, "rollout-1", {"epoch": 9})
+
+
+# the bus as a whole
+
+
+def test_a_bus_is_made_once(tmp_path):
+    make_bus(tmp_path)
+    with pytest.raises(BusError, match="holds a bus already"):
+        make_bus(tmp_path)
+
+
+def test_a_newer_or_missing_bus_is_refused_by_everyone(tmp_path):
+    paths = make_bus(tmp_path)
+    openers = [
+        layout.open_bus,
+        Reader,
+        sequencer,
+        audit,
+        lambda paths: Producer(paths, "rollout-0", {}),
+    ]
+    write_json(paths.header, {"format": 2, "producers": PRODUCERS, "shape": "unknown"})
+    for opener in openers:
+        with pytest.raises(BusError, match=r"RUN\.json: is bus format 2"):
+            opener(paths)
+    paths.header.unlink()
+    for opener in openers:
+        with pytest.raises(BusError, match="is not a bus"):
+            opener(paths)
+
+
+def test_an_unknown_producer_is_refused(tmp_path):
+    with pytest.raises(BusError, match="has no producer rollout-9"):
+        Producer(make_bus(tmp_path), "rollout-9", {})
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_rollout_runs_exactly_max_staleness_batches_ahead(max_staleness):
+    allowed = [
+        b for b in range(1, 20) if may_start_batch(b, policy_version=4, max_staleness=max_staleness)
+    ]
+    assert max(allowed) == 5 + max_staleness  # batch 5 is the one policy 4 trains on
+    assert staleness(max(allowed), 4) == max_staleness
+
+
+def test_the_audit_reports_the_oldest_token_also_after_the_shards_are_gone(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P, version=0)
+    produce_all(paths, 3 * P, version=1)
+    with sequencer(paths) as seq:
+        for step in (1, 2, 3):
+            batch(seq, step)
+    for name in PRODUCERS:
+        with Producer(paths, name, {}) as producer:
+            producer.collect(3 * P)
+        assert files(paths, name) == []
+    # step 3 turns policy 2 into 3 and trains on tokens of policy 1
+    assert audit(paths) == BusAudit(24, 24, 0, 0, 0, steps=3, max_staleness=1)
+
+
+def test_rows_without_a_sampled_token_have_no_age(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P, response=0)
+    with sequencer(paths) as seq:
+        record = batch(seq, 1)
+    assert record.policy_version_min == -1
+    assert audit(paths).max_staleness == 0
+    assert np.all(Reader(paths).index(record).response_len == 0)
