@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from relax_hpc.errors import ConfigError, EngineError
 
@@ -145,9 +145,7 @@ class Qwen3:
         Raises:
             EngineError: unknown name or wrong shape.
         """
-        tensors = [
-            (n, t) for n, t in tensors if not (self.shape.tied and n == "lm_head.weight")
-        ]
+        tensors = [(n, t) for n, t in tensors if not (self.shape.tied and n == "lm_head.weight")]
         for name, tensor in tensors:
             if name not in self.weights:
                 raise EngineError(f"{name}: this model has no such weight")
@@ -192,7 +190,7 @@ class Qwen3:
             cache.data[index, 0, slots, :, :length] = k[source]
             cache.data[index, 1, slots, :, :length] = v[source]
             gqa = q.shape[1] != k.shape[1]
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
 
         return self._forward(tokens, positions, attend)
 
@@ -219,7 +217,7 @@ class Qwen3:
             values[rows, :, positions] = v[:, :, 0]
             # The query heads that share a key head become rows of one small matrix product.
             q = q.view(len(tokens), shape.num_kv_heads, group, shape.head_dim)
-            out = F.scaled_dot_product_attention(
+            out = functional.scaled_dot_product_attention(
                 q, keys[: len(tokens), :, :length], values[: len(tokens), :, :length], mask
             )
             return out.reshape(len(tokens), shape.num_heads, 1, shape.head_dim)
@@ -232,22 +230,22 @@ class Qwen3:
         angle = positions[..., None] * self._inverse_frequency  # [n or 1, T, head dim / 2]
         angle = torch.cat([angle, angle], -1)[:, :, None]
         cos, sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
-        x = F.embedding(tokens, self._embedding)
+        x = functional.embedding(tokens, self._embedding)
         n, length = tokens.shape
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         for index, layer in enumerate(self._layers):
-            qkv = F.linear(self._rms(x, layer.input_norm), layer.qkv)
-            q, k, v = qkv.view(n, length, sum(heads), shape.head_dim).split(heads, 2)
+            qkv = functional.linear(self._rms(x, layer.input_norm), layer.qkv)
+            q, k, v = qkv.view(n, length, sum(heads), shape.head_dim).split_with_sizes(heads, 2)
             q = _rotate(self._rms(q, layer.q_norm), cos, sin).transpose(1, 2)
             k = _rotate(self._rms(k, layer.k_norm), cos, sin).transpose(1, 2)
             out = attend(index, q, k, v.transpose(1, 2))
-            x = x + F.linear(out.transpose(1, 2).reshape(n, length, -1), layer.out)
-            gate, up = F.linear(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
-        return F.linear(self._rms(x[:, -1], self._norm), self._head)
+            x = x + functional.linear(out.transpose(1, 2).reshape(n, length, -1), layer.out)
+            gate, up = functional.linear(self._rms(x, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+            x = x + functional.linear(functional.silu(gate) * up, layer.down)
+        return functional.linear(self._rms(x[:, -1], self._norm), self._head)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.shape.rms_eps)
+        return functional.rms_norm(x, weight.shape, weight, self.shape.rms_eps)
 
     def _make(self, name: str, rows: int, columns: int | None = None) -> Tensor:
         size = (rows, columns or self.shape.hidden_size)
@@ -267,7 +265,7 @@ class Qwen3:
         def fused(parts: dict[str, int]) -> Tensor:
             size = (sum(parts.values()), s.hidden_size)
             whole = torch.empty(size, dtype=self.dtype, device=self.device)
-            for name, view in zip(parts, whole.split(list(parts.values())), strict=True):
+            for name, view in zip(parts, whole.split_with_sizes(list(parts.values())), strict=True):
                 self._register(f"{prefix}{name}.weight", view)
             return whole
 
@@ -283,9 +281,7 @@ class Qwen3:
             q_norm=self._make_vector(f"{prefix}self_attn.q_norm.weight", s.head_dim),
             k_norm=self._make_vector(f"{prefix}self_attn.k_norm.weight", s.head_dim),
             out=self._make(f"{prefix}self_attn.o_proj.weight", s.hidden_size, q_rows),
-            mlp_norm=self._make_vector(
-                f"{prefix}post_attention_layernorm.weight", s.hidden_size
-            ),
+            mlp_norm=self._make_vector(f"{prefix}post_attention_layernorm.weight", s.hidden_size),
             gate_up=fused(
                 {"mlp.gate_proj": s.intermediate_size, "mlp.up_proj": s.intermediate_size}
             ),

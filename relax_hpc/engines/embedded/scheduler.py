@@ -80,9 +80,7 @@ class Request:
             if end > start
         ]
         if self.done.set_running_or_notify_cancel():
-            self.done.set_result(
-                Completion(self.token_ids, self.logprobs, spans, reason, version)
-            )
+            self.done.set_result(Completion(self.token_ids, self.logprobs, spans, reason, version))
 
 
 class Scheduler:
@@ -171,9 +169,7 @@ class Scheduler:
                 self._decode()
 
     def _has_news(self) -> bool:
-        return bool(
-            self._stopping or self._commands or (self._waiting and not self.paused)
-        )
+        return bool(self._stopping or self._commands or (self._waiting and not self.paused))
 
     def _run_commands(self) -> None:
         while self._commands:

@@ -77,9 +77,7 @@ class Endpoints:
         sampling = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
         rids = body.get("rid") or [uuid.uuid4().hex for _ in prompts]
         rids = rids if isinstance(rids, list) else [rids]
-        requests = [
-            self._request(*item) for item in zip(rids, prompts, sampling, strict=True)
-        ]
+        requests = [self._request(*item) for item in zip(rids, prompts, sampling, strict=True)]
         self._scheduler.submit(requests)
         completions = await asyncio.gather(*(asyncio.wrap_future(r.done) for r in requests))
         replies = [_reply(r, c) for r, c in zip(requests, completions, strict=True)]
@@ -131,9 +129,7 @@ class Endpoints:
                 body["shapes"],
                 body.get("load_format"),
             )
-            await self._call(
-                lambda: self._scheduler.update(tensors, body.get("weight_version"))
-            )
+            await self._call(lambda: self._scheduler.update(tensors, body.get("weight_version")))
         return _done(f"updated {len(tensors)} weights")
 
     async def update_from_disk(self, body: Body) -> Body:

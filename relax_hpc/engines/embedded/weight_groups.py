@@ -24,11 +24,10 @@ class WeightGroups:
     ) -> None:
         """Blocks until all ranks of the group are there.
 
-        Raises:
-            EngineError: this engine is in a group of that name already.
+        A group of that name is replaced: its trainer died without a farewell.
         """
         if name in self._groups:
-            raise EngineError(f"weight group {name!r} exists already; destroy it first")
+            self.leave(name)
         self._groups[name] = BroadcastGroup(host, port, rank, world_size, name, backend)
 
     def leave(self, name: str) -> None:

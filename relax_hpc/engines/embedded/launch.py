@@ -1,0 +1,65 @@
+"""Command line and options of the embedded engine."""
+
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Literal, NamedTuple, get_type_hints
+
+from relax_hpc.config import PassThrough
+from relax_hpc.errors import ConfigError
+
+
+class EngineArgs(NamedTuple):
+    """What `rollout.engine_args` may say to the embedded engine."""
+
+    num_threads: int = 1
+    """Torch threads of the sampler."""
+
+
+def check(engine_args: PassThrough) -> None:
+    """Checks `rollout.engine_args`.
+
+    Raises:
+        ConfigError: unknown argument or wrong type.
+    """
+    known = get_type_hints(EngineArgs)
+    for key, value in engine_args.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0) or list(known)
+            raise ConfigError(
+                f"rollout.engine_args.{key}: the embedded engine has no such argument; "
+                f"did you mean {close[0]}?"
+            )
+        if type(value) is not known[key]:
+            raise ConfigError(
+                f"rollout.engine_args.{key} = {value!r}: expected {known[key].__name__}"
+            )
+
+
+def write_options(
+    path: Path,
+    *,
+    token: str,
+    port_file: Path,
+    device: Literal["cpu", "cuda"],
+    dtype: str,
+    max_running_requests: int,
+    engine_args: PassThrough,
+) -> None:
+    """Writes the options file of `server.serve`; the server writes its port to `port_file`."""
+    options = EngineArgs()._asdict() | {
+        **engine_args,
+        "token": token,
+        "port_file": str(port_file),
+        "device": device,
+        "dtype": dtype,
+        "max_running_requests": max_running_requests,
+    }
+    path.write_text(json.dumps(options))
+
+
+def command(model_path: Path, host: str, options: Path, python: str | None = None) -> list[str]:
+    module = "relax_hpc.engines.embedded.server"
+    where = ["--model-path", str(model_path), "--host", host, "--options", str(options)]
+    return [python or sys.executable, "-m", module, *where]
