@@ -1,0 +1,37 @@
+"""A real Slurm cluster of virtual nodes, for as long as the tests run."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+LOCAL_SLURM = Path(__file__).parents[2] / "slurm" / "local_slurm.sh"
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(tmp_path_factory):
+    """Brings up four nodes with two (fake) GPUs each and points this process at them.
+
+    Yields the variables that do so; the tests' own child processes inherit them.
+    """
+    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+        pytest.skip("slurmctld is not installed")
+    # Sockets have short names: pytest's own folders are too deep for munge's.
+    folder = Path(tmp_path_factory.mktemp("s"))
+    up = [LOCAL_SLURM, "up", "--dir", folder, "--nodes", "4", "--gpus-per-node", "2"]
+    answer = subprocess.run(up, capture_output=True, text=True, timeout=120)
+    if answer.returncode:
+        subprocess.run([LOCAL_SLURM, "down", "--dir", folder], timeout=60)
+        pytest.fail(f"local_slurm.sh up: {answer.stderr}")
+    before = dict(os.environ)
+    for name, value in re.findall(r"^export (\w+)=(.*)$", answer.stdout, re.MULTILINE):
+        os.environ[name] = value.replace("$PATH", before["PATH"])
+    try:
+        yield {name: os.environ[name] for name in ("SLURM_CONF", "PATH")}
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        subprocess.run([LOCAL_SLURM, "clean", "--dir", folder], timeout=60, capture_output=True)
