@@ -8,9 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -28,7 +35,7 @@ def save(folder: Path, trainee: Trainee, step: int) -> None:
     """Writes into the empty folder. Collective over all ranks."""
     state = _sharded_state(trainee, loading=False)
     state |= {"step": step, "grid": _grid(), "rng": _rng_slot(_rng_state())}
-    dist_checkpointing.save(state, str(folder))
+    dist_checkpointing.save(state, str(folder), sharded_strategy=_InProcess("torch_dist", 1))
 
 
 def load(folder: Path, trainee: Trainee) -> int:
@@ -44,6 +51,26 @@ def load(folder: Path, trainee: Trainee) -> int:
     if same_grid:
         _set_rng_state(loaded["rng"])
     return int(common["step"])
+
+
+class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's format, written by this process.
+
+    The stock strategy starts writer processes and a server for their results, which outlive a rank
+    that is killed, on the node and with the rank's pipes open.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        dcp.save(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
 
 
 def _sharded_state(trainee: Trainee, *, loading: bool) -> dict[str, Any]:

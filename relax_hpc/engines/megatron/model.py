@@ -108,8 +108,9 @@ def transformer_config(config: RunConfig, shape: Architecture) -> TransformerCon
         "pipeline_model_parallel_size": 1,
         "context_parallel_size": 1,
         "expert_model_parallel_size": 1,
-        # Weights come from the checkpoint; random ones would only cost time.
-        "perform_initialization": False,
+        # Random weights are overwritten, but drawing them also marks which ones ranks share:
+        # without the marks the gradient norm misses all ranks but the first.
+        "perform_initialization": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
         # The loss divides by the tokens of the global batch, so gradients must only be added up.
         "calculate_per_token_loss": True,

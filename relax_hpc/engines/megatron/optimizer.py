@@ -54,6 +54,8 @@ def build(
         ),
         [ddp],
     )
+    for group in optimizer.param_groups:  # Megatron leaves this to its scheduler; norms get 0
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
     _make_state(optimizer)
     return ddp, optimizer
 
@@ -72,7 +74,7 @@ def _make_state(optimizer: ChainedOptimizer) -> None:
 
 def set_learning_rate(optimizer: ChainedOptimizer, rate: float) -> None:
     for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_mult", 1.0)
+        group["lr"] = rate
 
 
 def update(optimizer: ChainedOptimizer) -> tuple[float, bool]:

@@ -1,0 +1,345 @@
+"""The trainer against Hugging Face, and against itself in other layouts."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engines import megatron_worker as worker
+from tests.engines.megatron_worker import VOCAB, Ranks, job, num_tokens, trajectories
+
+LAYOUTS = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp2_sequence_parallel": (2, {"tp": 2, "transformer": {"sequence_parallel": True}}),
+    "dp2": (2, {"dp": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pools = {size: Ranks(size) for size in (1, 2)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    """{tied: (folder, model)}: random weights, norms too, so that a swapped norm is noticed."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
+    made = {}
+    for tied in (False, True):
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            intermediate_size=128,
+            max_position_embeddings=256,
+            tie_word_embeddings=tied,
+            initializer_range=0.08,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+        model = Qwen3ForCausalLM(config).float()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        folder = tmp_path_factory.mktemp("tied" if tied else "untied")
+        model.save_pretrained(folder)
+        made[tied] = (folder, model)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(qwen3):
+    """Hugging Face and torch's AdamW on a fixed batch: logprobs, gradients, two updates."""
+    folder, model = qwen3[False]
+    rows, advantages = trajectories(12)
+    steps, logprobs, gradients = [], [], []
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
+    for _ in range(2):
+        model.zero_grad()
+        logprobs.append([hf_logprobs(model, row.token_ids) for row in rows])
+        terms = zip(rows, advantages, logprobs[-1], strict=True)
+        loss = -sum(float(a) * lp[torch.from_numpy(r.loss_mask) > 0].sum() for r, a, lp in terms)
+        (loss / num_tokens(rows)).backward()
+        gradients.append({n: p.grad.numpy().copy() for n, p in model.named_parameters()})
+        adamw.step()
+        steps.append({n: p.detach().numpy().copy() for n, p in model.named_parameters()})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(start[name])
+    norms = [np.sqrt(sum((g**2).sum() for g in step.values())) for step in gradients]
+    detached = [lp.detach().numpy() for lp in logprobs[0]]
+    return SimpleNamespace(
+        folder=folder, rows=rows, advantages=advantages, logprobs=detached,
+        gradients=gradients, norms=norms, steps=steps,
+    )  # fmt: skip
+
+
+def hf_logprobs(model, token_ids, temperature=1.0):
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0] / temperature
+    values = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), values])
+
+
+def collect(per_rank):
+    """[{row: logprobs}] of the ranks -> logprobs by row."""
+    merged = {row: values for part in per_rank for row, values in part.items()}
+    return [merged[row] for row in sorted(merged)]
+
+
+def open_layout(ranks, folder, layout, **more):
+    size, options = LAYOUTS[layout]
+    pool = ranks[size]
+    pool.call(worker.open_trainer, config=job(folder, **(options | more)))
+    return pool
+
+
+def clear_gradient(reference, name, step=0):
+    """Where Adam's normalised step is not rounding noise."""
+    return np.abs(reference.gradients[step][name]) > 1e-5
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layout", ["tp1", "tp2"])
+def test_weights_come_back_bitwise_under_their_hugging_face_names(ranks, qwen3, layout, tied):
+    folder, _ = qwen3[tied]
+    pool = open_layout(ranks, folder, layout)
+    stored = load_file(folder / "model.safetensors")
+    assert ("lm_head.weight" in stored) is not tied
+    for weights in pool.call(worker.weights):
+        assert set(weights) == set(stored)
+        for name, tensor in stored.items():
+            assert np.array_equal(weights[name], tensor.numpy()), name
+
+
+def test_weights_split_over_files_load_the_same(ranks, qwen3, tmp_path):
+    folder, _ = qwen3[False]
+    stored = load_file(folder / "model.safetensors")
+    names = sorted(stored)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: stored[name] for name in part}, tmp_path / file)
+    index = {"weight_map": {name: file for file, part in halves.items() for name in part}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    (weights,) = open_layout(ranks, tmp_path, "tp1").call(worker.weights)
+    assert all(np.array_equal(weights[name], stored[name].numpy()) for name in names)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logprobs_equal_hugging_faces(ranks, reference, layout):
+    pool = open_layout(ranks, reference.folder, layout)
+    logprobs = collect(pool.call(worker.logprobs, rows=reference.rows))
+    for mine, theirs in zip(logprobs, reference.logprobs, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_tied_embeddings_and_temperature_equal_hugging_faces(ranks, qwen3):
+    folder, model = qwen3[True]
+    rows, _ = trajectories(4, seed=5)
+    for layout in ("tp1", "tp2"):
+        pool = open_layout(ranks, folder, layout, temperature=0.7)
+        for mine, row in zip(collect(pool.call(worker.logprobs, rows=rows)), rows, strict=True):
+            with torch.no_grad():
+                theirs = hf_logprobs(model, row.token_ids, temperature=0.7)
+            np.testing.assert_allclose(mine, theirs.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_adamw_steps_equal_hugging_face_with_torch(ranks, reference, layout):
+    pool = open_layout(ranks, reference.folder, layout, optimizer={"weight_decay": 0.1})
+    for step in range(2):
+        metrics = pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
+        # Adam hardly sees the gradient's scale; its norm does.
+        assert metrics[0]["grad_norm"] == pytest.approx(reference.norms[step], rel=1e-5)
+        assert all(rank == metrics[0] for rank in metrics)
+        weights = pool.call(worker.weights)[0]
+        for name, theirs in reference.steps[step].items():
+            clear = clear_gradient(reference, name) & clear_gradient(reference, name, step)
+            difference = np.abs(weights[name] - theirs)[clear]
+            assert difference.max() < 1e-5, (name, step)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "dp2"])
+def test_any_split_into_micro_batches_gives_one_update(ranks, reference, layout):
+    results = []
+    for budget in (20, 50, 100_000):
+        pool = open_layout(ranks, reference.folder, layout, budget=budget)
+        batch = {"rows": reference.rows, "advantages": reference.advantages}
+        metrics = pool.call(worker.train, **batch)[0]
+        results.append((metrics, pool.call(worker.weights)[0]))
+    metrics, weights = results[-1]
+    for other_metrics, other in results[:-1]:
+        assert other_metrics == pytest.approx(metrics, rel=1e-5, abs=1e-6)
+        for name in weights:
+            clear = clear_gradient(reference, name)
+            assert np.abs(weights[name] - other[name])[clear].max() < 1e-5, name
+
+
+def test_documents_of_a_micro_batch_do_not_see_each_other(ranks, reference):
+    pool = open_layout(ranks, reference.folder, "tp1", budget=100_000)
+    rows = reference.rows
+    before = collect(pool.call(worker.logprobs, rows=rows))
+    changed = [row._replace(token_ids=(row.token_ids + 1) % VOCAB) for row in rows[::2]]
+    mixed = list(rows)
+    mixed[::2] = changed
+    after = collect(pool.call(worker.logprobs, rows=mixed))
+    for index in range(1, len(rows), 2):
+        assert np.array_equal(before[index], after[index])
+    for index in range(0, len(rows), 2):
+        assert not np.allclose(before[index][1:], after[index][1:])
+
+
+def test_nor_do_gradients_flow_between_them(ranks, reference):
+    """Rows without a trained token must not change the update, packed or not."""
+    rows, advantages = trajectories(6, seed=1)
+    silent = [row._replace(loss_mask=np.zeros_like(row.loss_mask)) for row in rows[3:]]
+    updates = []
+    for batch in (rows[:3], rows[:3] + silent):
+        pool = open_layout(ranks, reference.folder, "tp1", budget=100_000)
+        metrics = pool.call(worker.train, rows=batch, advantages=advantages[: len(batch)])[0]
+        updates.append((metrics["grad_norm"], metrics["loss"], metrics["entropy"]))
+    assert updates[0] == pytest.approx(updates[1], rel=1e-5)
+
+
+def test_garbage_under_the_mask_is_inert(ranks, reference):
+    weights = []
+    for garbage in (0.0, float("nan"), float("inf")):
+        rows = [
+            row._replace(
+                rollout_logprobs=np.where(row.loss_mask, row.rollout_logprobs, garbage).astype("f4")
+            )
+            for row in reference.rows
+        ]
+        pool = open_layout(ranks, reference.folder, "tp1")
+        metrics = pool.call(worker.train, rows=rows, advantages=reference.advantages)[0]
+        assert all(np.isfinite(value) for value in metrics.values())
+        weights.append(pool.call(worker.weights)[0])
+    for other in weights[1:]:
+        assert all(np.array_equal(weights[0][name], other[name]) for name in other)
+
+
+def test_the_gap_is_between_the_trainer_and_the_sampler(ranks, reference):
+    rows = []
+    for row, logprobs in zip(reference.rows, reference.logprobs, strict=True):
+        rows.append(row._replace(rollout_logprobs=logprobs * (row.loss_mask != 0)))
+    index = int(np.flatnonzero(rows[4].loss_mask)[0])
+    rows[4].rollout_logprobs[index] += 0.5
+    metrics = open_layout(ranks, reference.folder, "dp2").call(
+        worker.train, rows=rows, advantages=reference.advantages
+    )[0]
+    assert metrics["logprob_gap/max"] == pytest.approx(0.5, abs=1e-5)
+    assert metrics["logprob_gap/mean"] == pytest.approx(0.5 / num_tokens(rows), abs=1e-5)
+
+
+def test_later_epochs_compare_with_the_policy_before_the_step(ranks, reference):
+    batch = {"rows": reference.rows, "advantages": reference.advantages}
+    pool = open_layout(ranks, reference.folder, "tp1")
+    assert pool.call(worker.train, **batch)[0]["ratio"] == pytest.approx(1.0, abs=1e-6)
+    pool = open_layout(ranks, reference.folder, "tp1", algorithm={"epochs_per_step": 3})
+    assert abs(pool.call(worker.train, **batch)[0]["ratio"] - 1.0) > 1e-4
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "dp2"])
+def test_four_steps_equal_two_and_a_resume_and_two_bitwise(ranks, reference, tmp_path, layout):
+    batch = {"rows": reference.rows, "advantages": reference.advantages, "num_steps": 2}
+    options = {"optimizer": {"weight_decay": 0.1, "warmup_steps": 3, "clip_grad": 0.1}}
+    pool = open_layout(ranks, reference.folder, layout, **options)
+    pool.call(worker.train, **batch)
+    pool.call(worker.save, folder=tmp_path / "step-2")
+    metrics = pool.call(worker.train, **batch)
+    straight, moments = pool.call(worker.weights), pool.call(worker.adam)
+
+    pool = open_layout(ranks, reference.folder, layout, **options)
+    assert pool.call(worker.load, folder=tmp_path / "step-2") == [2] * len(pool.pipes)
+    assert pool.call(worker.train, **batch) == metrics
+    assert pool.call(worker.adam) == moments
+    assert moments[0][0] == {4.0}
+    for before, after in zip(straight, pool.call(worker.weights), strict=True):
+        assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_checkpoint_loads_in_another_layout(ranks, reference, tmp_path):
+    batch = {"rows": reference.rows, "advantages": reference.advantages}
+    pool = open_layout(ranks, reference.folder, "tp2")
+    pool.call(worker.train, **batch)
+    pool.call(worker.save, folder=tmp_path / "step-1")
+    pool.call(worker.train, **batch)
+    expected = pool.call(worker.weights)[0]
+    pool = open_layout(ranks, reference.folder, "tp1")
+    pool.call(worker.load, folder=tmp_path / "step-1")
+    pool.call(worker.train, **batch)
+    for name, weight in pool.call(worker.weights)[0].items():
+        clear = clear_gradient(reference, name) & clear_gradient(reference, name, 1)
+        assert np.abs(weight - expected[name])[clear].max() < 1e-5, name
+
+
+@pytest.mark.parametrize("loss", ["poisoned", "exploding"])
+def test_an_update_that_is_not_finite_is_skipped_and_reported(ranks, reference, loss):
+    batch = {"rows": reference.rows, "advantages": reference.advantages}
+    pool = open_layout(ranks, reference.folder, "dp2")
+    before = pool.call(worker.weights)[0]
+    assert pool.call(worker.train, **batch, loss=loss)[0]["skipped"] == 1.0
+    after = pool.call(worker.weights)[0]
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    assert pool.call(worker.train, **batch)[0]["skipped"] == 0.0
+    assert not np.array_equal(before["model.norm.weight"],
+                              pool.call(worker.weights)[0]["model.norm.weight"])  # fmt: skip
+
+
+def test_a_rank_without_trajectories_takes_part(ranks, reference):
+    batch = {"rows": reference.rows[:1], "advantages": reference.advantages[:1]}
+    alone = open_layout(ranks, reference.folder, "tp1").call(worker.train, **batch)[0]
+    for rank in open_layout(ranks, reference.folder, "dp2").call(worker.train, **batch):
+        assert rank == pytest.approx(alone, rel=1e-5)
+
+
+def test_bfloat16_learns_with_float32_main_parameters(ranks, reference):
+    batch = {"rows": reference.rows, "advantages": np.ones(12, np.float32), "num_steps": 8}
+    pool = open_layout(ranks, reference.folder, "tp2", dtype="bfloat16", optimizer={"lr": 3e-3})
+    before = np.mean([x.mean() for x in collect(pool.call(worker.logprobs, rows=reference.rows))])
+    pool.call(worker.train, **batch)
+    after = np.mean([x.mean() for x in collect(pool.call(worker.logprobs, rows=reference.rows))])
+    assert after > before + 0.5
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_split_vocabulary_gives_the_whole_ones_logprobs_and_gradient(ranks, size):
+    rng = np.random.default_rng(0)
+    logits = (5 * rng.normal(size=(10, VOCAB))).astype(np.float32)
+    logits[3] += 200  # overflows without the maximum taken out
+    targets, upstream = rng.integers(0, VOCAB, 10), rng.normal(size=10).astype(np.float32)
+    whole = torch.from_numpy(logits).double().requires_grad_()
+    table = (whole / 0.7).log_softmax(-1)
+    expected = table.gather(1, torch.from_numpy(targets)[:, None])[:, 0]
+    expected.backward(torch.from_numpy(upstream).double())
+    entropy = -(table.exp() * table).sum(-1).detach()
+    answers = ranks[size].call(
+        worker.split_vocabulary_logprobs,
+        logits=logits, targets=targets, upstream=upstream, temperature=0.7,
+    )  # fmt: skip
+    for logprobs, mine, _ in answers:
+        np.testing.assert_allclose(logprobs, expected.detach(), atol=1e-4, rtol=1e-5)
+        np.testing.assert_allclose(mine, entropy, atol=1e-4)
+    gradient = np.concatenate([grad for *_, grad in answers], axis=1)
+    np.testing.assert_allclose(gradient, whole.grad, atol=1e-4)
