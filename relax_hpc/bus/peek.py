@@ -62,7 +62,9 @@ def _rows(shard: Shard) -> list[tuple[str, ...]]:
 
 
 def _cell(name: str, value: int | float) -> str:
-    return FinishReason(int(value)).name.lower() if name == "finish" else f"{value:g}"
+    if name == "finish":
+        return FinishReason(int(value)).name.lower()
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _align(lines: list[tuple[str, ...]]) -> str:

@@ -20,7 +20,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shard import Shard
 
-P, STEPS, SAVE_EVERY = 2, 3, 1
+P, STEPS, SAVE_EVERY = 2, 2, 1
 SYSTEM_CALLS = ("open", "pwrite", "fsync", "rename", "unlink", "ftruncate", "mkdir")
 
 
@@ -97,7 +97,6 @@ def undisturbed(root):
 @pytest.mark.parametrize("role", ["produce", "train", "collect"])
 def test_killing_a_role_at_any_system_call_loses_and_doubles_nothing(tmp_path, monkeypatch, role):
     """`collect` is a producer that comes back after the trainer released shards."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)  # a killed process loses no cached writes
     (tmp_path / "undisturbed").mkdir()
     expected = undisturbed(tmp_path / "undisturbed")
     monkeypatch.setattr("relax_hpc.bus.log.BALLAST_BYTES", 16)
@@ -121,9 +120,9 @@ def test_killing_a_role_at_any_system_call_loses_and_doubles_nothing(tmp_path, m
         assert run.checkpoint[1] == expected, nth
         assert run.shard_files() == []  # everything was released, so nothing may be left
         counts = audit(run.paths)
-        assert (counts.planned, counts.planned_twice, counts.dropped) == (12, 0, 0), nth
-        assert counts.committed == 12, nth
-    assert nth > 20, "died at too few places"
+        assert (counts.planned, counts.planned_twice, counts.dropped) == (8, 0, 0), nth
+        assert counts.committed == 8, nth
+    assert nth > 12, "died at too few places"
 
 
 PRODUCE_FOREVER = """
@@ -143,7 +142,7 @@ for guid in itertools.count():
 def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(tmp_path):
     paths = make_bus(tmp_path, ["rollout-0"])
     rng = random.Random(0)
-    for _ in range(5):
+    for _ in range(4):
         start = paths.log("rollout-0").stat().st_size
         command = [
             sys.executable,

@@ -1,4 +1,6 @@
+import os
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -189,6 +191,23 @@ def test_a_whole_shard_of_what_was_trained_on_before_is_a_duplicate(tmp_path):
         seq.finish()
         assert seq.duplicates == 2 * SIBLINGS
     assert audit(paths).dropped == 0
+
+
+def test_a_repeated_group_beside_a_new_one_is_ignored_and_the_new_one_used(tmp_path):
+    paths = make_bus(tmp_path)
+    produce_all(paths, P)
+    with sequencer(paths) as seq:
+        batch(seq, 1)
+        with Producer(paths, "rollout-0", {}) as producer:
+            producer.committed.clear()
+            producer.put([group(0, version=1), group(4), group(6)])
+        produce(paths, "rollout-1", [5, 7])
+        record = batch(seq, 2)
+        assert [(part.lo, part.hi) for part in record.parts] == [(2, 4), (0, 2), (4, 6), (0, 2)]
+        assert seq.duplicates == SIBLINGS
+    with sequencer(paths) as seq:
+        assert [batch(seq, step).policy_version_min for step in (1, 2)] == [0, 0]
+    assert audit(paths) == BusAudit(18, 16, 0, SIBLINGS, 0, steps=2, max_staleness=1)
 
 
 def test_the_audit_sees_a_double_planning_that_the_sequencer_would_never_do(tmp_path):
@@ -426,6 +445,35 @@ def test_a_producer_deletes_its_own_orphans_and_nothing_else(tmp_path):
         assert (producer.epoch, producer.put([group(4)])) == (2, 2)
     assert files(paths, "rollout-0") == [f"{n:012d}.h5" for n in range(3)]
     assert files(paths, "rollout-1") == ["000000000000.h5"]
+
+
+def test_a_shard_is_on_disk_under_its_name_before_the_log_says_so(tmp_path, monkeypatch):
+    """What survives a power cut is decided by this order alone."""
+    paths = make_bus(tmp_path)
+    calls = []
+
+    def watch(name, target):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a: (calls.append((name, target(a))), real(*a))[1])
+
+    def opened(args):
+        return Path(f"/proc/self/fd/{args[0]}").readlink().name.split(".")[0] or "draft"
+
+    with Producer(paths, "rollout-0", {}) as producer:
+        watch("pwrite", opened)
+        watch("fsync", opened)
+        watch("rename", lambda args: Path(args[1]).name)
+        producer.put([group(0)])
+        monkeypatch.undo()
+    writes = [call for n, call in enumerate(calls) if call != calls[n - 1]]
+    assert writes == [
+        ("pwrite", "draft"),
+        ("fsync", "draft"),
+        ("rename", "000000000000.h5"),
+        ("fsync", "e1"),
+        ("pwrite", "log"),
+        ("fsync", "log"),
+    ]
 
 
 def test_provenance_is_in_the_file_and_cannot_pose_as_the_bus(tmp_path):
