@@ -35,8 +35,8 @@ def run(folder: Path) -> None:
     environment = JobEnvironment()
     tasks = range(environment.num_tasks)
     results = [JobPaths(folder, environment.job_id, task).result_pickle for task in tasks]
-    # All ranks or none: one that had finished must take part again when its peers start over. No
-    # rank can see all of them finished if another saw one missing, since only then are they removed.
+    # All ranks or none: one that had finished must take part again when its peers start over. They
+    # agree on which, since nobody removes a result unless one is missing.
     if all(map(succeeded, results)):
         log.info("finished before the job was requeued: nothing to do")
         return

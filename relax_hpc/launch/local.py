@@ -78,7 +78,7 @@ class HetLocalExecutor:
         name_pickles(dump(calls, job), job_id)
         path = job.folder / f"{job_id}_submission.sh"
         path.write_text(script.local_script(job, [call.component for call in calls]))
-        with (job.folder / f"{job_id}_batch.log").open("ab") as log:
+        with script.batch_log(job.folder, job_id).open("ab") as log:
             bash = subprocess.Popen(
                 ["bash", str(path), job_id],
                 stdin=subprocess.DEVNULL,

@@ -20,6 +20,9 @@ from relax_hpc.launch.placement import Component
 # Options that only mean something once in a heterogeneous job: component 0 says them.
 _LEADER_ONLY = {"output", "error", "open-mode", "job-name"}
 
+# Fields of Resources that submitit takes under the same name.
+_SAME_NAME = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constraint")
+
 # Slurm exports component 0's request to the batch script, where srun takes it for a default: a
 # component without --ntasks would ask for component 0's, and --mem here, --mem-per-cpu there is
 # refused. Inherit nothing; the srun lines say everything.
@@ -138,6 +141,16 @@ def minutes(limit: str) -> int:
     return first + (second > 0)
 
 
+def batch_log(folder: Path, job_id: str) -> Path:
+    """What the script itself wrote: starts, restarts, and why it gave up."""
+    return folder / f"{job_id}_batch.log"
+
+
+def exit_code_file(folder: Path, job_id: str) -> Path:
+    """The last thing the script writes; 143 when the job was cancelled."""
+    return folder / f"{job_id}_exit_code"
+
+
 def _assemble(
     head: list[str], prepare: list[str], job: Job, components: Sequence[Component], steps: list[str]
 ) -> str:
@@ -159,31 +172,33 @@ def _assemble(
     if job.run_dir is not None:
         finish = shlex.join([sys.executable, "-m", "relax_hpc.launch.finish", str(job.run_dir)])
         lines.append(f'[ -n "$stopping" ] || {finish} || exit_code=1')
-    lines += ['[ -z "$stopping" ] || exit_code=143', 'exit "$exit_code"', ""]
+    code = f'{shlex.quote(str(job.folder))}/"$job_id"_exit_code'
+    lines += [
+        '[ -z "$stopping" ] || exit_code=143',
+        f'echo "$exit_code" > {code}',
+        'exit "$exit_code"',
+        "",
+    ]
     return "\n".join(lines)
 
 
 def _directives(job: Job, index: int, component: Component) -> list[str]:
     resources = component.resources
-    named: dict[str, Any] = {"output": f"{job.folder}/%j_batch.log"}
+    options: dict[str, Any] = {  # None leaves an option out, where submitit has a default
+        "wckey": None,
+        "job_name": job.name,
+        "nodes": component.nodes,
+        "ntasks_per_node": component.tasks_per_node,
+        "gpus_per_node": resources.gpus_per_node or None,
+        "additional_parameters": {"output": batch_log(job.folder, "%j")},
+        **{name: getattr(resources, name) for name in _SAME_NAME},
+    }
     text: str = _make_sbatch_string(
         command="",
         folder=job.component_folder(index),
         use_srun=False,
         stderr_to_stdout=True,
-        wckey=None,
-        job_name=job.name,
-        time=resources.time,
-        nodes=component.nodes,
-        ntasks_per_node=component.tasks_per_node,
-        cpus_per_task=resources.cpus_per_task,
-        gpus_per_node=resources.gpus_per_node or None,
-        partition=resources.partition,
-        account=resources.account,
-        qos=resources.qos,
-        mem=resources.mem,
-        constraint=resources.constraint,
-        additional_parameters=named,
+        **options,
     )
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     if index:
@@ -218,9 +233,7 @@ def _local_step(job: Job, index: int, component: Component, first_gpu: int) -> s
         *("--first-gpu", str(first_gpu), "--gpus", str(component.resources.gpus_per_node)),
     ]
     folder = shlex.quote(str(job.component_folder(index)))
-    process = (
-        f'--controller "$$" --job-id "$job_id" --processes {folder}/"$job_id"_processes.json'
-    )
+    process = f'--controller "$$" --job-id "$job_id" --processes {folder}/"$job_id"_processes.json'
     return f"{shlex.join(options)} {process} {_logs(job, index)} -- {_entry(job, index, component)}"
 
 

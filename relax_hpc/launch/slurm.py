@@ -152,4 +152,3 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
             (folder / marker).unlink(missing_ok=True)
             for draft in folder.glob(f"{self.job_id}_*.save_tmp"):
                 draft.unlink()  # left by a checkpoint that was cut off; submitit refuses it
-

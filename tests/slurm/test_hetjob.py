@@ -161,7 +161,8 @@ def sleep_at_the_first_attempt(started):
 
 @pytest.mark.skipif(shutil.which("ompi_info") is None, reason="Open MPI is not installed")
 def test_each_component_is_one_mpi_world_of_its_own(tmp_path):
-    if "pmix" not in subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True).stderr:
+    plugins = subprocess.run(["srun", "--mpi=list"], capture_output=True, text=True)
+    if "pmix" not in plugins.stdout + plugins.stderr:
         pytest.skip("Slurm's pmix plugin is not installed")
     job = submit(tmp_path, [
         Call(tasks("rollout", 2, "mpi", nodes=2, mpi="pmix"), mpi_world),

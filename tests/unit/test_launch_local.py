@@ -19,7 +19,6 @@ from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob, processes
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.script import Job
 
-
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tasks do not import tests
 
 
@@ -50,9 +49,7 @@ def wait_forever_with_a_child(pid_file):
 
 def launch(folder, calls, **options) -> LocalHetJob:
     executor = HetLocalExecutor(folder)
-    return executor.submit_het(
-        calls, Job("toy", folder.absolute(), restart_delay_s=0.1, **options)
-    )
+    return executor.submit_het(calls, Job("toy", folder.absolute(), restart_delay_s=0.1, **options))
 
 
 def tasks(role, count, **resources):
@@ -127,8 +124,8 @@ def pids_of(folder, ranks):
 
 def test_cancel_leaves_nothing_alive_and_touches_nothing_else(tmp_path):
     calls = [Call(tasks("rollout", 2), wait_forever_with_a_child, (tmp_path / "pids",))]
-    bystander = launch(tmp_path / "other", [
-        Call(tasks("actor", 1), wait_forever_with_a_child, (tmp_path / "other-pids",))])  # fmt: skip
+    other = Call(tasks("actor", 1), wait_forever_with_a_child, (tmp_path / "other-pids",))
+    bystander = launch(tmp_path / "other", [other])
     job = launch(tmp_path, calls, max_restarts=3)
     pids = pids_of(tmp_path, 2)
     until((tmp_path / "other-pids-0").exists)

@@ -1,0 +1,78 @@
+"""The lines a run's tasks wrote, each with the task that wrote it."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from submitit.core.utils import JobPaths
+
+from relax_hpc.launch import record
+from relax_hpc.launch.script import batch_log
+
+_POLL_S = 0.5
+
+
+class LogLine(NamedTuple):
+    source: str
+    """"<role>-<rank>", or "job" for the script that starts and restarts the steps."""
+    text: str
+
+
+def lines(run_dir: Path, role: str | None = None) -> Iterator[LogLine]:
+    """What there is so far, source by source; `role` leaves only that role's tasks.
+
+    Raises:
+        ConfigError: not a run directory, or nothing was started in it.
+    """
+    yield from follow(run_dir, role, until=lambda: True)
+
+
+def follow(
+    run_dir: Path, role: str | None = None, *, until: Callable[[], bool]
+) -> Iterator[LogLine]:
+    """What there is, then what comes, as it comes; ends after the round in which `until` holds.
+
+    Raises:
+        ConfigError: not a run directory, or nothing was started in it.
+    """
+    tails = [_Tail(source, path) for source, path in sources(run_dir, role)]
+    while True:
+        over = until()  # asked first, so that lines written before it became true are read
+        for tail in tails:
+            yield from tail.read(to_the_end=over)
+        if over:
+            return
+        time.sleep(_POLL_S)
+
+
+def sources(run_dir: Path, role: str | None = None) -> list[tuple[str, Path]]:
+    """The log files of a run and who writes them; some may not exist yet."""
+    launched = record.read(run_dir)
+    found = [] if role else [("job", batch_log(launched.folder, launched.leader))]
+    for component in launched.components:
+        if role not in (None, component.role):
+            continue
+        for task in range(component.tasks):
+            paths = JobPaths(component.folder, launched.leader, task)
+            source = f"{component.role}-{task}"
+            found += [(source, paths.stdout), (source, paths.stderr)]
+    return found
+
+
+class _Tail:
+    def __init__(self, source: str, path: Path) -> None:
+        self._source, self._path, self._position = source, path, 0
+
+    def read(self, *, to_the_end: bool) -> Iterator[LogLine]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._position)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        if not to_the_end:  # half a line is left for the next round
+            data = data[: data.rfind(b"\n") + 1]
+        self._position += len(data)
+        for line in data.decode(errors="replace").splitlines():
+            yield LogLine(self._source, line)

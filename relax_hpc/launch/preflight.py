@@ -1,0 +1,198 @@
+"""What can be known to be wrong before anything is queued. Each refusal names a remedy."""
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.config import RunConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import script
+from relax_hpc.launch.jobs import output_of
+from relax_hpc.launch.placement import Component
+from relax_hpc.prompts.source import PromptSource, read_records
+from relax_hpc.records import read_json
+
+_ARCHITECTURE = "Qwen3ForCausalLM"
+# Slurm and submitit replace %x in file names; Slurm reads a backslash as "replace nothing".
+_REPLACED = "%\\\n"
+
+
+def check(config: RunConfig, components: Sequence[Component], *, use_slurm: bool) -> None:
+    """Refuses a run that cannot work.
+
+    Args:
+        config: with absolute paths.
+        components: what the run asks for, site profile included.
+        use_slurm: also ask Slurm whether partitions and GPUs exist.
+
+    Raises:
+        ConfigError: the first mistake found.
+    """
+    check_run_dir(config.run_dir, config.name)
+    check_model(config.model.path, config.actor.tensor_parallel)
+    check_prompts(config)
+    for component in components:
+        check_component(component)
+    if use_slurm:
+        check_partitions(components, _partitions())
+
+
+def check_run_dir(run_dir: Path, name: str) -> None:
+    if any(character in str(run_dir) for character in _REPLACED):
+        raise ConfigError(
+            f"run_root = {str(run_dir.parent)!r}: Slurm replaces '%' and '\\' in the names of log "
+            "files; choose a folder without them"
+        )
+    if run_dir.exists():
+        raise ConfigError(
+            f"name = {name!r}: {run_dir} exists and a run directory is used once; "
+            "choose another name"
+        )
+    existing = next(parent for parent in run_dir.parents if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"run_root = {str(run_dir.parent)!r}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"run_root = {str(run_dir.parent)!r}: {existing} cannot be written to; "
+            "choose a folder of yours that every node sees"
+        )
+
+
+def check_model(path: Path, tensor_parallel: int) -> None:
+    """The model is a Qwen3, and tensor parallelism divides its attention heads."""
+    if not path.is_dir():
+        raise ConfigError(
+            f"model.path = {str(path)!r}: no such folder; name a downloaded Hugging Face model"
+        )
+    try:
+        record: dict[str, Any] | None = read_json(path / "config.json")
+    except ValueError as error:
+        raise ConfigError(f"model.path = {str(path)!r}: config.json is not JSON: {error}") from None
+    if record is None:
+        raise ConfigError(
+            f"model.path = {str(path)!r}: has no config.json; name a Hugging Face folder"
+        )
+    found = record.get("architectures") or [record.get("model_type", "none")]
+    if _ARCHITECTURE not in found:
+        raise ConfigError(
+            f"model.path = {str(path)!r}: its architecture is {', '.join(found)}; "
+            f"this version trains {_ARCHITECTURE}"
+        )
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        if record[key] % tensor_parallel:
+            raise ConfigError(
+                f"actor.tensor_parallel = {tensor_parallel}: does not divide the model's "
+                f"{key} = {record[key]}; use a divisor of it"
+            )
+
+
+def check_prompts(config: RunConfig) -> None:
+    """Both files are prompts, and the trainer's fit the limit once they are rendered."""
+    for path in (config.prompts.train, config.prompts.heldout):
+        read_records(path)  # most mistakes are in the files: find them before a slow import
+    from relax_hpc.prompts.tokenizer import load
+
+    for path in (config.prompts.train, config.prompts.heldout):
+        PromptSource(
+            path,
+            load(config.model.path),
+            shuffle_seed=config.prompts.shuffle_seed,
+            chat_template=config.prompts.chat_template,
+            max_prompt_tokens=config.prompts.max_prompt_tokens,
+        ).check()
+
+
+def check_component(component: Component) -> None:
+    """What one component asks for makes sense by itself."""
+    key, resources = f"{component.role}.resources", component.resources
+    if resources.time is not None:
+        try:
+            script.minutes(resources.time)
+        except ValueError:
+            raise ConfigError(
+                f'{key}.time = {resources.time!r}: is not a time limit; '
+                'use "D-HH:MM:SS", "HH:MM:SS" or minutes'
+            ) from None  # fmt: skip
+    if 0 < resources.gpus_per_node < component.tasks_per_node:
+        raise ConfigError(
+            f"{key}.gpus_per_node = {resources.gpus_per_node}: {component.tasks_per_node} tasks "
+            f"run on each node; ask for {component.tasks_per_node}, or for more nodes"
+        )
+
+
+class Partitions(dict[str, dict[str, int]]):
+    """Partition -> node -> its GPUs; `default` is where a job goes that names none."""
+
+    default: str | None = None
+
+
+def check_partitions(components: Sequence[Component], partitions: Partitions) -> None:
+    """The partitions exist and have the nodes and GPUs asked for, though maybe not free now."""
+    wanted: dict[str, int] = {}
+    for component in components:
+        name = component.resources.partition or partitions.default
+        if name is None:
+            continue  # sbatch will say what it takes instead
+        nodes = _nodes(component, name, partitions)
+        gpus = component.resources.gpus_per_node
+        key = f"{component.role}.resources"
+        fit = sum(have >= gpus for have in nodes.values())
+        if fit < component.nodes:
+            most = max(nodes.values(), default=0)
+            raise ConfigError(
+                f"{key}.gpus_per_node = {gpus}: {fit} nodes of partition {name} have as many, "
+                f"{component.nodes} are needed; its nodes have up to {most}"
+            )
+        wanted[name] = wanted.get(name, 0) + component.nodes
+        if wanted[name] > len(nodes):
+            raise ConfigError(
+                f"{key}.nodes = {component.nodes}: partition {name} has {len(nodes)} nodes and "
+                f"the run needs {wanted[name]}, since components do not share a node; "
+                "ask for fewer"
+            )
+
+
+def _nodes(component: Component, names: str, partitions: Partitions) -> dict[str, int]:
+    nodes: dict[str, int] = {}
+    for name in names.split(","):
+        if name not in partitions:
+            close = difflib.get_close_matches(name, partitions, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"use {', '.join(partitions)}"
+            raise ConfigError(
+                f"{component.role}.resources.partition = {name!r}: no such partition; {hint}"
+            )
+        nodes |= partitions[name]
+    return nodes
+
+
+def _partitions() -> Partitions:
+    answer = output_of(["sinfo", "-h", "-N", "-o", "%P|%N|%G"])
+    if answer.returncode:
+        raise ConfigError(
+            f"sinfo: {answer.stderr.strip()}; submit where Slurm answers, or run with --local"
+        )
+    return parse_sinfo(answer.stdout)
+
+
+def parse_sinfo(text: str) -> Partitions:
+    """Reads lines of `sinfo -N -o "%P|%N|%G"`: "main*|n1|gpu:h100:4(S:0-1),nvme:1"."""
+    partitions = Partitions()
+    for line in text.splitlines():
+        name, node, gres = line.split("|")
+        if name.endswith("*"):
+            name = partitions.default = name[:-1]
+        partitions.setdefault(name, {})[node] = _gpus(gres)
+    return partitions
+
+
+def _gpus(gres: str) -> int:
+    count = 0
+    # Strip "(S:0-1)" first: it may hold commas.
+    plain = "".join(part.split(")")[-1] for part in gres.split("("))
+    for resource in plain.split(","):
+        name, *rest = resource.split(":")
+        if name == "gpu" and rest:
+            count += int(rest[-1])
+    return count

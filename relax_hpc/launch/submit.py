@@ -1,0 +1,176 @@
+"""From a job file to a queued job: a run directory, a script, a record of what was started."""
+
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from relax_hpc.bus import layout
+from relax_hpc.config import Resources, RunConfig
+from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.launch import component as task
+from relax_hpc.launch import preflight, script
+from relax_hpc.launch.jobs import Call, HetJob
+from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob
+from relax_hpc.launch.placement import Component, place
+from relax_hpc.launch.profiles import PROFILES
+from relax_hpc.launch.slurm import HetSlurmExecutor
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+
+Mode = Literal["slurm", "local"]
+
+_RECORDED = ("relax-hpc", "torch", "megatron-core", "transformers", "sglang", "submitit", "mpi4py")
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What `submit` did, or would do."""
+
+    run_dir: Path
+    mode: Mode
+    script: str
+    job: HetJob[Any] | None
+    """None after a dry run."""
+
+    @property
+    def job_id(self) -> str | None:
+        return self.job.job_id if self.job else None
+
+
+def submit(config: RunConfig, *, local: bool = False, dry_run: bool = False) -> Submission:
+    """Checks a run, makes its directory and starts it: through Slurm, or here without one.
+
+    Args:
+        config: as the user wrote it; relative paths count from the current directory.
+        local: run here even though there is a Slurm.
+        dry_run: check and write the script, but create and start nothing.
+
+    Raises:
+        ConfigError: the run cannot work; nothing was created.
+        LaunchError: Slurm refused it; the run directory was removed again.
+    """
+    mode: Mode = "slurm" if not local and shutil.which("sbatch") else "local"
+    config, components = resolve(config)
+    preflight.check(config, components, use_slurm=mode == "slurm")
+    if mode == "local":  # MPI's ranks would need Slurm, or mpirun, to start them
+        components = [replace(component, bootstrap="files") for component in components]
+    paths = RunPaths(config.run_dir)
+    job = script.Job(
+        config.name,
+        paths.submission,
+        config.launch.max_restarts,
+        config.launch.restart_delay_s,
+        config.run_dir,
+    )
+    text = (script.slurm_script if mode == "slurm" else script.local_script)(job, components)
+    if dry_run:
+        return Submission(config.run_dir, mode, text, None)
+    make_run_dir(config, paths)
+    return Submission(config.run_dir, mode, text, _start(mode, job, components, paths))
+
+
+def resolve(config: RunConfig) -> tuple[RunConfig, list[Component]]:
+    """The run with nothing left to look up: absolute paths, and the site profile filled in."""
+    profile = config.launch.profile
+    if profile is not None and not (PROFILES / f"{profile}.toml").is_file():
+        profile = str(Path(profile).absolute())
+    prompts = config.prompts
+    config = config.model_copy(
+        update={
+            "run_root": config.run_root.absolute(),
+            "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
+            "prompts": prompts.model_copy(
+                update={"train": prompts.train.absolute(), "heldout": prompts.heldout.absolute()}
+            ),
+            "launch": config.launch.model_copy(update={"profile": profile}),
+        }
+    )
+    components = place(config)
+    asked: dict[str, Resources] = {each.role: each.resources for each in components}
+    rollout = config.rollout.model_copy(update={"resources": asked["rollout"]})
+    actor = config.actor.model_copy(update={"resources": asked["actor"]})
+    return config.model_copy(update={"rollout": rollout, "actor": actor}), components
+
+
+def make_run_dir(config: RunConfig, paths: RunPaths) -> None:
+    """Makes a run directory with everything a role expects to find.
+
+    Raises:
+        ConfigError: the name is in use, or the folder cannot be made.
+    """
+    try:
+        paths.root.parent.mkdir(parents=True, exist_ok=True)
+        paths.root.mkdir()  # whoever makes it has the name
+    except FileExistsError:
+        raise ConfigError(
+            f"name = {config.name!r}: {paths.root} exists and a run directory is used once; "
+            "choose another name"
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"run_root = {str(config.run_root)!r}: {paths.root} cannot be made: {error.strerror}"
+        ) from error
+    for folder in (paths.submission, paths.control):
+        folder.mkdir()
+    write_json(paths.config, config.model_dump(mode="json"))
+    header = {"name": config.name, "seed": config.seed, **provenance()}
+    layout.create(paths.bus, config.producers, header)
+
+
+def provenance() -> dict[str, Any]:
+    """Versions of what computes, and the revision of this package where it is a checkout."""
+    versions = {}
+    for name in _RECORDED:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {"versions": versions, "revision": _git_revision()}
+
+
+def _start(
+    mode: Mode, job: script.Job, components: Sequence[Component], paths: RunPaths
+) -> HetJob[Any]:
+    calls = [
+        Call(component, task.run, (component.role, str(paths.root), component.bootstrap))
+        for component in components
+    ]
+    executor = (HetSlurmExecutor if mode == "slurm" else HetLocalExecutor)(job.folder)
+    try:
+        submitted: HetJob[Any] = executor.submit_het(calls, job)
+    except LaunchError:
+        shutil.rmtree(paths.root)  # made a moment ago, and nothing runs in it
+        raise
+    record: dict[str, Any] = {
+        "mode": mode,
+        "leader": submitted.job_id,
+        "components": [
+            {
+                "role": component.role,
+                "job_id": submitted.components[index].job_id,
+                "tasks": component.tasks,
+                "folder": str(job.component_folder(index)),
+            }
+            for index, component in enumerate(components)
+        ],
+        "time": time.time(),
+        **provenance(),
+    }
+    if isinstance(submitted, LocalHetJob):
+        record["controller"] = asdict(submitted.controller)
+    write_json(paths.launch_record, record)
+    return submitted
+
+
+def _git_revision() -> str | None:
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists() or shutil.which("git") is None:
+        return None
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=40"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return answer.stdout.strip() or None
