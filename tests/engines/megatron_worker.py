@@ -84,7 +84,7 @@ def _serve(rank, size, pipe: Connection):
         name, kwargs = order
         try:
             pipe.send((True, globals()[name](**kwargs)))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - outermost frame: the test process reports it
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
 
@@ -151,7 +151,10 @@ def open_trainer(config):
 
     from relax_hpc.engines.megatron.trainer import MegatronTrainer
 
-    mpu.destroy_model_parallel()
+    grid = config.actor.tensor_parallel
+    if _state.get("grid") != grid:  # making groups is slow
+        mpu.destroy_model_parallel()
+        _state["grid"] = grid
     world = FixedWorld(dist.get_rank(), dist.get_world_size())
     _state["trainer"] = MegatronTrainer(config, world, torch.device("cpu"))
 
@@ -206,9 +209,7 @@ def train(rows, advantages, num_steps=1, loss="surrogate"):
 def logprobs(rows):
     """The rank's own rows -> {row: logprobs}."""
     mine = _mine(rows)
-    return dict(
-        zip(mine, _state["trainer"].forward_logprobs([rows[i] for i in mine]), strict=True)
-    )
+    return dict(zip(mine, _state["trainer"].forward_logprobs([rows[i] for i in mine]), strict=True))
 
 
 def weights():

@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from megatron_worker import job
 
 from relax_hpc.config import OptimizerConfig
 from relax_hpc.engines.megatron.model import read_architecture, transformer_config
 from relax_hpc.engines.megatron.optimizer import learning_rate
 from relax_hpc.errors import ConfigError
-from tests.engines.megatron_worker import job
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
+from megatron_worker import trajectories
 
 from relax_hpc.engines.megatron import packing
 from relax_hpc.errors import ConfigError
-from tests.engines.megatron_worker import trajectories
 
 
 def test_micro_batches_are_filled_longest_first_into_the_first_with_room():
@@ -16,7 +16,7 @@ def test_micro_batches_are_filled_longest_first_into_the_first_with_room():
 def test_every_trajectory_is_packed_once_within_the_budget():
     lengths = np.random.default_rng(0).integers(1, 50, 300).tolist()
     bins = packing.pack(lengths, 64)
-    assert sorted(sum(bins, [])) == list(range(300))
+    assert sorted(row for rows in bins for row in rows) == list(range(300))
     assert max(sum(lengths[i] for i in rows) for rows in bins) <= 64
     assert len(bins) <= 1.25 * sum(lengths) / 64 + 1
 

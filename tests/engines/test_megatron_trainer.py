@@ -3,13 +3,12 @@
 import json
 from types import SimpleNamespace
 
+import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
+from megatron_worker import VOCAB, Ranks, job, num_tokens, trajectories
 from safetensors.torch import load_file, save_file
-
-from tests.engines import megatron_worker as worker
-from tests.engines.megatron_worker import VOCAB, Ranks, job, num_tokens, trajectories
 
 LAYOUTS = {
     "tp1": (1, {}),
