@@ -133,8 +133,9 @@ class Qwen3:
         self._head = (
             self._embedding if shape.tied else self._make("lm_head.weight", shape.vocab_size)
         )
+        # Rounded exactly as everybody else does it: angles grow with the position, errors too.
         half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device)
-        self._inverse_frequency = shape.rope_theta ** (-half / shape.head_dim)
+        self._inverse_frequency = 1.0 / (shape.rope_theta ** (half / shape.head_dim))
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copies named tensors into place. Returns the names taken.

@@ -1,0 +1,72 @@
+"""Engines that the contract runs against: the embedded one, and SGLang on CPU where it is built.
+
+`tests/sglang_cpu/setup.sh VENV` builds it; RELAX_SGLANG_PYTHON=VENV/bin/python turns it on.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+from engine_fixtures import Served, save_checkpoint
+
+from relax_hpc.config import RolloutConfig
+from relax_hpc.engines.process import start_engine
+
+SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
+KINDS = ("embedded", "sglang")
+
+
+def pytest_report_header():
+    return f"sglang: {SGLANG_PYTHON or 'deselected, RELAX_SGLANG_PYTHON names no interpreter'}"
+
+
+def pytest_generate_tests(metafunc):
+    if "served" in metafunc.fixturenames:
+        metafunc.parametrize("served", KINDS, indirect=True, scope="session")
+
+
+def pytest_collection_modifyitems(config, items):
+    def runs(item):
+        callspec = getattr(item, "callspec", None)
+        return SGLANG_PYTHON or not callspec or callspec.params.get("served") != "sglang"
+
+    deselected = [item for item in items if not runs(item)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if runs(item)]
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> list[Path]:
+    """Three checkpoints of one architecture: policies 0, 1 and 2."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return [save_checkpoint(folder / f"policy{seed}", seed) for seed in range(3)]
+
+
+@pytest.fixture(scope="session")
+def served(request, checkpoints, tmp_path_factory):
+    """A running engine; servers start slowly, so tests share it and `engine` resets it."""
+    kind = request.param
+    with start_engine(
+        kind,
+        checkpoints[0],
+        host="127.0.0.1",
+        token="right",
+        rollout_config=RolloutConfig(engine=kind, start_timeout_s=240),
+        dtype="float32",
+        log_path=tmp_path_factory.mktemp(kind) / "engine.log",
+        seed=0,
+        python=SGLANG_PYTHON if kind == "sglang" else None,
+    ) as process:
+        yield Served(kind, process, checkpoints)
+
+
+@pytest.fixture
+def engine(served):
+    """The engine with policy 0, running and idle."""
+    client = served.process.client()
+    client.update_weights_from_disk(str(served.checkpoints[0]), 0)
+    yield served
+    client.resume()
+    client.abort_all()
+    client.close()

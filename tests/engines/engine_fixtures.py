@@ -1,0 +1,153 @@
+"""Parts that the engine tests share: tiny checkpoints, the reference forward, a weight sender."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from relax_hpc.comm.broadcast import BroadcastGroup, open_store
+from relax_hpc.comm.bucket import flatten
+from relax_hpc.engines.client import EngineClient, Generation
+from relax_hpc.engines.process import EngineProcess
+
+VOCAB, EOS = 128, 2
+
+
+class Served(NamedTuple):
+    kind: str
+    process: EngineProcess
+    checkpoints: list[Path]
+
+    def client(self) -> EngineClient:
+        return self.process.client()
+
+
+def save_checkpoint(folder: Path, seed: int, *, tied: bool = False) -> Path:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,  # heads x head_dim differs from hidden_size, as in the real models
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+        tie_word_embeddings=tied,
+        initializer_range=0.2,  # sharp enough that positions and norms matter
+        eos_token_id=EOS,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():  # all ones would hide a norm that is left out
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
+    return folder
+
+
+def named_weights(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    from safetensors.torch import load_file
+
+    return list(load_file(folder / "model.safetensors").items())
+
+
+def reference_logprobs(
+    folder: Path, prompt: list[int], response: list[int], *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Hugging Face's log-probabilities of `response` after `prompt`, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + response])).logits[0] / temperature
+    rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return rows.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def generate(served: Served, prompt: list[int], seeds: list[int], **kwargs) -> list[Generation]:
+    """One group, from a synchronous test."""
+    settings = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True} | kwargs
+
+    async def run() -> list[Generation]:
+        async with served.client() as client:
+            return await client.generate_group(prompt, seeds, **settings)
+
+    return asyncio.run(run())
+
+
+@contextmanager
+def generating(
+    served: Served, prompt: list[int], seeds: list[int], max_new_tokens: int = 1500
+) -> Iterator["Future[list[Generation]]"]:
+    """A long group in the background, which has sampled its first tokens when the block starts."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(generate, served, prompt, seeds, max_new_tokens=max_new_tokens)
+        # Requests are admitted in order: an answer to a later one means the earlier ones run.
+        # Two tokens, since another connection may have overtaken the first request.
+        while served_running(served) == 0:
+            assert not future.done()
+        generate(served, prompt_of(3), [0], max_new_tokens=2)
+        yield future
+
+
+def served_running(served: Served) -> int:
+    """Requests that run or wait, asked of the server itself."""
+    import httpx
+
+    headers = {"Authorization": f"Bearer {served.process.token}"}
+    if served.kind == "embedded":
+        reply = httpx.get(f"{served.process.url}/server_info", headers=headers).json()
+        return int(reply["num_running_reqs"])
+    reply = httpx.get(f"{served.process.url}/v1/loads", headers=headers).json()
+    return sum(int(load["num_running_reqs"]) for load in reply["loads"])
+
+
+@contextmanager
+def weight_group(client: EngineClient, name: str) -> Iterator[BroadcastGroup]:
+    """A gloo group of this process and one engine."""
+    store = open_store("127.0.0.1", 2, timeout_s=60)
+    with ThreadPoolExecutor(1) as pool:
+        join = pool.submit(
+            client.init_weights_group, "127.0.0.1", store.port, 1, 2, name, "gloo"
+        )
+        group = BroadcastGroup("127.0.0.1", store.port, 0, 2, name, "gloo", store=store)
+        join.result(60)
+    yield group
+    client.destroy_weights_group(name)
+    group.close()
+
+
+def send(
+    client: EngineClient,
+    group: BroadcastGroup,
+    buckets: list[list[tuple[str, torch.Tensor]]],
+    version: int,
+) -> None:
+    """What a trainer does: one HTTP call and one broadcast per bucket."""
+    for index, bucket in enumerate(buckets):
+        sender = threading.Thread(
+            target=group.broadcast, args=(flatten(tensor for _, tensor in bucket),)
+        )
+        sender.start()
+        client.update_weights(
+            [name for name, _ in bucket],
+            [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            [list(tensor.shape) for _, tensor in bucket],
+            group=group.name,
+            version=version,
+            last=index == len(buckets) - 1,
+        )
+        sender.join()

@@ -1,0 +1,211 @@
+"""What every engine must do, run against each of them over HTTP."""
+
+import time
+
+import pytest
+import torch
+from engine_fixtures import (
+    EOS,
+    generate,
+    generating,
+    named_weights,
+    prompt_of,
+    reference_logprobs,
+    send,
+    weight_group,
+)
+
+from relax_hpc.comm.bucket import digest
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.errors import EngineError
+from relax_hpc.schema import FinishReason
+
+TOLERANCE = 1e-5
+
+
+def assert_logprobs_equal(generation, reference):
+    assert torch.tensor(generation.logprobs).sub(reference).abs().max() <= TOLERANCE
+
+
+def test_logprobs_equal_hugging_face_for_prompts_of_any_length(engine):
+    for length in (1, 2, 7, 33):
+        prompt = prompt_of(length)
+        for generation in generate(engine, prompt, [1, 2, 3], max_new_tokens=12):
+            reference = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
+            assert_logprobs_equal(generation, reference)
+            assert generation.version_runs == [(0, 0)]
+
+
+def test_requests_of_unequal_length_that_run_together_do_not_disturb_each_other(engine):
+    with generating(engine, prompt_of(40), [1, 2], max_new_tokens=400) as longer:
+        short = generate(engine, prompt_of(5), [3], max_new_tokens=30)
+    for prompt, generations in ((prompt_of(40), longer.result()), (prompt_of(5), short)):
+        for generation in generations:
+            reference = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
+            assert_logprobs_equal(generation, reference)
+
+
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(engine):
+    prompt = prompt_of(9)
+    [generation] = generate(engine, prompt, [1], temperature=0.5)
+    reference = reference_logprobs(
+        engine.checkpoints[0], prompt, generation.token_ids, temperature=0.5
+    )
+    assert_logprobs_equal(generation, reference)
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
+    prompt = prompt_of(9)
+    [free] = generate(engine, prompt, [1], temperature=0.0, max_new_tokens=8)
+    assert free.finish is FinishReason.LENGTH
+    assert len(free.token_ids) == 8
+    stop = free.token_ids[3]
+    expected = free.token_ids[: free.token_ids.index(stop) + 1]
+    [stopped] = generate(
+        engine, prompt, [1], temperature=0.0, max_new_tokens=8,
+        stop_token_ids=[stop], ignore_eos=False,
+    )  # fmt: skip
+    assert stopped.finish is FinishReason.STOP
+    assert stopped.token_ids == expected
+    assert len(stopped.logprobs) == len(expected)
+
+
+def test_the_models_own_end_of_sequence_ends_a_response(engine):
+    generations = generate(
+        engine, prompt_of(4), list(range(8)), max_new_tokens=1000, ignore_eos=False
+    )
+    assert all(g.token_ids[-1] == EOS for g in generations if g.finish is FinishReason.STOP)
+    assert any(g.finish is FinishReason.STOP for g in generations)
+    assert all(EOS not in g.token_ids[:-1] for g in generations)
+
+
+def test_siblings_differ_and_come_one_per_seed(engine):
+    generations = generate(engine, prompt_of(9), list(range(8)), max_new_tokens=24)
+    assert len({tuple(g.token_ids) for g in generations}) == 8
+
+
+def test_a_pause_freezes_requests_which_then_run_to_their_end(engine):
+    client, prompt = engine.client(), prompt_of(6)
+    with generating(engine, prompt, [1, 2, 3]) as running:
+        client.pause()
+        client.update_weights_from_disk(str(engine.checkpoints[1]), 1)
+        time.sleep(0.5)  # an engine that were not frozen would sample tokens of policy 1 here
+        client.update_weights_from_disk(str(engine.checkpoints[2]), 2)
+        assert not running.done()
+        client.resume()
+    for generation in running.result():
+        assert len(generation.token_ids) == 1500
+        assert generation.finish is FinishReason.LENGTH
+        (first, before), (switch, after) = generation.version_runs
+        assert (first, before, after) == (0, 0, 2)
+        assert 0 < switch < 1500
+        # Tokens before the switch are policy 0's, exactly; the switch is where it says.
+        old = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
+        error = torch.tensor(generation.logprobs).sub(old).abs()
+        assert error[:switch].max() <= TOLERANCE * 10
+        assert error[switch : switch + 20].max() > 0.01
+
+
+def test_a_prompt_seen_before_an_update_is_answered_by_the_new_policy_alone(engine):
+    client, prompt = engine.client(), prompt_of(20)
+    generate(engine, prompt, [1, 2])
+    with generating(engine, prompt_of(6), [1]):  # so that no cache can be flushed
+        client.pause()
+        client.update_weights_from_disk(str(engine.checkpoints[1]), 1)
+        client.resume()
+        [generation] = generate(engine, prompt, [1])
+    assert generation.version_runs == [(0, 1)]
+    reference = reference_logprobs(engine.checkpoints[1], prompt, generation.token_ids)
+    assert_logprobs_equal(generation, reference)
+
+
+def test_weights_by_broadcast_and_from_disk_are_the_same_weights(engine):
+    client, target = engine.client(), engine.checkpoints[1]
+    before = client.checksum()
+    client.update_weights_from_disk(str(target), 1)
+    from_disk = client.checksum()
+    client.update_weights_from_disk(str(engine.checkpoints[0]), 0)
+    assert client.checksum() == before != from_disk
+
+    weights = named_weights(target)
+    with weight_group(client, "contract") as group:
+        client.pause()
+        send(client, group, [weights[:5], weights[5:6], weights[6:]], 7)
+        client.resume()
+        assert client.version() == 7
+        assert client.checksum() == from_disk
+        if engine.kind == "embedded":
+            assert from_disk == digest(weights)
+        [generation] = generate(engine, prompt_of(9), [1])
+        assert generation.version_runs == [(0, 7)]
+        reference = reference_logprobs(target, prompt_of(9), generation.token_ids)
+        assert_logprobs_equal(generation, reference)
+
+
+def test_an_update_by_broadcast_reaches_requests_in_flight_once(engine):
+    client = engine.client()
+    weights = named_weights(engine.checkpoints[1])
+    with weight_group(client, "flight") as group:
+        with generating(engine, prompt_of(6), [1, 2, 3, 4]) as running:
+            client.pause()
+            send(client, group, [weights[:9], weights[9:]], 1)
+            client.resume()
+        for generation in running.result():
+            assert [version for _, version in generation.version_runs] == [0, 1]
+
+
+def test_a_failed_update_is_an_error_and_the_next_one_works(engine):
+    client = engine.client()
+    with pytest.raises(EngineError, match="update_weights_from_distributed"):
+        client.update_weights(
+            ["model.norm.weight"], ["float32"], [[64]], group="nobody", version=1, last=True
+        )
+    with pytest.raises(EngineError, match="update_weights_from_disk"):
+        client.update_weights_from_disk("/nowhere/at/all", 1)
+    weights = named_weights(engine.checkpoints[1])
+    # Another client: the sender that failed is gone, and its session may still be open.
+    fresh = engine.client()
+    with weight_group(fresh, "second") as group:
+        fresh.pause()
+        send(fresh, group, [weights], 5)
+        fresh.resume()
+    assert fresh.version() == 5
+    [generation] = generate(engine, prompt_of(9), [1])
+    reference = reference_logprobs(engine.checkpoints[1], prompt_of(9), generation.token_ids)
+    assert_logprobs_equal(generation, reference)
+
+
+def test_a_wrong_token_is_refused_by_name(engine):
+    stranger = EngineClient(engine.process.url, "wrong")
+    with pytest.raises(EngineError, match=f"{engine.process.url}/model_info: HTTP 401"):
+        stranger.version()
+    with pytest.raises(EngineError, match="401"):
+        stranger.pause()
+    assert stranger.health(5.0), "health must be visible to everybody who watches"
+
+
+def test_aborted_requests_return_what_they_have(engine):
+    with generating(engine, prompt_of(6), [1, 2]) as running:
+        engine.client().abort_all()
+    for generation in running.result():
+        assert generation.finish is FinishReason.ABORT
+        assert 0 < len(generation.token_ids) < 1500
+        reference = reference_logprobs(
+            engine.checkpoints[0], prompt_of(6), generation.token_ids
+        )
+        assert_logprobs_equal(generation, reference)
+
+
+def test_a_request_that_cannot_fit_is_an_error(engine):
+    with pytest.raises(EngineError, match="/generate"):
+        generate(engine, prompt_of(5000), [1])
+
+
+def test_health_is_answered_while_paused_and_nobody_home_is_not_healthy(engine):
+    client = engine.client()
+    client.pause()
+    assert client.health(5.0)
+    client.resume()
+    assert not EngineClient("http://127.0.0.1:1", "x").health(1.0)
+    with pytest.raises(EngineError, match="http://127.0.0.1:1/model_info"):
+        EngineClient("http://127.0.0.1:1", "x").version()
