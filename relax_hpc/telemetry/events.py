@@ -1,6 +1,15 @@
 """What happened, one JSON line each: the truth of a run, of which every plot is a view.
 
-One file per role and rank, appended to by that process alone; `docs/operations.md` lists the kinds.
+One file per role and rank, appended to by that process alone. Beside "start", "end" and "error":
+
+    actor    step     step, policy_version, reward/..., staleness/..., loss, loss/..., time/...,
+                      num_trajectories, num_tokens, tokens_per_s, logprob_gap/...
+             publish  version, seconds, members, fenced
+             verify   version, trainer, members: the digests
+             resume   step
+    rollout  shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
+                      policy_version_min, policy_version_max
+             eval     when, version, step, correct, count: one per rank, to be added up
 """
 
 import json

@@ -12,9 +12,8 @@ def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) ->
     if "staleness/mean" in fields:
         newest = f" (max {fields['staleness/max']:.0f})" if "staleness/max" in fields else ""
         parts.append(f"staleness {fields['staleness/mean']:.1f}{newest}")
-    # Every loss puts its total first.
-    if loss := next((name for name in fields if name.startswith("loss/")), None):
-        parts.append(f"loss {fields[loss]:.3f}")
+    if "loss" in fields:
+        parts.append(f"loss {fields['loss']:.3f}")
     if "tokens_per_s" in fields:
         parts.append(f"{_short(fields['tokens_per_s'])} tok/s")
     if any(name.startswith("time/") for name in fields):

@@ -14,9 +14,11 @@ class Timers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        key = f"time/{name}"
-        self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+        try:
+            yield
+        finally:
+            key = f"time/{name}"
+            self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
     def __str__(self) -> str:
         return " ".join(f"{k.removeprefix('time/')} {v:.1f}" for k, v in self.seconds.items())

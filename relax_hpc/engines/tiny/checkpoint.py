@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging as transformers_logging
 
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 WORDS = ["\\boxed{", "user\n", "assistant\n"]
@@ -45,11 +46,11 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model(tokens: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of about a million parameters with random float32 weights drawn from `seed`."""
+    """A Qwen3 of 0.6 million parameters with random float32 weights drawn from `seed`."""
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
-        intermediate_size=512,
+        intermediate_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -70,6 +71,7 @@ def save(folder: Path, made: Qwen3ForCausalLM, tokens: PreTrainedTokenizerFast) 
     """Writes config.json, safetensors, the tokenizer and its template, generation_config.json."""
     made.generation_config.eos_token_id = [tokens.eos_token_id]
     made.generation_config.pad_token_id = tokens.pad_token_id
+    transformers_logging.disable_progress_bar()  # one file, in no time
     made.save_pretrained(folder)
     made.generation_config.save_pretrained(folder)
     tokens.save_pretrained(folder)

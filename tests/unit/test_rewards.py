@@ -1,0 +1,49 @@
+import pytest
+
+from relax_hpc.config import RewardConfig
+from relax_hpc.rewards.registry import REWARDS
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (r"\boxed{75}", 1),
+        (r"17+58 is \boxed{ 75 }.", 1),
+        (r"\boxed{075}", 1),
+        (r"\boxed{75.0}", 1),
+        (r"\boxed{74} no, \boxed{75}", 1),
+        (r"\boxed{75} no, \boxed{74}", 0),
+        (r"\boxed{75} or \boxed{x}", 0),
+        (r"\boxed{75} or \boxed{}", 0),
+        (r"\boxed{75} and \boxed{7", 1),
+        (r"\boxed{75", 0),
+        (r"\boxed{-75}", 0),
+        (r"\boxed{7 5}", 0),
+        (r"\boxed{{75}}", 0),
+        (r"\boxed{\text{75}}", 0),
+        (r"\boxed{\boxed{75}}", 0),
+        (r"\boxed{75} or \boxed{\frac{\text{1}}{2}}", 0),
+        (r"} \boxed{75} {", 1),
+        (r"\boxed{7,5}", 0),
+        ("\\boxed{" * 100_000 + "75}", 1),
+        (r"\boxed{nan}", 0),
+        (r"\boxed{Infinity}", 0),
+        ("75", 0),
+        ("boxed{75}", 0),
+        ("", 0),
+    ],
+)
+def test_only_the_last_box_with_the_right_number_is_rewarded(response, reward):
+    assert REWARDS["boxed_number"](response, "75") == reward
+
+
+@pytest.mark.parametrize(
+    ("box", "answer", "reward"),
+    [("1,000", "1000", 1), ("-3", "-3", 1), ("3", "-3", 0), ("0.5", "0.50", 1), ("nan", "nan", 0)],
+)
+def test_numbers_are_compared_as_numbers(box, answer, reward):
+    assert REWARDS["boxed_number"](rf"\boxed{{{box}}}", answer) == reward
+
+
+def test_every_reward_a_job_can_name_exists():
+    assert set(RewardConfig.model_fields["name"].annotation.__args__) == set(REWARDS)

@@ -1,0 +1,227 @@
+import json
+import logging
+import os
+import socket
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry import curve, history, logs, progress, tensorboard
+from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.telemetry.timers import Timers
+
+
+def event(kind, time, role="actor", rank=0, **fields):
+    return {"time": time, "role": role, "rank": rank, "pid": 1, "event": kind} | fields
+
+
+def step(number, time, reward, **fields):
+    ages = {"staleness/mean": 0.5, "staleness/max": 1}
+    return event("step", time, step=number, **({"reward/mean": reward} | ages | fields))
+
+
+def evaluation(when, version, rank, correct, count, time=0.0):
+    return event("eval", time, "rollout", rank, when=when, version=version, correct=correct,
+                 count=count)  # fmt: skip
+
+
+def write(run_dir, events):
+    for number, record in enumerate(events):
+        path = RunPaths(run_dir).events(record["role"], record["rank"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    return number
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run = tmp_path / "run"
+    write(run, [
+        evaluation("before", 0, 0, 10.0, 50, 1.0),
+        evaluation("before", 0, 1, 20.0, 50, 1.5),
+        step(1, 2.0, 0.25, loss=-0.5),
+        step(2, 3.0, 0.9, loss=9.0),
+        step(2, 5.0, 0.5, loss=-0.25),  # trained again after a resume
+        step(3, 6.0, 0.75, loss=0.0, note="text", good=True),
+        event("shard", 4.0, "rollout", num_trajectories=8, **{"reward/mean": 0.375}),
+        event("shard", 4.5, "rollout", num_trajectories=0, **{"reward/mean": None}),
+        evaluation("after", 3, 0, 60.0, 100, 7.0),
+    ])  # fmt: skip
+    return run
+
+
+def test_an_event_is_one_line_with_time_role_rank_and_pid(tmp_path):
+    path = tmp_path / "events" / "actor-3.jsonl"
+    with EventWriter(path, "actor", 3) as events:
+        events.emit("step", step=1, loss=np.float32(0.5), n=np.int64(4), where=tmp_path)
+        events.emit("end")
+    first, second = read_events(path.parent)
+    assert first.pop("time") <= second.pop("time")
+    same = {"role": "actor", "rank": 3, "pid": os.getpid()}
+    assert first == same | {"event": "step", "step": 1, "loss": 0.5, "n": 4, "where": str(tmp_path)}
+    assert second == same | {"event": "end"}
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_an_event_is_readable_before_its_writer_closes(tmp_path):
+    with EventWriter(tmp_path / "a.jsonl", "actor", 0) as events:
+        events.emit("start")
+        assert [e["event"] for e in read_events(tmp_path)] == ["start"]
+
+
+def test_half_a_line_of_a_killed_attempt_costs_that_line_only(tmp_path):
+    path = tmp_path / "a.jsonl"
+    with EventWriter(path, "actor", 0) as events:
+        events.emit("start")
+        events.emit("step", step=1)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert [e["event"] for e in read_events(tmp_path)] == ["start"]
+    with EventWriter(path, "actor", 0) as events:
+        events.emit("resume", step=0)
+        events.emit("end")
+    assert [e["event"] for e in read_events(tmp_path)] == ["start", "resume", "end"]
+
+
+def test_garbage_between_lines_is_left_out(tmp_path):
+    good = json.dumps(event("end", 1.0)).encode()
+    (tmp_path / "a.jsonl").write_bytes(b'[1]\n{"time": 1}\n\xff\x00\n' + good + b"\n7\n")
+    assert [e["event"] for e in read_events(tmp_path)] == ["end"]
+
+
+def test_events_of_all_ranks_come_in_order_of_time(tmp_path):
+    write(tmp_path, [event("b", 2.0), event("d", 4.0), event("c", 3.0, "rollout", 1),
+                     event("a", 1.0, "rollout", 0)])  # fmt: skip
+    assert "".join(e["event"] for e in read_events(tmp_path / "events")) == "abcd"
+
+
+def test_a_run_without_events_has_none(tmp_path):
+    assert read_events(tmp_path / "none") == []
+
+
+def test_a_step_trained_again_counts_once_with_its_newest_values(run_dir):
+    done = history.steps(read_events(run_dir / "events"))
+    assert [(e["step"], e["reward/mean"]) for e in done] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+
+
+def test_held_out_scores_add_up_over_ranks_and_a_repetition_replaces(run_dir):
+    write(run_dir, [evaluation("after", 3, 0, 80.0, 100, 8.0)])
+    points = history.heldout(read_events(run_dir / "events"))
+    assert [(p.when, p.version, p.reward) for p in points] == [("before", 0, 0.3), ("after", 3, 0.8)]
+
+
+def test_an_evaluation_of_no_prompts_is_no_point():
+    assert history.heldout([evaluation("before", 0, 1, 0.0, 0)]) == []
+
+
+def test_the_pace_is_that_of_the_newest_attempt():
+    before = [step(n, 10.0 * n, 0.0, pid=7) for n in (1, 2, 3)]
+    assert history.seconds_per_step(before) == 10.0
+    assert history.seconds_per_step([*before, step(4, 1000.0, 0.0, pid=8)]) is None
+    after = [step(4, 1000.0, 0.0, pid=8), step(5, 1002.0, 0.0, pid=8)]
+    assert history.seconds_per_step(before + after) == 2.0
+    assert history.seconds_per_step([]) is None
+
+
+def test_tensorboard_reads_back_every_number_once(run_dir):
+    for _ in range(2):  # drawing again replaces
+        folder = tensorboard.write(run_dir)
+        view = EventAccumulator(str(folder)).Reload()
+        values = {t: [(s.step, s.value) for s in view.Scalars(t)] for t in view.Tags()["scalars"]}
+        assert values["reward/mean"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+        assert values["loss"] == [(1, -0.5), (2, -0.25), (3, 0.0)]
+        assert values["eval/heldout_reward"] == [(0, pytest.approx(0.3)), (3, pytest.approx(0.6))]
+        assert values["rollout/shard_reward"] == [(0, 0.375)]
+        assert view.Scalars("loss")[1].wall_time == 5.0
+        assert not {"note", "good", "pid", "rank", "time", "step"} & set(values)
+    assert sorted(p.name for p in run_dir.iterdir()) == ["events", "tensorboard"]
+
+
+def test_the_curve_is_a_picture_that_changes_with_the_run(run_dir):
+    path = curve.plot(run_dir)
+    assert path == RunPaths(run_dir).reward_curve
+    before = path.read_bytes()
+    assert before.startswith(b"\x89PNG")
+    assert len(before) > 20_000
+    assert curve.plot(run_dir).read_bytes() == before
+    write(run_dir, [step(4, 9.0, 0.9)])
+    assert curve.plot(run_dir).read_bytes() != before
+
+
+def test_a_run_without_steps_can_be_drawn(tmp_path):
+    assert curve.plot(tmp_path).stat().st_size > 5_000
+
+
+def test_smoothing_starts_at_the_first_value_and_weighs_the_newest_most():
+    # After two values the weights are keep and 1, over keep + 1.
+    assert curve.smooth([1.0, 0.0, 0.0], keep=0.5) == pytest.approx([1.0, 1 / 3, 1 / 7])
+    assert curve.smooth([0.4] * 5, keep=0.9) == pytest.approx([0.4] * 5)
+
+
+FIELDS = {
+    "step": 12, "reward/mean": 0.5341, "staleness/mean": 1.0, "staleness/max": 1, "loss": -0.0123,
+    "tokens_per_s": 5123.0, "time/step": 1.3, "time/wait": 0.1, "time/train": 0.9,
+    "time/publish": 0.2,
+}  # fmt: skip
+
+
+def test_a_step_is_one_readable_line():
+    assert progress.step_line(FIELDS, 200, 250.0) == (
+        "step  12/200 | reward 0.534 | staleness 1.0 (max 1) | loss -0.012 | 5.1k tok/s"
+        " | 1.3 s (wait 0.1 train 0.9 publish 0.2) | ETA 4 min"
+    )
+
+
+def test_a_step_without_a_total_adds_its_stages_up_and_leaves_out_what_is_absent():
+    fields = {"step": 3, "time/wait": 0.25, "time/train": 1.0}
+    assert progress.step_line(fields, 9, None) == "step 3/9 | 1.2 s (wait 0.2 train 1.0)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 s"), (99, "99 s"), (100, "2 min"), (5969, "99 min"), (5970, "1.7 h"), (86400, "24.0 h"),
+     (200_000, "2.3 d")],
+)  # fmt: skip
+def test_durations_come_in_the_unit_a_person_would_use(seconds, text):
+    assert progress.duration(seconds) == text
+
+
+def test_a_stage_entered_twice_adds_up_and_one_that_failed_counts(monkeypatch):
+    clock = iter([0.0, 1.0, 5.0, 7.0, 7.0, 11.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    timers = Timers()
+    for _ in range(2):
+        with timers("wait"):
+            pass
+    with pytest.raises(KeyError), timers("train"):
+        raise KeyError
+    assert timers.seconds == {"time/wait": 3.0, "time/train": 4.0}
+    assert str(timers) == "wait 3.0 train 4.0"
+
+
+@pytest.fixture
+def package_log():
+    log = logging.getLogger("relax_hpc")
+    before = log.handlers[:], log.level, log.propagate
+    yield log
+    for handler in log.handlers:
+        handler.close()
+    log.handlers[:], log.level, log.propagate = before
+
+
+@pytest.mark.parametrize(("rank", "on_stderr"), [(0, ["hello", "beware"]), (3, ["beware"])])
+def test_rank_0_tells_the_story_and_the_others_only_warn(
+    tmp_path, capsys, package_log, rank, on_stderr
+):
+    for _ in range(2):  # set up twice, logged once
+        logs.setup("actor", rank, tmp_path / "logs" / "a.log")
+    room = logging.getLogger("relax_hpc.roles.actor")
+    room.info("hello")
+    room.warning("beware")
+    seen = capsys.readouterr().err.splitlines()
+    assert [line.rsplit(" ", 1)[1] for line in seen] == on_stderr
+    assert f"{socket.gethostname()} actor-{rank} WARNING relax_hpc.roles.actor: beware" in seen[-1]
+    filed = (tmp_path / "logs" / "a.log").read_text().splitlines()
+    assert [line.rsplit(" ", 1)[1] for line in filed] == ["hello", "beware"]
