@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    from relax_hpc.telemetry import summary
+    from relax_hpc.roles import summary
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)

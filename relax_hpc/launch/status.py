@@ -36,7 +36,7 @@ class RunStatus:
     """Of the job as a whole: that of the component that is worst off."""
     components: tuple[ComponentStatus, ...]
     progress: dict[str, Any]
-    """Steps, held-out scores, trajectories: `telemetry.summary.summarize`."""
+    """Steps, held-out scores, trajectories: `roles.summary.summarize`."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str, indent=1)
@@ -52,7 +52,7 @@ def collect(run_dir: Path) -> RunStatus:
     Raises:
         ConfigError: not a run directory, or nothing was started in it.
     """
-    from relax_hpc.telemetry import summary
+    from relax_hpc.roles import summary
 
     run_dir = run_dir.absolute()
     launched = record.read(run_dir)
