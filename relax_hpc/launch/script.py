@@ -29,7 +29,7 @@ _SAME_NAME = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "co
 _INHERITED = (
     "SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS "
     "SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE "
-    "SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_DISTRIBUTION"
+    "SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION"
 )
 
 _SUPERVISION = """\
@@ -43,15 +43,25 @@ join() {
   done
 }
 
-# supervise ROLE COMMAND...: runs a component's step, and again in place when it fails.
+# srun has been seen to say 0 after a node failed; a task that returned has left its result.
+all_returned() { # all_returned FOLDER TASKS
+  local result count=0
+  for result in "$1/$job_id"_*_result.pkl; do
+    [ -e "$result" ] && count=$((count + 1))
+  done
+  [ "$count" -ge "$2" ]
+}
+
+# supervise ROLE FOLDER TASKS COMMAND...: runs a component's step, and again when it fails.
 supervise() {
-  local role=$1 start=1 step='' status signals=0 stopping=''
-  shift
+  local role=$1 folder=$2 tasks=$3 start=1 step='' status signals=0 stopping=''
+  shift 3
   trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
   while true; do
     "$@" --start "$start" &
     step=$!
     join "$step"
+    [ "$status" -ne 0 ] || all_returned "$folder" "$tasks" || status=1
     echo "$(date +%FT%T) $role: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
     [ -z "$stopping" ] || exit "$status"
@@ -160,10 +170,11 @@ def _assemble(
         _SUPERVISION,
     ]  # fmt: skip
     for index, (component, step) in enumerate(zip(components, steps, strict=True)):
+        told = [component.role, str(job.component_folder(index)), str(component.tasks)]
         lines += [
             f"component_{index}() {{",
             *(f"  {line}" for line in component.resources.setup),
-            f"  supervise {shlex.quote(component.role)} {step}",
+            f"  supervise {shlex.join(told)} {step}",
             "}",
             f"component_{index} & components+=($!)",
             "",

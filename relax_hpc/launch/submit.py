@@ -76,25 +76,25 @@ def submit(config: RunConfig, *, local: bool = False, dry_run: bool = False) -> 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, list[Component]]:
     """The run with nothing left to look up: absolute paths, and the site profile filled in."""
+    components = place(config)
+    asked: dict[str, Resources] = {each.role: each.resources for each in components}
     profile = config.launch.profile
     if profile is not None and not (PROFILES / f"{profile}.toml").is_file():
         profile = str(Path(profile).absolute())
-    prompts = config.prompts
-    config = config.model_copy(
+    prompts, rollout, actor = config.prompts, config.rollout, config.actor
+    resolved = config.model_copy(
         update={
             "run_root": config.run_root.absolute(),
             "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
             "prompts": prompts.model_copy(
                 update={"train": prompts.train.absolute(), "heldout": prompts.heldout.absolute()}
             ),
+            "rollout": rollout.model_copy(update={"resources": asked["rollout"]}),
+            "actor": actor.model_copy(update={"resources": asked["actor"]}),
             "launch": config.launch.model_copy(update={"profile": profile}),
         }
     )
-    components = place(config)
-    asked: dict[str, Resources] = {each.role: each.resources for each in components}
-    rollout = config.rollout.model_copy(update={"resources": asked["rollout"]})
-    actor = config.actor.model_copy(update={"resources": asked["actor"]})
-    return config.model_copy(update={"rollout": rollout, "actor": actor}), components
+    return resolved, components
 
 
 def make_run_dir(config: RunConfig, paths: RunPaths) -> None:

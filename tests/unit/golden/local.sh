@@ -1,0 +1,80 @@
+#!/bin/bash
+
+export SUBMITIT_EXECUTOR=local
+job_id=$1
+max_restarts=3 restart_delay_s=2.0
+
+# A signal that is trapped ends `wait` early, so wait again until none came in between.
+join() {
+  local before
+  while true; do
+    before=$signals
+    wait "$1"; status=$?
+    [ "$before" = "$signals" ] && return
+  done
+}
+
+# srun has been seen to say 0 after a node failed; a task that returned has left its result.
+all_returned() { # all_returned FOLDER TASKS
+  local result count=0
+  for result in "$1/$job_id"_*_result.pkl; do
+    [ -e "$result" ] && count=$((count + 1))
+  done
+  [ "$count" -ge "$2" ]
+}
+
+# supervise ROLE FOLDER TASKS COMMAND...: runs a component's step, and again when it fails.
+supervise() {
+  local role=$1 folder=$2 tasks=$3 start=1 step='' status signals=0 stopping=''
+  shift 3
+  trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
+  while true; do
+    "$@" --start "$start" &
+    step=$!
+    join "$step"
+    [ "$status" -ne 0 ] || all_returned "$folder" "$tasks" || status=1
+    echo "$(date +%FT%T) $role: start $start ended with exit code $status"
+    [ "$status" -ne 0 ] || exit 0
+    [ -z "$stopping" ] || exit "$status"
+    if [ "$start" -gt "$max_restarts" ]; then
+      echo "$(date +%FT%T) $role: failed $start times, giving up"
+      kill -USR1 "$$"
+      exit "$status"
+    fi
+    start=$((start + 1))
+    sleep "$restart_delay_s"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
+  done
+}
+
+signals=0 stopping='' components=()
+end_all() { [ "${#components[@]}" -eq 0 ] || kill "${components[@]}" 2>/dev/null; }
+trap 'signals=$((signals + 1)); failed=1; end_all' USR1
+trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
+failed=''
+
+component_0() {
+  module load cuda
+  export NCCL_CUMEM_ENABLE=0
+  supervise rollout '/runs/it'"'"'s here/submission/c0' 4 /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/c0'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.err -- /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c0' --last-start 4
+}
+component_0 & components+=($!)
+
+component_1() {
+  supervise actor '/runs/it'"'"'s here/submission/c1' 2 /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 2 --first-gpu 4 --gpus 0 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/c1'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.err -- /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c1' --last-start 4
+}
+component_1 & components+=($!)
+
+# One may have given up before the next was started.
+[ -z "$failed$stopping" ] || end_all
+
+exit_code=0
+for component in "${components[@]}"; do
+  join "$component"
+  [ "$status" -eq 0 ] || exit_code=$status
+done
+
+[ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.launch.finish '/runs/it'"'"'s here' || exit_code=1
+[ -z "$stopping" ] || exit_code=143
+echo "$exit_code" > '/runs/it'"'"'s here/submission'/"$job_id"_exit_code
+exit "$exit_code"

@@ -1,0 +1,101 @@
+"""Placement and site profiles: pure functions of what the user wrote."""
+
+import pytest
+
+from relax_hpc.config import Resources, validate
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import profiles
+from relax_hpc.launch.placement import place
+
+
+def config(rollout=None, actor=None, **launch):
+    return validate(
+        {
+            "name": "run",
+            "model": {"path": "m"},
+            "prompts": {"train": "t", "heldout": "h"},
+            "algorithm": {"num_steps": 1},
+            "rollout": {"num_engines": 4, "resources": rollout or {}},
+            "actor": {"tensor_parallel": 2, "resources": actor or {}},
+            "launch": launch,
+        },
+        source="test",
+    )
+
+
+@pytest.fixture
+def profile(tmp_path):
+    def write(text):
+        path = tmp_path / "site.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def test_rollout_is_component_0_because_its_time_limit_ends_the_job():
+    components = place(config(rollout={"nodes": 2}))
+    assert [(c.role, c.tasks, c.nodes, c.tasks_per_node) for c in components] == [
+        ("rollout", 4, 2, 2),
+        ("actor", 2, 1, 2),
+    ]
+
+
+def test_the_job_overrides_the_role_and_the_role_overrides_the_site(profile):
+    site = profile(
+        'partition = "a"\nqos = "site"\ngpus_per_node = 1\n'
+        '[actor]\nqos = "role"\ngpus_per_node = 2\n'
+    )
+    rollout, actor = place(config(actor={"gpus_per_node": 8}, profile=site))
+    assert rollout.resources == Resources(partition="a", qos="site", gpus_per_node=1)
+    assert actor.resources == Resources(partition="a", qos="role", gpus_per_node=8)
+
+
+def test_a_default_the_job_states_beats_the_profile(profile):
+    rollout, _ = place(config(rollout={"nodes": 1}, profile=profile("[rollout]\nnodes = 2\n")))
+    assert rollout.nodes == 1
+
+
+def test_nodes_from_a_profile_must_divide_the_tasks_too(profile):
+    with pytest.raises(ConfigError, match=r"rollout.resources.nodes = 3: 4 tasks do not divide"):
+        place(config(profile=profile("[rollout]\nnodes = 3\n")))
+
+
+@pytest.mark.parametrize(
+    ("mpi", "wanted", "bootstrap"),
+    [("pmix", "auto", "mpi"), ("pmix", "mpi", "mpi"), ("pmix", "files", "files"),
+     (None, "auto", "files"), (None, "files", "files")],
+)  # fmt: skip
+def test_mpi_joins_the_ranks_where_it_is_set_and_not_declined(mpi, wanted, bootstrap):
+    asked = {"mpi": mpi} if mpi else {}
+    assert {c.bootstrap for c in place(config(asked, asked, bootstrap=wanted))} == {bootstrap}
+
+
+def test_wanting_mpi_without_saying_which_is_an_error_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"rollout.resources.mpi is not set; use pmix for Open"):
+        place(config(bootstrap="mpi"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('partion = "gpu"', "partion = 'gpu': unknown key; did you mean partition?"),
+        ("[actor]\ngpu_per_node = 4", "actor.gpu_per_node = 4: unknown key; did you mean gpus_per"),
+        ("gpus_per_node = -1", "gpus_per_node = -1: input should be greater than or equal to 0"),
+        ("xyz = 1", "xyz = 1: unknown key; a profile takes partition, account"),
+    ],
+)
+def test_a_mistake_in_a_profile_names_key_value_and_remedy(profile, text, message):
+    with pytest.raises(ConfigError) as error:
+        profiles.load(profile(text))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_unknown_profile_is_answered_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"launch.profile = 'exmaple'.*did you mean example"):
+        profiles.load("exmaple")
+
+
+@pytest.mark.parametrize("name", [path.stem for path in profiles.PROFILES.glob("*.toml")])
+def test_the_profiles_that_come_along_are_valid(name):
+    profiles.load(name)

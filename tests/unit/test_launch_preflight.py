@@ -1,0 +1,101 @@
+"""Preflight: what is refused, and that the refusal helps."""
+
+import json
+
+import pytest
+
+from relax_hpc.config import Resources
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import preflight
+from relax_hpc.launch.placement import Component
+
+SINFO = """\
+gpu*|n1|gpu:h100:4(S:0-1)
+gpu*|n2|gpu:h100:4(S:0,2),nvme:1
+cpu|n2|gpu:h100:4(S:0,2),nvme:1
+cpu|n3|(null)
+"""
+
+
+def model(folder, **fields):
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2} | fields
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_sinfo_is_read_with_sockets_types_and_other_resources():
+    partitions = preflight.parse_sinfo(SINFO)
+    assert partitions == {"gpu": {"n1": 4, "n2": 4}, "cpu": {"n2": 4, "n3": 0}}
+    assert partitions.default == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"partition": "gpus"}, "rollout.resources.partition = 'gpus': no such partition; did you"),
+        ({"gpus_per_node": 8}, "rollout.resources.gpus_per_node = 8: 0 nodes of partition gpu"),
+        ({"partition": "cpu", "gpus_per_node": 1, "nodes": 2}, "1 nodes of partition cpu have as"),
+        ({"nodes": 2}, "actor.resources.nodes = 1: partition gpu has 2 nodes and the run needs 3"),
+    ],
+)
+def test_what_the_cluster_cannot_give_is_refused_with_what_it_has(rollout, message):
+    components = [
+        Component("rollout", 2, Resources(**rollout)),
+        Component("actor", 1, Resources()),
+    ]
+    with pytest.raises(ConfigError) as error:
+        preflight.check_partitions(components, preflight.parse_sinfo(SINFO))
+    assert message in str(error.value)
+
+
+def test_what_the_cluster_can_give_is_accepted():
+    components = [
+        Component("rollout", 4, Resources(gpus_per_node=4)),
+        Component("actor", 4, Resources(partition="gpu,cpu", gpus_per_node=4)),
+    ]
+    preflight.check_partitions(components, preflight.parse_sinfo(SINFO))
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensor_parallel", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, 1, "its architecture is LlamaForCausalLM; this"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, 4, "num_key_value_heads = 2; use a divisor"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, 3, "num_attention_heads = 4; use a divisor"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused(tmp_path, fields, tensor_parallel, message):
+    with pytest.raises(ConfigError) as error:
+        preflight.check_model(model(tmp_path / "m", **fields), tensor_parallel)
+    assert message in str(error.value)
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such folder"):
+        preflight.check_model(tmp_path / "missing", 1)
+    with pytest.raises(ConfigError, match=r"has no config.json"):
+        preflight.check_model(tmp_path, 1)
+
+
+def test_tensor_parallelism_that_divides_all_heads_is_accepted(tmp_path):
+    preflight.check_model(model(tmp_path / "m", architectures=["Qwen3ForCausalLM"]), 2)
+
+
+def test_a_run_directory_is_used_once_and_its_name_is_one_slurm_leaves_alone(tmp_path):
+    with pytest.raises(ConfigError, match=r"name = 'used'.*choose another name"):
+        (tmp_path / "used").mkdir()
+        preflight.check_run_dir(tmp_path / "used", "used")
+    with pytest.raises(ConfigError, match="Slurm replaces"):
+        preflight.check_run_dir(tmp_path / "100%j" / "run", "run")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        (tmp_path / "file").touch()
+        preflight.check_run_dir(tmp_path / "file" / "run", "run")
+    preflight.check_run_dir(tmp_path / "deep" / "er" / "run", "run")
+
+
+def test_tasks_that_would_share_a_gpu_and_times_slurm_cannot_read_are_refused():
+    with pytest.raises(ConfigError, match=r"actor.resources.gpus_per_node = 2: 4 tasks run on"):
+        preflight.check_component(Component("actor", 4, Resources(gpus_per_node=2)))
+    with pytest.raises(ConfigError, match=r"actor.resources.time = 'tomorrow': is not a time"):
+        preflight.check_component(Component("actor", 1, Resources(time="tomorrow")))

@@ -1,0 +1,94 @@
+"""The job script: its text, compared with one written down, and what bash makes of it."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.config import Resources
+from relax_hpc.launch import script
+from relax_hpc.launch.placement import Component
+
+GOLDEN = Path(__file__).parent / "golden"
+COMPONENTS = [
+    Component(
+        "rollout",
+        4,
+        Resources(
+            partition="gpu",
+            nodes=2,
+            gpus_per_node=4,
+            cpus_per_task=8,
+            mem="200G",
+            time="1-00:00:00",
+            mpi="pmix",
+            python="/envs/sglang/bin/python",
+            setup=["module load cuda", "export NCCL_CUMEM_ENABLE=0"],
+            sbatch=["--exclusive"],
+            srun=["--cpu-bind=none"],
+        ),
+        "mpi",
+    ),
+    Component("actor", 2, Resources(python="/envs/train/bin/python")),
+]
+
+
+def job(folder):
+    return script.Job("my-run", Path(folder), 3, 2.0, Path("/runs/it's here"))
+
+
+@pytest.fixture(autouse=True)
+def same_interpreter(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/envs/submit/bin/python")
+
+
+@pytest.mark.parametrize("mode", ["slurm", "local"])
+def test_the_script_is_the_one_written_down(mode):
+    write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
+    assert (
+        write(job("/runs/it's here/submission"), COMPONENTS) == (GOLDEN / f"{mode}.sh").read_text()
+    )
+
+
+@pytest.mark.parametrize("folder", ["/a b", "/it's", '/"', "/$HOME", "/`id`", "/;|&<>()", "/-n"])
+@pytest.mark.parametrize("mode", ["slurm", "local"])
+def test_no_folder_name_breaks_the_syntax(mode, folder, tmp_path):
+    write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
+    path = tmp_path / "script.sh"
+    path.write_text(write(job(folder), COMPONENTS))
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+def test_options_of_the_whole_job_are_said_once():
+    text = script.slurm_script(job("/runs/r"), COMPONENTS)
+    leader, follower = text.split("#SBATCH hetjob\n")
+    for option in ("--job-name", "--output", "--open-mode"):
+        assert f"#SBATCH {option}=" in leader and f"#SBATCH {option}=" not in follower
+
+
+def test_every_step_says_its_size_since_component_0s_leaks_into_srun():
+    text = script.slurm_script(job("/runs/r"), COMPONENTS)
+    assert "srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2" in text
+    assert "srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2" in text
+    assert "unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE" in text
+
+
+def test_components_on_one_machine_get_different_gpus():
+    asked = [Component(role, 2, Resources(gpus_per_node=2)) for role in ("rollout", "actor")]
+    text = script.local_script(job("/runs/r"), asked)
+    assert "--first-gpu 0 --gpus 2" in text and "--first-gpu 2 --gpus 2" in text
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [("90", 90), ("90:30", 91), ("1:30:00", 90), ("1:30:01", 91), ("1-0", 1440),
+     ("1-02:30", 1590), ("2-00:00:00", 2880)],
+)  # fmt: skip
+def test_slurms_time_limits_are_read(limit, minutes):
+    assert script.minutes(limit) == minutes
+
+
+@pytest.mark.parametrize("limit", ["", "soon", "1:2:3:4", "-5", "1-"])
+def test_what_slurm_would_not_read_is_no_time_limit(limit):
+    with pytest.raises(ValueError, match="time limit"):
+        script.minutes(limit)
