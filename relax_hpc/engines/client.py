@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import httpx
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
@@ -22,6 +23,9 @@ _FINISH = {
     "abort": FinishReason.ABORT,
 }
 _SHOWN_CHARACTERS = 500
+_ATTEMPTS = 4
+_KEEPALIVE_S = 2
+"""Idle connections are dropped before the server does so (uvicorn: 5 s), which is a race."""
 
 
 class Generation(NamedTuple):
@@ -299,11 +303,22 @@ class EngineClient:
                 base_url=self.url,
                 headers=self._headers,
                 timeout=self._generate_timeout_s,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                limits=httpx.Limits(
+                    max_connections=None,
+                    max_keepalive_connections=None,
+                    keepalive_expiry=_KEEPALIVE_S,
+                ),
                 trust_env=False,
             )
+        # Asking again is safe: a response is a function of prompt, seed and policy.
+        attempts = AsyncRetrying(
+            stop=stop_after_attempt(_ATTEMPTS),
+            wait=wait_exponential(multiplier=0.1),
+            retry=retry_if_exception_type((httpx.NetworkError, httpx.RemoteProtocolError)),
+            reraise=True,
+        )
         try:
-            response = await self._async_http.request(method, endpoint, json=body)
+            response = await attempts(self._async_http.request, method, endpoint, json=body)
         except httpx.HTTPError as error:
             raise EngineError(f"{self.url}{endpoint}: {error!r}") from error
         return self._checked(endpoint, response)

@@ -120,9 +120,7 @@ def weight_group(client: EngineClient, name: str) -> Iterator[BroadcastGroup]:
     """A gloo group of this process and one engine."""
     store = open_store("127.0.0.1", 2, timeout_s=60)
     with ThreadPoolExecutor(1) as pool:
-        join = pool.submit(
-            client.init_weights_group, "127.0.0.1", store.port, 1, 2, name, "gloo"
-        )
+        join = pool.submit(client.init_weights_group, "127.0.0.1", store.port, 1, 2, name, "gloo")
         group = BroadcastGroup("127.0.0.1", store.port, 0, 2, name, "gloo", store=store)
         join.result(60)
     yield group

@@ -1,0 +1,204 @@
+"""What only the embedded engine promises: reproducible sampling, and nothing half-done."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from engine_fixtures import named_weights, prompt_of, reference_logprobs, save_checkpoint
+
+from relax_hpc.comm.bucket import digest
+from relax_hpc.engines.embedded.model import KvCache, Qwen3, Shape
+from relax_hpc.engines.embedded.sampling import sample, uniforms
+from relax_hpc.engines.embedded.scheduler import Request, Scheduler, Span
+from relax_hpc.errors import ConfigError, EngineError
+from relax_hpc.schema import FinishReason
+
+
+def load(folder) -> Qwen3:
+    model = Qwen3(Shape.read(folder), torch.float32, torch.device("cpu"))
+    model.load_folder(folder)
+    return model
+
+
+@contextmanager
+def scheduling(folder, max_running=8):
+    scheduler = Scheduler(load(folder), max_running=max_running, version="0")
+    thread = threading.Thread(target=scheduler.run)
+    thread.start()
+    yield scheduler
+    scheduler.stop()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def request(prompt, seed=0, max_new_tokens=20, stop_ids=(), rid="r", temperature=1.0):
+    return Request(rid, prompt, seed, temperature, max_new_tokens, frozenset(stop_ids))
+
+
+def test_a_seed_draws_the_same_tokens_whatever_else_is_running(checkpoints):
+    prompt = prompt_of(7)
+    with scheduling(checkpoints[0]) as scheduler:
+        alone = request(prompt, seed=5, max_new_tokens=60)
+        scheduler.submit([alone])
+        expected = alone.done.result(30).token_ids
+        crowd = [request(prompt_of(3 + i), i, max_new_tokens=5 + 11 * i) for i in range(20)]
+        same = request(prompt, seed=5, max_new_tokens=60)
+        scheduler.submit([*crowd[:10], same, *crowd[10:]])
+        assert same.done.result(30).token_ids == expected
+        assert [len(r.done.result(30).token_ids) for r in crowd] == [5 + 11 * i for i in range(20)]
+
+
+def test_a_response_continued_from_its_own_tokens_goes_on_as_it_would_have(checkpoints):
+    prompt = prompt_of(7)
+    with scheduling(checkpoints[0]) as scheduler:
+        whole = request(prompt, seed=5, max_new_tokens=30)
+        scheduler.submit([whole])
+        tokens = whole.done.result(30).token_ids
+        rest = request(prompt + tokens[:12], seed=5, max_new_tokens=18)
+        scheduler.submit([rest])
+        assert rest.done.result(30).token_ids == tokens[12:]
+
+
+def test_more_requests_than_slots_all_get_their_own_answers(checkpoints):
+    requests = [request(prompt_of(2 + i % 5, seed=i), i, 3 + i % 17) for i in range(40)]
+    with scheduling(checkpoints[0], max_running=3) as scheduler:
+        scheduler.submit(requests)
+        for each in requests:
+            done = each.done.result(60)
+            reference = reference_logprobs(checkpoints[0], list(each.prompt), done.token_ids)
+            assert torch.tensor(done.logprobs).sub(reference).abs().max() <= 1e-5
+
+
+def test_tied_embeddings_are_served_and_a_sent_head_is_ignored(tmp_path):
+    folder = save_checkpoint(tmp_path / "tied", 3, tied=True)
+    with scheduling(folder) as scheduler:
+        weights = named_weights(folder)
+        assert digest(scheduler.model.weights.items()) == digest(weights)
+        head = ("lm_head.weight", torch.zeros(128, 64))
+        scheduler.call(lambda: scheduler.update([*weights, head], "1")).result(30)
+        each = request(prompt_of(5))
+        scheduler.submit([each])
+        done = each.done.result(30)
+    reference = reference_logprobs(folder, prompt_of(5), done.token_ids)
+    assert torch.tensor(done.logprobs).sub(reference).abs().max() <= 1e-5
+    assert done.spans == [Span("1", 0, 20)]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("model.layers.0.mlp.up_proj.bias", (96,), "no such weight"),
+        ("model.norm.weight", (63,), r"shape \(63,\)"),
+    ],
+)
+def test_a_bucket_with_one_wrong_tensor_changes_nothing(checkpoints, name, shape, said):
+    model = load(checkpoints[0])
+    before = digest(model.weights.items())
+    good = ("model.embed_tokens.weight", torch.zeros(128, 64))
+    with pytest.raises(EngineError, match=said):
+        model.load([good, (name, torch.zeros(shape))])
+    assert digest(model.weights.items()) == before
+
+
+def test_an_incomplete_checkpoint_is_refused_by_name(checkpoints, tmp_path):
+    from safetensors.torch import save_file
+
+    weights = dict(named_weights(checkpoints[0]))
+    del weights["model.layers.1.self_attn.k_norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(EngineError, match=r"model\.layers\.1\.self_attn\.k_norm\.weight"):
+        load(checkpoints[0]).load_folder(tmp_path)
+
+
+def test_another_architecture_is_refused_with_a_remedy(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"llama.*rollout\.engine = 'sglang'"):
+        Shape.read(tmp_path)
+
+
+def test_a_command_that_fails_does_not_end_the_others(checkpoints):
+    with scheduling(checkpoints[0]) as scheduler:
+        each = request(prompt_of(5), max_new_tokens=300)
+        scheduler.submit([each])
+        failed = scheduler.call(lambda: scheduler.update([("nothing", torch.zeros(1))], "1"))
+        with pytest.raises(EngineError, match="nothing"):
+            failed.result(30)
+        assert each.done.result(30).spans == [Span("0", 0, 300)]
+        assert scheduler.version == "0"
+
+
+def test_aborting_by_name_ends_that_request_and_leaves_the_slots_right(checkpoints):
+    requests = [request(prompt_of(4 + i), i, 400, rid=f"r{i}") for i in range(4)]
+    with scheduling(checkpoints[0]) as scheduler:
+        scheduler.submit(requests)
+        while scheduler.load != (4, 0):
+            time.sleep(0.001)
+        assert scheduler.call(lambda: scheduler.abort("r1")).result(30) == 1
+        assert scheduler.call(lambda: scheduler.abort("r1")).result(30) == 0
+        done = [each.done.result(60) for each in requests]
+    assert [d.finish for d in done].count(FinishReason.ABORT) == 1
+    assert done[1].finish is FinishReason.ABORT
+    for each, d in zip(requests, done, strict=True):
+        reference = reference_logprobs(checkpoints[0], list(each.prompt), d.token_ids)
+        assert torch.tensor(d.logprobs).sub(reference).abs().max() <= 2e-5
+
+
+def test_versions_that_sampled_nothing_leave_no_span():
+    each = request([1])
+    each.mark("0")
+    each.mark("1")
+    each.take(5, -1.0)
+    each.take(6, -1.0)
+    each.mark("2")
+    each.mark("1")
+    each.take(7, -1.0)
+    each.mark("3")
+    each.finish(FinishReason.ABORT, "3")
+    assert each.done.result(0).spans == [Span("1", 0, 3)]
+
+
+def test_a_growing_cache_keeps_what_it_holds(checkpoints):
+    cache = KvCache(Shape.read(checkpoints[0]), torch.float32, torch.device("cpu"))
+    cache.reserve(2, 3)
+    cache.data[:, :, 1, :, 2] = 7.0
+    cache.reserve(5, 50)
+    assert cache.data.shape[2] >= 5 and cache.data.shape[4] >= 50
+    assert (cache.data[:, :, 1, :, 2] == 7.0).all()
+    assert cache.data.sum() == cache.data[:, :, 1, :, 2].sum()
+    cache.move(1, 0)
+    assert (cache.data[:, :, 0, :, 2] == 7.0).all()
+
+
+def test_sampling_inverts_the_cumulative_distribution():
+    # p = 0, 1/2, 1/4, 1/4: cut at 0, 0.5 and 0.75; what has no probability is never drawn
+    logits = torch.tensor([-torch.inf, 2.0, 1.0, 1.0]) * torch.log(torch.tensor(2.0))
+    draws = torch.tensor([0.0, 0.49, 0.51, 0.74, 0.76, 1 - 2**-53], dtype=torch.float64)
+    tokens, logprobs = sample(logits.expand(6, 4), torch.ones(6), draws)
+    assert tokens.tolist() == [1, 1, 2, 2, 3, 3]
+    half, quarter = np.log([0.5, 0.25])
+    assert logprobs.tolist() == pytest.approx([half] * 2 + [quarter] * 4, abs=1e-6)
+
+
+def test_temperature_scales_and_zero_is_greedy():
+    logits = torch.log(torch.tensor([[0.2, 0.5, 0.3]])).expand(2, 3)
+    draws = torch.tensor([0.999, 0.999], dtype=torch.float64)
+    tokens, logprobs = sample(logits, torch.tensor([0.0, 0.5]), draws)
+    assert tokens.tolist() == [1, 2]
+    # squares at temperature 1/2: 0.04, 0.25, 0.09 of 0.38
+    assert logprobs.tolist() == pytest.approx(np.log([0.5, 0.09 / 0.38]), abs=1e-6)
+
+
+def test_uniforms_are_uniform_over_seeds_and_positions_and_do_not_repeat():
+    seeds, positions = np.meshgrid(np.arange(200), np.arange(200))
+    draws = uniforms(seeds.ravel(), positions.ravel())
+    assert len(np.unique(draws)) == 40_000
+    assert draws.min() >= 0 and draws.max() < 1
+    # 5 standard deviations of a mean and of a lag correlation of 40,000 numbers
+    assert abs(draws.mean() - 0.5) < 5 * np.sqrt(1 / 12 / 40_000)
+    grid = draws.reshape(200, 200) - 0.5
+    for other in (np.roll(grid, 1, 0), np.roll(grid, 1, 1), np.roll(grid, (1, 1), (0, 1))):
+        assert abs((grid * other).mean()) < 5 / 12 / np.sqrt(40_000)
+    assert (uniforms(np.array([-1]), np.array([0])) < 1).all()

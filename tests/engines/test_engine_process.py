@@ -1,0 +1,207 @@
+"""Engines as processes: they tell why they fail, and end with their owner."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from conftest import SGLANG_PYTHON
+
+from relax_hpc.config import RolloutConfig
+from relax_hpc.engines.client import EngineClient, _version_runs
+from relax_hpc.engines.embedded import launch as embedded
+from relax_hpc.engines.process import spawn, start_engine
+from relax_hpc.engines.sglang import launch as sglang
+from relax_hpc.errors import ConfigError, EngineError
+
+OWNER = """
+    import sys, time
+    from pathlib import Path
+    from relax_hpc.config import RolloutConfig
+    from relax_hpc.engines.process import start_engine
+    kind, model, log, python = sys.argv[1:]
+    engine = start_engine(
+        kind, Path(model), host="127.0.0.1", token="t", dtype="float32", log_path=Path(log),
+        rollout_config=RolloutConfig(start_timeout_s=240), seed=0, python=python,
+    )
+    print(engine.pid, engine.url, flush=True)
+    time.sleep(600)
+"""
+
+
+def start(checkpoint, tmp_path, **kwargs):
+    settings = {"rollout_config": RolloutConfig(start_timeout_s=60), "dtype": "float32"} | kwargs
+    return start_engine(
+        "embedded", checkpoint, host="127.0.0.1", token="secret", seed=0,
+        log_path=tmp_path / "logs" / "engine.log", **settings,
+    )  # fmt: skip
+
+
+def wait_until(condition, timeout_s=30):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "sglang"] if SGLANG_PYTHON else ["embedded"])
+def test_killing_the_owner_ends_the_engine_and_its_children(kind, checkpoints, tmp_path):
+    python = SGLANG_PYTHON if kind == "sglang" else sys.executable
+    arguments = [kind, str(checkpoints[0]), str(tmp_path / "log"), python]
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(OWNER), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        pid, url = owner.stdout.readline().split()
+        engine = psutil.Process(int(pid))
+        tree = [engine, *engine.children(recursive=True)]
+        assert EngineClient(url, "t").health(5.0)
+        owner.kill()
+    wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in tree))
+
+
+def test_stop_ends_the_whole_tree_even_if_it_ignores_sigterm(tmp_path):
+    script = (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    log = tmp_path / "log"
+    engine = spawn([sys.executable, "-c", script], log, {})
+    wait_until(lambda: log.read_text().strip())
+    child = psutil.Process(int(log.read_text()))
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    engine.stop(grace_s=0.5)
+    assert not engine.alive
+    assert not child.is_running() or child.status() == "zombie"
+    assert bystander.poll() is None
+    bystander.send_signal(signal.SIGKILL)
+    bystander.wait()
+    engine.stop()  # a second time is no error
+
+
+def test_an_engine_that_dies_while_loading_says_why(checkpoints, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(EngineError, match=r"(?s)loading the model.*engine\.log.*dense Qwen3"):
+        start(tmp_path, tmp_path)
+
+
+def test_an_engine_that_takes_too_long_is_stopped_and_named(checkpoints, tmp_path):
+    with pytest.raises(EngineError, match=r"pid (\d+)\) ran out of time while loading") as error:
+        start(checkpoints[0], tmp_path, rollout_config=RolloutConfig(start_timeout_s=1))
+    pid = int(str(error.value).split("(pid ")[1].split(")")[0])
+    assert not psutil.pid_exists(pid)
+
+
+def test_neither_the_command_line_nor_a_left_file_shows_the_token(checkpoints, tmp_path):
+    with start(checkpoints[0], tmp_path) as engine:
+        command_line = psutil.Process(engine.pid).cmdline()
+        assert not any("secret" in word for word in command_line)
+        options = command_line[command_line.index("--options") + 1]
+        assert not Path(options).exists()
+        assert engine.log_path.stat().st_mode & 0o077 == 0
+
+
+def test_an_engine_does_not_see_its_owners_mpi_rank(tmp_path, monkeypatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_FD", "SLURM_MPI_TYPE"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    script = (
+        "import os; print(sorted(k for k in os.environ"
+        " if 'MPI' in k or 'PMI' in k or k == 'SLURM_JOB_ID'))"
+    )
+    engine = spawn([sys.executable, "-c", script], tmp_path / "log", {})
+    wait_until(lambda: not engine.alive)
+    assert (tmp_path / "log").read_text().strip() == "['SLURM_JOB_ID']"
+
+
+def test_misspelt_embedded_arguments_are_answered_with_the_nearest():
+    with pytest.raises(ConfigError, match=r"num_thread: .*did you mean num_threads\?"):
+        embedded.check({"num_thread": 2})
+    with pytest.raises(ConfigError, match="expected int"):
+        embedded.check({"num_threads": "2"})
+    embedded.check({"num_threads": 2})
+
+
+def test_arguments_that_the_run_decides_are_refused_with_the_key_that_decides():
+    with pytest.raises(ConfigError, match=r"engine_args\.dtype: .*set model\.dtype"):
+        sglang.check({"dtype": "bfloat16"})
+    with pytest.raises(ConfigError, match=r"engine_args\.port: .*leave it out"):
+        sglang.check({"port": 30000})
+
+
+def test_passed_through_arguments_become_flags_and_override_defaults(checkpoints):
+    argv = sglang.arguments(
+        checkpoints[0],
+        host="127.0.0.1",
+        port=1,
+        device="cpu",
+        dtype="float32",
+        seed=3,
+        max_running_requests=64,
+        engine_args={
+            "max_total_tokens": 99,
+            "tp_size": 2,
+            "enable_metrics": True,
+            "disable_overlap_schedule": False,
+            "cuda_graph_bs": [1, 2],
+        },
+    )
+    text = " ".join(argv)
+    assert "--max-total-tokens 99" in text and "32768" not in text
+    assert "--tp-size 2" in text and "--cuda-graph-bs 1 2" in text
+    assert "--enable-metrics" in argv and "--disable-overlap-schedule" not in argv
+    assert "--weight-version 0" in text and "--random-seed 3" in text
+
+
+CHECK = """
+    import sys
+    from relax_hpc.engines.sglang.launch import check
+    from relax_hpc.errors import ConfigError
+    for args in ({"tp_size": 2, "mem_fraction_static": 0.5}, {"mem_fraction_statik": 0.5},
+                 {"tp_size": "two"}):
+        try:
+            print("fine" if check(args) is None else "")
+        except ConfigError as error:
+            print(error)
+"""
+
+
+@pytest.mark.skipif(not SGLANG_PYTHON, reason="RELAX_SGLANG_PYTHON names no interpreter")
+def test_sglangs_own_parser_checks_the_arguments():
+    answer = subprocess.run(
+        [SGLANG_PYTHON, "-c", textwrap.dedent(CHECK)], capture_output=True, text=True, check=True
+    )
+    lines = answer.stdout.splitlines()
+    fine = lines.index("fine")
+    assert "did you mean mem_fraction_static?" in lines[fine + 1]
+    assert "'two'" in lines[fine + 2]
+
+
+def test_a_server_without_version_spans_attributes_a_request_to_the_version_at_its_start():
+    meta = {"weight_version": "5"}
+    assert _version_runs(meta, 3, 10) == [(0, 3)]
+    assert _version_runs(meta, 5, 10) == [(0, 5)]
+    assert _version_runs(meta, 5, 0) == []
+
+
+def test_spans_become_runs_and_the_default_version_is_zero():
+    spans = [
+        {"version": "default", "start": 0, "end": 4},
+        {"version": "0", "start": 4, "end": 6},
+        {"version": "2", "start": 6, "end": 9},
+    ]
+    assert _version_runs({"weight_versions": spans}, 0, 9) == [(0, 0), (6, 2)]
+
+
+def test_two_engines_of_one_node_take_different_ports(checkpoints, tmp_path):
+    with start(checkpoints[0], tmp_path) as one, start(checkpoints[0], tmp_path) as two:
+        assert one.url != two.url
+        assert one.client().health(5.0) and two.client().health(5.0)
