@@ -247,18 +247,38 @@ class EngineClient:
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
     ) -> list[Generation]:
-        """Samples the siblings of a prompt in one request; returns when all have ended.
+        """Samples the siblings of a prompt, one per seed, in one request; see `generate_batch`."""
+        return await self.generate_batch(
+            [prompt] * len(seeds),
+            seeds,
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+        )
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        max_new_tokens: int,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+    ) -> list[Generation]:
+        """Samples one response per prompt in one request; returns when all have ended.
 
         Args:
-            prompt: token ids.
-            seeds: one per sibling, >= 0. SGLang heeds them in deterministic mode only.
+            prompts: token ids.
+            seeds: one per prompt, >= 0. SGLang heeds them in deterministic mode only.
             temperature: 0 is greedy.
             max_new_tokens: response tokens at most.
             stop_token_ids: end a response, as the model's own end-of-sequence tokens do.
             ignore_eos: nothing but `max_new_tokens` ends a response.
 
         Returns:
-            In the order of `seeds`. Servers that report version spans (SGLang from 0.5.2x, ours)
+            In the order of `prompts`. Servers that report version spans (SGLang from 0.5.2x, ours)
             attribute each token to its policy. For others, all tokens of a request that saw an
             update count as the version at its start: staleness is then an upper bound.
         """
@@ -270,17 +290,17 @@ class EngineClient:
             "ignore_eos": ignore_eos,
         }
         body = {
-            "input_ids": [list(prompt)] * len(seeds),
+            "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds],
             "return_logprob": True,
             # The prefix cache does not know policies: without a key of its own, a prompt seen
             # before an update would be continued from the old policy's cache.
-            "extra_key": [f"v{started}"] * len(seeds),
+            "extra_key": [f"v{started}"] * len(prompts),
         }
         replies = await self._generate_call("POST", "/generate", body)
-        if not isinstance(replies, list) or len(replies) != len(seeds):
+        if not isinstance(replies, list) or len(replies) != len(prompts):
             raise EngineError(
-                f"{self.url}/generate: expected {len(seeds)} replies: {_cut(replies)}"
+                f"{self.url}/generate: expected {len(prompts)} replies: {_cut(replies)}"
             )
         return [self._parse_reply(reply, started) for reply in replies]
 

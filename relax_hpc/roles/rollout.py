@@ -19,6 +19,8 @@ from relax_hpc.telemetry.events import EventWriter
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+EVAL_BATCH = 64
+"""Held-out prompts per request."""
 
 
 class Sampled(Protocol):
@@ -40,9 +42,9 @@ class Sampler(Protocol):
     def version(self) -> int: ...
 
     async def sample(
-        self, prompt: Sequence[int], seeds: Sequence[int], *, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float
     ) -> Sequence[Sampled]:
-        """One response per seed; temperature 0 is greedy."""
+        """One response per prompt and seed; temperature 0 is greedy."""
         ...
 
 
@@ -144,7 +146,7 @@ class Grouper:
         siblings = range(self._config.rollout.samples_per_prompt)
         seeds = [seed_of(self._config.seed, guid, sibling) for sibling in siblings]
         sampled = await self._sampler.sample(
-            prompt.token_ids, seeds, temperature=self._config.rollout.temperature
+            [prompt.token_ids] * len(seeds), seeds, temperature=self._config.rollout.temperature
         )
         rows = [
             self._trajectory(guid, sibling, prompt, seed, response)
@@ -204,11 +206,16 @@ class Evaluator:
         await self._evaluate("after", version)
 
     async def _evaluate(self, when: str, version: int) -> None:
-        async def correct(prompt: Prompt) -> float:
-            (response,) = await self._sampler.sample(prompt.token_ids, [0], temperature=0.0)
-            return self._score(response.token_ids, prompt)
+        async def correct(prompts: Sequence[Prompt]) -> list[float]:
+            tokens = [prompt.token_ids for prompt in prompts]
+            responses = await self._sampler.sample(tokens, [0] * len(tokens), temperature=0.0)
+            return [
+                self._score(response.token_ids, prompt)
+                for response, prompt in zip(responses, prompts, strict=True)
+            ]
 
-        scores = await asyncio.gather(*(correct(prompt) for prompt in self._share))
+        batches = [self._share[i : i + EVAL_BATCH] for i in range(0, len(self._share), EVAL_BATCH)]
+        scores = sum(await asyncio.gather(*map(correct, batches)), start=list[float]())
         self._events.emit(
             "eval", when=when, version=version, step=version, correct=sum(scores), count=len(scores)
         )

@@ -95,10 +95,10 @@ class EngineSampler:
         return self._client.version()
 
     async def sample(
-        self, prompt: Sequence[int], seeds: Sequence[int], *, temperature: float
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float
     ) -> Sequence[Generation]:
-        return await self._client.generate_group(
-            prompt,
+        return await self._client.generate_batch(
+            prompts,
             seeds,
             temperature=temperature,
             max_new_tokens=self._max_new_tokens,
