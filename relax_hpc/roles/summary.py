@@ -33,9 +33,8 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     paths = RunPaths(run_dir)
     num_steps = config.read_resolved(paths.config).algorithm.num_steps
     events = read_events(paths.events("any", 0).parent)
-    done, last = history.steps(events), None
-    if done:
-        last = done[-1]
+    done = history.steps(events)
+    last = done[-1] if done else None
     pace = history.seconds_per_step(done)
     counts = audit(paths.bus) if paths.bus.header.exists() else NOTHING
     seen = [int(e["staleness/max"]) for e in done if "staleness/max" in e]
@@ -75,6 +74,8 @@ def _weight_versions(events: Sequence[Event]) -> dict[str, int]:
     for event in events:
         if event["event"] in ("publish", "verify"):
             versions |= dict.fromkeys(["trainer", *event["members"]], event["version"])
+        elif event["event"] == "refresh":  # engines that started since the last publication
+            versions |= dict.fromkeys(event["members"], versions.get("trainer", 0))
     return versions
 
 

@@ -5,7 +5,8 @@ One file per role and rank, appended to by that process alone. Beside "start", "
     actor    step     step, policy_version, reward/..., staleness/..., loss, loss/..., time/...,
                       num_trajectories, num_tokens, tokens_per_s, logprob_gap/...
              publish  version, seconds, members, fenced
-             verify   version, trainer, members: the digests
+             refresh  members: engines that started since, and hold that version now
+             verify   version, trainer, members: the digests; equal
              resume   step
     rollout  shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
                       policy_version_min, policy_version_max

@@ -28,12 +28,11 @@ def evaluation(when, version, rank, correct, count, time=0.0):
 
 
 def write(run_dir, events):
-    for number, record in enumerate(events):
+    for record in events:
         path = RunPaths(run_dir).events(record["role"], record["rank"])
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
-    return number
 
 
 @pytest.fixture
@@ -109,7 +108,10 @@ def test_a_step_trained_again_counts_once_with_its_newest_values(run_dir):
 def test_held_out_scores_add_up_over_ranks_and_a_repetition_replaces(run_dir):
     write(run_dir, [evaluation("after", 3, 0, 80.0, 100, 8.0)])
     points = history.heldout(read_events(run_dir / "events"))
-    assert [(p.when, p.version, p.reward) for p in points] == [("before", 0, 0.3), ("after", 3, 0.8)]
+    assert [(p.when, p.version, p.reward) for p in points] == [
+        ("before", 0, 0.3),
+        ("after", 3, 0.8),
+    ]
 
 
 def test_an_evaluation_of_no_prompts_is_no_point():

@@ -26,7 +26,15 @@ def folder(tmp_path_factory, tokens):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "17+58=75", "\\boxed{75}<|im_end|>", "user\nassistant\n", "a  b\t\r\n", "é漢🙂", "\x00\x7f"],
+    [
+        "",
+        "17+58=75",
+        "\\boxed{75}<|im_end|>",
+        "user\nassistant\n",
+        "a  b\t\r\n",
+        "é漢🙂",
+        "\x00\x7f",
+    ],
 )
 def test_every_text_round_trips_through_the_saved_tokenizer(folder, text):
     loaded = tokenizer.load(folder)
@@ -98,7 +106,7 @@ def test_a_warm_start_learns_is_repeatable_and_stops_at_its_target(tokens):
         return outcome, said, model.lm_head.weight
 
     (a, said, weights), (b, _, again), (_, _, other) = run(0), run(0), run(1)
-    assert 0.9 <= a.greedy
+    assert a.greedy >= 0.9
     assert a.steps < 200
     assert said[-1].endswith(f"held-out {a.greedy:.3f}")
     assert (a.steps, a.greedy, a.sampled) == (b.steps, b.greedy, b.sampled)

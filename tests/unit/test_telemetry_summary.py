@@ -1,0 +1,145 @@
+import json
+
+import numpy as np
+import pytest
+
+from relax_hpc import config
+from relax_hpc.bus import layout
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+from relax_hpc.roles import summary
+from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+from relax_hpc.telemetry.events import EventWriter
+
+
+def group(guid, version):
+    rows = [
+        Trajectory(
+            guid=guid, sibling=sibling, prompt_index=guid, seed=sibling,
+            token_ids=np.arange(3, dtype=np.int32), prompt_len=1,
+            loss_mask=np.array([0, 1, 1], np.uint8), rollout_logprobs=np.zeros(3, np.float32),
+            version_runs=np.array([[1, version]], np.int32), finish=FinishReason.STOP, reward=1.0,
+        )
+        for sibling in range(2)
+    ]  # fmt: skip
+    return PromptGroup(guid, rows)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """A run of 10 steps of one prompt group, nothing done yet."""
+    paths = RunPaths(tmp_path / "run")
+    tree = {
+        "name": "run",
+        "model": {"path": "m"},
+        "prompts": {"train": "t", "heldout": "h"},
+        "algorithm": {"num_steps": 10, "prompts_per_step": 1},
+        "rollout": {"samples_per_prompt": 2},
+    }
+    paths.root.mkdir()
+    paths.config.write_text(config.validate(tree, source="test").model_dump_json())
+    return paths
+
+
+def emit(paths, role, *events, rank=0):
+    with EventWriter(paths.events(role, rank), role, rank) as writer:
+        for name, fields in events:
+            writer.emit(name, **fields)
+
+
+def test_a_run_that_has_only_been_submitted_has_a_summary(paths):
+    found = summary.summarize(paths.root)
+    assert (found["steps_done"], found["num_steps"]) == (0, 10)
+    assert found["trajectories"]["committed"] == found["max_staleness_seen"] == 0
+    assert found["weight_versions"] == {}
+    for key in ("heldout_before", "heldout_after", "checksums_equal", "tokens_per_s",
+                "last_reward", "eta_s"):  # fmt: skip
+        assert found[key] is None, key
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        summary.summarize(tmp_path)
+
+
+def test_trajectories_are_counted_from_the_bus_and_the_steps(paths):
+    layout.create(paths.bus, ["rollout-0"], {})
+    with Producer(paths.bus, "rollout-0", {}) as producer:
+        producer.put([group(0, 0), group(1, 0), group(2, 0)])
+    with Sequencer(paths.bus, ["rollout-0"], prompts_per_step=1, position=None) as sequencer:
+        for step in (1, 2):
+            sequencer.next_batch(step, timeout_s=5)
+    emit(paths, "actor", ("step", {"step": 1, "num_trajectories": 2}))
+    found = summary.summarize(paths.root)
+    assert found["trajectories"] == {
+        "committed": 6,
+        "trained": 2,
+        "trained_twice": 0,
+        "dropped": {"duplicates": 0, "unaccounted": 0},
+    }
+    assert found["max_staleness_seen"] == 1  # step 2 trains on policy 0; one step is its due lag
+
+
+def test_events_say_how_far_a_run_is(paths):
+    emit(
+        paths, "rollout",
+        ("eval", {"when": "before", "version": 0, "correct": 2.0, "count": 8}),
+        ("eval", {"when": "during", "version": 1, "correct": 4.0, "count": 8}),
+    )  # fmt: skip
+    emit(
+        paths, "actor",
+        ("publish", {"version": 0, "members": ["a", "b"]}),
+        ("step", {"step": 1, "reward/mean": 0.25, "tokens_per_s": 10.0, "staleness/max": 3}),
+        ("publish", {"version": 1, "members": ["a"], "fenced": ["b"]}),
+        ("step", {"step": 2, "reward/mean": 0.5, "tokens_per_s": 30.0, "staleness/max": 1}),
+    )  # fmt: skip
+    found = summary.summarize(paths.root)
+    assert (found["steps_done"], found["last_reward"], found["tokens_per_s"]) == (2, 0.5, 20.0)
+    assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.5)
+    assert found["max_staleness_seen"] == 3
+    assert found["weight_versions"] == {"trainer": 1, "a": 1, "b": 0}
+    assert found["checksums_equal"] is None
+    emit(paths, "actor", ("refresh", {"members": ["b"]}))
+    assert summary.summarize(paths.root)["weight_versions"] == {"trainer": 1, "a": 1, "b": 1}
+
+
+def test_the_time_left_is_the_pace_times_the_steps_left(paths):
+    path = paths.events("actor", 0)
+    path.parent.mkdir()
+    base = {"role": "actor", "rank": 0, "pid": 1, "event": "step"}
+    lines = [json.dumps(base | {"time": 100.0 + 3 * n, "step": n}) for n in (1, 2, 3)]
+    path.write_text("\n".join(lines) + "\n")
+    assert summary.summarize(paths.root)["eta_s"] == 21.0  # 7 steps of 3 s
+
+
+@pytest.mark.parametrize(
+    ("members", "told", "equal"),
+    [
+        ({"a": "x", "b": "x"}, {}, True),
+        ({"a": "x", "b": "y"}, {}, False),
+        ({}, {}, False),
+        ({"a": "own way to digest"}, {"equal": True}, True),
+        ({"a": "x"}, {"equal": False}, False),
+    ],
+)
+def test_the_last_comparison_of_weights_counts(paths, members, told, equal):
+    last = {"version": 2, "trainer": "x", "members": members} | told
+    emit(
+        paths, "actor",
+        ("verify", {"version": 1, "trainer": "x", "members": {"a": "z" if equal else "x"}}),
+        ("verify", last),
+    )  # fmt: skip
+    assert summary.summarize(paths.root)["checksums_equal"] is equal
+
+
+def test_what_is_written_is_what_is_returned_with_both_pictures(paths):
+    write_json(paths.summary, {"old": True})
+    emit(paths, "actor", ("step", {"step": 1, "reward/mean": 0.5}))
+    found = summary.write(paths.root)
+    assert json.loads(paths.summary.read_text()) == found
+    assert found["last_reward"] == 0.5
+    assert paths.reward_curve.stat().st_size > 5_000
+    assert len(list(paths.tensorboard.iterdir())) == 1
