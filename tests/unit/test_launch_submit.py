@@ -99,13 +99,14 @@ def test_a_local_run_is_recorded_watched_and_ended_whole(tmp_path, job):
         status = collect(run_dir)
         assert (status.state, status.mode, status.job_id) == ("RUNNING", "local", launched.leader)
         assert json.loads(status.to_json())["components"][1]["role"] == "actor"
+        spoken = {"rollout-0", "actor-0"}
+        until(lambda: {line.source for line in logs.lines(run_dir)} >= spoken)
     finally:
         cancel(submission.run_dir)
     assert not any(each.find() for each in tasks)
     assert collect(run_dir).state == "CANCELLED"
     cancel(run_dir)  # again: nothing to do, no complaint
-    said = list(logs.lines(run_dir))
-    assert {line.source for line in said} >= {"job", "rollout-0", "actor-0"}
+    assert "ended with exit code" in next(logs.lines(run_dir)).text
     assert {line.source for line in logs.lines(run_dir, "actor")} == {"actor-0"}
 
 

@@ -1,0 +1,101 @@
+"""A run from job file to Slurm: preflight with the cluster's own word, status, cancel."""
+
+import json
+import time
+
+import pytest
+
+from relax_hpc.config import validate
+from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.launch.cancel import cancel
+from relax_hpc.launch.status import collect
+from relax_hpc.launch.submit import submit
+
+pytestmark = pytest.mark.usefixtures("slurm_cluster")
+
+
+@pytest.fixture
+def job(tmp_path):
+    tokens = checkpoint.tokenizer()
+    checkpoint.save(tmp_path / "model", checkpoint.model(tokens, seed=0), tokens)
+    for name in ("train", "heldout"):
+        lines = [json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) for n in range(4)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+
+    def make(rollout=None, actor=None, profile="local"):
+        return validate(
+            {
+                "name": "run",
+                "run_root": str(tmp_path / "runs"),
+                "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
+                "prompts": {
+                    "train": str(tmp_path / "train.jsonl"),
+                    "heldout": str(tmp_path / "heldout.jsonl"),
+                    "chat_template": False,
+                },
+                "algorithm": {"num_steps": 100000, "prompts_per_step": 2},
+                "rollout": {
+                    "num_engines": 2,
+                    "samples_per_prompt": 2,
+                    "max_new_tokens": 4,
+                    "resources": rollout or {},
+                },
+                "actor": {"resources": actor or {}},
+                "launch": {"profile": profile},
+            },
+            source="test",
+        )
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"partition": "mian"}, "rollout.resources.partition = 'mian': no such partition; did you"),
+        ({"gpus_per_node": 8}, "rollout.resources.gpus_per_node = 8: 0 nodes of partition main"),
+        ({"nodes": 2, "partition": "left"}, ""),
+    ],
+)
+def test_partitions_and_gpus_are_checked_with_the_cluster(job, tmp_path, rollout, message):
+    asked = job(rollout=rollout)
+    if not message:
+        assert "#SBATCH --partition=left" in submit(asked, dry_run=True).script
+        return
+    with pytest.raises(ConfigError) as error:
+        submit(asked)
+    assert message in str(error.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_only_sbatch_knows_is_reported_in_its_words_and_frees_the_name(job, tmp_path):
+    with pytest.raises(LaunchError, match="sbatch refused"):
+        submit(job(rollout={"sbatch": ["--no-such-option"]}))
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_a_run_is_seen_component_by_component_and_cancelled_as_a_whole(job):
+    submission = submit(job(rollout={"nodes": 2}))
+    assert submission.mode == "slurm"
+    try:
+        seen = wait_for(submission.run_dir, "RUNNING")
+        assert [(each.role, each.job_id) for each in seen.components] == [
+            ("rollout", f"{submission.job_id}+0"),
+            ("actor", f"{submission.job_id}+1"),
+        ]
+        nodes = [each.nodes for each in seen.components]
+        assert all(nodes) and nodes[0] != nodes[1]
+    finally:
+        cancel(submission.run_dir)
+    assert {each.state for each in wait_for(submission.run_dir, "CANCELLED").components} == {
+        "CANCELLED"
+    }
+
+
+def wait_for(run_dir, state, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while (status := collect(run_dir)).state != state:
+        assert time.monotonic() < deadline, status
+        time.sleep(0.2)
+    return status
