@@ -1,8 +1,7 @@
 """Verbs only. A command parses, calls one function and prints; heavy imports stay inside."""
 
-import json
+import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -37,9 +36,10 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the ro
 def check(job: Job, overrides: Overrides = []) -> None:  # noqa: B006
     """Validate a job, the files it names and the cluster; print it with every default filled in."""
     from relax_hpc.launch import preflight
+    from relax_hpc.launch.submit import resolve
 
-    config = job_config.load(job, overrides)
-    preflight.check(config)
+    config, components = resolve(job_config.load(job, overrides))
+    preflight.check(config, components, use_slurm=shutil.which("sbatch") is not None)
     typer.echo(config.model_dump_json(indent=2))
 
 
@@ -58,10 +58,10 @@ def submit(
     if dry_run:
         typer.echo(submission.script)
         return
-    if submission.note:
-        typer.echo(submission.note)
-    for component in submission.components:
-        typer.echo(f"{component.role:<10} {component.job_id}  {component.tasks} tasks")
+    if submission.mode == "local" and not local:
+        typer.echo("there is no sbatch here: running on this machine")
+    for role, job_id in submission.job_ids.items():
+        typer.echo(f"{role + ':':<9}{job_id}")
     typer.echo(f"run directory: {submission.run_dir}")
     if follow:
         _follow_run(submission.run_dir)
@@ -74,13 +74,14 @@ def status(
     run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
     """What a run is doing, and what it has done."""
+    from relax_hpc.launch import report
     from relax_hpc.launch import status as run_status
 
     found = run_status.collect(_run_dir(run))
     if as_json:
-        typer.echo(json.dumps(found.to_json(), indent=1))
+        typer.echo(found.to_json())
     else:
-        typer.echo(found.to_text())
+        typer.echo(report.text(found))
 
 
 @app.command(epilog="Example:  relax-hpc logs arithmetic --role actor --follow")
@@ -91,9 +92,16 @@ def logs(
 ) -> None:
     """Print the logs of a run, each line with the task it comes from."""
     from relax_hpc.launch import logs as run_logs
+    from relax_hpc.launch.report import is_over
 
-    for line in run_logs.lines(_run_dir(run), role=role, follow=follow):
-        typer.echo(line)
+    run_dir = _run_dir(run)
+    lines = (
+        run_logs.follow(run_dir, role, until=lambda: is_over(run_dir))
+        if follow
+        else run_logs.lines(run_dir, role)
+    )
+    for line in lines:
+        typer.echo(f"{line.source}: {line.text}")
 
 
 @app.command(epilog="Example:  relax-hpc cancel arithmetic")
@@ -101,7 +109,9 @@ def cancel(run: Run) -> None:
     """End everything a run started, and nothing else."""
     from relax_hpc.launch import cancel as run_cancel
 
-    typer.echo(run_cancel.cancel(_run_dir(run)))
+    run_dir = _run_dir(run)
+    run_cancel.cancel(run_dir)
+    typer.echo(f"cancelled; what it has done: relax-hpc status {run_dir}")
 
 
 @app.command(epilog="Example:  relax-hpc peek runs/arithmetic/bus/p/rollout-0/e1/000000000003.h5")
@@ -154,17 +164,14 @@ def _run_dir(run: str) -> Path:
 
 def _follow_run(run_dir: Path) -> None:
     """Shows the actor's steps as they come, then what the run has come to."""
-    from relax_hpc.launch import logs as run_logs
+    from relax_hpc.launch import report
     from relax_hpc.launch import status as run_status
-    from relax_hpc.telemetry.progress import duration
 
-    start = time.monotonic()
-    for line in run_logs.progress(run_dir):
+    for line in report.progress(run_dir):
         typer.echo(line)
     found = run_status.collect(run_dir)
-    typer.echo(found.to_text())
-    typer.echo(f"took {duration(time.monotonic() - start)}")
-    if not found.succeeded:
+    typer.echo(report.text(found))
+    if found.state != "COMPLETED":
         raise typer.Exit(1)
 
 

@@ -147,7 +147,7 @@ class AlgorithmConfig(Section):
 
 class WeightsConfig(Section):
     transport: Literal["collective", "files"] = "collective"
-    """`collective` broadcasts (NCCL on GPU, gloo on CPU); `files` goes through the run directory."""
+    """`collective` broadcasts (NCCL or gloo); `files` goes through the run directory."""
     bucket_bytes: Positive = 1 << 30
     """Tensors are sent in flat buckets of at most this size."""
     checksum_every: NonNegative = 10

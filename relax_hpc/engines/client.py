@@ -338,7 +338,9 @@ class EngineClient:
             reraise=True,
         )
         try:
-            response = await attempts(self._async_http.request, method, endpoint, json=body)
+            response: httpx.Response = await attempts(
+                self._async_http.request, method, endpoint, json=body
+            )
         except httpx.HTTPError as error:
             raise EngineError(f"{self.url}{endpoint}: {error!r}") from error
         return self._checked(endpoint, response)

@@ -34,8 +34,15 @@ class Submission:
     run_dir: Path
     mode: Mode
     script: str
+    roles: tuple[str, ...]
     job: HetJob[Any] | None
     """None after a dry run."""
+
+    @property
+    def job_ids(self) -> dict[str, str]:
+        """Role -> what `squeue` and `scancel` call its component."""
+        jobs = self.job.components if self.job else []
+        return {role: job.job_id for role, job in zip(self.roles, jobs, strict=False)}
 
     @property
     def job_id(self) -> str | None:
@@ -68,10 +75,11 @@ def submit(config: RunConfig, *, local: bool = False, dry_run: bool = False) -> 
         config.run_dir,
     )
     text = (script.slurm_script if mode == "slurm" else script.local_script)(job, components)
+    roles = tuple(component.role for component in components)
     if dry_run:
-        return Submission(config.run_dir, mode, text, None)
+        return Submission(config.run_dir, mode, text, roles, None)
     make_run_dir(config, paths)
-    return Submission(config.run_dir, mode, text, _start(mode, job, components, paths))
+    return Submission(config.run_dir, mode, text, roles, _start(mode, job, components, paths))
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, list[Component]]:

@@ -1,0 +1,66 @@
+"""A run in words: what `submit --follow` and `status` print."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.launch import logs, status
+from relax_hpc.launch.status import RunStatus
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry.progress import duration
+
+_SHOWN = " relax_hpc.roles."
+"""Loggers whose lines tell the story of a run; the rest is in the logs."""
+
+
+def progress(run_dir: Path) -> Iterator[str]:
+    """The story of a run as it happens, until it is over."""
+    for line in logs.follow(run_dir, until=lambda: is_over(run_dir)):
+        if line.source == "job":
+            yield line.text
+        elif _SHOWN in line.text and ": " in line.text:
+            yield line.text.split(_SHOWN, 1)[1].split(": ", 1)[1]
+
+
+def is_over(run_dir: Path) -> bool:
+    return status.job_state(run_dir) not in status.ACTIVE
+
+
+def text(run: RunStatus) -> str:
+    """Components and achievements, a line each."""
+    lines = [f"{run.name}: {run.state}"]
+    lines += [
+        f"  {c.role:<9}{c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
+        + (f", on {c.nodes}" if c.nodes else "")
+        for c in run.components
+    ]
+    return "\n".join([*lines, *_achievements(run.progress, RunPaths(run.run_dir))])
+
+
+def _achievements(done: dict[str, Any], paths: RunPaths) -> list[str]:
+    count = done["trajectories"]
+    rows = [
+        ("steps", f"{done['steps_done']} of {done['num_steps']}" + _eta(done)),
+        ("held-out", f"{_score(done['heldout_before'])} before, "
+                     f"{_score(done['heldout_after'])} after"),
+        ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
+                         f"{count['trained_twice']} twice"),
+        ("staleness", f"{done['max_staleness_seen']} at most"),
+        ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),
+        ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
+            done["checksums_equal"]]),
+        ("run directory", str(paths.root)),
+    ]  # fmt: skip
+    if paths.reward_curve.exists():
+        rows.append(("reward curve", str(paths.reward_curve)))
+        rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
+    return [f"  {name:<14}{value}" for name, value in rows]
+
+
+def _eta(done: dict[str, Any]) -> str:
+    left = done["eta_s"]
+    return f", {duration(left)} to go" if left and done["steps_done"] < done["num_steps"] else ""
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
