@@ -46,6 +46,10 @@ class Trainer(Protocol):
 
     step: int
 
+    def split(self, lengths: Sequence[int]) -> list[int]:
+        """Which of the rows, given their tokens, this data-parallel rank trains on."""
+        ...
+
     @property
     def dp_rank(self) -> int: ...
     @property
@@ -70,9 +74,6 @@ class Lead(Protocol):
     def finish(self) -> None: ...
 
 
-Split = Callable[[Sequence[int], int], list[list[int]]]
-
-
 def run(
     config: RunConfig,
     world: World,
@@ -80,7 +81,6 @@ def run(
     reader: Reader,
     lead: Lead | None,
     save: Callable[[], None],
-    split: Split,
 ) -> None:
     """Trains until `num_steps`.
 
@@ -94,18 +94,13 @@ def run(
             record = world.bcast(lead.next_batch(step) if lead else None)
             index = reader.index(record)
         with timers("read"):
-            rows = split(lengths_of(index).tolist(), trainer.dp_size)[trainer.dp_rank]
+            advantages, rows = my_share(config, index, trainer)
             trajectories = reader.rows(record, rows)
             num_tokens = _global_tokens(world, trainer, trajectories)
         with timers("train"):
-            advantages = group_advantages(
-                index, config.algorithm, config.rollout.samples_per_prompt
-            )
+            loss = loss_of(config.algorithm, num_tokens)
             stats = trainer.train_step(
-                trajectories,
-                advantages[rows],
-                num_tokens=num_tokens,
-                loss=loss_of(config.algorithm, num_tokens),
+                trajectories, advantages[rows], num_tokens=num_tokens, loss=loss
             )
         with timers("publish"):
             _publish(trainer, lead)
@@ -119,9 +114,24 @@ def run(
         if lead and (last or (every and step % every == 0)):
             lead.verify()
         if lead:
-            lead.log_step(step, describe(index, step) | stats | timers.seconds)
+            lead.log_step(
+                step,
+                describe(index, step, config.rollout.samples_per_prompt) | stats | timers.seconds,
+            )
     if lead:
         lead.finish()
+
+
+def my_share(config: RunConfig, index: BatchIndex, trainer: Trainer) -> tuple[Floats, list[int]]:
+    """The advantages of all rows, and the rows that this data-parallel rank trains on.
+
+    A row without advantage (its whole group scored the same) has no gradient: it is left out, and
+    its tokens do not count in the loss's mean, as in DAPO (arXiv:2503.14476), dynamic sampling.
+    """
+    advantages = group_advantages(index, config.algorithm, config.rollout.samples_per_prompt)
+    teaching = np.flatnonzero(advantages)
+    mine = trainer.split(lengths_of(index)[teaching].tolist())
+    return advantages, teaching[mine].tolist()
 
 
 def group_advantages(index: BatchIndex, algorithm: AlgorithmConfig, siblings: int) -> Floats:
@@ -155,8 +165,9 @@ def loss_of(algorithm: AlgorithmConfig, num_tokens: int) -> Loss:
     return loss
 
 
-def describe(index: BatchIndex, step: int) -> dict[str, float]:
+def describe(index: BatchIndex, step: int, siblings: int) -> dict[str, float]:
     """What a batch was like, before anything is done with it."""
+    rewards = index.rewards.reshape(-1, siblings)
     lag = step - 1 - index.policy_version_min.astype(np.int64)
     return {
         "policy_version": step,
@@ -166,6 +177,8 @@ def describe(index: BatchIndex, step: int) -> dict[str, float]:
         "num_trajectories": len(lag),
         "num_tokens": int(lengths_of(index).sum()),
         "response/mean": float(index.response_len.mean()),
+        "groups/solved": float((rewards == 1).all(axis=1).mean()),
+        "groups/teaching": float((rewards != rewards[:, :1]).any(axis=1).mean()),
     }
 
 
@@ -179,6 +192,6 @@ def _publish(trainer: Trainer, lead: Lead | None) -> None:
 
 
 def _global_tokens(world: World, trainer: Trainer, trajectories: list[Trajectory]) -> int:
-    """Trained tokens of the whole batch; ranks of one replica hold the same rows."""
+    """Trained tokens of the batch, 1 if there are none; ranks of one replica hold the same rows."""
     own = int(sum(np.count_nonzero(row.loss_mask) for row in trajectories))
-    return sum(dict(world.allgather((trainer.dp_rank, own))).values())
+    return max(1, sum(dict(world.allgather((trainer.dp_rank, own))).values()))

@@ -8,7 +8,6 @@ from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World
 from relax_hpc.config import RunConfig
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.megatron.packing import split_over_ranks
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import actor
@@ -36,7 +35,7 @@ def main(config: RunConfig, paths: RunPaths, world: World, events: EventWriter) 
     def save() -> None:
         checkpoints.save(trainer, sequencer.position if sequencer else None)
 
-    actor.run(config, world, trainer, Reader(paths.bus), lead, save, split_over_ranks)
+    actor.run(config, world, trainer, Reader(paths.bus), lead, save)
     if lead:
         lead.close()
     world.barrier()

@@ -94,6 +94,10 @@ class MegatronTrainer:
     def tp_rank(self) -> int:
         return int(mpu.get_tensor_model_parallel_rank())
 
+    def split(self, lengths: Sequence[int]) -> list[int]:
+        """Which of the rows, given their tokens, this data-parallel rank trains on."""
+        return packing.split_over_ranks(lengths, self.dp_size)[self.dp_rank]
+
     def train_step(
         self,
         trajectories: Sequence[Trajectory],
