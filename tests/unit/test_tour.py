@@ -1,0 +1,204 @@
+"""One trajectory's tour of the house, on a laptop: real bus, real roles, fake engines."""
+
+import asyncio
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from relax_hpc import config as job_config
+from relax_hpc.bus import layout
+from relax_hpc.bus.audit import audit
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles import actor, rollout
+from relax_hpc.roles.checkpoints import Checkpoints
+from relax_hpc.roles.lead import ActorLead
+from relax_hpc.schema import FinishReason
+from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.weights.publish import Published, Verified
+
+STEPS, PROMPTS, SIBLINGS = 12, 4, 8
+
+
+class Policy:
+    """A two-token bandit shared by all fake engines. Token 1 pays; its log-odds is the weight."""
+
+    def __init__(self):
+        self.weight = torch.full((), -1.0, requires_grad=True)
+        self.served = (-1, 0.0)  # version and weight, as the fake engine holds them
+
+    @staticmethod
+    def logprobs(tokens, weight):
+        return torch.nn.functional.logsigmoid(torch.where(tokens == 1, weight, -weight))
+
+
+class FakeSampler:
+    def __init__(self, policy):
+        self.policy = policy
+
+    def version(self):
+        return self.policy.served[0]
+
+    async def sample(self, prompts, seeds, *, temperature):
+        await asyncio.sleep(0.001)
+        version, weight = self.policy.served
+        return [self._response(seed, temperature, version, weight) for seed in seeds]
+
+    def _response(self, seed, temperature, version, weight):
+        odds = torch.sigmoid(torch.tensor(weight)).item()
+        drawn = torch.rand((), generator=torch.Generator().manual_seed(seed)).item()
+        token = int(odds > 0.5) if temperature == 0 else int(drawn < odds)
+        logprob = Policy.logprobs(torch.tensor(token), torch.tensor(weight)).item()
+        return SimpleNamespace(
+            token_ids=[token], logprobs=[logprob], version_runs=[(0, version)],
+            finish=FinishReason.STOP,
+        )  # fmt: skip
+
+
+class FakeTrainer:
+    step, dp_rank, dp_size = 0, 0, 1
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.optimizer = torch.optim.SGD([policy.weight], lr=4.0)
+
+    def split(self, lengths):
+        return list(range(len(lengths)))
+
+    def train_step(self, trajectories, advantages, *, num_tokens, loss):
+        sampled = [row.token_ids[row.prompt_len] for row in trajectories]
+        now = Policy.logprobs(torch.tensor(sampled, dtype=torch.long), self.policy.weight)
+        mu = [float(row.rollout_logprobs[row.prompt_len]) for row in trajectories]
+        tokens = SimpleNamespace(
+            old_logprobs=now.detach(), rollout_logprobs=torch.tensor(mu),
+            advantages=torch.from_numpy(advantages), loss_mask=torch.ones(len(mu)).bool(),
+        )  # fmt: skip
+        value, metrics = loss(now, tokens)
+        self.optimizer.zero_grad()
+        value.backward()
+        self.optimizer.step()
+        self.step += 1
+        for row, logprob in zip(trajectories, mu, strict=True):
+            if row.policy_version_max == self.step - 1:  # sampled by the policy trained on now
+                token = torch.tensor(row.token_ids[row.prompt_len])
+                expected = Policy.logprobs(token, torch.tensor(self.policy.served[1]))
+                assert logprob == pytest.approx(expected.item(), abs=1e-6)
+        return {"loss": value.item(), "loss/approx_kl": metrics["loss/approx_kl"].item()}
+
+    def named_weights(self):
+        yield "weight", self.policy.weight
+
+    def save(self, folder):
+        (folder / "weight.json").write_text(json.dumps(self.policy.weight.item()))
+
+
+class FakePublisher:
+    def __init__(self, policy):
+        self.policy = policy
+
+    def publish(self, version, tensors):
+        ((_, weight),) = tensors
+        self.policy.served = (version, weight.item())
+        return Published(version, ["rollout-0"], [], 0.0, 0.0)
+
+    def refresh(self):
+        return []
+
+    def verify(self):
+        return Verified("x", {"rollout-0": "x"}, True)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
+    config = job_config.validate(
+        {
+            "name": "tour",
+            "run_root": str(tmp_path),
+            "model": {"path": "none"},
+            "prompts": {"train": "none", "heldout": "none"},
+            "rollout": {"samples_per_prompt": SIBLINGS, "groups_per_shard": 2},
+            "actor": {"save_every": 3},
+            "algorithm": {
+                "num_steps": STEPS,
+                "prompts_per_step": PROMPTS,
+                "max_staleness": max_staleness,
+            },
+            "eval": {"every": 4, "num_prompts": 2},
+        },
+        source="test",
+    )
+    paths, policy, world = RunPaths(config.run_dir), Policy(), SoloWorld()
+    layout.create(paths.bus, config.producers, {})
+    sequencer = Sequencer(paths.bus, config.producers, prompts_per_step=PROMPTS, position=None)
+    checkpoints = Checkpoints(paths.checkpoints, world, keep=1)
+    events = EventWriter(paths.events("actor", 0), "actor", 0)
+    trainer = FakeTrainer(policy)
+    lead = ActorLead(config, sequencer, FakePublisher(policy), checkpoints, events)
+
+    def sample_until_finished():
+        prompts = [Prompt(index=i, token_ids=[7, 8], answer="1") for i in range(STEPS * PROMPTS)]
+        with Producer(paths.bus, "rollout-0", {"run": "tour"}) as producer:
+            asyncio.run(
+                rollout.run(
+                    config,
+                    rollout.Task(0, 1),
+                    prompts,
+                    prompts[:2],
+                    FakeSampler(policy),
+                    lambda response, prompt: float(response[0] == 1),
+                    producer,
+                    CreditTail(paths.bus),
+                    EventWriter(paths.events("rollout", 0), "rollout", 0),
+                )
+            )
+
+    other = threading.Thread(target=sample_until_finished, daemon=True)
+    other.start()
+    actor.run(
+        config, world, trainer, Reader(paths.bus), lead,
+        lambda: checkpoints.save(trainer, sequencer.position),
+    )  # fmt: skip
+    other.join(timeout=20)
+    assert not other.is_alive()
+    lead.close()
+
+    found = read_events(paths.root / "events")
+    steps = [event for event in found if event["event"] == "step"]
+    assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
+    assert steps[-1]["reward/mean"] > steps[0]["reward/mean"] + 0.3
+    # old_logprobs are this very policy's at the start of a step: nothing mixes versions up
+    assert max(abs(event["loss/approx_kl"]) for event in steps) < 1e-6
+    assert max(event["staleness/max"] for event in steps) <= max_staleness
+    scores = {e["when"]: e["correct"] / e["count"] for e in found if e["event"] == "eval"}
+    assert (scores["before"], scores["after"]) == (0.0, 1.0)
+
+    counts = audit(paths.bus)
+    assert counts.planned == STEPS * PROMPTS * SIBLINGS
+    assert (counts.planned_twice, counts.duplicates, counts.dropped) == (0, 0, 0)
+    assert counts.max_staleness <= max_staleness
+    assert [c.step for c in checkpoints.complete()] == [STEPS]
+
+
+def test_a_killed_rollout_task_owes_exactly_what_is_not_committed():
+    config = SimpleNamespace(algorithm=SimpleNamespace(num_steps=2, prompts_per_step=5))
+    first, second = rollout.Task(0, 2), rollout.Task(1, 2)
+    assert list(rollout.owned_guids(config, first, {2}, start=0)) == [0, 4, 6, 8]
+    assert list(rollout.owned_guids(config, second, set(), start=4)) == [5, 7, 9]
+
+
+def test_seeds_differ_between_siblings_and_repeat_after_a_restart():
+    seeds = {rollout.seed_of(0, guid, sibling) for guid in range(50) for sibling in range(8)}
+    assert len(seeds) == 400
+    assert rollout.seed_of(0, 3, 1) == rollout.seed_of(0, 3, 1)
+    assert all(0 <= seed < 2**31 for seed in seeds)
