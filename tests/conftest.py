@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-LOCAL_SLURM = Path(__file__).parents[2] / "slurm" / "local_slurm.sh"
+LOCAL_SLURM = Path(__file__).parents[1] / "slurm" / "local_slurm.sh"
 
 
 @pytest.fixture(scope="session")
