@@ -53,7 +53,8 @@ def _rollout(
     from relax_hpc.roles import rollout_task
 
     if bootstrap == "mpi":  # tasks of this role work alone; joining only proves the world's size
-        connect(bootstrap, rank=context.rank, size=context.size, rendezvous=paths.control)
+        world = connect(bootstrap, rank=context.rank, size=context.size, rendezvous=paths.control)
+        events.emit("world", kind=type(world).__name__, size=world.size)
     rollout_task.main(config, paths, context, events)
 
 
@@ -64,4 +65,5 @@ def _actor(
 
     rendezvous = paths.rendezvous(context.start_id)
     world = connect(bootstrap, rank=context.rank, size=context.size, rendezvous=rendezvous)
+    events.emit("world", kind=type(world).__name__, size=world.size)
     actor_task.main(config, paths, world, events)

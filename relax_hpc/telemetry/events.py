@@ -1,6 +1,7 @@
 """What happened, one JSON line each: the truth of a run, of which every plot is a view.
 
-One file per role and rank, appended to by that process alone. Beside "start", "end" and "error":
+One file per role and rank, appended to by that process alone. Beside "start", "end" and "error",
+and "world" (kind, size) once the ranks of a component have found each other:
 
     actor    step     step, policy_version, reward/..., staleness/..., loss, loss/..., time/...,
                       num_trajectories, num_tokens, tokens_per_s, logprob_gap/...

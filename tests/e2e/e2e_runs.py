@@ -1,0 +1,84 @@
+"""A run as its user sees it: the console script, the run directory, and nothing else."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from relax_hpc.bus.plan import read_chain
+from relax_hpc.launch.status import ACTIVE
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry.events import read_events
+
+REPOSITORY = Path(__file__).parents[2]
+CLI = Path(sys.executable).with_name("relax-hpc")
+
+
+class Submitted(NamedTuple):
+    run_dir: Path
+    said: str
+
+
+def cli(*arguments):
+    """What the command printed; a command that fails, fails the test with its own words."""
+    answer = subprocess.run([CLI, *arguments], capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def submit(job, model_folder, *, local, **settings):
+    """Submits jobs/<job>.toml; `algorithm__num_steps=9` sets algorithm.num_steps."""
+    settings |= {
+        "model.path": model_folder / "model",
+        "prompts.train": model_folder / "train.jsonl",
+        "prompts.heldout": model_folder / "heldout.jsonl",
+    }
+    overrides = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
+    said = cli("submit", REPOSITORY / "jobs" / f"{job}.toml", *["--local"] * local, *overrides)
+    return Submitted(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]), said)
+
+
+def status(run_dir):
+    return json.loads(cli("status", run_dir, "--json"))
+
+
+def wait_until(run_dir, predicate, timeout_s):
+    """The first status of which `predicate` holds; a run that ended will not get there."""
+    deadline = time.monotonic() + timeout_s
+    while not predicate(now := status(run_dir)):
+        assert now["state"] in ACTIVE, f"{now}\n{cli('logs', run_dir)[-4000:]}"
+        assert time.monotonic() < deadline, f"{now}\n{cli('logs', run_dir)[-4000:]}"
+        time.sleep(1)
+    return now
+
+
+def is_over(now):
+    return now["state"] not in ACTIVE
+
+
+def has_done(steps):
+    return lambda now: now["progress"]["steps_done"] >= steps
+
+
+def events_of(run_dir, role=None, event=None):
+    return [
+        each
+        for each in read_events(run_dir / "events")
+        if role in (None, each["role"]) and event in (None, each["event"])
+    ]
+
+
+def planned(run_dir):
+    """(step, guids) of the valid plan."""
+    return [(step.step, step.guids) for step in read_chain(RunPaths(run_dir).bus).steps]
+
+
+def every_prompt_once(num_steps, prompts_per_step):
+    """The plan of a run in which nothing was lost, doubled or moved to another step."""
+    return [
+        (step, list(range((step - 1) * prompts_per_step, step * prompts_per_step)))
+        for step in range(1, num_steps + 1)
+    ]

@@ -1,0 +1,159 @@
+"""What is killed comes back where it was; what is cancelled ends, and nothing else does."""
+
+import os
+import signal
+import subprocess
+
+import psutil
+import pytest
+from e2e_runs import (
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    is_over,
+    planned,
+    status,
+    submit,
+    wait_until,
+)
+
+from relax_hpc.launch import record
+from relax_hpc.launch.local import processes
+
+STEPS, PROMPTS, SIBLINGS = 32, 16, 8
+
+
+def submit_small(tiny, run_root, *, local, **settings):
+    small = {
+        "run_root": run_root,
+        "algorithm.num_steps": STEPS,
+        "algorithm.prompts_per_step": PROMPTS,
+        "rollout.samples_per_prompt": SIBLINGS,
+        "rollout.groups_per_shard": 4,
+        "actor.save_every": 4,
+        "launch.restart_delay_s": 0.2,
+        "eval.every": 0,
+        "eval.num_prompts": 64,
+    }
+    return submit("demo", tiny, local=local, **small | settings).run_dir
+
+
+def newest(run_dir, role, event):
+    return events_of(run_dir, role, event)[-1]
+
+
+def kill_rollout(run_dir):
+    """Kills the task and its engine together, as the loss of their node would."""
+    engine = newest(run_dir, "rollout", "engine")
+    os.kill(engine["pid"], signal.SIGKILL)
+    os.kill(engine["engine_pid"], signal.SIGKILL)
+
+
+def shards_since(run_dir, start):
+    """Shards that a later start of rollout has committed."""
+    begun = [event["time"] for event in events_of(run_dir, "rollout", "start")][start - 1]
+    return [event for event in events_of(run_dir, "rollout", "shard") if event["time"] > begun]
+
+
+def assert_complete(run_dir, after):
+    """Nothing lost, nothing doubled, everybody at the last policy."""
+    assert after["state"] == "COMPLETED"
+    progress, total = after["progress"], STEPS * PROMPTS * SIBLINGS
+    assert progress["trajectories"]["committed"] == total
+    assert progress["trajectories"]["trained"] == total
+    assert progress["trajectories"]["trained_twice"] == 0
+    assert progress["trajectories"]["dropped"] == {"duplicates": 0, "unaccounted": 0}
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert progress["weight_versions"] == {"trainer": STEPS, "rollout-0": STEPS}
+    assert progress["checksums_equal"] is True
+
+
+def test_a_killed_rollout_and_a_killed_actor_go_on_where_they_were(tiny, tmp_path):
+    run_dir = submit_small(tiny, tmp_path, local=True)
+    try:
+        wait_until(run_dir, has_done(3), 100)
+        actor = newest(run_dir, "actor", "start")["pid"]
+        kill_rollout(run_dir)
+        done = status(run_dir)["progress"]["steps_done"]
+        # Two steps more than what was ready: the restarted engine sampled for them.
+        wait_until(run_dir, has_done(done + 3), 100)
+        assert len(events_of(run_dir, "rollout", "start")) == 2
+        assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
+        assert psutil.pid_exists(actor) and shards_since(run_dir, 2)
+
+        rollout = newest(run_dir, "rollout", "start")["pid"]
+        os.kill(actor, signal.SIGKILL)
+        wait_until(run_dir, lambda _: len(events_of(run_dir, "actor", "resume")) == 1, 100)
+        resumed = newest(run_dir, "actor", "resume")["step"]
+        assert resumed % 4 == 0 and 0 < resumed <= newest(run_dir, "actor", "step")["step"]
+        after = wait_until(run_dir, is_over, 150)
+        assert newest(run_dir, "rollout", "start")["pid"] == rollout
+        assert_complete(run_dir, after)
+    finally:
+        cli("cancel", run_dir)
+
+
+@pytest.mark.usefixtures("slurm_cluster")
+def test_a_killed_rollout_step_goes_on_under_slurm_while_the_trainer_stays(tiny, tmp_path):
+    run_dir = submit_small(tiny, tmp_path, local=False, **{"launch.profile": "local"})
+    try:
+        wait_until(run_dir, has_done(3), 100)
+        actor = newest(run_dir, "actor", "start")["pid"]
+        kill_rollout(run_dir)
+        after = wait_until(run_dir, is_over, 200)
+        assert len(events_of(run_dir, "rollout", "start")) == 2 and shards_since(run_dir, 2)
+        assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
+        assert_complete(run_dir, after)
+    finally:
+        cli("cancel", run_dir)
+
+
+def test_cancel_ends_all_of_a_run_and_nothing_else(tiny, tmp_path):
+    endless = {"algorithm.num_steps": 100000}
+    # Its run directory differs in one letter at the end: a pattern would hit both.
+    run_dir, bystander = (
+        submit_small(tiny, tmp_path, local=True, name=name, **endless) for name in ("run", "run2")
+    )
+    decoy = subprocess.Popen(["sleep", "600"])
+    try:
+        wait_until(run_dir, has_done(1), 150)
+        wait_until(bystander, has_done(1), 150)
+        started = started_by(run_dir)
+        assert len(started) >= 6, "script, two supervised steps, rollout, engine, actor"
+        cli("cancel", run_dir)
+        _, alive = psutil.wait_procs(started, timeout=5)
+        assert alive == []
+        assert not [process for process in psutil.process_iter() if names(process, run_dir)]
+        assert status(run_dir)["state"] == "CANCELLED"
+
+        assert decoy.poll() is None
+        done = status(bystander)["progress"]["steps_done"]
+        wait_until(bystander, has_done(done + 1), 60)
+        assert {each["start"] for each in events_of(bystander, event="start")} == {1}
+    finally:
+        decoy.kill()
+        decoy.wait()
+        cli("cancel", run_dir)
+        cli("cancel", bystander)
+
+
+def started_by(run_dir):
+    """Everything that runs for a run: by descent, by its own records and by its command line."""
+    launched = record.read(run_dir)
+    steps = [each for c in launched.components for each in processes(c.folder, launched.leader)]
+    events = events_of(run_dir)
+    pids = {launched.controller.pid, *(step.pid for step in steps)}
+    pids |= {event[key] for event in events for key in ("pid", "engine_pid") if key in event}
+    pids |= {child.pid for pid in set(pids) for child in psutil.Process(pid).children(True)}
+    pids |= {process.pid for process in psutil.process_iter() if names(process, run_dir)}
+    return [psutil.Process(pid) for pid in pids]
+
+
+def names(process, run_dir):
+    """Whether a command line has the run directory, or a path below it, in it."""
+    try:
+        words = " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+    return f"{run_dir} " in f"{words} " or f"{run_dir}/" in words
