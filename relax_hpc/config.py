@@ -44,8 +44,8 @@ class PromptsConfig(Section):
 
 
 class RewardConfig(Section):
-    name: Literal["boxed_number"] = "boxed_number"
-    """Which verifier scores a response."""
+    name: Literal["boxed_number", "coin"] = "boxed_number"
+    """Which verifier scores a response; `coin` scores by a hash, to exercise random weights."""
 
 
 class Resources(Section):

@@ -1,5 +1,6 @@
 """torch.distributed for one component, bootstrapped by its World."""
 
+import os
 from datetime import timedelta
 from typing import Literal
 
@@ -14,6 +15,11 @@ def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float
     Rank 0 lets its store pick a free port and tells the others: nobody guesses a port, so nobody
     can lose a race for one. GPU ranks get NCCL for CUDA tensors and gloo for CPU tensors.
     """
+    if device == "cuda":
+        # SGLang sets the same for itself. Without the first, a broadcast between a trainer and an
+        # engine fails in the engine ("invalid argument") and hangs in the trainer.
+        os.environ["NCCL_CUMEM_ENABLE"] = "0"
+        os.environ["NCCL_NVLS_ENABLE"] = "0"
     timeout = timedelta(seconds=timeout_s)
     store, address = None, None
     if world.rank == 0:

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable
 
-from relax_hpc.rewards import boxed_number
+from relax_hpc.rewards import boxed_number, coin
 
 Reward = Callable[[str, str], float]
 
-REWARDS: dict[str, Reward] = {"boxed_number": boxed_number.score}
+REWARDS: dict[str, Reward] = {
+    "boxed_number": boxed_number.score,
+    "coin": coin.score,
+}

@@ -47,3 +47,10 @@ def test_numbers_are_compared_as_numbers(box, answer, reward):
 
 def test_every_reward_a_job_can_name_exists():
     assert set(RewardConfig.model_fields["name"].annotation.__args__) == set(REWARDS)
+
+
+def test_the_coin_falls_on_both_sides_and_the_same_way_twice():
+    scores = [REWARDS["coin"](f"response {i}", "") for i in range(200)]
+    assert scores == [REWARDS["coin"](f"response {i}", "") for i in range(200)]
+    assert set(scores) == {0.0, 1.0}
+    assert 60 < sum(scores) < 140

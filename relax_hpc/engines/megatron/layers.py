@@ -5,6 +5,7 @@ Hidden states are [T, 1, h] and queries [T, 1, heads, d]: to Megatron-core a mic
 sequence, and only `PackedAttention` and `RotaryByPosition` know where its documents begin.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -148,9 +149,14 @@ class PackedAttention(nn.Module):
 
         cu, longest = rows.cu_seqlens, rows.max_length
         assert cu is not None
+        # torch 2.11 shares key heads without being told; later versions want to be.
+        known = inspect.signature(varlen_attn).parameters
+        grouped: dict[str, Any] = (
+            {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in known else {}
+        )
         out = varlen_attn(
             query, key, value, cu, cu, longest, longest,
-            scale=self.scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
+            scale=self.scale, window_size=(-1, 0), **grouped,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out
