@@ -117,7 +117,7 @@ def served_running(served: Served) -> int:
 
 @contextmanager
 def weight_group(client: EngineClient, name: str) -> Iterator[BroadcastGroup]:
-    """A gloo group of this process and one engine."""
+    """A gloo group of this process and one engine; torch takes a name once per process."""
     store = open_store("127.0.0.1", 2, timeout_s=60)
     with ThreadPoolExecutor(1) as pool:
         join = pool.submit(client.init_weights_group, "127.0.0.1", store.port, 1, 2, name, "gloo")

@@ -128,7 +128,7 @@ def test_weights_by_broadcast_and_from_disk_are_the_same_weights(engine):
     assert client.checksum() == before != from_disk
 
     weights = named_weights(target)
-    with weight_group(client, "contract") as group:
+    with weight_group(client, f"contract-{engine.kind}") as group:
         client.pause()
         send(client, group, [weights[:5], weights[5:6], weights[6:]], 7)
         client.resume()
@@ -145,7 +145,7 @@ def test_weights_by_broadcast_and_from_disk_are_the_same_weights(engine):
 def test_an_update_by_broadcast_reaches_requests_in_flight_once(engine):
     client = engine.client()
     weights = named_weights(engine.checkpoints[1])
-    with weight_group(client, "flight") as group:
+    with weight_group(client, f"flight-{engine.kind}") as group:
         with generating(engine, prompt_of(6), [1, 2, 3, 4]) as running:
             client.pause()
             send(client, group, [weights[:9], weights[9:]], 1)
@@ -165,7 +165,7 @@ def test_a_failed_update_is_an_error_and_the_next_one_works(engine):
     weights = named_weights(engine.checkpoints[1])
     # Another client: the sender that failed is gone, and its session may still be open.
     fresh = engine.client()
-    with weight_group(fresh, "second") as group:
+    with weight_group(fresh, f"second-{engine.kind}") as group:
         fresh.pause()
         send(fresh, group, [weights], 5)
         fresh.resume()
