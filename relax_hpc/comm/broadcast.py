@@ -76,6 +76,12 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leaves the group. Does not wait for the others, who may be dead."""
-        _world.pg_group_ranks.pop(self._group, None)
-        self._group.abort() if hasattr(self._group, "abort") else None
-        del self._group
+        for registry in (
+            _world.pg_map,
+            _world.pg_names,
+            _world.pg_group_ranks,
+            _world.pg_backend_config,
+        ):
+            registry.pop(self._group, None)
+        self._group.abort()
+        del self._group, self._store

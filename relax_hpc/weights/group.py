@@ -1,6 +1,7 @@
 """The communicator of the trainer and a fixed set of engines."""
 
 import itertools
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
@@ -39,8 +40,6 @@ class Receiver(Protocol):
 class MemberGroup:
     """Rank 0 is the trainer; the members follow in the order of `receivers`."""
 
-    _numbers = itertools.count()
-
     def __init__(self, receivers: dict[Member, Receiver], name: str, group: BroadcastGroup) -> None:
         self.receivers, self.name, self._group = receivers, name, group
 
@@ -62,7 +61,8 @@ class MemberGroup:
         size = 1 + sum(member.num_ranks for member in receivers)
         host, timeout_s = node_address(), config.timeout_s
         store = open_store(host, size, timeout_s=timeout_s)
-        name = f"relax-weights-{next(cls._numbers)}"
+        # An engine takes a name once, and outlives trainers.
+        name = f"relax-weights-{uuid.uuid4().hex[:8]}"
         offsets = itertools.accumulate((m.num_ranks for m in receivers), initial=1)
         joins = [
             threads.submit(
