@@ -1,0 +1,98 @@
+import multiprocessing
+
+import pytest
+import torch
+
+from relax_hpc.comm import bucket
+from relax_hpc.comm.broadcast import BroadcastGroup, open_store
+from relax_hpc.comm.world import SoloWorld, connect
+from relax_hpc.errors import PeerTimeoutError
+
+
+def tensors():
+    return [
+        ("a", torch.arange(3, dtype=torch.bfloat16)),
+        ("b", torch.randn(2, 5, generator=torch.Generator().manual_seed(0))),
+        ("c", torch.tensor([7], dtype=torch.int64)),
+    ]
+
+
+def test_a_bucket_gives_back_every_tensor_bit_for_bit_even_unaligned():
+    flat = bucket.flatten(t for _, t in tensors())
+    assert flat.dtype == torch.uint8
+    assert flat.numel() == 3 * 2 + 10 * 4 + 8  # the float32 begins at an odd place for it
+    specs = [(name, t.dtype, t.shape) for name, t in tensors()]
+    for (name, got), (wanted_name, wanted) in zip(
+        bucket.unflatten(flat, specs), tensors(), strict=True
+    ):
+        assert name == wanted_name
+        assert torch.equal(got, wanted)
+
+
+def test_buckets_keep_the_order_and_the_limit():
+    stream = [(str(i), torch.zeros(size)) for i, size in enumerate([10, 10, 30, 1, 1])]
+    cut = [[name for name, _ in b] for b in bucket.buckets(iter(stream), max_bytes=80)]
+    assert cut == [["0", "1"], ["2"], ["3", "4"]]
+
+
+def test_a_digest_sees_one_bit_and_one_name_but_not_the_order():
+    base = bucket.digest(tensors())
+    assert bucket.digest(reversed(tensors())) == base
+    changed = tensors()
+    changed[1][1][0, 0] = torch.nextafter(changed[1][1][0, 0], torch.tensor(9.0))
+    assert bucket.digest(changed) != base
+    assert bucket.digest([("A", tensors()[0][1]), *tensors()[1:]]) != base
+
+
+def agree(rank, size, rendezvous, out):
+    world = connect("files", rank=rank, size=size, rendezvous=rendezvous, timeout_s=60)
+    said = [world.bcast({"step": i} if rank == 0 else None) for i in range(3)]
+    out.put((rank, said, world.allgather(rank * 10)))
+    world.barrier()
+
+
+def test_ranks_without_mpi_agree_through_a_file(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    out = spawn.Queue()
+    ranks = [
+        spawn.Process(target=agree, args=(rank, 3, tmp_path / "rendezvous.json", out))
+        for rank in range(3)
+    ]
+    for process in ranks:
+        process.start()
+    found = sorted(out.get(timeout=90) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+    assert found == [(r, [{"step": i} for i in range(3)], [0, 10, 20]) for r in range(3)]
+
+
+def test_a_missing_rank_0_is_named(tmp_path):
+    with pytest.raises(PeerTimeoutError, match=r"rank 0 wrote no .*rendezvous"):
+        connect("files", rank=1, size=2, rendezvous=tmp_path / "rendezvous", timeout_s=0.2)
+    assert isinstance(connect("files", rank=0, size=1, rendezvous=tmp_path / "x"), SoloWorld)
+
+
+def receive(port, name, out):
+    torch.set_num_threads(1)
+    for index in range(2):
+        group = BroadcastGroup("127.0.0.1", port, 1, 2, f"{name}-{index}", "gloo", timeout_s=60)
+        received = torch.zeros(4)
+        group.broadcast(received)
+        out.put(received.tolist())
+        group.close()
+
+
+def test_groups_can_follow_each_other_between_the_same_processes():
+    spawn = multiprocessing.get_context("spawn")
+    out, store = spawn.Queue(), open_store("127.0.0.1", 2, timeout_s=60)
+    member = spawn.Process(target=receive, args=(store.port, "group", out))
+    member.start()
+    for index in range(2):
+        group = BroadcastGroup(
+            "127.0.0.1", store.port, 0, 2, f"group-{index}", "gloo", store=store, timeout_s=60
+        )
+        group.broadcast(torch.full((4,), float(index + 1)))
+        assert out.get(timeout=60) == [index + 1.0] * 4
+        group.close()
+    member.join(30)
+    assert member.exitcode == 0
