@@ -1,6 +1,7 @@
 """What a run is doing: Slurm's word on its components, joined with the facts it leaves on disk."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def collect(run_dir: Path) -> RunStatus:
         name=run_dir.name,
         mode=launched.mode,
         job_id=launched.leader,
-        state=overall([component.state for component in components]),
+        state=_state(launched, components),
         components=components,
         progress=summary.summarize(run_dir),
     )
@@ -70,7 +71,15 @@ def collect(run_dir: Path) -> RunStatus:
 
 def job_state(run_dir: Path) -> str:
     """`RunStatus.state`, without the cost of the rest."""
-    return overall([component.state for component in _components(record.read(run_dir.absolute()))])
+    launched = record.read(run_dir.absolute())
+    return _state(launched, _components(launched))
+
+
+def _state(launched: LaunchRecord, components: Sequence[ComponentStatus]) -> str:
+    state = overall([component.state for component in components])
+    if state not in ACTIVE and launched.controller is not None and launched.controller.find():
+        return "COMPLETING"  # the script is still writing the summary
+    return state
 
 
 def _components(launched: LaunchRecord) -> list[ComponentStatus]:
