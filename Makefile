@@ -2,15 +2,17 @@
 # make test    set up what the tests need, a local Slurm included, and pass them
 # make check   lint, types and the direction of imports only
 # make demo-sglang   the main job with SGLang as the engine, on CPU
+# make test-sglang   the engine contract against that SGLang, too
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+SGLANG ?= .venv-sglang
 NAME   ?= demo
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check setup setup-slurm demo-sglang clean
+.PHONY: demo test check setup setup-slurm setup-sglang demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -36,10 +38,19 @@ $(VENV)/.ready: pyproject.toml slurm/install_env.sh
 setup-slurm:
 	bash slurm/install_slurm.sh
 
-demo-sglang: setup
-	bash tests/sglang_cpu/setup.sh .venv-sglang
+demo-sglang: setup setup-sglang
 	$(BIN)/relax-hpc make-tiny models/tiny
-	.venv-sglang/bin/relax-hpc submit jobs/demo.toml --local --follow --set rollout.engine=sglang --set algorithm.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
+	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set rollout.engine=sglang --set algorithm.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
+
+test-sglang: setup setup-sglang
+	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest tests/engines -k "engine"
+
+setup-sglang: $(SGLANG)/.ready
+
+$(SGLANG)/.ready: pyproject.toml tests/sglang_cpu/setup.sh
+	PYTHON="$(PYTHON)" bash tests/sglang_cpu/setup.sh $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-sglang models
+	rm -rf $(VENV) $(SGLANG) models .cache
