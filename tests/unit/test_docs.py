@@ -1,0 +1,145 @@
+"""What README and docs/ say exists, exists: links, commands, options, paths, settings, events."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from relax_hpc.cli import app
+from relax_hpc.config import RunConfig, validate
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = typer.main.get_command(app).commands
+OURS = ("jobs", "slurm", "docs", "relax_hpc", "tests")
+
+FILES = ("json", "jsonl", "toml", "py", "md", "png", "log", "h5")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def anchors(page):
+    """Anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@each_page
+def test_every_relative_link_leads_to_a_file_and_a_heading(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in links:
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(file), f"{page.name}: {link} has no such heading"
+
+
+def code(page):
+    """Code blocks and code spans of a page, a line each."""
+    text = page.read_text()
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", prose)])
+
+
+@each_page
+def test_every_command_is_one_of_ours_and_takes_the_options_shown(page):
+    command = r"^ *relax-hpc +([a-z][a-z-]*)([^\n#]*)"
+    for verb, rest in re.findall(command, code(page), re.MULTILINE):
+        assert verb in COMMANDS, f"{page.name}: relax-hpc {verb}"
+        known = {option for parameter in COMMANDS[verb].params for option in parameter.opts}
+        assert set(re.findall(r"--[a-z-]+", rest)) <= known, f"{page.name}: relax-hpc {verb}{rest}"
+
+
+@each_page
+def test_every_make_target_is_in_the_makefile(page):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"^make ([a-z][a-z-]*)", code(page), re.MULTILINE)
+    assert set(named) <= targets, page.name
+
+
+@each_page
+def test_every_path_in_backticks_exists(page):
+    for path in re.findall(rf"`((?:{'|'.join(OURS)})/[^`\s]*)`", page.read_text()):
+        assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+@each_page
+def test_every_dotted_name_is_a_setting_or_in_the_code(page):
+    rooms = [path.stem for path in (ROOT / "relax_hpc").iterdir()] + list(RunConfig.model_fields)
+    for name in re.findall(r"`(\w+(?:\.\w+)+)(?: = [^`]*)?`", page.read_text()):
+        first, last = name.split(".")[0], name.split(".")[-1]
+        if first in rooms and last not in FILES:
+            assert is_setting(name) or is_in_the_code(name), f"{page.name}: {name}"
+
+
+def is_setting(name):
+    fields = RunConfig.model_fields
+    for key in name.split("."):
+        if key not in fields:
+            return False
+        fields = fields_of(fields[key])
+    return True
+
+
+def is_in_the_code(name):
+    """Whether `name` is a module below relax_hpc, or defined in one: class, method, function."""
+    path, rest = ROOT / "relax_hpc", name.split(".")
+    while rest and (path / rest[0]).is_dir():
+        path /= rest.pop(0)
+    if not rest or not (module := path / f"{rest.pop(0)}.py").is_file():
+        return not rest and path != ROOT / "relax_hpc"
+    text = module.read_text()
+    return all(re.search(rf"^ *(?:def|class) {part}\b|^{part}\b.*=", text, re.M) for part in rest)
+
+
+def test_the_job_in_the_readme_is_one():
+    [job] = re.findall(r"^```toml\n(.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL)
+    assert validate(tomllib.loads(job), source="README.md").actor.world_size == 2
+
+
+def fields_of(field):
+    """The keys of a section; none of a plain setting."""
+    return getattr(field.annotation, "model_fields", {})
+
+
+def test_the_table_of_events_names_what_the_code_emits_and_nothing_else():
+    sources = "".join(path.read_text() for path in (ROOT / "relax_hpc").rglob("*.py"))
+    emitted = set(re.findall(r'\.emit\(\s*"(\w+)"', sources))
+    text = (ROOT / "docs" / "operations.md").read_text()
+    described = set(re.findall(r"^\| (?:both|rollout|actor) \| `(\w+)` \|", text, re.MULTILINE))
+    assert described == emitted
+
+
+def test_defaults_in_the_algorithms_page_are_those_of_the_code():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*`) \| ([^|]+) \|", text, re.MULTILINE)
+    checked = 0
+    for keys, values in rows:
+        names = re.findall(r"`([\w.]+)`", keys)
+        if not names or not is_setting(names[0]):
+            continue
+        prefix = names[0].rsplit(".", 1)[0]
+        for name, value in zip(names, values.split(", "), strict=True):
+            section = RunConfig.model_fields
+            *path, key = (name if "." in name else f"{prefix}.{name}").split(".")
+            for part in path:
+                section = fields_of(section[part])
+            if value.strip() != "required":
+                assert str(section[key].default).lower() == str(typed(value)).lower(), name
+            else:
+                assert section[key].is_required(), name
+            checked += 1
+    assert checked > 10
+
+
+def typed(value):
+    """The TOML value in a cell of a table, as Python has it."""
+    try:
+        return int(value)
+    except ValueError:
+        return value.strip() if value.strip() in ("true", "false") else float(value)
