@@ -62,7 +62,7 @@ class RunPaths:
 
     @property
     def launch_record(self) -> Path:
-        """Which Slurm job (or local process) each component is; one line per attempt."""
+        """Which Slurm job (or local process) each component is; written once, by `submit`."""
         return self.control / "launch.json"
 
     @property

@@ -8,8 +8,9 @@ and "world" (kind, size) once the ranks of a component have found each other:
              publish  version, seconds, members, fenced
              refresh  members: engines that started since, and hold that version now
              verify   version, trainer, members: the digests; equal
-             resume   step
-    rollout  shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
+             resume, checkpoint   step
+    rollout  engine   url, engine_pid, kind
+             shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
                       policy_version_min, policy_version_max
              eval     when, version, step, correct, count: one per rank, to be added up
 """

@@ -91,10 +91,13 @@ def is_in_the_code(name):
     path, rest = ROOT / "relax_hpc", name.split(".")
     while rest and (path / rest[0]).is_dir():
         path /= rest.pop(0)
-    if not rest or not (module := path / f"{rest.pop(0)}.py").is_file():
-        return not rest and path != ROOT / "relax_hpc"
-    text = module.read_text()
-    return all(re.search(rf"^ *(?:def|class) {part}\b|^{part}\b.*=", text, re.M) for part in rest)
+    if not rest:
+        return True
+    module, *parts = rest
+    if not (path / f"{module}.py").is_file():
+        return False
+    text = (path / f"{module}.py").read_text()
+    return all(re.search(rf"^ *(?:def|class) {p}\b|^{p}\b.*=", text, re.M) for p in parts)
 
 
 def test_the_job_in_the_readme_is_one():
