@@ -29,8 +29,7 @@ check: setup
 
 setup: $(VENV)/.ready
 
-# Where there is no GPU, the CPU build of torch: the CUDA build is gigabytes. On this index the
-# version says which it is.
+# TORCH_INDEX=URL takes torch from an index of CPU wheels; see slurm/install_env.sh.
 $(VENV)/.ready: pyproject.toml slurm/install_env.sh
 	bash slurm/install_env.sh "$(PYTHON)" "$(VENV)"
 	touch $@
