@@ -10,13 +10,28 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from relax_hpc.errors import ConfigError
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
-PassThrough = dict[str, bool | int | float | str | list[Any]]
+
+
+def _no_table(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, dict):  # said once, not for every type that it might have been
+        raise ValueError("is a table; a number, a string, true, false or a list is expected")
+    return value
+
+
+PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_no_table)]]
 
 
 class Section(BaseModel):
@@ -250,7 +265,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; jobs/ holds examples") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a TOML file") from error
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not text; a TOML file is expected") from None
     if not text.strip():
@@ -258,7 +273,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: is not TOML: {error}; jobs/ holds examples") from error
 
 
 def validate(tree: dict[str, Any], *, source: str) -> RunConfig:
@@ -306,7 +321,10 @@ def _explain(error: ValidationError) -> Iterator[str]:
         elif item["type"] == "missing":
             yield f"{key}: is required; add it to the job"
         elif item["type"] == "value_error":
-            yield str(item["ctx"]["error"])
+            text = str(item["ctx"]["error"])
+            yield f"{key} = {item['input']!r}: {text}" if key else text
+        elif item["type"] == "model_type":
+            yield f"{key} = {item['input']!r}: is a table of settings; see jobs/"
         else:
             yield f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
 

@@ -2,11 +2,14 @@
 
 import difflib
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.config import RunConfig
+from relax_hpc.config import RolloutConfig, RunConfig
+from relax_hpc.engines.embedded import launch as embedded
+from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import script
 from relax_hpc.launch.jobs import output_of
@@ -15,6 +18,7 @@ from relax_hpc.prompts.source import PromptSource, read_records
 from relax_hpc.records import read_json
 
 _ARCHITECTURE = "Qwen3ForCausalLM"
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 # Slurm and submitit replace %x in file names; Slurm reads a backslash as "replace nothing".
 _REPLACED = "%\\\n"
 
@@ -32,6 +36,9 @@ def check(config: RunConfig, components: Sequence[Component], *, use_slurm: bool
     """
     check_run_dir(config.run_dir, config.name)
     check_model(config.model.path, config.actor.tensor_parallel)
+    check_weights(config.model.path)
+    check_engine(config.rollout)
+    check_transformer(config)
     check_prompts(config)
     for component in components:
         check_component(component)
@@ -69,10 +76,16 @@ def check_model(path: Path, tensor_parallel: int) -> None:
     try:
         record: dict[str, Any] | None = read_json(path / "config.json")
     except ValueError as error:
-        raise ConfigError(f"model.path = {str(path)!r}: config.json is not JSON: {error}") from None
+        raise ConfigError(
+            f"model.path = {str(path)!r}: config.json is not JSON: {error}; download it again"
+        ) from None
     if record is None:
         raise ConfigError(
             f"model.path = {str(path)!r}: has no config.json; name a Hugging Face folder"
+        )
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"model.path = {str(path)!r}: config.json is not an object; name a Hugging Face folder"
         )
     found = record.get("architectures") or [record.get("model_type", "none")]
     if _ARCHITECTURE not in found:
@@ -81,6 +94,10 @@ def check_model(path: Path, tensor_parallel: int) -> None:
             f"this version trains {_ARCHITECTURE}"
         )
     for key in ("num_attention_heads", "num_key_value_heads"):
+        if not isinstance(record.get(key), int):
+            raise ConfigError(
+                f"model.path = {str(path)!r}: config.json has no {key}; download it again"
+            )
         if record[key] % tensor_parallel:
             raise ConfigError(
                 f"actor.tensor_parallel = {tensor_parallel}: does not divide the model's "
@@ -88,20 +105,82 @@ def check_model(path: Path, tensor_parallel: int) -> None:
             )
 
 
+def check_weights(path: Path) -> None:
+    """The folder holds weights in the format that trainer and engines read."""
+    if not any((path / name).is_file() for name in _WEIGHTS):
+        raise ConfigError(
+            f"model.path = {str(path)!r}: has neither {' nor '.join(_WEIGHTS)}; "
+            "download the weights in the safetensors format"
+        )
+
+
+def check_engine(rollout: RolloutConfig) -> None:
+    """The engine's own parser takes `rollout.engine_args`."""
+    parser = {"embedded": embedded.check, "sglang": sglang.check}[rollout.engine]
+    parser(rollout.engine_args)
+
+
+def check_transformer(config: RunConfig) -> None:
+    """Megatron-core takes `actor.transformer`."""
+    if not config.actor.transformer:
+        return  # nothing to ask, and asking takes seconds: Megatron-core has to be imported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional packages it could do without
+        from relax_hpc.engines.megatron.model import read_architecture, transformer_config
+
+        transformer_config(config, read_architecture(config.model.path))
+
+
 def check_prompts(config: RunConfig) -> None:
-    """Both files are prompts, and the trainer's fit the limit once they are rendered."""
-    for path in (config.prompts.train, config.prompts.heldout):
-        read_records(path)  # most mistakes are in the files: find them before a slow import
+    """Both files are prompts, and what is made of them fits the trainer and the model."""
+    paths = {"train": config.prompts.train, "heldout": config.prompts.heldout}
+    for key, path in paths.items():
+        try:
+            read_records(path)  # most mistakes are in the files: find them before a slow import
+        except ConfigError as error:
+            raise ConfigError(f"prompts.{key}: {error}") from None
     from relax_hpc.prompts.tokenizer import load
 
-    for path in (config.prompts.train, config.prompts.heldout):
-        PromptSource(
+    tokenizer = load(config.model.path)
+    if config.prompts.chat_template and not tokenizer.chat_template:
+        raise ConfigError(
+            f"prompts.chat_template = True: the tokenizer in {config.model.path} has none; "
+            "set it to false, or add a chat_template.jinja"
+        )
+    longest = {
+        key: PromptSource(
             path,
-            load(config.model.path),
+            tokenizer,
             shuffle_seed=config.prompts.shuffle_seed,
             chat_template=config.prompts.chat_template,
             max_prompt_tokens=config.prompts.max_prompt_tokens,
         ).check()
+        for key, path in paths.items()
+    }
+    check_lengths(config, longest["train"], max(longest.values()))
+
+
+def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None:
+    """A response as long as it may become still fits: trained on, and in the model's positions.
+
+    Args:
+        config: the run.
+        longest_trained: tokens of the longest training prompt.
+        longest: tokens of the longest prompt.
+    """
+    new, budget = config.rollout.max_new_tokens, config.actor.tokens_per_micro_batch
+    if longest_trained + new > budget:
+        raise ConfigError(
+            f"actor.tokens_per_micro_batch = {budget}: the longest prompt has {longest_trained} "
+            f"tokens and rollout.max_new_tokens = {new}; use {longest_trained + new} or more"
+        )
+    architecture: dict[str, Any] = read_json(config.model.path / "config.json") or {}
+    positions = architecture.get("max_position_embeddings")
+    if positions is not None and longest + new > positions:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {new}: the longest prompt has {longest} tokens and the "
+            f"model {positions} positions; use {positions - longest} or less"
+        )
 
 
 def check_component(component: Component) -> None:

@@ -121,7 +121,8 @@ def make_run_dir(config: RunConfig, paths: RunPaths) -> None:
         ) from None
     except OSError as error:
         raise ConfigError(
-            f"run_root = {str(config.run_root)!r}: {paths.root} cannot be made: {error.strerror}"
+            f"run_root = {str(config.run_root)!r}: {paths.root} cannot be made: {error.strerror}; "
+            "choose a folder of yours that every node sees"
         ) from error
     for folder in (paths.submission, paths.control):
         folder.mkdir()

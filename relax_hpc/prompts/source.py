@@ -81,10 +81,13 @@ class PromptSource:
             self._tokenized[index] = self._tokenize(index)
         return Prompt(index, self._tokenized[index], self._records[index].answer)
 
-    def check(self) -> None:
-        """Tokenizes every prompt, so that one too long is found before anything is queued."""
-        for index in range(len(self)):
-            self.prompt(index)
+    def check(self) -> int:
+        """Tokenizes every prompt, so that one too long is found before anything is queued.
+
+        Returns:
+            Tokens of the longest.
+        """
+        return max(len(self.prompt(index).token_ids) for index in range(len(self)))
 
     def _draw_order(self, epoch: int) -> list[int]:
         order = list(range(len(self)))
@@ -128,7 +131,9 @@ def read_records(path: Path) -> list[Record]:
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; name a file of JSON lines") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror}; name a file of JSON lines"
+        ) from error
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text; JSON lines are expected") from None
     lines = enumerate(text.split("\n"), start=1)

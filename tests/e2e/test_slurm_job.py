@@ -76,8 +76,8 @@ def test_both_components_run_on_nodes_of_their_own_and_complete(finished):
 def test_the_trainer_is_one_mpi_world_of_two_and_engines_are_on_two_nodes(finished):
     run_dir = finished[0].run_dir
     worlds = events_of(run_dir, "actor", "world")
-    assert [(world["rank"], world["kind"], world["size"]) for world in worlds] \
-        in ([(0, "MpiWorld", 2), (1, "MpiWorld", 2)], [(1, "MpiWorld", 2), (0, "MpiWorld", 2)])  # fmt: skip
+    assert sorted(world["rank"] for world in worlds) == [0, 1]
+    assert {(world["kind"], world["size"]) for world in worlds} == {("MpiWorld", 2)}
     starts = events_of(run_dir, "rollout", "start")
     assert sorted(start["rank"] for start in starts) == [0, 1], "no step was started again"
 

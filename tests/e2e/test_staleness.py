@@ -1,0 +1,33 @@
+"""On-policy, one step apart or three: the bound holds, is used, and the policy learns as well."""
+
+import pytest
+from e2e_runs import cli, events_of, is_over, submit, wait_until
+
+STEPS = 24
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_the_lag_reaches_the_bound_but_never_passes_it_and_the_policy_learns(
+    tiny, tmp_path, max_staleness
+):
+    run_dir = submit(
+        "demo",
+        tiny,
+        local=True,
+        run_root=tmp_path,
+        algorithm__num_steps=STEPS,
+        algorithm__prompts_per_step=32,
+        algorithm__max_staleness=max_staleness,
+        actor__optimizer__warmup_steps=2,
+        actor__save_every=100,
+        eval__every=0,
+    ).run_dir
+    try:
+        progress = wait_until(run_dir, is_over, 200)["progress"]
+    finally:
+        cli("cancel", run_dir)
+    lags = [step["staleness/max"] for step in events_of(run_dir, "actor", "step")]
+    assert len(lags) == STEPS and max(lags) == max_staleness
+    # The plan keeps the oldest token of each batch: a witness that does not ask the trainer.
+    assert progress["max_staleness_seen"] == max_staleness
+    assert progress["heldout_after"] > 0.75, progress

@@ -1,0 +1,179 @@
+"""Whatever is wrong with a job, the command line says so in one line and starts nothing."""
+
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from relax_hpc import cli
+from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.launch.cancel import cancel
+
+JOB = """
+name = "run"
+run_root = "runs"
+
+[model]
+path = "model"
+dtype = "float32"
+
+[prompts]
+train = "train.jsonl"
+heldout = "heldout.jsonl"
+
+[algorithm]
+num_steps = 5
+prompts_per_step = 4
+"""
+PROMPT = json.dumps({"prompt": "1+1=", "answer": "2"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokens = checkpoint.tokenizer()
+    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path, model, monkeypatch):
+    """A job that would run, in the current directory; each test breaks one thing."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "model")
+    Path("job.toml").write_text(JOB)
+    for name in ("train", "heldout"):
+        Path(f"{name}.jsonl").write_text(PROMPT + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def refused(job, monkeypatch, capsys):
+    """Runs a command line that must be refused; what it said on stderr."""
+
+    def run(*arguments):
+        before = sorted(Path().rglob("*"))
+        monkeypatch.setattr(sys, "argv", ["relax-hpc", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        output, said = capsys.readouterr()
+        if end.value.code == 0 and arguments[0] == "submit":
+            cancel(job / "runs" / "run")
+        assert end.value.code == 2
+        assert output == ""
+        assert sorted(Path().rglob("*")) == before, "something was created"
+        return said.removesuffix("\n")
+
+    return run
+
+
+SETTINGS = {
+    "algorithm.max_stalenes=1": (
+        "algorithm.max_stalenes = 1: unknown key; did you mean algorithm.max_staleness?"
+    ),
+    "algorithm.max_staleness=-1": (
+        "algorithm.max_staleness = -1: input should be greater than or equal to 0"
+    ),
+    "algorithm.num_steps=many": "algorithm.num_steps = 'many': input should be a valid integer",
+    "algorithm=3": "algorithm = 3: is a table of settings; see jobs/",
+    "model.dtype=float16": "model.dtype = 'float16': input should be 'float32' or 'bfloat16'",
+    "name=a/b": "name = 'a/b': string should match pattern",
+    "rollout.engine_args.x={a=1}": "engine_args.x = {'a': 1}: is a table; a number, a string",
+    "rollout.resources.nodes=3": (
+        "rollout.num_engines = 1: does not divide over 3 nodes; use a multiple of 3"
+    ),
+    "rollout.samples_per_prompt=1": (
+        "rollout.samples_per_prompt = 1: grpo compares siblings of a prompt; use 2 or more"
+    ),
+    "actor.tensor_parallel=3": "actor.tensor_parallel = 3: does not divide the model's",
+    "actor.transformer.recompute_granularty=full": "did you mean recompute_granularity?",
+    "actor.tokens_per_micro_batch=100": (
+        "actor.tokens_per_micro_batch = 100: the longest prompt has 10 tokens and "
+        "rollout.max_new_tokens = 256; use 266 or more"
+    ),
+    "rollout.max_new_tokens=5000": (
+        "rollout.max_new_tokens = 5000: the longest prompt has 10 tokens and the model 4096 "
+        "positions; use 4086 or less"
+    ),
+    "rollout.engine_args.num_thread=2": "did you mean num_threads?",
+    "launch.profile=locl": "launch.profile = 'locl': no such profile; did you mean local?",
+    "model.path=nowhere": "no such folder; name a downloaded Hugging Face model",
+    "run_root=job.toml/runs": "job.toml is not a folder",
+    "run_root=/proc/runs": "choose a folder of yours that every node sees",
+    "prompts.train=nowhere": "nowhere: no such file; name a file of JSON lines",
+    "prompts.heldout=model": "model: cannot be read: Is a directory; name a file of JSON lines",
+    "prompts.max_prompt_tokens=2": "raise it, or remove the prompt",
+    "rollout.resources.time=soon": "rollout.resources.time = 'soon': is not a time limit; use",
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_that_cannot_work_is_answered_in_one_line(refused, setting):
+    said = refused("submit", "job.toml", "--local", "--set", setting)
+    assert SETTINGS[setting] in said and "\n" not in said
+
+
+FILES = {
+    ("job.toml", None): "no such file; jobs/ holds examples",
+    ("job.toml", b" \n"): "job.toml: is empty; a TOML file is expected, see jobs/",
+    ("job.toml", b"\x89HDF\xff"): "job.toml: is not text; a TOML file is expected",
+    ("job.toml", b"name: run"): "job.toml: is not TOML: Expected '=' after a key",
+    ("train.jsonl", b""): "train.jsonl: holds no prompts",
+    ("train.jsonl", b"\x89HDF\xff"): "train.jsonl: is not UTF-8 text; JSON lines are expected",
+    ("train.jsonl", b"1+1=\n"): "train.jsonl, line 1: is not JSON",
+    ("heldout.jsonl", b'{"prompt": "1+1="}'): "heldout.jsonl, line 1: has no answer",
+    ("model/config.json", None): "has no config.json",
+    ("model/config.json", b"[]"): "config.json is not an object; name a Hugging Face folder",
+    ("model/config.json", b"\xff"): "config.json is not JSON",
+    ("model/config.json", b'{"architectures": ["LlamaForCausalLM"]}'): "LlamaForCausalLM",
+    ("model/config.json", b'{"architectures": ["Qwen3ForCausalLM"]}'): "num_attention_heads",
+    ("model/model.safetensors", None): "download the weights in the safetensors format",
+    ("model/tokenizer.json", None): "holds no tokenizer",
+    ("model/chat_template.jinja", None): "prompts.chat_template = True: the tokenizer in",
+}
+
+
+@pytest.mark.parametrize(("path", "content"), FILES)
+def test_a_file_that_cannot_be_used_is_answered_in_one_line(refused, path, content):
+    if content is None:
+        Path(path).unlink()
+    else:
+        Path(path).write_bytes(content)
+    said = refused("submit", "job.toml", "--local")
+    assert FILES[path, content] in said and "\n" not in said
+
+
+def test_groups_of_one_are_refused_however_advantages_are_normalized(refused):
+    single = ("--set", "rollout.samples_per_prompt=1", "--set", "algorithm.normalize_std=true")
+    assert "use 2 or more" in refused("submit", "job.toml", "--local", *single)
+
+
+def test_each_mistake_has_a_line_of_its_own(refused):
+    said = refused("check", "job.toml", "--set", "sed=1", "--set", "algorithm.num_steps=0")
+    assert [line.split(": ")[1] for line in said.splitlines()] == [
+        "algorithm.num_steps = 0",
+        "sed = 1",
+    ]
+
+
+def test_a_name_in_use_is_refused_and_its_run_left_alone(refused):
+    Path("runs/run").mkdir(parents=True)
+    said = refused("submit", "job.toml", "--local")
+    assert said.startswith("name = 'run': ") and "choose another name" in said
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
+def test_a_run_that_is_not_there_is_answered_in_one_line(refused, verb):
+    assert refused(verb, "nowhere") == (
+        "nowhere: no such run; give a run directory, or a name under runs/"
+    )
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
+def test_sglang_arguments_are_checked_by_its_own_parser(refused):
+    engine = ("--set", "rollout.engine=sglang", "--set", "rollout.engine_args.tp_sise=2")
+    said = refused("submit", "job.toml", "--local", *engine)
+    assert "rollout.engine_args.tp_sise" in said and "did you mean tp_size?" in said
