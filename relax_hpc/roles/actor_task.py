@@ -18,12 +18,12 @@ from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
 
 
-def main(config: RunConfig, paths: RunPaths, world: World, events: EventWriter) -> None:
+def main(
+    config: RunConfig, paths: RunPaths, world: World, local_rank: int, events: EventWriter
+) -> None:
     """Resumes from the newest checkpoint, if there is one, and trains to the end."""
-    on_gpu = torch.cuda.is_available()
-    torch.set_num_threads(torch.get_num_threads() if on_gpu else 1)
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    init_torch(world, device="cuda" if on_gpu else "cpu")
+    device = _device(local_rank)
+    init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = MegatronTrainer(config, world, device)
     checkpoints = Checkpoints(paths.checkpoints, world, keep=config.actor.keep_checkpoints)
     resumed = checkpoints.resume(trainer)
@@ -40,6 +40,16 @@ def main(config: RunConfig, paths: RunPaths, world: World, events: EventWriter) 
         lead.close()
     world.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _device(local_rank: int) -> torch.device:
+    """This rank's GPU; Slurm shows every task of a node all GPUs of the component there."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _lead(

@@ -66,4 +66,4 @@ def _actor(
     rendezvous = paths.rendezvous(context.start_id)
     world = connect(bootstrap, rank=context.rank, size=context.size, rendezvous=rendezvous)
     events.emit("world", kind=type(world).__name__, size=world.size)
-    actor_task.main(config, paths, world, events)
+    actor_task.main(config, paths, world, context.local_rank, events)

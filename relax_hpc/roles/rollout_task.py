@@ -9,7 +9,7 @@ from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.producer import Producer
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import node_address
-from relax_hpc.config import RunConfig
+from relax_hpc.config import RolloutConfig, RunConfig
 from relax_hpc.engines.client import EngineClient, Generation
 from relax_hpc.engines.process import EngineProcess, start_engine
 from relax_hpc.paths import RunPaths
@@ -29,7 +29,7 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
         config.model.path,
         host=node_address(),
         token=secrets.token_hex(16),
-        rollout_config=config.rollout,
+        rollout_config=_on_own_gpus(config.rollout, context),
         dtype=config.model.dtype,
         log_path=paths.log("engine", str(context.rank)),
         seed=config.seed + context.rank,
@@ -106,13 +106,25 @@ class EngineSampler:
         )
 
 
+def _tp_size(rollout: RolloutConfig) -> int:
+    return int(str(rollout.engine_args.get("tp_size", 1)))
+
+
+def _on_own_gpus(rollout: RolloutConfig, context: TaskContext) -> RolloutConfig:
+    """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
+    if rollout.engine != "sglang" or not rollout.resources.gpus_per_node:
+        return rollout
+    first = {"base_gpu_id": context.local_rank * _tp_size(rollout)}
+    return rollout.model_copy(update={"engine_args": first | rollout.engine_args})
+
+
 def _member(config: RunConfig, context: TaskContext, engine: EngineProcess) -> Member:
     return Member(
         id=context.name,
         epoch=f"{context.attempt}-{context.start}",
         url=engine.url,
         token=engine.token,
-        num_ranks=int(str(config.rollout.engine_args.get("tp_size", 1))),
+        num_ranks=_tp_size(config.rollout),
         engine=config.rollout.engine,
         state="READY",
     )

@@ -19,7 +19,7 @@ from relax_hpc.comm.bucket import NamedTensors, buckets, digest
 from relax_hpc.config import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
+from relax_hpc.records import read_json, write_json
 from relax_hpc.weights import members, snapshot
 from relax_hpc.weights.group import MemberGroup, Receiver
 from relax_hpc.weights.members import Member
@@ -78,13 +78,16 @@ class Publisher:
         self._version, self._staged = -1, list[NamedTensors]()
         self._threads = ThreadPoolExecutor(max_workers=max(4, 2 * len(ids)))
         self._next_refresh = 0.0
+        self._journal = paths.control / "update.json"
+        last = read_json(self._journal)
+        self._interrupted = last is not None and not last["done"]
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
         """Brings every healthy member to `version`. Gathers first, so engines pause briefly."""
         start = time.perf_counter()
         self._version = version
         self._staged = [list(bucket) for bucket in buckets(tensors, self._config.bucket_bytes)]
-        live = self._live()
+        live = self._due(self._live())
         pause_start = time.perf_counter()
         done = self._sync(live)
         end = time.perf_counter()
@@ -106,7 +109,7 @@ class Publisher:
         known = members.read(self._paths, self._ids)
         if all(self._is_current(member) for member in known):
             return []
-        live = self._live()
+        live = self._due(self._live())
         return [] if all(self._is_current(member) for member in live) else self._sync(live)
 
     def verify(self) -> Verified:
@@ -137,6 +140,24 @@ class Publisher:
         answers = list(self._threads.map(lambda r: r.health(5.0), candidates.values()))
         return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
 
+    def _due(self, live: dict[Member, Receiver]) -> dict[Member, Receiver]:
+        """Those that are not ahead of this trainer.
+
+        After a restart from a checkpoint engines hold a policy that this trainer has yet to make
+        again. Going back would give their running requests older tokens than `max_staleness`
+        allows, so they stay where they are until the trainer has caught up. Not so if the trainer
+        before died during an update: what the engines hold then is undefined.
+        """
+        return {m: r for m, r in live.items() if self._interrupted or self._is_due(m, r)}
+
+    def _is_due(self, member: Member, receiver: Receiver) -> bool:
+        if (member.id, member.epoch) in self._holding:
+            return True
+        try:
+            return receiver.version() <= self._version
+        except EngineError:
+            return False  # it died a moment ago
+
     def _client(self, member: Member) -> Receiver:
         key = (member.id, member.epoch)
         if key not in self._clients:
@@ -144,11 +165,13 @@ class Publisher:
         return self._clients[key]
 
     def _sync(self, live: dict[Member, Receiver]) -> list[str]:
-        done = (
-            self._through_files(live)
-            if self._config.transport == "files"
-            else self._through_group(live)
-        )
+        if not live:
+            return []
+        write_json(self._journal, {"version": self._version, "done": False})
+        through = self._through_files if self._config.transport == "files" else self._through_group
+        done = through(live)
+        write_json(self._journal, {"version": self._version, "done": True})
+        self._interrupted = False
         self._holding |= {(m.id, m.epoch): self._version for m in live if m.id in done}
         return done
 
@@ -168,8 +191,6 @@ class Publisher:
     def _through_group(self, live: dict[Member, Receiver]) -> list[str]:
         if self._group and list(self._group.receivers) != list(live):
             self._drop_group()
-        if not live:
-            return []
         try:
             if self._group is None:
                 device = self._staged[0][0][1].device.type

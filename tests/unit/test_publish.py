@@ -1,0 +1,135 @@
+"""Who gets which weights: the real publisher over the `files` transport, fake engines."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from relax_hpc.config import WeightsConfig
+from relax_hpc.errors import EngineError
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.publish import Publisher
+
+
+class FakeEngine:
+    def __init__(self, version=0):
+        self.held, self.calls, self.alive, self.broken = version, [], True, False
+        self.weight = None
+
+    def health(self, timeout_s):
+        return self.alive
+
+    def version(self):
+        return self.held
+
+    def pause(self):
+        self.calls.append("pause")
+
+    def resume(self):
+        self.calls.append("resume")
+
+    def checksum(self):
+        return "x"
+
+    def update_weights_from_disk(self, path, version):
+        if self.broken:
+            raise EngineError("broken")
+        self.weight = load_file(f"{path}/model.safetensors")["w"].item()
+        self.held = version
+        self.calls.append(f"v{version}")
+
+
+@pytest.fixture
+def house(tmp_path):
+    """A publisher of two members, their engines, and a way to announce them."""
+    model, paths = tmp_path / "model", RunPaths(tmp_path / "run")
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    engines = {}
+
+    class House:
+        def __init__(self):
+            self.engines, self.paths = engines, paths
+
+        def publisher(self):
+            return Publisher(
+                WeightsConfig(transport="files"),
+                paths,
+                ["rollout-0", "rollout-1"],
+                lambda member: engines[member.id, member.epoch],
+                model_folder=model,
+            )
+
+        def start(self, member, epoch="1", version=0):
+            engines[member, epoch] = FakeEngine(version)
+            members.announce(paths, Member(member, epoch, "", "", 1, "embedded", "READY"))
+            return engines[member, epoch]
+
+    return House()
+
+
+def weights(value):
+    return iter([("w", torch.tensor(float(value)))])
+
+
+def test_every_engine_pauses_loads_and_resumes_in_this_order(house):
+    engines = [house.start("rollout-0"), house.start("rollout-1")]
+    published = house.publisher().publish(3, weights(7))
+    assert (published.members, published.fenced) == (["rollout-0", "rollout-1"], [])
+    for engine in engines:
+        assert engine.calls == ["pause", "v3", "resume"]
+        assert engine.weight == 7
+
+
+def test_an_engine_that_starts_later_gets_the_current_version_once(house):
+    publisher = house.publisher()
+    assert publisher.publish(3, weights(7)).members == []
+    late = house.start("rollout-1")
+    assert publisher.refresh(every_s=0) == ["rollout-1"]
+    assert (late.held, late.weight) == (3, 7)
+    assert publisher.refresh(every_s=0) == []
+    again = house.start("rollout-1", epoch="2")  # restarted, so it holds the first weights again
+    assert publisher.refresh(every_s=0) == ["rollout-1"]
+    assert again.held == 3
+
+
+def test_a_failed_update_fences_that_engine_until_it_restarts_and_never_resumes_it(house):
+    good, bad = house.start("rollout-0"), house.start("rollout-1")
+    bad.broken = True
+    publisher = house.publisher()
+    published = publisher.publish(1, weights(1))
+    assert (published.members, published.fenced) == (["rollout-0"], ["rollout-1"])
+    assert bad.calls == ["pause"]
+    bad.broken = False
+    assert publisher.publish(2, weights(2)).members == ["rollout-0"]
+    assert good.held == 2
+    house.start("rollout-1", epoch="2")
+    assert publisher.publish(3, weights(3)).members == ["rollout-0", "rollout-1"]
+
+
+def test_engines_do_not_go_back_when_a_trainer_resumes_from_an_older_checkpoint(house):
+    engine = house.start("rollout-0")
+    first = house.publisher()
+    first.publish(12, weights(12))
+    resumed = house.publisher()
+    assert resumed.publish(10, weights(10)).members == []
+    assert resumed.publish(11, weights(11)).members == []
+    assert (engine.held, engine.weight) == (12, 12)
+    assert resumed.publish(12, weights(12)).members == ["rollout-0"]
+    assert resumed.publish(13, weights(13)).members == ["rollout-0"]
+
+
+def test_after_a_trainer_died_in_an_update_every_engine_is_given_weights_again(house):
+    engine = house.start("rollout-0", version=12)
+    write_json(house.paths.control / "update.json", {"version": 13, "done": False})
+    resumed = house.publisher()
+    assert resumed.publish(10, weights(10)).members == ["rollout-0"]
+    assert engine.calls == ["pause", "v10", "resume"]
+
+
+def test_a_dead_engine_is_left_out_without_waiting_for_it(house):
+    house.start("rollout-0")
+    house.start("rollout-1").alive = False
+    assert house.publisher().publish(1, weights(1)).members == ["rollout-0"]
