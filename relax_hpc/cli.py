@@ -3,13 +3,16 @@
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from relax_hpc import config as job_config
 from relax_hpc.errors import ConfigError, RelaxError
+
+if TYPE_CHECKING:
+    from relax_hpc.launch.submit import Submission
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,15 +61,19 @@ def submit(
     if dry_run:
         typer.echo(submission.script)
         return
-    if submission.mode == "local" and not local:
-        typer.echo("there is no sbatch here: running on this machine")
-    for role, job_id in submission.job_ids.items():
-        typer.echo(f"{role + ':':<9}{job_id}")
-    typer.echo(f"run directory: {submission.run_dir}")
-    if follow:
-        _follow_run(submission.run_dir)
-    else:
-        typer.echo(f"next: relax-hpc status {submission.run_dir}")
+    _announce(submission, local=local, follow=follow)
+
+
+@app.command(epilog="Example:  relax-hpc resume arithmetic")
+def resume(
+    run: Run,
+    local: Annotated[bool, typer.Option(help="Run on this machine even if Slurm is here.")] = False,
+    follow: Annotated[bool, typer.Option(help="Show the steps until the run ends.")] = False,
+) -> None:
+    """Start a run again that was cancelled or gave up; it goes on from its newest checkpoint."""
+    from relax_hpc.launch.submit import resume as resume_job
+
+    _announce(resume_job(_run_dir(run), local=local), local=local, follow=follow)
 
 
 @app.command(epilog="Example:  relax-hpc status arithmetic --json | jq .trajectories")
@@ -160,6 +167,18 @@ def _run_dir(run: str) -> Path:
         if (candidate / "run.json").is_file():
             return candidate
     raise ConfigError(f"{run}: no such run; give a run directory, or a name under runs/")
+
+
+def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:
+    if submission.mode == "local" and not local:
+        typer.echo("there is no sbatch here: running on this machine")
+    for role, job_id in submission.job_ids.items():
+        typer.echo(f"{role + ':':<9}{job_id}")
+    typer.echo(f"run directory: {submission.run_dir}")
+    if follow:
+        _follow_run(submission.run_dir)
+    else:
+        typer.echo(f"next: relax-hpc status {submission.run_dir}")
 
 
 def _follow_run(run_dir: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.bus import layout
-from relax_hpc.config import Resources, RunConfig
+from relax_hpc.config import Resources, RunConfig, read_resolved
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.launch import component as task
 from relax_hpc.launch import preflight, script
@@ -34,7 +34,7 @@ class Submission:
     run_dir: Path
     mode: Mode
     script: str
-    roles: tuple[str, ...]
+    components: tuple[Component, ...]
     job: HetJob[Any] | None
     """None after a dry run."""
 
@@ -42,7 +42,7 @@ class Submission:
     def job_ids(self) -> dict[str, str]:
         """Role -> what `squeue` and `scancel` call its component."""
         jobs = self.job.components if self.job else []
-        return {role: job.job_id for role, job in zip(self.roles, jobs, strict=False)}
+        return {c.role: job.job_id for c, job in zip(self.components, jobs, strict=False)}
 
     @property
     def job_id(self) -> str | None:
@@ -61,25 +61,67 @@ def submit(config: RunConfig, *, local: bool = False, dry_run: bool = False) -> 
         ConfigError: the run cannot work; nothing was created.
         LaunchError: Slurm refused it; the run directory was removed again.
     """
-    mode: Mode = "slurm" if not local and shutil.which("sbatch") else "local"
+    mode = _mode(local=local)
     config, components = resolve(config)
     preflight.check(config, components, use_slurm=mode == "slurm")
+    plan = _plan(mode, config, components)
+    if dry_run:
+        return plan
+    paths = RunPaths(config.run_dir)
+    make_run_dir(config, paths)
+    try:
+        return _start(plan, config, paths)
+    except LaunchError:
+        shutil.rmtree(paths.root)  # made a moment ago, and nothing runs in it
+        raise
+
+
+def resume(run_dir: Path, *, local: bool = False) -> Submission:
+    """Starts a run again that ended before its last step: cancelled, out of time, or given up.
+
+    It goes on from its newest checkpoint and from what stands on its bus, with the job it was
+    submitted with.
+
+    Raises:
+        ConfigError: not a run directory, still running, or complete.
+        LaunchError: Slurm refused it.
+    """
+    from relax_hpc.launch import status  # it knows every state a job can be in
+
+    paths = RunPaths(run_dir.absolute())
+    config = read_resolved(paths.config)
+    found = status.collect(paths.root)
+    if found.state in status.ACTIVE:
+        raise ConfigError(
+            f"{run_dir}: is {found.state.lower()} as job {found.job_id}; "
+            f"cancel it first: relax-hpc cancel {run_dir}"
+        )
+    if found.state == "COMPLETED":
+        raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
+    return _start(_plan(_mode(local=local), config, place(config)), config, paths)
+
+
+def _mode(*, local: bool) -> Mode:
+    return "slurm" if not local and shutil.which("sbatch") else "local"
+
+
+def _plan(mode: Mode, config: RunConfig, components: Sequence[Component]) -> Submission:
+    """What would be submitted."""
     if mode == "local":  # MPI's ranks would need Slurm, or mpirun, to start them
         components = [replace(component, bootstrap="files") for component in components]
-    paths = RunPaths(config.run_dir)
-    job = script.Job(
+    job = _job(config)
+    text = (script.slurm_script if mode == "slurm" else script.local_script)(job, components)
+    return Submission(config.run_dir, mode, text, tuple(components), None)
+
+
+def _job(config: RunConfig) -> script.Job:
+    return script.Job(
         config.name,
-        paths.submission,
+        RunPaths(config.run_dir).submission,
         config.launch.max_restarts,
         config.launch.restart_delay_s,
         config.run_dir,
     )
-    text = (script.slurm_script if mode == "slurm" else script.local_script)(job, components)
-    roles = tuple(component.role for component in components)
-    if dry_run:
-        return Submission(config.run_dir, mode, text, roles, None)
-    make_run_dir(config, paths)
-    return Submission(config.run_dir, mode, text, roles, _start(mode, job, components, paths))
 
 
 def resolve(config: RunConfig) -> tuple[RunConfig, list[Component]]:
@@ -142,21 +184,16 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "revision": _git_revision()}
 
 
-def _start(
-    mode: Mode, job: script.Job, components: Sequence[Component], paths: RunPaths
-) -> HetJob[Any]:
+def _start(plan: Submission, config: RunConfig, paths: RunPaths) -> Submission:
+    job, components = _job(config), plan.components
     calls = [
         Call(component, task.run, (component.role, str(paths.root), component.bootstrap))
         for component in components
     ]
-    executor = (HetSlurmExecutor if mode == "slurm" else HetLocalExecutor)(job.folder)
-    try:
-        submitted: HetJob[Any] = executor.submit_het(calls, job)
-    except LaunchError:
-        shutil.rmtree(paths.root)  # made a moment ago, and nothing runs in it
-        raise
+    executor = (HetSlurmExecutor if plan.mode == "slurm" else HetLocalExecutor)(job.folder)
+    submitted: HetJob[Any] = executor.submit_het(calls, job)
     record: dict[str, Any] = {
-        "mode": mode,
+        "mode": plan.mode,
         "leader": submitted.job_id,
         "components": [
             {
@@ -173,7 +210,7 @@ def _start(
     if isinstance(submitted, LocalHetJob):
         record["controller"] = asdict(submitted.controller)
     write_json(paths.launch_record, record)
-    return submitted
+    return replace(plan, job=submitted)
 
 
 def _git_revision() -> str | None:
