@@ -100,7 +100,8 @@ class HetSlurmExecutor(SlurmExecutor):
         draft.write_text(script.slurm_script(job, [call.component for call in calls]))
         answer = output_of(["sbatch", "--parsable", str(draft)])
         if answer.returncode:
-            raise LaunchError(f"sbatch refused {draft}: {answer.stderr.strip()}")
+            words = "; ".join(answer.stderr.strip().splitlines())
+            raise LaunchError(f"sbatch refused the job: {words}; change its resources")
         leader = answer.stdout.strip().split(";")[0]  # id, or id;cluster
         name_pickles(pickles, leader)
         draft.rename(job.folder / f"{leader}_submission.sh")

@@ -84,7 +84,7 @@ def test_the_trainer_is_one_mpi_world_of_two_and_engines_are_on_two_nodes(finish
 
 def test_the_heldout_reward_rises(finished):
     progress = finished[2]["progress"]
-    assert progress["heldout_after"] > progress["heldout_before"] + 0.1, progress
+    assert progress["heldout_after"] > progress["heldout_before"] + 0.2, progress
 
 
 def test_every_trajectory_is_trained_once_within_the_staleness_bound(finished):

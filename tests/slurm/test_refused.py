@@ -1,0 +1,48 @@
+"""What the cluster cannot give is refused in one line, by the command line, and not queued."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.engines.tiny import checkpoint
+
+CLI = Path(sys.executable).with_name("relax-hpc")
+JOB = """
+name = "refused"
+model = { path = "model", dtype = "float32" }
+prompts = { train = "prompts.jsonl", heldout = "prompts.jsonl" }
+algorithm = { num_steps = 5, prompts_per_step = 4 }
+"""
+
+pytestmark = pytest.mark.usefixtures("slurm_cluster")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tokens = checkpoint.tokenizer()
+    checkpoint.save(tmp_path / "model", checkpoint.model(tokens, seed=0), tokens)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    (tmp_path / "job.toml").write_text(JOB)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("partition='mian'", "partition = 'mian': no such partition; did you mean main?"),
+        ("gpus_per_node=8", "gpus_per_node = 8: 0 nodes of partition main have as many, 1 are"),
+        ("nodes=5", "num_engines = 1: does not divide over 5 nodes; use a multiple of 5"),
+        ("sbatch=['--no-such-option']", "sbatch refused the job: sbatch: unrecognized option"),
+    ],
+)
+def test_what_the_cluster_cannot_give_is_refused(folder, setting, message):
+    command = [CLI, "submit", "job.toml", "--set", f"rollout.resources.{setting}"]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 2 and answer.stdout == ""
+    assert message in answer.stderr and answer.stderr.count("\n") == 1
+    assert not (folder / "runs" / "refused").exists()
+    queue = subprocess.run(["squeue", "-h", "-n", "refused"], capture_output=True, text=True)
+    assert (queue.returncode, queue.stdout) == (0, "")
