@@ -88,7 +88,7 @@ async def run(
     )
     while not ((credit := credits.latest()) and credit.finished):
         version = await asyncio.to_thread(sampler.version)
-        await evaluator.maybe(version)
+        await evaluator.maybe(version, trained=credit.step if credit else 0)
         while upcoming is not None and _may_start(config, upcoming, version):
             running.add(asyncio.create_task(group(upcoming)))
             upcoming = next(owed, None)
@@ -192,10 +192,14 @@ class Evaluator:
         self._sampler, self._score, self._events = sampler, score, events
         self._last: int | None = None
 
-    async def maybe(self, version: int) -> None:
-        """Evaluates the first policy seen, and then one every `eval.every` versions."""
+    async def maybe(self, version: int, *, trained: int) -> None:
+        """Evaluates the first policy seen, and then one every `eval.every` versions.
+
+        An engine that starts when steps have been `trained` holds the first policy only until it
+        is brought up to date.
+        """
         if self._last is None:
-            if version == 0:
+            if trained == 0:
                 await self._evaluate("before", version)
             self._last = version
         elif self._every and version // self._every > self._last // self._every:
