@@ -40,8 +40,8 @@ def finished(slurm_cluster, tiny, tmp_path_factory):
     )
     run_dir = submitted.run_dir
     try:
-        during = wait_until(run_dir, has_done(1), 100)
-        after = wait_until(run_dir, is_over, 180)
+        during = wait_until(run_dir, has_done(1), 300)
+        after = wait_until(run_dir, is_over, 400)
     finally:
         cli("cancel", run_dir)
     return submitted, during, after

@@ -23,7 +23,7 @@ def test_the_lag_reaches_the_bound_but_never_passes_it_and_the_policy_learns(
         eval__every=0,
     ).run_dir
     try:
-        progress = wait_until(run_dir, is_over, 200)["progress"]
+        progress = wait_until(run_dir, is_over, 400)["progress"]
     finally:
         cli("cancel", run_dir)
     lags = [step["staleness/max"] for step in events_of(run_dir, "actor", "step")]
