@@ -7,7 +7,6 @@ Lives in rank 0 of the trainer. Batches go by prompt ordinal: batch b is the gui
 import logging
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Self
 
 from relax_hpc.bus import layout
@@ -79,12 +78,7 @@ class Sequencer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import httpx
@@ -81,12 +80,7 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     # State.

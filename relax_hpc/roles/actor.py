@@ -17,7 +17,7 @@ from relax_hpc.comm.world import World
 from relax_hpc.config import AlgorithmConfig, RunConfig
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights.publish import Published, Verified
+from relax_hpc.weights.publish import Published
 
 log = logging.getLogger(__name__)
 
@@ -65,10 +65,8 @@ class Lead(Protocol):
 
     def next_batch(self, step: int) -> PlanRecord: ...
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
-    def verify(self) -> Verified: ...
-    def log_step(self, step: int, fields: dict[str, Any]) -> None: ...
-    def covered(self, step: int) -> None:
-        """A checkpoint covers `step`: no resume can need its batch or what came before."""
+    def end_step(self, step: int, fields: dict[str, Any]) -> None:
+        """Compares weights if it is time to, and logs."""
         ...
 
     def finish(self) -> None: ...
@@ -84,8 +82,8 @@ def run(
 ) -> None:
     """Trains until `num_steps`.
 
-    The order is the protocol: publish, save, and only then release. A shard is forgotten when no
-    resume can need it, so a restarted actor finds the batches after `trainer.step` on the bus.
+    The order is the protocol: publish, save, and only then release, which `save` does. A shard is
+    forgotten when no resume can need it, so a restarted actor finds its next batches on the bus.
     """
     _publish(trainer, lead)
     while trainer.step < config.algorithm.num_steps:
@@ -104,20 +102,11 @@ def run(
             )
         with timers("publish"):
             _publish(trainer, lead)
-        last = step == config.algorithm.num_steps
-        if last or step % config.actor.save_every == 0:
+        if step % config.actor.save_every == 0 or step == config.algorithm.num_steps:
             with timers("save"):
                 save()
-            if lead:
-                lead.covered(step)
-        every = config.weights.checksum_every
-        if lead and (last or (every and step % every == 0)):
-            lead.verify()
         if lead:
-            lead.log_step(
-                step,
-                describe(index, step, config.rollout.samples_per_prompt) | stats | timers.seconds,
-            )
+            lead.end_step(step, describe(config, index, step) | stats | timers.seconds)
     if lead:
         lead.finish()
 
@@ -165,9 +154,9 @@ def loss_of(algorithm: AlgorithmConfig, num_tokens: int) -> Loss:
     return loss
 
 
-def describe(index: BatchIndex, step: int, siblings: int) -> dict[str, float]:
+def describe(config: RunConfig, index: BatchIndex, step: int) -> dict[str, float]:
     """What a batch was like, before anything is done with it."""
-    rewards = index.rewards.reshape(-1, siblings)
+    rewards = index.rewards.reshape(-1, config.rollout.samples_per_prompt)
     lag = step - 1 - index.policy_version_min.astype(np.int64)
     return {
         "policy_version": step,

@@ -30,10 +30,11 @@ def main(
     if resumed:
         events.emit("resume", step=resumed.step)
     lead = _lead(config, paths, checkpoints, resumed, events) if world.rank == 0 else None
-    sequencer = lead.sequencer if lead else None
 
     def save() -> None:
-        checkpoints.save(trainer, sequencer.position if sequencer else None)
+        checkpoints.save(trainer, lead.sequencer.position if lead else None)
+        if lead:
+            lead.covered(trainer.step)
 
     actor.run(config, world, trainer, Reader(paths.bus), lead, save)
     if lead:

@@ -13,7 +13,7 @@ from relax_hpc.config import RunConfig
 from relax_hpc.roles.checkpoints import Checkpoints
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.progress import step_line
-from relax_hpc.weights.publish import Published, Publisher, Verified
+from relax_hpc.weights.publish import Published, Publisher
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,12 @@ class ActorLead:
         self._events.emit("publish", step=version, **published._asdict())
         return published
 
-    def verify(self) -> Verified:
-        verified = self._publisher.verify()
-        self._events.emit("verify", version=self.sequencer.position.step, **verified._asdict())
-        if not verified.equal:
-            log.error("engines hold other weights than the trainer: %s", verified)
-        return verified
-
-    def log_step(self, step: int, fields: dict[str, Any]) -> None:
+    def end_step(self, step: int, fields: dict[str, Any]) -> None:
+        """Compares the engines' weights with the trainer's if it is time to, and logs the step."""
+        num_steps = self._config.algorithm.num_steps
+        every = self._config.weights.checksum_every
+        if step == num_steps or (every and step % every == 0):
+            self._verify(step)
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
@@ -61,9 +59,9 @@ class ActorLead:
             self._first_step, self._start, eta_s = step, now, None
         else:
             pace = (now - self._start) / (step - self._first_step)
-            eta_s = pace * (self._config.algorithm.num_steps - step)
+            eta_s = pace * (num_steps - step)
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
-        log.info("%s", step_line({"step": step, **fields}, self._config.algorithm.num_steps, eta_s))
+        log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
 
     def covered(self, step: int) -> None:
         """Lets rollout delete what not even the oldest checkpoint that is kept can need."""
@@ -77,6 +75,12 @@ class ActorLead:
     def close(self) -> None:
         self._publisher.close()
         self.sequencer.close()
+
+    def _verify(self, version: int) -> None:
+        verified = self._publisher.verify()
+        self._events.emit("verify", version=version, **verified._asdict())
+        if not verified.equal:
+            log.error("engines hold other weights than the trainer: %s", verified)
 
     def _serve_newcomers(self) -> None:
         if members := self._publisher.refresh():

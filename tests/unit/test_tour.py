@@ -165,10 +165,12 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
 
     other = threading.Thread(target=sample_until_finished, daemon=True)
     other.start()
-    actor.run(
-        config, world, trainer, Reader(paths.bus), lead,
-        lambda: checkpoints.save(trainer, sequencer.position),
-    )  # fmt: skip
+
+    def save():
+        checkpoints.save(trainer, sequencer.position)
+        lead.covered(trainer.step)
+
+    actor.run(config, world, trainer, Reader(paths.bus), lead, save)
     other.join(timeout=20)
     assert not other.is_alive()
     lead.close()
