@@ -19,7 +19,9 @@ Array = npt.NDArray[np.generic]
 Columns = dict[str, Array]
 """Column name -> flat array; ragged columns go with the offsets named in `COLUMNS`."""
 
-Axis = Literal["row", "token", "run", "turn", "medium", "media_byte", "media_ref"]
+Axis = Literal["row", "token", "run", "turn", "routed", "medium", "media_byte", "media_ref"]
+ANY_WIDTH = -1
+"""Second dimension that depends on the model; the same throughout a run."""
 
 
 class FinishReason(IntEnum):
@@ -54,7 +56,7 @@ class Column(NamedTuple):
     writer: Role
     meaning: str
     width: int | None = None
-    """Second dimension, if there is one."""
+    """Second dimension, if there is one; `ANY_WIDTH` takes what it is given."""
     required: bool = True
 
 
@@ -62,6 +64,7 @@ OFFSETS: dict[Axis, str] = {
     "token": "index/offsets",
     "run": "index/offsets__runs",
     "turn": "index/offsets__turns",
+    "routed": "index/offsets__routed",
     "media_ref": "index/offsets__media_ref",
     "media_byte": "index/offsets__media_bytes",
 }
@@ -93,6 +96,11 @@ COLUMNS: dict[str, Column] = {
     "ragged/turns": Column(
         "int32", "turn", "rollout", "(first token of the row, 0 given | 1 sampled | 2 tool)", 2
     ),
+    # which experts a mixture of experts chose, for routing replay; the siblings of a group share the
+    # prompt's: sibling 0 holds its whole row, the others only what follows the prompt
+    "ragged/routed_experts": Column(
+        "int16", "routed", "rollout", "expert per layer and slot", ANY_WIDTH, False
+    ),
     # what it looked at: encoded bytes, once per prompt group
     "ragged/media_bytes": Column("uint8", "media_byte", "rollout", "encoded media", None, False),
     "ragged/media_ref": Column("int32", "media_ref", "rollout", "row -> medium", None, False),
@@ -112,6 +120,16 @@ def columns_of(writer: Role, *, optional: bool = False) -> dict[str, Column]:
     return {k: c for k, c in COLUMNS.items() if c.writer == writer and (c.required or optional)}
 
 
+class Medium(NamedTuple):
+    """An image, sound or film as the engine was given it: encoded, not decoded."""
+
+    kind: MediaKind
+    data: npt.NDArray[np.uint8]
+    """[bytes]"""
+    grid_thw: tuple[int, int, int] = (0, 0, 0)
+    """Patches in time, y and x; zeros where there is no such grid."""
+
+
 class Trajectory(NamedTuple):
     """One sibling of a prompt group, as the rollout role finishes it and the trainer reads it."""
 
@@ -129,6 +147,15 @@ class Trajectory(NamedTuple):
     finish: FinishReason
     reward: float
     environment: int = 0
+    media: tuple[Medium, ...] = ()
+    """What the prompt shows, in order; siblings share them, and a shard holds each once."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """[tokens, layers x experts per token]"""
+    old_logprobs: npt.NDArray[np.float32] | None = None
+    """[tokens], nats; from a sidecar of actor_fwd, as the following are from their roles."""
+    ref_logprobs: npt.NDArray[np.float32] | None = None
+    advantages: npt.NDArray[np.float32] | None = None
+    values: npt.NDArray[np.float32] | None = None
 
     @property
     def policy_version_min(self) -> int:
