@@ -1,0 +1,153 @@
+"""Who trains which rows: exact small plans, then what must hold for every long-tailed batch."""
+
+import math
+
+import numpy as np
+import pytest
+
+from relax_hpc.bus.micro_batches import imbalance, plan_micro_batches
+from relax_hpc.errors import ConfigError
+
+
+def lognormal(rng, n, cap):
+    """Siblings of a prompt resemble each other."""
+    groups = np.repeat(rng.normal(0, 0.7, -(-n // 8)), 8)[:n]
+    return np.minimum(np.exp(np.log(2500) + groups + rng.normal(0, 0.7, n)) + 32, cap).astype(int)
+
+
+def pareto(rng, n, cap):
+    return np.minimum(rng.pareto(1.2, n) * 800 + 200, cap).astype(int)
+
+
+def tokens(lengths, plan):
+    return [sum(lengths[row] for rows in rank for row in rows) for rank in plan]
+
+
+def check(lengths, plan, budget, multiple=1):
+    """What no plan may break."""
+    assert sorted(row for rank in plan for rows in rank for row in rows) == list(
+        range(len(lengths))
+    )
+    assert all(sum(lengths[row] for row in rows) <= budget for rank in plan for rows in rank)
+    counts = {len(rank) for rank in plan}
+    assert len(counts) == 1
+    assert counts.pop() % multiple == 0
+
+
+def readers(shards, plan):
+    return sum(len({shards[row] for rows in rank for row in rows}) for rank in plan)
+
+
+def test_a_plan_worked_by_hand():
+    # longest first to the rank with most room: 9 | 7, 6 -> 9, 2 | 7, 6 -> 9, 2, 2 | 7, 6;
+    # 10 tokens at a time, rank 1 needs two micro-batches, so rank 0 gets two of about a size
+    lengths = [2, 9, 6, 2, 7]
+    assert plan_micro_batches(lengths, num_ranks=2, budget=10) == [[[1], [0, 3]], [[4], [2]]]
+
+
+def test_rows_that_fill_the_budget_exactly_share_a_micro_batch():
+    assert plan_micro_batches([3, 7, 5, 2, 5, 8], num_ranks=1, budget=10) == [
+        [[0, 1], [2, 4], [3, 5]]
+    ]
+
+
+@pytest.mark.parametrize("draw", [lognormal, pareto])
+@pytest.mark.parametrize("cap", [8192, 32768])
+@pytest.mark.parametrize("num_ranks", [8, 16, 64])
+@pytest.mark.parametrize("rows_per_rank", [16, 64])
+def test_ranks_are_within_5_percent_and_few_micro_batches_are_made(
+    draw, cap, num_ranks, rows_per_rank
+):
+    for seed in range(5):
+        lengths = draw(np.random.default_rng(seed), num_ranks * rows_per_rank, cap).tolist()
+        shards = [row // 128 for row in range(len(lengths))]
+        plan = plan_micro_batches(lengths, num_ranks=num_ranks, budget=cap, shards=shards)
+        check(lengths, plan, cap)
+        mean = sum(lengths) / num_ranks
+        assert imbalance(tokens(lengths, plan)) <= max(0.05, max(lengths) / mean - 1)
+        assert len(plan[0]) <= 1.05 * math.ceil(max(mean, max(lengths)) / cap) + 1
+
+
+def test_rows_of_a_shard_stay_together_and_the_balance_does_not_suffer():
+    lengths = lognormal(np.random.default_rng(0), 1024, 32768).tolist()
+    shards = [row // 128 for row in range(1024)]  # 8 shards over 64 ranks
+    free = plan_micro_batches(lengths, num_ranks=64, budget=32768)
+    near = plan_micro_batches(lengths, num_ranks=64, budget=32768, shards=shards)
+    check(lengths, near, 32768)
+    assert readers(shards, free) > 400
+    assert readers(shards, near) <= 64 + 8  # a shard's last rank is the next one's first
+    assert imbalance(tokens(lengths, near)) <= 0.02
+
+
+def test_shards_are_torn_apart_where_the_balance_needs_it():
+    lengths, shards = [10, 10, 1, 1], [0, 0, 1, 1]  # one rank per shard would be 20 against 2
+    plan = plan_micro_batches(lengths, num_ranks=2, budget=20, shards=shards)
+    assert tokens(lengths, plan) == [11, 11]
+
+
+def test_what_earlier_portions_left_uneven_is_made_up_for():
+    load = [100, 40, 60]
+    lengths = [10] * 10  # 300 in all: 100 each
+    plan = plan_micro_batches(lengths, num_ranks=3, budget=50, load=load)
+    assert tokens(lengths, plan) == [0, 60, 40]
+    check(lengths, plan, 50)
+
+
+@pytest.mark.parametrize("num_portions", [2, 5])
+def test_the_whole_batch_is_balanced_when_it_comes_in_portions(num_portions):
+    for seed in range(5):
+        lengths = lognormal(np.random.default_rng(seed), 16 * 128, 32768).tolist()
+        load = [0] * 16
+        for part in np.array_split(np.arange(len(lengths)), num_portions):
+            portion = [lengths[row] for row in part]
+            shards = [int(row) // 128 for row in part]
+            plan = plan_micro_batches(portion, num_ranks=16, budget=32768, load=load, shards=shards)
+            check(portion, plan, 32768)
+            load = [a + b for a, b in zip(load, tokens(portion, plan), strict=True)]
+        assert imbalance(load) <= 0.05
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 4])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 7, 8, 9, 100])
+def test_ranks_have_equally_many_micro_batches_also_with_hardly_any_rows(num_rows, multiple):
+    lengths = list(range(1, num_rows + 1))
+    plan = plan_micro_batches(lengths, num_ranks=8, budget=100, count_multiple_of=multiple)
+    check(lengths, plan, 100, multiple)
+    assert len(plan) == 8
+    assert len(plan[0]) == 0 if num_rows == 0 else len(plan[0]) >= multiple
+
+
+def test_micro_batches_that_run_together_are_alike():
+    lengths = lognormal(np.random.default_rng(1), 16 * 64, 8192).tolist()
+    plan = plan_micro_batches(lengths, num_ranks=16, budget=8192)
+    sizes = [[sum(lengths[row] for row in rows) for rows in rank] for rank in plan]
+    assert all(rank == sorted(rank, reverse=True) for rank in sizes)
+    slowest = sum(max(together) for together in zip(*sizes, strict=True))
+    assert slowest <= 1.1 * sum(lengths) / 16
+
+
+def test_a_trajectory_beyond_the_budget_is_an_error_that_names_the_setting():
+    with pytest.raises(ConfigError, match=r"tokens_per_micro_batch = 10: .* 11 tokens"):
+        plan_micro_batches([3, 11], num_ranks=2, budget=10)
+
+
+def test_a_plan_depends_on_nothing_but_its_input():
+    lengths = pareto(np.random.default_rng(2), 500, 8192)
+    settings = {"num_ranks": 8, "budget": 8192, "shards": [row // 64 for row in range(500)]}
+    plan = plan_micro_batches(lengths.tolist(), **settings)
+    assert plan == plan_micro_batches(tuple(int(x) for x in lengths), **settings)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 64])
+def test_a_batch_of_16_thousand_rows_is_planned_as_well_as_a_small_one(num_ranks):
+    lengths = lognormal(np.random.default_rng(3), 16384, 32768).tolist()
+    shards = [row // 128 for row in range(16384)]
+    plan = plan_micro_batches(lengths, num_ranks=num_ranks, budget=32768, shards=shards)
+    check(lengths, plan, 32768)
+    assert len(plan[0]) <= math.ceil(sum(lengths) / num_ranks / 32768) + 1
+    assert imbalance(tokens(lengths, plan)) <= 0.01
+
+
+def test_imbalance_is_what_the_fullest_rank_has_too_much():
+    assert imbalance([12, 8, 10]) == pytest.approx(0.2)
+    assert imbalance([0, 0]) == 0.0
