@@ -4,6 +4,7 @@ A shard holds n trajectories, in whole prompt groups. `COLUMNS`, top to bottom, 
 the write permission and the documentation of the file at once; `docs/bus.md` shows the file.
 """
 
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Literal, NamedTuple, get_args
 
@@ -18,6 +19,8 @@ ROLES: tuple[Role, ...] = get_args(Role)
 Array = npt.NDArray[np.generic]
 Columns = dict[str, Array]
 """Column name -> flat array; ragged columns go with the offsets named in `COLUMNS`."""
+ColumnPieces = Mapping[str, Array | Sequence[Array]]
+"""Columns to be written; a sequence is a column in pieces, which will lie end to end."""
 
 Axis = Literal["row", "token", "run", "turn", "routed", "medium", "media_byte", "media_ref"]
 ANY_WIDTH = -1
@@ -96,17 +99,17 @@ COLUMNS: dict[str, Column] = {
     "ragged/turns": Column(
         "int32", "turn", "rollout", "(first token of the row, 0 given | 1 sampled | 2 tool)", 2
     ),
-    # which experts a mixture of experts chose, for routing replay; the siblings of a group share the
-    # prompt's: sibling 0 holds its whole row, the others only what follows the prompt
+    # which experts a mixture of experts chose, for routing replay; a sibling whose prompt went the
+    # way of sibling 0's holds only what follows the prompt
     "ragged/routed_experts": Column(
         "int16", "routed", "rollout", "expert per layer and slot", ANY_WIDTH, False
     ),
-    # what it looked at: encoded bytes, once per prompt group
+    # what it looked at: encoded bytes, each medium once in a shard
     "ragged/media_bytes": Column("uint8", "media_byte", "rollout", "encoded media", None, False),
-    "ragged/media_ref": Column("int32", "media_ref", "rollout", "row -> medium", None, False),
+    "ragged/media_ref": Column("int32", "media_ref", "rollout", "which media, 0..m-1", None, False),
     "media/kind": Column("uint8", "medium", "rollout", "schema.MediaKind", None, False),
     "media/grid_thw": Column("int32", "medium", "rollout", "patches in time, y, x", 3, False),
-    "media/xxh3": Column("uint8", "medium", "rollout", "digest of the bytes", 16, False),
+    "media/xxh3": Column("uint8", "medium", "rollout", "XXH3-128 of the bytes", 16, False),
     # what others add, each in a sidecar shard of its own
     "ragged/old_logprobs": Column("float32", "token", "actor_fwd", "log pi_old, nats"),
     "ragged/ref_logprobs": Column("float32", "token", "reference", "log pi_ref, nats"),

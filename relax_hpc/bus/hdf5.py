@@ -5,30 +5,43 @@ superblock and object headers, through h5py's file-object driver, and tells wher
 bytes belong; `bus.shard` writes both with plain system calls.
 """
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import h5py
+import hdf5plugin  # noqa: F401 - registers the filter with libhdf5
 import numpy as np
-from h5py import h5d, h5g, h5p, h5s, h5t
+from h5py import h5d, h5g, h5p, h5s, h5t, h5z
+
+from relax_hpc.bus.durable import pread_into
+from relax_hpc.schema import Array
 
 Attribute = str | int | float
 ALIGNMENT = 4096
+CHUNK_BYTES = 1 << 20
+ZSTD = 32015
+"""HDF5's registered number of the filter."""
+# Level 1 with shuffle: 0.44 of the size of routed experts at 0.8 GB/s; deflate needs nine times
+# the time for as much, higher levels and bitshuffle gain nothing.
+_ZSTD_LEVEL = 1
 
 
 class Dataset(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int, ...]
+    compressed: Array | None = None
+    """Its values, if libhdf5 shall compress them; else only its place is laid out."""
 
 
 class Skeleton(NamedTuple):
     """An HDF5 file without its payload."""
 
     extents: list[tuple[int, bytes]]
-    """(absolute offset, metadata bytes), rising, not overlapping."""
+    """(absolute offset, bytes) of metadata and compressed chunks, rising, not overlapping."""
     offsets: dict[str, int]
-    """Dataset -> absolute offset of its bytes; 0 for an empty dataset, which has none."""
+    """Dataset -> absolute offset of its bytes; 0 where there are none or they are compressed."""
     length: int
     """Length of the complete file."""
 
@@ -109,19 +122,74 @@ def lay_out(
         offsets = {d.name: _create(file, d) for d in datasets}
         for key, value in attributes.items():
             file.attrs[key] = value
-    ends = [offsets[d.name] + _nbytes(d) for d in datasets]
-    return Skeleton(sorted(sparse.extents.items()), offsets, max(sparse.length, *ends))
+    ends = [offsets[d.name] + _nbytes(d) for d in datasets if d.compressed is None]
+    return Skeleton(sorted(sparse.extents.items()), offsets, max(sparse.length, *ends, 0))
+
+
+def read_compressed(fd: int, length: int, name: str, lo: int, hi: int) -> Array:
+    """Items lo <= i < hi of a compressed dataset.
+
+    Args:
+        fd: of the open shard; its name is not looked up again.
+        length: of the file.
+
+    Raises:
+        OSError: libhdf5 found its metadata or a chunk damaged.
+    """
+    with h5py.File(_OpenFile(fd, length), "r") as file:
+        try:
+            return cast(Array, file[name][lo:hi])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise OSError(f"libhdf5: {error}") from error
+
+
+class _OpenFile:
+    """A read-only file object over a descriptor that somebody else owns."""
+
+    def __init__(self, fd: int, length: int) -> None:
+        self._fd, self._length, self._at = fd, length, 0
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, out: memoryview) -> int:
+        got = pread_into(self._fd, out, self._at)
+        self._at += got
+        return got
+
+    def read(self, size: int = -1) -> bytes:
+        data = os.pread(self._fd, self._length - self._at if size < 0 else size, self._at)
+        self._at += len(data)
+        return data
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
 
 
 def _create(file: h5py.File, dataset: Dataset) -> int:
     plist = h5p.create(h5p.DATASET_CREATE)
-    plist.set_layout(h5d.CONTIGUOUS)
-    plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # the offset must be known before any data is
+    if dataset.compressed is None:
+        plist.set_layout(h5d.CONTIGUOUS)
+        plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # the offset must be known before any data is
+    else:
+        stride = _nbytes(dataset) // max(dataset.shape[0], 1)
+        rows = min(max(CHUNK_BYTES // max(stride, 1), 1), max(dataset.shape[0], 1))
+        plist.set_chunk((rows, *dataset.shape[1:]))
+        plist.set_shuffle()
+        plist.set_filter(ZSTD, h5z.FLAG_MANDATORY, (_ZSTD_LEVEL,))
+        plist.set_fletcher32()
     plist.set_fill_time(h5d.FILL_TIME_NEVER)
     dtype = h5t.py_create(np.dtype(dataset.dtype), logical=True)
     created = h5d.create(
         file.id, dataset.name.encode(), dtype, h5s.create_simple(dataset.shape), plist
     )
+    if dataset.compressed is not None:
+        created.write(h5s.ALL, h5s.ALL, dataset.compressed)
+        return 0
     return int(created.get_offset()) if _nbytes(dataset) else 0
 
 

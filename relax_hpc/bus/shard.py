@@ -6,37 +6,64 @@ column, without libhdf5, locks or look-ups, and no byte reaches a tensor unverif
 is written last: a torn file has no magic. docs/bus.md has the tables.
 """
 
+import errno
 import json
 import os
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.bus.durable import checksum, pread_into
+from relax_hpc.bus import hdf5, media, routed
+from relax_hpc.bus.durable import block_checksums, checksum, pread_into
 from relax_hpc.bus.hdf5 import Attribute
-from relax_hpc.bus.shard_format import BLOCK, FORMAT, HEADER, MAGIC, ROW_OFFSETS, Field, ShardInfo
-from relax_hpc.errors import BusError
+from relax_hpc.bus.memory import Memory
+from relax_hpc.bus.shard_format import (
+    BLOCK,
+    CODEC,
+    FORMAT,
+    HEADER,
+    MAGIC,
+    MEDIA_AXES,
+    ROW_OFFSETS,
+    Field,
+    ShardInfo,
+)
+from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.schema import COLUMNS, OFFSETS, Array, Columns
 
 HEAD_READ = 1 << 16
+READ_BYTES = 4 << 20  # a multiple of BLOCK
+THREAD_FROM = 8 << 20
+"""Bytes of a column from which a second thread for the checksums is worth starting."""
+
+GONE = (errno.ENOENT, errno.ESTALE, errno.EIO)
 
 
 class Shard:
     """An open shard.
 
+    Args:
+        verify: compare every block read with its checksum.
+        memory: where the columns go; fresh arrays if there is none.
+
     Raises:
-        BusError: not a shard, torn, damaged or of a newer format; the message says which.
+        DamagedError: missing, not a shard, torn or corrupt; the message says which.
+        BusError: of a newer format, or it may not be read.
     """
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
+    def __init__(self, path: Path, *, verify: bool = True, memory: Memory | None = None) -> None:
         self.path = path
         self._verify = verify
+        self._memory = Memory(reuse=False) if memory is None else memory
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise BusError(f"{path}: cannot be opened: {error.strerror}") from error
+            kind = DamagedError if error.errno in GONE else BusError
+            raise kind(f"{path}: cannot be opened: {error.strerror}") from error
         try:
             self._read_head()
         except BaseException:
@@ -56,37 +83,50 @@ class Shard:
 
     @property
     def info(self) -> ShardInfo:
-        tokens = self.read(ROW_OFFSETS)[-1]
+        tokens = self._offsets(ROW_OFFSETS)[-1]
         return ShardInfo(self.uuid, self.length, self.rows, int(tokens))
 
     def read(self, name: str) -> Array:
         """The whole column `name`, or the offsets of an axis."""
-        field = self._field(name)
-        return self._bytes(name, 0, field.nbytes).view(field.dtype).reshape(field.shape)
+        return self._items(name, 0, self._field(name).shape[0])
 
     def read_rows(self, name: str, lo: int, hi: int) -> Array:
-        """Column `name` of the trajectories lo <= row < hi; one contiguous read."""
-        offsets = self._offsets_of(name)
-        if offsets is not None:
+        """Column `name` of the trajectories lo <= row < hi; one contiguous read.
+
+        Media columns count in media instead; see `read_span`.
+        """
+        column = COLUMNS.get(name)
+        if column is not None and column.axis not in ("row", "medium"):
+            offsets = self._offsets(OFFSETS[column.axis])
             lo, hi = int(offsets[lo]), int(offsets[hi])
-        field = self._field(name)
-        stride = int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
-        values = self._bytes(name, lo * stride, hi * stride).view(field.dtype)
-        return values.reshape(hi - lo, *field.shape[1:])
+        return self._items(name, lo, hi)
 
-    def read_span(self, lo: int, hi: int) -> Columns:
-        """Every column of the trajectories lo <= row < hi, as a shard of their own would hold it.
+    def read_span(self, lo: int, hi: int, columns: Collection[str] | None = None) -> Columns:
+        """The trajectories lo <= row < hi, as a shard of their own would hold them.
 
-        Media are shared between rows and are not part of it.
+        Args:
+            columns: what to read, with the offsets that go with it; everything if not given. Of
+                what is not named no byte is read.
+
+        Raises:
+            BusError: damaged, or a column that is always there is not. Optional columns that are
+                asked for and not there are left out.
         """
         span: Columns = {}
-        for name in self.fields:
-            if name in COLUMNS and COLUMNS[name].axis not in ("medium", "media_byte"):
+        axes = set()
+        names = self._named(columns)
+        for name in names:
+            axis = COLUMNS[name].axis
+            if axis not in (*MEDIA_AXES, "routed"):
                 span[name] = self.read_rows(name, lo, hi)
-        for axis in ("token", "run", "turn", "media_ref"):
-            if OFFSETS[axis] in self.fields:
-                offsets = self._offsets(OFFSETS[axis])[lo : hi + 1]
-                span[OFFSETS[axis]] = offsets - offsets[0]
+                axes.add(axis)
+        for axis in axes - {"row"}:
+            offsets = self._offsets(OFFSETS[axis])[lo : hi + 1]
+            span[OFFSETS[axis]] = offsets - offsets[0]
+        if routed.COLUMN in names:
+            span |= self._routed(lo, hi)
+        if any(COLUMNS[name].axis in MEDIA_AXES for name in names):
+            span |= self._media(lo, hi, names)
         return span
 
     def verify(self) -> None:
@@ -98,6 +138,16 @@ class Shard:
         for name in self.fields:
             self.read(name)
 
+    def _named(self, columns: Collection[str] | None) -> list[str]:
+        if columns is None:
+            return [name for name in self.fields if name in COLUMNS]
+        optional = {n for n in columns if n in COLUMNS and not COLUMNS[n].required}
+        return [self._known(n) for n in columns if n in self.fields or n not in optional]
+
+    def _known(self, name: str) -> str:
+        self._field(name)
+        return name
+
     def _field(self, name: str) -> Field:
         try:
             return self.fields[name]
@@ -105,16 +155,70 @@ class Shard:
             held = ", ".join(self.fields)
             raise BusError(f"{self.path}: has no column {name}; it holds {held}") from None
 
-    def _offsets_of(self, name: str) -> npt.NDArray[np.int64] | None:
-        column = COLUMNS.get(name)
-        if column is None or column.axis in ("row", "medium"):
-            return None
-        return self._offsets(OFFSETS[column.axis])
-
     def _offsets(self, name: str) -> npt.NDArray[np.int64]:
         if name not in self._cached_offsets:
-            self._cached_offsets[name] = self.read(name).astype(np.int64, copy=False)
+            # Kept as long as the shard is open, so not in memory that may be used again.
+            self._cached_offsets[name] = self.read(name).astype(np.int64)
         return self._cached_offsets[name]
+
+    def _routed(self, lo: int, hi: int) -> Columns:
+        """Rows of the first group get back the prompt they share with a row before the span."""
+        offsets, tokens = self._offsets(OFFSETS["routed"]), self._offsets(ROW_OFFSETS)
+        values = self.read_rows(routed.COLUMN, lo, hi)
+        ends = offsets[lo : hi + 1] - offsets[lo]
+        siblings = self.read_rows("row/sibling", lo, hi).tolist()
+        if siblings and siblings[0]:
+            alone = siblings.index(0) if 0 in siblings else hi - lo
+            prompt_lens = self.read_rows("row/prompt_len", lo, lo + alone).tolist()
+            first = int(offsets[lo - siblings[0]])
+            prompt = self._items(routed.COLUMN, first, first + max(prompt_lens))
+            lengths = np.diff(tokens[lo : lo + alone + 1])
+            values, ends = routed.complete(values, ends, prompt, prompt_lens, lengths)
+        return {routed.COLUMN: values, OFFSETS["routed"]: ends}
+
+    def _media(self, lo: int, hi: int, names: Collection[str]) -> Columns:
+        """What the rows show, numbered anew; each run of neighbouring media is one read."""
+        bounds = self._offsets(OFFSETS["media_ref"])[lo : hi + 1]
+        shown = self._items(media.REFS, int(bounds[0]), int(bounds[-1]))
+        wanted, refs = np.unique(shown, return_inverse=True)
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1) if len(wanted) else []
+        span: Columns = {
+            media.REFS: refs.astype(np.int32),
+            OFFSETS["media_ref"]: bounds - bounds[0],
+        }
+        for name in names:
+            if COLUMNS[name].axis == "medium":
+                span[name] = self.read(name)[wanted]
+        if media.BYTES in names:
+            ends = self._offsets(OFFSETS["media_byte"])
+            parts = [
+                self._items(media.BYTES, int(ends[run[0]]), int(ends[run[-1] + 1])) for run in runs
+            ]
+            span[media.BYTES] = parts[0] if len(parts) == 1 else _joined(parts)
+            sizes = np.diff(ends)[wanted]
+            span[OFFSETS["media_byte"]] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        return span
+
+    def _items(self, name: str, lo: int, hi: int) -> Array:
+        """Items lo <= i < hi of a dataset's first dimension."""
+        field = self._field(name)
+        if field.codec:
+            return self._uncompressed(name, lo, hi)
+        stride = int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
+        values = self._bytes(name, lo * stride, hi * stride).view(field.dtype)
+        return values.reshape(hi - lo, *field.shape[1:])
+
+    def _uncompressed(self, name: str, lo: int, hi: int) -> Array:
+        field = self.fields[name]
+        if field.codec != CODEC:
+            raise BusError(f"{self.path}: {name} is compressed by {field.codec}, not {CODEC}")
+        try:
+            values = hdf5.read_compressed(self._fd, self.length, name, lo, hi)
+        except OSError as error:
+            raise self._corrupt(f"{name} cannot be uncompressed ({error})") from error
+        if values.dtype != field.dtype or values.shape != (hi - lo, *field.shape[1:]):
+            raise self._corrupt(f"{name} is {values.dtype} {values.shape} to HDF5")
+        return values
 
     def _bytes(self, name: str, lo: int, hi: int) -> npt.NDArray[np.uint8]:
         """Bytes lo <= i < hi of a dataset; verifying reads the whole blocks around them."""
@@ -123,16 +227,45 @@ class Shard:
         if self._verify:
             first = lo // BLOCK * BLOCK
             last = min(-(-hi // BLOCK) * BLOCK, field.nbytes)
-        buffer = np.empty(max(last - first, 0), np.uint8)
-        step = BLOCK if self._verify else max(last - first, 1)
-        for at in range(first, last, step):
-            block = buffer.data[at - first : at - first + step]
-            if pread_into(self._fd, block, field.offset + at) < len(block):
-                raise self._torn()
-            slot = field.slot + at // BLOCK
-            if self._verify and checksum(block) != self._crcs[slot]:
-                raise self._corrupt(f"block {slot} ({name}) does not match its checksum")
+        if last <= first:
+            return np.empty(0, np.uint8)
+        buffer = self._memory.take(last - first)
+        at, end = field.offset + first, field.offset + last
+        if end <= len(self._head):
+            buffer[:] = np.frombuffer(self._head, np.uint8, last - first, at)
+            if self._verify:
+                self._check_blocks(name, first, buffer.data)
+        elif not self._verify:
+            self._fill(buffer.data, at)
+        else:
+            self._fill_verified(name, first, buffer.data)
         return buffer[lo - first : hi - first]
+
+    def _fill(self, out: memoryview, at: int) -> None:
+        if pread_into(self._fd, out, at) < len(out):
+            raise self._torn()
+
+    def _fill_verified(self, name: str, first: int, out: memoryview) -> None:
+        """Checks what was just read while it is in the cache, or beside reading if it is much."""
+        threads = len(out) >= THREAD_FROM
+        checks: list[Future[None]] = []
+        with ThreadPoolExecutor(1, "checksums") as other:  # starts no thread before it must
+            for lo in range(0, len(out), READ_BYTES if threads else BLOCK):
+                part = out[lo : lo + (READ_BYTES if threads else BLOCK)]
+                self._fill(part, self.fields[name].offset + first + lo)
+                if threads:
+                    checks.append(other.submit(self._check_blocks, name, first + lo, part))
+                else:
+                    self._check_blocks(name, first + lo, part)
+            for check in checks:
+                check.result()
+
+    def _check_blocks(self, name: str, at: int, data: memoryview) -> None:
+        slot = self.fields[name].slot + at // BLOCK
+        for found in block_checksums([data], BLOCK):
+            if found != self._crcs[slot]:
+                raise self._corrupt(f"block {slot} ({name}) does not match its checksum")
+            slot += 1
 
     def _read_head(self) -> None:
         head = bytearray(HEAD_READ)
@@ -161,6 +294,7 @@ class Shard:
         self.length, self.rows, self.uuid = int(length), int(rows), bytes(uuid).hex()
         self._crcs = np.frombuffer(bytes(body), "<u4", num_crcs, table_bytes)
         self._read_table(json.loads(body[:table_bytes]))
+        self._head = head
 
     def _read_table(self, table: dict[str, Any]) -> None:
         self.attributes: dict[str, Attribute] = table["attributes"]
@@ -170,26 +304,30 @@ class Shard:
         }
         self._cached_offsets: dict[str, npt.NDArray[np.int64]] = {}
 
-    def _no_magic(self, head: bytearray) -> BusError:
+    def _no_magic(self, head: bytearray) -> DamagedError:
         if not head:
-            return BusError(
+            return DamagedError(
                 f"{self.path}: is empty: its writer died or the disk was full; delete it"
             )
         if not any(head[: HEADER.size]):
             return self._torn()
-        return BusError(
+        return DamagedError(
             f"{self.path}: is not a shard (it starts with {bytes(head[:8])!r}); "
             "shards lie in <run>/bus/p/<producer>/e<epoch>/"
         )
 
-    def _torn(self) -> BusError:
-        return BusError(
+    def _torn(self) -> DamagedError:
+        return DamagedError(
             f"{self.path}: is torn: shorter than its header says, or its writer died; if no commit "
             "record names it, delete it; if one does, the file system lost data: restore the file"
         )
 
-    def _corrupt(self, what: str) -> BusError:
-        return BusError(
+    def _corrupt(self, what: str) -> DamagedError:
+        return DamagedError(
             f"{self.path}: is corrupt: {what}; it changed after it was committed: restore the "
             "file, or resume from a checkpoint behind it"
         )
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    return np.concatenate(parts) if parts else np.empty(0, np.uint8)

@@ -3,9 +3,12 @@
 import struct
 from typing import NamedTuple
 
-from relax_hpc.schema import COLUMNS, OFFSETS
+from relax_hpc.schema import COLUMNS, OFFSETS, Axis
 
-FORMAT = 1
+PLAIN_FORMAT = 1
+"""Of a shard without compressed columns: any reader can read it."""
+FORMAT = 2
+"""Newest format, of shards with compressed columns; a shard says the oldest that suffices."""
 MAGIC = b"\x89RLS1\r\n\x1a"  # like PNG's: catches text-mode damage
 # magic, format, user block, file length, rows, uuid, table bytes, CRC slots, CRC of both, CRC of
 # this header. These 64 bytes mean the same in every format version.
@@ -16,6 +19,9 @@ ROW_OFFSETS = "index/offsets"
 DTYPES = {name: column.dtype for name, column in COLUMNS.items()} | dict.fromkeys(
     OFFSETS.values(), "int64"
 )
+MEDIA_AXES: tuple[Axis, ...] = ("media_ref", "medium", "media_byte")
+CODEC = "shuffle+zstd+fletcher32"
+"""HDF5's filters 2, 32015 and 3, in this order; the only way a column is compressed."""
 
 
 class ShardInfo(NamedTuple):
@@ -34,7 +40,10 @@ class Field(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Absolute, of the first byte."""
+    """Absolute, of the first byte; 0 if it is empty or compressed."""
     nbytes: int
+    """Uncompressed."""
     slot: int
-    """CRC slot of its first MiB; the others follow."""
+    """CRC slot of its first MiB; the others follow. A compressed dataset has none."""
+    codec: str = ""
+    """`CODEC`, or nothing where the bytes lie in the file as they are."""

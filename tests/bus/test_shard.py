@@ -166,7 +166,7 @@ def test_any_flipped_bit_or_truncation_is_an_error_never_data(tmp_path_factory, 
 
 def newer_format(path):
     data = bytearray(path.read_bytes())
-    struct.pack_into("<I", data, 8, 2)
+    struct.pack_into("<I", data, 8, 3)
     struct.pack_into("<I", data, HEADER.size - 4, crc32c.crc32c(bytes(data[: HEADER.size - 4])))
     path.write_bytes(data)
 
@@ -176,7 +176,7 @@ def newer_format(path):
     [
         (lambda path: path.write_bytes(b""), "is empty: its writer died"),
         (lambda path: path.write_bytes(b"PK\x03\x04" + bytes(100)), "is not a shard .*shards lie"),
-        (newer_format, "is shard format 2, this relax-hpc reads up to 1"),
+        (newer_format, "is shard format 3, this relax-hpc reads up to 2"),
         (lambda path: path.write_bytes(bytes(4096)), "is torn"),
         (lambda path: os.truncate(path, path.stat().st_size - 1), "is torn"),
         (lambda path: flip(path, 20), "is corrupt: the header"),
