@@ -127,6 +127,9 @@ class ActorConfig(Section):
     data_parallel: Positive = 1
     tokens_per_micro_batch: Positive = 16384
     """Budget of one packed micro-batch; a longer trajectory is an error."""
+    portion_micro_batches: NonNegative = 4
+    """Training starts on a part of a batch once every data-parallel rank can fill this many
+    micro-batches; 0 waits for the whole batch. The update is the same."""
     save_every: Positive = 10
     """Steps between checkpoints; shards are kept until the next one."""
     keep_checkpoints: Positive = 2
@@ -148,6 +151,10 @@ class AlgorithmConfig(Section):
     """Prompt groups of one batch."""
     max_staleness: NonNegative = 1
     """Policy versions a sampled token may lag behind: 0 is on-policy, 1 overlaps one step."""
+    over_age: Literal["wait", "drop", "mask"] = "wait"
+    """Which prompt groups make up a batch. wait: its own, so no token is ever over age. drop: those
+    that are ready; a group that grew older than max_staleness is sampled again. mask: likewise, but
+    it is trained on, and its over-age tokens leave the loss."""
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
     epochs_per_step: Positive = 1

@@ -12,12 +12,15 @@ from relax_hpc.algorithms.importance import truncated_weights
 
 
 class LossOutput(NamedTuple):
-    """Adds up over micro-batches and ranks by plain summation."""
+    """Sums over tokens: they add up over micro-batches, portions and ranks.
+
+    The trainer divides by the trained tokens of the whole batch, once it has seen them all.
+    """
 
     loss: Tensor
-    """[] carries the gradient; already divided by the tokens of the global batch."""
+    """[] carries the gradient."""
     metrics: dict[str, Tensor]
-    """[] each, no gradient; already divided likewise."""
+    """[] each, no gradient."""
 
 
 def grpo(
@@ -27,14 +30,13 @@ def grpo(
     advantages: Tensor,
     mask: Tensor,
     *,
-    num_tokens: int,
     clip_low: float,
     clip_high: float,
     importance_cap: float,
 ) -> LossOutput:
     """Token-level clipped surrogate with clip-higher and truncated importance weights.
 
-        loss = -1/N sum_t m_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
+        loss = -sum_t m_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
         r_t  = exp(logprobs_t - old_logprobs_t)
         w_t  = min(exp(old_logprobs_t - rollout_logprobs_t), importance_cap)
 
@@ -44,14 +46,12 @@ def grpo(
         rollout_logprobs: [T] nats, recorded by the engine.
         advantages: [T].
         mask: [T] bool, True on trained tokens.
-        num_tokens: N, trained tokens of the global batch (all ranks, all micro-batches), so that
-            gradient accumulation equals one large batch.
         clip_low: in (0, 1).
         clip_high: > 0.
         importance_cap: > 0.
 
     Source: GRPO (arXiv:2402.03300); token-level normalisation and clip-higher from DAPO
-    (arXiv:2503.14476), whose sum runs over a prompt group and ours over the whole batch.
+    (arXiv:2503.14476), whose mean runs over a prompt group and ours over the whole batch.
     """
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
@@ -59,12 +59,12 @@ def grpo(
     weights = truncated_weights(old_logprobs, rollout_logprobs, mask, cap=importance_cap)
     advantages = torch.where(mask, advantages, 0.0)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    loss = -(weights * surrogate * mask).sum() / num_tokens
+    loss = -(weights * surrogate * mask).sum()
     with torch.no_grad():
         metrics = {
-            "loss/clip_fraction": ((clipped != ratio) & mask).sum() / num_tokens,
-            "loss/approx_kl": ((ratio - 1 - log_ratio) * mask).sum() / num_tokens,
-            "loss/importance_mean": (weights * mask).sum() / num_tokens,
-            "loss/importance_capped": ((weights >= importance_cap) & mask).sum() / num_tokens,
+            "loss/clip_fraction": ((clipped != ratio) & mask).sum(),
+            "loss/approx_kl": ((ratio - 1 - log_ratio) * mask).sum(),
+            "loss/importance_mean": (weights * mask).sum(),
+            "loss/importance_capped": ((weights >= importance_cap) & mask).sum(),
         }
     return LossOutput(loss, metrics)

@@ -1,5 +1,9 @@
 """The one rule that couples rollout to training. Pure arithmetic."""
 
+import numpy as np
+
+from relax_hpc.schema import Trajectory
+
 
 def may_start_batch(batch: int, *, policy_version: int, max_staleness: int) -> bool:
     """Whether rollout may start generating the batch that optimizer step `batch` will train on.
@@ -21,3 +25,19 @@ def may_start_batch(batch: int, *, policy_version: int, max_staleness: int) -> b
 def staleness(step: int, policy_version: int) -> int:
     """Policy versions that a token sampled by `policy_version` lags behind when `step` trains."""
     return step - 1 - policy_version
+
+
+def mask_over_age(trajectory: Trajectory, *, step: int, max_staleness: int) -> Trajectory:
+    """Takes the tokens that are more than `max_staleness` stale in `step` out of the loss.
+
+    What they say stays: later tokens were sampled after them.
+    """
+    starts, versions = trajectory.version_runs.reshape(-1, 2).T
+    fresh = versions >= step - 1 - max_staleness
+    if fresh.all():
+        return trajectory
+    ends = np.append(starts[1:], len(trajectory.token_ids))
+    loss_mask = trajectory.loss_mask.copy()
+    for first, end in zip(starts[~fresh], ends[~fresh], strict=True):
+        loss_mask[first:end] = 0
+    return trajectory._replace(loss_mask=loss_mask)

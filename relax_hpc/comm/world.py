@@ -10,17 +10,15 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
 from relax_hpc.errors import LaunchError, PeerTimeoutError
 from relax_hpc.records import read_json, write_json
 
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
 _POLL_S = 0.05
+_MPI_PIECE = 1 << 30  # MPI counts bytes in an int
 
 
 class World(Protocol):
@@ -39,6 +37,10 @@ class World(Protocol):
 
     def barrier(self) -> None: ...
 
+    def split(self, color: int) -> "World":
+        """The world of the ranks that give the same `color`, in the same order."""
+        ...
+
 
 class SoloWorld:
     """A world of one: nothing to agree on."""
@@ -53,36 +55,52 @@ class SoloWorld:
 
     def barrier(self) -> None: ...
 
+    def split(self, color: int) -> World:
+        return self
+
 
 class MpiWorld:
-    """COMM_WORLD of the step that Slurm started."""
+    """The ranks of an MPI communicator."""
 
-    def __init__(self, expected_size: int) -> None:
+    def __init__(self, comm: Any) -> None:  # noqa: ANN401
+        self._comm = comm
+        self.rank, self.size = comm.rank, comm.size
+
+    @classmethod
+    def of_step(cls, expected_size: int) -> Self:
+        """COMM_WORLD of the step that Slurm started."""
         from mpi4py import MPI  # initialises MPI: only ranks of an MPI step may import it
 
-        self._comm = MPI.COMM_WORLD
-        self.rank, self.size = self._comm.rank, self._comm.size
-        if self.size != expected_size:
+        world = cls(MPI.COMM_WORLD)
+        if world.size != expected_size:
             raise LaunchError(
-                f"MPI sees {self.size} ranks where the launcher started {expected_size}: "
+                f"MPI sees {world.size} ranks where the launcher started {expected_size}: "
                 "resources.mpi does not fit this MPI library; "
                 "use pmix for Open MPI, pmi2 for MPICH (srun --mpi=list)"
             )
+        return world
 
     def bcast(self, value: Any) -> Any:  # noqa: ANN401
+        if self.size == 1:
+            return value
         content = pickle.dumps(value) if self.rank == 0 else b""
         size = np.array([len(content)], dtype=np.int64)
         self._wait(self._comm.Ibcast(size, root=0))
-        buffer = bytearray(content) if self.rank == 0 else bytearray(int(size[0]))
-        self._wait(self._comm.Ibcast(buffer, root=0))
+        buffer = memoryview(bytearray(content) if self.rank == 0 else bytearray(int(size[0])))
+        for first in range(0, len(buffer), _MPI_PIECE):
+            self._wait(self._comm.Ibcast(buffer[first : first + _MPI_PIECE], root=0))
         return value if self.rank == 0 else pickle.loads(buffer)  # written by our own rank 0
 
     def allgather(self, value: Any) -> list[Any]:  # noqa: ANN401
         self.barrier()
-        return self._comm.allgather(value)
+        return list(self._comm.allgather(value))
 
     def barrier(self) -> None:
         self._wait(self._comm.Ibarrier())
+
+    def split(self, color: int) -> World:
+        self.barrier()
+        return MpiWorld(self._comm.Split(color, self.rank))
 
     @staticmethod
     def _wait(request: Any) -> None:  # noqa: ANN401
@@ -94,42 +112,63 @@ class MpiWorld:
 
 
 class StoreWorld:
-    """Ranks joined through a TCP store of rank 0, found by a record on the shared file system."""
+    """Ranks that meet in a TCP store. Whoever is the last to read a value deletes it."""
 
-    def __init__(self, rank: int, size: int, rendezvous: Path, *, timeout_s: float) -> None:
+    def __init__(self, rank: int, size: int, store: Any) -> None:  # noqa: ANN401
         self.rank, self.size = rank, size
-        self._timeout_s, self._calls = timeout_s, 0
-        self._store: Any = self._connect(rendezvous)  # its stub allows str values only
+        self._store, self._calls = store, 0  # torch's stub of a store allows str values only
 
-    def _connect(self, rendezvous: Path) -> "TCPStore":
+    @classmethod
+    def join(cls, rank: int, size: int, rendezvous: Path, *, timeout_s: float) -> Self:
+        """Finds rank 0's store by a record on the shared file system; rank 0 makes both."""
         from torch.distributed import TCPStore
 
-        timeout = timedelta(seconds=self._timeout_s)
-        if self.rank == 0:
+        timeout = timedelta(seconds=timeout_s)
+        if rank == 0:
             host = node_address()
             store = TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
             write_json(rendezvous, {"host": host, "port": store.port})
-            return store
-        record = wait_for_record(rendezvous, timeout_s=self._timeout_s, peer="rank 0")
-        return TCPStore(record["host"], record["port"], None, False, timeout)
+            return cls(rank, size, store)
+        record = wait_for_record(rendezvous, timeout_s=timeout_s, peer="rank 0")
+        return cls(rank, size, TCPStore(record["host"], record["port"], None, False, timeout))
 
     def bcast(self, value: Any) -> Any:  # noqa: ANN401
-        self._calls += 1
-        key = f"bcast/{self._calls}"
+        key = self._next_key()
         if self.rank == 0:
-            self._store.set(key, pickle.dumps(value))
+            if self.size > 1:
+                self._store.set(key, pickle.dumps(value))
             return value
-        return pickle.loads(self._store.get(key))  # written by our own rank 0
+        content = self._store.get(key)
+        self._read(key, [key], readers=self.size - 1)
+        return pickle.loads(content)  # written by our own rank 0
 
     def allgather(self, value: Any) -> list[Any]:  # noqa: ANN401
-        self._calls += 1
-        self._store.set(f"gather/{self._calls}/{self.rank}", pickle.dumps(value))
-        keys = [f"gather/{self._calls}/{rank}" for rank in range(self.size)]
-        values = [pickle.loads(self._store.get(key)) for key in keys]
-        return values
+        key = self._next_key()
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], pickle.dumps(value))
+        contents = self._store.multi_get(keys)
+        self._read(key, keys, readers=self.size)
+        return [pickle.loads(content) for content in contents]
 
     def barrier(self) -> None:
         self.allgather(None)
+
+    def split(self, color: int) -> World:
+        from torch.distributed import PrefixStore
+
+        members = [rank for rank, other in enumerate(self.allgather(color)) if other == color]
+        store = PrefixStore(f"split/{self._calls}/{color}", self._store)
+        return StoreWorld(members.index(self.rank), len(members), store)
+
+    def _next_key(self) -> str:
+        self._calls += 1
+        return str(self._calls)
+
+    def _read(self, key: str, keys: list[str], *, readers: int) -> None:
+        counter = f"{key}/readers"
+        if self._store.add(counter, 1) == readers:
+            for done in [*keys, counter]:
+                self._store.delete_key(done)
 
 
 def connect(
@@ -148,8 +187,10 @@ def connect(
         PeerTimeoutError: rank 0 did not write the rendezvous record.
     """
     if bootstrap == "mpi":
-        return MpiWorld(size)
-    return SoloWorld() if size == 1 else StoreWorld(rank, size, rendezvous, timeout_s=timeout_s)
+        return MpiWorld.of_step(size)
+    return (
+        SoloWorld() if size == 1 else StoreWorld.join(rank, size, rendezvous, timeout_s=timeout_s)
+    )
 
 
 def wait_for_record(path: Path, *, timeout_s: float, peer: str) -> Any:  # noqa: ANN401

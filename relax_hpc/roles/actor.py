@@ -1,28 +1,23 @@
-"""The actor role: trains on batches in their order and publishes every new policy."""
+"""The actor role: trains on batches in their order, each portion as soon as it is there."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from relax_hpc.algorithms.advantages import group_relative
 from relax_hpc.algorithms.losses import LossOutput, grpo
 from relax_hpc.bus.plan import PlanRecord
-from relax_hpc.bus.reader import BatchIndex, Reader
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
 from relax_hpc.config import AlgorithmConfig, RunConfig
+from relax_hpc.roles.portions import Batch, Floats, Portion, Share, share_of
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published
 
 log = logging.getLogger(__name__)
-
-
-Floats = npt.NDArray[np.floating]
 
 
 class Tokens(Protocol):
@@ -46,24 +41,29 @@ class Trainer(Protocol):
 
     step: int
 
-    def split(self, lengths: Sequence[int]) -> list[int]:
-        """Which of the rows, given their tokens, this data-parallel rank trains on."""
-        ...
-
     @property
     def dp_rank(self) -> int: ...
-    @property
-    def dp_size(self) -> int: ...
-    def train_step(
-        self, trajectories: Sequence[Trajectory], advantages: Floats, *, num_tokens: int, loss: Loss
-    ) -> dict[str, float]: ...
+    def accumulate(
+        self,
+        trajectories: Sequence[Trajectory],
+        micro_batches: Sequence[Sequence[int]],
+        advantages: Floats,
+        loss: Loss,
+    ) -> None:
+        """Adds the gradient of a part of the batch; `micro_batches` index `trajectories`."""
+        ...
+
+    def update(self) -> dict[str, float]:
+        """Turns policy `step` into `step` + 1 by what was accumulated."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class Lead(Protocol):
     """What only rank 0 does: decide batches, serve engines, keep the record."""
 
-    def next_batch(self, step: int) -> PlanRecord: ...
+    def next_portion(self, step: int) -> PlanRecord: ...
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
     def end_step(self, step: int, fields: dict[str, Any]) -> None:
         """Compares weights if it is time to, and logs."""
@@ -82,60 +82,38 @@ def run(
 ) -> None:
     """Trains until `num_steps`.
 
-    The order is the protocol: publish, save, and only then release, which `save` does. A shard is
-    forgotten when no resume can need it, so a restarted actor finds its next batches on the bus.
+    Rank 0 decides who trains what; of each data-parallel replica one rank reads it, the others are
+    told. The order is the protocol: publish, save, and only then release, which `save` does. A
+    shard is forgotten when no resume can need it, so a restarted actor finds its next batches.
     """
+    replica, loss = world.split(trainer.dp_rank), loss_of(config.algorithm)
     _publish(trainer, lead)
     while trainer.step < config.algorithm.num_steps:
-        step, timers = trainer.step + 1, Timers()
-        with timers("wait"):
-            record = world.bcast(lead.next_batch(step) if lead else None)
-            index = reader.index(record)
-        with timers("read"):
-            advantages, rows = my_share(config, index, trainer)
-            trajectories = reader.rows(record, rows)
-            num_tokens = _global_tokens(world, trainer, trajectories)
+        step, timers, batch, last = trainer.step + 1, Timers(), Batch(config, reader), False
+        while not last:
+            with timers("wait"):
+                record = lead.next_portion(step) if lead else None
+            with timers("read"):
+                portion: Portion = world.bcast(batch.deal(record) if record else None)
+                share, last = share_of(portion, trainer.dp_rank), portion.last
+                trajectories = _read(config, replica, reader, portion, share)
+            with timers("train"):
+                trainer.accumulate(trajectories, share.micro_batches, share.advantages, loss)
         with timers("train"):
-            loss = loss_of(config.algorithm, num_tokens)
-            stats = trainer.train_step(
-                trajectories, advantages[rows], num_tokens=num_tokens, loss=loss
-            )
+            stats = trainer.update()
         with timers("publish"):
             _publish(trainer, lead)
         if step % config.actor.save_every == 0 or step == config.algorithm.num_steps:
             with timers("save"):
                 save()
         if lead:
-            lead.end_step(step, describe(config, index, step) | stats | timers.seconds)
+            lead.end_step(step, batch.describe(step) | stats | timers.seconds)
     if lead:
         lead.finish()
 
 
-def my_share(config: RunConfig, index: BatchIndex, trainer: Trainer) -> tuple[Floats, list[int]]:
-    """The advantages of all rows, and the rows that this data-parallel rank trains on.
-
-    A row without advantage (its whole group scored the same) has no gradient: it is left out, and
-    its tokens do not count in the loss's mean, as in DAPO (arXiv:2503.14476), dynamic sampling.
-    """
-    advantages = group_advantages(index, config.algorithm, config.rollout.samples_per_prompt)
-    teaching = np.flatnonzero(advantages)
-    mine = trainer.split(lengths_of(index)[teaching].tolist())
-    return advantages, teaching[mine].tolist()
-
-
-def group_advantages(index: BatchIndex, algorithm: AlgorithmConfig, siblings: int) -> Floats:
-    """[rows] advantages of a batch, in plan order: groups are whole and contiguous there."""
-    rewards = torch.from_numpy(index.rewards).view(-1, siblings)  # [P, G]
-    return group_relative(rewards, normalize_std=algorithm.normalize_std).view(-1).numpy()
-
-
-def lengths_of(index: BatchIndex) -> npt.NDArray[np.int64]:
-    """[rows] tokens, prompt and response."""
-    return index.prompt_len.astype(np.int64) + index.response_len.astype(np.int64)
-
-
-def loss_of(algorithm: AlgorithmConfig, num_tokens: int) -> Loss:
-    """The policy loss of this run, for a batch of `num_tokens` trained tokens."""
+def loss_of(algorithm: AlgorithmConfig) -> Loss:
+    """The policy loss of this run."""
 
     def loss(logprobs: Tensor, tokens: Tokens) -> LossOutput:
         assert tokens.old_logprobs is not None
@@ -145,7 +123,6 @@ def loss_of(algorithm: AlgorithmConfig, num_tokens: int) -> Loss:
             tokens.rollout_logprobs,
             tokens.advantages,
             tokens.loss_mask,
-            num_tokens=num_tokens,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             importance_cap=algorithm.importance_cap,
@@ -154,21 +131,15 @@ def loss_of(algorithm: AlgorithmConfig, num_tokens: int) -> Loss:
     return loss
 
 
-def describe(config: RunConfig, index: BatchIndex, step: int) -> dict[str, float]:
-    """What a batch was like, before anything is done with it."""
-    rewards = index.rewards.reshape(-1, config.rollout.samples_per_prompt)
-    lag = step - 1 - index.policy_version_min.astype(np.int64)
-    return {
-        "policy_version": step,
-        "reward/mean": float(index.rewards.mean()),
-        "staleness/mean": float(lag.mean()),
-        "staleness/max": int(lag.max()),
-        "num_trajectories": len(lag),
-        "num_tokens": int(lengths_of(index).sum()),
-        "response/mean": float(index.response_len.mean()),
-        "groups/solved": float((rewards == 1).all(axis=1).mean()),
-        "groups/teaching": float((rewards != rewards[:, :1]).any(axis=1).mean()),
-    }
+def _read(
+    config: RunConfig, replica: World, reader: Reader, portion: Portion, share: Share
+) -> list[Trajectory]:
+    """The rows of `share`, on all ranks of a replica, which one of them reads."""
+    rows = reader.rows(portion.record, share.rows) if replica.rank == 0 else []
+    if config.algorithm.over_age == "mask":
+        step, limit = portion.record.step, config.algorithm.max_staleness
+        rows = [mask_over_age(row, step=step, max_staleness=limit) for row in rows]
+    return list(replica.bcast(rows))
 
 
 def _publish(trainer: Trainer, lead: Lead | None) -> None:
@@ -178,9 +149,3 @@ def _publish(trainer: Trainer, lead: Lead | None) -> None:
     else:
         for _ in tensors:  # gathering needs every rank; only rank 0 keeps what comes out
             pass
-
-
-def _global_tokens(world: World, trainer: Trainer, trajectories: list[Trajectory]) -> int:
-    """Trained tokens of the batch, 1 if there are none; ranks of one replica hold the same rows."""
-    own = int(sum(np.count_nonzero(row.loss_mask) for row in trajectories))
-    return max(1, sum(dict(world.allgather((trainer.dp_rank, own))).values()))

@@ -34,7 +34,7 @@ class ActorLead:
         self._first_step: int | None = None
         self._start = self._last = time.monotonic()
 
-    def next_batch(self, step: int) -> PlanRecord:
+    def next_portion(self, step: int) -> PlanRecord:
         return self.sequencer.next_batch(
             step, timeout_s=self._config.launch.peer_timeout_s, on_wait=self._serve_newcomers
         )

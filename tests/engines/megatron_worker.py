@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from relax_hpc.bus.micro_batches import plan_micro_batches
 from relax_hpc.config import RunConfig
 from relax_hpc.schema import FinishReason, Trajectory
 
@@ -159,30 +160,30 @@ def open_trainer(config):
     _state["trainer"] = MegatronTrainer(config, world, torch.device("cpu"))
 
 
-def surrogate(count):
+def surrogate():
     import torch
 
     def loss(logprobs, micro_batch):
         mask, old = micro_batch.loss_mask, micro_batch.old_logprobs
         ratio = torch.where(mask, logprobs - old, 0.0).exp()
-        value = -(ratio * micro_batch.advantages * mask).sum() / count
-        return Output(value, {"ratio": (ratio * mask).sum() / count})
+        value = -(ratio * micro_batch.advantages * mask).sum()
+        return Output(value, {"ratio": (ratio * mask).sum()})
 
     return loss
 
 
-def poisoned(count):
+def poisoned():
     def loss(logprobs, micro_batch):
-        return Output(logprobs.sum() * float("nan") / count, {})
+        return Output(logprobs.sum() * float("nan"), {})
 
     return loss
 
 
-def exploding(count):
+def exploding():
     """A finite loss whose gradient is not: sqrt at 0."""
 
     def loss(logprobs, micro_batch):
-        return Output((logprobs - logprobs.detach()).square().sum().sqrt() / count, {})
+        return Output((logprobs - logprobs.detach()).square().sum().sqrt(), {})
 
     return loss
 
@@ -190,26 +191,37 @@ def exploding(count):
 LOSSES = {"surrogate": surrogate, "poisoned": poisoned, "exploding": exploding}
 
 
-def _mine(rows):
-    from relax_hpc.engines.megatron.packing import split_over_ranks
-
+def _shares(rows, num_portions=1):
+    """(numbers of this rank's rows, micro-batches that index them) per portion."""
     trainer = _state["trainer"]
-    return split_over_ranks([len(row.token_ids) for row in rows], trainer.dp_size)[trainer.dp_rank]
+    load, shares = [0] * trainer.dp_size, []
+    for portion in np.array_split(np.arange(len(rows)), num_portions):
+        lengths = [len(rows[row].token_ids) for row in portion]
+        budget = trainer._config.actor.tokens_per_micro_batch
+        plan = plan_micro_batches(lengths, num_ranks=trainer.dp_size, budget=budget, load=load)
+        load = [
+            before + sum(lengths[row] for batch in rank for row in batch)
+            for before, rank in zip(load, plan, strict=True)
+        ]
+        shares.append((portion, plan[trainer.dp_rank]))
+    return shares
 
 
-def train(rows, advantages, num_steps=1, loss="surrogate"):
-    count, mine = num_tokens(rows), _mine(rows)
+def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1):
+    trainer = _state["trainer"]
     for _ in range(num_steps):
-        metrics = _state["trainer"].train_step(
-            [rows[i] for i in mine], advantages[mine], num_tokens=count, loss=LOSSES[loss](count)
-        )
+        for portion, micro_batches in _shares(rows, num_portions):
+            chosen = [rows[row] for row in portion]
+            trainer.accumulate(chosen, micro_batches, advantages[portion], LOSSES[loss]())
+        metrics = trainer.update()
     return metrics
 
 
 def logprobs(rows):
     """The rank's own rows -> {row: logprobs}."""
-    mine = _mine(rows)
-    return dict(zip(mine, _state["trainer"].forward_logprobs([rows[i] for i in mine]), strict=True))
+    ((_, micro_batches),) = _shares(rows)
+    found = _state["trainer"].forward_logprobs(rows, micro_batches)
+    return {row: found[row] for batch in micro_batches for row in batch}
 
 
 def weights():

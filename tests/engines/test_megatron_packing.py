@@ -1,4 +1,4 @@
-"""Binning, balancing, and the tensors of a micro-batch."""
+"""The tensors of a micro-batch."""
 
 import numpy as np
 import pytest
@@ -6,29 +6,6 @@ import torch
 from megatron_worker import trajectories
 
 from relax_hpc.engines.megatron import packing
-from relax_hpc.errors import ConfigError
-
-
-def test_micro_batches_are_filled_longest_first_into_the_first_with_room():
-    assert packing.pack([3, 7, 5, 2, 5], 10) == [[1, 0], [2, 4], [3]]
-
-
-def test_every_trajectory_is_packed_once_within_the_budget():
-    lengths = np.random.default_rng(0).integers(1, 50, 300).tolist()
-    bins = packing.pack(lengths, 64)
-    assert sorted(row for rows in bins for row in rows) == list(range(300))
-    assert max(sum(lengths[i] for i in rows) for rows in bins) <= 64
-    assert len(bins) <= 1.25 * sum(lengths) / 64 + 1
-
-
-def test_a_trajectory_beyond_the_budget_is_an_error_that_names_the_setting():
-    with pytest.raises(ConfigError, match=r"tokens_per_micro_batch = 10: .* 11 tokens"):
-        packing.pack([3, 11], 10)
-
-
-def test_ranks_get_balanced_tokens_and_a_partition():
-    assert packing.split_over_ranks([9, 1, 4, 5, 1], 2) == [[0, 1], [2, 3, 4]]
-    assert packing.split_over_ranks([5], 2) == [[0], []]
 
 
 def test_documents_lie_end_to_end_with_positions_from_zero():
@@ -60,6 +37,17 @@ def test_rounding_up_adds_an_untrained_document():
     assert batch.lengths == (length, 64 - length)
     assert len(batch.token_ids) == 64
     assert not batch.loss_mask[length:].any()
+
+
+@pytest.mark.parametrize("multiple_of", [1, 4])
+def test_a_micro_batch_without_rows_is_one_untrained_document(multiple_of):
+    rows, advantages = trajectories(2)
+    batch = packing.build(rows, advantages, [], device=torch.device("cpu"), multiple_of=multiple_of)
+    assert (batch.rows, batch.lengths) == ((), (multiple_of,))
+    assert batch.cu_seqlens.tolist() == [0, multiple_of]
+    assert not batch.loss_mask.any()
+    for tensor in (batch.token_ids, batch.rollout_logprobs, batch.advantages, batch.position_ids):
+        assert len(tensor) == multiple_of
 
 
 def test_values_move_to_the_token_they_predict_within_their_document():

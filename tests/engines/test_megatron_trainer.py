@@ -195,6 +195,41 @@ def test_any_split_into_micro_batches_gives_one_update(ranks, reference, layout)
             assert np.abs(weights[name] - other[name])[clear].max() < 1e-5, name
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "dp2"])
+def test_a_batch_in_portions_gives_the_update_of_the_whole(ranks, reference, layout, epochs):
+    """5 portions of 12 rows: with 2 ranks some have a micro-batch that the other has not."""
+    results = []
+    for num_portions in (1, 3, 5):
+        options = {"budget": 20, "algorithm": {"epochs_per_step": epochs}}
+        pool = open_layout(ranks, reference.folder, layout, **options)
+        batch = {"rows": reference.rows, "advantages": reference.advantages}
+        metrics = pool.call(worker.train, **batch, num_portions=num_portions)
+        assert all(rank == metrics[0] for rank in metrics)
+        results.append((metrics[0], pool.call(worker.weights)[0]))
+    metrics, weights = results[0]
+    if epochs == 1:
+        assert metrics["grad_norm"] == pytest.approx(reference.norms[0], rel=1e-5)
+    for other_metrics, other in results[1:]:
+        assert other_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+        for name in weights:
+            clear = clear_gradient(reference, name)
+            assert np.abs(weights[name] - other[name])[clear].max() < 1e-5, name
+
+
+@pytest.mark.parametrize("num_rows", [0, 1])
+def test_a_batch_with_fewer_rows_than_ranks_is_an_update_like_any(ranks, reference, num_rows):
+    rows, advantages = reference.rows[:num_rows], reference.advantages[:num_rows]
+    pool = open_layout(ranks, reference.folder, "dp2")
+    before = pool.call(worker.weights)[0]
+    metrics = pool.call(worker.train, rows=rows, advantages=advantages, num_portions=2)
+    assert metrics[0] == metrics[1]
+    assert (metrics[0]["skipped"], metrics[0]["loss"] == 0.0) == (0.0, num_rows == 0)
+    after = pool.call(worker.weights)[0]
+    changed = any(not np.array_equal(before[name], after[name]) for name in before)
+    assert changed == (num_rows > 0)
+
+
 def test_documents_of_a_micro_batch_do_not_see_each_other(ranks, reference):
     pool = open_layout(ranks, reference.folder, "tp1", budget=100_000)
     rows = reference.rows

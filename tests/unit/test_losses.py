@@ -20,18 +20,14 @@ SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
 def test_clips_only_steps_that_go_further_out(log_ratio, advantage, expected):
     one = torch.ones(1)
     zero = 0 * one
-    loss, _ = grpo(
-        log_ratio * one, zero, zero, advantage * one, one.bool(), num_tokens=1, **SETTINGS
-    )
+    loss, _ = grpo(log_ratio * one, zero, zero, advantage * one, one.bool(), **SETTINGS)
     assert loss.item() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("gap", "weight"), [(0.0, 1.0), (0.5, math.exp(0.5)), (3.0, 2.0)])
 def test_importance_weight_is_the_ratio_to_the_sampler_up_to_the_cap(gap, weight):
     old = torch.tensor([-1.0])
-    loss, metrics = grpo(
-        old, old, old - gap, torch.ones(1), torch.ones(1).bool(), num_tokens=1, **SETTINGS
-    )
+    loss, metrics = grpo(old, old, old - gap, torch.ones(1), torch.ones(1).bool(), **SETTINGS)
     assert loss.item() == pytest.approx(-weight, rel=1e-6)
     assert metrics["loss/importance_capped"].item() == float(gap == 3.0)
 
@@ -41,7 +37,7 @@ def test_garbage_under_the_mask_changes_neither_loss_nor_gradient():
     old, mask = torch.tensor([-1.0, float("nan")]), torch.tensor([True, False])
     rollout = torch.tensor([-1.0, float("inf")])
     advantages = torch.tensor([1.0, float("nan")])
-    loss, metrics = grpo(logprobs, old, rollout, advantages, mask, num_tokens=1, **SETTINGS)
+    loss, metrics = grpo(logprobs, old, rollout, advantages, mask, **SETTINGS)
     loss.backward()
     assert loss.item() == pytest.approx(-1.0)
     torch.testing.assert_close(logprobs.grad, torch.tensor([-1.0, 0.0]))
@@ -52,9 +48,9 @@ def test_micro_batches_add_up_to_one_batch():
     rng = torch.Generator().manual_seed(0)
     logprobs, old, rollout, advantages = torch.randn(4, 8, generator=rng)
     mask = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1], dtype=torch.bool)
-    whole, _ = grpo(logprobs, old, rollout, advantages, mask, num_tokens=6, **SETTINGS)
+    whole, _ = grpo(logprobs, old, rollout, advantages, mask, **SETTINGS)
     parts = [
-        grpo(logprobs[s], old[s], rollout[s], advantages[s], mask[s], num_tokens=6, **SETTINGS).loss
+        grpo(logprobs[s], old[s], rollout[s], advantages[s], mask[s], **SETTINGS).loss
         for s in (slice(0, 3), slice(3, 8))
     ]
     torch.testing.assert_close(whole, sum(parts))

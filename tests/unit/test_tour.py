@@ -64,16 +64,15 @@ class FakeSampler:
 
 
 class FakeTrainer:
-    step, dp_rank, dp_size = 0, 0, 1
+    step, dp_rank = 0, 0
 
     def __init__(self, policy):
         self.policy = policy
         self.optimizer = torch.optim.SGD([policy.weight], lr=4.0)
+        self.sums = []
 
-    def split(self, lengths):
-        return list(range(len(lengths)))
-
-    def train_step(self, trajectories, advantages, *, num_tokens, loss):
+    def accumulate(self, trajectories, micro_batches, advantages, loss):
+        assert sorted(row for rows in micro_batches for row in rows) == [*range(len(trajectories))]
         sampled = [row.token_ids[row.prompt_len] for row in trajectories]
         now = Policy.logprobs(torch.tensor(sampled, dtype=torch.long), self.policy.weight)
         mu = [float(row.rollout_logprobs[row.prompt_len]) for row in trajectories]
@@ -82,16 +81,22 @@ class FakeTrainer:
             advantages=torch.from_numpy(advantages), loss_mask=torch.ones(len(mu)).bool(),
         )  # fmt: skip
         value, metrics = loss(now, tokens)
-        self.optimizer.zero_grad()
         value.backward()
-        self.optimizer.step()
-        self.step += 1
+        self.sums.append((value.item(), metrics["loss/approx_kl"].item(), len(mu)))
         for row, logprob in zip(trajectories, mu, strict=True):
-            if row.policy_version_max == self.step - 1:  # sampled by the policy trained on now
+            if row.policy_version_max == self.step:  # sampled by the policy trained on now
                 token = torch.tensor(row.token_ids[row.prompt_len])
                 expected = Policy.logprobs(token, torch.tensor(self.policy.served[1]))
                 assert logprob == pytest.approx(expected.item(), abs=1e-6)
-        return {"loss": value.item(), "loss/approx_kl": metrics["loss/approx_kl"].item()}
+
+    def update(self):
+        value, approx_kl, tokens = map(sum, zip(*self.sums, strict=True))
+        self.policy.weight.grad /= max(tokens, 1)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        self.step += 1
+        self.sums = []
+        return {"loss": value / max(tokens, 1), "loss/approx_kl": approx_kl / max(tokens, 1)}
 
     def named_weights(self):
         yield "weight", self.policy.weight

@@ -1,4 +1,4 @@
-"""Trajectories -> packed micro-batches: who goes where, and the tensors.
+"""Trajectories -> the tensors of a packed micro-batch.
 
 T = tokens of a micro-batch, B = its trajectories, end to end without padding between them.
 """
@@ -11,61 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from relax_hpc.errors import ConfigError
 from relax_hpc.schema import Trajectory
-
-
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins trajectories, longest first, each into the first micro-batch with room for it.
-
-    Args:
-        lengths: tokens per trajectory.
-        budget: tokens of a micro-batch, at most.
-
-    Returns:
-        Indices into `lengths` per micro-batch; every index once.
-
-    Raises:
-        ConfigError: a trajectory is longer than the budget.
-    """
-    micro_batches: list[list[int]] = []
-    room: list[int] = []
-    for index in _longest_first(lengths):
-        length = lengths[index]
-        if length > budget:
-            raise ConfigError(
-                f"actor.tokens_per_micro_batch = {budget}: a trajectory has {length} tokens; raise "
-                "it, or lower rollout.max_new_tokens or prompts.max_prompt_tokens"
-            )
-        target = next((i for i, free in enumerate(room) if length <= free), len(room))
-        if target == len(room):
-            micro_batches.append([])
-            room.append(budget)
-        micro_batches[target].append(index)
-        room[target] -= length
-    return micro_batches
-
-
-def split_over_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Partitions trajectories over data-parallel ranks, balancing their tokens.
-
-    The longest goes first, to the rank with the fewest tokens so far (ties: the lowest rank), so
-    every process that calls it finds the same partition.
-
-    Returns:
-        Indices into `lengths` per rank, ascending; none is empty if there are enough of them.
-    """
-    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
-    load = [0] * num_ranks
-    for index in _longest_first(lengths):
-        rank = load.index(min(load))
-        ranks[rank].append(index)
-        load[rank] += lengths[index]
-    return [sorted(indices) for indices in ranks]
-
-
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +52,13 @@ def build(
 
     Args:
         advantages: [len(trajectories)], one per trajectory.
+        rows: may be empty: the micro-batch of a rank that has none while others have one.
         multiple_of: T is rounded up to a multiple of it by one more, untrained document.
     """
     chosen = [trajectories[row] for row in rows]
-    lengths = [len(trajectory.token_ids) for trajectory in chosen]
-    padding = -sum(lengths) % multiple_of
-    documents = np.array([*lengths, padding] if padding else lengths)
+    lengths = np.array([len(trajectory.token_ids) for trajectory in chosen], np.int64)
+    padding = int(-lengths.sum() % multiple_of) if len(lengths) else multiple_of
+    documents = np.append(lengths, padding) if padding else lengths
     ends = documents.cumsum()
     starts = ends - documents
     total = int(ends[-1])
@@ -119,8 +66,7 @@ def build(
     is_first[starts] = True
 
     def packed(parts: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike) -> Tensor:
-        flat = np.zeros(total, dtype)
-        flat[: total - padding] = np.concatenate(parts)
+        flat = np.concatenate([*parts, np.zeros(padding, dtype)], dtype=dtype, casting="unsafe")
         return torch.from_numpy(flat).to(device)
 
     first = torch.from_numpy(is_first).to(device)
@@ -133,7 +79,7 @@ def build(
         is_first=first,
         loss_mask=packed([t.loss_mask != 0 for t in chosen], np.bool_) & ~first,
         rollout_logprobs=packed([t.rollout_logprobs for t in chosen], np.float32),
-        advantages=packed([advantages[list(rows)].repeat(lengths)], np.float32),
+        advantages=packed([advantages[np.array(rows, np.int64)].repeat(lengths)], np.float32),
     )
 
 

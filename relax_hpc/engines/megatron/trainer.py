@@ -30,12 +30,12 @@ class LossOutput(Protocol):
 
     @property
     def loss(self) -> Tensor:
-        """[] already divided by the global batch's tokens: micro-batches and ranks add up."""
+        """[] summed over tokens: micro-batches, portions and ranks add up."""
         ...
 
     @property
     def metrics(self) -> dict[str, Tensor]:
-        """[] each, to be summed over micro-batches and ranks."""
+        """[] each, summed likewise."""
         ...
 
 
@@ -49,7 +49,7 @@ class MegatronTrainer:
     """One rank of the actor. All its public methods but the properties are collective.
 
     Ranks of a tensor-parallel group are given the same trajectories, data-parallel ranks a
-    partition of the batch, see `packing.split_over_ranks`.
+    partition of the batch.
     """
 
     step: int
@@ -81,6 +81,8 @@ class MegatronTrainer:
         self._model = model.build(transformer, shape, device)
         hf_names.load(self._model, config.model.path)
         self._ddp, self._optimizer = optimizer.build(config.actor.optimizer, self._model)
+        self._kept: list[tuple[MicroBatch, Loss]] = []
+        self._begin_pass()
 
     @property
     def dp_rank(self) -> int:
@@ -94,30 +96,35 @@ class MegatronTrainer:
     def tp_rank(self) -> int:
         return int(mpu.get_tensor_model_parallel_rank())
 
-    def split(self, lengths: Sequence[int]) -> list[int]:
-        """Which of the rows, given their tokens, this data-parallel rank trains on."""
-        return packing.split_over_ranks(lengths, self.dp_size)[self.dp_rank]
-
-    def train_step(
+    def accumulate(
         self,
         trajectories: Sequence[Trajectory],
+        micro_batches: Sequence[Sequence[int]],
         advantages: npt.NDArray[np.floating],
-        *,
-        num_tokens: int,
         loss: Loss,
-    ) -> dict[str, float]:
-        """Turns policy `step` into policy `step` + 1: one update per epoch over the batch.
+    ) -> None:
+        """Adds a part of the batch of step `step` + 1 to the gradient.
 
-        Gradients add up: the result does not depend on the split into micro-batches and ranks.
+        Gradients add up: the result does not depend on the split into parts, micro-batches and
+        ranks. An empty micro-batch computes with the others and adds nothing.
 
         Args:
-            trajectories: this data-parallel rank's part of the batch; may be empty.
+            trajectories: this data-parallel rank's; may be none.
+            micro_batches: indices into `trajectories`; on every rank equally many.
             advantages: [len(trajectories)].
-            num_tokens: trained tokens of the whole batch, all ranks.
+        """
+        for rows in micro_batches:
+            self._backward(self._build(trajectories, advantages, rows), loss)
+
+    def update(self) -> dict[str, float]:
+        """Turns policy `step` into policy `step` + 1 by what was accumulated.
+
+        The gradient is that of the loss's mean over the trained tokens of the whole batch, on all
+        ranks. With `epochs_per_step` > 1 the batch is passed over again, an update each time.
 
         Returns:
-            The loss's metrics, `loss`, `entropy` [nats per token], `grad_norm` before clipping,
-            and `skipped` updates, as the epochs' mean, the same on every rank; `lr`;
+            The loss's metrics per trained token, `loss`, `entropy` [nats], `grad_norm` before
+            clipping, and `skipped` updates, as the epochs' mean, the same on every rank; `lr`;
             `logprob_gap/mean` and `/max` [nats] between this policy and the sampler, before the
             updates. An update is skipped when its loss or gradient is not finite.
         """
@@ -127,28 +134,32 @@ class MegatronTrainer:
             config.actor.optimizer, self.step, config.algorithm.num_steps
         )
         optimizer.set_learning_rate(self._optimizer, rate)
-        micro_batches = self._pack(trajectories, advantages)
-        epochs = []
-        for _ in range(config.algorithm.epochs_per_step):
-            micro_batches, metrics = self._accumulate(micro_batches, num_tokens, loss)
-            norm, updated = math.nan, False
-            if math.isfinite(metrics["loss"]):
-                norm, updated = optimizer.update(self._optimizer)
-            epochs.append(metrics | {"grad_norm": norm, "skipped": float(not updated)})
+        kept, epochs = self._kept, [self._end_pass()]
+        for _ in range(config.algorithm.epochs_per_step - 1):
+            for micro_batch, loss in kept:
+                self._backward(micro_batch, loss)
+            epochs.append(self._end_pass())
+        self._kept = []
         means = {
             key: float(np.mean([epoch[key] for epoch in epochs if key in epoch]))
             for key in epochs[0]
         }
         return means | {"lr": rate}
 
-    def forward_logprobs(self, trajectories: Sequence[Trajectory]) -> list[npt.NDArray[np.float32]]:
+    def forward_logprobs(
+        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
+    ) -> list[npt.NDArray[np.float32]]:
         """Logprobs of the trajectories' tokens under the current weights.
+
+        Args:
+            micro_batches: as for `accumulate`; every trajectory is in one.
 
         Returns:
             Per trajectory [tokens] nats, 0 for its first token.
         """
         logprobs: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(trajectories)
-        for micro_batch in self._pack(trajectories, np.zeros(len(trajectories))):
+        for rows in micro_batches:
+            micro_batch = self._build(trajectories, np.zeros(len(trajectories)), rows)
             with torch.no_grad():
                 packed, _ = self._forward(micro_batch)
             documents = torch.split(packed.cpu(), list(micro_batch.lengths))
@@ -177,18 +188,17 @@ class MegatronTrainer:
     def _trainee(self) -> checkpoint.Trainee:
         return checkpoint.Trainee(self._model, self._optimizer)
 
-    def _pack(
-        self, trajectories: Sequence[Trajectory], advantages: npt.NDArray[np.floating]
-    ) -> list[MicroBatch]:
-        lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+    def _build(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: npt.NDArray[np.floating],
+        rows: Sequence[int],
+    ) -> MicroBatch:
         transformer = self._model.config
         multiple_of = transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
-        return [
-            packing.build(
-                trajectories, advantages, rows, device=self._device, multiple_of=multiple_of
-            )
-            for rows in packing.pack(lengths, self._config.actor.tokens_per_micro_batch)
-        ]
+        return packing.build(
+            trajectories, advantages, rows, device=self._device, multiple_of=multiple_of
+        )
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """[T] logprobs of the tokens, with gradient, and [T] entropy where they were sampled."""
@@ -209,32 +219,40 @@ class MegatronTrainer:
             packing.at_predicted_token(entropy, micro_batch.is_first),
         )
 
-    def _accumulate(
-        self, micro_batches: list[MicroBatch], num_tokens: int, loss: Loss
-    ) -> tuple[list[MicroBatch], dict[str, float]]:
-        """Leaves the whole batch's gradient in the optimizer; returns old logprobs and metrics."""
+    def _backward(self, micro_batch: MicroBatch, loss: Loss) -> None:
+        logprobs, entropy = self._forward(micro_batch)
+        mask = micro_batch.loss_mask
+        if micro_batch.old_logprobs is None:  # first pass: this is the policy before the updates
+            micro_batch = replace(micro_batch, old_logprobs=logprobs.detach())
+            gap = (logprobs.detach() - micro_batch.rollout_logprobs).abs().where(mask, 0)
+            self._sums.add("logprob_gap/mean", gap.sum())
+            self._sums.maximum(_GAP_MAX, gap.max())
+            if self._config.algorithm.epochs_per_step > 1:
+                self._kept.append((micro_batch, loss))
+        output = loss(logprobs, micro_batch)
+        output.loss.backward()  # type: ignore[no-untyped-call]
+        self._num_tokens += mask.sum()
+        self._sums.add("loss", output.loss.detach())
+        self._sums.add("entropy", entropy.where(mask, 0).sum())
+        for name, value in output.metrics.items():
+            self._sums.add(name, value.detach())
+
+    def _begin_pass(self) -> None:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        sums = _Sums()
-        sums.add("loss", torch.zeros((), device=self._device))  # there may be no trajectories
-        seen = []
-        for micro_batch in micro_batches:
-            logprobs, entropy = self._forward(micro_batch)
-            mask = micro_batch.loss_mask
-            if micro_batch.old_logprobs is None:
-                micro_batch = replace(micro_batch, old_logprobs=logprobs.detach())
-                gap = (logprobs.detach() - micro_batch.rollout_logprobs).abs().where(mask, 0)
-                sums.add("logprob_gap/mean", gap.sum() / num_tokens)
-                sums.maximum(_GAP_MAX, gap.max())
-            output = loss(logprobs, micro_batch)
-            output.loss.backward()  # type: ignore[no-untyped-call]
-            sums.add("loss", output.loss.detach())
-            sums.add("entropy", entropy.where(mask, 0).sum() / num_tokens)
-            for name, value in output.metrics.items():
-                sums.add(name, value.detach())
-            seen.append(micro_batch)
-        finalize_model_grads([self._ddp])
-        return seen, sums.over(mpu.get_data_parallel_group())
+        self._num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._sums = _Sums()
+        self._sums.add("loss", torch.zeros((), device=self._device))  # there may be no trajectories
+
+    def _end_pass(self) -> dict[str, float]:
+        """Sums the gradient over ranks, divides it by their tokens and applies it."""
+        finalize_model_grads([self._ddp], num_tokens=self._num_tokens)  # sums the tokens, too
+        metrics = self._sums.over(mpu.get_data_parallel_group(), num_tokens=int(self._num_tokens))
+        norm, updated = math.nan, False
+        if math.isfinite(metrics["loss"]):
+            norm, updated = optimizer.update(self._optimizer)
+        self._begin_pass()
+        return metrics | {"grad_norm": norm, "skipped": float(not updated)}
 
 
 class _Sums:
@@ -250,8 +268,8 @@ class _Sums:
         known = self._values.get(name)
         self._values[name] = value if known is None else torch.maximum(known, value)
 
-    def over(self, group: dist.ProcessGroup) -> dict[str, float]:
-        """Combines ranks; a rank that had no trajectories has no metrics, and needs none."""
+    def over(self, group: dist.ProcessGroup, *, num_tokens: int) -> dict[str, float]:
+        """Means over the tokens of all ranks; one without trajectories has, and needs, no sums."""
         names = list(self._values)
         values = torch.stack([v.float() for v in self._values.values()]).tolist() if names else []
         ranks: list[dict[str, float]] = [{} for _ in range(group.size())]
@@ -259,5 +277,6 @@ class _Sums:
         merged = dict.fromkeys([name for rank in ranks for name in rank], 0.0)
         for name in merged:
             present = [rank[name] for rank in ranks if name in rank]
-            merged[name] = max(present) if name == _GAP_MAX else math.fsum(present)
+            total = math.fsum(present) / max(num_tokens, 1)
+            merged[name] = max(present) if name == _GAP_MAX else total
         return merged
