@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from relax_hpc.bus import shard_write
 from relax_hpc.bus.encode import from_columns, to_columns
-from relax_hpc.bus.peek import describe
+from relax_hpc.bus.tools import show
 from relax_hpc.bus.shard import Shard
 from relax_hpc.bus.shard_format import BLOCK, HEADER
 from relax_hpc.errors import BusError
@@ -189,14 +189,14 @@ def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path, damage, messa
     write(path, [group(0)])
     damage(path)
     with pytest.raises(BusError, match=rf"s\.h5: {message}"):
-        describe(path)
+        show.shard(path)
 
 
 def test_an_hdf5_file_of_someone_else_is_called_foreign(tmp_path):
     with h5py.File(tmp_path / "other.h5", "w") as file:
         file["row/guid"] = np.arange(3)
     with pytest.raises(BusError, match="is not a shard"):
-        describe(tmp_path / "other.h5")
+        show.shard(tmp_path / "other.h5")
 
 
 def test_columns_of_another_dtype_or_length_are_refused(tmp_path):
@@ -220,9 +220,9 @@ def test_groups_must_be_whole_and_in_order():
         to_columns([PromptGroup(0, [short])])
 
 
-def test_peek_shows_attributes_columns_and_rows(tmp_path):
+def test_show_prints_attributes_columns_and_rows(tmp_path):
     write(tmp_path / "s.h5", [group(41_000_000, version=6)])
-    text = describe(tmp_path / "s.h5").splitlines()
+    text = show.shard(tmp_path / "s.h5").splitlines()
     assert any(line.split() == ["producer", "rollout-0"] for line in text)
     logprobs = next(line for line in text if line.startswith("ragged/rollout_logprobs"))
     assert logprobs.split()[1:5] == ["float32", "14", "56", "rollout"]

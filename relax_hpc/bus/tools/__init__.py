@@ -1,0 +1,1 @@
+"""What people ask of a bus: ls, show, verify, gc, export. No role imports it."""

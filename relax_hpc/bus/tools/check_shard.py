@@ -1,0 +1,96 @@
+"""Is the file of a commit record what was committed, to the last byte?"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.bus.log import RecordKind
+from relax_hpc.bus.plan import Part
+from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shard_format import ROW_OFFSETS
+from relax_hpc.bus.tools.findings import Commit, Finding
+from relax_hpc.errors import BusError
+from relax_hpc.schema import COLUMNS, columns_of
+
+Planned = Sequence[tuple[int, Part]]
+"""The prompt groups that the plan takes from a shard."""
+
+
+def check_shard(
+    path: Path, commit: Commit, planned: Planned, parent: Path | None
+) -> Iterator[Finding]:
+    """Reads a shard from end to end.
+
+    Args:
+        planned: what the plan says lies where in it.
+        parent: the shard it widens, while that is on disk.
+    """
+    try:
+        with Shard(path) as shard:
+            yield from _identity(shard, commit)
+            yield from _columns(shard, commit)
+            shard.verify()
+            if commit.record.kind is RecordKind.SIDE:
+                yield from _rows_of_parent(shard, parent)
+            else:
+                yield from _groups(shard, commit, planned)
+    except BusError as error:
+        yield Finding("shard", str(path), _without(path, error))
+
+
+def _identity(shard: Shard, commit: Commit) -> Iterator[Finding]:
+    record, info = commit.record, shard.info
+    held = (info.uuid, info.length, info.rows, info.tokens)
+    committed = (record.uuid, record.length, record.rows, record.tokens)
+    if held != committed:
+        yield Finding(
+            "foreign",
+            str(shard.path),
+            "is not the shard that was committed: (uuid, bytes, rows, tokens) are "
+            f"{held}, the log of {commit.writer} says {committed}; restore the file",
+        )
+    expected = {"producer": commit.writer, "epoch": record.epoch, "seq": record.seq}
+    for name, value in expected.items():
+        if shard.attributes.get(name) != value:
+            found = shard.attributes.get(name)
+            yield Finding("foreign", str(shard.path), f"attribute {name} is {found}, not {value}")
+
+
+def _columns(shard: Shard, commit: Commit) -> Iterator[Finding]:
+    role = commit.record.role
+    lacking = [name for name in columns_of(role) if name not in shard.fields]
+    if lacking and commit.record.kind is not RecordKind.PARTIAL:
+        yield Finding("shard", str(shard.path), f"lacks {', '.join(lacking)}, which {role} writes")
+    others = [n for n in shard.fields if n in COLUMNS and COLUMNS[n].writer != role]
+    if others:
+        yield Finding("shard", str(shard.path), f"holds {', '.join(others)}, not {role}'s to write")
+
+
+def _groups(shard: Shard, commit: Commit, planned: Planned) -> Iterator[Finding]:
+    guids = shard.read("row/guid").astype(np.int64)
+    held = (int(guids.min()), int(guids.max()))
+    committed = (commit.record.guid_min, commit.record.guid_max)
+    if held != committed:
+        yield Finding("shard", str(shard.path), f"holds guids {held}, its record says {committed}")
+    for guid, part in planned:
+        if set(guids[part.lo : part.hi].tolist()) != {guid}:
+            yield Finding(
+                "plan",
+                str(shard.path),
+                f"rows {part.lo}..{part.hi - 1} are planned as prompt group {guid}, and hold "
+                f"{sorted(set(guids[part.lo : part.hi].tolist()))}",
+            )
+
+
+def _rows_of_parent(shard: Shard, parent: Path | None) -> Iterator[Finding]:
+    if parent is None:
+        return
+    with Shard(parent) as base:
+        offsets, expected = shard.read(ROW_OFFSETS), base.read(ROW_OFFSETS)
+        if not np.array_equal(offsets, expected):
+            yield Finding("shard", str(shard.path), f"its rows are not those of {parent}")
+
+
+def _without(path: Path, error: BusError) -> str:
+    return str(error).removeprefix(f"{path}: ")

@@ -1,0 +1,257 @@
+"""`bus export`: trajectories as rows of Parquet or JSON Lines, for any tool that reads those.
+
+Rows come through `Reader`, as the trainer gets them, and leave in blocks: memory does not grow with
+the run. A step that was trained on is exported in the order in which the trainer saw it.
+"""
+
+import base64
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from relax_hpc.bus.plan import Part, PlanRecord
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.tools import selection
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import BusPaths
+from relax_hpc.schema import Trajectory
+
+BLOCK_BYTES = 32 << 20
+"""Tokens' worth of rows that are held before they are written; a Parquet row group."""
+Decode = Callable[[Sequence[int]], str]
+
+
+class Source(NamedTuple):
+    """A trajectory, and where it lies."""
+
+    row: Trajectory
+    step: int
+    part: Part
+    """Its prompt group."""
+    shard_row: int
+
+
+class ExportColumn(NamedTuple):
+    type: pa.DataType
+    value: Callable[[Source], Any]
+
+
+Columns = dict[str, ExportColumn]
+
+_FLOATS, _MEDIUM = pa.list_(pa.float32()), pa.struct(
+    [("kind", pa.string()), ("data", pa.binary()), ("grid_thw", pa.list_(pa.int32()))]
+)  # fmt: skip
+COLUMNS: Columns = {
+    # where it is; step is null for what no step trains on, or not yet
+    "step": ExportColumn(pa.int64(), lambda s: s.step or None),
+    "producer": ExportColumn(pa.string(), lambda s: s.part.producer),
+    "shard": ExportColumn(pa.string(), lambda s: s.part.uuid),
+    "shard_row": ExportColumn(pa.int64(), lambda s: s.shard_row),
+    # who it is
+    "guid": ExportColumn(pa.int64(), lambda s: s.row.guid),
+    "sibling": ExportColumn(pa.int32(), lambda s: s.row.sibling),
+    "prompt_index": ExportColumn(pa.int64(), lambda s: s.row.prompt_index),
+    "seed": ExportColumn(pa.int64(), lambda s: s.row.seed),
+    "environment": ExportColumn(pa.int16(), lambda s: s.row.environment),
+    # what was sampled
+    "prompt_len": ExportColumn(pa.int32(), lambda s: s.row.prompt_len),
+    "response_len": ExportColumn(pa.int32(), lambda s: len(s.row.token_ids) - s.row.prompt_len),
+    "finish": ExportColumn(pa.string(), lambda s: s.row.finish.name.lower()),
+    "reward": ExportColumn(pa.float32(), lambda s: s.row.reward),
+    "policy_version_min": ExportColumn(pa.int32(), lambda s: s.row.policy_version_min),
+    "policy_version_max": ExportColumn(pa.int32(), lambda s: s.row.policy_version_max),
+    "token_ids": ExportColumn(pa.list_(pa.int32()), lambda s: s.row.token_ids),
+    "loss_mask": ExportColumn(pa.list_(pa.uint8()), lambda s: s.row.loss_mask),
+    "version_runs": ExportColumn(
+        pa.list_(pa.list_(pa.int32(), 2)), lambda s: s.row.version_runs.tolist()
+    ),
+    "rollout_logprobs": ExportColumn(_FLOATS, lambda s: s.row.rollout_logprobs),
+    # what other roles added; null where they did not
+    "old_logprobs": ExportColumn(_FLOATS, lambda s: s.row.old_logprobs),
+    "ref_logprobs": ExportColumn(_FLOATS, lambda s: s.row.ref_logprobs),
+    "advantages": ExportColumn(_FLOATS, lambda s: s.row.advantages),
+    "values": ExportColumn(_FLOATS, lambda s: s.row.values),
+    # what it looked at, and which experts it took
+    "media": ExportColumn(
+        pa.list_(_MEDIUM),
+        lambda s: [
+            {"kind": m.kind.name.lower(), "data": m.data.tobytes(), "grid_thw": list(m.grid_thw)}
+            for m in s.row.media
+        ],
+    ),
+    "routed_experts": ExportColumn(
+        pa.list_(pa.list_(pa.int16())),
+        lambda s: None if s.row.routed_experts is None else s.row.routed_experts.tolist(),
+    ),
+}
+TEXT = ("prompt", "response")
+"""Columns that need a tokenizer."""
+
+
+def columns_named(names: Sequence[str], decode: Decode | None) -> Columns:
+    """The columns asked for, in that order; all of them if none are named.
+
+    Raises:
+        ConfigError: no such column.
+    """
+    known = COLUMNS | (_text_columns(decode) if decode else {})
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        remedy = "; add --text" if set(unknown) <= set(TEXT) else ""
+        raise ConfigError(f"--columns {','.join(unknown)}: there are {', '.join([*known])}{remedy}")
+    return {name: known[name] for name in names or known}
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """First and last step of "B" or "A:B".
+
+    Raises:
+        ConfigError: neither.
+    """
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if found is None:
+        raise ConfigError(f"--step {text}: give a step, or the first and the last: 10:12")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def export(
+    paths: BusPaths,
+    target: Path,
+    columns: Columns,
+    steps: tuple[int, int] | None,
+    on_rows: Callable[[int], None],
+) -> int:
+    """Writes rows to `target`, which appears when it is complete.
+
+    Args:
+        target: ends in .parquet or .jsonl.
+        steps: first and last step, in the trainer's order; None for all there is on disk.
+        on_rows: called with the number of rows so far.
+
+    Returns:
+        Rows written.
+
+    Raises:
+        ConfigError: another ending, or `target` cannot be written.
+        BusError: damage, a step that is not planned, or one whose shards are deleted.
+    """
+    make_sink = SINKS.get(target.suffix)
+    if make_sink is None:
+        raise ConfigError(f"--to {target}: must end in {' or '.join(SINKS)}")
+    groups = _groups(paths, steps)
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    count = 0
+    try:
+        with closing(make_sink(draft, columns)) as sink:
+            for block in _blocks(_rows(paths, groups)):
+                sink.write(block)
+                count += len(block)
+                on_rows(count)
+        draft.replace(target)
+    except OSError as error:
+        raise ConfigError(f"--to {target}: cannot be written: {error.strerror}") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return count
+
+
+def _groups(paths: BusPaths, steps: tuple[int, int] | None) -> Iterable[PlanRecord]:
+    if steps is None:
+        return selection.on_disk(paths)
+    records = selection.of_steps(paths, *steps)
+    selection.check_on_disk(paths, records)  # before the first row: no half of a step
+    return (group for record in records for group in selection.groups(record))
+
+
+def _rows(paths: BusPaths, groups: Iterable[PlanRecord]) -> Iterator[Source]:
+    reader = Reader(paths)
+    for record in selection.merged(groups):
+        rows = iter(reader.rows(record, range(record.num_trajectories)))
+        if record.step == selection.UNPLANNED:
+            reader.close()  # it keeps the shards of a step open, and this is none
+        for part in record.parts:
+            for index in range(part.lo, part.hi):
+                yield Source(next(rows), record.step, part, index)
+
+
+def _blocks(sources: Iterable[Source]) -> Iterator[list[Source]]:
+    block: list[Source] = []
+    nbytes = 0
+    for source in sources:
+        block.append(source)
+        nbytes += sum(value.nbytes for value in source.row if isinstance(value, np.ndarray))
+        nbytes += sum(medium.data.nbytes for medium in source.row.media)
+        if nbytes >= BLOCK_BYTES:
+            yield block
+            block, nbytes = [], 0
+    if block:
+        yield block
+
+
+class Sink(Protocol):
+    """A file in the making."""
+
+    def write(self, block: list[Source]) -> None: ...
+    def close(self) -> None: ...
+
+
+class _ParquetSink:
+    def __init__(self, draft: Path, columns: Columns) -> None:
+        self._columns = columns
+        self._schema = pa.schema([(name, column.type) for name, column in columns.items()])
+        self._writer = pq.ParquetWriter(draft, self._schema, compression="zstd")
+
+    def write(self, block: list[Source]) -> None:
+        arrays = [
+            pa.array([column.value(source) for source in block], column.type)
+            for column in self._columns.values()
+        ]
+        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _JsonLinesSink:
+    def __init__(self, draft: Path, columns: Columns) -> None:
+        self._columns = columns
+        self._file = draft.open("w")
+
+    def write(self, block: list[Source]) -> None:
+        for source in block:
+            row = {name: column.value(source) for name, column in self._columns.items()}
+            self._file.write(json.dumps(row, default=_as_json, separators=(",", ":")) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _as_json(value: object) -> object:
+    return (
+        base64.b64encode(value).decode() if isinstance(value, bytes) else np.asarray(value).tolist()
+    )
+
+
+def _text_columns(decode: Decode) -> Columns:
+    return {
+        "prompt": ExportColumn(
+            pa.string(), lambda s: decode(s.row.token_ids[: s.row.prompt_len].tolist())
+        ),
+        "response": ExportColumn(
+            pa.string(), lambda s: decode(s.row.token_ids[s.row.prompt_len :].tolist())
+        ),
+    }
+
+
+SINKS: dict[str, Callable[[Path, Columns], Sink]] = {
+    ".parquet": _ParquetSink,
+    ".jsonl": _JsonLinesSink,
+}

@@ -1,0 +1,32 @@
+"""What a check of a bus reports."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from relax_hpc.bus.log import CommitRecord
+from relax_hpc.bus.plan import PlanPosition
+
+
+class Finding(NamedTuple):
+    """Something a person should know about a bus."""
+
+    kind: str
+    """log, plan, checkpoint, count, shard, missing or foreign; orphan."""
+    where: str
+    what: str
+    harmful: bool = True
+    """False for what any crash leaves, and what the protocol has dealt with already."""
+
+
+class Commit(NamedTuple):
+    """A committed shard and whose it is."""
+
+    writer: str
+    record: CommitRecord
+
+
+Commits = Mapping[str, Commit]
+"""By uuid."""
+
+Checkpoints = Callable[[], Sequence[PlanPosition]]
+"""Where the checkpoints that are kept now stand in the plan; a running trainer moves them."""

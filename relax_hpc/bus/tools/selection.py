@@ -1,0 +1,165 @@
+"""Which prompt groups of a bus a tool is asked about, each as a plan record of its own.
+
+So that every tool reads rows the way the trainer does: through `Reader`, sidecars included.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from relax_hpc.bus.log import CommitRecord, RecordKind
+from relax_hpc.bus.plan import Chain, Part, PlanRecord, Sidecar, read_chain
+from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.tools import inventory
+from relax_hpc.bus.tools.inventory import Writer
+from relax_hpc.errors import BusError
+from relax_hpc.paths import BusPaths
+from relax_hpc.schema import Role
+
+UNPLANNED = 0
+"""Step of a prompt group that no step trains on, or not yet."""
+MERGED_GROUPS = 16
+Sidecars = dict[str, dict[Role, Sidecar]]
+"""uuid of a base shard -> role -> its sidecar."""
+
+
+def of_steps(paths: BusPaths, first: int, last: int) -> list[PlanRecord]:
+    """The plan records of some steps, in the order in which the trainer gets them.
+
+    Raises:
+        BusError: not a bus of this format, a damaged plan, a step that is not planned, or one
+            whose shards are not on disk any more.
+    """
+    planned = read_chain(paths).steps
+    newest = max((record.step for record in planned), default=0)
+    if not 1 <= first <= last <= newest:
+        held = f"steps 1 to {newest} are planned" if newest else "nothing is planned yet"
+        asked = f"step {first}" if first == last else f"steps {first} to {last}"
+        raise BusError(f"{paths.plan}: has no {asked}; {held}")
+    return [record for record in planned if first <= record.step <= last]
+
+
+def groups(record: PlanRecord) -> Iterator[PlanRecord]:
+    """A plan record for each prompt group of a batch, in its order."""
+    for guid, part in zip(record.guids, record.parts, strict=True):
+        yield record._replace(guids=[guid], parts=[part], num_trajectories=part.hi - part.lo)
+
+
+def merged(records: Iterable[PlanRecord]) -> Iterator[PlanRecord]:
+    """A few neighbouring prompt groups of a step as one record, so that they are one read."""
+    held: PlanRecord | None = None
+    for record in records:
+        if held is None or held.step != record.step or len(held.guids) >= MERGED_GROUPS:
+            if held is not None:
+                yield held
+            held = record
+            continue
+        held = held._replace(
+            guids=held.guids + record.guids,
+            parts=held.parts + record.parts,
+            num_trajectories=held.num_trajectories + record.num_trajectories,
+            sidecars={**held.sidecars, **record.sidecars},
+        )
+    if held is not None:
+        yield held
+
+
+def on_disk(paths: BusPaths) -> Iterator[PlanRecord]:
+    """Every committed prompt group whose shard is there: producer by producer, as committed.
+
+    Raises:
+        BusError: not a bus of this format, a damaged log or plan, or a damaged shard.
+    """
+    writers = inventory.take_all(paths)
+    planned, sidecars = _by_place(read_chain(paths)), sidecars_of(writers)
+    for writer in writers:
+        for record in writer.shards:
+            path = paths.shard(writer.name, record.epoch, record.seq)
+            if record.kind is RecordKind.BASE and path in writer.files:
+                for guid, part in parts_of(paths, writer, record):
+                    yield planned.get((part.uuid, part.lo)) or _unplanned(guid, part, sidecars)
+
+
+def of_guid(paths: BusPaths, guid: int) -> PlanRecord:
+    """The prompt group that is planned, or else the one committed first.
+
+    Raises:
+        BusError: not a bus of this format, damage, or no such group.
+    """
+    for record in read_chain(paths).steps:
+        if guid in record.guids:
+            return next(group for group in groups(record) if group.guids == [guid])
+    writers = inventory.take_all(paths)
+    for writer in writers:
+        for found, part in _parts_near(paths, writer, guid):
+            if found == guid:
+                return _unplanned(guid, part, sidecars_of(writers))
+    raise BusError(f"{paths.root}: prompt group {guid} is not committed; see relax-hpc bus ls")
+
+
+def _parts_near(paths: BusPaths, writer: Writer, guid: int) -> Iterator[tuple[int, Part]]:
+    for record in writer.shards:
+        if record.kind is RecordKind.BASE and record.guid_min <= guid <= record.guid_max:
+            yield from parts_of(paths, writer, record)
+
+
+def sidecars_of(writers: Sequence[Writer]) -> Sidecars:
+    """The sidecar of each base shard that counts, per role: the first that was committed."""
+    found: Sidecars = {}
+    for writer in writers:
+        for record in writer.shards:
+            if record.kind is RecordKind.SIDE:
+                sidecar = Sidecar(writer.name, record.epoch, record.seq, record.uuid)
+                found.setdefault(record.parent, {}).setdefault(record.role, sidecar)
+    return found
+
+
+def parts_of(paths: BusPaths, writer: Writer, record: CommitRecord) -> list[tuple[int, Part]]:
+    """The prompt groups of a shard: guid, and the rows that hold it."""
+    with Shard(paths.shard(writer.name, record.epoch, record.seq)) as shard:
+        guids = shard.read("row/guid").astype(np.int64)
+    starts = np.flatnonzero(np.diff(guids, prepend=guids[0] - 1)).tolist()
+    place = (writer.name, record.epoch, record.seq, record.uuid)
+    return [
+        (int(guids[lo]), Part(*place, lo, hi))
+        for lo, hi in zip(starts, [*starts[1:], len(guids)], strict=True)
+    ]
+
+
+def check_on_disk(paths: BusPaths, records: Sequence[PlanRecord]) -> None:
+    """Raises:
+    BusError: names the first step that cannot be read back, and how shards are kept.
+    """
+    gone: dict[int, set[str]] = {}
+    for record in records:
+        for part in record.parts:
+            sidecars = record.sidecars.get(part.uuid, {}).values()
+            for place in (part[:3], *(sidecar[:3] for sidecar in sidecars)):
+                if not paths.shard(*place).exists():
+                    gone.setdefault(record.step, set()).add(str(paths.shard(*place)))
+    if gone:
+        step, files = min(gone.items())
+        raise BusError(
+            f"step {step}: {', '.join(sorted(files))} is deleted, as for {len(gone)} of the steps "
+            "asked for; shards go once a checkpoint covers them: bus.keep_steps keeps them longer"
+        )
+
+
+def _by_place(chain: Chain) -> dict[tuple[str, int], PlanRecord]:
+    return {
+        (group.parts[0].uuid, group.parts[0].lo): group
+        for record in chain.steps
+        for group in groups(record)
+    }
+
+
+def _unplanned(guid: int, part: Part, sidecars: Sidecars) -> PlanRecord:
+    return PlanRecord(
+        step=UNPLANNED,
+        guids=[guid],
+        parts=[part],
+        num_trajectories=part.hi - part.lo,
+        policy_version_min=-1,
+        num_tokens=0,
+        sidecars={part.uuid: sidecars.get(part.uuid, {})},
+    )
