@@ -13,6 +13,14 @@ class BusError(RelaxError, RuntimeError):
     """A shard, a log or a plan is missing, torn, foreign or of another format."""
 
 
+class FencedError(BusError):
+    """A newer incarnation took over; this one must publish nothing more and end."""
+
+
+class DamagedError(BusError):
+    """A file of the bus is missing, torn or corrupt: what it held has to be made again."""
+
+
 class EngineError(RelaxError, RuntimeError):
     """A rollout engine refused, failed or cannot be reached. The message names its URL."""
 

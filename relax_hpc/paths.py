@@ -41,6 +41,9 @@ class BusPaths:
     def plan_log(self, epoch: int) -> Path:
         return self.plan / f"e{epoch:06d}.log"
 
+    def plan_snapshot(self, epoch: int, records: int) -> Path:
+        return self.plan / f"snap.{records:012d}.{epoch:06d}.json"
+
 
 @dataclass(frozen=True, slots=True)
 class RunPaths:

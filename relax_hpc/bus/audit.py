@@ -6,6 +6,7 @@ from typing import NamedTuple
 from relax_hpc.bus import layout
 from relax_hpc.bus.log import CommitRecord, RecordKind, read_log
 from relax_hpc.bus.plan import Chain, read_chain
+from relax_hpc.bus.snapshot import GuidSet
 from relax_hpc.bus.staleness import staleness
 from relax_hpc.paths import BusPaths
 
@@ -21,11 +22,15 @@ class BusAudit(NamedTuple):
     duplicates: int
     """Committed again by a producer that lost its acknowledgement, and ignored."""
     dropped: int
-    """Committed, passed over by the plan, and not on record as duplicates; must be 0."""
+    """Passed over by the plan, and not on record as duplicates or as sampled again; must be 0."""
     steps: int
     """Steps planned."""
     max_staleness: int
     """Largest staleness of a planned trajectory's oldest token; 0 if nothing was planned."""
+    over_age: int = 0
+    """Dropped because they came too late; the prompts were sampled again."""
+    damaged: int = 0
+    """In shards that could not be read; the prompts were sampled again."""
 
 
 def audit(paths: BusPaths) -> BusAudit:
@@ -60,18 +65,23 @@ def audit(paths: BusPaths) -> BusAudit:
         planned_twice=repeated,
         duplicates=sum(shard.rows for shard in chain.ignored),
         dropped=_dropped(commits, chain),
-        steps=len(chain.steps),
+        steps=sum(record.last for record in chain.steps),
         max_staleness=max(ages, default=0),
+        over_age=sum(drop.rows for drop in chain.dropped if drop.why == "over_age"),
+        damaged=sum(drop.rows for drop in chain.dropped if drop.why == "damaged"),
     )
 
 
 def _dropped(commits: list[CommitRecord], chain: Chain) -> int:
-    """Rows of shards below the end of the plan that are neither planned nor ignored."""
+    """Rows of shards below the first guid that is not planned that are not accounted for."""
     used: Counter[str] = Counter()
     for step in chain.steps:
         for part in step.parts:
             used[part.uuid] += part.hi - part.lo
     for shard in chain.ignored:
         used[shard.uuid] += shard.rows
-    end = max((step.guids[-1] for step in chain.steps), default=-1)
-    return sum(max(c.rows - used[c.uuid], 0) for c in commits if c.guid_max <= end)
+    for drop in chain.dropped:
+        used[drop.dropped] += drop.rows
+    planned = GuidSet()
+    planned.update(guid for step in chain.steps for guid in step.guids)
+    return sum(max(c.rows - used[c.uuid], 0) for c in commits if c.guid_max < planned.below)

@@ -1,10 +1,24 @@
-"""What the trainer grants: how far rollout may run ahead, and what owners may delete."""
+"""What the trainer grants: how far rollout may run ahead, what owners may delete or owe again.
+
+The same file fences: a trainer that starts writes a grant of its own before it reads the plan, so
+one that was superseded finds it behind its own last one. Looking costs a read, no name look-up.
+"""
 
 from typing import NamedTuple
 
-from relax_hpc.bus.frames import FrameWriter, decode
+from relax_hpc.bus.frames import FrameWriter, Record, decode
 from relax_hpc.bus.tail import GrowingFile
+from relax_hpc.errors import FencedError
 from relax_hpc.paths import BusPaths
+
+
+class Refill(NamedTuple):
+    """What was committed, will not be trained on, and is owed again."""
+
+    guid: int
+    """A prompt group; -1 is every group of the shard, which cannot be read."""
+    uuid: str
+    """The shard that does not count any more; a later commit does."""
 
 
 class Credit(NamedTuple):
@@ -17,20 +31,48 @@ class Credit(NamedTuple):
     """No resume can need a shard whose guids are all below: its owner may delete it."""
     finished: bool = False
     """Nothing more will be trained on."""
+    refill: tuple[Refill, ...] = ()
+    """All that is owed again and not planned yet."""
 
 
 class CreditWriter:
-    """Appends to the log of credits; the sequencer's."""
+    """Appends to the log of credits; the sequencer's. Opening it fences every earlier one."""
 
     def __init__(self, paths: BusPaths, plan_epoch: int) -> None:
         self._plan_epoch = plan_epoch
         self._frames = FrameWriter(paths.credits)
+        self._tail = GrowingFile(paths.credits)
+        newest = _Newest()
+        newest.add(self._frames.found)
+        self._fenced_by = 0
+        self.inherited = (newest.credit or Credit())._replace(finished=False)
+        """What the trainer before granted."""
+        self.write(self.inherited)
 
     def write(self, credit: Credit) -> None:
+        """Raises:
+        FencedError: a newer trainer has started.
+        BusError: storage refused.
+        """
+        self.check_fenced()
         self._frames.append({"plan_epoch": self._plan_epoch, **credit._asdict()})
+
+    def check_fenced(self) -> None:
+        """Raises:
+        FencedError: a newer trainer has started; this one must publish nothing more and end.
+        """
+        records, size = decode(self._tail.read_from(self._frames.end), self._frames.path)
+        self._frames.skip(size)
+        self._fenced_by = max([self._fenced_by, *(record["plan_epoch"] for record in records)])
+        if self._fenced_by > self._plan_epoch:
+            raise FencedError(
+                f"{self._frames.path}: plan epoch {self._fenced_by} was claimed after "
+                f"{self._plan_epoch}; another trainer took over, this one must end"
+            )
 
     def close(self) -> None:
         self._frames.close()
+        self._tail.close()
 
 
 class CreditTail:
@@ -39,19 +81,30 @@ class CreditTail:
     def __init__(self, paths: BusPaths) -> None:
         self._file = GrowingFile(paths.credits)
         self._end = 0
-        self._plan_epoch = 0
-        self._latest: Credit | None = None
+        self._newest = _Newest()
 
     def latest(self) -> Credit | None:
         """The newest credit; None before the first trainer has started."""
         records, size = decode(self._file.read_from(self._end), self._file.path)
         self._end += size
-        for record in records:
-            plan_epoch = record.pop("plan_epoch")
-            if plan_epoch >= self._plan_epoch:  # a fenced trainer grants nothing
-                self._plan_epoch = plan_epoch
-                self._latest = Credit(**record)
-        return self._latest
+        self._newest.add(records)
+        return self._newest.credit
 
     def close(self) -> None:
         self._file.close()
+
+
+class _Newest:
+    """The last credit of the highest plan epoch: a fenced trainer grants nothing."""
+
+    def __init__(self) -> None:
+        self.credit: Credit | None = None
+        self._plan_epoch = 0
+
+    def add(self, records: list[Record]) -> None:
+        for record in records:
+            if record["plan_epoch"] >= self._plan_epoch:
+                self._plan_epoch = record["plan_epoch"]
+                values = {key: value for key, value in record.items() if key != "plan_epoch"}
+                refill = tuple(Refill(*entry) for entry in values.pop("refill", ()))
+                self.credit = Credit(**values, refill=refill)

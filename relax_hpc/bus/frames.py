@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ def decode(data: bytes, path: Path) -> tuple[list[Record], int]:
     Raises:
         BusError: a damaged frame with others behind it.
     """
-    records, at = [], 0
+    frames = list(_frames(data, path))
+    return [record for record, _ in frames], frames[-1][1] if frames else 0
+
+
+def _frames(data: bytes, path: Path) -> Iterator[tuple[Record, int]]:
+    """Each record with the offset of its end."""
+    at = 0
     while at + FRAME.size <= len(data):
         magic, size, crc = FRAME.unpack_from(data, at)
         text = data[at + FRAME.size : at + FRAME.size + size]
@@ -36,34 +43,42 @@ def decode(data: bytes, path: Path) -> tuple[list[Record], int]:
                     f"{path}: a record is damaged but later ones follow; restore the file"
                 )
             break
-        records.append(json.loads(text))
         at += FRAME.size + size
-    return records, at
+        yield json.loads(text), at
 
 
 def _crc(text: bytes) -> int:
     return checksum(struct.pack("<I", len(text)) + text)
 
 
-def read_frames(path: Path) -> list[Record]:
-    """All records of a file, as of now; a torn tail is not one."""
-    return decode(path.read_bytes(), path)[0]
+def read_frames(path: Path, start: int = 0) -> list[tuple[Record, int]]:
+    """All records from byte `start` on, as of now, each with the offset of its end.
+
+    A torn tail is not a record.
+    """
+    with path.open("rb") as file:
+        file.seek(start)
+        return [(record, start + end) for record, end in _frames(file.read(), path)]
 
 
 class FrameWriter:
-    """The one writer of a framed file; makes it, or continues it behind its last whole record."""
+    """Appends to a framed file; makes it, or continues it behind its last whole record."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        data = bytearray(os.fstat(self._fd).st_size)
-        pread_into(self._fd, memoryview(data), 0)
-        self.records, self._end = decode(bytes(data), path)
-        if len(data) > self._end:
-            os.ftruncate(self._fd, self._end)
-            os.fsync(self._fd)
-        if not data:
-            sync_folder(path.parent)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            data = bytearray(os.fstat(self._fd).st_size)
+            pread_into(self._fd, memoryview(data), 0)
+            self.found, self.end = decode(bytes(data), path)
+            """Records that were there, and where the next one begins."""
+            if len(data) > self.end:
+                os.ftruncate(self._fd, self.end)
+                os.fsync(self._fd)
+            if not data:
+                sync_folder(path.parent)
+        except OSError as error:
+            raise BusError(f"{path}: cannot be opened for writing: {error.strerror}") from error
 
     def append(self, record: Record) -> None:
         """Adds `record`: on return it is on disk.
@@ -71,16 +86,19 @@ class FrameWriter:
         Raises:
             BusError: another process writes this file, or storage refused.
         """
-        if os.fstat(self._fd).st_size != self._end:
+        if os.fstat(self._fd).st_size != self.end:
             raise BusError(f"{self.path}: another process writes it; this one must end")
         frame = encode(record)
         try:
-            pwrite_all(self._fd, frame, self._end)
+            pwrite_all(self._fd, frame, self.end)
             os.fsync(self._fd)
         except OSError as error:
             raise BusError(f"{self.path}: cannot be written: {error.strerror}") from error
-        self.records.append(record)
-        self._end += len(frame)
+        self.end += len(frame)
+
+    def skip(self, size: int) -> None:
+        """Goes on behind what another process has appended."""
+        self.end += size
 
     def close(self) -> None:
         os.close(self._fd)

@@ -1,15 +1,28 @@
-"""The sequencer's view of what producers committed: which shard holds which prompt group."""
+"""The sequencer's view of what was committed: which shard holds which prompt group, and how wide.
 
-from collections.abc import Iterable, Sequence
+Admits each shard once. The first commit of a guid wins, and the first sidecar of a role.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
-from relax_hpc.bus.plan import IgnoredShard, Part, PlanRecord
+from relax_hpc.bus.plan import Chain, DroppedGroup, IgnoredShard, Part, PlanRecord, Sidecar
 from relax_hpc.bus.shard import Shard
-from relax_hpc.errors import BusError
+from relax_hpc.bus.snapshot import GuidSet, LogPosition
+from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
+from relax_hpc.schema import Role
+
+log = logging.getLogger(__name__)
+
+MAX_DAMAGED = 8
+"""Shards of one producer that may be found damaged before the storage is not trusted any more."""
+WHOLE_SHARD = -1
 
 
 class Group(NamedTuple):
@@ -17,90 +30,231 @@ class Group(NamedTuple):
 
     part: Part
     policy_version_min: int
+    num_tokens: int
 
 
 class Intake:
-    """Follows the producers' logs and admits each shard once. The first commit of a guid wins.
+    """Follows the commit logs.
 
     Args:
-        planned: steps that an earlier incarnation planned; their groups are not offered again.
-        ignored: repetitions that are on record already.
+        paths: of the bus.
+        producers: names of those that commit prompt groups.
+        sidecar_writers: name -> role of those that widen their shards.
+        needs: roles whose sidecar a group waits for.
+        chain: what earlier incarnations planned; those groups are not offered again.
     """
 
     def __init__(
         self,
         paths: BusPaths,
         producers: Sequence[str],
-        planned: Iterable[PlanRecord],
-        ignored: Iterable[IgnoredShard],
+        sidecar_writers: Mapping[str, Role],
+        needs: Sequence[Role],
+        chain: Chain,
     ) -> None:
         self.waiting: dict[int, Group] = {}
-        self.ignored: list[IgnoredShard] = []
-        """Repetitions seen since the list was last emptied."""
-        self._paths = paths
-        self._tails = {name: LogTail(paths.log(name)) for name in producers}
+        self.notes: list[IgnoredShard | DroppedGroup] = []
+        """What the plan has to record, since the list was last emptied."""
+        self.planned = GuidSet(chain.base.planned_below, chain.base.planned_above)
+        self.dropped = set(chain.base.dropped)
+        """(guid, uuid) that do not count any more."""
+        self._paths, self._needs = paths, needs
+        self._producers, self._writers = list(producers), sidecar_writers
+        self._base_planned = GuidSet(chain.base.planned_below, chain.base.planned_above)
+        self._names = {name: RecordKind.BASE for name in producers} | {
+            name: RecordKind.SIDE for name in sidecar_writers if sidecar_writers[name] in needs
+        }
+        self._tails: dict[str, LogTail] = {}
+        self._live: dict[str, deque[tuple[int, CommitRecord]]] = {}
+        self._settled: set[str] = set()
+        for name in self._names:
+            position = chain.base.logs.get(name, LogPosition(0, 0, []))
+            self._tails[name] = LogTail(
+                paths.log(name), start=position.records, epoch=position.epoch
+            )
+            self._live[name] = deque()
+            self._settled.update(position.settled)
+        self._sidecars: dict[str, dict[Role, Sidecar]] = {}
         self._source: dict[int, str] = {}
         """guid -> uuid of the shard it is planned from."""
+        self._num_damaged: dict[str, int] = {}
+        self.noted = set(chain.base.noted) | {shard.uuid for shard in chain.ignored}
+        """Shards whose repetitions are on record."""
+        for drop in chain.dropped:
+            self.dropped.add((drop.guid, drop.dropped))
         self._planned_shards: set[str] = set()
-        for record in planned:
+        for record in chain.steps:
             self.mark_planned(record)
-        self._noted = {shard.uuid for shard in ignored}
 
     def num_records(self, producer: str) -> int:
         return self._tails[producer].num_records
 
+    def ready(self, guid: int) -> bool:
+        """Whether a group is there with every column that is needed."""
+        group = self.waiting.get(guid)
+        return group is not None and not self.lacks(group)
+
+    def lacks(self, group: Group) -> list[Role]:
+        """Roles whose sidecar of its shard is not there yet."""
+        found = self._sidecars.get(group.part.uuid, {})
+        return [role for role in self._needs if role not in found]
+
+    def owners_of_what_lacks(self, group: Group) -> list[str]:
+        """The sidecar writers whose share the shard of a group is in, of roles it still lacks."""
+        owners = []
+        for role in self.lacks(group):
+            writers = [name for name, its in self._writers.items() if its == role]
+            owners.append(writers[self._producers.index(group.part.producer) % len(writers)])
+        return owners
+
+    def sidecars(self, uuid: str) -> dict[Role, Sidecar]:
+        return dict(self._sidecars.get(uuid, {}))
+
     def mark_planned(self, record: PlanRecord) -> None:
+        self.planned.update(record.guids)
         for guid, part in zip(record.guids, record.parts, strict=True):
             self._source[guid] = part.uuid
             self._planned_shards.add(part.uuid)
             self.waiting.pop(guid, None)
 
-    def poll(self) -> None:
-        """Raises:
-        BusError: a committed record or shard is damaged.
+    def owed_again(self) -> list[tuple[int, str]]:
+        """(guid, uuid) of what was dropped and is not there again."""
+        return sorted(
+            (guid, uuid)
+            for guid, uuid in self.dropped
+            if guid == WHOLE_SHARD or not (guid in self.planned or guid in self.waiting)
+        )
+
+    def drop(self, guid: int, *, step: int) -> DroppedGroup:
+        """Takes a waiting group out because it is over age; its owner samples the prompt again."""
+        part = self.waiting.pop(guid).part
+        self.dropped.add((guid, part.uuid))
+        return DroppedGroup(guid, part.uuid, part.hi - part.lo, "over_age", step)
+
+    def poll(self, step: int) -> None:
+        """Looks for new records while `step` is being planned.
+
+        Raises:
+            BusError: a committed record is damaged, or too many shards are.
         """
-        for producer, tail in self._tails.items():
-            for record in tail.poll():
-                if record.kind is RecordKind.BASE:
-                    self._admit(producer, record)
+        for name, kind in self._names.items():
+            for number, record in self._tails[name].poll_numbered():
+                if record.kind is not kind:
+                    continue
+                self._live[name].append((number, record))
+                if record.uuid in self._settled:
+                    continue
+                if kind is RecordKind.BASE:
+                    self._admit(name, record, step)
+                else:
+                    self._widen(name, record)
+
+    def retire(self, retired: GuidSet) -> dict[str, LogPosition]:
+        """Forgets what no resume can need any more; where in the logs the rest begins."""
+        for guid in [guid for guid in self._source if guid in retired]:
+            del self._source[guid]
+        self._base_planned = GuidSet(retired.below, retired.above)
+        self.dropped = {d for d in self.dropped if d[0] >= retired.below or d[0] == WHOLE_SHARD}
+        positions = {}
+        for name, live in self._live.items():
+            while live and live[0][1].guid_max < retired.below:
+                record = live.popleft()[1]
+                self._planned_shards.discard(record.uuid)
+                self._settled.discard(record.uuid)
+                self.noted.discard(record.uuid)
+                self._sidecars.pop(record.uuid, None)
+                self.dropped.discard((WHOLE_SHARD, record.uuid))
+            settled = [r.uuid for _, r in live if r.guid_max < retired.below]
+            first = (live[0][0], live[0][1].epoch) if live else None
+            tail = self._tails[name]
+            positions[name] = LogPosition(*(first or (tail.num_records, tail.epoch)), settled)
+        return positions
 
     def close(self) -> None:
         for tail in self._tails.values():
             tail.close()
 
-    def _admit(self, producer: str, record: CommitRecord) -> None:
-        if record.guid_max in self._source:
-            # Plans go by guid, so all of it is planned, and its owner may have deleted it.
+    def _admit(self, producer: str, record: CommitRecord, step: int) -> None:
+        if (WHOLE_SHARD, record.uuid) in self.dropped:
+            return
+        if record.guid_max < self.planned.below:
+            # All of its groups are planned, and its owner may have deleted it.
             repeated = 0 if record.uuid in self._planned_shards else record.rows
         else:
-            repeated = self._open(producer, record)
-        if repeated and record.uuid not in self._noted:
-            self._noted.add(record.uuid)
-            self.ignored.append(IgnoredShard(record.uuid, repeated))
+            try:
+                repeated = self._open(producer, record)
+            except DamagedError as error:
+                self._drop_shard(producer, record, step, error)
+                return
+        if repeated and record.uuid not in self.noted:
+            self.noted.add(record.uuid)
+            self.notes.append(IgnoredShard(record.uuid, repeated))
+
+    def _drop_shard(
+        self, producer: str, record: CommitRecord, step: int, error: DamagedError
+    ) -> None:
+        self._num_damaged[producer] = self._num_damaged.get(producer, 0) + 1
+        if self._num_damaged[producer] > MAX_DAMAGED:
+            raise BusError(
+                f"{MAX_DAMAGED} committed shards of {producer} are damaged, the last one: {error}"
+            ) from error
+        log.error("%s; its prompt groups are sampled again", error)
+        self.dropped.add((WHOLE_SHARD, record.uuid))
+        self.notes.append(DroppedGroup(WHOLE_SHARD, record.uuid, record.rows, "damaged", step))
 
     def _open(self, producer: str, record: CommitRecord) -> int:
         """Offers the groups of a shard; returns how many rows repeat earlier ones."""
         path = self._paths.shard(producer, record.epoch, record.seq)
         with Shard(path) as shard:
-            if (shard.uuid, shard.length, shard.rows) != (record.uuid, record.length, record.rows):
-                raise BusError(
-                    f"{path}: is not the shard that record {record.uuid} of "
-                    f"{self._paths.log(producer)} committed; restore the file"
-                )
+            _check_identity(shard, record)
             guids = shard.read("row/guid").astype(np.int64)
             versions = shard.read("row/policy_version_min").astype(np.int64)
+            tokens = shard.read("row/prompt_len").astype(np.int64)
+            tokens += shard.read("row/response_len").astype(np.int64)
         starts = np.flatnonzero(np.diff(guids, prepend=guids[0] - 1)).tolist()
         repeated = 0
         for lo, hi in zip(starts, [*starts[1:], len(guids)], strict=True):
-            guid, part = (
-                int(guids[lo]),
-                Part(producer, record.epoch, record.seq, record.uuid, lo, hi),
-            )
-            if self._source.get(guid) == record.uuid:
+            guid = int(guids[lo])
+            if self._counted(guid, record.uuid):
                 continue
-            if guid in self._source or guid in self.waiting:
+            if guid in self.planned or guid in self.waiting:
                 repeated += hi - lo
                 continue
+            part = Part(producer, record.epoch, record.seq, record.uuid, lo, hi)
             sampled = [int(v) for v in versions[lo:hi] if v >= 0]
-            self.waiting[guid] = Group(part, min(sampled, default=-1))
+            oldest = min(sampled, default=-1)
+            self.waiting[guid] = Group(part, oldest, int(tokens[lo:hi].sum()))
         return repeated
+
+    def _counted(self, guid: int, uuid: str) -> bool:
+        """Whether these rows are on record already: as planned, or as dropped."""
+        return (
+            self._source.get(guid) == uuid
+            or (guid, uuid) in self.dropped
+            or guid in self._base_planned
+        )
+
+    def _widen(self, writer: str, record: CommitRecord) -> None:
+        if record.guid_max < self.planned.below:
+            return
+        found = self._sidecars.setdefault(record.parent, {})
+        if record.role in found:
+            return
+        path = self._paths.shard(writer, record.epoch, record.seq)
+        try:
+            with Shard(path) as shard:
+                _check_identity(shard, record)
+        except DamagedError as error:
+            log.error("%s; restart %s to have it made again", error, writer)
+            return
+        found[record.role] = Sidecar(writer, record.epoch, record.seq, record.uuid)
+
+
+def _check_identity(shard: Shard, record: CommitRecord) -> None:
+    attributes = shard.attributes
+    parent = attributes.get("parent") or "0" * 32
+    found = (shard.uuid, shard.length, shard.rows, parent, attributes.get("role"))
+    if found != (record.uuid, record.length, record.rows, record.parent, record.role):
+        raise DamagedError(
+            f"{shard.path}: is not the shard that record {record.uuid} committed; restore the file"
+        )

@@ -6,12 +6,14 @@ to look one up: the launcher makes them all.
 
 import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from relax_hpc.bus.durable import sync_folder
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import read_json, write_json
+from relax_hpc.schema import Role
 
 FORMAT = 1
 
@@ -23,25 +25,38 @@ class BusHeader(NamedTuple):
     producers: list[str]
     run: dict[str, Any]
     """What the launcher wanted to be remembered with the data."""
+    sidecar_writers: Mapping[str, Role] = MappingProxyType({})
+    """Name -> role of those that add columns to shards of `producers`."""
 
 
-def create(paths: BusPaths, producers: Sequence[str], header: Mapping[str, object]) -> None:
+def create(
+    paths: BusPaths,
+    producers: Sequence[str],
+    header: Mapping[str, object],
+    *,
+    sidecar_writers: Mapping[str, Role] | None = None,
+) -> None:
     """Makes the folders, empty logs and credits, and RUN.json last.
 
     Raises:
-        BusError: there is a bus already; a run directory is used once.
+        BusError: there is a bus already (a run directory is used once), or it cannot be written.
     """
-    for folder in (paths.plan, paths.credits.parent, *map(paths.producer, producers)):
-        folder.mkdir(parents=True, exist_ok=True)
+    writers = dict(sidecar_writers or {})
+    names = [*producers, *writers]
     try:
-        for file in (paths.credits, *map(paths.log, producers)):
+        for folder in (paths.plan, paths.credits.parent, *map(paths.producer, names)):
+            folder.mkdir(parents=True, exist_ok=True)
+        for file in (paths.credits, *map(paths.log, names)):
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
             sync_folder(file.parent)
     except FileExistsError as error:
         raise BusError(
             f"{paths.root}: holds a bus already; a run directory is used once, choose another name"
         ) from error
-    write_json(paths.header, {"format": FORMAT, "producers": list(producers), "run": dict(header)})
+    except OSError as error:
+        raise BusError(f"{paths.root}: a bus cannot be made here: {error.strerror}") from error
+    record = BusHeader(FORMAT, list(producers), dict(header), writers)
+    write_json(paths.header, record._asdict())
     sync_folder(paths.root)
 
 
@@ -60,3 +75,16 @@ def open_bus(paths: BusPaths) -> BusHeader:
             f"{FORMAT}; use the version that wrote it, or a newer one"
         )
     return BusHeader(**record)
+
+
+def check_needs(paths: BusPaths, header: BusHeader, needs: Sequence[Role]) -> None:
+    """Raises:
+    BusError: groups are to wait for columns that nobody writes.
+    """
+    written = set(header.sidecar_writers.values())
+    for role in needs:
+        if role not in written:
+            raise BusError(
+                f"{paths.header}: batches need the columns of {role}, but no sidecar writer has "
+                f"that role; there are {sorted(written) or 'none'}"
+            )

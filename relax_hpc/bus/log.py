@@ -1,18 +1,11 @@
 """The commit log of one producer: 128-byte records. A shard exists once its record does."""
 
-import os
 import struct
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from relax_hpc.bus.durable import (
-    checksum,
-    is_full,
-    pread_into,
-    pwrite_all,
-    sync_folder,
-)
+from relax_hpc.bus.durable import checksum
 from relax_hpc.bus.tail import GrowingFile
 from relax_hpc.errors import BusError
 from relax_hpc.schema import ROLES, Role
@@ -20,7 +13,6 @@ from relax_hpc.schema import ROLES, Role
 MAGIC = b"RLC1"
 RECORD = struct.Struct("<4sHHIQ16s16sQIQiiqq28sI")
 RECORD_BYTES = 128
-BALLAST_BYTES = 256 << 10
 assert RECORD.size == RECORD_BYTES
 
 
@@ -35,6 +27,12 @@ class RecordKind(IntEnum):
     """The producer opened an epoch: what older epochs left without a record is an orphan."""
     CLOSE = 4
     """The producer ended on purpose."""
+    PARTIAL = 5
+    """A shard of unfinished prompt groups is committed: its owner goes on with them later."""
+
+
+SHARDS = (RecordKind.BASE, RecordKind.SIDE, RecordKind.PARTIAL)
+"""Kinds of record that name a file."""
 
 
 class CommitRecord(NamedTuple):
@@ -111,113 +109,66 @@ def decode(data: bytes, path: Path, first: int) -> list[CommitRecord]:
     return records
 
 
-class LogWriter:
-    """The one writer of a log.
+class Epochs:
+    """Tells the records that count from those that a superseded owner slipped in.
 
-    The log grows with each record: a change of size is what every client cache revalidates on.
-
-    Raises:
-        BusError: no such log, or a committed record is damaged.
+    An OPEN takes the log over if its epoch is above all before it. From there on only records of
+    that epoch count; whatever another owner appends is not committed.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise BusError(f"{path}: no such log; is the producer one of this run's?") from None
-        data = bytearray(os.fstat(self._fd).st_size)
-        pread_into(self._fd, memoryview(data), 0)
-        self.records = decode(bytes(data), path, 0)
-        if len(data) > self._end:  # the torn tail of a dead incarnation: never committed
-            os.ftruncate(self._fd, self._end)
-            os.fsync(self._fd)
-        self._failed = False
-        self.restore_ballast()
+    def __init__(self, current: int = 0) -> None:
+        self.current = current
 
-    @property
-    def _end(self) -> int:
-        return len(self.records) * RECORD_BYTES
-
-    @property
-    def _ballast(self) -> Path:
-        return self.path.with_name("ballast")
-
-    def append(self, record: CommitRecord) -> None:
-        """Commits `record`: on return it is on disk.
-
-        Raises:
-            BusError: another process writes this log, or an append failed and what is on disk is
-                unknown; restarting the producer finds out.
-        """
-        if self._failed or os.fstat(self._fd).st_size != self._end:
-            raise BusError(
-                f"{self.path}: another process writes it, or an append failed; "
-                "only a restart of this producer can tell what was committed"
-            )
-        self._failed = True
-        try:
-            self._write(record)
-        except OSError as error:
-            raise BusError(
-                f"{self.path}: record {len(self.records)} cannot be written: {error.strerror}; "
-                "restart this producer once that is remedied"
-            ) from error
-        self.records.append(record)
-        self._failed = False
-
-    def _write(self, record: CommitRecord) -> None:
-        try:
-            pwrite_all(self._fd, pack(record), self._end)
-            os.fsync(self._fd)
-        except OSError as error:
-            if not is_full(error) or not self._ballast.exists():
-                raise
-            # The shard is already on disk; give back the reserve so that it can be committed.
-            self._ballast.unlink()
-            pwrite_all(self._fd, pack(record), self._end)
-            os.fsync(self._fd)
-
-    def restore_ballast(self) -> None:
-        """Reserves the space that an append may need on a full file system, if there is some."""
-        if self._ballast.exists():
-            return
-        try:
-            self._ballast.write_bytes(bytes(BALLAST_BYTES))
-            sync_folder(self.path.parent)
-        except OSError as error:
-            if not is_full(error):
-                raise
-            self._ballast.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        os.close(self._fd)
+    def admit(self, record: CommitRecord) -> bool:
+        """Whether the next record of the log counts."""
+        if record.kind is RecordKind.OPEN:
+            first = record.epoch > self.current
+            self.current = max(self.current, record.epoch)
+            return first
+        return record.epoch == self.current
 
 
 class LogTail:
-    """Follows a producer's log."""
+    """Follows a log.
 
-    def __init__(self, path: Path) -> None:
-        self.num_records = 0
+    Args:
+        path: of the log.
+        start: records to pass over.
+        epoch: of the owner there.
+    """
+
+    def __init__(self, path: Path, *, start: int = 0, epoch: int = 0) -> None:
+        self.num_records = start
+        """Read so far, those that do not count included."""
         self._file = GrowingFile(path)
+        self._epochs = Epochs(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Of the owner at the end of what was read."""
+        return self._epochs.current
 
     def poll(self) -> list[CommitRecord]:
-        """The records committed since the last poll.
+        """The valid records committed since the last poll.
 
         Raises:
             BusError: a committed record is damaged.
         """
+        return [record for _, record in self.poll_numbered()]
+
+    def poll_numbered(self) -> list[tuple[int, CommitRecord]]:
+        """As `poll`, each record with its number in the log."""
         data = self._file.read_from(self.num_records * RECORD_BYTES)
-        records = decode(data, self._file.path, self.num_records)
+        first, records = self.num_records, decode(data, self._file.path, self.num_records)
         self.num_records += len(records)
-        return records
+        return [(n, r) for n, r in enumerate(records, first) if self._epochs.admit(r)]
 
     def close(self) -> None:
         self._file.close()
 
 
 def read_log(path: Path) -> list[CommitRecord]:
-    """All records of a log, as of now."""
+    """All valid records of a log, as of now."""
     tail = LogTail(path)
     try:
         return tail.poll()

@@ -5,12 +5,16 @@ records it keeps; what a fenced predecessor appends afterwards is thereby cut of
 """
 
 import os
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple, Self
 
 from relax_hpc.bus.durable import sync_folder
 from relax_hpc.bus.frames import Record, read_frames
+from relax_hpc.bus.snapshot import NOTHING, Snapshot, read_snapshots
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
+from relax_hpc.schema import Role
 
 
 class Part(NamedTuple):
@@ -24,8 +28,17 @@ class Part(NamedTuple):
     hi: int
 
 
+class Sidecar(NamedTuple):
+    """A shard with further columns of another one."""
+
+    writer: str
+    epoch: int
+    seq: int
+    uuid: str
+
+
 class PlanRecord(NamedTuple):
-    """One batch; `_asdict()` is JSON. It says enough for the audit to do without the shards."""
+    """One batch, or a portion of one; `_asdict()` is JSON. The audit needs no shard besides."""
 
     step: int
     guids: list[int]
@@ -33,11 +46,23 @@ class PlanRecord(NamedTuple):
     """The rows of `guids`, one part per prompt group, in guid then sibling order."""
     num_trajectories: int
     policy_version_min: int
-    """Oldest policy that sampled a token of the batch; -1 if none did."""
+    """Oldest policy that sampled a token of it; -1 if none did."""
+    num_tokens: int
+    portion: int = 0
+    """0-based within the step."""
+    last: bool = True
+    """Whether it completes the batch of its step."""
+    sidecars: Mapping[str, dict[Role, Sidecar]] = MappingProxyType({})
+    """uuid of a shard of `parts` -> role -> the sidecar that counts."""
 
     @classmethod
     def from_json(cls, record: Record) -> Self:
-        return cls(**{**record, "parts": [Part(*part) for part in record["parts"]]})
+        sidecars = {
+            uuid: {role: Sidecar(*sidecar) for role, sidecar in roles.items()}
+            for uuid, roles in record["sidecars"].items()
+        }
+        parts = [Part(*part) for part in record["parts"]]
+        return cls(**{**record, "parts": parts, "sidecars": sidecars})
 
 
 class IgnoredShard(NamedTuple):
@@ -47,13 +72,37 @@ class IgnoredShard(NamedTuple):
     rows: int
 
 
+class DroppedGroup(NamedTuple):
+    """Rows that will not be trained on; their owner samples the prompt again."""
+
+    guid: int
+    """-1: every group of the shard, which cannot be read."""
+    dropped: str
+    """uuid of the shard."""
+    rows: int
+    why: str
+    """`over_age` or `damaged`."""
+    step: int
+    """That was being planned."""
+
+
+AnyRecord = PlanRecord | IgnoredShard | DroppedGroup
+
+
 class PlanPosition(NamedTuple):
     """How far a checkpoint has come in the plan."""
 
     epoch: int
     records: int
-    """Records of the chain up to and including the one of `step`."""
+    """Records of the chain up to and including the last one of `step`."""
     step: int
+
+
+class ChainRecord(NamedTuple):
+    record: AnyRecord
+    epoch: int
+    end: int
+    """Where it ends in the log of `epoch`."""
 
 
 class Chain(NamedTuple):
@@ -61,33 +110,46 @@ class Chain(NamedTuple):
 
     epoch: int
     """Newest epoch with a header; 0 if nothing was ever planned."""
-    records: list[PlanRecord | IgnoredShard]
+    base: Snapshot
+    """Sums up the records in front of `records`."""
+    records: list[ChainRecord]
     links: list[tuple[int, int]]
     """(epoch, records it kept of the epochs before), oldest first."""
 
     @property
     def steps(self) -> list[PlanRecord]:
-        return [record for record in self.records if isinstance(record, PlanRecord)]
+        """The portions of all batches, in order."""
+        return [r.record for r in self.records if isinstance(r.record, PlanRecord)]
 
     @property
     def ignored(self) -> list[IgnoredShard]:
-        return [record for record in self.records if isinstance(record, IgnoredShard)]
+        return [r.record for r in self.records if isinstance(r.record, IgnoredShard)]
+
+    @property
+    def dropped(self) -> list[DroppedGroup]:
+        return [r.record for r in self.records if isinstance(r.record, DroppedGroup)]
+
+    @property
+    def num_records(self) -> int:
+        return self.base.records + len(self.records)
 
     def check(self, position: PlanPosition) -> None:
         """Raises:
         BusError: `position` is not on this chain; its checkpoint came from a fenced trainer.
         """
         later = [keep for epoch, keep in self.links if epoch > position.epoch]
-        known = position.epoch in [epoch for epoch, _ in self.links]
-        step = 0
-        if known and 0 < position.records <= min([len(self.records), *later]):
-            record = self.records[position.records - 1]
-            step = record.step if isinstance(record, PlanRecord) else -1
+        known = position.epoch in [epoch for epoch, _ in self.links] or position.records == 0
+        step = -1
+        if position.records == self.base.records:
+            step = self.base.step
+        elif self.base.records < position.records <= min([self.num_records, *later]):
+            record = self.records[position.records - 1 - self.base.records].record
+            step = record.step if isinstance(record, PlanRecord) and record.last else -1
         if step != position.step or not known:
             raise BusError(
                 f"the checkpoint's plan position {tuple(position)} is not in this run's plan "
-                f"(epochs {self.links}): a fenced trainer or another run wrote it; "
-                "resume from an earlier checkpoint"
+                f"(epochs {self.links}): a fenced trainer or another run wrote it, or no shard of "
+                "that time is left; resume from another checkpoint"
             )
 
 
@@ -97,42 +159,68 @@ def newest_epoch(paths: BusPaths) -> int:
 
 
 def claim_epoch(paths: BusPaths) -> int:
-    """Takes the next epoch; O_EXCL lets one of two racing trainers have each number."""
+    """Takes the next epoch; O_EXCL lets one of two racing trainers have each number.
+
+    Raises:
+        BusError: the folder of the plan cannot be written.
+    """
     epoch = newest_epoch(paths)
     while True:
         epoch += 1
+        claim = paths.plan_claim(epoch)
         try:
-            os.close(os.open(paths.plan_claim(epoch), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         except FileExistsError:
             continue
+        except OSError as error:
+            raise BusError(f"{claim}: cannot be made: {error.strerror}") from error
         sync_folder(paths.plan)
         return epoch
 
 
-def read_chain(paths: BusPaths, *, below: int | None = None) -> Chain:
+def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True) -> Chain:
     """Reads the valid plan, of the newest epoch or of the newest one below `below`.
+
+    Args:
+        whole: every record; else those behind the newest snapshot that is on the chain.
 
     Raises:
         BusError: a record of the plan is damaged.
     """
+    newest = newest_epoch(paths) if below is None else below - 1
+    for snapshot in [] if whole else read_snapshots(paths):
+        if snapshot.epoch <= newest and (chain := _read(paths, newest, snapshot)):
+            return chain
+    chain = _read(paths, newest, NOTHING)
+    assert chain is not None
+    return chain
+
+
+def _read(paths: BusPaths, epoch: int, base: Snapshot) -> Chain | None:
+    """The chain that ends at `epoch` and begins behind `base`; None if `base` is not on it."""
     logs = {int(log.stem[1:]): log for log in paths.plan.glob("e*.log")}
-    epoch = newest_epoch(paths) if below is None else below - 1
     segments = []
-    while epoch > 0:
+    while epoch > base.epoch:
         frames = read_frames(logs[epoch]) if epoch in logs else []
         if not frames:  # claimed, but its owner died before it wrote the header
             epoch -= 1
             continue
-        segments.append((epoch, frames))
-        epoch = frames[0]["parent"]
-    records: list[Record] = []
-    links = []
-    for owner, (header, *frames) in reversed(segments):
-        records = records[: header["keep"]] + frames
-        links.append((owner, int(header["keep"])))
-    newest = segments[0][0] if segments else 0
-    return Chain(newest, [_parse(record) for record in records], links)
+        (header, _), *records = frames
+        segments.append((epoch, int(header["keep"]), records))
+        epoch = header["parent"]
+    if epoch < base.epoch or any(keep < base.records for _, keep, _ in segments):
+        return None
+    if base.epoch:
+        segments.append((base.epoch, base.records, read_frames(logs[base.epoch], base.end)))
+    chain: list[ChainRecord] = []
+    for owner, keep, records in reversed(segments):
+        found = [ChainRecord(_parse(record), owner, end) for record, end in records]
+        chain = chain[: keep - base.records] + found
+    links = [(owner, keep) for owner, keep, _ in reversed(segments)]
+    return Chain(segments[0][0] if segments else 0, base, chain, links)
 
 
-def _parse(record: Record) -> PlanRecord | IgnoredShard:
-    return PlanRecord.from_json(record) if "step" in record else IgnoredShard(**record)
+def _parse(record: Record) -> AnyRecord:
+    if "parts" in record:
+        return PlanRecord.from_json(record)
+    return DroppedGroup(**record) if "dropped" in record else IgnoredShard(**record)

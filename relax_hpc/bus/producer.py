@@ -1,70 +1,63 @@
 """The writing end: one producer owns its log and its shards, and nobody else touches them."""
 
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from relax_hpc.bus import layout, shard_write
-from relax_hpc.bus.durable import sync_folder
-from relax_hpc.bus.encode import to_columns
-from relax_hpc.bus.log import CommitRecord, LogWriter, RecordKind
+from relax_hpc.bus.credits import Refill
+from relax_hpc.bus.encode import from_columns, gather
+from relax_hpc.bus.log import CommitRecord, RecordKind
+from relax_hpc.bus.owner import Owner
 from relax_hpc.bus.shard import Shard
-from relax_hpc.errors import BusError
+from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import Columns, PromptGroup
+from relax_hpc.schema import ColumnPieces, PromptGroup
 
-_RESERVED = {
-    "rl_shard_format", "shard_uuid", "n_samples", "producer", "epoch", "seq", "role",
-    "policy_min", "policy_max", "parent",
-}  # fmt: skip
+log = logging.getLogger(__name__)
 
 
-class Producer:
+class Producer(Owner):
     """Publishes prompt groups. Opening it claims the next epoch and deletes its own orphans.
 
     Args:
         paths: a bus that `layout.create` made.
         name: one of the producers it was made for.
         provenance: root attributes of every shard: run, job, node, restart count, engine build.
+        compress: columns to be compressed.
 
     Raises:
-        BusError: not a bus of this format, no such producer, or a damaged log or shard.
+        BusError: not a bus of this format, no such producer, or a damaged log.
     """
 
-    def __init__(self, paths: BusPaths, name: str, provenance: Mapping[str, str | int]) -> None:
-        if clash := _RESERVED & provenance.keys():
-            raise BusError(f"provenance of {name}: {sorted(clash)} are the bus's own attributes")
-        if name not in layout.open_bus(paths).producers:
-            raise BusError(f"{paths.header}: has no producer {name}")
-        self.name = name
-        self._paths = paths
-        self._provenance = dict(provenance)
-        self._log = LogWriter(paths.log(name))
-        self.epoch = max((r.epoch for r in self._log.records), default=0) + 1
-        self._seq = max((r.seq for r in self._shard_records()), default=-1) + 1
-        # The claim comes first: from here on whatever older epochs left unrecorded stays so.
-        self._log.append(CommitRecord(RecordKind.OPEN, self.epoch, self._seq))
-        paths.epoch(name, self.epoch).mkdir()
-        sync_folder(paths.producer(name))
-        self._live = self._clean()
-        self.committed = self._committed()
-        """Guids in live shards: what need not be generated again."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
+    def __init__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        paths: BusPaths,
+        name: str,
+        provenance: Mapping[str, str | int],
+        *,
+        compress: Iterable[str] = (),
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self._log.close()
+        super().__init__(paths, name, "rollout", provenance, compress=compress)
+        self._source: dict[int, str] = {}
+        """guid -> uuid of the live shard that it is committed in."""
+        self._partial_in: dict[str, set[int]] = {}
+        """uuid of a live shard of unfinished groups -> their guids."""
+        self.partial: dict[int, PromptGroup] = {}
+        """Unfinished groups by guid: what an earlier incarnation had of them."""
+        for record in list(self._live):
+            try:
+                self._recall(record)
+            except DamagedError as error:
+                log.error("%s; its prompt groups are sampled again", error)
+                self._forget_shard(record)
+        for guid in self._source:
+            self.partial.pop(guid, None)
+
+    @property
+    def committed(self) -> set[int]:
+        """Guids in live shards: what need not be generated again."""
+        return set(self._source)
 
     def put(self, groups: Sequence[PromptGroup]) -> int:
         """Publishes whole prompt groups as one shard: on return they are committed.
@@ -75,82 +68,111 @@ class Producer:
         Raises:
             BusError: a group is malformed or committed already.
             BusFullError: no space; nothing was committed, try again after `collect`.
+            FencedError: a newer incarnation of this producer took over.
         """
         guids = [group.guid for group in groups]
-        known = [g for g in guids if g in self.committed or guids.count(g) > 1]
+        known = [g for g in guids if g in self._source or guids.count(g) > 1]
         if known:
             raise BusError(
                 f"{self.name}: prompt groups {known} are committed already, or twice here"
             )
-        columns = to_columns(groups)
-        versions = _version_range(columns)
-        seq = self._seq
-        info = shard_write.write(
-            self._paths.shard(self.name, self.epoch, seq),
-            columns,
-            self._provenance
-            | {"producer": self.name, "epoch": self.epoch, "seq": seq, "role": "rollout"}
-            | {"policy_min": versions[0], "policy_max": versions[1], "parent": ""},
-        )
-        record = CommitRecord(
-            RecordKind.BASE, self.epoch, seq, "rollout", info.uuid, length=info.length,
-            rows=info.rows, tokens=info.tokens, policy_version_min=versions[0],
-            policy_version_max=versions[1], guid_min=min(guids), guid_max=max(guids),
-        )  # fmt: skip
-        self._log.append(record)
-        self._live.append(record)
-        self.committed.update(guids)
-        self._seq += 1
-        return seq
+        record = self._commit(RecordKind.BASE, groups)
+        self._source.update(dict.fromkeys(guids, record.uuid))
+        for guid in guids:
+            self.partial.pop(guid, None)
+        return record.seq
+
+    def put_partial(self, groups: Sequence[PromptGroup]) -> int:
+        """Publishes unfinished prompt groups, for the next incarnation to go on with.
+
+        Siblings that were not begun have no response; what is there of one that was ends with
+        `FinishReason.ABORT`. They are never trained on.
+
+        Returns:
+            Sequence number of the shard.
+
+        Raises:
+            BusError, BusFullError, FencedError: as `put`.
+        """
+        record = self._commit(RecordKind.PARTIAL, groups)
+        self._partial_in[record.uuid] = {group.guid for group in groups}
+        self.partial.update({group.guid: group for group in groups})
+        return record.seq
+
+    def owe_again(self, refill: Iterable[Refill]) -> list[int]:
+        """Takes back what the trainer will not use: those guids are not committed any more.
+
+        Telling it twice changes nothing.
+
+        Returns:
+            The guids that are owed again.
+        """
+        dropped = set(refill)
+        owed = [
+            guid
+            for guid, uuid in self._source.items()
+            if Refill(guid, uuid) in dropped or Refill(-1, uuid) in dropped
+        ]
+        for guid in owed:
+            del self._source[guid]
+        return sorted(owed)
 
     def collect(self, retired_guid_below: int) -> int:
-        """Deletes own shards whose guids are all below an ordinal that the trainer released.
+        """Deletes own shards that nobody can need any more.
+
+        Args:
+            retired_guid_below: ordinal that the trainer released.
 
         Returns:
             Shards deleted.
         """
-        dead = [r for r in self._live if r.guid_max < retired_guid_below]
-        for record in dead:
-            self._paths.shard(self.name, record.epoch, record.seq).unlink(missing_ok=True)
-        self._live = [r for r in self._live if r.guid_max >= retired_guid_below]
-        if dead:
-            self._log.restore_ballast()
-        return len(dead)
+        done = {u for u, guids in self._partial_in.items() if guids <= self._source.keys()}
+        for uuid in done:
+            del self._partial_in[uuid]
+        deleted = self._delete(lambda r: r.guid_max < retired_guid_below or r.uuid in done)
+        for guid in [guid for guid in self._source if guid < retired_guid_below]:
+            if self._source[guid] in deleted:
+                del self._source[guid]
+        return len(deleted)
 
-    def close(self) -> None:
-        """Records that this producer ended on purpose."""
-        self._log.append(CommitRecord(RecordKind.CLOSE, self.epoch, self._seq))
-        self._log.close()
+    def _commit(self, kind: RecordKind, groups: Sequence[PromptGroup]) -> CommitRecord:
+        columns = gather(groups)
+        guids = [group.guid for group in groups]
+        oldest, newest = _version_range(columns)
+        return self._publish(
+            CommitRecord(
+                kind,
+                self.epoch,
+                self._seq,
+                self.role,
+                policy_version_min=oldest,
+                policy_version_max=newest,
+                guid_min=min(guids),
+                guid_max=max(guids),
+            ),
+            columns,
+        )
 
-    def _shard_records(self) -> list[CommitRecord]:
-        return [r for r in self._log.records if r.kind in (RecordKind.BASE, RecordKind.SIDE)]
-
-    def _clean(self) -> list[CommitRecord]:
-        """Deletes what older epochs left without a record; returns the records whose file is left.
-
-        Listing is fine here: the folders are this producer's own, and it does so once.
-        """
-        recorded = {self._paths.shard(self.name, r.epoch, r.seq): r for r in self._shard_records()}
-        live = []
-        for folder in sorted(self._paths.producer(self.name).glob("e*")):
-            for file in sorted(folder.iterdir()):
-                if file in recorded:
-                    live.append(recorded[file])
-                else:
-                    file.unlink()
-        return sorted(live, key=lambda record: record.seq)
-
-    def _committed(self) -> set[int]:
-        guids: set[int] = set()
-        for record in self._live:
-            with Shard(self._paths.shard(self.name, record.epoch, record.seq)) as shard:
-                guids.update(np.unique(shard.read("row/guid")).tolist())
-        return guids
+    def _recall(self, record: CommitRecord) -> None:
+        """Notes which groups a live shard of an earlier incarnation holds; later ones win."""
+        with Shard(self.shard(record)) as shard:
+            if shard.uuid != record.uuid:
+                raise DamagedError(f"{shard.path}: is not the shard that was committed")
+            if record.kind is RecordKind.BASE:
+                guids = np.unique(shard.read("row/guid")).tolist()
+                self._source.update(dict.fromkeys(guids, shard.uuid))
+                return
+            groups: dict[int, PromptGroup] = {}
+            for row in from_columns(shard.read_span(0, shard.rows)):
+                groups.setdefault(row.guid, PromptGroup(row.guid, [])).trajectories.append(row)
+        self._partial_in[record.uuid] = set(groups)
+        self.partial.update(groups)
 
 
-def _version_range(columns: Columns) -> tuple[int, int]:
+def _version_range(columns: ColumnPieces) -> tuple[int, int]:
     """Oldest and newest policy that sampled anything; -1 if none did."""
-    oldest = columns["row/policy_version_min"].astype(np.int64)
-    return min(oldest[oldest >= 0].tolist(), default=-1), int(
-        columns["row/policy_version_max"].max()
+    oldest, newest = (
+        np.asarray(columns[f"row/policy_version_{end}"], np.int64).tolist()
+        for end in ("min", "max")
     )
+    return min((version for version in oldest if version >= 0), default=-1), max(newest)

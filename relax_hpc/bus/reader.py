@@ -1,7 +1,6 @@
 """The reading end: the rows of a planned batch, verified, and no more bytes than asked for."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Container, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +10,12 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.encode import from_columns
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.shard import Shard
-from relax_hpc.errors import BusError
+from relax_hpc.errors import DamagedError
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import Array, Trajectory
+from relax_hpc.schema import Array, Columns, Trajectory, columns_of
+
+NARROW = columns_of("rollout")
+"""What every trajectory consists of."""
 
 
 class BatchIndex(NamedTuple):
@@ -32,6 +34,8 @@ class BatchIndex(NamedTuple):
 class Reader:
     """Reads planned batches. Every rank may have its own; nothing is shared but files.
 
+    Shards stay open while a step lasts: each is looked up once, however often it is read.
+
     Raises:
         BusError: not a bus of this format.
     """
@@ -40,63 +44,86 @@ class Reader:
         layout.open_bus(paths)
         self._paths = paths
         self._verify = verify
+        self._open: dict[str, Shard] = {}
+        self._step = 0
 
     def index(self, record: PlanRecord) -> BatchIndex:
         """Reads the row columns of a batch.
 
         Raises:
-            BusError: a shard is missing or damaged.
+            DamagedError: a shard is missing or damaged.
         """
+        self._begin(record)
         columns: dict[str, list[Array]] = {name: [] for name in BatchIndex._fields}
-        with ExitStack() as stack:
-            shards = _OpenShards(self._paths, stack, verify=self._verify)
-            for part in _merged(record.parts):
-                for name, values in columns.items():
-                    values.append(shards.open(part).read_rows(f"row/{name}", part.lo, part.hi))
+        for part in _merged(record.parts):
+            shard = self._shard(part.producer, part.epoch, part.seq, part.uuid)
+            for name, values in columns.items():
+                values.append(shard.read_rows(f"row/{name}", part.lo, part.hi))
         return BatchIndex(**{name: np.concatenate(values) for name, values in columns.items()})
 
-    def rows(self, record: PlanRecord, rows: Sequence[int]) -> list[Trajectory]:
-        """Reads some trajectories of a batch, in the order asked for.
+    def rows(
+        self, record: PlanRecord, rows: Sequence[int], columns: Collection[str] | None = None
+    ) -> list[Trajectory]:
+        """Reads some trajectories of a batch, in the order asked for, sidecar columns included.
 
         Args:
+            record: a batch, or a portion of one.
             rows: numbers in plan order, 0 <= row < `record.num_trajectories`.
+            columns: what to read besides `NARROW`, e.g. media; everything if not given.
 
         Raises:
-            BusError: a shard is missing or damaged.
+            DamagedError: a shard is missing or damaged.
         """
+        self._begin(record)
         wanted = np.unique(np.array(rows, np.int64))
         found: dict[int, Trajectory] = {}
-        with ExitStack() as stack:
-            shards = _OpenShards(self._paths, stack, verify=self._verify)
-            first = 0
-            for part in _merged(record.parts):
-                size = part.hi - part.lo
-                inside = wanted[(wanted >= first) & (wanted < first + size)]
-                for run in _runs(inside):
-                    lo, hi = part.lo + int(run[0]) - first, part.lo + int(run[-1]) - first + 1
-                    trajectories = from_columns(shards.open(part).read_span(lo, hi))
-                    found.update(zip(run.tolist(), trajectories, strict=True))
-                first += size
+        first = 0
+        for part in _merged(record.parts):
+            size = part.hi - part.lo
+            inside = wanted[(wanted >= first) & (wanted < first + size)]
+            for run in _runs(inside):
+                lo, hi = part.lo + int(run[0]) - first, part.lo + int(run[-1]) - first + 1
+                span = self._span(record, part, lo, hi, columns)
+                found.update(zip(run.tolist(), from_columns(span), strict=True))
+            first += size
         return [found[row] for row in rows]
 
+    def close(self) -> None:
+        self._keep_open(())
 
-class _OpenShards:
-    """The shards of one call, each opened once."""
+    def _begin(self, record: PlanRecord) -> None:
+        if record.step != self._step:
+            self._step = record.step
+            sidecars = (s.uuid for roles in record.sidecars.values() for s in roles.values())
+            self._keep_open({*(part.uuid for part in record.parts), *sidecars})
 
-    def __init__(self, paths: BusPaths, stack: ExitStack, *, verify: bool) -> None:
-        self._paths = paths
-        self._stack = stack
-        self._verify = verify
-        self._open: dict[str, Shard] = {}
+    def _keep_open(self, uuids: Container[str]) -> None:
+        for uuid in [uuid for uuid in self._open if uuid not in uuids]:
+            self._open.pop(uuid).close()
 
-    def open(self, part: Part) -> Shard:
-        if part.uuid not in self._open:
-            path = self._paths.shard(part.producer, part.epoch, part.seq)
-            shard = self._stack.enter_context(Shard(path, verify=self._verify))
-            if shard.uuid != part.uuid:
-                raise BusError(f"{path}: is not the shard {part.uuid} that was planned; restore it")
-            self._open[part.uuid] = shard
-        return self._open[part.uuid]
+    def _span(
+        self, record: PlanRecord, part: Part, lo: int, hi: int, columns: Collection[str] | None
+    ) -> Columns:
+        base = self._shard(part.producer, part.epoch, part.seq, part.uuid)
+        span = base.read_span(lo, hi, None if columns is None else {*NARROW, *columns})
+        for role, sidecar in record.sidecars.get(part.uuid, {}).items():
+            shard = self._shard(*sidecar)
+            if (shard.attributes["parent"], shard.rows) != (part.uuid, base.rows):
+                raise DamagedError(f"{shard.path}: does not belong to {base.path}; restore it")
+            for name in columns_of(role):
+                if columns is None or name in columns:
+                    span[name] = shard.read_rows(name, lo, hi)
+        return span
+
+    def _shard(self, owner: str, epoch: int, seq: int, uuid: str) -> Shard:
+        if uuid not in self._open:
+            path = self._paths.shard(owner, epoch, seq)
+            shard = Shard(path, verify=self._verify)
+            if shard.uuid != uuid:
+                shard.close()
+                raise DamagedError(f"{path}: is not the shard {uuid} that was planned; restore it")
+            self._open[uuid] = shard
+        return self._open[uuid]
 
 
 def _merged(parts: Sequence[Part]) -> Iterator[Part]:

@@ -1,33 +1,59 @@
-"""The one place with a total order: turns what producers committed into batches, once.
+"""The one place with a total order: turns what was committed into batches, once.
 
-Lives in rank 0 of the trainer. Batches go by prompt ordinal: batch b is the guids
-(b-1) P <= guid < b P. That bounds staleness by construction, and a replay is exact.
+Lives in rank 0 of the trainer. What happens to a group that comes late is the over-age policy:
+
+* wait: batch b is the guids (b-1) P <= guid < b P. No token is older than the rollout's pacing
+  allows; the slowest group of a batch holds up its step.
+* drop: batch b is the first P groups that are there, lowest guid first. One that would be trained
+  on too late is dropped, and its owner samples the prompt again.
+* mask: as drop, but its over-age tokens leave the loss instead.
+
+Every decision is a record of the plan, so a replay is exact under each of them.
 """
 
+import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Literal, NamedTuple, Self
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.credits import Credit, CreditWriter
+from relax_hpc.bus.credits import Credit, CreditWriter, Refill
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.intake import Intake
 from relax_hpc.bus.plan import (
+    AnyRecord,
     Chain,
+    DroppedGroup,
     IgnoredShard,
     PlanPosition,
     PlanRecord,
+    Sidecar,
     claim_epoch,
-    newest_epoch,
     read_chain,
 )
+from relax_hpc.bus.snapshot import GuidSet, Snapshot, write_snapshot
+from relax_hpc.bus.staleness import staleness
 from relax_hpc.errors import BusError, PeerTimeoutError
 from relax_hpc.paths import BusPaths
+from relax_hpc.schema import Role
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.02
+SNAPSHOT_RECORDS = 1000
+"""Records of the plan between snapshots."""
+OverAge = Literal["wait", "drop", "mask"]
+
+
+class _Place(NamedTuple):
+    """Where the last record of a step stands."""
+
+    records: int
+    epoch: int
+    end: int
+    duplicates: int
 
 
 class Sequencer:
@@ -41,6 +67,10 @@ class Sequencer:
         producers: in order; producer r of R owns the guids with guid % R == r.
         prompts_per_step: P, the prompt groups of a batch.
         position: from the checkpoint that is resumed; None starts at step 1.
+        needs: roles whose sidecar a group must have before it is planned.
+        over_age: what happens to groups that come late, see above.
+        max_staleness: policy versions that a token may lag behind; `drop` needs it.
+        keep_steps: shards of that many steps are kept longer than any resume needs them.
 
     Raises:
         BusError: not a bus of this format, a damaged plan, or a position that is not on it.
@@ -53,27 +83,35 @@ class Sequencer:
         *,
         prompts_per_step: int,
         position: PlanPosition | None,
+        needs: Sequence[Role] = (),
+        over_age: OverAge = "wait",
+        max_staleness: int = 0,
+        keep_steps: int = 0,
     ) -> None:
-        layout.open_bus(paths)
-        self._paths = paths
-        self._producers = list(producers)
-        self._prompts_per_step = prompts_per_step
+        header = layout.open_bus(paths)
+        layout.check_needs(paths, header, needs)
+        self._paths, self._producers = paths, list(producers)
+        self._prompts_per_step, self._over_age = prompts_per_step, over_age
+        self._max_staleness, self._keep_steps = max_staleness, keep_steps
         self.epoch = claim_epoch(paths)
-        chain = read_chain(paths, below=self.epoch)
-        if position is not None:
-            chain.check(position)
-        self._check_batches(chain)
-        self._steps = chain.steps
-        self._ends = [i + 1 for i, r in enumerate(chain.records) if isinstance(r, PlanRecord)]
-        self._num_records = len(chain.records)
-        self.duplicates = sum(shard.rows for shard in chain.ignored)
+        self._credits = CreditWriter(paths, self.epoch)
+        chain = read_chain(paths, below=self.epoch, whole=False)
+        chain.check(position or PlanPosition(chain.epoch, 0, 0))
+        self._portions: dict[int, list[PlanRecord]] = {}
+        self._places: dict[int, _Place] = {}
+        self._base = chain.base
+        self._num_records = chain.base.records
+        self.duplicates = chain.base.duplicates
         """Trajectories that were committed again and ignored."""
+        self._released = chain.base.step
+        self._retired = GuidSet(chain.base.planned_below, chain.base.planned_above)
+        self._take_over(chain)
         self._log = FrameWriter(paths.plan_log(self.epoch))
         self._log.append({"parent": chain.epoch, "keep": self._num_records})
-        self._intake = Intake(paths, producers, self._steps, chain.ignored)
-        self._step = 0 if position is None else position.step
-        self._credits = CreditWriter(paths, self.epoch)
-        self._grant(Credit(self._step, self._step, self._step * prompts_per_step))
+        self._intake = Intake(paths, producers, header.sidecar_writers, needs, chain)
+        self._step, self._cursor = position.step if position else 0, 0
+        retired = max(self._credits.inherited.retired_guid_below, self._retired.below)
+        self._grant(Credit(self._step, self._step, retired))
 
     def __enter__(self) -> Self:
         return self
@@ -83,36 +121,72 @@ class Sequencer:
 
     @property
     def position(self) -> PlanPosition:
-        """Where the last returned batch is in the plan; goes into the checkpoint."""
-        records = self._ends[self._step - 1] if self._step else 0
-        return PlanPosition(self.epoch, records, self._step)
+        """Where the step of the last returned portion ends; goes into the checkpoint."""
+        place = self._places.get(self._step)
+        return PlanPosition(self.epoch, place.records if place else 0, self._step)
+
+    @property
+    def num_planned(self) -> int:
+        """Steps whose batch is planned as a whole."""
+        return max(self._places, default=0)
 
     def next_batch(
         self, step: int, *, timeout_s: float, on_wait: Callable[[], None] | None = None
     ) -> PlanRecord:
-        """The batch of `step`: as it was planned once, else planned as soon as it is committed.
+        """The batch of `step` in one piece; see `next_portion`."""
+        self._step, self._cursor = step, 0
+        portions = [self.next_portion(step, timeout_s=timeout_s, on_wait=on_wait)]
+        while not portions[-1].last:
+            portions.append(self.next_portion(step, timeout_s=timeout_s, on_wait=on_wait))
+        return _joined(portions)
+
+    def next_portion(
+        self,
+        step: int,
+        *,
+        timeout_s: float,
+        min_tokens: float = math.inf,
+        on_wait: Callable[[], None] | None = None,
+    ) -> PlanRecord:
+        """The next portion of the batch of `step`; its `last` says that it completes the batch.
+
+        As it was planned once; else as soon as groups that are ready hold `min_tokens`, or
+        complete the batch.
 
         Args:
-            step: 1-based; at most one behind the end of the plan.
-            timeout_s: how long to wait for the producers.
+            step: 1-based; at most one behind the end of the plan. A step that was not asked for
+                just before starts at its first portion.
+            timeout_s: how long to wait for what is missing.
+            min_tokens: tokens that a portion should have at least; only the last may have fewer.
             on_wait: called between polls; what it raises ends the wait.
 
         Raises:
-            PeerTimeoutError: names the producers that did not commit their prompt groups.
-            BusError: a shard is damaged, or a newer trainer took over.
+            PeerTimeoutError: names who did not commit what.
+            BusError: committed records are damaged.
+            FencedError: a newer trainer took over.
         """
-        assert 1 <= step <= len(self._steps) + 1, f"step {step} of a plan of {len(self._steps)}"
-        if step > len(self._steps):
-            self._wait(step, time.monotonic() + timeout_s, timeout_s, on_wait)
-            self._plan(step)
-        self._step = step
-        return self._steps[step - 1]
+        if step != self._step:
+            self._step, self._cursor = step, 0
+        planned = self._portions.setdefault(step, [])
+        if self._cursor == len(planned):
+            assert not planned or not planned[-1].last, f"step {step} has no further portion"
+            assert step == self.num_planned + 1, f"step {step} of a plan of {self.num_planned}"
+            deadline = time.monotonic() + timeout_s
+            while not (guids := self._choose(step, min_tokens)):
+                if time.monotonic() > deadline:
+                    raise PeerTimeoutError(self._explain(step, timeout_s))
+                if on_wait is not None:
+                    on_wait()
+                time.sleep(POLL_S)
+            self._plan(step, guids)
+        self._cursor += 1
+        return planned[self._cursor - 1]
 
     def advance(self, *, step: int, policy_version: int) -> None:
         """Grants what follows from `step` being trained and `policy_version` being published.
 
         Raises:
-            BusError: a newer trainer took over; so does every other grant.
+            FencedError: a newer trainer took over; so does every other grant.
         """
         self._grant(self._credit._replace(step=step, policy_version=policy_version))
 
@@ -122,96 +196,181 @@ class Sequencer:
         Args:
             step_covered_by_checkpoint: of the oldest checkpoint that may still be resumed.
         """
-        retired = step_covered_by_checkpoint * self._prompts_per_step
+        released = max(step_covered_by_checkpoint - self._keep_steps, 0)
+        for step in range(self._released + 1, released + 1):
+            self._retired.update(g for record in self._portions[step] for g in record.guids)
+        self._released = max(released, self._released)
+        retired = max(self._credit.retired_guid_below, self._retired.below)
         self._grant(self._credit._replace(retired_guid_below=retired))
+        place = self._places.get(self._released)
+        if place and place.records >= self._base.records + SNAPSHOT_RECORDS:
+            self._sum_up(self._released, place)
 
     def finish(self) -> None:
         """Tells the producers that nothing more will be trained on."""
-        self._intake.poll()
-        self._note_ignored()
+        self._intake.poll(self._step)
+        self._note()
         self._grant(self._credit._replace(finished=True))
 
     def check_fenced(self) -> None:
         """Raises:
-        BusError: a newer trainer took over; this one must publish nothing more and end.
+        FencedError: a newer trainer took over; this one must publish nothing more and end.
         """
-        newest = newest_epoch(self._paths)
-        if newest != self.epoch:
-            raise BusError(
-                f"{self._paths.plan}: epoch {newest} was claimed after {self.epoch}; "
-                "another trainer took over, this one must end"
-            )
+        self._credits.check_fenced()
 
     def close(self) -> None:
         self._intake.close()
         self._credits.close()
         self._log.close()
 
-    def _guids(self, step: int) -> range:
-        return range((step - 1) * self._prompts_per_step, step * self._prompts_per_step)
-
-    def _check_batches(self, chain: Chain) -> None:
-        for step, record in enumerate(chain.steps, start=1):
-            if (record.step, record.guids) != (step, list(self._guids(step))):
+    def _take_over(self, chain: Chain) -> None:
+        """Continues what was planned before."""
+        for record, epoch, end in chain.records:
+            self._count(record, epoch, end)
+        for step, portions in self._portions.items():
+            num_groups = sum(len(record.guids) for record in portions)
+            if num_groups > self._prompts_per_step or (
+                portions[-1].last and num_groups < self._prompts_per_step
+            ):
                 raise BusError(
-                    f"{self._paths.plan}: step {record.step} was planned as prompt groups "
-                    f"{record.guids[0]}..{record.guids[-1]}; algorithm.prompts_per_step was not "
-                    f"{self._prompts_per_step} then, and cannot change within a run"
+                    f"{self._paths.plan}: step {step} was planned with {num_groups} prompt groups; "
+                    f"algorithm.prompts_per_step was not {self._prompts_per_step} then, and cannot "
+                    "change within a run"
                 )
 
-    def _wait(
-        self, step: int, deadline: float, timeout_s: float, on_wait: Callable[[], None] | None
-    ) -> None:
-        while True:
-            self._intake.poll()
-            missing = [g for g in self._guids(step) if g not in self._intake.waiting]
-            if not missing:
-                return
-            if time.monotonic() > deadline:
-                raise PeerTimeoutError(self._explain(step, missing, timeout_s))
-            if on_wait is not None:
-                on_wait()
-            time.sleep(POLL_S)
+    def _count(self, record: AnyRecord, epoch: int, end: int) -> None:
+        """Takes note of a record at the end of the plan."""
+        self._num_records += 1
+        if isinstance(record, IgnoredShard):
+            self.duplicates += record.rows
+        if isinstance(record, PlanRecord):
+            self._portions.setdefault(record.step, []).append(record)
+            if record.last:
+                place = _Place(self._num_records, epoch, end, self.duplicates)
+                self._places[record.step] = place
 
-    def _explain(self, step: int, missing: list[int], timeout_s: float) -> str:
-        owners: dict[str, list[int]] = {}
-        for guid in missing:
-            owners.setdefault(self._producers[guid % len(self._producers)], []).append(guid)
+    def _choose(self, step: int, min_tokens: float) -> list[int]:
+        """The groups of the next portion; none while there are too few."""
+        self._intake.poll(step)
+        self._note()
+        planned = sum(len(record.guids) for record in self._portions[step])
+        wanted = self._prompts_per_step - planned
+        ready = [guid for guid in self._candidates(step, wanted) if self._intake.ready(guid)]
+        tokens = sum(self._intake.waiting[guid].num_tokens for guid in ready[:wanted])
+        return ready[:wanted] if len(ready) >= wanted or (ready and tokens >= min_tokens) else []
+
+    def _candidates(self, step: int, wanted: int) -> list[int]:
+        """Guids that may be in the batch, lowest first."""
+        if self._over_age == "wait":
+            unplanned = itertools.count(self._intake.planned.below)
+            free = (guid for guid in unplanned if guid not in self._intake.planned)
+            return list(itertools.islice(free, wanted))
+        waiting = sorted(self._intake.waiting)
+        if self._over_age == "drop":
+            late = [guid for guid in waiting if self._is_over_age(guid, step)]
+            for guid in late:
+                self._append(self._intake.drop(guid, step=step))
+            if late:
+                self._grant(self._credit)
+        return [guid for guid in waiting if guid in self._intake.waiting]
+
+    def _is_over_age(self, guid: int, step: int) -> bool:
+        oldest = self._intake.waiting[guid].policy_version_min
+        return oldest >= 0 and staleness(step, oldest) > self._max_staleness
+
+    def _explain(self, step: int, timeout_s: float) -> str:
+        owed: dict[str, list[int]] = {}
+        planned = sum(len(record.guids) for record in self._portions[step])
+        unplanned = itertools.count(self._intake.planned.below)
+        free = (guid for guid in unplanned if guid not in self._intake.planned)
+        for guid in itertools.islice(free, self._prompts_per_step - planned):
+            group = self._intake.waiting.get(guid)
+            if group is None:
+                owed.setdefault(self._producers[guid % len(self._producers)], []).append(guid)
+            else:
+                for writer in self._intake.owners_of_what_lacks(group):
+                    owed.setdefault(writer, []).append(guid)
         lacks = "; ".join(
             f"{name} owes {guids} (its log has {self._intake.num_records(name)} records)"
-            for name, guids in owners.items()
+            for name, guids in owed.items()
         )
         return f"step {step} lacks prompt groups after {timeout_s:g} s: {lacks}; see their logs"
 
-    def _plan(self, step: int) -> None:
-        self._note_ignored()
-        groups = [self._intake.waiting[guid] for guid in self._guids(step)]
+    def _plan(self, step: int, guids: list[int]) -> None:
+        groups = [self._intake.waiting[guid] for guid in guids]
         sampled = [g.policy_version_min for g in groups if g.policy_version_min >= 0]
+        earlier = self._portions[step]
+        num_groups = sum(len(record.guids) for record in earlier) + len(guids)
+        uuids = dict.fromkeys(group.part.uuid for group in groups)
+        sidecars = {uuid: self._intake.sidecars(uuid) for uuid in uuids}
         record = PlanRecord(
             step=step,
-            guids=list(self._guids(step)),
+            guids=guids,
             parts=[group.part for group in groups],
             num_trajectories=sum(group.part.hi - group.part.lo for group in groups),
             policy_version_min=min(sampled, default=-1),
+            num_tokens=sum(group.num_tokens for group in groups),
+            portion=len(earlier),
+            last=num_groups == self._prompts_per_step,
+            sidecars={uuid: found for uuid, found in sidecars.items() if found},
         )
         self._append(record)
-        self._steps.append(record)
-        self._ends.append(self._num_records)
         self._intake.mark_planned(record)
 
-    def _note_ignored(self) -> None:
-        while self._intake.ignored:
-            shard = self._intake.ignored.pop(0)
-            self.duplicates += shard.rows
-            log.warning("shard %s: %d trajectories were committed before", shard.uuid, shard.rows)
-            self._append(shard)
+    def _note(self) -> None:
+        """Records what the intake passed over, and tells the owners what they owe again."""
+        while self._intake.notes:
+            note = self._intake.notes.pop(0)
+            if isinstance(note, IgnoredShard):
+                log.warning("shard %s: %d trajectories were committed before", note.uuid, note.rows)
+            self._append(note)
+            if isinstance(note, DroppedGroup):
+                self._grant(self._credit)
 
-    def _append(self, record: PlanRecord | IgnoredShard) -> None:
+    def _append(self, record: AnyRecord) -> None:
         self.check_fenced()
         self._log.append(record._asdict())
-        self._num_records += 1
+        self._count(record, self.epoch, self._log.end)
 
     def _grant(self, credit: Credit) -> None:
+        owed = tuple(Refill(guid, uuid) for guid, uuid in self._intake.owed_again())
+        self._credit = credit._replace(refill=owed)
+        self._credits.write(self._credit)
+
+    def _sum_up(self, step: int, place: _Place) -> None:
+        logs = self._intake.retire(self._retired)
         self.check_fenced()
-        self._credit = credit
-        self._credits.write(credit)
+        self._base = Snapshot(
+            epoch=place.epoch,
+            records=place.records,
+            end=place.end,
+            step=step,
+            planned_below=self._retired.below,
+            planned_above=sorted(self._retired.above),
+            dropped=sorted(self._intake.dropped),
+            noted=sorted(self._intake.noted),
+            duplicates=place.duplicates,
+            logs=logs,
+        )
+        write_snapshot(self._paths, self._base)
+        for old in [old for old in self._portions if old <= step]:
+            del self._portions[old]
+            self._places.pop(old, None)
+
+
+def _joined(portions: Sequence[PlanRecord]) -> PlanRecord:
+    if len(portions) == 1:
+        return portions[0]
+    sampled = [p.policy_version_min for p in portions if p.policy_version_min >= 0]
+    sidecars: dict[str, dict[Role, Sidecar]] = {}
+    for portion in portions:
+        sidecars |= portion.sidecars
+    return portions[-1]._replace(
+        guids=[guid for portion in portions for guid in portion.guids],
+        parts=[part for portion in portions for part in portion.parts],
+        num_trajectories=sum(portion.num_trajectories for portion in portions),
+        num_tokens=sum(portion.num_tokens for portion in portions),
+        policy_version_min=min(sampled, default=-1),
+        portion=0,
+        sidecars=sidecars,
+    )

@@ -1,4 +1,5 @@
 import os
+import re
 import struct
 from pathlib import Path
 
@@ -8,8 +9,8 @@ from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, same
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import BusAudit, audit
-from relax_hpc.bus.credits import Credit, CreditTail, CreditWriter
-from relax_hpc.bus.frames import FrameWriter, read_frames
+from relax_hpc.bus.credits import Credit, CreditTail
+from relax_hpc.bus.frames import FrameWriter, encode, read_frames
 from relax_hpc.bus.log import RECORD_BYTES, LogTail, RecordKind, read_log
 from relax_hpc.bus.plan import PlanPosition, claim_epoch, read_chain
 from relax_hpc.bus.producer import Producer
@@ -83,25 +84,55 @@ def test_damaged_payload_is_found_before_it_reaches_the_trainer(tmp_path):
         Reader(paths).rows(record, [6])
 
 
-def test_a_damaged_header_stops_the_plan_and_names_the_shard(tmp_path):
-    paths = make_bus(tmp_path)
-    produce_all(paths, P)
-    with paths.shard("rollout-0", 1, 0).open("r+b") as file:
+def damage_header(path):
+    with path.open("r+b") as file:
         file.seek(20)
         file.write(b"\xff")
-    with (
-        sequencer(paths) as seq,
-        pytest.raises(BusError, match=r"rollout-0/e1/0{12}\.h5: is corrupt"),
-    ):
-        batch(seq, 1)
 
 
-def test_a_shard_that_is_not_the_committed_one_stops_the_plan(tmp_path):
+def put_another_shard_there(path):
+    path.write_bytes(path.with_name(f"{1:012d}.h5").read_bytes())
+
+
+@pytest.mark.parametrize("damage", [damage_header, put_another_shard_there, Path.unlink])
+@pytest.mark.parametrize("restart", [False, True])
+def test_groups_of_a_damaged_shard_are_sampled_again(tmp_path, caplog, damage, restart):
     paths = make_bus(tmp_path)
-    produce_all(paths, P)
-    one, other = (paths.shard("rollout-0", 1, seq) for seq in (0, 1))
-    one.write_bytes(other.read_bytes())
-    with sequencer(paths) as seq, pytest.raises(BusError, match="is not the shard that record"):
+    produce(paths, "rollout-1", [1, 3])
+    producer = Producer(paths, "rollout-0", {})
+    producer.put([group(0)])
+    producer.put([group(2)])
+    damage(paths.shard("rollout-0", 1, 0))
+    with sequencer(paths) as seq:
+        with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0\]"):
+            seq.next_batch(1, timeout_s=0)
+        assert re.search(r"rollout-0/e1/0{12}\.h5: .*sampled again", caplog.text)
+        if restart:
+            producer = Producer(paths, "rollout-0", {})
+            owed = [guid for guid in (0, 2) if guid not in producer.committed]
+        else:
+            owed = producer.owe_again(CreditTail(paths).latest().refill)
+        assert owed == [0]
+        assert producer.owe_again(CreditTail(paths).latest().refill) == []
+        producer.put([group(0, version=7)])
+        record = batch(seq, 1)
+        assert record.guids == [0, 1, 2, 3]
+        assert CreditTail(paths).latest().refill[0].guid == -1
+    with sequencer(paths) as seq:
+        assert batch(seq, 1) == record
+    versions = [t.policy_version_max for t in Reader(paths).rows(record, range(8))]
+    assert versions == [7, 7, 0, 0, 0, 0, 0, 0]
+    counts = audit(paths)
+    assert (counts.damaged, counts.dropped, counts.duplicates) == (SIBLINGS, 0, 0)
+    assert counts.committed == counts.planned + counts.damaged
+
+
+def test_storage_that_keeps_losing_shards_stops_the_run(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", range(0, 20, 2))
+    for seq in range(9):
+        damage_header(paths.shard("rollout-0", 1, seq))
+    with sequencer(paths) as seq, pytest.raises(BusError, match="8 committed shards of rollout-0"):
         batch(seq, 1)
 
 
@@ -162,7 +193,7 @@ def test_a_group_committed_twice_is_used_once_and_counted_also_over_restarts(tmp
     paths = make_bus(tmp_path)
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([group(0, version=0), group(2)])
-        producer.committed.clear()  # as if it had lost its memory
+        producer._source.clear()  # as if it had lost its memory
         producer.put([group(2, version=1), group(4)])
         producer.put([group(6)])
     produce(paths, "rollout-1", [1, 3, 5, 7])
@@ -186,7 +217,7 @@ def test_a_whole_shard_of_what_was_trained_on_before_is_a_duplicate(tmp_path):
     with sequencer(paths) as seq:
         batch(seq, 1)
         with Producer(paths, "rollout-0", {}) as producer:
-            producer.committed.clear()
+            producer._source.clear()
             producer.put([group(0), group(2)])
         seq.finish()
         assert seq.duplicates == 2 * SIBLINGS
@@ -199,7 +230,7 @@ def test_a_repeated_group_beside_a_new_one_is_ignored_and_the_new_one_used(tmp_p
     with sequencer(paths) as seq:
         batch(seq, 1)
         with Producer(paths, "rollout-0", {}) as producer:
-            producer.committed.clear()
+            producer._source.clear()
             producer.put([group(0, version=1), group(4), group(6)])
         produce(paths, "rollout-1", [5, 7])
         record = batch(seq, 2)
@@ -304,7 +335,7 @@ def test_reading_a_released_batch_says_which_file_is_gone(tmp_path):
         Reader(paths).index(record)
 
 
-def test_credits_show_the_newest_and_go_back_after_a_restart(tmp_path):
+def test_credits_show_the_newest_and_only_deletions_outlive_a_restart(tmp_path):
     paths = make_bus(tmp_path)
     produce_all(paths, P)
     tail = CreditTail(paths)
@@ -318,12 +349,14 @@ def test_credits_show_the_newest_and_go_back_after_a_restart(tmp_path):
         assert tail.latest() == Credit(1, 1, P, finished=False)
         assert tail.latest() == Credit(1, 1, P, finished=False)
     with sequencer(paths) as seq:
-        assert tail.latest() == Credit(0, 0, 0, finished=False)
+        assert tail.latest() == Credit(0, 0, P, finished=False)
         seq.finish()
         assert tail.latest().finished
     with sequencer(paths, position):
         assert tail.latest() == CreditTail(paths).latest() == Credit(1, 1, P, finished=False)
-    CreditWriter(paths, plan_epoch=1).write(Credit(9, 9, 99))  # a fenced trainer's last words
+    last_words = encode({"plan_epoch": 1, **Credit(9, 9, 99)._asdict()})  # of a fenced trainer
+    with paths.credits.open("ab") as file:
+        file.write(last_words)
     assert tail.latest() == Credit(1, 1, P, finished=False)
 
 
@@ -372,7 +405,7 @@ def test_the_buffered_tail_sees_the_same_as_the_direct_one(tmp_path, monkeypatch
         if len(guids) < 10:
             produce(paths, "rollout-0", guids)
         else:  # more than one window at once
-            log.write_bytes(log.read_bytes() + log.read_bytes()[:RECORD_BYTES] * len(guids))
+            log.write_bytes(log.read_bytes() + log.read_bytes()[-RECORD_BYTES:] * len(guids))
         a, b = direct.poll(), buffered.poll()
         assert a == b
         total += len(a)
@@ -399,10 +432,12 @@ def test_a_torn_frame_is_cut_off_and_a_damaged_one_is_an_error(tmp_path):
         writer.append({"n": n})
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
-    assert read_frames(path) == [{"n": 0}, {"n": 1}]
+    assert [record for record, _ in read_frames(path)] == [{"n": 0}, {"n": 1}]
     again = FrameWriter(path)
     again.append({"n": 7})
-    assert read_frames(path) == [{"n": 0}, {"n": 1}, {"n": 7}]
+    assert [record for record, _ in read_frames(path)] == [{"n": 0}, {"n": 1}, {"n": 7}]
+    end_of_first = read_frames(path)[0][1]
+    assert read_frames(path, end_of_first) == read_frames(path)[1:]
     for at in (5, 14):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         with pytest.raises(BusError, match="frames: a record is damaged"):
@@ -414,7 +449,7 @@ def test_two_writers_of_one_log_are_noticed(tmp_path):
     zombie = Producer(paths, "rollout-0", {})
     with Producer(paths, "rollout-0", {}) as owner:
         owner.put([group(0)])
-        with pytest.raises(BusError, match="another process writes it"):
+        with pytest.raises(BusError, match="another process took it over"):
             zombie.put([group(2)])
     assert [r.guid_min for r in read_log(paths.log("rollout-0")) if r.rows] == [0]
 
@@ -454,13 +489,15 @@ def test_a_shard_is_on_disk_under_its_name_before_the_log_says_so(tmp_path, monk
 
     def watch(name, target):
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a: (calls.append((name, target(a))), real(*a))[1])
+        step = name.rstrip("v")
+        monkeypatch.setattr(os, name, lambda *a: (calls.append((step, target(a))), real(*a))[1])
 
     def opened(args):
         return Path(f"/proc/self/fd/{args[0]}").readlink().name.split(".")[0] or "draft"
 
     with Producer(paths, "rollout-0", {}) as producer:
         watch("pwrite", opened)
+        watch("pwritev", opened)
         watch("fsync", opened)
         watch("rename", lambda args: Path(args[1]).name)
         producer.put([group(0)])

@@ -1,0 +1,131 @@
+"""Appending to a commit log: durable, fenced, and possible on a full file system."""
+
+import os
+import uuid as uuidlib
+from pathlib import Path
+
+from relax_hpc.bus.durable import is_full, pread_into, pwrite_all, sync_folder
+from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, Epochs, RecordKind, decode, pack
+from relax_hpc.errors import BusError, FencedError
+
+BALLAST_BYTES = 256 << 10
+
+
+class LogWriter:
+    """The owner of a log. Opening it takes the log over: the owner before is fenced.
+
+    The log grows with each record: a change of size is what every client cache revalidates on.
+    Appends go to the end of the file, wherever that is by then, so that two live owners cannot
+    overwrite each other; whose record counts is decided by the order of the OPEN records.
+
+    Raises:
+        BusError: no such log, or a committed record is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise BusError(f"{path}: no such log; is the producer one of this run's?") from None
+        except OSError as error:
+            raise BusError(f"{path}: cannot be opened: {error.strerror}") from error
+        self._end = 0
+        self._epochs = Epochs()
+        self._failed = False
+        self.records = self._catch_up()
+        """Valid records of the owners before."""
+        self.next_seq = max((r.seq for r in self.records if r.rows), default=-1) + 1
+        self.epoch = self._take_over()
+        self.restore_ballast()
+
+    def append(self, record: CommitRecord) -> None:
+        """Commits `record`: on return it is on disk.
+
+        Raises:
+            FencedError: another process took this log over; this one must end.
+            BusError: an append failed and what is on disk is unknown; restarting the producer
+                finds out.
+        """
+        if self._failed:
+            raise BusError(
+                f"{self.path}: an append failed; only a restart of this producer can tell what "
+                "was committed"
+            )
+        self._catch_up()
+        self._check_owner()
+        self._failed = True
+        try:
+            self._write(record)
+        except OSError as error:
+            raise BusError(
+                f"{self.path}: record {self._end // RECORD_BYTES} cannot be written: "
+                f"{error.strerror}; restart this producer once that is remedied"
+            ) from error
+        written = record in self._catch_up()
+        self._check_owner()  # an OPEN in front of the record: it does not count
+        if not written:
+            raise BusError(f"{self.path}: a record is not there after it was written")
+        self._failed = False
+
+    def restore_ballast(self) -> None:
+        """Reserves the space that an append may need on a full file system, if there is some."""
+        if self._ballast.exists():
+            return
+        try:
+            self._ballast.write_bytes(bytes(BALLAST_BYTES))
+            sync_folder(self.path.parent)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._ballast.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    @property
+    def _ballast(self) -> Path:
+        return self.path.with_name("ballast")
+
+    def _take_over(self) -> int:
+        """Appends an OPEN that counts; of two racing owners one has to go higher."""
+        while True:
+            epoch = self._epochs.current + 1
+            claim = CommitRecord(RecordKind.OPEN, epoch, self.next_seq, uuid=uuidlib.uuid4().hex)
+            try:
+                self._write(claim)
+            except OSError as error:
+                raise BusError(f"{self.path}: cannot be taken over: {error.strerror}") from error
+            if claim in self._catch_up():
+                return epoch
+
+    def _check_owner(self) -> None:
+        if self._epochs.current != self.epoch:
+            raise FencedError(
+                f"{self.path}: another process took it over (epoch {self._epochs.current} after "
+                f"{self.epoch}); this one must end"
+            )
+
+    def _catch_up(self) -> list[CommitRecord]:
+        """The valid ones among the records that are new."""
+        data = bytearray(os.fstat(self._fd).st_size - self._end)
+        pread_into(self._fd, memoryview(data), self._end)
+        records = decode(bytes(data), self.path, self._end // RECORD_BYTES)
+        self._end += len(records) * RECORD_BYTES
+        return [record for record in records if self._epochs.admit(record)]
+
+    def _write(self, record: CommitRecord) -> None:
+        try:
+            self._write_once(record)
+        except OSError as error:
+            if not is_full(error) or not self._ballast.exists():
+                raise
+            # The shard is already on disk; give back the reserve so that it can be committed.
+            self._ballast.unlink()
+            self._write_once(record)
+
+    def _write_once(self, record: CommitRecord) -> None:
+        if 0 < os.fstat(self._fd).st_size - self._end < RECORD_BYTES:
+            os.ftruncate(self._fd, self._end)  # the torn tail of a dead owner, never committed
+        pwrite_all(self._fd, pack(record), self._end)
+        os.fsync(self._fd)

@@ -1,0 +1,140 @@
+"""What producers and sidecar writers share: a log of one's own, and the shards it names."""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from relax_hpc.bus import layout, shard_write
+from relax_hpc.bus.durable import sync_folder
+from relax_hpc.bus.log import SHARDS, CommitRecord, RecordKind
+from relax_hpc.bus.log_writer import LogWriter
+from relax_hpc.errors import BusError
+from relax_hpc.paths import BusPaths
+from relax_hpc.schema import ColumnPieces, Role
+
+_RESERVED = {
+    "rl_shard_format", "shard_uuid", "n_samples", "producer", "epoch", "seq", "role",
+    "policy_min", "policy_max", "parent",
+}  # fmt: skip
+_NO_PARENT = "0" * 32
+
+
+class Owner:
+    """The one process that writes below `p/<name>`. Opening it fences the one before.
+
+    Args:
+        paths: a bus that `layout.create` made.
+        name: one of those it was made for.
+        role: whose columns it writes.
+        provenance: root attributes of every shard.
+        compress: columns to be compressed.
+
+    Raises:
+        BusError: not a bus of this format, no such name with this role, or a damaged log.
+    """
+
+    def __init__(
+        self,
+        paths: BusPaths,
+        name: str,
+        role: Role,
+        provenance: Mapping[str, str | int],
+        *,
+        compress: Iterable[str] = (),
+    ) -> None:
+        if clash := _RESERVED & provenance.keys():
+            raise BusError(f"provenance of {name}: {sorted(clash)} are the bus's own attributes")
+        header = layout.open_bus(paths)
+        roles = dict.fromkeys(header.producers, "rollout") | dict(header.sidecar_writers)
+        if roles.get(name) != role:
+            raise BusError(f"{paths.header}: has no {_kind(role)} {name}; it has {roles}")
+        self.name, self.role = name, role
+        self._paths = paths
+        self._provenance, self._compress = dict(provenance), frozenset(compress)
+        # The claim comes first: from here on whatever older epochs left unrecorded stays so.
+        self._log = LogWriter(paths.log(name))
+        self.epoch, self._seq = self._log.epoch, self._log.next_seq
+        try:
+            paths.epoch(name, self.epoch).mkdir()
+        except OSError as error:
+            raise BusError(f"{paths.epoch(name, self.epoch)}: {error.strerror}") from error
+        sync_folder(paths.producer(name))
+        self._live = self._clean()
+        """Records whose file is there."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._log.close()
+
+    def shard(self, record: CommitRecord) -> Path:
+        return self._paths.shard(self.name, record.epoch, record.seq)
+
+    def close(self) -> None:
+        """Records that this owner ended on purpose."""
+        self._log.append(CommitRecord(RecordKind.CLOSE, self.epoch, self._seq, self.role))
+        self._log.close()
+
+    def _publish(self, record: CommitRecord, columns: ColumnPieces) -> CommitRecord:
+        """Writes a shard and commits it; `record` lacks only what the file decides."""
+        parent = "" if record.parent == _NO_PARENT else record.parent
+        info = shard_write.write(
+            self.shard(record),
+            columns,
+            self._provenance
+            | {"producer": self.name, "epoch": record.epoch, "seq": record.seq}
+            | {"role": self.role, "parent": parent}
+            | {"policy_min": record.policy_version_min, "policy_max": record.policy_version_max},
+            compress=self._compress,
+        )
+        record = record._replace(
+            uuid=info.uuid, length=info.length, rows=info.rows, tokens=info.tokens
+        )
+        self._log.append(record)
+        self._live.append(record)
+        self._seq += 1
+        return record
+
+    def _delete(self, dead: Callable[[CommitRecord], bool]) -> set[str]:
+        """Deletes own shards; returns their uuids."""
+        doomed = [record for record in self._live if dead(record)]
+        for record in doomed:
+            self.shard(record).unlink(missing_ok=True)
+        uuids = {record.uuid for record in doomed}
+        self._live = [record for record in self._live if record.uuid not in uuids]
+        if doomed:
+            self._log.restore_ballast()
+        return uuids
+
+    def _forget_shard(self, record: CommitRecord) -> None:
+        """A shard that cannot be read counts as not written; its file stays to be looked at."""
+        self._live.remove(record)
+
+    def _clean(self) -> list[CommitRecord]:
+        """Deletes what older epochs left without a record; returns the records whose file is left.
+
+        Listing is fine here: the folders are this owner's own, and it does so once.
+        """
+        recorded = {self.shard(r): r for r in self._log.records if r.kind in SHARDS}
+        live = []
+        for folder in sorted(self._paths.producer(self.name).glob("e*")):
+            for file in sorted(folder.iterdir()):
+                if file in recorded:
+                    live.append(recorded[file])
+                else:
+                    file.unlink()
+        return sorted(live, key=lambda record: record.seq)
+
+
+def _kind(role: Role) -> str:
+    return "producer" if role == "rollout" else f"sidecar writer of role {role}"

@@ -1,0 +1,162 @@
+"""Adding columns to shards that others wrote: in shards of one's own, row for row."""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
+from relax_hpc.bus.owner import Owner
+from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shard_format import ROW_OFFSETS
+from relax_hpc.errors import BusError, DamagedError
+from relax_hpc.paths import BusPaths
+from relax_hpc.schema import COLUMNS, Columns, columns_of
+
+
+class Pending(NamedTuple):
+    """A shard that lacks this role's columns."""
+
+    producer: str
+    record: CommitRecord
+
+
+class SidecarWriter(Owner):
+    """Widens its share of the shards: the producers i with i % W == w, for w of the role's W.
+
+    It may do a shard again after a crash: the first sidecar that is committed counts.
+
+    Args:
+        paths: a bus that `layout.create` made, with `name` among its sidecar writers.
+        name: says the role, and which of its writers this is.
+        provenance: root attributes of every shard.
+        compress: columns to be compressed.
+
+    Raises:
+        BusError: not a bus of this format, no such writer, or a damaged log.
+    """
+
+    def __init__(
+        self,
+        paths: BusPaths,
+        name: str,
+        provenance: Mapping[str, str | int],
+        *,
+        compress: Iterable[str] = (),
+    ) -> None:
+        header = layout.open_bus(paths)
+        if name not in header.sidecar_writers:
+            raise BusError(
+                f"{paths.header}: has no sidecar writer {name}; it has {header.sidecar_writers}"
+            )
+        super().__init__(paths, name, header.sidecar_writers[name], provenance, compress=compress)
+        peers = [peer for peer, role in header.sidecar_writers.items() if role == self.role]
+        share = header.producers[peers.index(name) :: len(peers)]
+        self._tails = {producer: LogTail(paths.log(producer)) for producer in share}
+        self._pending: dict[str, Pending] = {}
+        self._done = {record.parent for record in self._live if self._is_whole(record)}
+        """Shards of the share that have been widened."""
+
+    def pending(self, retired_guid_below: int = 0) -> list[Pending]:
+        """The shards that wait for this role's columns, oldest first.
+
+        Args:
+            retired_guid_below: ordinal that the trainer released; what is below is not needed.
+
+        Raises:
+            BusError: a committed record is damaged.
+        """
+        for producer, tail in self._tails.items():
+            for record in tail.poll():
+                if record.kind is RecordKind.BASE and record.uuid not in self._done:
+                    self._pending[record.uuid] = Pending(producer, record)
+        for uuid, (_, record) in list(self._pending.items()):
+            if record.guid_max < retired_guid_below:
+                del self._pending[uuid]
+        return sorted(self._pending.values(), key=lambda pending: pending.record.guid_min)
+
+    def open(self, pending: Pending) -> Shard:
+        """The shard to be widened, to read what the columns are computed from.
+
+        Raises:
+            DamagedError: it is missing or damaged; `skip` it, its owner makes the groups again.
+        """
+        record = pending.record
+        shard = Shard(self._paths.shard(pending.producer, record.epoch, record.seq))
+        if shard.uuid != record.uuid:
+            shard.close()
+            raise DamagedError(f"{shard.path}: is not the shard that was committed; restore it")
+        return shard
+
+    def put(self, pending: Pending, columns: Columns, *, policy_version: int = -1) -> int:
+        """Publishes the further columns of a shard: on return they are committed.
+
+        Args:
+            pending: the shard.
+            columns: every column of this role, with as many values as the shard has rows or
+                tokens, in its order.
+            policy_version: of the weights they were computed with; -1 where that means nothing.
+
+        Returns:
+            Sequence number of the sidecar.
+
+        Raises:
+            BusError: a column is missing, of another role, dtype or length.
+            DamagedError: the shard to be widened is missing or damaged.
+            BusFullError: no space; nothing was committed, try again after `collect`.
+            FencedError: a newer incarnation of this writer took over.
+        """
+        wanted = columns_of(self.role)
+        if columns.keys() != wanted.keys():
+            raise BusError(
+                f"{self.name}: columns {sorted(columns)} given, {self.role} writes {sorted(wanted)}"
+            )
+        with self.open(pending) as shard:
+            offsets = shard.read(ROW_OFFSETS).astype(np.int64)
+        for name, values in columns.items():
+            expected = len(offsets) - 1 if COLUMNS[name].axis == "row" else int(offsets[-1])
+            if len(values) != expected:
+                raise BusError(
+                    f"{self.name}: {name} has {len(values)} values, shard {pending.record.uuid} "
+                    f"has {expected}"
+                )
+        record = self._publish(
+            pending.record._replace(
+                kind=RecordKind.SIDE,
+                epoch=self.epoch,
+                seq=self._seq,
+                role=self.role,
+                parent=pending.record.uuid,
+                policy_version_min=policy_version,
+                policy_version_max=policy_version,
+            ),
+            {ROW_OFFSETS: offsets, **columns},
+        )
+        self.skip(pending)
+        return record.seq
+
+    def skip(self, pending: Pending) -> None:
+        """Leaves a shard as it is."""
+        self._done.add(pending.record.uuid)
+        self._pending.pop(pending.record.uuid, None)
+
+    def collect(self, retired_guid_below: int) -> int:
+        """Deletes own shards whose guids are all below an ordinal that the trainer released.
+
+        Returns:
+            Shards deleted.
+        """
+        return len(self._delete(lambda record: record.guid_max < retired_guid_below))
+
+    def close(self) -> None:
+        super().close()
+        for tail in self._tails.values():
+            tail.close()
+
+    def _is_whole(self, record: CommitRecord) -> bool:
+        try:
+            with Shard(self.shard(record)) as shard:
+                return shard.uuid == record.uuid
+        except DamagedError:
+            return False

@@ -1,0 +1,96 @@
+"""What a restart needs to know of the steps that no checkpoint goes back to.
+
+A snapshot sums up the front of the plan and of the commit logs, so that the cost of a restart
+follows what is live, not how long the run has lasted. It may be lost: the logs hold everything.
+"""
+
+import json
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from relax_hpc.errors import BusError
+from relax_hpc.paths import BusPaths
+from relax_hpc.records import write_json
+
+KEPT = 2
+
+
+class GuidSet:
+    """Prompt ordinals: all below a bound, and some above it."""
+
+    def __init__(self, below: int = 0, above: Iterable[int] = ()) -> None:
+        self.below = below
+        self.above = set(above)
+
+    def __contains__(self, guid: int) -> bool:
+        return guid < self.below or guid in self.above
+
+    def update(self, guids: Iterable[int]) -> None:
+        self.above.update(guids)
+        while self.below in self.above:
+            self.above.remove(self.below)
+            self.below += 1
+
+
+class LogPosition(NamedTuple):
+    """How much of a commit log is done with."""
+
+    records: int
+    """Leading records that are."""
+    epoch: int
+    """Epoch of the owner there."""
+    settled: list[str]
+    """uuids of later ones that are, too."""
+
+
+class Snapshot(NamedTuple):
+    """The plan up to and including `step`. Everything else begins behind it."""
+
+    epoch: int
+    """Plan epoch whose log the last record of `step` stands in."""
+    records: int
+    """Records of the chain that it sums up."""
+    end: int
+    """Where they end in the log of `epoch`."""
+    step: int
+    planned_below: int
+    """All guids below are planned,"""
+    planned_above: list[int]
+    """and these."""
+    dropped: list[tuple[int, str]]
+    """(guid, uuid) of drops that matter still; guid -1 is the whole shard."""
+    noted: list[str]
+    """uuids of shards whose repetitions are on record and counted in `duplicates`,"""
+    duplicates: int
+    """which are trajectories."""
+    logs: dict[str, LogPosition]
+
+
+NOTHING = Snapshot(0, 0, 0, 0, 0, [], [], [], 0, {})
+"""A run that has just begun."""
+
+
+def write_snapshot(paths: BusPaths, snapshot: Snapshot) -> None:
+    """Publishes it and deletes all but the newest ones."""
+    write_json(paths.plan_snapshot(snapshot.epoch, snapshot.records), snapshot._asdict())
+    for old in _files(paths)[KEPT:]:
+        (paths.plan / old).unlink(missing_ok=True)
+
+
+def read_snapshots(paths: BusPaths) -> list[Snapshot]:
+    """Those there are, newest first."""
+    found = []
+    for name in _files(paths):
+        try:
+            values = json.loads((paths.plan / name).read_text())
+        except (OSError, ValueError) as error:
+            raise BusError(f"{paths.plan / name}: cannot be read: {error}; delete it") from error
+        logs = {name: LogPosition(*position) for name, position in values.pop("logs").items()}
+        dropped = [(guid, uuid) for guid, uuid in values.pop("dropped")]
+        found.append(Snapshot(**values, dropped=dropped, logs=logs))
+    return found
+
+
+def _files(paths: BusPaths) -> list[str]:
+    """Newest first: the names sort by the records they sum up."""
+    return sorted((file.name for file in paths.plan.glob("snap.*.json")), reverse=True)
