@@ -2,9 +2,11 @@
 
 Opening a path through libhdf5 costs stats, a lock and many small writes. Here it only builds its
 superblock and object headers, through h5py's file-object driver, and tells where each dataset's
-bytes belong; `bus.shard` writes both with plain system calls.
+bytes belong; `bus.shard_write` writes both with plain system calls. Only compressed columns are
+libhdf5's own to write and to read.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
@@ -63,7 +65,11 @@ class _SparseFile:
 
     def write(self, data: bytes | memoryview) -> int:
         lo, hi = self._at, self._at + len(data)
-        overlapped = [a for a, old in self.extents.items() if a < hi and a + len(old) > lo]
+        overlapped = (
+            [a for a, old in self.extents.items() if a < hi and a + len(old) > lo]
+            if lo < self.length
+            else []
+        )
         for start in overlapped:  # the last writer wins; what sticks out on either side stays
             old = self.extents.pop(start)
             if start < lo:
@@ -119,7 +125,8 @@ def lay_out(
     ) as file:
         for group in dict.fromkeys(d.name.split("/")[0] for d in datasets):
             h5g.create(file.id, group.encode())
-        offsets = {d.name: _create(file, d) for d in datasets}
+        contiguous = _contiguous()
+        offsets = {d.name: _create(file, d, contiguous) for d in datasets}
         for key, value in attributes.items():
             file.attrs[key] = value
     ends = [offsets[d.name] + _nbytes(d) for d in datasets if d.compressed is None]
@@ -170,19 +177,8 @@ class _OpenFile:
         """Nothing is buffered."""
 
 
-def _create(file: h5py.File, dataset: Dataset) -> int:
-    plist = h5p.create(h5p.DATASET_CREATE)
-    if dataset.compressed is None:
-        plist.set_layout(h5d.CONTIGUOUS)
-        plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # the offset must be known before any data is
-    else:
-        stride = _nbytes(dataset) // max(dataset.shape[0], 1)
-        rows = min(max(CHUNK_BYTES // max(stride, 1), 1), max(dataset.shape[0], 1))
-        plist.set_chunk((rows, *dataset.shape[1:]))
-        plist.set_shuffle()
-        plist.set_filter(ZSTD, h5z.FLAG_MANDATORY, (_ZSTD_LEVEL,))
-        plist.set_fletcher32()
-    plist.set_fill_time(h5d.FILL_TIME_NEVER)
+def _create(file: h5py.File, dataset: Dataset, contiguous: h5p.PropDCID) -> int:
+    plist = contiguous if dataset.compressed is None else _chunked(dataset)
     dtype = h5t.py_create(np.dtype(dataset.dtype), logical=True)
     created = h5d.create(
         file.id, dataset.name.encode(), dtype, h5s.create_simple(dataset.shape), plist
@@ -193,5 +189,25 @@ def _create(file: h5py.File, dataset: Dataset) -> int:
     return int(created.get_offset()) if _nbytes(dataset) else 0
 
 
+def _contiguous() -> h5p.PropDCID:
+    plist = h5p.create(h5p.DATASET_CREATE)
+    plist.set_layout(h5d.CONTIGUOUS)
+    plist.set_alloc_time(h5d.ALLOC_TIME_EARLY)  # the offset must be known before any data is
+    plist.set_fill_time(h5d.FILL_TIME_NEVER)
+    return plist
+
+
+def _chunked(dataset: Dataset) -> h5p.PropDCID:
+    plist = h5p.create(h5p.DATASET_CREATE)
+    items = max(dataset.shape[0], 1)
+    stride = max(_nbytes(dataset) // items, 1)
+    plist.set_chunk((min(max(CHUNK_BYTES // stride, 1), items), *dataset.shape[1:]))
+    plist.set_shuffle()
+    plist.set_filter(ZSTD, h5z.FLAG_MANDATORY, (_ZSTD_LEVEL,))
+    plist.set_fletcher32()
+    plist.set_fill_time(h5d.FILL_TIME_NEVER)
+    return plist
+
+
 def _nbytes(dataset: Dataset) -> int:
-    return int(np.prod(dataset.shape, dtype=np.int64)) * np.dtype(dataset.dtype).itemsize
+    return math.prod(dataset.shape) * np.dtype(dataset.dtype).itemsize

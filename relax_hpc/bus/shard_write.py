@@ -8,7 +8,7 @@ import json
 import os
 import struct
 import uuid as uuidlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -102,41 +102,34 @@ def _write_file(
     attributes: Mapping[str, Attribute],
     packed: Collection[str],
 ) -> int:
-    user_block = _user_block_size(columns, attributes, packed)
-    skeleton = hdf5.lay_out(
-        [
+    plain = {name: column.buffers for name, column in columns.items() if name not in packed}
+    size = sum(columns[name].nbytes for name in plain)
+    with ThreadPoolExecutor(1, "checksums") as other:
+        # Nothing waits for the checksums until the payload is written, so they come first.
+        summing = other.submit(_checksums, plain.values()) if size >= THREAD_FROM else None
+        user_block = _user_block_size(columns, attributes, packed)
+        datasets = [
             hdf5.Dataset(name, c.dtype, c.shape, c.joined() if name in packed else None)
             for name, c in columns.items()
-        ],
-        attributes,
-        user_block=user_block,
-    )
-    fields = _fields(columns, skeleton.offsets, packed)
-    plain = [columns[name].buffers for name in fields if name not in packed]
-    pieces: list[tuple[int, list[Buffer]]] = [(at, [data]) for at, data in skeleton.extents]
-    for name, buffers in zip((n for n in fields if n not in packed), plain, strict=True):
-        if buffers:
-            pieces.append((fields[name].offset, [*buffers]))
-    pieces.sort(key=lambda piece: piece[0])
-    if skeleton.length < THREAD_FROM:
+        ]
+        skeleton = hdf5.lay_out(datasets, attributes, user_block=user_block)
+        fields = _fields(columns, skeleton.offsets, packed)
+        pieces: list[tuple[int, Sequence[Buffer]]] = [(at, [b]) for at, b in skeleton.extents]
+        pieces += [(fields[name].offset, buffers) for name, buffers in plain.items() if buffers]
+        pieces.sort(key=lambda piece: piece[0])
         _write_pieces(fd, pieces, user_block, skeleton.length)
-        crcs = _checksums(plain)
-    else:
-        with ThreadPoolExecutor(1, "checksums") as other:
-            summing = other.submit(_checksums, plain)
-            _write_pieces(fd, pieces, user_block, skeleton.length)
-            crcs = summing.result()
+        crcs = summing.result() if summing else _checksums(plain.values())
     pwrite_all(fd, _head(fields, attributes, crcs, user_block, skeleton.length), 0)
     return skeleton.length
 
 
-def _checksums(columns: Sequence[Sequence[Buffer]]) -> npt.NDArray[np.uint32]:
+def _checksums(columns: Iterable[Sequence[Buffer]]) -> npt.NDArray[np.uint32]:
     sums = [crc for buffers in columns for crc in block_checksums(buffers, BLOCK)]
     return np.array(sums, "<u4")
 
 
 def _write_pieces(
-    fd: int, pieces: Sequence[tuple[int, list[Buffer]]], start: int, end: int
+    fd: int, pieces: Sequence[tuple[int, Sequence[Buffer]]], start: int, end: int
 ) -> None:
     """Writes rising pieces and zeros in the gaps between them, in few large system calls."""
     pending: list[Buffer] = []
