@@ -1,0 +1,258 @@
+"""What becomes of groups that come late, and of batches that are handed out in portions."""
+
+import numpy as np
+import pytest
+from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce
+
+from relax_hpc.bus.audit import audit
+from relax_hpc.bus.credits import CreditTail, Refill
+from relax_hpc.bus.plan import read_chain
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.errors import BusError, PeerTimeoutError
+
+P = 4
+TOKENS = 7 * SIBLINGS
+"""Of a group of the fixtures."""
+
+
+def sequencer(paths, position=None, **kwargs):
+    return Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position, **kwargs)
+
+
+def portion(seq, step, min_tokens):
+    return seq.next_portion(step, timeout_s=0, min_tokens=min_tokens)
+
+
+def test_portions_are_handed_out_as_soon_as_they_hold_enough_and_make_up_the_batch(tmp_path):
+    paths = make_bus(tmp_path)
+    with sequencer(paths) as seq:
+        produce(paths, "rollout-1", [3])
+        with pytest.raises(
+            PeerTimeoutError, match=r"rollout-0 owes \[0, 2\].*rollout-1 owes \[1\]"
+        ):
+            portion(seq, 1, 2 * TOKENS)
+        produce(paths, "rollout-0", [2, 4])
+        first = portion(seq, 1, 2 * TOKENS)
+        assert (first.guids, first.portion, first.last) == ([2, 3], 0, False)
+        assert (first.num_tokens, first.num_trajectories) == (2 * TOKENS, 2 * SIBLINGS)
+        produce(paths, "rollout-0", [0])
+        with pytest.raises(PeerTimeoutError, match=r"lacks prompt groups.*rollout-1 owes \[1\]"):
+            portion(seq, 1, 2 * TOKENS)
+        produce(paths, "rollout-1", [1])
+        rest = portion(seq, 1, 100 * TOKENS)  # never waits for more than the batch has
+        assert (rest.guids, rest.portion, rest.last) == ([0, 1], 1, True)
+        seen = [t.guid for record in (first, rest) for t in Reader(paths).rows(record, range(4))]
+        assert seen == [2, 2, 3, 3, 0, 0, 1, 1]
+    assert audit(paths).planned == P * SIBLINGS
+    assert audit(paths).steps == 1
+
+
+def test_a_restart_replays_the_same_portions_and_completes_the_batch(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", [0, 2])
+    with sequencer(paths) as seq:
+        first = portion(seq, 1, TOKENS)
+        assert not first.last
+    produce(paths, "rollout-1", [1, 3, 5, 7])
+    produce(paths, "rollout-0", [4, 6])
+    with sequencer(paths) as seq:
+        assert portion(seq, 1, 100 * TOKENS) == first  # as planned, whatever is asked for now
+        rest = portion(seq, 1, 100 * TOKENS)
+        assert (rest.guids, rest.last) == ([1, 3], True)
+        position = seq.position
+        whole = seq.next_batch(1, timeout_s=0)
+        assert whole.guids == [0, 2, 1, 3]
+        assert seq.position == position
+    with sequencer(paths, position) as seq:
+        assert seq.next_batch(2, timeout_s=0).guids == [4, 5, 6, 7]
+
+
+def test_a_trainer_killed_between_portions_has_no_position_inside_the_step(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", [0, 2])
+    with sequencer(paths) as seq:
+        portion(seq, 1, TOKENS)
+        assert seq.position.step == 1
+        assert seq.position.records == 0  # cannot be taken for a position behind step 1
+        torn = seq.position
+    with pytest.raises(BusError, match="plan position"):
+        sequencer(paths, torn)
+
+
+def test_drop_has_groups_that_come_too_late_sampled_again(tmp_path):
+    paths = make_bus(tmp_path)
+    drop = {"over_age": "drop", "max_staleness": 1}
+    with sequencer(paths, **drop) as seq, Producer(paths, "rollout-0", {}) as producer:
+        produce(paths, "rollout-1", [1, 3, 5, 7, 9, 11, 13, 15])
+        assert seq.next_batch(1, timeout_s=0).guids == [1, 3, 5, 7]  # whoever is there first
+        producer.put([group(0, version=0)])  # one step stale in step 2, which is allowed
+        second = seq.next_batch(2, timeout_s=0)
+        assert second.guids == [0, 9, 11, 13]
+        producer.put([group(2, version=0), group(4, version=1)])
+        with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[2, 6, 8\]"):
+            seq.next_batch(3, timeout_s=0)  # in step 3 version 0 is two steps stale
+        uuid = second.parts[1].uuid
+        credit = CreditTail(paths).latest()
+        assert [refill.guid for refill in credit.refill] == [2, 15]
+        assert producer.owe_again(credit.refill) == [2]
+        producer.put([group(2, version=2), group(6, version=2)])
+        with Producer(paths, "rollout-1", {}) as other:
+            assert other.owe_again([Refill(9, uuid)]) == [9]
+            assert other.owe_again(credit.refill) == [15]
+            other.put([group(15, version=2)])
+        third = seq.next_batch(3, timeout_s=0)
+        assert (third.guids, third.policy_version_min) == ([2, 4, 6, 15], 1)
+        assert CreditTail(paths).latest().refill[0] in credit.refill  # until the next grant
+        seq.advance(step=3, policy_version=3)
+        assert CreditTail(paths).latest().refill == ()
+    with sequencer(paths, **drop) as seq:
+        assert [seq.next_batch(s, timeout_s=0).guids for s in (2, 3)] == [second.guids, third.guids]
+        assert seq.duplicates == 0
+    versions = [t.policy_version_max for t in Reader(paths).rows(third, range(8))]
+    assert versions == [2, 2, 1, 1, 2, 2, 2, 2]
+    counts = audit(paths)
+    assert (counts.over_age, counts.dropped, counts.duplicates) == (2 * SIBLINGS, 0, 0)
+    assert counts.max_staleness == 1
+    assert counts.committed == counts.planned + counts.over_age
+
+
+def test_a_restarted_producer_owes_again_what_was_dropped(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", [0, 2])
+    produce(paths, "rollout-1", [1, 3], version=3)
+    produce(paths, "rollout-0", [4], version=3)
+    with sequencer(paths, over_age="drop", max_staleness=0) as seq:
+        seq._portions = {1: [], 2: [], 3: []}
+        seq._places = {3: None}
+        with pytest.raises(PeerTimeoutError):
+            seq.next_portion(4, timeout_s=0)
+    refill = CreditTail(paths).latest().refill
+    with Producer(paths, "rollout-0", {}) as producer:
+        assert producer.committed == {0, 2, 4}
+        assert producer.owe_again(refill) == [0, 2]
+        assert producer.committed == {4}
+    with sequencer(paths, over_age="drop", max_staleness=0) as seq:  # the drops are on record
+        assert seq._intake.owed_again() == [(r.guid, r.uuid) for r in refill]
+
+
+def test_mask_takes_what_is_there_and_drops_nothing(tmp_path):
+    paths = make_bus(tmp_path)
+    with sequencer(paths, over_age="mask", max_staleness=0) as seq:
+        produce(paths, "rollout-1", [1, 3, 5, 7])
+        produce(paths, "rollout-0", [2, 4])
+        assert seq.next_batch(1, timeout_s=0).guids == [1, 2, 3, 4]
+        produce(paths, "rollout-0", [0, 6])
+        assert seq.next_batch(2, timeout_s=0).guids == [0, 5, 6, 7]
+        assert CreditTail(paths).latest().refill == ()
+
+
+def test_what_is_retired_follows_the_lowest_group_that_is_not_trained_on(tmp_path):
+    paths = make_bus(tmp_path)
+    with sequencer(paths, over_age="mask", keep_steps=1) as seq:
+        produce(paths, "rollout-1", [1, 3, 5, 7])
+        seq.next_batch(1, timeout_s=0)
+        produce(paths, "rollout-0", [0, 2, 4, 6])
+        seq.next_batch(2, timeout_s=0)
+        produce(paths, "rollout-1", [9, 11, 13, 15])
+        seq.next_batch(3, timeout_s=0)
+        retired = []
+        for step in (1, 2, 3):
+            seq.release(step)
+            retired.append(CreditTail(paths).latest().retired_guid_below)
+    assert retired == [0, 0, 8]  # nothing for step 1 alone: guid 0 is open; step 3 is kept
+
+
+def test_a_partial_group_is_kept_for_its_owner_and_never_planned(tmp_path):
+    paths = make_bus(tmp_path)
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.put_partial([group(0, response=2), group(2, response=0)])
+        producer.put_partial([group(0, response=3)])
+        assert producer.committed == set()
+    with Producer(paths, "rollout-0", {}) as producer:
+        assert {guid: len(g.trajectories[0].token_ids) for guid, g in producer.partial.items()} == {
+            0: 6,
+            2: 3,
+        }
+        again, expected = producer.partial[0], group(0, response=3)
+        for found, sent in zip(again.trajectories, expected.trajectories, strict=True):
+            assert np.array_equal(found.token_ids, sent.token_ids)
+            assert np.array_equal(found.rollout_logprobs, sent.rollout_logprobs)
+        producer.put([group(0)])
+        assert set(producer.partial) == {2}
+        assert producer.collect(0) == 1  # the second partial shard; the first holds group 2 still
+        produce(paths, "rollout-1", [1, 3])
+        with (
+            sequencer(paths) as seq,
+            pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[2\]"),
+        ):
+            seq.next_batch(1, timeout_s=0)
+        producer.put([group(2)])
+        assert producer.collect(0) == 1
+    with Producer(paths, "rollout-0", {}) as producer:
+        assert (producer.partial, producer.committed) == ({}, {0, 2})
+        with sequencer(paths) as seq:
+            assert seq.next_batch(1, timeout_s=0).guids == [0, 1, 2, 3]
+    assert audit(paths).committed == P * SIBLINGS
+
+
+def test_a_restart_from_a_snapshot_goes_on_as_one_from_the_whole_plan(tmp_path, monkeypatch):
+    monkeypatch.setattr("relax_hpc.bus.sequencer.SNAPSHOT_RECORDS", 3)
+    paths = make_bus(tmp_path)
+    drop = {"over_age": "drop", "max_staleness": 6}
+    positions, plans = [None], [[]]
+    for step in range(1, 13):
+        lo = (step - 1) * P
+        if step == 7:  # a group that comes very late, and a repetition
+            produce(paths, "rollout-0", [0], version=0)
+            with Producer(paths, "rollout-0", {}) as producer:
+                producer._source.pop(lo - P, None)
+                producer.put([group(lo - P, version=step)])
+        produce(paths, "rollout-0", range(max(lo, 2), lo + P + 4, 2), version=step)
+        produce(paths, "rollout-1", range(lo + 1, lo + P + 4, 2), version=step)
+        with sequencer(paths, positions[-1], **drop) as seq:
+            record = seq.next_batch(step, timeout_s=0)
+            positions.append(seq.position)
+            plans.append(record)
+            seq.advance(step=step, policy_version=step)
+            seq.release(step - 2)
+    snapshots = sorted(file.name for file in paths.plan.glob("snap.*"))
+    assert len(snapshots) == 2
+    whole, short = (read_chain(paths, whole=whole) for whole in (True, False))
+    assert 0 < len(short.records) < len(whole.records)
+    assert whole.records[-len(short.records) :] == short.records
+    assert short.num_records == whole.num_records
+    assert len({guid for record in whole.steps for guid in record.guids}) == 12 * P
+    for step in (10, 11, 12):  # every checkpoint that may still be resumed
+        with sequencer(paths, positions[step - 1], **drop) as seq:
+            assert seq.next_batch(step, timeout_s=0) == plans[step]
+            with_snapshot = (seq.duplicates, seq._intake.waiting, seq._intake.owed_again())
+        for file in paths.plan.glob("snap.*"):
+            file.rename(file.with_suffix(".hidden"))
+        with sequencer(paths, positions[step - 1], **drop) as seq:
+            assert (seq.duplicates, seq._intake.waiting, seq._intake.owed_again()) == with_snapshot
+            assert seq.next_batch(step, timeout_s=0) == plans[step]
+        for file in paths.plan.glob("*.hidden"):
+            file.rename(file.with_suffix(".json"))
+    with pytest.raises(BusError, match="plan position"):
+        sequencer(paths, None, **drop)  # its first shards are gone
+
+
+def test_a_snapshot_of_what_was_cut_off_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("relax_hpc.bus.sequencer.SNAPSHOT_RECORDS", 1)
+    paths = make_bus(tmp_path)
+    for name, first in zip(PRODUCERS, (0, 1), strict=True):
+        produce(paths, name, range(first, 3 * P, 2))
+    zombie = sequencer(paths)
+    zombie.next_batch(1, timeout_s=0)
+    with sequencer(paths) as owner:
+        monkeypatch.setattr(zombie._credits, "check_fenced", lambda: None)
+        zombie._log.append(zombie._portions[1][0]._replace(step=2)._asdict())
+        zombie._count(zombie._portions[1][0]._replace(step=2), 1, zombie._log.end)
+        zombie._sum_up(2, zombie._places[2])
+        assert len(list(paths.plan.glob("snap.*"))) == 1
+        assert owner.next_batch(2, timeout_s=0).guids == [4, 5, 6, 7]
+    with sequencer(paths) as seq:
+        assert seq.next_batch(2, timeout_s=0).guids == [4, 5, 6, 7]
+        assert seq._base.records == 0
