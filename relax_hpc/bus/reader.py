@@ -105,7 +105,9 @@ class Reader:
         self, record: PlanRecord, part: Part, lo: int, hi: int, columns: Collection[str] | None
     ) -> Columns:
         base = self._shard(part.producer, part.epoch, part.seq, part.uuid)
-        span = base.read_span(lo, hi, None if columns is None else {*NARROW, *columns})
+        wide = columns_of("rollout", optional=True)
+        named = None if columns is None else {*NARROW, *(wide.keys() & set(columns))}
+        span = base.read_span(lo, hi, named)
         for role, sidecar in record.sidecars.get(part.uuid, {}).items():
             shard = self._shard(*sidecar)
             if (shard.attributes["parent"], shard.rows) != (part.uuid, base.rows):

@@ -1,0 +1,216 @@
+"""Columns that other roles add: same rows, own shards, first one wins."""
+
+import numpy as np
+import pytest
+from bus_fixtures import PRODUCERS, SIBLINGS, group, produce
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.log import RecordKind, read_log
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.sidecar import SidecarWriter
+from relax_hpc.errors import BusError, DamagedError, FencedError, PeerTimeoutError
+from relax_hpc.paths import BusPaths
+
+P = 4
+WRITERS = {"reference-0": "reference", "reference-1": "reference", "critic-0": "critic"}
+
+
+@pytest.fixture
+def paths(tmp_path):
+    paths = BusPaths(tmp_path / "bus")
+    layout.create(paths, PRODUCERS, {}, sidecar_writers=WRITERS)
+    return paths
+
+
+def sequencer(paths, needs=("reference", "critic"), position=None):
+    return Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position, needs=needs)
+
+
+def ref_logprobs(shard, shift=0.0):
+    """A value that follows from the token it stands for."""
+    return {"ragged/ref_logprobs": (-shard.read("ragged/token_ids") - shift).astype(np.float32)}
+
+
+def widen(paths, name, **kwargs):
+    """One pass of a sidecar writer; returns how many shards it widened."""
+    with SidecarWriter(paths, name, {"job": 7}) as writer:
+        todo = writer.pending()
+        for pending in todo:
+            with writer.open(pending) as shard:
+                columns = ref_logprobs(shard, **kwargs)
+                if writer.role == "critic":
+                    columns = {"ragged/values": columns["ragged/ref_logprobs"] * 2}
+            writer.put(pending, columns)
+    return len(todo)
+
+
+def produce_all(paths, num_groups=P):
+    for rank, name in enumerate(PRODUCERS):
+        produce(paths, name, range(rank, num_groups, len(PRODUCERS)))
+
+
+def test_a_batch_waits_for_the_columns_it_needs_and_comes_with_them(paths):
+    produce_all(paths)
+    with sequencer(paths) as seq:
+        assert widen(paths, "reference-0") == 2  # the shards of rollout-0
+        assert widen(paths, "critic-0") == 4
+        with pytest.raises(PeerTimeoutError, match=r"reference-1 owes \[1, 3\] \(its log has 0"):
+            seq.next_batch(1, timeout_s=0)
+        assert widen(paths, "reference-1") == 2
+        record = seq.next_batch(1, timeout_s=0)
+        rows = Reader(paths).rows(record, [7, 0, 3])
+    assert [(t.guid, t.sibling) for t in rows] == [(3, 1), (0, 0), (1, 1)]
+    for trajectory in rows:
+        assert np.array_equal(trajectory.ref_logprobs, -trajectory.token_ids.astype(np.float32))
+        assert np.array_equal(trajectory.values, 2 * trajectory.ref_logprobs)
+        assert trajectory.old_logprobs is None
+    with sequencer(paths) as seq:
+        assert seq.next_batch(1, timeout_s=0) == record
+
+
+def test_columns_that_are_not_asked_for_are_not_read(paths):
+    produce_all(paths)
+    for name in WRITERS:
+        widen(paths, name)
+    with sequencer(paths) as seq:
+        record = seq.next_batch(1, timeout_s=0)
+    (row,) = Reader(paths).rows(record, [0], columns=["ragged/values"])
+    assert row.values is not None
+    assert row.ref_logprobs is None
+
+
+def test_the_first_sidecar_of_a_role_counts(paths):
+    produce_all(paths)
+    widen(paths, "reference-1")
+    with SidecarWriter(paths, "reference-0", {}) as writer:
+        for pending in writer.pending():
+            with writer.open(pending) as shard:
+                first, second = ref_logprobs(shard), ref_logprobs(shard, shift=1.0)
+            writer.put(pending, first)
+            writer.put(pending, second)
+    with sequencer(paths, needs=["reference"]) as seq:
+        record = seq.next_batch(1, timeout_s=0)
+    for row in Reader(paths).rows(record, range(8)):
+        assert np.array_equal(row.ref_logprobs, -row.token_ids.astype(np.float32))
+
+
+def test_a_restarted_writer_knows_what_it_has_done(paths):
+    produce_all(paths)
+    with SidecarWriter(paths, "reference-0", {}) as writer:
+        (one, other) = writer.pending()
+        with writer.open(one) as shard:
+            writer.put(one, ref_logprobs(shard))
+    with SidecarWriter(paths, "reference-0", {}) as writer:
+        assert writer.pending() == [other]
+    assert widen(paths, "reference-0") == 1
+    assert widen(paths, "reference-0") == 0
+    records = [r for r in read_log(paths.log("reference-0")) if r.kind is RecordKind.SIDE]
+    assert [r.parent for r in records] == [one.record.uuid, other.record.uuid]
+    assert {(r.role, r.rows) for r in records} == {("reference", SIBLINGS)}
+
+
+def test_a_damaged_sidecar_is_made_again_and_the_run_goes_on(paths, caplog):
+    produce_all(paths)
+    for name in ("reference-0", "reference-1"):
+        widen(paths, name)
+    damaged = paths.shard("reference-0", 1, 0)
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with sequencer(paths, needs=["reference"]) as seq:
+        with pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"):
+            seq.next_batch(1, timeout_s=0)
+        assert "is torn" in caplog.text
+        assert "restart reference-0" in caplog.text
+        assert widen(paths, "reference-0") == 1
+        record = seq.next_batch(1, timeout_s=0)
+    assert all(row.ref_logprobs is not None for row in Reader(paths).rows(record, range(8)))
+
+
+def test_owners_delete_sidecars_with_what_they_widen(paths):
+    produce_all(paths)
+    for name in WRITERS:
+        widen(paths, name)
+    with SidecarWriter(paths, "reference-0", {}) as writer:
+        assert writer.collect(1) == 1
+        assert writer.collect(3) == 1
+        assert writer.pending(retired_guid_below=0) == []
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.collect(2)
+    with SidecarWriter(paths, "reference-0", {}) as writer:
+        assert [p.record.guid_min for p in writer.pending(retired_guid_below=2)] == [2]
+
+
+def test_columns_that_do_not_fit_are_refused_before_anything_is_written(paths):
+    produce_all(paths)
+    with SidecarWriter(paths, "reference-0", {}) as writer:
+        pending = writer.pending()[0]
+        with writer.open(pending) as shard:
+            good = ref_logprobs(shard)["ragged/ref_logprobs"]
+        for columns, message in (
+            ({"ragged/ref_logprobs": good[:-1]}, "has 13 values, shard .* has 14"),
+            ({"ragged/ref_logprobs": good.astype(np.float64)}, "float64"),
+            ({"ragged/values": good}, "reference writes"),
+            ({}, "reference writes"),
+            ({"ragged/ref_logprobs": good, "ragged/values": good}, "reference writes"),
+        ):
+            with pytest.raises(BusError, match=message):
+                writer.put(pending, columns)
+        assert list(paths.producer("reference-0").glob("e*/*")) == []
+        other = pending._replace(record=pending.record._replace(uuid="ab" * 16))
+        with pytest.raises(DamagedError, match="is not the shard"):
+            writer.put(other, {"ragged/ref_logprobs": good})
+        assert writer.pending()[0] == pending
+
+
+def test_a_sidecar_with_the_rows_of_another_shard_is_not_taken(paths, caplog):
+    produce(paths, "rollout-0", [0])
+    produce(paths, "rollout-0", [2, 4], per_shard=2)
+    produce(paths, "rollout-1", [1, 3])
+    widen(paths, "reference-1")
+    widen(paths, "reference-0")
+    one, other = (paths.shard("reference-0", 1, seq) for seq in (0, 1))
+    one.write_bytes(other.read_bytes())
+    with (
+        sequencer(paths, needs=["reference"]) as seq,
+        pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"),
+    ):
+        seq.next_batch(1, timeout_s=0)
+    assert "is not the shard that record" in caplog.text
+
+
+def test_a_superseded_writer_is_fenced(paths):
+    produce_all(paths)
+    zombie = SidecarWriter(paths, "reference-0", {})
+    pending = zombie.pending()[0]
+    with zombie.open(pending) as shard:
+        columns = ref_logprobs(shard)
+    with SidecarWriter(paths, "reference-0", {}), pytest.raises(FencedError, match="epoch 2 after"):
+        zombie.put(pending, columns)
+
+
+def test_needs_and_names_are_checked_at_the_start(paths):
+    with pytest.raises(BusError, match="need the columns of teacher, but no sidecar writer"):
+        sequencer(paths, needs=["teacher"])
+    with pytest.raises(BusError, match="has no sidecar writer rollout-0"):
+        SidecarWriter(paths, "rollout-0", {})
+    with pytest.raises(BusError, match="has no producer reference-0"):
+        Producer(paths, "reference-0", {})
+
+
+def test_groups_sampled_again_are_widened_again(paths):
+    produce_all(paths)
+    for name in ("reference-0", "reference-1"):
+        widen(paths, name)
+    paths.shard("rollout-0", 1, 0).unlink()
+    with sequencer(paths, needs=["reference"]) as seq:
+        with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0\]"):
+            seq.next_batch(1, timeout_s=0)
+        with Producer(paths, "rollout-0", {}) as producer:
+            producer.put([group(0, version=4)])
+        with pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"):
+            seq.next_batch(1, timeout_s=0)
+        assert widen(paths, "reference-0") == 1
+        record = seq.next_batch(1, timeout_s=0)
+    assert record.policy_version_min == 0
+    assert Reader(paths).rows(record, [0])[0].policy_version_max == 4
