@@ -28,7 +28,9 @@ def check_shard(
     """
     try:
         with Shard(path) as shard:
-            yield from _identity(shard, commit)
+            if stranger := _stranger(shard, commit):
+                yield stranger
+                return
             yield from _columns(shard, commit)
             shard.verify()
             if commit.record.kind is RecordKind.SIDE:
@@ -39,22 +41,26 @@ def check_shard(
         yield Finding("shard", str(path), _without(path, error))
 
 
-def _identity(shard: Shard, commit: Commit) -> Iterator[Finding]:
+def _stranger(shard: Shard, commit: Commit) -> Finding | None:
     record, info = commit.record, shard.info
-    held = (info.uuid, info.length, info.rows, info.tokens)
-    committed = (record.uuid, record.length, record.rows, record.tokens)
-    if held != committed:
-        yield Finding(
-            "foreign",
-            str(shard.path),
-            "is not the shard that was committed: (uuid, bytes, rows, tokens) are "
-            f"{held}, the log of {commit.writer} says {committed}; restore the file",
-        )
-    expected = {"producer": commit.writer, "epoch": record.epoch, "seq": record.seq}
-    for name, value in expected.items():
-        if shard.attributes.get(name) != value:
-            found = shard.attributes.get(name)
-            yield Finding("foreign", str(shard.path), f"attribute {name} is {found}, not {value}")
+    expected = {
+        "uuid": record.uuid,
+        "bytes": record.length,
+        "rows": record.rows,
+        "tokens": record.tokens,
+        "producer": commit.writer,
+        "epoch": record.epoch,
+        "seq": record.seq,
+    }
+    owner = {name: shard.attributes.get(name) for name in ("producer", "epoch", "seq")}
+    held = {"uuid": info.uuid, "bytes": info.length, "rows": info.rows, "tokens": info.tokens}
+    held |= owner
+    differ = [f"{name} {held[name]}, not {expected[name]}" for name in expected
+              if held[name] != expected[name]]  # fmt: skip
+    if not differ:
+        return None
+    what = f"is not the shard that was committed ({'; '.join(differ)}); restore the file"
+    return Finding("foreign", str(shard.path), what)
 
 
 def _columns(shard: Shard, commit: Commit) -> Iterator[Finding]:

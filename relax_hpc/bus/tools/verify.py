@@ -70,14 +70,16 @@ def verify(paths: BusPaths, checkpoints: Checkpoints, on_progress: OnProgress) -
     """
     header = layout.open_bus(paths)
     findings: list[Finding] = []
-    chain = _chain(paths, findings)  # before the logs, so that what is planned is also committed
+    # In this order: a checkpoint that is seen is on the plan, and what is planned is committed.
+    positions = checkpoints()
+    chain = _chain(paths, findings)
     writers = _writers(paths, header, findings)
     commits = {r.uuid: Commit(w.name, r) for w in writers for r in w.shards}
     findings += check_logs(writers)
     if chain is not None and not findings:  # what is missing of a damaged log is not the plan's
         findings += check_sidecars(commits)
         findings += check_plan(chain, commits)
-        findings += check_checkpoints(chain, checkpoints())
+        findings += check_checkpoints(chain, positions)
         findings += _counts(paths)
     findings += find_strays(paths, header, writers)
     tasks = _tasks(paths, chain, commits)
