@@ -1,5 +1,6 @@
 """The columns of a shard to be written: their bytes in pieces, and whether they fit the schema."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,11 +22,11 @@ class Payload(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for piece in self.pieces)
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def buffers(self) -> list[memoryview]:
-        return [piece.reshape(-1).data.cast("B") for piece in self.pieces if piece.nbytes]
+        return [p.reshape(-1).view(np.uint8).data for p in self.pieces if p.size]
 
     def joined(self) -> Array:
         return self.pieces[0] if len(self.pieces) == 1 else np.concatenate(self.pieces)

@@ -8,6 +8,7 @@ is written last: a torn file has no magic. docs/bus.md has the tables.
 
 import errno
 import json
+import math
 import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -204,7 +205,7 @@ class Shard:
         field = self._field(name)
         if field.codec:
             return self._uncompressed(name, lo, hi)
-        stride = int(np.prod(field.shape[1:], dtype=np.int64)) * np.dtype(field.dtype).itemsize
+        stride = math.prod(field.shape[1:]) * np.dtype(field.dtype).itemsize
         values = self._bytes(name, lo * stride, hi * stride).view(field.dtype)
         return values.reshape(hi - lo, *field.shape[1:])
 
@@ -247,16 +248,20 @@ class Shard:
 
     def _fill_verified(self, name: str, first: int, out: memoryview) -> None:
         """Checks what was just read while it is in the cache, or beside reading if it is much."""
-        threads = len(out) >= THREAD_FROM
-        checks: list[Future[None]] = []
-        with ThreadPoolExecutor(1, "checksums") as other:  # starts no thread before it must
-            for lo in range(0, len(out), READ_BYTES if threads else BLOCK):
-                part = out[lo : lo + (READ_BYTES if threads else BLOCK)]
+        if len(out) >= THREAD_FROM:
+            self._fill_beside_checks(name, first, out)
+            return
+        for lo in range(0, len(out), BLOCK):
+            self._fill(out[lo : lo + BLOCK], self.fields[name].offset + first + lo)
+            self._check_blocks(name, first + lo, out[lo : lo + BLOCK])
+
+    def _fill_beside_checks(self, name: str, first: int, out: memoryview) -> None:
+        with ThreadPoolExecutor(1, "checksums") as other:
+            checks: list[Future[None]] = []
+            for lo in range(0, len(out), READ_BYTES):
+                part = out[lo : lo + READ_BYTES]
                 self._fill(part, self.fields[name].offset + first + lo)
-                if threads:
-                    checks.append(other.submit(self._check_blocks, name, first + lo, part))
-                else:
-                    self._check_blocks(name, first + lo, part)
+                checks.append(other.submit(self._check_blocks, name, first + lo, part))
             for check in checks:
                 check.result()
 

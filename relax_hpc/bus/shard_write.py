@@ -102,22 +102,25 @@ def _write_file(
     attributes: Mapping[str, Attribute],
     packed: Collection[str],
 ) -> int:
+    user_block = _user_block_size(columns, attributes, packed)
+    datasets = [
+        hdf5.Dataset(name, c.dtype, c.shape, c.joined() if name in packed else None)
+        for name, c in columns.items()
+    ]
+    skeleton = hdf5.lay_out(datasets, attributes, user_block=user_block)
+    fields = _fields(columns, skeleton.offsets, packed)
     plain = {name: column.buffers for name, column in columns.items() if name not in packed}
-    size = sum(columns[name].nbytes for name in plain)
-    with ThreadPoolExecutor(1, "checksums") as other:
-        # Nothing waits for the checksums until the payload is written, so they come first.
-        summing = other.submit(_checksums, plain.values()) if size >= THREAD_FROM else None
-        user_block = _user_block_size(columns, attributes, packed)
-        datasets = [
-            hdf5.Dataset(name, c.dtype, c.shape, c.joined() if name in packed else None)
-            for name, c in columns.items()
-        ]
-        skeleton = hdf5.lay_out(datasets, attributes, user_block=user_block)
-        fields = _fields(columns, skeleton.offsets, packed)
-        pieces: list[tuple[int, Sequence[Buffer]]] = [(at, [b]) for at, b in skeleton.extents]
-        pieces += [(fields[name].offset, buffers) for name, buffers in plain.items() if buffers]
-        pieces.sort(key=lambda piece: piece[0])
-        _write_pieces(fd, pieces, user_block, skeleton.length)
+    pieces: list[tuple[int, Sequence[Buffer]]] = [(at, [data]) for at, data in skeleton.extents]
+    pieces += [(fields[name].offset, buffers) for name, buffers in plain.items() if buffers]
+    pieces.sort(key=lambda piece: piece[0])
+    # Cut first: the interpreter is slow in small pieces while another thread wants it too.
+    batches = list(_batches(pieces, user_block, skeleton.length))
+    with ThreadPoolExecutor(1, "checksums") as other:  # starts no thread before it must
+        threads = skeleton.length >= THREAD_FROM
+        summing = other.submit(_checksums, plain.values()) if threads else None
+        for at, buffers, size in batches:
+            pwritev_all(fd, buffers, at)
+            start_writeback(fd, at, size)
         crcs = summing.result() if summing else _checksums(plain.values())
     pwrite_all(fd, _head(fields, attributes, crcs, user_block, skeleton.length), 0)
     return skeleton.length
@@ -128,35 +131,30 @@ def _checksums(columns: Iterable[Sequence[Buffer]]) -> npt.NDArray[np.uint32]:
     return np.array(sums, "<u4")
 
 
-def _write_pieces(
-    fd: int, pieces: Sequence[tuple[int, Sequence[Buffer]]], start: int, end: int
-) -> None:
-    """Writes rising pieces and zeros in the gaps between them, in few large system calls."""
-    pending: list[Buffer] = []
+def _batches(
+    pieces: Iterable[tuple[int, Sequence[Buffer]]], start: int, end: int
+) -> Iterator[tuple[int, list[Buffer], int]]:
+    """(offset, buffers, bytes) of large writes of rising pieces, zeros in the gaps between them."""
+    batch: list[Buffer] = []
     at, size = start, 0
-
-    def send() -> None:
-        nonlocal at, size
-        pwritev_all(fd, pending, at)
-        start_writeback(fd, at, size)
-        at, size = at + size, 0
-        pending.clear()
-
-    for offset, buffers in pieces:
+    for offset, buffers in (*pieces, (end, [])):
         gap = offset - at - size
         assert gap >= 0, "extents overlap"
         for buffer in _cut([bytes(gap), *buffers]):
-            pending.append(buffer)
+            batch.append(buffer)
             size += len(buffer)
-            if size >= WRITE_BYTES or len(pending) >= MAX_BUFFERS:
-                send()
-    pending.append(bytes(end - at - size))
-    size = end - at
-    send()
+            if size >= WRITE_BYTES or len(batch) == MAX_BUFFERS:
+                yield at, batch, size
+                batch, at, size = [], at + size, 0
+    if batch:
+        yield at, batch, size
 
 
-def _cut(buffers: Sequence[Buffer]) -> Iterator[memoryview]:
+def _cut(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
     for buffer in buffers:
+        if len(buffer) <= WRITE_BYTES:
+            yield buffer
+            continue
         view = memoryview(buffer)
         for lo in range(0, len(view), WRITE_BYTES):
             yield view[lo : lo + WRITE_BYTES]

@@ -1,0 +1,316 @@
+"""Media, routed experts and compressed columns: large, shared, and read only when asked for."""
+
+import os
+
+import h5py
+import hdf5plugin  # noqa: F401 - stock h5py reads zstd through it
+import numpy as np
+import pytest
+from bus_fixtures import group, same, trajectory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.bus import media, shard_write
+from relax_hpc.bus.encode import from_columns, gather, to_columns
+from relax_hpc.bus.memory import Memory
+from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shard_format import BLOCK, CODEC, HEADER
+from relax_hpc.errors import BusError
+from relax_hpc.schema import COLUMNS, OFFSETS, MediaKind, Medium, PromptGroup, columns_of
+
+ATTRIBUTES = {"producer": "rollout-0", "role": "rollout", "parent": ""}
+EXPERTS = "ragged/routed_experts"
+WIDTH = 6
+
+
+def image(seed, size=5000, kind=MediaKind.JPEG):
+    data = np.random.default_rng(seed).integers(0, 256, size).astype(np.uint8)
+    return Medium(kind, data, (1, seed % 7, 3))
+
+
+def experts(guid, sibling, prompt, response, *, own_prompt=False):
+    shared = np.random.default_rng([guid, 99, sibling if own_prompt else 0])
+    own = np.random.default_rng([guid, sibling])
+    parts = [shared.integers(0, 128, (prompt, WIDTH)), own.integers(0, 128, (response, WIDTH))]
+    return np.concatenate(parts).astype(np.int16)
+
+
+def rich(guid, siblings, *, prompt=3, shown=(), own_prompt=()):
+    """A prompt group with media and routed experts; responses of the given lengths."""
+    rows = []
+    for sibling, response in enumerate(siblings):
+        t = trajectory(guid, sibling, prompt=prompt, response=response)
+        own = sibling in own_prompt
+        routed = experts(guid, sibling, prompt, response, own_prompt=own)
+        rows.append(t._replace(media=tuple(shown), routed_experts=routed))
+    return PromptGroup(guid, rows)
+
+
+def rows_of(groups):
+    return [t for g in groups for t in g.trajectories]
+
+
+def equal(a, b):
+    """`bus_fixtures.same` for what lies one level deeper."""
+    media_equal = len(a.media) == len(b.media) and all(map(same, a.media, b.media))
+    return media_equal and same(a._replace(media=()), b._replace(media=()))
+
+
+shapes = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 6), min_size=1, max_size=4),  # responses
+        st.integers(0, 5),  # prompt
+        st.lists(st.integers(0, 3), max_size=3),  # which media
+        st.sets(st.integers(0, 3)),  # siblings whose prompt took another way
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(shapes, st.booleans(), st.data())
+@settings(max_examples=80, deadline=None)
+def test_media_and_experts_of_any_shape_come_back_whole_and_in_any_span(
+    tmp_path_factory, shape, packed, data
+):
+    groups = [
+        rich(
+            guid, responses, prompt=prompt, shown=[image(s, 40 * s) for s in shown], own_prompt=own
+        )
+        for guid, (responses, prompt, shown, own) in enumerate(shape)
+    ]
+    rows = rows_of(groups)
+    path = tmp_path_factory.mktemp("media") / "s.h5"
+    shard_write.write(path, gather(groups), ATTRIBUTES, compress={EXPERTS} if packed else ())
+    lo = data.draw(st.integers(0, len(rows)))
+    hi = data.draw(st.integers(lo, len(rows)))
+    columns = to_columns(groups)
+    with Shard(path) as shard, h5py.File(path, "r", locking=False) as stock:
+        for name, values in columns.items():
+            np.testing.assert_array_equal(shard.read(name), values)
+            np.testing.assert_array_equal(stock[name][...], values)
+            assert shard.read(name).dtype == values.dtype == stock[name].dtype
+        assert shard.fields[EXPERTS].codec == (CODEC if packed else "")
+        found = from_columns(shard.read_span(lo, hi))
+    assert len(found) == hi - lo
+    assert all(map(equal, found, rows[lo:hi]))
+
+
+def test_a_prompt_shared_by_its_siblings_is_stored_once(tmp_path):
+    groups = [rich(0, [4, 2, 5], prompt=100), rich(1, [1, 1], prompt=50, own_prompt={1})]
+    columns = to_columns(groups)
+    # 100 + 4, then 2 and 5 without the prompt; the last sibling went its own way through it.
+    assert np.diff(columns[OFFSETS["routed"]]).tolist() == [104, 2, 5, 51, 51]
+    assert columns[EXPERTS].shape == (213, WIDTH)
+
+
+def test_experts_of_only_some_rows_are_refused():
+    whole = rich(3, [2, 2])
+    bare = whole.trajectories[1]._replace(routed_experts=None)
+    with pytest.raises(BusError, match=r"trajectory 3/1: routed experts of .* got none"):
+        gather([PromptGroup(3, [whole.trajectories[0], bare])])
+
+
+def test_an_image_shown_by_sixteen_rows_is_stored_once_and_hashes_as_before(tmp_path):
+    one, other = image(1, 3 * BLOCK // 2), image(2)
+    again = Medium(one.kind, one.data.copy(), one.grid_thw)
+    groups = [rich(0, [1] * 16, shown=[one]), rich(1, [1] * 2, shown=[other, again])]
+    path = tmp_path / "s.h5"
+    info = shard_write.write(path, gather(groups), ATTRIBUTES)
+    assert info.length < one.data.nbytes + other.data.nbytes + 100_000
+    with Shard(path) as shard:
+        assert shard.fields["media/kind"].shape == (2,)
+        span = shard.read_span(0, 18)
+        found = from_columns(span)
+    assert found[0].media[0].data is found[15].media[0].data
+    for row in found[:16]:
+        assert media.digest(row.media[0].data) == media.digest(one.data)
+    assert [m.data.tobytes() for m in found[17].media] == [
+        other.data.tobytes(),
+        one.data.tobytes(),
+    ]
+    assert bytes(span["media/xxh3"][0]) == media.digest(one.data)
+
+
+def test_digest_is_the_xxh3_128_that_other_languages_compute():
+    # From the reference implementation: XXH128 of the empty input, seed 0.
+    assert media.digest(np.zeros(0, np.uint8)).hex() == "99aa06d3014798d86001c324468d497f"
+
+
+class ReadBytes:
+    """Counts what os.preadv is asked for, by place in the file."""
+
+    def __init__(self, monkeypatch):
+        self.spans = []
+        real = os.preadv
+
+        def counted(fd, buffers, offset, *flags):
+            got = real(fd, buffers, offset, *flags)
+            self.spans.append((offset, offset + got))
+            return got
+
+        monkeypatch.setattr(os, "preadv", counted)
+
+    def touching(self, field):
+        lo, hi = field.offset, field.offset + field.nbytes
+        return sum(max(0, min(b, hi) - max(a, lo)) for a, b in self.spans)
+
+
+def test_a_reader_that_does_not_want_media_or_experts_touches_none_of_their_bytes(
+    tmp_path, monkeypatch
+):
+    groups = [rich(g, [3] * 4, shown=[image(g, BLOCK)]) for g in range(4)]
+    shard_write.write(tmp_path / "s.h5", gather(groups), ATTRIBUTES)
+    read = ReadBytes(monkeypatch)
+    with Shard(tmp_path / "s.h5") as shard:
+        pixels = shard.fields[media.BYTES]
+        found = from_columns(shard.read_span(0, 16, columns_of("rollout")))
+        assert read.touching(pixels) <= 1 << 16 < pixels.nbytes  # the header's read may overlap
+        assert sum(b - a for a, b in read.spans) < 1 << 18
+        assert all(not t.media and t.routed_experts is None for t in found)
+        read.spans.clear()
+        one = from_columns(shard.read_span(9, 10))[0]
+        # One of four media, between the edges of the blocks that are checked.
+        assert BLOCK <= read.touching(pixels) <= 2 * BLOCK
+    assert equal(one, rows_of(groups)[9])
+
+
+def test_media_columns_can_be_read_without_the_bytes(tmp_path):
+    groups = [rich(g, [1, 1], shown=[image(g), image(7)]) for g in range(3)]
+    shard_write.write(tmp_path / "s.h5", gather(groups), ATTRIBUTES)
+    with Shard(tmp_path / "s.h5") as shard:
+        span = shard.read_span(2, 4, ["ragged/media_ref", "media/grid_thw"])
+    assert span["media/grid_thw"].tolist() == [[1, 0, 3], [1, 1, 3]]  # of image 7, then image 1
+    assert span["ragged/media_ref"].tolist() == [1, 0, 1, 0]
+    assert media.BYTES not in span
+
+
+def test_columns_that_are_always_there_must_be_and_optional_ones_may_be_missing(tmp_path):
+    shard_write.write(tmp_path / "s.h5", gather([group(0)]), ATTRIBUTES)
+    with Shard(tmp_path / "s.h5") as shard:
+        span = shard.read_span(0, 1, ["row/guid", EXPERTS, media.BYTES])
+        assert set(span) == {"row/guid"}
+        with pytest.raises(BusError, match="has no column ragged/ref_logprobs"):
+            shard.read_span(0, 1, ["ragged/ref_logprobs"])
+
+
+def test_memory_used_again_gives_the_same_and_is_the_same(tmp_path):
+    groups = [rich(g, [3] * 4, shown=[image(g, BLOCK)]) for g in range(3)]
+    shard_write.write(tmp_path / "s.h5", gather(groups), ATTRIBUTES)
+    memory, rows, places = Memory(), rows_of(groups), []
+    for _ in range(3):
+        memory.reset()
+        with Shard(tmp_path / "s.h5", memory=memory) as shard:
+            span = shard.read_span(0, 12)
+        assert all(map(equal, from_columns(span), rows))
+        places.append(span[media.BYTES].ctypes.data)
+    assert places[1] == places[2]
+
+
+def sidecar(tokens, rows=None, **more):
+    offsets = np.arange(0, tokens + 1, 7, dtype=np.int64) if rows is None else rows
+    logprobs = np.linspace(-3, 0, tokens, dtype=np.float32)
+    return {"index/offsets": offsets, "ragged/ref_logprobs": logprobs, **more}
+
+
+def test_a_sidecar_holds_only_its_columns_and_fills_the_rows_they_widen(tmp_path):
+    attributes = {"role": "reference", "parent": "ab" * 16}
+    groups = [group(0), group(1)]  # 4 rows of 7 tokens
+    shard_write.write(tmp_path / "base.h5", gather(groups), ATTRIBUTES)
+    info = shard_write.write(tmp_path / "side.h5", sidecar(28), attributes)
+    assert (info.rows, info.tokens) == (4, 28)
+    with Shard(tmp_path / "base.h5") as base, Shard(tmp_path / "side.h5") as side:
+        assert side.attributes["parent"] == "ab" * 16
+        found = from_columns(base.read_span(1, 3) | side.read_span(1, 3))
+    expected = np.linspace(-3, 0, 28, dtype=np.float32)
+    assert found[1].ref_logprobs.tobytes() == expected[14:21].tobytes()
+    assert found[1].old_logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (sidecar(28) | {"ragged/ref_logprobs": np.zeros(28)}, "float64 given.* says float32"),
+        (sidecar(28) | {"ragged/ref_logprobs": np.zeros(27, np.float32)}, r"\(27,\), 28 x 1"),
+        (sidecar(28) | {"row/guid": np.zeros(4, np.int64)}, "written by rollout, .*of role refer"),
+        (sidecar(28, np.array([0, 9, 7, 28])), "offsets begin with 0 and never fall"),
+        (sidecar(28, np.array([3, 28])), "offsets begin with 0 and never fall"),
+        ({"ragged/ref_logprobs": np.zeros(1, np.float32)}, "lack index/offsets"),
+    ],
+)
+def test_a_sidecar_of_another_dtype_length_or_writer_is_refused(tmp_path, columns, message):
+    with pytest.raises(BusError, match=message):
+        shard_write.write(tmp_path / "side.h5", columns, {"role": "reference"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_row_columns_must_have_as_many_rows_as_the_offsets(tmp_path):
+    columns = to_columns([group(0)])
+    for name in ("row/guid", "index/offsets__runs"):
+        with pytest.raises(BusError, match=name):
+            short = {**columns, name: columns[name][:-1]}
+            shard_write.write(tmp_path / "s.h5", short, ATTRIBUTES)
+
+
+def compressed(path):
+    """Experts of 2.3 MiB: several chunks."""
+    groups = [rich(0, [100_000, 100_000], prompt=9)]
+    shard_write.write(path, gather(groups), ATTRIBUTES, compress={EXPERTS})
+    return groups
+
+
+def test_compression_takes_less_room_and_needs_the_newer_format(tmp_path):
+    groups = compressed(tmp_path / "packed.h5")
+    shard_write.write(tmp_path / "plain.h5", gather(groups), ATTRIBUTES)
+    sizes = {name: (tmp_path / f"{name}.h5").stat().st_size for name in ("packed", "plain")}
+    assert sizes["plain"] - sizes["packed"] > columns_bytes(groups) * 0.45
+    assert [format_of(tmp_path / f"{name}.h5") for name in ("plain", "packed")] == [1, 2]
+    with Shard(tmp_path / "packed.h5") as shard:
+        assert (
+            "codec" not in shard.fields["row/guid"]._asdict() or not shard.fields["row/guid"].codec
+        )
+        assert all(map(equal, from_columns(shard.read_span(0, 2)), rows_of(groups)))
+        assert all(map(equal, from_columns(shard.read_span(1, 2)), rows_of(groups)[1:]))
+
+
+def format_of(path):
+    return HEADER.unpack_from(path.read_bytes())[1]
+
+
+def columns_bytes(groups):
+    return to_columns(groups)[EXPERTS].nbytes
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_flipped_bit_of_a_compressed_chunk_or_truncation_is_an_error(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("packed") / "s.h5"
+    compressed(path)
+    with h5py.File(path, "r", locking=False) as stock:
+        column = stock[EXPERTS].id
+        chunks = [column.get_chunk_info(i) for i in range(column.get_num_chunks())]
+    assert len(chunks) > 2
+    if data.draw(st.booleans(), "truncate"):
+        os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+    else:
+        chunk = data.draw(st.sampled_from(chunks))
+        at = chunk.byte_offset + data.draw(st.integers(0, chunk.size - 1))
+        damaged = bytearray(path.read_bytes())
+        damaged[at] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(damaged)
+    with pytest.raises(BusError, match=r"s\.h5: is (corrupt|torn|empty)"), Shard(path) as shard:
+        shard.verify()
+
+
+def test_every_dtype_of_the_schema_survives_at_its_extremes(tmp_path):
+    columns = to_columns([rich(0, [2, 3], shown=[image(0)])])
+    columns = {name: values.copy() for name, values in columns.items()}
+    for name, values in columns.items():
+        if name not in COLUMNS or name in ("ragged/media_ref", "row/sibling", "row/prompt_len"):
+            continue
+        info = np.finfo(values.dtype) if values.dtype.kind == "f" else np.iinfo(values.dtype)
+        values.reshape(-1)[0], values.reshape(-1)[-1] = info.min, info.max
+    shard_write.write(tmp_path / "s.h5", columns, ATTRIBUTES, compress={"ragged/token_ids"})
+    with Shard(tmp_path / "s.h5") as shard:
+        for name, values in columns.items():
+            assert shard.read(name).tobytes() == values.tobytes(), name
