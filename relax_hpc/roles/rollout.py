@@ -3,12 +3,15 @@
 import asyncio
 import hashlib
 import logging
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config import RunConfig
@@ -19,6 +22,8 @@ from relax_hpc.telemetry.events import EventWriter
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+FULL_RETRY_S = 5.0
+"""Between attempts to write to a full file system."""
 EVAL_BATCH = 64
 """Held-out prompts per request."""
 
@@ -79,25 +84,20 @@ async def run(
     """
     group = Grouper(config, prompts, sampler, score)
     evaluator = Evaluator(config, task, heldout, sampler, score, events)
+    outbox = Outbox(producer, events, groups_per_shard=config.rollout.groups_per_shard)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
-    owed = owned_guids(config, task, producer.committed, start=retired)
-    upcoming, running, ready = (
-        next(owed, None),
-        set[asyncio.Task[PromptGroup]](),
-        list[PromptGroup](),
-    )
+    owed = deque(owned_guids(config, task, producer.committed, start=retired))
+    running = set[asyncio.Task[PromptGroup]]()
     while not ((credit := credits.latest()) and credit.finished):
         version = await asyncio.to_thread(sampler.version)
         await evaluator.maybe(version, trained=credit.step if credit else 0)
-        while upcoming is not None and _may_start(config, upcoming, version):
-            running.add(asyncio.create_task(group(upcoming)))
-            upcoming = next(owed, None)
+        owed.extendleft(reversed(producer.owe_again(credit.refill if credit else ())))
+        while owed and not outbox.full and _may_start(config, owed[0], version):
+            running.add(asyncio.create_task(group(owed.popleft())))
         done, running = await _some(running)
-        ready += [task.result() for task in done]
-        if ready and (len(ready) >= config.rollout.groups_per_shard or not running):
-            publish(producer, ready, events)
-            ready = []
+        outbox.add([task.result() for task in done])
         producer.collect(credit.retired_guid_below if credit else 0)
+        outbox.send(rest=not running)
     version = await asyncio.to_thread(sampler.version)
     if version == config.algorithm.num_steps:  # else this engine started after the last update
         await evaluator.finish(version)
@@ -114,6 +114,37 @@ def seed_of(run_seed: int, guid: int, sibling: int) -> int:
     """The sampling seed of one trajectory: the same after every restart, below 2**31."""
     content = f"{run_seed}/{guid}/{sibling}".encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:4], "big") >> 1
+
+
+class Outbox:
+    """Finished groups on their way to the bus. A full file system holds them up; it loses none."""
+
+    def __init__(self, producer: Producer, events: EventWriter, *, groups_per_shard: int) -> None:
+        self._producer, self._events = producer, events
+        self._groups_per_shard = groups_per_shard
+        self._ready: list[PromptGroup] = []
+        self._retry_at = 0.0
+
+    @property
+    def full(self) -> bool:
+        """Whether to start nothing new, because what is finished finds no space."""
+        return self._retry_at > 0
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        self._ready += groups
+
+    def send(self, *, rest: bool) -> None:
+        """Publishes what is enough for a shard, or with `rest`, whatever there is."""
+        enough = len(self._ready) >= self._groups_per_shard or (rest and self._ready)
+        if not enough or time.monotonic() < self._retry_at:
+            return
+        try:
+            publish(self._producer, self._ready, self._events)
+        except BusFullError as error:
+            log.warning("%s; trying again every %g s", error, FULL_RETRY_S)
+            self._retry_at = time.monotonic() + FULL_RETRY_S
+            return
+        self._ready, self._retry_at = [], 0.0
 
 
 def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWriter) -> None:

@@ -38,7 +38,12 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
         member = _member(config, context, engine)
         members.announce(paths, member)
         events.emit("engine", url=engine.url, engine_pid=engine.pid, kind=config.rollout.engine)
-        with Producer(paths.bus, context.name, _provenance(config, context)) as producer:
+        with Producer(
+            paths.bus,
+            context.name,
+            _provenance(config, context),
+            compress=config.bus.compress,
+        ) as producer:
             asyncio.run(_loop(config, paths, context, engine.client(), producer, events))
         members.announce(paths, member._replace(state="GONE"))
     events.emit("end")

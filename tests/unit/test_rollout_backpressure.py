@@ -1,0 +1,138 @@
+"""What the rollout loop does when the bus says no, or wants something again."""
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+
+from relax_hpc import config as job_config
+from relax_hpc.bus import layout
+from relax_hpc.bus.audit import audit
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.paths import BusPaths
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles import rollout
+from relax_hpc.schema import FinishReason
+
+PROMPTS, SIBLINGS = 4, 2
+
+
+class Sampler:
+    """Answers every prompt with one token; the policy version is whatever the test says."""
+
+    def __init__(self, version=0):
+        self.now = version
+
+    def version(self):
+        return self.now
+
+    async def sample(self, prompts, seeds, *, temperature):
+        return [
+            SimpleNamespace(
+                token_ids=[1], logprobs=[-0.5], version_runs=[(0, self.now)],
+                finish=FinishReason.STOP,
+            )
+            for _ in seeds
+        ]  # fmt: skip
+
+
+class Events:
+    def emit(self, event, **fields):
+        pass
+
+
+def config(**algorithm):
+    return job_config.validate(
+        {
+            "name": "test",
+            "model": {"path": "none"},
+            "prompts": {"train": "none", "heldout": "none"},
+            "rollout": {"samples_per_prompt": SIBLINGS, "groups_per_shard": 1},
+            "algorithm": {"num_steps": 1, "prompts_per_step": PROMPTS, **algorithm},
+            "eval": {"every": 0, "num_prompts": 1},
+        },
+        source="test",
+    )
+
+
+def start(paths, producer, sampler, settings):
+    prompts = [Prompt(index=i, token_ids=[7], answer="1") for i in range(PROMPTS)]
+    arguments = (prompts, prompts[:1], sampler, lambda response, prompt: 1.0, producer)
+    loop = rollout.run(settings, rollout.Task(0, 1), *arguments, CreditTail(paths), Events())
+    thread = threading.Thread(target=asyncio.run, args=(loop,), daemon=True)
+    thread.start()
+    return thread
+
+
+def make_bus(tmp_path):
+    paths = BusPaths(tmp_path / "bus")
+    layout.create(paths, ["rollout-0"], {})
+    return paths
+
+
+def test_groups_that_the_trainer_will_not_use_are_sampled_again(tmp_path):
+    paths, sampler = make_bus(tmp_path), Sampler()
+    settings = config()
+    with (
+        Producer(paths, "rollout-0", {}) as producer,
+        Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer,
+    ):
+        thread = start(paths, producer, sampler, settings)
+        deadline = time.monotonic() + 20
+        while audit(paths).committed < PROMPTS * SIBLINGS:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        paths.shard("rollout-0", 1, 2).write_bytes(b"")  # the third of its shards
+        record = sequencer.next_batch(1, timeout_s=20)
+        sequencer.finish()
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    rows = Reader(paths).rows(record, range(PROMPTS * SIBLINGS))
+    assert sorted({row.guid for row in rows}) == [0, 1, 2, 3]
+    counts = audit(paths)
+    assert (counts.planned, counts.damaged, counts.dropped) == (8, SIBLINGS, 0)
+    assert counts.committed == 10
+
+
+def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollout, "FULL_RETRY_S", 0.2)
+    paths, sampler = make_bus(tmp_path), Sampler()
+    refused = []
+    with Producer(paths, "rollout-0", {}) as producer:
+        real = producer.put
+
+        def put(groups):
+            if len(refused) < 3:
+                refused.append((time.monotonic(), len(groups)))
+                raise BusFullError("no space")
+            return real(groups)
+
+        monkeypatch.setattr(producer, "put", put)
+        with Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer:
+            thread = start(paths, producer, sampler, config())
+            record = sequencer.next_batch(1, timeout_s=20)
+            sequencer.finish()
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+    assert record.guids == [0, 1, 2, 3]
+    times = [when for when, _ in refused]
+    assert times[1] - times[0] >= 0.2  # not hammered
+    assert audit(paths).committed == PROMPTS * SIBLINGS
+
+
+def test_nothing_new_is_started_while_finished_groups_find_no_space(tmp_path):
+    class Full:
+        def put(self, groups):
+            raise BusFullError("no space")
+
+    outbox = rollout.Outbox(Full(), Events(), groups_per_shard=1)
+    assert not outbox.full
+    outbox.send(rest=True)
+    assert not outbox.full  # there was nothing to send
+    outbox.add(["group"])
+    outbox.send(rest=False)
+    assert outbox.full
