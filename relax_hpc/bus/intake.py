@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
+from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.plan import Chain, DroppedGroup, IgnoredShard, Part, PlanRecord, Sidecar
 from relax_hpc.bus.shard import Shard
 from relax_hpc.bus.snapshot import GuidSet, LogPosition
@@ -42,6 +43,7 @@ class Intake:
         sidecar_writers: name -> role of those that widen their shards.
         needs: roles whose sidecar a group waits for.
         chain: what earlier incarnations planned; those groups are not offered again.
+        shards: gets what is admitted, open, for who reads it next.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Intake:
         sidecar_writers: Mapping[str, Role],
         needs: Sequence[Role],
         chain: Chain,
+        shards: OpenShards,
     ) -> None:
         self.waiting: dict[int, Group] = {}
         self.notes: list[IgnoredShard | DroppedGroup] = []
@@ -58,7 +61,7 @@ class Intake:
         self.planned = GuidSet(chain.base.planned_below, chain.base.planned_above)
         self.dropped = set(chain.base.dropped)
         """(guid, uuid) that do not count any more."""
-        self._paths, self._needs = paths, needs
+        self._shards, self._needs = shards, needs
         self._producers, self._writers = list(producers), sidecar_writers
         self._base_planned = GuidSet(chain.base.planned_below, chain.base.planned_above)
         self._names = {name: RecordKind.BASE for name in producers} | {
@@ -204,13 +207,12 @@ class Intake:
 
     def _open(self, producer: str, record: CommitRecord) -> int:
         """Offers the groups of a shard; returns how many rows repeat earlier ones."""
-        path = self._paths.shard(producer, record.epoch, record.seq)
-        with Shard(path) as shard:
-            _check_identity(shard, record)
-            guids = shard.read("row/guid").astype(np.int64)
-            versions = shard.read("row/policy_version_min").astype(np.int64)
-            tokens = shard.read("row/prompt_len").astype(np.int64)
-            tokens += shard.read("row/response_len").astype(np.int64)
+        shard = self._shards.get(producer, record.epoch, record.seq, record.uuid)
+        _check_identity(shard, record)
+        guids = shard.read("row/guid").astype(np.int64)
+        versions = shard.read("row/policy_version_min").astype(np.int64)
+        tokens = shard.read("row/prompt_len").astype(np.int64)
+        tokens += shard.read("row/response_len").astype(np.int64)
         starts = np.flatnonzero(np.diff(guids, prepend=guids[0] - 1)).tolist()
         repeated = 0
         for lo, hi in zip(starts, [*starts[1:], len(guids)], strict=True):
@@ -240,10 +242,9 @@ class Intake:
         found = self._sidecars.setdefault(record.parent, {})
         if record.role in found:
             return
-        path = self._paths.shard(writer, record.epoch, record.seq)
         try:
-            with Shard(path) as shard:
-                _check_identity(shard, record)
+            shard = self._shards.get(writer, record.epoch, record.seq, record.uuid)
+            _check_identity(shard, record)
         except DamagedError as error:
             log.error("%s; restart %s to have it made again", error, writer)
             return

@@ -37,6 +37,7 @@ class LogWriter:
         """Valid records of the owners before."""
         self.next_seq = max((r.seq for r in self.records if r.rows), default=-1) + 1
         self.epoch = self._take_over()
+        self._has_ballast = self._ballast.exists()
         self.restore_ballast()
 
     def append(self, record: CommitRecord) -> None:
@@ -70,11 +71,12 @@ class LogWriter:
 
     def restore_ballast(self) -> None:
         """Reserves the space that an append may need on a full file system, if there is some."""
-        if self._ballast.exists():
+        if self._has_ballast:
             return
         try:
             self._ballast.write_bytes(bytes(BALLAST_BYTES))
             sync_folder(self.path.parent)
+            self._has_ballast = True
         except OSError as error:
             if not is_full(error):
                 raise
@@ -122,6 +124,7 @@ class LogWriter:
                 raise
             # The shard is already on disk; give back the reserve so that it can be committed.
             self._ballast.unlink()
+            self._has_ballast = False
             self._write_once(record)
 
     def _write_once(self, record: CommitRecord) -> None:

@@ -1,5 +1,6 @@
 """What producers and sidecar writers share: a log of one's own, and the shards it names."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -55,11 +56,7 @@ class Owner:
         # The claim comes first: from here on whatever older epochs left unrecorded stays so.
         self._log = LogWriter(paths.log(name))
         self.epoch, self._seq = self._log.epoch, self._log.next_seq
-        try:
-            paths.epoch(name, self.epoch).mkdir()
-        except OSError as error:
-            raise BusError(f"{paths.epoch(name, self.epoch)}: {error.strerror}") from error
-        sync_folder(paths.producer(name))
+        self._folder = self._make_folder(paths.epoch(name, self.epoch))
         self._live = self._clean()
         """Records whose file is there."""
 
@@ -75,7 +72,7 @@ class Owner:
         if kind is None:
             self.close()
         else:
-            self._log.close()
+            self._release()
 
     def shard(self, record: CommitRecord) -> Path:
         return self._paths.shard(self.name, record.epoch, record.seq)
@@ -83,7 +80,21 @@ class Owner:
     def close(self) -> None:
         """Records that this owner ended on purpose."""
         self._log.append(CommitRecord(RecordKind.CLOSE, self.epoch, self._seq, self.role))
+        self._release()
+
+    def _release(self) -> None:
         self._log.close()
+        os.close(self._folder)
+
+    @staticmethod
+    def _make_folder(folder: Path) -> int:
+        """A descriptor of it: to flush its names without looking it up for every shard."""
+        try:
+            folder.mkdir()
+            sync_folder(folder.parent)
+            return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise BusError(f"{folder}: cannot be made: {error.strerror}") from error
 
     def _publish(self, record: CommitRecord, columns: ColumnPieces) -> CommitRecord:
         """Writes a shard and commits it; `record` lacks only what the file decides."""
@@ -96,6 +107,7 @@ class Owner:
             | {"role": self.role, "parent": parent}
             | {"policy_min": record.policy_version_min, "policy_max": record.policy_version_max},
             compress=self._compress,
+            folder=self._folder,
         )
         record = record._replace(
             uuid=info.uuid, length=info.length, rows=info.rows, tokens=info.tokens

@@ -1,6 +1,6 @@
 """The reading end: the rows of a planned batch, verified, and no more bytes than asked for."""
 
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.encode import from_columns
+from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.shard import Shard
 from relax_hpc.errors import DamagedError
@@ -36,16 +37,22 @@ class Reader:
 
     Shards stay open while a step lasts: each is looked up once, however often it is read.
 
+    Args:
+        paths: of the bus.
+        verify: whether every byte is checked when it is read.
+        shards: open ones to share with others of this process.
+
     Raises:
         BusError: not a bus of this format.
     """
 
-    def __init__(self, paths: BusPaths, *, verify: bool = True) -> None:
+    def __init__(
+        self, paths: BusPaths, *, verify: bool = True, shards: OpenShards | None = None
+    ) -> None:
         layout.open_bus(paths)
-        self._paths = paths
-        self._verify = verify
-        self._open: dict[str, Shard] = {}
+        self._shards = shards or OpenShards(paths, verify=verify)
         self._step = 0
+        self._used: set[str] = set()
 
     def index(self, record: PlanRecord) -> BatchIndex:
         """Reads the row columns of a batch.
@@ -56,7 +63,7 @@ class Reader:
         self._begin(record)
         columns: dict[str, list[Array]] = {name: [] for name in BatchIndex._fields}
         for part in _merged(record.parts):
-            shard = self._shard(part.producer, part.epoch, part.seq, part.uuid)
+            shard = self._shard(part)
             for name, values in columns.items():
                 values.append(shard.read_rows(f"row/{name}", part.lo, part.hi))
         return BatchIndex(**{name: np.concatenate(values) for name, values in columns.items()})
@@ -89,27 +96,25 @@ class Reader:
         return [found[row] for row in rows]
 
     def close(self) -> None:
-        self._keep_open(())
+        self._shards.close()
 
     def _begin(self, record: PlanRecord) -> None:
+        sidecars = (s.uuid for roles in record.sidecars.values() for s in roles.values())
+        uuids = {*(part.uuid for part in record.parts), *sidecars}
         if record.step != self._step:
-            self._step = record.step
-            sidecars = (s.uuid for roles in record.sidecars.values() for s in roles.values())
-            self._keep_open({*(part.uuid for part in record.parts), *sidecars})
-
-    def _keep_open(self, uuids: Container[str]) -> None:
-        for uuid in [uuid for uuid in self._open if uuid not in uuids]:
-            self._open.pop(uuid).close()
+            self._shards.close(self._used - uuids)
+            self._step, self._used = record.step, set()
+        self._used |= uuids
 
     def _span(
         self, record: PlanRecord, part: Part, lo: int, hi: int, columns: Collection[str] | None
     ) -> Columns:
-        base = self._shard(part.producer, part.epoch, part.seq, part.uuid)
+        base = self._shard(part)
         wide = columns_of("rollout", optional=True)
         named = None if columns is None else {*NARROW, *(wide.keys() & set(columns))}
         span = base.read_span(lo, hi, named)
         for role, sidecar in record.sidecars.get(part.uuid, {}).items():
-            shard = self._shard(*sidecar)
+            shard = self._shards.get(*sidecar)
             if (shard.attributes["parent"], shard.rows) != (part.uuid, base.rows):
                 raise DamagedError(f"{shard.path}: does not belong to {base.path}; restore it")
             for name in columns_of(role):
@@ -117,15 +122,8 @@ class Reader:
                     span[name] = shard.read_rows(name, lo, hi)
         return span
 
-    def _shard(self, owner: str, epoch: int, seq: int, uuid: str) -> Shard:
-        if uuid not in self._open:
-            path = self._paths.shard(owner, epoch, seq)
-            shard = Shard(path, verify=self._verify)
-            if shard.uuid != uuid:
-                shard.close()
-                raise DamagedError(f"{path}: is not the shard {uuid} that was planned; restore it")
-            self._open[uuid] = shard
-        return self._open[uuid]
+    def _shard(self, part: Part) -> Shard:
+        return self._shards.get(part.producer, part.epoch, part.seq, part.uuid)
 
 
 def _merged(parts: Sequence[Part]) -> Iterator[Part]:

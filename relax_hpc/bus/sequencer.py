@@ -22,6 +22,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditWriter, Refill
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.intake import Intake
+from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.plan import (
     AnyRecord,
     Chain,
@@ -71,6 +72,7 @@ class Sequencer:
         over_age: what happens to groups that come late, see above.
         max_staleness: policy versions that a token may lag behind; `drop` needs it.
         keep_steps: shards of that many steps are kept longer than any resume needs them.
+        shards: open ones to share with the reader of this process.
 
     Raises:
         BusError: not a bus of this format, a damaged plan, or a position that is not on it.
@@ -87,6 +89,7 @@ class Sequencer:
         over_age: OverAge = "wait",
         max_staleness: int = 0,
         keep_steps: int = 0,
+        shards: OpenShards | None = None,
     ) -> None:
         header = layout.open_bus(paths)
         layout.check_needs(paths, header, needs)
@@ -108,7 +111,8 @@ class Sequencer:
         self._take_over(chain)
         self._log = FrameWriter(paths.plan_log(self.epoch))
         self._log.append({"parent": chain.epoch, "keep": self._num_records})
-        self._intake = Intake(paths, producers, header.sidecar_writers, needs, chain)
+        self._shards = shards or OpenShards(paths)
+        self._intake = Intake(paths, producers, header.sidecar_writers, needs, chain, self._shards)
         self._step, self._cursor = position.step if position else 0, 0
         retired = max(self._credits.inherited.retired_guid_below, self._retired.below)
         self._grant(Credit(self._step, self._step, retired))
@@ -220,6 +224,7 @@ class Sequencer:
 
     def close(self) -> None:
         self._intake.close()
+        self._shards.close()
         self._credits.close()
         self._log.close()
 
