@@ -5,6 +5,7 @@ pass-through tables, checked by the parsers of SGLang and Megatron-core before a
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import (
 )
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.schema import COLUMNS
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -142,6 +144,13 @@ class ActorConfig(Section):
     def world_size(self) -> int:
         return self.tensor_parallel * self.data_parallel
 
+    @property
+    def tokens_per_portion(self) -> float:
+        """Tokens of a batch that are worth starting on before the rest is there."""
+        if not self.portion_micro_batches:
+            return math.inf
+        return self.data_parallel * self.tokens_per_micro_batch * self.portion_micro_batches
+
 
 class AlgorithmConfig(Section):
     name: Literal["grpo"] = "grpo"
@@ -165,6 +174,23 @@ class AlgorithmConfig(Section):
     """Upper clip: ratio <= 1 + clip_high (clip-higher)."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     """Truncated importance sampling: weight min(pi_old / mu, cap) per token."""
+
+
+class BusConfig(Section):
+    keep_steps: NonNegative = 0
+    """Steps whose shards are kept longer than any resume needs them, to be replayed or exported."""
+    compress: list[str] = []
+    """Columns to be compressed, e.g. "ragged/routed_experts"; pays only where a writer gets less
+    than about 0.4 GB/s from the file system."""
+
+    @model_validator(mode="after")
+    def _columns_exist(self) -> Self:
+        for name in self.compress:
+            if name not in COLUMNS:
+                raise ValueError(
+                    f"bus.compress names {name}; columns are {', '.join(sorted(COLUMNS))}"
+                )
+        return self
 
 
 class WeightsConfig(Section):
@@ -210,6 +236,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     actor: ActorConfig = ActorConfig()
     algorithm: AlgorithmConfig
+    bus: BusConfig = BusConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
     launch: LaunchConfig = LaunchConfig()

@@ -147,7 +147,12 @@ class StoreWorld:
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(value))
         contents = self._store.multi_get(keys)
-        self._read(key, keys, readers=self.size)
+        done = f"{key}/done"
+        if self._read(key, keys, readers=self.size):
+            self._store.set(done, b"")
+        if self.rank == 0:  # may hold the store, and must not leave while others need it
+            self._store.get(done)
+            self._store.delete_key(done)
         return [pickle.loads(content) for content in contents]
 
     def barrier(self) -> None:
@@ -164,11 +169,14 @@ class StoreWorld:
         self._calls += 1
         return str(self._calls)
 
-    def _read(self, key: str, keys: list[str], *, readers: int) -> None:
+    def _read(self, key: str, keys: list[str], *, readers: int) -> bool:
+        """Notes that this rank has the values; whether it was the last, and deleted them."""
         counter = f"{key}/readers"
-        if self._store.add(counter, 1) == readers:
-            for done in [*keys, counter]:
-                self._store.delete_key(done)
+        if self._store.add(counter, 1) < readers:
+            return False
+        for read in [*keys, counter]:
+            self._store.delete_key(read)
+        return True
 
 
 def connect(

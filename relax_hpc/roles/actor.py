@@ -95,7 +95,7 @@ def run(
                 record = lead.next_portion(step) if lead else None
             with timers("read"):
                 portion: Portion = world.bcast(batch.deal(record) if record else None)
-                share, last = share_of(portion, trainer.dp_rank), portion.last
+                share, last = share_of(portion, trainer.dp_rank), portion.record.last
                 trajectories = _read(config, replica, reader, portion, share)
             with timers("train"):
                 trainer.accumulate(trajectories, share.micro_batches, share.advantages, loss)

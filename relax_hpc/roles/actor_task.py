@@ -2,6 +2,7 @@
 
 import torch
 
+from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.comm.torch_group import init_torch
@@ -29,14 +30,15 @@ def main(
     resumed = checkpoints.resume(trainer)
     if resumed:
         events.emit("resume", step=resumed.step)
-    lead = _lead(config, paths, checkpoints, resumed, events) if world.rank == 0 else None
+    shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
+    lead = _lead(config, paths, checkpoints, resumed, shards, events) if world.rank == 0 else None
 
     def save() -> None:
         checkpoints.save(trainer, lead.sequencer.position if lead else None)
         if lead:
             lead.covered(trainer.step)
 
-    actor.run(config, world, trainer, Reader(paths.bus), lead, save)
+    actor.run(config, world, trainer, Reader(paths.bus, shards=shards), lead, save)
     if lead:
         lead.close()
     world.barrier()
@@ -58,6 +60,7 @@ def _lead(
     paths: RunPaths,
     checkpoints: Checkpoints,
     resumed: Checkpoint | None,
+    shards: OpenShards,
     events: EventWriter,
 ) -> ActorLead:
     sequencer = Sequencer(
@@ -65,6 +68,10 @@ def _lead(
         config.producers,
         prompts_per_step=config.algorithm.prompts_per_step,
         position=resumed.position if resumed else None,
+        over_age=config.algorithm.over_age,
+        max_staleness=config.algorithm.max_staleness,
+        keep_steps=config.bus.keep_steps,
+        shards=shards,
     )
     publisher = Publisher(
         config.weights,

@@ -35,8 +35,12 @@ class ActorLead:
         self._start = self._last = time.monotonic()
 
     def next_portion(self, step: int) -> PlanRecord:
-        return self.sequencer.next_batch(
-            step, timeout_s=self._config.launch.peer_timeout_s, on_wait=self._serve_newcomers
+        """The next part of the batch of `step`, once there is enough of it to start on."""
+        return self.sequencer.next_portion(
+            step,
+            min_tokens=self._config.actor.tokens_per_portion,
+            timeout_s=self._config.launch.peer_timeout_s,
+            on_wait=self._serve_newcomers,
         )
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:

@@ -24,8 +24,6 @@ class Portion(NamedTuple):
     """[rows]"""
     micro_batches: list[MicroBatches]
     """Per data-parallel rank."""
-    last: bool
-    """Whether it completes the batch."""
 
 
 class Share(NamedTuple):
@@ -77,7 +75,7 @@ class Batch:
         for rank, batches in enumerate(dealt):
             self._load[rank] += sum(lengths[row] for rows in batches for row in rows)
         micro_batches = [[teaching[rows].tolist() for rows in rank] for rank in dealt]
-        return Portion(record, advantages, micro_batches, getattr(record, "last", True))
+        return Portion(record, advantages, micro_batches)
 
     def describe(self, step: int) -> dict[str, float]:
         """What the batch was like, before anything was done with it."""

@@ -1,11 +1,13 @@
 import multiprocessing
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from relax_hpc.comm import bucket
 from relax_hpc.comm.broadcast import BroadcastGroup, open_store
-from relax_hpc.comm.world import SoloWorld, connect
+from relax_hpc.comm.world import SoloWorld, StoreWorld, connect
 from relax_hpc.errors import PeerTimeoutError
 
 
@@ -64,6 +66,57 @@ def test_ranks_without_mpi_agree_through_a_file(tmp_path):
     for process in ranks:
         process.join(30)
     assert found == [(r, [{"step": i} for i in range(3)], [0, 10, 20]) for r in range(3)]
+
+
+def divide(rank, rendezvous, out):
+    """4 ranks, even and odd; then each half once more, by what is left of its rank."""
+    world = connect("files", rank=rank, size=4, rendezvous=rendezvous, timeout_s=60)
+    half = world.split(rank % 2)
+    said = [half.bcast(f"{world.rank} says {i}") for i in range(3)]
+    alone = half.split(half.rank)
+    out.put((rank, half.rank, said, half.allgather(rank), alone.bcast(rank), alone.size))
+    world.barrier()
+
+
+def test_ranks_of_a_colour_are_a_world_of_their_own(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    out = spawn.Queue()
+    ranks = [
+        spawn.Process(target=divide, args=(rank, tmp_path / "rendezvous.json", out))
+        for rank in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    found = sorted(out.get(timeout=90) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+    assert [process.exitcode for process in ranks] == [0] * 4
+    for rank, half_rank, said, members, alone, size in found:
+        assert (half_rank, members) == (rank // 2, [rank % 2, rank % 2 + 2])
+        assert said == [f"{rank % 2} says {i}" for i in range(3)]
+        assert (alone, size) == (rank, 1)
+
+
+def test_a_store_keeps_nothing_that_was_read():
+    """Else every batch that a replica is sent stays in the memory of rank 0."""
+    store = HashStore()
+
+    def talk(rank):
+        world = StoreWorld(rank, 3, store)
+        half = world.split(min(rank, 1))
+        for i in range(5):
+            world.bcast([i] * 1000)
+            half.bcast([rank] * 1000)
+        world.barrier()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(talk, range(3)))
+    assert store.num_keys() == 0
+
+
+def test_a_world_of_one_splits_into_itself():
+    world = SoloWorld()
+    assert world.split(3) is world
 
 
 def test_a_missing_rank_0_is_named(tmp_path):

@@ -133,7 +133,11 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
             "model": {"path": "none"},
             "prompts": {"train": "none", "heldout": "none"},
             "rollout": {"samples_per_prompt": SIBLINGS, "groups_per_shard": 2},
-            "actor": {"save_every": 3},
+            "actor": {
+                "save_every": 3,
+                "tokens_per_micro_batch": 12,  # 4 rows
+                "portion_micro_batches": 2,  # 24 tokens: a prompt group
+            },
             "algorithm": {
                 "num_steps": STEPS,
                 "prompts_per_step": PROMPTS,
@@ -187,6 +191,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     # old_logprobs are this very policy's at the start of a step: nothing mixes versions up
     assert max(abs(event["loss/approx_kl"]) for event in steps) < 1e-6
     assert max(event["staleness/max"] for event in steps) <= max_staleness
+    assert {event["num_trajectories"] for event in steps} == {PROMPTS * SIBLINGS}
     scores = {e["when"]: e["correct"] / e["count"] for e in found if e["event"] == "eval"}
     assert (scores["before"], scores["after"]) == (0.0, 1.0)
 

@@ -1,0 +1,271 @@
+"""The actor's loop on 256 ranks (TP 4 x CP 2 x DP 16 x PP 2), each a thread with its own world."""
+
+import threading
+from datetime import timedelta
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from relax_hpc import config as job_config
+from relax_hpc.bus import layout
+from relax_hpc.bus.micro_batches import imbalance
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.comm.world import StoreWorld
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import actor
+from relax_hpc.roles.lead import ActorLead
+from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.weights.publish import Published, Verified
+
+TP, CP, DP, PP = 4, 2, 16, 2
+RANKS = TP * CP * DP * PP
+PROMPTS, SIBLINGS, BUDGET = 64, 8, 2048
+MIXED, EQUAL, ALMOST = [1, 0] * 4, [1] * 8, [2, 0, 1, 1, 1, 1, 1, 1]
+"""Rewards of a group: 8 rows teach, none does, 2 do."""
+
+
+def dp_rank_of(rank):
+    """Megatron's order of the grid: tp, cp, dp, pp, the first one fastest."""
+    return rank // (TP * CP) % DP
+
+
+def group(guid, rewards, rng):
+    scale = rng.lognormal(5.0, 0.7)  # siblings resemble each other
+    lengths = np.clip(scale * rng.lognormal(0.0, 0.7, SIBLINGS), 2, BUDGET - 8).astype(int)
+    return PromptGroup(
+        guid, [trajectory(guid, i, int(lengths[i]), rewards[i]) for i in range(SIBLINGS)]
+    )
+
+
+def trajectory(guid, sibling, length, reward):
+    mask = np.ones(8 + length, np.uint8)
+    mask[:8] = 0
+    return Trajectory(
+        guid=guid, sibling=sibling, prompt_index=guid, seed=0,
+        token_ids=np.full(8 + length, guid * SIBLINGS + sibling, np.int32),
+        prompt_len=8, loss_mask=mask, rollout_logprobs=-mask.astype(np.float32),
+        version_runs=np.array([[8, guid // PROMPTS]], np.int32), finish=FinishReason.STOP,
+        reward=float(reward),
+    )  # fmt: skip
+
+
+class Rollout:
+    """Commits the next groups whenever the trainer has to wait, as a publisher who looks around."""
+
+    def __init__(self, paths, commits):
+        self.producer = Producer(paths, "rollout-0", {})
+        self.commits = commits
+
+    def refresh(self):
+        if self.commits:
+            self.producer.put(self.commits.pop(0))
+        return []
+
+    def publish(self, version, tensors):
+        list(tensors)
+        return Published(version, [], [], 0.0, 0.0)
+
+    def verify(self):
+        return Verified("x", {}, True)
+
+    def close(self):
+        self.producer.close()
+
+
+class Trainer:
+    """Notes what it is given."""
+
+    def __init__(self, rank):
+        self.step, self.dp_rank, self.given = 0, dp_rank_of(rank), []
+
+    def accumulate(self, trajectories, micro_batches, advantages, loss):
+        for row in trajectories:
+            assert (row.token_ids == row.guid * SIBLINGS + row.sibling).all()
+        assert sorted(i for rows in micro_batches for i in rows) == [*range(len(trajectories))]
+        packed = [[trajectories[i] for i in rows] for rows in micro_batches]
+        self.given.append(
+            SimpleNamespace(
+                step=self.step + 1,
+                rows=[[(row.guid, row.sibling) for row in rows] for rows in packed],
+                tokens=[sum(len(row.token_ids) for row in rows) for rows in packed],
+                advantages=advantages.tolist(),
+            )
+        )
+
+    def update(self):
+        self.step += 1
+        return {"loss": 0.0}
+
+    def named_weights(self):
+        yield "weight", torch.zeros(1)
+
+
+class Grid:
+    """Runs a job whose rollout commits `commits`, one list of (guid, rewards) after another."""
+
+    def __init__(self, folder, commits):
+        num_groups = sum(map(len, commits))
+        self.config = job_config.validate(
+            {
+                "name": "grid",
+                "run_root": str(folder),
+                "model": {"path": "none"},
+                "prompts": {"train": "none", "heldout": "none"},
+                "rollout": {"samples_per_prompt": SIBLINGS},
+                "actor": {
+                    "data_parallel": DP,
+                    "tokens_per_micro_batch": BUDGET,
+                    "portion_micro_batches": 1,
+                },
+                "algorithm": {"num_steps": num_groups // PROMPTS, "prompts_per_step": PROMPTS},
+            },
+            source="test",
+        )
+        self.paths = RunPaths(self.config.run_dir)
+        layout.create(self.paths.bus, self.config.producers, {})
+        rng = np.random.default_rng(0)
+        made = [[group(guid, rewards, rng) for guid, rewards in commit] for commit in commits]
+        self.rollout = Rollout(self.paths.bus, made)
+        self.trainers = [Trainer(rank) for rank in range(RANKS)]
+        self.portions = [[] for _ in range(RANKS)]
+        self.readers, self.failures = {"index": set(), "rows": set()}, []
+        self.store = HashStore()
+        self.store.set_timeout(timedelta(seconds=60))
+        threads = [
+            threading.Thread(target=self._rank, args=(r,), daemon=True) for r in range(RANKS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=90)
+        assert not self.failures, self.failures[0]
+        assert not any(thread.is_alive() for thread in threads)
+        self.rollout.close()
+        events = read_events(self.paths.root / "events")
+        self.steps = [event for event in events if event["event"] == "step"]
+
+    def _rank(self, rank):
+        try:
+            self._run(rank)
+        except Exception as error:  # noqa: BLE001 - outermost frame: the test reports it
+            self.failures.append(error)
+
+    def _run(self, rank):
+        grid = self
+
+        class World(StoreWorld):
+            def bcast(self, value):
+                value = super().bcast(value)
+                if self.size == RANKS:
+                    grid.portions[rank].append(value)
+                return value
+
+        class NotedReader(Reader):
+            def index(self, record):
+                grid.readers["index"].add(rank)
+                return super().index(record)
+
+            def rows(self, record, rows):
+                grid.readers["rows"].add(rank)
+                return super().rows(record, rows)
+
+        world = World(rank, RANKS, self.store)
+        lead = self._lead() if rank == 0 else None
+        reader = NotedReader(self.paths.bus)
+        actor.run(self.config, world, self.trainers[rank], reader, lead, lambda: None)
+        if lead:
+            lead.sequencer.close()
+
+    def _lead(self):
+        sequencer = Sequencer(
+            self.paths.bus, self.config.producers, prompts_per_step=PROMPTS, position=None
+        )
+        events = EventWriter(self.paths.events("actor", 0), "actor", 0)
+        return ActorLead(self.config, sequencer, self.rollout, None, events)
+
+    def rows_of(self, step, trainers):
+        """(guid, sibling) of all that the trainers were given in a step."""
+        given = [given for trainer in trainers for given in trainer.given if given.step == step]
+        return [row for g in given for rows in g.rows for row in rows]
+
+
+@pytest.fixture(scope="module")
+def grid(tmp_path_factory):
+    """Step 1 comes at once, step 2 in three commits; some groups teach nothing."""
+    groups = [(guid, EQUAL if guid % 8 == 7 else MIXED) for guid in range(2 * PROMPTS)]
+    commits = [groups[:64], groups[64:84], groups[84:110], groups[110:]]
+    return Grid(tmp_path_factory.mktemp("grid"), commits)
+
+
+def test_every_rank_of_the_grid_has_the_same_plan(grid):
+    plans = [[portion.micro_batches for portion in seen] for seen in grid.portions]
+    assert [len(plan) for plan in plans] == [4] * RANKS
+    assert all(plan == plans[0] for plan in plans)
+
+
+def test_a_batch_is_trained_in_the_portions_that_it_came_in(grid):
+    assert [step["batch/portions"] for step in grid.steps] == [1, 3]
+    groups = [len(portion.record.guids) for portion in grid.portions[0]]
+    assert groups == [64, 20, 26, 18]
+
+
+def test_ranks_of_a_replica_train_the_same_rows(grid):
+    for dp_rank in range(DP):
+        replica = [trainer for trainer in grid.trainers if trainer.dp_rank == dp_rank]
+        assert len(replica) == TP * CP * PP
+        assert all(trainer.given == replica[0].given for trainer in replica)
+
+
+def test_every_row_that_teaches_is_trained_once_over_the_replicas(grid):
+    firsts = [grid.trainers[dp_rank * TP * CP] for dp_rank in range(DP)]
+    assert [trainer.dp_rank for trainer in firsts] == list(range(DP))
+    for step in (1, 2):
+        guids = range((step - 1) * PROMPTS, step * PROMPTS)
+        teaching = [(guid, i) for guid in guids if guid % 8 != 7 for i in range(SIBLINGS)]
+        assert sorted(grid.rows_of(step, firsts)) == teaching
+
+
+def test_ranks_run_equally_many_micro_batches_within_the_budget(grid):
+    for portion in zip(*(trainer.given for trainer in grid.trainers), strict=True):
+        assert len({len(given.rows) for given in portion}) == 1
+        assert max(max(given.tokens) for given in portion) <= BUDGET
+
+
+def test_tokens_are_balanced_over_each_whole_batch(grid):
+    for step in (1, 2):
+        tokens = [0] * DP
+        for dp_rank in range(DP):
+            given = grid.trainers[dp_rank * TP * CP].given
+            tokens[dp_rank] = sum(sum(g.tokens) for g in given if g.step == step)
+        assert imbalance(tokens) <= 0.05
+        assert grid.steps[step - 1]["batch/imbalance"] == pytest.approx(imbalance(tokens))
+
+
+def test_one_rank_of_a_replica_reads_tokens_and_one_of_all_reads_columns(grid):
+    assert grid.readers["index"] == {0}
+    assert grid.readers["rows"] == {dp_rank * TP * CP for dp_rank in range(DP)}
+
+
+def test_batches_with_hardly_a_row_or_none_starve_nobody(tmp_path):
+    """Fewer rows than replicas, two rows, none, as one portion and as the last of several."""
+    rewards = [EQUAL] * 6 * PROMPTS
+    rewards[0] = MIXED  # step 1: 8 rows
+    rewards[64] = ALMOST  # step 2: 2 rows; step 3: none
+    rewards[192:255] = [MIXED] * 63  # step 4: nothing in the last portion
+    rewards[256 + 63] = ALMOST  # step 5: 2 rows in the last portion; step 6: as step 2
+    rewards[320] = ALMOST
+    groups = list(enumerate(rewards))
+    cuts = [0, 64, 128, 192, 255, 256, 300, 319, 320, 384]
+    grid = Grid(tmp_path, [groups[a:b] for a, b in pairwise(cuts)])
+    firsts = [grid.trainers[dp_rank * TP * CP] for dp_rank in range(DP)]
+    assert [len(grid.rows_of(step, firsts)) for step in range(1, 7)] == [8, 2, 0, 504, 2, 2]
+    assert all(trainer.step == 6 for trainer in grid.trainers)
+    for portion in zip(*(trainer.given for trainer in grid.trainers), strict=True):
+        assert len({len(given.rows) for given in portion}) == 1
