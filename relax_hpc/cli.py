@@ -144,18 +144,38 @@ def make_tiny(
     typer.echo(f"{folder}: {made}")
 
 
-@bench.command(
-    "shard", epilog="Example:  relax-hpc bench shard --folder /scratch --json shard.json"
-)
-def bench_shard(
+@bench.command("bus", epilog="Example:  relax-hpc bench bus --folder /scratch --json bus.json")
+def bench_bus(
     folder: Annotated[Path | None, typer.Option(help="File system to measure.")] = None,
     repeats: Annotated[int, typer.Option(min=3)] = 9,
     json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the ratios to this PNG.")] = None,
 ) -> None:
-    """Durable write and verified read of a text batch, against the same bytes raw."""
-    from relax_hpc.bench import report, shard
+    """The bus against raw reads and writes, and against TransferQueue where it is installed."""
+    from relax_hpc.bench import bus, report, transfer_queue
 
-    report.show(shard.measure(folder, repeats), console, json_file)
+    before = report.machine()
+    rows = [*bus.measure(folder, repeats), *transfer_queue.measure(folder, repeats)]
+    report.show(rows, console, json_file, before)
+    if missing := transfer_queue.missing():
+        typer.echo(f"not compared with TransferQueue: {missing}")
+    if plot is not None:
+        report.plot(rows, plot, before)
+
+
+@bench.command("bus-scale", epilog="Example:  relax-hpc bench bus-scale --plot scale.png")
+def bench_bus_scale(
+    capacity: Annotated[float, typer.Option(help="Creates per second of your server.")] = 50_000,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a picture.")] = None,
+) -> None:
+    """Simulate the bus with up to 10,000 producers: what gives out first, and what helps."""
+    from relax_hpc.bench import bus_scale
+    from relax_hpc.bench.bus_simulation import Site
+
+    site = Site(capacity=capacity)
+    typer.echo(bus_scale.report(site))
+    if plot is not None:
+        bus_scale.plot(plot, site)
 
 
 @bus.command("ls", epilog="Example:  relax-hpc bus ls arithmetic --json | jq .total")
