@@ -1,53 +1,89 @@
 """Reading what another process keeps appending to, past the caches of a network file system.
 
 A client cache may hide a grown file for seconds; a read with O_DIRECT asks the server. Where the
-mount refuses it, opening anew for each poll gives at least close-to-open consistency.
+mount refuses it, opening anew for each poll gives at least close-to-open consistency. Which of the
+two it is, is tried when the file is opened, and logged once per file system.
 """
 
+import ctypes
+import errno
+import logging
 import mmap
 import os
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import cast
 
 from relax_hpc.errors import BusError
 
+log = logging.getLogger(__name__)
+
 WINDOW = 64 << 10
 PAGE = 4096
-_NO_FD = -1
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
+_AT_EMPTY_PATH, _AT_STATX_FORCE_SYNC, _STATX_SIZE = 0x1000, 0x2000, 0x200
+_STATX_BYTES, _STATX_SIZE_AT = 256, 40
 
 
 class GrowingFile:
-    """Polls one growing file. Made at launch, so a name that may not exist is never looked up."""
+    """Polls one growing file. Made at launch, so a name that may not exist is never looked up.
+
+    Raises:
+        BusError: no such file, or it cannot be read; so does every read.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._buffer = mmap.mmap(-1, WINDOW)  # page-aligned, as O_DIRECT wants
-        self._fd = self._probe()
-        self.direct = self._fd != _NO_FD
-
-    def _probe(self) -> int:
-        """A descriptor for O_DIRECT reads, if the mount really serves them."""
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
-        except FileNotFoundError:
-            raise BusError(f"{self.path}: no such log; is this a bus of this run?") from None
-        except OSError:
-            return _NO_FD
-        try:
-            os.preadv(fd, [self._buffer], 0)
-        except OSError:  # some accept the flag and refuse the read
-            os.close(fd)
-            return _NO_FD
-        return fd
+        self._fd: int | None = None
+        self.direct = True
+        self.read_from(0)  # some accept the flag and refuse the read
 
     def read_from(self, offset: int) -> bytes:
         """What there is behind `offset` now."""
+        try:
+            try:
+                return self._poll(offset)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+            # The server forgot the file we hold (it was restored, say); the name may still be good.
+            self._let_go()
+            return self._poll(offset)
+        except FileNotFoundError:
+            raise BusError(f"{self.path}: no such log; is this a bus of this run?") from None
+        except OSError as error:
+            raise BusError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._let_go()
+        self._buffer.close()
+
+    def _poll(self, offset: int) -> bytes:
         if self.direct:
-            return self._read(self._fd, offset)
+            try:
+                return self._poll_direct(offset)
+            except OSError as error:
+                if error.errno not in _REFUSED:
+                    raise
+                self._let_go()
+                self.direct = False
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            return self._read(fd, offset)
+            data = self._read(fd, offset)
+            _tell_once(os.fstat(fd).st_dev, self.path.parent, direct=False)
         finally:
             os.close(fd)
+        return data
+
+    def _poll_direct(self, offset: int) -> bytes:
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            data = self._read(self._fd, offset)
+            _tell_once(os.fstat(self._fd).st_dev, self.path.parent, direct=True)
+            return data
+        return self._read(self._fd, offset)
 
     def _read(self, fd: int, offset: int) -> bytes:
         out = bytearray()
@@ -58,8 +94,53 @@ class GrowingFile:
             if end < start + WINDOW:
                 return bytes(out)
 
-    def close(self) -> None:
-        if self.direct:
+    def _let_go(self) -> None:
+        if self._fd is not None:
             os.close(self._fd)
-            self.direct = False
-        self._buffer.close()
+            self._fd = None
+
+
+def read_whole(path: Path) -> bytes:
+    """All of a growing file, as of now."""
+    file = GrowingFile(path)
+    try:
+        return file.read_from(0)
+    finally:
+        file.close()
+
+
+def current_size(fd: int) -> int:
+    """The size of an open file as the server knows it; `os.fstat` may answer from a cache.
+
+    On NFS it also makes this client append behind what others wrote: O_APPEND goes by the size
+    that the client believes in.
+    """
+    call = _statx()
+    if call is None:
+        return os.fstat(fd).st_size
+    answer = ctypes.create_string_buffer(_STATX_BYTES)
+    if call(fd, b"", _AT_EMPTY_PATH | _AT_STATX_FORCE_SYNC, _STATX_SIZE, answer):
+        code = ctypes.get_errno()
+        if code not in (errno.ENOSYS, errno.EPERM):  # as some containers forbid it
+            raise OSError(code, os.strerror(code))
+        return os.fstat(fd).st_size
+    return int.from_bytes(answer[_STATX_SIZE_AT : _STATX_SIZE_AT + 8], "little")
+
+
+@cache
+def _statx() -> Callable[..., int] | None:
+    return cast(
+        Callable[..., int] | None, getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    )
+
+
+@cache
+def _tell_once(device: int, folder: Path, *, direct: bool) -> None:
+    if direct:
+        log.info("%s: logs are read with O_DIRECT, past the client's cache", folder)
+        return
+    log.warning(
+        "%s: O_DIRECT is refused here; logs are opened anew for each poll, which costs metadata "
+        "operations, and may see what was committed as late as the client's attribute cache allows",
+        folder,
+    )

@@ -3,7 +3,12 @@
 python bus_roles.py make ROOT
 python bus_roles.py produce ROOT NAME GROUPS
 python bus_roles.py train ROOT GROUPS CHECKPOINT
+python bus_roles.py act ROOT NAME STEP...     steps: open, put:GUID, close, touch:FILE, wait:FILE
+python bus_roles.py lead ROOT STEP...         steps: open, batch:STEP, advance:STEP, touch, wait
+python bus_roles.py follow LOG TURNS FOLDER   reads the log once after each turn of `append`
+python bus_roles.py append LOG TURNS FOLDER
 python bus_roles.py audit ROOT
+python bus_roles.py log ROOT NAME             guids in the order of their valid commit records
 
 Exit code 3 and the message on stderr: a named error of the bus.
 """
@@ -13,6 +18,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from bus_fixtures import PRODUCERS, group
@@ -20,10 +26,13 @@ from bus_fixtures import PRODUCERS, group
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, RecordKind, read_log
+from relax_hpc.bus.log_writer import LogWriter
 from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.tail import GrowingFile
 from relax_hpc.errors import RelaxError
 from relax_hpc.paths import BusPaths
 
@@ -75,6 +84,68 @@ def produce(root, name, groups):
             assert time.monotonic() < deadline, f"the trainer did not finish in {TIMEOUT_S} s"
 
 
+def act(root, name, *steps):
+    """A producer that does as it is told, in step with other processes."""
+    producer = None
+    for step in steps:
+        verb, _, word = step.partition(":")
+        if verb == "open":
+            producer = Producer(BusPaths(root), name, {"run": "test"})
+        elif verb == "put":
+            producer.put([group(int(word))])
+        elif verb == "close":
+            producer.close()
+        elif verb == "touch":
+            Path(word).touch()
+        else:
+            wait_for(Path(word))
+
+
+def lead(root, *steps):
+    """A trainer that does as it is told."""
+    sequencer = None
+    for step in steps:
+        verb, _, word = step.partition(":")
+        if verb == "open":
+            sequencer = Sequencer(BusPaths(root), PRODUCERS, prompts_per_step=P, position=None)
+        elif verb == "batch":
+            print(sequencer.next_batch(int(word), timeout_s=TIMEOUT_S).guids, flush=True)
+        elif verb == "advance":
+            sequencer.advance(step=int(word), policy_version=int(word))
+        elif verb == "touch":
+            Path(word).touch()
+        else:
+            wait_for(Path(word))
+
+
+def append(log, turns, folder):
+    """One record a turn, as `LogWriter` does it; then it is the other one's turn."""
+    writer = LogWriter(log)
+    for turn in range(int(turns)):
+        writer.append(CommitRecord(RecordKind.BASE, writer.epoch, turn, rows=1))
+        (Path(folder) / f"written-{turn}").touch()
+        wait_for(Path(folder) / f"read-{turn}")
+
+
+def follow(log, turns, folder):
+    """Prints how many records each single look at the log showed."""
+    direct, anew = GrowingFile(log), GrowingFile(log)
+    anew.direct = False
+    seen = []
+    for turn in range(int(turns)):
+        wait_for(Path(folder) / f"written-{turn}")
+        seen.append([len(tail.read_from(0)) // RECORD_BYTES for tail in (direct, anew)])
+        (Path(folder) / f"read-{turn}").touch()
+    print(json.dumps([direct.direct, seen]))
+
+
+def wait_for(file):
+    deadline = time.monotonic() + TIMEOUT_S
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} did not appear in {TIMEOUT_S} s"
+        time.sleep(0.005)
+
+
 def train(root, groups, checkpoint):
     """Trains on everything, a checkpoint after each step; prints the digests."""
     state = json.loads(checkpoint.read_text()) if checkpoint.exists() else [None, []]
@@ -100,16 +171,33 @@ def main(command, root, *words):
         make(root)
     elif command == "produce":
         produce(root, *words)
+    elif command in ("act", "lead", "append", "follow"):
+        {"act": act, "lead": lead, "append": append, "follow": follow}[command](root, *words)
     elif command == "train":
         train(root, words[0], Path(words[1]))
+    elif command == "log":
+        records = read_log(BusPaths(root).log(words[0]))
+        print(json.dumps([record.guid_min for record in records if record.rows]))
     else:
         print(json.dumps(audit(BusPaths(root))._asdict()))
 
 
-if __name__ == "__main__":
+def run(*words):
+    """Runs a command to its end and the process with it."""
+    code = 1
     try:
-        main(*sys.argv[1:])
+        main(*words)
+        code = 0
     except RelaxError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        code = NAMED
+    except BaseException:  # noqa: BLE001 - the outermost frame of a process
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(NAMED)
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])

@@ -7,12 +7,15 @@ Commands and their results are files there.
 import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
+
+import bus_roles
 
 SERVER = "10.77.0.1"
 EXPORT, RECOVERY, MOUNT = Path("/mnt/export"), Path("/mnt/recovery"), Path("/mnt/nfs")
@@ -43,7 +46,7 @@ def load(module):
 def set_up(work, name, address):
     mount("none", work, "hostfs", str(work))
     with (work / f"{name}.log").open("ab") as console:
-        os.dup2(console.fileno(), sys.stderr.fileno())
+        os.dup2(console.fileno(), 2)
     for kind, target in (("proc", "/proc"), ("sysfs", "/sys")):  # the kernel mounted /dev
         mount(kind, target, kind)
     Path("/dev/shm").mkdir(exist_ok=True)
@@ -93,23 +96,31 @@ def obey(inbox):
         for order in sorted(inbox.glob("*.json")):
             if order.stem not in seen:
                 seen.add(order.stem)
-                running[order.stem] = begin(order)
-        for number, process in list(running.items()):
+                running[begin(order)] = order.stem
+        for process, number in list(running.items()):
             if (inbox / f"{number}.kill").exists():
-                process.kill()
-            if process.poll() is not None:
-                del running[number]
+                os.kill(process, signal.SIGKILL)
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                del running[process]
                 draft = inbox / f".{number}"
-                draft.write_text(str(process.returncode))
+                draft.write_text(str(os.waitstatus_to_exitcode(status)))
                 draft.rename(inbox / f"{number}.rc")
         time.sleep(0.02)
 
 
 def begin(order):
+    """A process of its own; a role is forked, so that it need not import everything again."""
+    words = json.loads(order.read_text())
     with order.with_suffix(".out").open("wb") as out, order.with_suffix(".err").open("wb") as err:
-        return subprocess.Popen(
-            json.loads(order.read_text()), stdout=out, stderr=err, cwd="/", start_new_session=True
-        )
+        process = os.fork()
+        if process == 0:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            if words[0] == "role":
+                bus_roles.run(*words[1:])
+            os.execvp(words[0], words)
+    return process
 
 
 def main(work, name, address, options):

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from nfs_guest import MOUNT, SERVER
+from nfs_guest import SERVER
 
 HERE = Path(__file__).parent
 ADDRESSES = {"server": SERVER, "alpha": "10.77.0.2", "beta": "10.77.0.3"}
@@ -33,11 +33,11 @@ class Job:
 
     @property
     def out(self):
-        return self._order.with_suffix(".out").read_text()
+        return _text(self._order.with_suffix(".out"))
 
     @property
     def err(self):
-        return self._order.with_suffix(".err").read_text()
+        return _text(self._order.with_suffix(".err"))
 
     def wait(self, timeout_s=60):
         """Its exit code."""
@@ -59,6 +59,7 @@ class Host:
         self._numbers = count()
 
     def start(self, *words):
+        """Starts a command, or a role of bus_roles.py: "role" and its words."""
         order = self._inbox / f"{next(self._numbers)}.json"
         draft = order.with_name(".order")
         draft.write_text(json.dumps([str(word) for word in words]))
@@ -119,6 +120,10 @@ def nfs_hosts(work, options=OPTIONS):
             kernels.wait()
 
 
+def _text(file):
+    return file.read_text() if file.exists() else ""
+
+
 def _which(program):
     return shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
@@ -150,7 +155,11 @@ def _boot(work, name, options):
 
 def _supervise(work, options):
     """Process 1 of the namespace: what it leaves running ends with it."""
-    for words in (["set", "lo", "up"], ["add", "bridge", "type", "bridge"], ["set", "bridge", "up"]):
+    for words in (
+        ["set", "lo", "up"],
+        ["add", "bridge", "type", "bridge"],
+        ["set", "bridge", "up"],
+    ):
         subprocess.run([_which("ip"), "link", *words], check=True)
     for name in ADDRESSES:
         for words in (
