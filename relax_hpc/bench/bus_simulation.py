@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-# Metadata operations of one shard, from draft to deletion. `open` and `close` include those of the
-# folder that is flushed; reading and writing open files goes to data servers and is not here.
-BASE = Counter(create=1, rename=1, open=1, close=2, sync_folder=1, unlink=1, stat=1)
+# Metadata operations of one shard, from draft to deletion; the folder that is flushed stays open.
+# Reading and writing open files goes to data servers and is not here.
+BASE = Counter(create=1, close=1, rename=1, sync_folder=1, unlink=1)
 SIDECAR = BASE + Counter(open=2, close=2)
 """Its writer opens what it widens twice: to compute from it, and for its offsets."""
 READ = Counter(open=1, close=1)
-"""Admission by the sequencer, the index by rank 0, the rows by a data-parallel leader."""
-PUBLISH = ("create", "close", "rename", "open", "sync_folder", "close")
+"""By rank 0, for admission and index together; by a data-parallel leader, for its rows."""
+PUBLISH = ("create", "close", "rename", "sync_folder")
 """What a producer waits for, one after the other."""
 
 
@@ -51,7 +51,6 @@ COST = {
     "unlink": 0.6,
     "open": 0.4,
     "close": 0.15,
-    "stat": 0.12,
 }
 """Work of the metadata server, in creates."""
 
@@ -68,8 +67,8 @@ class Load(NamedTuple):
     sidecars: int = 1
     """Roles that widen each shard."""
     producers_per_sidecar_writer: int = 64
-    readers: int = 2
-    """Opens of a base shard by the trainer: rank 0 for its index, and one leader that trains it."""
+    leaders: int = 1
+    """Data-parallel leaders, rank 0 apart, that train rows of a shard."""
     credit_polls_per_s: float = 20.0
     """Of a producer: the rollout loop goes round every 50 ms."""
     direct: bool = True
@@ -101,10 +100,10 @@ class Sequencer(NamedTuple):
 def per_shard(load: Load) -> Counter[str]:
     """Metadata operations of a base shard and its sidecars, over their whole life."""
     total = Counter(BASE)
-    for _ in range(1 + load.readers):
-        total += READ
     for _ in range(load.sidecars):
-        total += SIDECAR + READ + READ  # admitted, and read by the leader
+        total += SIDECAR
+    for _ in range((1 + load.sidecars) * (1 + load.leaders)):
+        total += READ
     return total
 
 

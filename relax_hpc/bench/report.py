@@ -2,6 +2,8 @@
 
 import os
 import platform
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,29 +20,81 @@ class Row(NamedTuple):
     name: str
     value: float
     unit: str
+    against: str = ""
+    """What the baseline is: "raw" (the same bytes by plain system calls), "TransferQueue", ..."""
     baseline: float | None = None
     ratio: float | None = None
-    """value / baseline, measured side by side in the same run."""
+    """How many times better than the baseline: median over the repeats of ratios within one."""
+    aim: float | None = None
+    """What the ratio, or without one the value, should reach."""
+
+
+def compared(
+    name: str,
+    size: int,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    against: str,
+    aim: float | None,
+) -> Row:
+    """Throughputs of seconds that were measured in pairs, one after the other."""
+    ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+    speeds = (size / statistics.median(seconds) / 1e9 for seconds in (ours, theirs))
+    return Row(name, next(speeds), "GB/s", against, next(speeds), ratio, aim)
 
 
 def machine() -> str:
-    """Where the figures come from."""
+    """Where the figures come from, and how busy it is: load averages of 1 and 5 minutes."""
     memory = psutil.virtual_memory().total / 2**30
-    return f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}"
+    one, five, _ = os.getloadavg()
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}, "
+        f"load {one:.1f} {five:.1f}"
+    )
 
 
-def show(rows: list[Row], console: Console, json_file: Path | None) -> None:
-    """Prints a table and, if asked for, writes `{"machine", "rows"}`."""
-    table = Table(title=machine())
-    for column in ("what", "value", "unit", "baseline", "ratio"):
+def show(rows: list[Row], console: Console, json_file: Path | None, before: str) -> None:
+    """Prints a table and, if asked for, writes `{"machine", "rows"}`.
+
+    Args:
+        before: `machine()` when the measurement began.
+    """
+    table = Table(title=before)
+    columns = ("what", "value", "unit", "against", "baseline", "ratio", "aim")
+    for column in columns:
         table.add_column(column, justify="left" if column in ("what", "unit") else "right")
     for row in rows:
-        table.add_row(
-            row.name, f"{row.value:.4g}", row.unit, _figure(row.baseline), _figure(row.ratio)
-        )
+        figures = (_figure(row.baseline), _figure(row.ratio), _figure(row.aim))
+        table.add_row(row.name, f"{row.value:.3g}", row.unit, row.against, *figures)
     console.print(table)
     if json_file is not None:
-        write_json(json_file, {"machine": machine(), "rows": [row._asdict() for row in rows]})
+        write_json(
+            json_file,
+            {"machine": before, "after": machine(), "rows": [row._asdict() for row in rows]},
+        )
+
+
+def plot(rows: list[Row], path: Path, title: str) -> None:
+    """Bars of the ratios with their aims, to a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ratios = [row for row in rows if row.ratio is not None]
+    figure = Figure(figsize=(9, 0.8 + 0.28 * len(ratios)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = [f"{row.name} / {row.against}" for row in ratios]
+    colors = ["tab:blue" if row.against == "raw" else "tab:green" for row in ratios]
+    axes.barh(names, [row.ratio or 0.0 for row in ratios], color=colors)
+    for at, row in enumerate(ratios):
+        axes.annotate(f" {row.ratio:.2f}", (row.ratio or 0, at), va="center", fontsize=8)
+        if row.aim is not None:
+            axes.plot([row.aim, row.aim], [at - 0.45, at + 0.45], color="black", linewidth=2)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("times better than what it is compared with; black: aim")
+    axes.set_title(title, fontsize=9)
+    figure.savefig(path, dpi=110)
 
 
 def _figure(value: float | None) -> str:

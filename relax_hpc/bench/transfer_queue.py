@@ -1,0 +1,223 @@
+"""The bus against TransferQueue, side by side in the same processes.
+
+Three Ray actors: one produces, two consume. Each side starts from its own form of a batch in the
+producer's memory and ends in a `TensorDict` of the same tensors in the consumer's. TransferQueue
+holds everything in memory (two storage units); the bus commits shards, with fsync, and compares
+every checksum. Needs TransferQueue and Ray, which relax-hpc itself does not.
+"""
+
+import importlib.util
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import psutil
+
+from relax_hpc.bench.bus import in_turns_order, places
+from relax_hpc.bench.ray_worker import Worker
+from relax_hpc.bench.report import Row, compared
+from relax_hpc.bench.workload import GROUPS, Kind
+from relax_hpc.paths import BusPaths
+
+NEEDED = ("transfer_queue", "ray", "tensordict", "omegaconf")
+QUEUE = "TransferQueue"
+ROUND_TRIP, PUT, GET, GET_BY_2 = "round trip", "put", "get", "get by 2, half each"
+AIMS: dict[tuple[str, str, str], float] = {
+    (ROUND_TRIP, "text", "tmpfs"): 6.0,
+    (ROUND_TRIP, "text", "disk"): 3.0,
+    (ROUND_TRIP, "images", "tmpfs"): 1.5,
+    (ROUND_TRIP, "images", "disk"): 1.0,
+    (GET, "text", "tmpfs"): 8.0,
+    (GET, "text", "disk"): 8.0,
+    (GET_BY_2, "text", "tmpfs"): 10.0,
+    (GET_BY_2, "text", "disk"): 10.0,
+}
+CPU_AIMS: dict[Kind, float] = {"text": 4.0, "images": 2.5}
+CPU_TRIPS = 6
+Seconds = dict[str, list[float]]
+
+
+def missing() -> str:
+    """What is not installed here, in words; nothing if the comparison can be made."""
+    lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    wanted = "pip install TransferQueue==0.1.11 ray"
+    return f"{', '.join(lacking)} not installed ({wanted})" if lacking else ""
+
+
+def measure(folder: Path | None, repeats: int) -> Iterator[Row]:
+    """Rows as they come; none where TransferQueue is not installed."""
+    if missing():
+        return
+    with _Cluster() as cluster:
+        for kind in GROUPS:
+            yield from _compare(cluster, kind, folder, repeats)
+
+
+class _Cluster:
+    """Ray on this machine with TransferQueue and the workers in it."""
+
+    def __enter__(self) -> Self:
+        import ray
+        import transfer_queue
+        from omegaconf import OmegaConf
+
+        self._folder = tempfile.TemporaryDirectory(prefix="relax-ray-", dir="/tmp")
+        ray.init(
+            address="local",
+            num_cpus=16,
+            object_store_memory=256 << 20,
+            include_dashboard=False,
+            _temp_dir=self._folder.name,
+            log_to_driver=False,
+            logging_level="ERROR",
+            runtime_env={"env_vars": {"TQ_LOGGING_LEVEL": "ERROR"}},
+        )
+        settings = {
+            "controller": {"polling_mode": True},
+            "metrics": {"enabled": False},
+            "backend": {"SimpleStorage": {"num_data_storage_units": 2}},
+        }
+        transfer_queue.init(OmegaConf.create(settings, flags={"allow_objects": True}))
+        actor = ray.remote(num_cpus=0.1, max_concurrency=1)(Worker)
+        self.get = ray.get
+        self.producer, *self.consumers = (actor.remote() for _ in range(3))
+        pids = {self.get(w.pid.remote()) for w in (self.producer, *self.consumers)}
+        self._processes = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if process.pid in pids or _is_queue(process)
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+        import transfer_queue
+
+        transfer_queue.close()
+        ray.shutdown()
+        self._folder.cleanup()
+
+    def cpu_seconds(self, side: "_Side") -> float:
+        """Of all processes of both sides for one trip; what they use when idle is taken off."""
+        before, start = self._cpu(), time.perf_counter()
+        for _ in range(CPU_TRIPS):
+            side.trip(None)
+        used, taken = self._cpu() - before, time.perf_counter() - start
+        before = self._cpu()
+        time.sleep(1.0)
+        return (used - (self._cpu() - before) * taken) / CPU_TRIPS
+
+    def _cpu(self) -> float:
+        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+
+def _is_queue(process: psutil.Process) -> bool:
+    command = " ".join(process.cmdline())
+    return "SimpleStorageUnit" in command or "TransferQueueController" in command
+
+
+class _Side(Protocol):
+    sum: int
+    """Over some of what the last trip brought, to compare the sides."""
+
+    def trip(self, seconds: Seconds | None) -> None:
+        """Puts one batch, takes it by one consumer and then by two, and removes it.
+
+        Without `seconds` it is only put, taken by one and removed.
+        """
+
+
+class _Queue:
+    """TransferQueue's side."""
+
+    def __init__(self, cluster: _Cluster, kind: Kind, rows: int) -> None:
+        self._cluster, self._kind, self._rows = cluster, kind, rows
+        self._trips = 0
+        self.sum = 0
+
+    def trip(self, seconds: Seconds | None) -> None:
+        get, clean = self._cluster.get, seconds is not None
+        self._trips += 1
+        name = f"{self._kind}-{self._trips}"
+        put = get(self._cluster.producer.queue_put.remote(name, clean=clean))
+
+        def take(worker: Any, task: str, rows: int) -> Any:  # noqa: ANN401 - of Ray
+            return worker.queue_get.remote(self._kind, name, task, rows, clean=clean)
+
+        one, self.sum = get(take(self._cluster.consumers[0], "a", self._rows))
+        if seconds is not None:
+            halves = get([take(c, "b", self._rows // 2) for c in self._cluster.consumers])
+            _note(seconds, put, one, max(half[0] for half in halves))
+        get(self._cluster.producer.queue_clear.remote(name))
+
+
+class _Bus:
+    """The bus's side, in one folder."""
+
+    def __init__(self, cluster: _Cluster, kind: Kind, folder: Path) -> None:
+        self._cluster, self._kind, self._paths = cluster, kind, BusPaths(folder / kind)
+        self.sum = 0
+
+    def open(self) -> None:
+        get = self._cluster.get
+        get(self._cluster.producer.bus_create.remote(self._paths))
+        get([c.bus_follow.remote(self._paths) for c in self._cluster.consumers])
+
+    def trip(self, seconds: Seconds | None) -> None:
+        get, clean = self._cluster.get, seconds is not None
+        put = get(self._cluster.producer.bus_put.remote(self._paths, clean=clean))
+        first = self._cluster.consumers[0]
+        one, self.sum = get(first.bus_get.remote(self._paths, self._kind, 0, 1, clean=clean))
+        if seconds is not None:
+            halves = [
+                c.bus_get.remote(self._paths, self._kind, part, 2, clean=clean)
+                for part, c in enumerate(self._cluster.consumers)
+            ]
+            _note(seconds, put, one, max(half[0] for half in get(halves)))
+        get(self._cluster.producer.bus_retire.remote(self._paths))
+
+
+def _note(seconds: Seconds, put: float, one: float, two: float) -> None:
+    for name, value in ((ROUND_TRIP, put + one), (PUT, put), (GET, one), (GET_BY_2, two)):
+        seconds.setdefault(name, []).append(value)
+
+
+def _compare(cluster: _Cluster, kind: Kind, folder: Path | None, repeats: int) -> Iterator[Row]:
+    size, rows = cluster.get(cluster.producer.load.remote(kind))
+    queue = _Queue(cluster, kind, rows)
+    sides: dict[str, _Side] = {QUEUE: queue}
+    scratches = []
+    for place, parent in places(folder).items():
+        scratches.append(tempfile.TemporaryDirectory(dir=parent, prefix="relax-bench-"))
+        bus = _Bus(cluster, kind, Path(scratches[-1].name))
+        bus.open()
+        sides[place] = bus
+    try:
+        seconds, cpu = _times(cluster, sides, repeats)
+    finally:
+        for scratch in scratches:
+            scratch.cleanup()
+    for place in places(folder):
+        for what, theirs in seconds[QUEUE].items():
+            aim = AIMS.get((what, kind, place))
+            name = f"{what}, {kind}, {place}"
+            yield compared(name, size, seconds[place][what], theirs, QUEUE, aim)
+        ours, other = (cpu[side] / size * 1e9 for side in (place, QUEUE))
+        name = f"CPU time of a round trip, {kind}, {place}"
+        yield Row(name, ours, "s/GB", QUEUE, other, other / ours, CPU_AIMS[kind])
+
+
+def _times(
+    cluster: _Cluster, sides: dict[str, _Side], repeats: int
+) -> tuple[dict[str, Seconds], dict[str, float]]:
+    seconds: dict[str, Seconds] = {name: {} for name in sides}
+    for side in sides.values():
+        side.trip({})  # to warm up
+    sums = {side.sum for side in sides.values()}
+    assert len(sums) == 1, f"not the same tensors on all sides: {sums}"
+    for repeat in range(repeats):
+        for name in in_turns_order(list(sides), repeat):
+            sides[name].trip(seconds[name])
+    return seconds, {name: cluster.cpu_seconds(side) for name, side in sides.items()}
