@@ -4,7 +4,7 @@ Time goes in ticks; trajectories go in cohorts that know when, and by which poli
 What `bus_simulation` says about a single moment becomes here what a run loses by it.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -87,6 +87,7 @@ class _Bus:
         self._shard_wait_s = load.seconds_per_shard / 2
         self._open, self._durable, self._committed = (deque[_Cohort]() for _ in range(3))
         self._ready: dict[int, list[_Cohort]] = {}
+        self._ready_size: defaultdict[int, float] = defaultdict(float)
         self._begun = self._trained = 0.0
         self._policy, self._training_until = 0, 0.0
         self._idle = self._paused = self._most = 0.0
@@ -115,6 +116,7 @@ class _Bus:
     def plan(self, now: float) -> None:
         for cohort in _take(self._committed, self._admitted_per_s * TICK_S, now):
             self._ready.setdefault(cohort.batch, []).append(cohort)
+            self._ready_size[cohort.batch] += cohort.size
 
     def train(self, now: float) -> None:
         if now < self._training_until:
@@ -122,11 +124,10 @@ class _Bus:
         if self._training_until:
             self._policy, self._training_until = self._policy + 1, 0.0
         step = self._policy + 1
-        batch = self._ready.get(step, [])
-        if sum(cohort.size for cohort in batch) < self._batch * (1 - 1e-6):
+        if self._ready_size[step] < self._batch * (1 - 1e-6):
             self._idle += TICK_S
             return
-        del self._ready[step]
+        batch = self._ready.pop(step)
         self._ages += [(now - cohort.begun_s, cohort.size) for cohort in batch]
         self._stalest = max(self._stalest, *(step - 1 - cohort.policy for cohort in batch))
         self._trained += self._batch

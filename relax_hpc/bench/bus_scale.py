@@ -136,9 +136,8 @@ def _breaking_points(site: Site) -> str:
     rows = []
     for title, load in VARIANTS.items():
         points = breaking_point(load, site)
-        first = min(points, key=lambda part: points[part])
-        rows.append([title, *(f"{count:,}" for count in points.values()), first])
-    return _markdown(["", *breaking_point(Load(1), site), "first"], rows)
+        rows.append([title, *(f"{count:,}" for count in points.values())])
+    return _markdown(["", *breaking_point(Load(1), site)], rows)
 
 
 def _flows(site: Site) -> str:

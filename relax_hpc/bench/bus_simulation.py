@@ -1,9 +1,9 @@
 """Where the bus's protocol breaks as producers are added: an arithmetic and an event simulation.
 
-Four things can give out: the metadata server (names), the one file of credits that all producers
-poll, the sequencer that reads all logs, and the flow between them. The operations per shard are
-those of the code as built; tests/bus/test_operations.py counts them with strace. What a file system
-serves per second is an assumption (`Site`): put in what mdtest says at your site.
+Five things can give out: the metadata server (names), the one file of credits that all producers
+poll, the sequencer that reads all logs, its descriptors, and the flow between them. The operations
+per shard are those of the code as built; tests/bus/test_operations.py counts them with strace. What
+a file system serves per second is an assumption (`Site`): put in what mdtest says at your site.
 """
 
 import heapq
@@ -11,6 +11,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+from relax_hpc.bus.open_shards import MAX_OPEN
 
 # Metadata operations of one shard, from draft to deletion; the folder that is flushed stays open.
 # Reading and writing open files goes to data servers and is not here.
@@ -34,6 +36,8 @@ class Site(NamedTuple):
     """Small reads per second of one file."""
     round_trip_s: float = 300e-6
     """One small read of a log by one process."""
+    descriptors: int = 1024
+    """Files that the trainer's rank 0 may have open: the soft limit of most systems."""
     poll_cpu_s: float = 50e-6
     """Of the sequencer, per log without news; measured, as the next two."""
     admit_cpu_s: float = 300e-6
@@ -71,6 +75,8 @@ class Load(NamedTuple):
     """Data-parallel leaders, rank 0 apart, that train rows of a shard."""
     credit_polls_per_s: float = 20.0
     """Of a producer: the rollout loop goes round every 50 ms."""
+    step_s: float = 60.0
+    """Of the trainer."""
     direct: bool = True
     """Whether logs stay open and are read with O_DIRECT; else every poll is an open and a close."""
 
@@ -102,7 +108,10 @@ def per_shard(load: Load) -> Counter[str]:
     total = Counter(BASE)
     for _ in range(load.sidecars):
         total += SIDECAR
-    for _ in range((1 + load.sidecars) * (1 + load.leaders)):
+    # Rank 0 keeps what it admitted open until it is read, if that is not too much.
+    step_shards = load.shards_per_s * load.step_s * (1 + load.sidecars)
+    times = load.leaders + (1 if step_shards <= MAX_OPEN else 2)
+    for _ in range((1 + load.sidecars) * times):
         total += READ
     return total
 
@@ -127,6 +136,11 @@ def credit_utilization(load: Load, site: Site) -> float:
     return load.producers * load.credit_polls_per_s / site.reads_per_object
 
 
+def descriptor_utilization(load: Load, site: Site) -> float:
+    """Of the files that rank 0 may have open: all logs, the shards it keeps, and some more."""
+    return (load.logs + MAX_OPEN + 64) / site.descriptors
+
+
 def log_reads(load: Load, site: Site) -> float:
     """Reads per second of the sequencer: one after the other, so they never flood anybody."""
     return min(1 / (site.round_trip_s + site.poll_cpu_s), load.logs / 0.02)
@@ -146,6 +160,7 @@ def breaking_point(load: Load, site: Site, limit: float = 1.0) -> dict[str, int]
         "metadata server": lambda load: utilization(load, site),
         "file of credits": lambda load: credit_utilization(load, site),
         "sequencer": lambda load: sequencer(load, site).busy,
+        "descriptors": lambda load: descriptor_utilization(load, site),
     }
     return {part: _first(load, use, limit) for part, use in uses.items()}
 

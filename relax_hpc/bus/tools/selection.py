@@ -130,18 +130,20 @@ def check_on_disk(paths: BusPaths, records: Sequence[PlanRecord]) -> None:
     """Raises:
     BusError: names the first step that cannot be read back, and how shards are kept.
     """
-    gone: dict[int, set[str]] = {}
+    gone: dict[int, dict[str, None]] = {}
     for record in records:
         for part in record.parts:
             sidecars = record.sidecars.get(part.uuid, {}).values()
             for place in (part[:3], *(sidecar[:3] for sidecar in sidecars)):
                 if not paths.shard(*place).exists():
-                    gone.setdefault(record.step, set()).add(str(paths.shard(*place)))
+                    gone.setdefault(record.step, {})[str(paths.shard(*place))] = None
     if gone:
-        step, files = min(gone.items())
+        step, files = min((step, list(files)) for step, files in gone.items())
+        more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         raise BusError(
-            f"step {step}: {', '.join(sorted(files))} is deleted, as for {len(gone)} of the steps "
-            "asked for; shards go once a checkpoint covers them: bus.keep_steps keeps them longer"
+            f"step {step}: {files[0]}{more} of its shards are deleted, and so for {len(gone)} "
+            "of the steps asked for; they go once a checkpoint covers them; bus.keep_steps keeps "
+            "those of more steps"
         )
 
 
