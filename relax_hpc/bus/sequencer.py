@@ -102,12 +102,14 @@ class Sequencer:
         chain.check(position or PlanPosition(chain.epoch, 0, 0))
         self._portions: dict[int, list[PlanRecord]] = {}
         self._places: dict[int, _Place] = {}
-        self._base = chain.base
-        self._num_records = chain.base.records
-        self.duplicates = chain.base.duplicates
+        self._base = base = chain.base
+        self._num_records = base.records
+        if base.step:
+            self._places[base.step] = _Place(base.records, base.epoch, base.end, base.duplicates)
+        self.duplicates = base.duplicates
         """Trajectories that were committed again and ignored."""
-        self._released = chain.base.step
-        self._retired = GuidSet(chain.base.planned_below, chain.base.planned_above)
+        self._released = base.step
+        self._retired = GuidSet(base.planned_below, base.planned_above)
         self._take_over(chain)
         self._log = FrameWriter(paths.plan_log(self.epoch))
         self._log.append({"parent": chain.epoch, "keep": self._num_records})
@@ -360,7 +362,8 @@ class Sequencer:
         write_snapshot(self._paths, self._base)
         for old in [old for old in self._portions if old <= step]:
             del self._portions[old]
-            self._places.pop(old, None)
+        for old in [old for old in self._places if old < step]:
+            del self._places[old]
 
 
 def _joined(portions: Sequence[PlanRecord]) -> PlanRecord:

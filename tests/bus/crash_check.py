@@ -1,0 +1,103 @@
+"""What must be true of a run, whatever died in it."""
+
+import json
+import shutil
+
+from crash_roles import NUM_GROUPS, STEPS, P, World, expected_chain, open_sequencer, train_step
+from bus_fixtures import SIBLINGS
+
+from relax_hpc.bus.audit import audit
+from relax_hpc.bus.plan import PlanPosition, read_chain
+from relax_hpc.bus.reader import Reader
+from relax_hpc.errors import BusError
+
+
+class _Nobody:
+    """A role's view of itself, where nothing is counted."""
+
+    stage = ""
+
+    @property
+    def points(self):
+        return self
+
+    def turn(self):
+        pass
+
+    def wait(self):
+        raise AssertionError("a replay waits for something")
+
+
+def missing_files(world):
+    """Of those that a run needs that resumes from the oldest checkpoint that is kept."""
+    chain = read_chain(world.bus)
+    step = 0
+    for file in world.checkpoints:
+        state = json.loads(file.read_text())
+        try:
+            chain.check(PlanPosition(*state["position"]))
+        except BusError:
+            continue  # a fenced trainer's
+        step = state["step"]
+        break
+    files = set()
+    for record in chain.steps:
+        if record.step > step:
+            files.update(world.bus.shard(*part[:3]) for part in record.parts)
+            for roles in record.sidecars.values():
+                files.update(world.bus.shard(*sidecar[:3]) for sidecar in roles.values())
+    return sorted(str(file) for file in files if not file.exists())
+
+
+def problems(world):
+    """What is wrong with a run that has ended and been tidied up."""
+    (checkpoint,) = world.checkpoints
+    state = json.loads(checkpoint.read_text())
+    found = []
+    if state["step"] != STEPS:
+        found.append(f"the last checkpoint is of step {state['step']}")
+    guids = [guid for step in state["guids"] for guid in step]
+    if sorted(guids) != list(range(NUM_GROUPS)) or {len(g) for g in state["guids"]} != {P}:
+        found.append(f"trained on prompts {state['guids']}")
+    setup = world.setup
+    if setup.over_age == "wait" and setup.portion_tokens == float("inf"):
+        if state["chain"] != expected_chain(world):
+            found.append("the trainer's state is not that of an undisturbed run")
+    elif setup.over_age == "wait":
+        wrong = [s for s, g in enumerate(state["guids"]) if sorted(g) != [*range(s * P, s * P + P)]]
+        found += [f"step {s + 1} was trained on {state['guids'][s]}" for s in wrong]
+    if state["chain"] != replayed(world):
+        found.append("the trainer's state is not that of a replay of the plan")
+    return found + accounts(world) + left_over(world)
+
+
+def accounts(world):
+    """Every trajectory that was committed is accounted for, once."""
+    counts = audit(world.bus)
+    explained = counts.planned + counts.duplicates + counts.over_age + counts.damaged
+    wanted = NUM_GROUPS * SIBLINGS
+    if (counts.planned, counts.planned_twice, counts.dropped) != (wanted, 0, 0):
+        return [f"lost or doubled: {counts}"]
+    return [] if counts.committed == explained else [f"does not add up: {counts}"]
+
+
+def left_over(world):
+    """Files that nobody needs any more."""
+    shards = world.bus.root.glob("p/*/e*/*")
+    drafts = world.bus.root.rglob(".*.tmp")
+    return [f"left over: {file.relative_to(world.root)}" for file in sorted({*shards, *drafts})]
+
+
+def replayed(world):
+    """The state of a trainer that reads the whole plan undisturbed, from shards that were kept."""
+    copy = World(world.root / "replay", world.setup)
+    shutil.copytree(world.root / "bus", copy.root / "bus")
+    if (world.root / "archive").exists():
+        shutil.copytree(world.root / "archive", copy.root, dirs_exist_ok=True)
+    for snapshot in copy.bus.plan.glob("snap.*"):
+        snapshot.unlink()
+    state = {"step": 0, "chain": [], "guids": []}
+    with open_sequencer(copy, None) as sequencer:
+        for step in range(1, STEPS + 1):
+            train_step(copy, _Nobody(), sequencer, Reader(copy.bus), state, step)
+    return state["chain"]

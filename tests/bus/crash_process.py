@@ -1,0 +1,125 @@
+"""One incarnation of a role as a forked process, which runs only when it is told to."""
+
+import os
+import select
+import signal
+import sys
+import traceback
+from typing import NamedTuple
+
+from crash_points import Points
+from crash_roles import Incarnation, role_of
+
+import relax_hpc.bus.log_writer
+import relax_hpc.bus.sequencer
+from relax_hpc.errors import FencedError
+
+FENCED = 3
+SILENCE_S = 60
+SNAPSHOT_RECORDS = 3
+OUTCOMES = {0: "done", FENCED: "fenced", -signal.SIGKILL: "killed"}
+
+
+class Fate(NamedTuple):
+    """What becomes of an incarnation; nothing if it makes fewer calls."""
+
+    name: str
+    number: int
+    """Of the incarnation, 0-based."""
+    call: int
+    """1-based; 0 is never."""
+    mode: str
+    """`before` or `half` way through the call it is killed; or there it `halt`s."""
+
+    def __str__(self):
+        return f"{self.name}#{self.number}@{self.call}:{self.mode}"
+
+
+class Process:
+    """Between turns it waits to be told to go on."""
+
+    def __init__(self, world, fate, seed):
+        self.fate, self.name = fate, fate.name
+        self.points = []
+        """Names of the calls it made."""
+        self.outcome = "waits"
+        self.stderr = world.root / f"{fate.name}#{fate.number}.stderr"
+        go, self._go = os.pipe()
+        self._report, report = os.pipe()
+        self._rest = b""
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(self._go)
+            os.close(self._report)
+            _live(world, fate, seed, self.stderr, go, report)
+        os.close(go)
+        os.close(report)
+
+    @property
+    def alive(self):
+        return self.outcome in ("", "waits", "halts")
+
+    def turn(self):
+        """Lets it run until it gives way, halts, ends or is dead."""
+        os.write(self._go, b"g")
+        self.outcome = ""
+        while not self.outcome:
+            readable, _, _ = select.select([self._report], [], [], SILENCE_S)
+            assert readable, f"{self} has said nothing for {SILENCE_S} s"
+            data = os.read(self._report, 1 << 16)
+            if not data:
+                self._end()
+                return
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for word in (line.decode() for line in lines):
+                if word in ("waits", "halts"):
+                    self.outcome = word
+                else:
+                    self.points.append(word)
+
+    def kill(self):
+        os.kill(self.pid, signal.SIGKILL)
+        self._end()
+
+    def _end(self):
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._go)
+        os.close(self._report)
+        self.outcome = OUTCOMES.get(os.waitstatus_to_exitcode(status), "failed")
+
+    def __str__(self):
+        return f"{self.name}#{self.fate.number}"
+
+
+def _live(world, fate, seed, stderr, go, report):
+    """The life of a forked process; does not return."""
+    write, read = os.write, os.read
+
+    def turn():
+        write(report, b"waits\n")
+        if not read(go, 1):
+            os._exit(1)
+
+    def halt():
+        write(report, b"halts\n")
+        read(go, 1)
+
+    code = 1
+    try:
+        os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
+        read(go, 1)
+        relax_hpc.bus.log_writer.BALLAST_BYTES = 16
+        relax_hpc.bus.sequencer.SNAPSHOT_RECORDS = SNAPSHOT_RECORDS
+        relax_hpc.bus.sequencer.POLL_S = 0
+        points = Points(world.root, lambda label: write(report, f"{label}\n".encode()), halt)
+        points.install((fate.call, fate.mode))
+        role_of(fate.name)(world, Incarnation(fate.name, fate.number, seed, points, turn))
+        code = 0
+    except FencedError:
+        code = FENCED
+        traceback.print_exc()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
