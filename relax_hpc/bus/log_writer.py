@@ -33,12 +33,16 @@ class LogWriter:
         self._end = 0
         self._epochs = Epochs()
         self._failed = False
-        self.records = self._catch_up()
+        self.records: list[CommitRecord] = []
         """Valid records of the owners before."""
-        self.next_seq = max((r.seq for r in self.records if r.rows), default=-1) + 1
         self.epoch = self._take_over()
         self._has_ballast = self._ballast.exists()
         self.restore_ballast()
+
+    @property
+    def next_seq(self) -> int:
+        """Of the first shard behind `records`."""
+        return max((r.seq for r in self.records if r.rows), default=-1) + 1
 
     def append(self, record: CommitRecord) -> None:
         """Commits `record`: on return it is on disk.
@@ -92,13 +96,16 @@ class LogWriter:
     def _take_over(self) -> int:
         """Appends an OPEN that counts; of two racing owners one has to go higher."""
         while True:
+            self.records += self._catch_up()
             epoch = self._epochs.current + 1
             claim = CommitRecord(RecordKind.OPEN, epoch, self.next_seq, uuid=uuidlib.uuid4().hex)
             try:
                 self._write(claim)
             except OSError as error:
                 raise BusError(f"{self.path}: cannot be taken over: {error.strerror}") from error
-            if claim in self._catch_up():
+            # Until here the owner before may have committed something.
+            self.records += (found := self._catch_up())
+            if claim in found:
                 return epoch
 
     def _check_owner(self) -> None:

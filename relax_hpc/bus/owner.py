@@ -135,16 +135,18 @@ class Owner:
     def _clean(self) -> list[CommitRecord]:
         """Deletes what older epochs left without a record; returns the records whose file is left.
 
-        Listing is fine here: the folders are this owner's own, and it does so once.
+        Listing is fine here: the folders are this owner's own, and it does so once. Those of later
+        epochs are not: there may be some if this owner was stopped for a while.
         """
         recorded = {self.shard(r): r for r in self._log.records if r.kind in SHARDS}
         live = []
-        for folder in sorted(self._paths.producer(self.name).glob("e*")):
-            for file in sorted(folder.iterdir()):
+        for epoch in range(1, self.epoch):
+            folder = self._paths.epoch(self.name, epoch)
+            for file in sorted(folder.iterdir()) if folder.exists() else ():
                 if file in recorded:
                     live.append(recorded[file])
                 else:
-                    file.unlink()
+                    file.unlink(missing_ok=True)  # another owner may be at it, too
         return sorted(live, key=lambda record: record.seq)
 
 

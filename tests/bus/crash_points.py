@@ -78,10 +78,10 @@ class Points:
                 return real(*args, **kwargs)
             self.num_calls += 1
             self._tell(f"{self.stage}: {self._label(name, path, args)}")
-            if self.num_calls == self._fate[0]:
-                self._meet_fate(name, real, args, kwargs)
             if name == "unlink" and path.endswith(".h5"):
                 self._archive(path)
+            if self.num_calls == self._fate[0]:
+                self._meet_fate(name, real, args, kwargs)
             return None if name in SYNCS else real(*args, **kwargs)
 
         return call
