@@ -246,6 +246,7 @@ def bus_verify(
 def bus_gc(
     run: Run,
     dry_run: Annotated[bool, typer.Option(help="Say what would go, delete nothing.")] = False,
+    ended: Annotated[bool, typer.Option(help="I know that it has ended; Slurm forgot it.")] = False,
 ) -> None:
     """Delete orphans and retired shards of a run that has ended.
 
@@ -260,6 +261,11 @@ def bus_gc(
         raise LaunchError(
             f"{run_dir}: is {state}, and its components delete what they own themselves; "
             f"wait for its end, or end it: relax-hpc cancel {run}"
+        )
+    if state == "UNKNOWN" and not ended:
+        raise LaunchError(
+            f"{run_dir}: Slurm does not know its job, and the job left no exit code; if it has "
+            "ended (squeue says so), add --ended"
         )
     paths = RunPaths(run_dir)
     found = garbage.find(paths.bus, _positions(paths))

@@ -42,6 +42,8 @@ class Source(NamedTuple):
 class ExportColumn(NamedTuple):
     type: pa.DataType
     value: Callable[[Source], Any]
+    reads: tuple[str, ...] = ()
+    """Columns of the schema that are read only for this one."""
 
 
 Columns = dict[str, ExportColumn]
@@ -75,10 +77,10 @@ COLUMNS: Columns = {
     ),
     "rollout_logprobs": ExportColumn(_FLOATS, lambda s: s.row.rollout_logprobs),
     # what other roles added; null where they did not
-    "old_logprobs": ExportColumn(_FLOATS, lambda s: s.row.old_logprobs),
-    "ref_logprobs": ExportColumn(_FLOATS, lambda s: s.row.ref_logprobs),
-    "advantages": ExportColumn(_FLOATS, lambda s: s.row.advantages),
-    "values": ExportColumn(_FLOATS, lambda s: s.row.values),
+    "old_logprobs": ExportColumn(_FLOATS, lambda s: s.row.old_logprobs, ("ragged/old_logprobs",)),
+    "ref_logprobs": ExportColumn(_FLOATS, lambda s: s.row.ref_logprobs, ("ragged/ref_logprobs",)),
+    "advantages": ExportColumn(_FLOATS, lambda s: s.row.advantages, ("ragged/advantages",)),
+    "values": ExportColumn(_FLOATS, lambda s: s.row.values, ("ragged/values",)),
     # what it looked at, and which experts it took
     "media": ExportColumn(
         pa.list_(_MEDIUM),
@@ -86,10 +88,12 @@ COLUMNS: Columns = {
             {"kind": m.kind.name.lower(), "data": m.data.tobytes(), "grid_thw": list(m.grid_thw)}
             for m in s.row.media
         ],
+        ("ragged/media_bytes", "ragged/media_ref", "media/kind", "media/grid_thw"),
     ),
     "routed_experts": ExportColumn(
         pa.list_(pa.list_(pa.int16())),
         lambda s: None if s.row.routed_experts is None else s.row.routed_experts.tolist(),
+        ("ragged/routed_experts",),
     ),
 }
 TEXT = ("prompt", "response")
@@ -151,7 +155,8 @@ def export(
     count = 0
     try:
         with closing(make_sink(draft, columns)) as sink:
-            for block in _blocks(_rows(paths, groups)):
+            reads = [name for column in columns.values() for name in column.reads]
+            for block in _blocks(_rows(paths, groups, reads)):
                 sink.write(block)
                 count += len(block)
                 on_rows(count)
@@ -171,10 +176,10 @@ def _groups(paths: BusPaths, steps: tuple[int, int] | None) -> Iterable[PlanReco
     return (group for record in records for group in selection.groups(record))
 
 
-def _rows(paths: BusPaths, groups: Iterable[PlanRecord]) -> Iterator[Source]:
+def _rows(paths: BusPaths, groups: Iterable[PlanRecord], reads: Sequence[str]) -> Iterator[Source]:
     reader = Reader(paths)
     for record in selection.merged(groups):
-        rows = iter(reader.rows(record, range(record.num_trajectories)))
+        rows = iter(reader.rows(record, range(record.num_trajectories), reads))
         if record.step == selection.UNPLANNED:
             reader.close()  # it keeps the shards of a step open, and this is none
         for part in record.parts:

@@ -41,8 +41,14 @@ def of_steps(paths: BusPaths, first: int, last: int) -> list[PlanRecord]:
 
 def groups(record: PlanRecord) -> Iterator[PlanRecord]:
     """A plan record for each prompt group of a batch, in its order."""
-    for guid, part in zip(record.guids, record.parts, strict=True):
-        yield record._replace(guids=[guid], parts=[part], num_trajectories=part.hi - part.lo)
+    return (_group(record, index) for index in range(len(record.guids)))
+
+
+def _group(record: PlanRecord, index: int) -> PlanRecord:
+    part = record.parts[index]
+    return record._replace(
+        guids=[record.guids[index]], parts=[part], num_trajectories=part.hi - part.lo
+    )
 
 
 def merged(records: Iterable[PlanRecord]) -> Iterator[PlanRecord]:
@@ -77,7 +83,8 @@ def on_disk(paths: BusPaths) -> Iterator[PlanRecord]:
             path = paths.shard(writer.name, record.epoch, record.seq)
             if record.kind is RecordKind.BASE and path in writer.files:
                 for guid, part in parts_of(paths, writer, record):
-                    yield planned.get((part.uuid, part.lo)) or _unplanned(guid, part, sidecars)
+                    place = planned.get((part.uuid, part.lo))
+                    yield _group(*place) if place else _unplanned(guid, part, sidecars)
 
 
 def of_guid(paths: BusPaths, guid: int) -> PlanRecord:
@@ -88,7 +95,7 @@ def of_guid(paths: BusPaths, guid: int) -> PlanRecord:
     """
     for record in read_chain(paths).steps:
         if guid in record.guids:
-            return next(group for group in groups(record) if group.guids == [guid])
+            return _group(record, record.guids.index(guid))
     writers = inventory.take_all(paths)
     for writer in writers:
         for found, part in _parts_near(paths, writer, guid):
@@ -147,11 +154,12 @@ def check_on_disk(paths: BusPaths, records: Sequence[PlanRecord]) -> None:
         )
 
 
-def _by_place(chain: Chain) -> dict[tuple[str, int], PlanRecord]:
+def _by_place(chain: Chain) -> dict[tuple[str, int], tuple[PlanRecord, int]]:
+    """(shard, first row) -> the plan record of that prompt group, and where it is in it."""
     return {
-        (group.parts[0].uuid, group.parts[0].lo): group
+        (part.uuid, part.lo): (record, index)
         for record in chain.steps
-        for group in groups(record)
+        for index, part in enumerate(record.parts)
     }
 
 
