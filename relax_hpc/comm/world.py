@@ -112,7 +112,11 @@ class MpiWorld:
 
 
 class StoreWorld:
-    """Ranks that meet in a TCP store. Whoever is the last to read a value deletes it."""
+    """Ranks that meet in a TCP store. Whoever is the last to read a value deletes it.
+
+    Raises:
+        PeerTimeoutError: by every method, when a rank is gone or silent for too long.
+    """
 
     def __init__(self, rank: int, size: int, store: Any) -> None:  # noqa: ANN401
         self.rank, self.size = rank, size
@@ -138,7 +142,7 @@ class StoreWorld:
             if self.size > 1:
                 self._store.set(key, pickle.dumps(value))
             return value
-        content = self._store.get(key)
+        (content,) = self._wait([key])
         self._read(key, [key], readers=self.size - 1)
         return pickle.loads(content)  # written by our own rank 0
 
@@ -146,12 +150,12 @@ class StoreWorld:
         key = self._next_key()
         keys = [f"{key}/{rank}" for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(value))
-        contents = self._store.multi_get(keys)
+        contents = self._wait(keys)
         done = f"{key}/done"
         if self._read(key, keys, readers=self.size):
             self._store.set(done, b"")
         if self.rank == 0:  # may hold the store, and must not leave while others need it
-            self._store.get(done)
+            self._wait([done])
             self._store.delete_key(done)
         return [pickle.loads(content) for content in contents]
 
@@ -164,6 +168,15 @@ class StoreWorld:
         members = [rank for rank, other in enumerate(self.allgather(color)) if other == color]
         store = PrefixStore(f"split/{self._calls}/{color}", self._store)
         return StoreWorld(members.index(self.rank), len(members), store)
+
+    def _wait(self, keys: list[str]) -> list[bytes]:
+        from torch.distributed import DistError
+
+        try:
+            return list(self._store.multi_get(keys))
+        except DistError as error:
+            peers = "rank 0" if len(keys) == 1 else f"{self.size} ranks"
+            raise PeerTimeoutError(f"{peers} of this component: no answer: {error}") from error
 
     def _next_key(self) -> str:
         self._calls += 1

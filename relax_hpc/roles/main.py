@@ -64,6 +64,14 @@ def _actor(
     from relax_hpc.roles import actor_task
 
     rendezvous = paths.rendezvous(context.start_id)
-    world = connect(bootstrap, rank=context.rank, size=context.size, rendezvous=rendezvous)
+    # Others outlast rank 0, which gives up on rollout and says whom it waited for.
+    timeout_s = config.launch.peer_timeout_s + 60
+    world = connect(
+        bootstrap,
+        rank=context.rank,
+        size=context.size,
+        rendezvous=rendezvous,
+        timeout_s=timeout_s,
+    )
     events.emit("world", kind=type(world).__name__, size=world.size)
     actor_task.main(config, paths, world, context.local_rank, events)

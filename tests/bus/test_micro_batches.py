@@ -4,8 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from relax_hpc.bus.micro_batches import imbalance, plan_micro_batches
+from relax_hpc.bus.micro_batches import SHARD_TOLERANCE, imbalance, plan_micro_batches
 from relax_hpc.errors import ConfigError
 
 
@@ -115,6 +117,35 @@ def test_ranks_have_equally_many_micro_batches_also_with_hardly_any_rows(num_row
     check(lengths, plan, 100, multiple)
     assert len(plan) == 8
     assert len(plan[0]) == 0 if num_rows == 0 else len(plan[0]) >= multiple
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 100), st.integers(0, 5)), max_size=60),
+    load=st.lists(st.integers(0, 2000), min_size=1, max_size=9),
+    budget=st.integers(100, 300),
+    multiple=st.integers(1, 4),
+    near=st.booleans(),
+)
+def test_no_rows_loads_and_shards_make_a_plan_that_breaks_a_rule(
+    rows, load, budget, multiple, near
+):
+    lengths = [length for length, _ in rows]
+    plan = plan_micro_batches(
+        lengths,
+        num_ranks=len(load),
+        budget=budget,
+        count_multiple_of=multiple,
+        load=load,
+        shards=[shard for _, shard in rows] if near else None,
+    )
+    check(lengths, plan, budget, multiple)
+    # whoever got something is at most one row above the level that all could have been at
+    after = [a + b for a, b in zip(load, tokens(lengths, plan), strict=True)]
+    mean = sum(after) / len(after)
+    limit = max([*load, SHARD_TOLERANCE * mean + mean, mean + max(lengths, default=0)])
+    if max(load) <= mean:
+        assert max(after) <= limit + 1e-6
 
 
 def test_micro_batches_that_run_together_are_alike():

@@ -1,5 +1,6 @@
 import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -95,6 +96,16 @@ def test_ranks_of_a_colour_are_a_world_of_their_own(tmp_path):
         assert (half_rank, members) == (rank // 2, [rank % 2, rank % 2 + 2])
         assert said == [f"{rank % 2} says {i}" for i in range(3)]
         assert (alone, size) == (rank, 1)
+
+
+def test_a_rank_that_says_nothing_is_an_error_after_a_while():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    world = StoreWorld(1, 2, store)
+    with pytest.raises(PeerTimeoutError, match="rank 0 of this component"):
+        world.bcast(None)
+    with pytest.raises(PeerTimeoutError, match="2 ranks of this component"):
+        world.allgather("here")
 
 
 def test_a_store_keeps_nothing_that_was_read():

@@ -51,9 +51,16 @@ def trajectory(guid, sibling, length, reward):
         guid=guid, sibling=sibling, prompt_index=guid, seed=0,
         token_ids=np.full(8 + length, guid * SIBLINGS + sibling, np.int32),
         prompt_len=8, loss_mask=mask, rollout_logprobs=-mask.astype(np.float32),
-        version_runs=np.array([[8, guid // PROMPTS]], np.int32), finish=FinishReason.STOP,
+        version_runs=runs_of(guid, length), finish=FinishReason.STOP,
         reward=float(reward),
     )  # fmt: skip
+
+
+def runs_of(guid, length):
+    """The first half by the policy before the one that is current."""
+    version = guid // PROMPTS
+    runs = [[8, max(version - 1, 0)], [8 + length // 2, version]]
+    return np.array(runs, np.int32)
 
 
 class Rollout:
@@ -95,6 +102,8 @@ class Trainer:
                 step=self.step + 1,
                 rows=[[(row.guid, row.sibling) for row in rows] for rows in packed],
                 tokens=[sum(len(row.token_ids) for row in rows) for rows in packed],
+                trained=[int(row.loss_mask.sum()) for row in trajectories],
+                sampled=[len(row.token_ids) - row.prompt_len for row in trajectories],
                 advantages=advantages.tolist(),
             )
         )
@@ -110,7 +119,7 @@ class Trainer:
 class Grid:
     """Runs a job whose rollout commits `commits`, one list of (guid, rewards) after another."""
 
-    def __init__(self, folder, commits):
+    def __init__(self, folder, commits, **algorithm):
         num_groups = sum(map(len, commits))
         self.config = job_config.validate(
             {
@@ -124,7 +133,11 @@ class Grid:
                     "tokens_per_micro_batch": BUDGET,
                     "portion_micro_batches": 1,
                 },
-                "algorithm": {"num_steps": num_groups // PROMPTS, "prompts_per_step": PROMPTS},
+                "algorithm": {
+                    "num_steps": num_groups // PROMPTS,
+                    "prompts_per_step": PROMPTS,
+                    **algorithm,
+                },
             },
             source="test",
         )
@@ -238,6 +251,10 @@ def test_ranks_run_equally_many_micro_batches_within_the_budget(grid):
         assert max(max(given.tokens) for given in portion) <= BUDGET
 
 
+def test_nothing_leaves_the_loss_of_batches_that_wait_for_their_own(grid):
+    assert all(g.trained == g.sampled for trainer in grid.trainers for g in trainer.given)
+
+
 def test_tokens_are_balanced_over_each_whole_batch(grid):
     for step in (1, 2):
         tokens = [0] * DP
@@ -263,9 +280,13 @@ def test_batches_with_hardly_a_row_or_none_starve_nobody(tmp_path):
     rewards[320] = ALMOST
     groups = list(enumerate(rewards))
     cuts = [0, 64, 128, 192, 255, 256, 300, 319, 320, 384]
-    grid = Grid(tmp_path, [groups[a:b] for a, b in pairwise(cuts)])
+    commits = [groups[a:b] for a, b in pairwise(cuts)]
+    grid = Grid(tmp_path, commits, over_age="mask", max_staleness=0)
     firsts = [grid.trainers[dp_rank * TP * CP] for dp_rank in range(DP)]
     assert [len(grid.rows_of(step, firsts)) for step in range(1, 7)] == [8, 2, 0, 504, 2, 2]
     assert all(trainer.step == 6 for trainer in grid.trainers)
+    for given in (given for trainer in grid.trainers for given in trainer.given):
+        fresh = [n if given.step == 1 else n - n // 2 for n in given.sampled]
+        assert given.trained == fresh  # what the policy before sampled is over age
     for portion in zip(*(trainer.given for trainer in grid.trainers), strict=True):
         assert len({len(given.rows) for given in portion}) == 1
