@@ -149,7 +149,8 @@ class ActorConfig(Section):
         """Tokens of a batch that are worth starting on before the rest is there."""
         if not self.portion_micro_batches:
             return math.inf
-        return self.data_parallel * self.tokens_per_micro_batch * self.portion_micro_batches
+        room = self.data_parallel * self.tokens_per_micro_batch * self.portion_micro_batches
+        return 0.95 * room  # rows seldom fill it to the last token; more would open another one
 
 
 class AlgorithmConfig(Section):
