@@ -36,7 +36,7 @@ from relax_hpc.bus.shard_format import (
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.schema import COLUMNS, OFFSETS, Array, Columns
 
-HEAD_READ = 1 << 16
+HEAD_READ = 1 << 17  # the header and, up to about 1,000 rows, all that is not long
 READ_BYTES = 4 << 20  # a multiple of BLOCK
 THREAD_FROM = 8 << 20
 """Bytes of a column from which a second thread for the checksums is worth starting."""

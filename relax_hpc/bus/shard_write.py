@@ -44,7 +44,8 @@ from relax_hpc.bus.shard_format import (
 from relax_hpc.errors import BusError
 from relax_hpc.schema import ColumnPieces
 
-WRITE_BYTES = 16 << 20  # writes of about 1 MiB cost 5-10x the CPU of large ones
+WRITE_BYTES = 4 << 20, 16 << 20
+"""Least and most of one write: storage starts early, and writes of 1 MiB cost 5-10x the CPU."""
 MIN_USER_BLOCK = 4096
 THREAD_FROM = 4 << 20
 """Bytes from which a second thread for the checksums is worth starting."""
@@ -140,29 +141,30 @@ def _batches(
     pieces: Iterable[tuple[int, Sequence[Buffer]]], start: int, end: int
 ) -> Iterator[tuple[int, list[Buffer], int]]:
     """(offset, buffers, bytes) of large writes of rising pieces, zeros in the gaps between them."""
+    limit = min(max((end - start) // 8, WRITE_BYTES[0]), WRITE_BYTES[1])
     batch: list[Buffer] = []
     at, size = start, 0
     for offset, buffers in (*pieces, (end, [])):
         gap = offset - at - size
         assert gap >= 0, "extents overlap"
-        for buffer in _cut([bytes(gap), *buffers]):
+        for buffer in _cut([bytes(gap), *buffers], limit):
             batch.append(buffer)
             size += len(buffer)
-            if size >= WRITE_BYTES or len(batch) == MAX_BUFFERS:
+            if size >= limit or len(batch) == MAX_BUFFERS:
                 yield at, batch, size
                 batch, at, size = [], at + size, 0
     if batch:
         yield at, batch, size
 
 
-def _cut(buffers: Sequence[Buffer]) -> Iterator[Buffer]:
+def _cut(buffers: Sequence[Buffer], limit: int) -> Iterator[Buffer]:
     for buffer in buffers:
-        if len(buffer) <= WRITE_BYTES:
+        if len(buffer) <= limit:
             yield buffer
             continue
         view = memoryview(buffer)
-        for lo in range(0, len(view), WRITE_BYTES):
-            yield view[lo : lo + WRITE_BYTES]
+        for lo in range(0, len(view), limit):
+            yield view[lo : lo + limit]
 
 
 def _fields(
