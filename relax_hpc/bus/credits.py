@@ -4,6 +4,7 @@ The same file fences: a trainer that starts writes a grant of its own before it 
 one that was superseded finds it behind its own last one. Looking costs a read, no name look-up.
 """
 
+import time
 from typing import NamedTuple
 
 from relax_hpc.bus.frames import FrameWriter, Record, decode
@@ -76,15 +77,24 @@ class CreditWriter:
 
 
 class CreditTail:
-    """Follows the log of credits."""
+    """Follows the log of credits.
 
-    def __init__(self, paths: BusPaths) -> None:
+    Args:
+        paths: of the bus.
+        every_s: seconds between looks; all producers of a run read this one file.
+    """
+
+    def __init__(self, paths: BusPaths, *, every_s: float = 0.0) -> None:
+        self._every_s, self._next_look = every_s, 0.0
         self._file = GrowingFile(paths.credits)
         self._end = 0
         self._newest = _Newest()
 
     def latest(self) -> Credit | None:
-        """The newest credit; None before the first trainer has started."""
+        """The newest credit as of the last look; None before the first trainer has started."""
+        if time.monotonic() < self._next_look:
+            return self._newest.credit
+        self._next_look = time.monotonic() + self._every_s
         records, size = decode(self._file.read_from(self._end), self._file.path)
         self._end += size
         self._newest.add(records)

@@ -21,6 +21,9 @@ from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 
+CREDITS_EVERY_S = 1.0
+"""They tell what to delete, what to sample again, and the end; pacing goes by the engine."""
+
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
     """Starts an engine, announces it, samples until the trainer has finished, stops the engine."""
@@ -84,7 +87,7 @@ async def _loop(
             EngineSampler(config, client, tokenizer.eos_token_id),
             score,
             producer,
-            CreditTail(paths.bus),
+            CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
             events,
         )
 

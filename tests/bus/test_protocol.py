@@ -360,6 +360,19 @@ def test_credits_show_the_newest_and_only_deletions_outlive_a_restart(tmp_path):
     assert tail.latest() == Credit(1, 1, P, finished=False)
 
 
+def test_credits_are_looked_for_no_more_often_than_asked(tmp_path, monkeypatch):
+    paths = make_bus(tmp_path)
+    now = 100.0
+    monkeypatch.setattr("relax_hpc.bus.credits.time.monotonic", lambda: now)
+    tail = CreditTail(paths, every_s=1.0)
+    assert tail.latest() is None
+    with sequencer(paths):
+        now = 100.9
+        assert tail.latest() is None
+        now = 101.0
+        assert tail.latest() == Credit()
+
+
 # logs
 
 
