@@ -314,7 +314,7 @@ class Shard:
             return DamagedError(
                 f"{self.path}: is empty: its writer died or the disk was full; delete it"
             )
-        if not any(head[: HEADER.size]):
+        if not any(head[: HEADER.size]) or MAGIC.startswith(head):
             return self._torn()
         return DamagedError(
             f"{self.path}: is not a shard (it starts with {bytes(head[:8])!r}); "
