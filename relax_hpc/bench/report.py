@@ -91,7 +91,10 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
         if row.aim is not None:
             axes.plot([row.aim, row.aim], [at - 0.45, at + 0.45], color="black", linewidth=2)
     axes.invert_yaxis()
+    axes.axvline(1.0, color="grey", linewidth=0.8)
     axes.set_xscale("log")
+    axes.set_xticks(ticks := (0.5, 1, 2, 5, 10, 20), [f"{tick:g}" for tick in ticks])
+    axes.set_xlim(0.25, 2 * max(2.0, *(row.ratio or 0.0 for row in ratios)))
     axes.set_xlabel("times better than what it is compared with; black: aim")
     axes.set_title(title, fontsize=9)
     figure.savefig(path, dpi=110)
