@@ -277,6 +277,19 @@ def test_a_sidecar_in_the_place_of_another_is_told(tmp_path):
     assert {kind for kind, _ in wrong(check(paths))} == {"foreign"}
 
 
+def test_a_checkpoint_that_is_saved_while_verify_looks_is_not_taken_for_a_strangers(tmp_path):
+    paths = bus_with_steps(tmp_path, steps=0)
+    with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=None) as sequencer:
+
+        def train_on():
+            step = sequencer.num_planned + 1
+            if step <= 4:
+                sequencer.next_batch(step, timeout_s=1)
+            return [sequencer.position]
+
+        assert verify.verify(paths, train_on, lambda done, total: None).findings == []
+
+
 def test_verify_finds_nothing_wrong_while_a_run_commits_plans_and_deletes(tmp_path):
     paths, stop, failures, looks, saved = make_bus(tmp_path), threading.Event(), [], [], []
 
@@ -322,6 +335,8 @@ def test_gc_deletes_orphans_and_what_was_released_and_no_checkpoint_needs(tmp_pa
     positions, _ = plan(paths, 3, release=2)
     orphan = paths.shard("rollout-0", 1, 99)
     orphan.touch()
+    stranger = paths.epoch("rollout-0", 1) / "notes.txt"
+    stranger.touch()
     kept = [positions[2], positions[3]]
     found = garbage.find(paths, kept)
     assert [file.path for file in found.orphans] == [orphan]
@@ -331,7 +346,8 @@ def test_gc_deletes_orphans_and_what_was_released_and_no_checkpoint_needs(tmp_pa
     before = sum(file.stat().st_size for file in paths.root.rglob("*.h5"))
     garbage.delete(found)
     assert sum(file.stat().st_size for file in paths.root.rglob("*.h5")) == before - found.nbytes
-    assert check(paths, kept).findings == []
+    assert wrong(check(paths, kept)) == [("foreign", "is no file of a bus; move it elsewhere")]
+    stranger.unlink()
     assert garbage.find(paths, kept) == garbage.Garbage([], [])
     for position in kept:
         rows = resume_and_read(paths, position, 4)

@@ -180,8 +180,6 @@ def _rows(paths: BusPaths, groups: Iterable[PlanRecord], reads: Sequence[str]) -
     reader = Reader(paths)
     for record in selection.merged(groups):
         rows = iter(reader.rows(record, range(record.num_trajectories), reads))
-        if record.step == selection.UNPLANNED:
-            reader.close()  # it keeps the shards of a step open, and this is none
         for part in record.parts:
             for index in range(part.lo, part.hi):
                 yield Source(next(rows), record.step, part, index)
