@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 MAX_DAMAGED = 8
 """Shards of one producer that may be found damaged before the storage is not trusted any more."""
 WHOLE_SHARD = -1
+REPEATED = -2
+"""Stands for the guids of the groups of a shard that were committed before."""
 
 
 class Group(NamedTuple):
@@ -63,7 +65,6 @@ class Intake:
         """(guid, uuid) that do not count any more."""
         self._shards, self._needs = shards, needs
         self._producers, self._writers = list(producers), sidecar_writers
-        self._base_planned = GuidSet(chain.base.planned_below, chain.base.planned_above)
         self._names = {name: RecordKind.BASE for name in producers} | {
             name: RecordKind.SIDE for name in sidecar_writers if sidecar_writers[name] in needs
         }
@@ -78,14 +79,18 @@ class Intake:
             self._live[name] = deque()
             self._settled.update(position.settled)
         self._sidecars: dict[str, dict[Role, Sidecar]] = {}
-        self._source: dict[int, str] = {}
-        """guid -> uuid of the shard it is planned from."""
+        self._repeats: dict[int, list[str]] = {}
+        """guid of a waiting group -> uuids of the shards that repeat it."""
         self._num_damaged: dict[str, int] = {}
-        self.noted = set(chain.base.noted) | {shard.uuid for shard in chain.ignored}
-        """Shards whose repetitions are on record."""
+        self.on_record: dict[str, dict[int, int]] = {}
+        """uuid of a shard -> guid -> rows that the plan accounts for, as used or passed over."""
+        for uuid, guid, rows in chain.base.on_record:
+            self._put_on_record(uuid, guid, rows)
+        for shard in chain.ignored:
+            self._put_on_record(shard.uuid, REPEATED, shard.rows)
         for drop in chain.dropped:
             self.dropped.add((drop.guid, drop.dropped))
-        self._planned_shards: set[str] = set()
+            self._put_on_record(drop.dropped, drop.guid, drop.rows)
         for record in chain.steps:
             self.mark_planned(record)
 
@@ -116,9 +121,9 @@ class Intake:
     def mark_planned(self, record: PlanRecord) -> None:
         self.planned.update(record.guids)
         for guid, part in zip(record.guids, record.parts, strict=True):
-            self._source[guid] = part.uuid
-            self._planned_shards.add(part.uuid)
+            self._put_on_record(part.uuid, guid, part.hi - part.lo)
             self.waiting.pop(guid, None)
+            self._repeats.pop(guid, None)
 
     def owed_again(self) -> list[tuple[int, str]]:
         """(guid, uuid) of what was dropped and is not there again."""
@@ -128,11 +133,19 @@ class Intake:
             if guid == WHOLE_SHARD or not (guid in self.planned or guid in self.waiting)
         )
 
-    def drop(self, guid: int, *, step: int) -> DroppedGroup:
-        """Takes a waiting group out because it is over age; its owner samples the prompt again."""
+    def drop(self, guid: int, *, step: int) -> list[DroppedGroup]:
+        """Takes a waiting group out because it is over age; its owner samples the prompt again.
+
+        What repeats it does not take its place: it is on record as ignored, and as old. To be put
+        on record in this order: a restart in between drops the rest.
+        """
         part = self.waiting.pop(guid).part
-        self.dropped.add((guid, part.uuid))
-        return DroppedGroup(guid, part.uuid, part.hi - part.lo, "over_age", step)
+        rows = dict.fromkeys(self._repeats.pop(guid, ()), 0) | {part.uuid: part.hi - part.lo}
+        drops = [DroppedGroup(guid, uuid, n, "over_age", step) for uuid, n in rows.items()]
+        for drop in drops:
+            self.dropped.add((guid, drop.dropped))
+            self._put_on_record(drop.dropped, guid, drop.rows)
+        return drops
 
     def poll(self, step: int) -> None:
         """Looks for new records while `step` is being planned.
@@ -154,17 +167,13 @@ class Intake:
 
     def retire(self, retired: GuidSet) -> dict[str, LogPosition]:
         """Forgets what no resume can need any more; where in the logs the rest begins."""
-        for guid in [guid for guid in self._source if guid in retired]:
-            del self._source[guid]
-        self._base_planned = GuidSet(retired.below, retired.above)
         self.dropped = {d for d in self.dropped if d[0] >= retired.below or d[0] == WHOLE_SHARD}
         positions = {}
         for name, live in self._live.items():
             while live and live[0][1].guid_max < retired.below:
                 record = live.popleft()[1]
-                self._planned_shards.discard(record.uuid)
+                self.on_record.pop(record.uuid, None)
                 self._settled.discard(record.uuid)
-                self.noted.discard(record.uuid)
                 self._sidecars.pop(record.uuid, None)
                 self.dropped.discard((WHOLE_SHARD, record.uuid))
             settled = [r.uuid for _, r in live if r.guid_max < retired.below]
@@ -182,15 +191,15 @@ class Intake:
             return
         if record.guid_max < self.planned.below:
             # All of its groups are planned, and its owner may have deleted it.
-            repeated = 0 if record.uuid in self._planned_shards else record.rows
+            repeated = self._num_unaccounted(record)
         else:
             try:
                 repeated = self._open(producer, record)
             except DamagedError as error:
                 self._drop_shard(producer, record, step, error)
                 return
-        if repeated and record.uuid not in self.noted:
-            self.noted.add(record.uuid)
+        if repeated and REPEATED not in self.on_record.get(record.uuid, {}):
+            self._put_on_record(record.uuid, REPEATED, repeated)
             self.notes.append(IgnoredShard(record.uuid, repeated))
 
     def _drop_shard(
@@ -203,7 +212,9 @@ class Intake:
             ) from error
         log.error("%s; its prompt groups are sampled again", error)
         self.dropped.add((WHOLE_SHARD, record.uuid))
-        self.notes.append(DroppedGroup(WHOLE_SHARD, record.uuid, record.rows, "damaged", step))
+        rows = self._num_unaccounted(record)
+        self._put_on_record(record.uuid, WHOLE_SHARD, rows)
+        self.notes.append(DroppedGroup(WHOLE_SHARD, record.uuid, rows, "damaged", step))
 
     def _open(self, producer: str, record: CommitRecord) -> int:
         """Offers the groups of a shard; returns how many rows repeat earlier ones."""
@@ -217,10 +228,12 @@ class Intake:
         repeated = 0
         for lo, hi in zip(starts, [*starts[1:], len(guids)], strict=True):
             guid = int(guids[lo])
-            if self._counted(guid, record.uuid):
+            if guid in self.on_record.get(record.uuid, {}):
                 continue
             if guid in self.planned or guid in self.waiting:
                 repeated += hi - lo
+                if guid in self.waiting:
+                    self._repeats.setdefault(guid, []).append(record.uuid)
                 continue
             part = Part(producer, record.epoch, record.seq, record.uuid, lo, hi)
             sampled = [int(v) for v in versions[lo:hi] if v >= 0]
@@ -228,13 +241,11 @@ class Intake:
             self.waiting[guid] = Group(part, oldest, int(tokens[lo:hi].sum()))
         return repeated
 
-    def _counted(self, guid: int, uuid: str) -> bool:
-        """Whether these rows are on record already: as planned, or as dropped."""
-        return (
-            self._source.get(guid) == uuid
-            or (guid, uuid) in self.dropped
-            or guid in self._base_planned
-        )
+    def _put_on_record(self, uuid: str, guid: int, rows: int) -> None:
+        self.on_record.setdefault(uuid, {})[guid] = rows
+
+    def _num_unaccounted(self, record: CommitRecord) -> int:
+        return record.rows - sum(self.on_record.get(record.uuid, {}).values())
 
     def _widen(self, writer: str, record: CommitRecord) -> None:
         if record.guid_max < self.planned.below:

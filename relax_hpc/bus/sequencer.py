@@ -34,7 +34,7 @@ from relax_hpc.bus.plan import (
     claim_epoch,
     read_chain,
 )
-from relax_hpc.bus.snapshot import GuidSet, Snapshot, write_snapshot
+from relax_hpc.bus.snapshot import GuidSet, Snapshot, remove_drafts, write_snapshot
 from relax_hpc.bus.staleness import staleness
 from relax_hpc.errors import BusError, PeerTimeoutError
 from relax_hpc.paths import BusPaths
@@ -98,6 +98,7 @@ class Sequencer:
         self._max_staleness, self._keep_steps = max_staleness, keep_steps
         self.epoch = claim_epoch(paths)
         self._credits = CreditWriter(paths, self.epoch)
+        remove_drafts(paths)
         chain = read_chain(paths, below=self.epoch, whole=False)
         chain.check(position or PlanPosition(chain.epoch, 0, 0))
         self._portions: dict[int, list[PlanRecord]] = {}
@@ -276,7 +277,8 @@ class Sequencer:
         if self._over_age == "drop":
             late = [guid for guid in waiting if self._is_over_age(guid, step)]
             for guid in late:
-                self._append(self._intake.drop(guid, step=step))
+                for drop in self._intake.drop(guid, step=step):
+                    self._append(drop)
             if late:
                 self._grant(self._credit)
         return [guid for guid in waiting if guid in self._intake.waiting]
@@ -355,7 +357,11 @@ class Sequencer:
             planned_below=self._retired.below,
             planned_above=sorted(self._retired.above),
             dropped=sorted(self._intake.dropped),
-            noted=sorted(self._intake.noted),
+            on_record=[
+                (uuid, guid, rows)
+                for uuid, groups in sorted(self._intake.on_record.items())
+                for guid, rows in groups.items()
+            ],
             duplicates=place.duplicates,
             logs=logs,
         )

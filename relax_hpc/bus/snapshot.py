@@ -59,10 +59,10 @@ class Snapshot(NamedTuple):
     """and these."""
     dropped: list[tuple[int, str]]
     """(guid, uuid) of drops that matter still; guid -1 is the whole shard."""
-    noted: list[str]
-    """uuids of shards whose repetitions are on record and counted in `duplicates`,"""
+    on_record: list[tuple[str, int, int]]
+    """(uuid, guid, rows) of shards that matter still: used or passed over, -2 as repeated."""
     duplicates: int
-    """which are trajectories."""
+    """Trajectories that were passed over as repeated."""
     logs: dict[str, LogPosition]
 
 
@@ -71,10 +71,24 @@ NOTHING = Snapshot(0, 0, 0, 0, 0, [], [], [], 0, {})
 
 
 def write_snapshot(paths: BusPaths, snapshot: Snapshot) -> None:
-    """Publishes it and deletes all but the newest ones."""
-    write_json(paths.plan_snapshot(snapshot.epoch, snapshot.records), snapshot._asdict())
-    for old in _files(paths)[KEPT:]:
-        (paths.plan / old).unlink(missing_ok=True)
+    """Publishes it and deletes all but the newest ones.
+
+    Raises:
+        BusError: storage refused, or a newer trainer took the draft away.
+    """
+    path = paths.plan_snapshot(snapshot.epoch, snapshot.records)
+    try:
+        write_json(path, snapshot._asdict())
+        for old in _files(paths)[KEPT:]:
+            (paths.plan / old).unlink(missing_ok=True)
+    except OSError as error:
+        raise BusError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def remove_drafts(paths: BusPaths) -> None:
+    """Deletes what earlier trainers left half written."""
+    for draft in paths.plan.glob(".snap.*.tmp"):
+        draft.unlink(missing_ok=True)
 
 
 def read_snapshots(paths: BusPaths) -> list[Snapshot]:
@@ -83,11 +97,14 @@ def read_snapshots(paths: BusPaths) -> list[Snapshot]:
     for name in _files(paths):
         try:
             values = json.loads((paths.plan / name).read_text())
+        except FileNotFoundError:  # its writer had a newer one
+            continue
         except (OSError, ValueError) as error:
             raise BusError(f"{paths.plan / name}: cannot be read: {error}; delete it") from error
         logs = {name: LogPosition(*position) for name, position in values.pop("logs").items()}
         dropped = [(guid, uuid) for guid, uuid in values.pop("dropped")]
-        found.append(Snapshot(**values, dropped=dropped, logs=logs))
+        on_record = [tuple(entry) for entry in values.pop("on_record")]
+        found.append(Snapshot(**values, dropped=dropped, on_record=on_record, logs=logs))
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import suppress
 
 from crash_roles import NUM_GROUPS, STEPS, P, World, expected_chain, open_sequencer, train_step
 from bus_fixtures import SIBLINGS
@@ -31,15 +32,7 @@ class _Nobody:
 def missing_files(world):
     """Of those that a run needs that resumes from the oldest checkpoint that is kept."""
     chain = read_chain(world.bus)
-    step = 0
-    for file in world.checkpoints:
-        state = json.loads(file.read_text())
-        try:
-            chain.check(PlanPosition(*state["position"]))
-        except BusError:
-            continue  # a fenced trainer's
-        step = state["step"]
-        break
+    step = min((state["step"] for state in valid_states(world, chain)), default=0)
     files = set()
     for record in chain.steps:
         if record.step > step:
@@ -49,10 +42,20 @@ def missing_files(world):
     return sorted(str(file) for file in files if not file.exists())
 
 
+def valid_states(world, chain):
+    """Of the checkpoints, oldest first, without those of fenced trainers."""
+    states = []
+    for file in world.checkpoints:
+        state = json.loads(file.read_text())
+        with suppress(BusError):
+            chain.check(PlanPosition(*state["position"]))
+            states.append(state)
+    return states
+
+
 def problems(world):
     """What is wrong with a run that has ended and been tidied up."""
-    (checkpoint,) = world.checkpoints
-    state = json.loads(checkpoint.read_text())
+    state = valid_states(world, read_chain(world.bus))[-1]
     found = []
     if state["step"] != STEPS:
         found.append(f"the last checkpoint is of step {state['step']}")

@@ -12,12 +12,12 @@ from crash_roles import Incarnation, role_of
 
 import relax_hpc.bus.log_writer
 import relax_hpc.bus.sequencer
-from relax_hpc.errors import FencedError
+from relax_hpc.errors import BusError
 
-FENCED = 3
+NAMED = 3
 SILENCE_S = 60
 SNAPSHOT_RECORDS = 3
-OUTCOMES = {0: "done", FENCED: "fenced", -signal.SIGKILL: "killed"}
+OUTCOMES = {0: "done", NAMED: "ended with a named error", -signal.SIGKILL: "killed"}
 
 
 class Fate(NamedTuple):
@@ -115,8 +115,8 @@ def _live(world, fate, seed, stderr, go, report):
         points.install((fate.call, fate.mode))
         role_of(fate.name)(world, Incarnation(fate.name, fate.number, seed, points, turn))
         code = 0
-    except FencedError:
-        code = FENCED
+    except BusError:
+        code = NAMED
         traceback.print_exc()
     except BaseException:
         traceback.print_exc()

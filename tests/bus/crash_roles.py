@@ -229,13 +229,14 @@ def train(world, me):
         if step % world.setup.save_every == 0:
             me.points.stage = "checkpoint"
             sequencer.check_fenced()
-            save(world, state | {"position": sequencer.position})
+            save(world, state | {"position": sequencer.position}, sequencer.epoch)
+            sequencer.check_fenced()
+            keep_newest(world, world.setup.keep)
             me.points.stage = "release"
             sequencer.release(oldest_step(world))
         me.turn()
     me.points.stage = "finish"
-    for file in world.checkpoints[:-1]:
-        os.unlink(file)  # noqa: PTH108  so that it is counted
+    keep_newest(world, 1)
     sequencer.release(STEPS)
     sequencer.finish()
     me.points.stage = "close"
@@ -314,21 +315,24 @@ def expected_chain(world):
     return chain
 
 
-def save(world, state):
-    """Published whole; then the oldest go."""
-    file = world.root / "checkpoints" / f"step{state['step']:03d}.json"
+def save(world, state, epoch):
+    """Published whole, and never in place of another trainer's."""
+    file = world.root / "checkpoints" / f"step{state['step']:03d}.{epoch:03d}.json"
     draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.write(fd, json.dumps(state).encode())
     os.fsync(fd)
     os.close(fd)
     os.rename(draft, file)  # noqa: PTH104  so that it is counted
-    for old in world.checkpoints[: -world.setup.keep]:
-        os.unlink(old)  # noqa: PTH108
+
+
+def keep_newest(world, number):
+    for old in world.checkpoints[:-number]:
+        old.unlink(missing_ok=True)
 
 
 def oldest_step(world):
-    return int(world.checkpoints[0].stem[4:])
+    return int(world.checkpoints[0].name[4:7])
 
 
 def tidy(world):

@@ -129,7 +129,7 @@ class Run:
             self._zombies.append(process)
         if process.outcome == "done":
             self._ended.add(process.name)
-        if process.outcome in ("failed", "fenced"):
+        if process.outcome in ("failed", "ended with a named error"):
             self._fail(f"{process}: {process.stderr.read_text()}")
         if process.outcome != "waits":
             del self._processes[process.name]
