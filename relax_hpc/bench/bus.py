@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 
 from relax_hpc.bench.report import Row, compared
-from relax_hpc.bench.workload import GROUPS, Kind, renumbered
+from relax_hpc.bench.workload import GROUPS, Kind, renumbered, routed_columns
 from relax_hpc.bus import layout, shard_write
 from relax_hpc.bus.durable import Buffer, pread_into, pwritev_all, sync_folder
 from relax_hpc.bus.encode import to_columns
 from relax_hpc.bus.hdf5 import Attribute
 from relax_hpc.bus.log import LogTail
 from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.routed import COLUMN as EXPERTS
 from relax_hpc.bus.shard import Shard
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import Columns, PromptGroup
@@ -50,6 +51,8 @@ def measure(folder: Path | None, repeats: int) -> Iterator[Row]:
     for place, parent in places(folder).items():
         with tempfile.TemporaryDirectory(dir=parent, prefix="relax-bench-") as scratch:
             yield from _publishing(Path(scratch), place, repeats)
+            if place == "tmpfs":  # where it costs most: elsewhere the file system waits, too
+                yield from _compressing(Path(scratch), repeats)
 
 
 class _Trial:
@@ -130,6 +133,29 @@ def _publishing(scratch: Path, place: str, repeats: int) -> Iterator[Row]:
         tail.close()
     yield Row(f"put one group, {place}", statistics.median(put) * 1e3, "ms", aim=10.0)
     yield Row(f"commit -> visible, {place}", statistics.median(seen) * 1e3, "ms", aim=10.0)
+
+
+def _compressing(scratch: Path, repeats: int) -> Iterator[Row]:
+    """Routed experts: what is saved, and what it costs."""
+    columns = routed_columns()
+    size = columns[EXPERTS].nbytes
+    plain, packed = scratch / "plain.h5", scratch / "packed.h5"
+    seconds: dict[str, list[float]] = {"plain": [], "packed": [], "read plain": [], "read": []}
+    actions: dict[str, Callable[[], object]] = {
+        "plain": lambda: shard_write.write(plain, columns, ATTRIBUTES),
+        "packed": lambda: shard_write.write(packed, columns, ATTRIBUTES, compress=[EXPERTS]),
+        "read plain": lambda: _read(plain),
+        "read": lambda: _read(packed),
+    }
+    for action in actions.values():
+        action()
+    for repeat in range(repeats):
+        _in_turns(actions, seconds, 1 + repeat)
+    part = packed.stat().st_size / plain.stat().st_size
+    yield Row("size of routed experts, compressed", part, "of plain")
+    for name, ours, theirs in (("write", "packed", "plain"), ("read", "read", "read plain")):
+        what = f"{name} routed experts, compressed"
+        yield compared(what, size, seconds[ours], seconds[theirs], "plain", None)
 
 
 def in_turns_order(names: list[str], repeat: int) -> list[str]:

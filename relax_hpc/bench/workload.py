@@ -5,12 +5,22 @@ from typing import Literal
 
 import numpy as np
 
-from relax_hpc.schema import FinishReason, MediaKind, Medium, PromptGroup, Trajectory
+from relax_hpc.bus.routed import COLUMN as EXPERTS
+from relax_hpc.schema import (
+    OFFSETS,
+    Columns,
+    FinishReason,
+    MediaKind,
+    Medium,
+    PromptGroup,
+    Trajectory,
+)
 
 Kind = Literal["text", "images"]
 NUM_GROUPS, SIBLINGS, MEAN_TOKENS, MAX_TOKENS = 128, 8, 4000, 8192
 NUM_IMAGES, IMAGE_BYTES = 256, 1 << 20
 VOCABULARY = 150_000
+ROUTED_TOKENS = 8192
 
 
 def text_groups() -> list[PromptGroup]:
@@ -33,6 +43,24 @@ def image_groups() -> list[PromptGroup]:
         image = Medium(MediaKind.JPEG, data, (1, 74, 74))
         groups.append(PromptGroup(guid, [row._replace(media=(image,))]))
     return groups
+
+
+def routed_columns() -> Columns:
+    """What 8 of 128 experts a router with favourites chose in 48 layers, for 8,192 tokens."""
+    rng, layers, experts, chosen, tokens = np.random.default_rng(2), 48, 128, 8, ROUTED_TOKENS
+    routed = np.empty((tokens, layers, chosen), np.int16)
+    for layer in range(layers):
+        scores = rng.normal(size=experts) + rng.gumbel(size=(tokens, experts))
+        routed[:, layer] = np.argpartition(-scores, chosen, axis=1)[:, :chosen]
+    offsets = np.array([0, tokens], np.int64)
+    values = routed.reshape(tokens, layers * chosen)
+    sibling = np.zeros(1, np.int32)
+    return {
+        OFFSETS["token"]: offsets,
+        OFFSETS["routed"]: offsets,
+        "row/sibling": sibling,
+        EXPERTS: values,
+    }
 
 
 GROUPS: dict[Kind, Callable[[], list[PromptGroup]]] = {"text": text_groups, "images": image_groups}

@@ -13,6 +13,7 @@ def small(monkeypatch):
     for name, value in {"NUM_GROUPS": 10, "NUM_IMAGES": 80, "IMAGE_BYTES": 2000}.items():
         monkeypatch.setattr(workload, name, value)
     monkeypatch.setattr(workload, "MEAN_TOKENS", 100)
+    monkeypatch.setattr(workload, "ROUTED_TOKENS", 200)
 
 
 def test_bench_bus_compares_every_kind_on_every_file_system_with_raw(tmp_path, small):
