@@ -166,6 +166,21 @@ def test_verify_finds_a_flipped_bit_wherever_there_is_data(tmp_path):
     assert check(paths).is_sound
 
 
+def test_verify_finds_damage_that_only_other_hdf5_tools_would_meet(tmp_path):
+    paths = bus_with_steps(tmp_path)
+    path = paths.shard(*SHARD)
+    healthy = path.read_bytes()
+    superblock = healthy.index(b"\x89HDF\r\n\x1a\n")
+    header = healthy.index(b"OHDR", superblock)
+    for at in (superblock + 20, header + 20, healthy.index(b"shard_uuid", header) + 2):
+        flip(path, at)
+        [(kind, what)] = wrong(check(paths))
+        assert kind == "shard"
+        assert "HDF5 finds it damaged" in what
+        path.write_bytes(healthy)
+    assert check(paths).is_sound
+
+
 def test_what_a_crash_leaves_is_listed_and_not_wrong(tmp_path):
     paths = bus_with_steps(tmp_path)
     orphan = paths.shard("rollout-0", 1, 99)

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import h5py
 import numpy as np
 
 from relax_hpc.bus.log import RecordKind
 from relax_hpc.bus.plan import Part
 from relax_hpc.bus.shard import Shard
-from relax_hpc.bus.shard_format import ROW_OFFSETS
+from relax_hpc.bus.shard_format import ROW_OFFSETS, Field
 from relax_hpc.bus.tools.findings import Commit, Finding
 from relax_hpc.errors import BusError
 from relax_hpc.schema import COLUMNS, columns_of
@@ -33,6 +34,7 @@ def check_shard(
                 return
             yield from _columns(shard, commit)
             shard.verify()
+            yield from _hdf5(shard)
             if commit.record.kind is RecordKind.SIDE:
                 yield from _rows_of_parent(shard, parent)
             else:
@@ -71,6 +73,25 @@ def _columns(shard: Shard, commit: Commit) -> Iterator[Finding]:
     others = [n for n in shard.fields if n in COLUMNS and COLUMNS[n].writer != role]
     if others:
         yield Finding("shard", str(shard.path), f"holds {', '.join(others)}, not {role}'s to write")
+
+
+def _hdf5(shard: Shard) -> Iterator[Finding]:
+    """Whether other HDF5 tools find the same: libhdf5 has checksums of its own metadata."""
+    what = "HDF5 finds it damaged ({}), though relax-hpc can read it; restore the file"
+    try:
+        with h5py.File(shard.path, "r", locking=False) as file:
+            differ = [name for name, field in shard.fields.items() if not _same(file[name], field)]
+            differ += [n for n, value in shard.attributes.items() if file.attrs[n] != value]
+    except (OSError, KeyError, RuntimeError) as error:
+        differ = [str(error)]
+    if differ:
+        yield Finding("shard", str(shard.path), what.format(", ".join(differ)))
+
+
+def _same(dataset: h5py.Dataset, field: Field) -> bool:
+    same = (dataset.dtype, dataset.shape) == (np.dtype(field.dtype), field.shape)
+    plain = not field.codec and field.nbytes
+    return same and (not plain or dataset.id.get_offset() == field.offset)
 
 
 def _groups(shard: Shard, commit: Commit, planned: Planned) -> Iterator[Finding]:

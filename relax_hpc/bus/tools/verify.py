@@ -101,7 +101,7 @@ def text(found: Verified) -> str:
     others = [finding for finding in found.findings if not finding.harmful]
     lines = [f"{finding.kind}: {finding.where}: {finding.what}" for finding in [*others, *wrong]]
     read = f"{found.shards} shards ({tables.size(found.nbytes)}) read to the last byte"
-    verdict = f"{len(wrong)} things are wrong" if wrong else "sound"
+    verdict = f"not sound ({len(wrong)} wrong)" if wrong else "sound"
     lines.append(f"{verdict}: {read}, {found.retired} retired, {found.steps} steps planned")
     return "\n".join(lines)
 
