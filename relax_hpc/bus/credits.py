@@ -62,7 +62,8 @@ class CreditWriter:
         """Raises:
         FencedError: a newer trainer has started; this one must publish nothing more and end.
         """
-        records, size = decode(self._tail.read_from(self._frames.end), self._frames.path)
+        end = self._frames.end
+        records, size = decode(self._tail.read_from(end), self._frames.path, end)
         self._frames.skip(size)
         self._fenced_by = max([self._fenced_by, *(record["plan_epoch"] for record in records)])
         if self._fenced_by > self._plan_epoch:
@@ -95,7 +96,7 @@ class CreditTail:
         if time.monotonic() < self._next_look:
             return self._newest.credit
         self._next_look = time.monotonic() + self._every_s
-        records, size = decode(self._file.read_from(self._end), self._file.path)
+        records, size = decode(self._file.read_from(self._end), self._file.path, self._end)
         self._end += size
         self._newest.add(records)
         return self._newest.credit

@@ -13,6 +13,8 @@ from relax_hpc.errors import BusError
 MAGIC = b"\x89RLF"  # cannot occur inside JSON text
 FRAME = struct.Struct("<4sII")
 """Magic, bytes of JSON, CRC32C of length and JSON."""
+CUT = "cut"
+"""Key of a record that says: from this byte of the file to here there is none."""
 Record = dict[str, Any]
 
 
@@ -21,30 +23,47 @@ def encode(record: Record) -> bytes:
     return FRAME.pack(MAGIC, len(text), _crc(text)) + text
 
 
-def decode(data: bytes, path: Path) -> tuple[list[Record], int]:
+def decode(data: bytes, path: Path, start: int = 0) -> tuple[list[Record], int]:
     """The complete frames at the front of `data`, and how many bytes they take.
+
+    Args:
+        start: offset of `data` in the file.
 
     Raises:
         BusError: a damaged frame with others behind it.
     """
-    frames = list(_frames(data, path))
-    return [record for record, _ in frames], frames[-1][1] if frames else 0
+    records, size = [], 0
+    for record, end in _frames(data, path, start):
+        size = end - start
+        if CUT not in record:
+            records.append(record)
+    return records, size
 
 
-def _frames(data: bytes, path: Path) -> Iterator[tuple[Record, int]]:
-    """Each record with the offset of its end."""
+def _frames(data: bytes, path: Path, start: int) -> Iterator[tuple[Record, int]]:
+    """Each record with the offset of its end in the file, CUTs included.
+
+    A torn tail is never cut off: who does that may be late, and cut off what others have written
+    since. A CUT behind it says where it began.
+    """
     at = 0
-    while at + FRAME.size <= len(data):
-        magic, size, crc = FRAME.unpack_from(data, at)
+    while (frame := _next_frame(data, at)) is not None:
+        begin, end, record = frame
+        if begin > at and record.get(CUT) != start + at:
+            raise BusError(f"{path}: a record is damaged but later ones follow; restore the file")
+        at = end
+        yield record, start + at
+
+
+def _next_frame(data: bytes, at: int) -> tuple[int, int, Record] | None:
+    """Begin and end of the first whole frame behind `at`, and what it says."""
+    while (at := data.find(MAGIC, at)) >= 0 and at + FRAME.size <= len(data):
+        _, size, crc = FRAME.unpack_from(data, at)
         text = data[at + FRAME.size : at + FRAME.size + size]
-        if magic != MAGIC or len(text) < size or _crc(text) != crc:
-            if data.find(MAGIC, at + 1) >= 0:
-                raise BusError(
-                    f"{path}: a record is damaged but later ones follow; restore the file"
-                )
-            break
-        at += FRAME.size + size
-        yield json.loads(text), at
+        if len(text) == size and _crc(text) == crc:
+            return at, at + FRAME.size + size, json.loads(text)
+        at += 1
+    return None
 
 
 def _crc(text: bytes) -> int:
@@ -58,7 +77,8 @@ def read_frames(path: Path, start: int = 0) -> list[tuple[Record, int]]:
     """
     with path.open("rb") as file:
         file.seek(start)
-        return [(record, start + end) for record, end in _frames(file.read(), path)]
+        frames = list(_frames(file.read(), path, start))
+    return [(record, end) for record, end in frames if CUT not in record]
 
 
 class FrameWriter:
@@ -68,14 +88,12 @@ class FrameWriter:
         self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            data = bytearray(os.fstat(self._fd).st_size)
-            pread_into(self._fd, memoryview(data), 0)
-            self.found, self.end = decode(bytes(data), path)
-            """Records that were there, and where the next one begins."""
-            if len(data) > self.end:
-                os.ftruncate(self._fd, self.end)
+            size = self._read()
+            if size > self.end:
+                pwrite_all(self._fd, encode({CUT: self.end}), size)
                 os.fsync(self._fd)
-            if not data:
+                self._read()
+            if not size:
                 sync_folder(path.parent)
         except OSError as error:
             raise BusError(f"{path}: cannot be opened for writing: {error.strerror}") from error
@@ -95,6 +113,14 @@ class FrameWriter:
         except OSError as error:
             raise BusError(f"{self.path}: cannot be written: {error.strerror}") from error
         self.end += len(frame)
+
+    def _read(self) -> int:
+        """Returns the size of the file."""
+        data = bytearray(os.fstat(self._fd).st_size)
+        pread_into(self._fd, memoryview(data), 0)
+        self.found, self.end = decode(bytes(data), self.path)
+        """Records that were there, and where the next one begins."""
+        return len(data)
 
     def skip(self, size: int) -> None:
         """Goes on behind what another process has appended."""

@@ -29,6 +29,8 @@ class RecordKind(IntEnum):
     """The producer ended on purpose."""
     PARTIAL = 5
     """A shard of unfinished prompt groups is committed: its owner goes on with them later."""
+    CUT = 6
+    """From byte `length` of the log to here there is no record: its writer died over it."""
 
 
 SHARDS = (RecordKind.BASE, RecordKind.SIDE, RecordKind.PARTIAL)
@@ -90,7 +92,9 @@ def unpack(data: bytes) -> CommitRecord | None:
 def decode(data: bytes, path: Path, first: int) -> list[CommitRecord]:
     """The records at the front of `data`, whose first byte is that of record number `first`.
 
-    A tail that is no record was being written when its producer died, or still is.
+    A tail that is no record was being written when its producer died, or still is. It is never
+    cut off: who does that may be late, and cut off what others have committed since. It is filled
+    with zeros and marked by a CUT, which stands for all of it here.
 
     Raises:
         BusError: a damaged record with others behind it; what was committed is never skipped.
@@ -98,15 +102,25 @@ def decode(data: bytes, path: Path, first: int) -> list[CommitRecord]:
     records: list[CommitRecord] = []
     for at in range(0, len(data) - RECORD_BYTES + 1, RECORD_BYTES):
         record = unpack(data[at : at + RECORD_BYTES])
+        torn_at = len(records) * RECORD_BYTES
         if record is None:
-            if data.find(MAGIC, at + RECORD_BYTES) >= 0:
-                raise BusError(
-                    f"{path}: record {first + len(records)} is damaged but later ones follow; "
-                    "restore the log, the shards it names cannot be trusted without it"
-                )
-            break
-        records.append(record)
+            continue
+        if at > torn_at and not _cuts(record, data[torn_at:at], first * RECORD_BYTES + torn_at):
+            raise BusError(
+                f"{path}: record {first + len(records)} is damaged but later ones follow; "
+                "restore the log, the shards it names cannot be trusted without it"
+            )
+        records += [record] * ((at - torn_at) // RECORD_BYTES + 1)
     return records
+
+
+def _cuts(record: CommitRecord, torn: bytes, offset: int) -> bool:
+    """Whether `record` says that what lies before it is no record, and it looks like that.
+
+    Whole records that were committed do not end with a zero, but for one in 256.
+    """
+    whole = torn.startswith(MAGIC) and torn[RECORD_BYTES - 1] != 0
+    return record.kind is RecordKind.CUT and record.length == offset and not whole
 
 
 class Epochs:
@@ -121,6 +135,8 @@ class Epochs:
 
     def admit(self, record: CommitRecord) -> bool:
         """Whether the next record of the log counts."""
+        if record.kind is RecordKind.CUT:
+            return False
         if record.kind is RecordKind.OPEN:
             first = record.epoch > self.current
             self.current = max(self.current, record.epoch)

@@ -135,7 +135,9 @@ class LogWriter:
             self._write_once(record)
 
     def _write_once(self, record: CommitRecord) -> None:
-        if 0 < os.fstat(self._fd).st_size - self._end < RECORD_BYTES:
-            os.ftruncate(self._fd, self._end)  # the torn tail of a dead owner, never committed
-        pwrite_all(self._fd, pack(record), self._end)
+        data, size = pack(record), os.fstat(self._fd).st_size
+        if size > self._end:  # the torn tail of a dead owner
+            cut = CommitRecord(RecordKind.CUT, self._epochs.current, 0, length=self._end)
+            data = bytes(-size % RECORD_BYTES) + pack(cut) + data
+        pwrite_all(self._fd, data, size)
         os.fsync(self._fd)

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from crash_roles import NUM_GROUPS, STEPS, P, World, expected_chain, open_sequencer, train_step
 from bus_fixtures import SIBLINGS
@@ -100,7 +100,7 @@ def replayed(world):
     for snapshot in copy.bus.plan.glob("snap.*"):
         snapshot.unlink()
     state = {"step": 0, "chain": [], "guids": []}
-    with open_sequencer(copy, None) as sequencer:
+    with open_sequencer(copy, None) as sequencer, closing(Reader(copy.bus)) as reader:
         for step in range(1, STEPS + 1):
-            train_step(copy, _Nobody(), sequencer, Reader(copy.bus), state, step)
+            train_step(copy, _Nobody(), sequencer, reader, state, step)
     return state["chain"]

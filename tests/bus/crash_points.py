@@ -140,12 +140,13 @@ def content_of(kind, data):
     """What kind of record is being written."""
     data = b"".join(map(bytes, data)) if isinstance(data, list) else bytes(data)
     if kind == "log":
-        record = log.unpack(data)
-        return record.kind.name if record else "rest"
+        record = log.unpack(data[-log.RECORD_BYTES :])
+        cut = "CUT + " if len(data) > log.RECORD_BYTES else ""
+        return f"{cut}{record.kind.name}" if record else "rest"
     records, _ = frames.decode(data, Path(kind))
     if not records:
         return "rest"
-    (record,) = records
+    record = records[-1]
     for key, what in (("keep", "header"), ("parts", "portion"), ("dropped", "drop")):
         if key in record:
             return what

@@ -337,7 +337,9 @@ def oldest_step(world):
 
 def tidy(world):
     """Every owner comes back once more after all is done."""
-    retired = CreditTail(world.bus).latest().retired_guid_below
+    credits = CreditTail(world.bus)
+    retired = credits.latest().retired_guid_below
+    credits.close()
     for name in PRODUCERS:
         with Producer(world.bus, name, {}) as owner:
             owner.collect(retired)

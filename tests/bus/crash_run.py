@@ -60,6 +60,7 @@ class Run:
         self._numbers = Counter()
         self._processes = {}
         self._zombies = []
+        self._halted = set()
         self._ended = set()
         self._turns = 0
 
@@ -127,9 +128,11 @@ class Run:
                 self._fail(f"the oldest checkpoint needs {gone}")
         if process.outcome == "halts":
             self._zombies.append(process)
+            self._halted.add(process.name)  # it may take over once more when it wakes
         if process.outcome == "done":
             self._ended.add(process.name)
-        if process.outcome in ("failed", "ended with a named error"):
+        fenced = process.outcome == "ended with a named error"
+        if process.outcome == "failed" or (fenced and process.name not in self._halted):
             self._fail(f"{process}: {process.stderr.read_text()}")
         if process.outcome != "waits":
             del self._processes[process.name]
