@@ -17,8 +17,8 @@ from relax_hpc.bus.open_shards import MAX_OPEN
 # Metadata operations of one shard, from draft to deletion; the folder that is flushed stays open.
 # Reading and writing open files goes to data servers and is not here.
 BASE = Counter(create=1, close=1, rename=1, sync_folder=1, unlink=1)
-SIDECAR = BASE + Counter(open=2, close=2)
-"""Its writer opens what it widens twice: to compute from it, and for its offsets."""
+SIDECAR = BASE + Counter(open=1, close=1)
+"""Its writer opens what it widens."""
 READ = Counter(open=1, close=1)
 """By rank 0, for admission and index together; by a data-parallel leader, for its rows."""
 PUBLISH = ("create", "close", "rename", "sync_folder")
@@ -36,8 +36,8 @@ class Site(NamedTuple):
     """Small reads per second of one file."""
     round_trip_s: float = 300e-6
     """One small read of a log by one process."""
-    descriptors: int = 1024
-    """Files that the trainer's rank 0 may have open: the soft limit of most systems."""
+    descriptors: int = 4096
+    """Files that the trainer's rank 0 may have open: the hard limit of older systems."""
     poll_cpu_s: float = 50e-6
     """Of the sequencer, per log without news; measured, as the next two."""
     admit_cpu_s: float = 300e-6
@@ -73,8 +73,8 @@ class Load(NamedTuple):
     producers_per_sidecar_writer: int = 64
     leaders: int = 1
     """Data-parallel leaders, rank 0 apart, that train rows of a shard."""
-    credit_polls_per_s: float = 20.0
-    """Of a producer: the rollout loop goes round every 50 ms."""
+    credit_polls_per_s: float = 1.0
+    """Of a producer."""
     step_s: float = 60.0
     """Of the trainer."""
     direct: bool = True

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
@@ -55,6 +56,8 @@ class SidecarWriter(Owner):
         share = header.producers[peers.index(name) :: len(peers)]
         self._tails = {producer: LogTail(paths.log(producer)) for producer in share}
         self._pending: dict[str, Pending] = {}
+        self._offsets: dict[str, npt.NDArray[np.int64]] = {}
+        """Of shards that were opened and not widened yet."""
         self._done = {record.parent for record in self._live if self._is_whole(record)}
         """Shards of the share that have been widened."""
 
@@ -87,6 +90,7 @@ class SidecarWriter(Owner):
         if shard.uuid != record.uuid:
             shard.close()
             raise DamagedError(f"{shard.path}: is not the shard that was committed; restore it")
+        self._offsets[shard.uuid] = shard.read(ROW_OFFSETS).astype(np.int64)
         return shard
 
     def put(self, pending: Pending, columns: Columns, *, policy_version: int = -1) -> int:
@@ -112,8 +116,9 @@ class SidecarWriter(Owner):
             raise BusError(
                 f"{self.name}: columns {sorted(columns)} given, {self.role} writes {sorted(wanted)}"
             )
-        with self.open(pending) as shard:
-            offsets = shard.read(ROW_OFFSETS).astype(np.int64)
+        if pending.record.uuid not in self._offsets:
+            self.open(pending).close()
+        offsets = self._offsets[pending.record.uuid]
         for name, values in columns.items():
             expected = len(offsets) - 1 if COLUMNS[name].axis == "row" else int(offsets[-1])
             if len(values) != expected:
@@ -140,6 +145,7 @@ class SidecarWriter(Owner):
         """Leaves a shard as it is."""
         self._done.add(pending.record.uuid)
         self._pending.pop(pending.record.uuid, None)
+        self._offsets.pop(pending.record.uuid, None)
 
     def collect(self, retired_guid_below: int) -> int:
         """Deletes own shards whose guids are all below an ordinal that the trainer released.

@@ -1,6 +1,7 @@
 """Where a task begins: reads the run directory, builds the parts of its role, runs the loop."""
 
 import logging
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,12 +31,19 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
         paths.events(context.role, context.rank), context.role, context.rank
     ) as events:
         events.emit("start", attempt=context.attempt, start=context.start, node=context.node)
+        allow_open_files()
         try:
             _role(context.role)(config, paths, context, bootstrap, events)
         except Exception as error:
             events.emit("error", message=f"{type(error).__name__}: {error}")
             log.exception("%s failed", context.name)
             raise
+
+
+def allow_open_files() -> None:
+    """Takes as many descriptors as this process may have: rank 0 follows a log per producer."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _role(role: str) -> RoleMain:
