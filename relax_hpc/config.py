@@ -135,6 +135,10 @@ class ActorConfig(Section):
     save_every: Positive = 10
     """Steps between checkpoints; shards are kept until the next one."""
     keep_checkpoints: Positive = 2
+    attention: Literal["auto", "cudnn", "varlen", "sdpa"] = "auto"
+    """Kernel of packed attention; auto is the first of them that works on the machine."""
+    float32_logits: bool = False
+    """Do not round logits to the type of the weights."""
     optimizer: OptimizerConfig = OptimizerConfig()
     transformer: PassThrough = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""

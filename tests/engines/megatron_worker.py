@@ -257,7 +257,7 @@ def split_vocabulary_logprobs(logits, targets, upstream, temperature):
 
     from relax_hpc.engines.megatron import logprobs as module
 
-    module._CHUNK_ELEMENTS = 3 * VOCAB  # several chunks, the last one short
+    module._CHUNK_BYTES = 3 * 2 * VOCAB  # several chunks, the last one short
     group = dist.group.WORLD
     shard = torch.from_numpy(logits).chunk(group.size(), dim=1)[group.rank()]
     shard = shard.clone().requires_grad_()

@@ -1,183 +1,23 @@
-"""The layers Megatron-core lacks without Transformer Engine: norm, rotary positions, attention.
+"""The layers Megatron-core lacks without Transformer Engine: norm, rotary positions, fused blocks.
 
-T = tokens of a packed micro-batch, documents end to end; B documents, of at most S tokens.
-Hidden states are [T, 1, h] and queries [T, 1, heads, d]: to Megatron-core a micro-batch is one long
-sequence, and only `PackedAttention` and `RotaryByPosition` know where its documents begin.
+T = tokens of a packed micro-batch on this rank. Hidden states are [T, 1, h]: to Megatron-core a
+micro-batch is one long sequence. Norm and SwiGLU outputs are not kept for the backward pass but
+computed again: a pass over memory instead of a third of all activations.
 """
 
-import inspect
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-_WASTE = 0.8
-"""Documents share a padded block when the shortest fills at least this much of its width."""
-_SMALL = 8
-"""Tokens of padding that are always cheaper than one more attention call."""
-
-
-class Block(NamedTuple):
-    """A rectangle of the padded buffer: `num_documents` x `width` slots."""
-
-    num_documents: int
-    width: int
-
-
-@dataclass
-class PackedRows(PackedSeqParams):  # type: ignore[misc]
-    """Where the documents of a packed micro-batch lie; travels as Megatron's packed_seq_params.
-
-    `qkv_format` stays unset, so that Megatron rotates all T queries at once instead of looping over
-    documents; documents restart at position 0 through `position_ids`.
-    """
-
-    cu_seqlens: Tensor | None = None
-    """[B + 1] int32."""
-    max_length: int = 0
-    slots: Tensor | None = None
-    """[T] where a token sits when documents of similar length are padded into blocks."""
-    blocks: tuple[Block, ...] = ()
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], cu_seqlens: Tensor) -> "PackedRows":
-        blocks, slots = _blocks(lengths)
-        device = cu_seqlens.device
-        return cls(
-            cu_seqlens=cu_seqlens,
-            max_length=max(lengths),
-            slots=slots.to(device),
-            blocks=blocks,
-        )
-
-
-def _blocks(lengths: Sequence[int]) -> tuple[tuple[Block, ...], Tensor]:
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    blocks: list[list[int]] = []  # document indices
-    for i in order:
-        width = lengths[blocks[-1][0]] if blocks else 0
-        if width and (lengths[i] >= _WASTE * width or width - lengths[i] <= _SMALL):
-            blocks[-1].append(i)
-        else:
-            blocks.append([i])
-    first_slot = torch.zeros(len(lengths), dtype=torch.int64)
-    offset = 0
-    for block in blocks:
-        width = lengths[block[0]]
-        first_slot[block] = offset + width * torch.arange(len(block))
-        offset += width * len(block)
-    sizes = torch.tensor(lengths)
-    starts = sizes.cumsum(0) - sizes
-    within = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
-    slots = first_slot.repeat_interleave(sizes) + within
-    return tuple(Block(len(b), lengths[b[0]]) for b in blocks), slots
-
-
-class _Pad(torch.autograd.Function):
-    """[T, ...] -> [slots, ...]. index_copy and index_select, both ways: no slow index_add."""
-
-    @staticmethod
-    def forward(ctx: Any, packed: Tensor, slots: Tensor, num_slots: int) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(slots)
-        return packed.new_zeros(num_slots, *packed.shape[1:]).index_copy_(0, slots, packed)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        (slots,) = ctx.saved_tensors
-        return grad.index_select(0, slots), None, None
-
-
-class _Unpad(torch.autograd.Function):
-    """[slots, ...] -> [T, ...]; padding gets no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, slots: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(slots)
-        ctx.num_slots = len(padded)
-        return padded.index_select(0, slots)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        (slots,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.num_slots, *grad.shape[1:]).index_copy_(0, slots, grad), None
-
-
-_pad: Callable[[Tensor, Tensor | None, int], Any] = _Pad.apply
-_unpad: Callable[[Tensor, Tensor | None], Tensor] = _Unpad.apply
-
-
-class PackedAttention(nn.Module):
-    """Causal attention within each document, grouped queries; Megatron's `core_attention`."""
-
-    def __init__(
-        self,
-        config: Any,  # noqa: ANN401
-        softmax_scale: float | None = None,
-        **_: object,
-    ) -> None:
-        super().__init__()
-        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: None = None,
-        *,
-        packed_seq_params: PackedRows,
-        **_: object,
-    ) -> Tensor:
-        """Attends.
-
-        Args:
-            query: [T, 1, heads, d]; key and value: [T, 1, query groups, d].
-
-        Returns:
-            [T, 1, heads * d].
-        """
-        attend = self._varlen if _has_varlen_kernel(query) else self._padded
-        return attend(query[:, 0], key[:, 0], value[:, 0], packed_seq_params).flatten(1)[:, None]
-
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        cu, longest = rows.cu_seqlens, rows.max_length
-        assert cu is not None
-        # torch 2.11 shares key heads without being told; later versions want to be.
-        known = inspect.signature(varlen_attn).parameters
-        grouped: dict[str, Any] = (
-            {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in known else {}
-        )
-        out = varlen_attn(
-            query, key, value, cu, cu, longest, longest,
-            scale=self.scale, window_size=(-1, 0), **grouped,
-        )  # fmt: skip
-        assert isinstance(out, Tensor)
-        return out
-
-    def _padded(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
-        # Padding sits behind the document, where causal queries do not look.
-        slots, blocks = rows.slots, rows.blocks
-        sizes = [block.num_documents * block.width for block in blocks]
-        parts = [_pad(x, slots, sum(sizes)).split(sizes) for x in (query, key, value)]
-        outs = []
-        for block, *qkv in zip(blocks, *parts, strict=True):
-            q, k, v = (x.unflatten(0, block).transpose(1, 2) for x in qkv)
-            out = functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            outs.append(out.transpose(1, 2).flatten(0, 1))
-        return _unpad(torch.cat(outs), slots)
-
-
-def _has_varlen_kernel(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+from relax_hpc.engines.megatron import fused
+from relax_hpc.engines.megatron.attention import PackedRows
 
 
 class RMSNorm(nn.Module):
@@ -199,9 +39,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(hidden.dtype)
+        out = fused.rms_norm(hidden, self.weight, self.eps)
+        # The layer that is handed this very tensor need not keep it.
+        out.again = partial(fused.rms_norm, hidden.detach(), self.weight.detach(), self.eps)  # type: ignore[attr-defined]
+        return out
 
 
 class RotaryByPosition(nn.Module):
@@ -221,3 +62,137 @@ class RotaryByPosition(nn.Module):
         """[1, T] positions -> [T, 1, 1, head_dim] radians, the two halves alike."""
         angles = position_ids[0, :, None].float() * self.inverse_frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+def residual_add(
+    training: bool, fused: bool
+) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """Megatron's `bias_dropout_add` for models without dropout: no pass over memory for it."""
+
+    def add(out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+        assert prob == 0.0
+        out, bias = out_with_bias
+        return residual + (out if bias is None else out + bias)
+
+    return add
+
+
+class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron's, with query and key norms and the rotation in one pass."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: None,
+        *args: Any,  # noqa: ANN401
+        rotary_pos_emb: Tensor,
+        packed_seq_params: PackedRows,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, h] -> [T, 1, h] and the projection's bias."""
+        rows = packed_seq_params
+        if self.config.num_query_groups < self.world_size or not _are_norms(
+            self.q_layernorm, self.k_layernorm
+        ):
+            out: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states, attention_mask, *args, rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=rows, **kwargs,
+            )  # fmt: skip
+            return out
+        with fused.recomputed(hidden_states, _again(hidden_states)):
+            mixed, _ = self.linear_qkv(hidden_states)
+        if rows.rotation is None:
+            angles = rotary_pos_emb[:, 0, 0, : rotary_pos_emb.shape[-1] // 2]
+            rows.rotation = torch.stack([angles.cos(), angles.sin()], dim=1)
+        query, key, value = fused.norm_and_rotate(
+            mixed.view(
+                len(mixed), self.num_query_groups_per_partition, -1,
+                self.hidden_size_per_attention_head,
+            ),
+            self.q_layernorm.weight, self.k_layernorm.weight, rows.rotation, self.q_layernorm.eps,
+        )  # fmt: skip
+        core = self.core_attention(
+            query[:, None], key[:, None], value[:, None], None, packed_seq_params=rows
+        )
+        projected: tuple[Tensor, Tensor | None] = self.linear_proj(core)
+        return projected
+
+
+class FusedMLP(MLP):  # type: ignore[misc]
+    """Megatron's, with SwiGLU in one pass; if `recompute`, the first product is made again, too."""
+
+    recompute = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        per_token_scale: Tensor | None = None,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, 1, h] -> [T, 1, h] and the second layer's bias."""
+        if per_token_scale is not None or not _is_swiglu(self.config):
+            out: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states, per_token_scale, **kwargs
+            )
+            return out
+        hidden_again = _again(hidden_states)
+        with fused.recomputed(hidden_states, hidden_again):
+            gate_up, _ = self.linear_fc1(hidden_states)
+        if self.recompute and torch.is_grad_enabled():
+            gate_up_again = _Twice(lambda: self.linear_fc1(hidden_again())[0].detach())
+            with fused.recomputed(gate_up, gate_up_again):
+                activated = fused.swiglu(gate_up)
+        else:
+            kept = gate_up.detach()
+            gate_up_again = _Twice(lambda: kept)
+            activated = fused.swiglu(gate_up)
+        with fused.recomputed(activated, lambda: fused.swiglu(gate_up_again())):
+            projected: tuple[Tensor, Tensor | None] = self.linear_fc2(activated)
+        return projected
+
+
+class _Twice:
+    """Makes a tensor when it is first asked for and lets go of it the second time."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
+        self._made: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._made is None:
+            self._made = self._make()
+            return self._made
+        made, self._made = self._made, None
+        return made
+
+
+class PackedLayer(TransformerLayer):  # type: ignore[misc]
+    """Megatron's; `recompute_modules = ["mlp"]` repeats one product of the MLP instead of both."""
+
+    recompute_mlp: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        if self.recompute_mlp and isinstance(self.mlp, FusedMLP):
+            self.recompute_mlp = False
+            self.mlp.recompute = True
+
+
+def _again(hidden: Tensor) -> Callable[[], Tensor]:
+    """How to make it again, if a norm made it; else it is kept."""
+    kept = hidden.detach()
+    again: Callable[[], Tensor] = getattr(hidden, "again", lambda: kept)
+    return again
+
+
+def _are_norms(*modules: nn.Module) -> bool:
+    return all(isinstance(module, RMSNorm) for module in modules)
+
+
+def _is_swiglu(config: Any) -> bool:  # noqa: ANN401
+    return (
+        config.gated_linear_unit
+        and config.activation_func is functional.silu
+        and config.activation_func_clamp_value is None
+        and not config.add_bias_linear
+    )

@@ -1,39 +1,119 @@
-"""Logprobs of given tokens from logits whose vocabulary is split over tensor-parallel ranks.
+"""Logprobs of given tokens, from hidden states or from logits, the vocabulary split over ranks.
 
-T = tokens, V = vocabulary, V/tp of it on this rank. Everything is float32 inside, in chunks of T,
-so that no float32 copy of the logits ever exists.
+T = tokens, V = vocabulary, V/tp of it on this rank, h = hidden size. The output layer is part of
+it: logits exist for a chunk of the tokens at a time, and are made again for the gradient, so that
+nothing of the size [T, V] is ever there. Statistics are float32.
 """
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_CHUNK_ELEMENTS = 1 << 24
+from relax_hpc.engines.megatron.fused import compiled_on_gpu
+
+_CHUNK_BYTES = 1 << 30
+"""Of logits; their gradient takes as much once more."""
 
 
-def token_logprobs(
-    logits: Tensor,
+def hidden_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
     targets: Tensor,
     *,
     temperature: float,
     group: dist.ProcessGroup,
+    float32_logits: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities under softmax(logits / temperature).
+    """Log-probabilities under softmax(hidden @ weight.T / temperature).
+
+    The weight's gradient is added to its `main_grad`, where Megatron has given it one.
 
     Args:
-        logits: [T, V/tp] this rank's slice of the vocabulary, carries the gradient.
+        hidden: [T, h], the same on every rank of `group`; its gradient is this rank's share of
+            their sum.
+        weight: [V/tp, h].
         targets: [T] int64 token ids in 0..V-1, the same on every rank of `group`.
         group: tensor-parallel ranks, in the order of their slices.
+        float32_logits: do not round logits to the type of the weights.
 
     Returns:
         [T] nats, logprob of the target, with gradient; [T] nats, entropy, without.
     """
-    apply = _TokenLogprobs.apply
-    logprobs, entropy = apply(logits, targets, temperature, group)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
+    head = Head(temperature, group, float32_logits)
+    return _hidden_logprobs(hidden, weight, targets, head)
+
+
+def token_logprobs(
+    logits: Tensor, targets: Tensor, *, temperature: float, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """As `hidden_logprobs`, of logits that are there: [T, V/tp], with gradient."""
+    return _token_logprobs(logits, targets, Head(temperature, group, False))
+
+
+class Head(NamedTuple):
+    """How logits become logprobs."""
+
+    temperature: float
+    group: dist.ProcessGroup
+    float32_logits: bool
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """[t, V/tp]."""
+        if not self.float32_logits or hidden.dtype == torch.float32:
+            return hidden @ weight.t()
+        if hidden.is_cuda:
+            return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return hidden.float() @ weight.float().t()
+
+
+class _HiddenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        head: Head,
+    ) -> tuple[Tensor, Tensor]:
+        local, here = _local(targets, weight.shape[0], head.group)
+        stats = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        for part in _chunks(len(hidden), weight.shape[0], head):
+            logits = head.logits(hidden[part], weight)
+            stats[:, part] = _statistics(logits, local[part], head.temperature)
+        logprobs, entropy, normalizer = _combined(stats, here, head.group)
+        ctx.save_for_backward(hidden, weight, local, here, normalizer)
+        ctx.head = head
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        grad: Tensor,
+        _: Tensor,
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        hidden, weight, local, here, normalizer = ctx.saved_tensors
+        head = ctx.head
+        main_grad = getattr(weight, "main_grad", None)
+        weight_grad = main_grad
+        if weight_grad is None:
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        hidden_grad = torch.empty_like(hidden)
+        for part in _chunks(len(hidden), weight.shape[0], head):
+            logits_grad = _logits_gradient(
+                head.logits(hidden[part], weight), local[part], here[part], normalizer[part],
+                grad[part], head.temperature, hidden.dtype,
+            )  # fmt: skip
+            torch.mm(logits_grad, weight, out=hidden_grad[part])
+            _add_product(weight_grad, logits_grad.t(), hidden[part])
+        if main_grad is None:
+            return hidden_grad, weight_grad.to(weight.dtype), None, None
+        weight.grad_added_to_main_grad = True  # Megatron's hook then adds nothing but, where the
+        # weight is also the embedding, what this is summed with
+        return hidden_grad, weight.new_zeros(1).expand_as(weight), None, None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -42,52 +122,100 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         logits: Tensor,
         targets: Tensor,
-        temperature: float,
-        group: dist.ProcessGroup,
+        head: Head,
     ) -> tuple[Tensor, Tensor]:
-        local = targets - group.rank() * logits.shape[1]
-        here = (local >= 0) & (local < logits.shape[1])
-        local = local.where(here, 0)
-        tops, sums, moments, chosen = (logits.new_empty(len(logits), dtype=torch.float32)
-                                       for _ in range(4))  # fmt: skip
-        for part, x in _chunks(logits, temperature):
-            tops[part] = x.amax(-1)
-            chosen[part] = x.gather(1, local[part, None])[:, 0]
-            weights = (x - tops[part, None]).exp_()
-            sums[part] = weights.sum(-1)
-            moments[part] = weights.mul_(x).sum(-1)
-        chosen = chosen.where(here, 0)
-        if group.size() > 1:
-            top = tops.clone()
-            dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-            rescale = (tops - top).exp()
-            stacked = torch.stack([sums * rescale, moments * rescale, chosen])
-            dist.all_reduce(stacked, group=group)
-            tops, (sums, moments, chosen) = top, stacked.unbind()
-        normalizer = tops + sums.log()
-        entropy = normalizer - moments / sums
+        local, here = _local(targets, logits.shape[1], head.group)
+        stats = logits.new_empty(4, len(logits), dtype=torch.float32)
+        for part in _chunks(len(logits), logits.shape[1], head):
+            stats[:, part] = _statistics(logits[part], local[part], head.temperature)
+        logprobs, entropy, normalizer = _combined(stats, here, head.group)
         ctx.save_for_backward(logits, local, here, normalizer)
-        ctx.temperature = temperature
+        ctx.head = head
         ctx.mark_non_differentiable(entropy)
-        return chosen - normalizer, entropy
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:  # noqa: ANN401
-        # d logprob / d logits = (onehot(target) - softmax) / temperature
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
         logits, local, here, normalizer = ctx.saved_tensors
-        scaled = grad / ctx.temperature
         out = torch.empty_like(logits)
-        for part, x in _chunks(logits, ctx.temperature):
-            softmax = (x - normalizer[part, None]).exp_()
-            row_grad = softmax.mul_(-scaled[part, None])
-            row_grad.scatter_add_(1, local[part, None], (scaled * here)[part, None])
-            out[part] = row_grad
-        return out, None, None, None
+        for part in _chunks(len(logits), logits.shape[1], ctx.head):
+            out[part] = _logits_gradient(
+                logits[part], local[part], here[part], normalizer[part], grad[part],
+                ctx.head.temperature, logits.dtype,
+            )  # fmt: skip
+        return out, None, None
 
 
-def _chunks(logits: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    size = max(1, _CHUNK_ELEMENTS // logits.shape[1])
-    for start in range(0, len(logits), size):
-        part = slice(start, start + size)
-        x = logits[part].float()
-        yield part, x if temperature == 1 else x / temperature
+_hidden_logprobs: Callable[..., tuple[Tensor, Tensor]] = _HiddenLogprobs.apply
+_token_logprobs: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
+
+
+def _chunks(num_tokens: int, vocabulary: int, head: Head) -> Iterator[slice]:
+    """Equal ones, as far as possible: then the compiled parts see one shape."""
+    most = max(1, _CHUNK_BYTES // (vocabulary * (4 if head.float32_logits else 2)))
+    count = -(-num_tokens // most)
+    size = max(1, -(-num_tokens // max(count, 1)))
+    for start in range(0, num_tokens, size):
+        yield slice(start, start + size)
+
+
+def _local(targets: Tensor, width: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """[T] indices into this rank's slice, 0 where the target is not in it; [T] bool, if it is."""
+    local = targets - group.rank() * width
+    here = (local >= 0) & (local < width)
+    return local.where(here, 0), here
+
+
+@compiled_on_gpu
+def _statistics(logits: Tensor, local: Tensor, temperature: float) -> Tensor:
+    """[4, t]: largest logit, sum of exponents below it, its sum with the logits, the target's."""
+    x = logits.float() / temperature
+    top = x.amax(-1)
+    weights = (x - top[:, None]).exp()
+    chosen = logits.gather(1, local[:, None])[:, 0].float() / temperature
+    return torch.stack([top, weights.sum(-1), (weights * x).sum(-1), chosen])
+
+
+def _combined(
+    stats: Tensor, here: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[T] logprobs, entropy and log of the sum of exponents, of the whole vocabulary."""
+    tops, sums, moments, chosen = stats
+    chosen = chosen.where(here, 0)
+    if group.size() > 1:
+        top = tops.clone()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        rescale = (tops - top).exp()
+        stacked = torch.stack([sums * rescale, moments * rescale, chosen])
+        dist.all_reduce(stacked, group=group)
+        tops, (sums, moments, chosen) = top, stacked.unbind()
+    normalizer = tops + sums.log()
+    return chosen - normalizer, normalizer - moments / sums, normalizer
+
+
+@compiled_on_gpu
+def _logits_gradient(
+    logits: Tensor,
+    local: Tensor,
+    here: Tensor,
+    normalizer: Tensor,
+    grad: Tensor,
+    temperature: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[t, V/tp]: (onehot(target) - softmax) / temperature, times the logprob's gradient."""
+    scaled = (grad / temperature)[:, None]
+    softmax = (logits.float() / temperature - normalizer[:, None]).exp()
+    column = torch.arange(logits.shape[1], device=logits.device)
+    is_target = (column == local[:, None]) & here[:, None]
+    return (scaled * (is_target.float() - softmax)).to(dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in float32 if `total` is, without a product in between on GPUs."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += (left @ right).to(total.dtype)

@@ -3,21 +3,36 @@
 import difflib
 import json
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from torch import Tensor
 from torch.nn import functional
 
 from relax_hpc.config import ActorConfig, RunConfig
-from relax_hpc.engines.megatron.layers import PackedAttention, RMSNorm, RotaryByPosition
+from relax_hpc.engines.megatron.attention import Attend, PackedAttention
+from relax_hpc.engines.megatron.layers import (
+    FusedMLP,
+    FusedSelfAttention,
+    PackedLayer,
+    RMSNorm,
+    RotaryByPosition,
+    residual_add,
+)
+from relax_hpc.engines.megatron.logprobs import hidden_logprobs
 from relax_hpc.errors import ConfigError
 
 
@@ -167,15 +182,56 @@ def _check_divides(actor: ActorConfig, shape: Architecture) -> None:
             )
 
 
-def build(config: TransformerConfig, shape: Architecture, device: torch.device) -> GPTModel:
+class PackedGPT(GPTModel):  # type: ignore[misc]
+    """Megatron's, but its last stage gives hidden states: `logprobs` makes of them what it can."""
+
+    def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+        return hidden_states
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float,
+        float32_logits: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """[T] logprobs of `targets`, with gradient, and [T] entropy, without; T of this rank.
+
+        Args:
+            hidden: [T, 1, h], or this rank's part of T under sequence parallelism.
+        """
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=group)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        weight = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        return hidden_logprobs(
+            hidden[:, 0], weight, targets, temperature=temperature, group=group,
+            float32_logits=float32_logits,
+        )  # fmt: skip
+
+
+def build(
+    config: TransformerConfig, shape: Architecture, device: torch.device, attend: Attend
+) -> PackedGPT:
     """Builds this rank's part, weights uninitialised. Model-parallel groups must exist."""
     layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    layer.module = PackedLayer
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_add
+    layer.submodules.self_attention.module = FusedSelfAttention
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
+    attention.core_attention = partial(PackedAttention, attend=attend)
+    layer.submodules.mlp.module = FusedMLP
     num_layers = get_num_layers_to_build(config, vp_stage=None)
-    model = GPTModel(
+    model = PackedGPT(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             layer_specs=[layer] * num_layers, layer_norm=RMSNorm
@@ -187,4 +243,4 @@ def build(config: TransformerConfig, shape: Architecture, device: torch.device) 
         position_embedding_type="mrope",
     )
     model.rotary_pos_emb = RotaryByPosition(shape.head_dim, shape.rope_base, device)
-    return cast(GPTModel, model.to(device))
+    return cast(PackedGPT, model.to(device))

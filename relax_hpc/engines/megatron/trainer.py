@@ -17,9 +17,16 @@ from torch import Tensor
 
 from relax_hpc.comm.world import World
 from relax_hpc.config import RunConfig
-from relax_hpc.engines.megatron import checkpoint, cpu, hf_names, model, optimizer, packing
-from relax_hpc.engines.megatron.layers import PackedRows
-from relax_hpc.engines.megatron.logprobs import token_logprobs
+from relax_hpc.engines.megatron import (
+    attention,
+    checkpoint,
+    cpu,
+    hf_names,
+    model,
+    optimizer,
+    packing,
+)
+from relax_hpc.engines.megatron.attention import PackedRows
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.errors import ConfigError
 from relax_hpc.schema import Trajectory
@@ -55,10 +62,20 @@ class MegatronTrainer:
     step: int
     """Batches trained on; also the policy version of the weights."""
 
-    def __init__(self, config: RunConfig, world: World, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        device: torch.device,
+        *,
+        random_weights: bool = False,
+    ) -> None:
         """Builds the model and loads model.path.
 
         Needs torch.distributed initialised with the ranks of `world`.
+
+        Args:
+            random_weights: do not load them; of model.path only config.json is read.
 
         Raises:
             ConfigError: the layout does not fit the ranks or the model; a field of
@@ -78,8 +95,10 @@ class MegatronTrainer:
         self.step = 0
         self._config = config
         self._device = device
-        self._model = model.build(transformer, shape, device)
-        hf_names.load(self._model, config.model.path)
+        attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
+        self._model = model.build(transformer, shape, device, attend)
+        if not random_weights:
+            hf_names.load(self._model, config.model.path)
         self._ddp, self._optimizer = optimizer.build(config.actor.optimizer, self._model)
         self._kept: list[tuple[MicroBatch, Loss]] = []
         self._begin_pass()
@@ -202,17 +221,17 @@ class MegatronTrainer:
 
     def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """[T] logprobs of the tokens, with gradient, and [T] entropy where they were sampled."""
-        logits = self._ddp(
+        hidden = self._ddp(
             micro_batch.token_ids[None],
             micro_batch.position_ids[None],
             None,
-            packed_seq_params=PackedRows.of(micro_batch.lengths, micro_batch.cu_seqlens),
+            packed_seq_params=PackedRows.of(micro_batch.lengths, self._device),
         )
-        logprobs, entropy = token_logprobs(
-            logits[0],
+        logprobs, entropy = self._model.logprobs(
+            hidden,
             packing.next_tokens(micro_batch.token_ids),
             temperature=self._config.rollout.temperature,
-            group=mpu.get_tensor_model_parallel_group(),
+            float32_logits=self._config.actor.float32_logits,
         )
         return (
             packing.at_predicted_token(logprobs, micro_batch.is_first),

@@ -1,0 +1,265 @@
+"""Packed attention by cuDNN's graphs, through the package nvidia-cudnn-frontend.
+
+A graph is built for a padded number of documents and a padded longest one, and reused: documents
+that are not there have length 0 and cost nothing, and a new mix seldom needs a new graph.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from relax_hpc.engines.megatron.attention import Span
+
+_TOKENS = 4096
+"""Total tokens are rounded up to a multiple: they only size the workspace."""
+
+
+class Shape(NamedTuple):
+    """What a graph is built for; lengths and counts are upper bounds."""
+
+    documents: int
+    queries: int
+    """Of a document."""
+    keys: int
+    total_queries: int
+    total_keys: int
+    heads: int
+    groups: int
+    head_dim: int
+    is_square: bool
+    dtype: torch.dtype
+    scale: float
+
+
+class Layout(NamedTuple):
+    """Where the documents of a span lie: offsets in elements, [documents + 1, 1, 1, 1] int32."""
+
+    queries: Tensor
+    keys: Tensor
+    stats: Tensor
+    query_lengths: Tensor
+    """[documents, 1, 1, 1] int32, padded with 0."""
+    key_lengths: Tensor
+
+
+class Graph(NamedTuple):
+    graph: Any
+    tensors: dict[str, Any]
+    workspace_bytes: int
+
+
+class CudnnAttention:
+    """See `attention.Attend`. Keeps its graphs and one workspace; for one stream at a time."""
+
+    def __init__(self) -> None:
+        self._graphs: dict[tuple[Shape, bool], Graph] = {}
+        self._workspace: Tensor | None = None
+        self._handle: Any = None
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float
+    ) -> Tensor:
+        heads, head_dim = query.shape[1:]
+        groups = key.shape[1]
+        run = span.run
+        shape = Shape(
+            documents=_rounded(len(run.query_lengths)),
+            queries=max(128, _rounded(max(run.query_lengths))),
+            keys=max(128, _rounded(max(run.key_lengths))),
+            total_queries=_multiple(len(query)),
+            total_keys=_multiple(len(key)),
+            heads=heads,
+            groups=groups,
+            head_dim=head_dim,
+            is_square=span.is_square,
+            dtype=query.dtype,
+            scale=scale,
+        )
+        layout = span.cached("cudnn", lambda: _layout(span, shape))
+        apply = _Attention.apply
+        out = apply(query.contiguous(), key.contiguous(), value.contiguous(), self, shape, layout)  # type: ignore[no-untyped-call]
+        assert isinstance(out, Tensor)
+        return out
+
+    def execute(self, shape: Shape, *, backward: bool, tensors: dict[str, Tensor]) -> None:
+        """Runs the graph, on the current stream."""
+        import cudnn
+
+        stream = torch.cuda.current_stream().cuda_stream
+        if self._handle is None:
+            self._handle = cudnn.create_handle()
+        cudnn.set_stream(handle=self._handle, stream=stream)
+        if (shape, backward) not in self._graphs:
+            self._graphs[shape, backward] = _build(shape, self._handle, backward=backward)
+        graph = self._graphs[shape, backward]
+        if self._workspace is None or self._workspace.numel() < graph.workspace_bytes:
+            self._workspace = None  # before the larger one
+            self._workspace = torch.empty(graph.workspace_bytes, dtype=torch.uint8, device="cuda")
+        graph.graph.execute(
+            {graph.tensors[name]: tensor for name, tensor in tensors.items()},
+            self._workspace,
+            handle=self._handle,
+        )
+
+
+def _rounded(count: int) -> int:
+    """Up to a power of two or one and a half of it."""
+    power = 1 << max(0, math.ceil(math.log2(count)))
+    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= count else power
+
+
+def _multiple(tokens: int) -> int:
+    return -(-tokens // _TOKENS) * _TOKENS
+
+
+def _layout(span: Span, shape: Shape) -> Layout:
+    missing = shape.documents - len(span.run.query_lengths)
+
+    def offsets(cumulated: Tensor, elements: int) -> Tensor:
+        padded = torch.cat([cumulated, cumulated[-1:].expand(missing)])
+        return (padded * elements).to(torch.int32).view(-1, 1, 1, 1)
+
+    def lengths(cumulated: Tensor) -> Tensor:
+        padded = torch.cat([cumulated, cumulated[-1:].expand(missing)])
+        return padded.diff().view(-1, 1, 1, 1)
+
+    return Layout(
+        queries=offsets(span.cu_queries, shape.heads * shape.head_dim),
+        keys=offsets(span.cu_keys, shape.groups * shape.head_dim),
+        stats=offsets(span.cu_queries, shape.heads),
+        query_lengths=lengths(span.cu_queries),
+        key_lengths=lengths(span.cu_keys),
+    )
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention: CudnnAttention,
+        shape: Shape,
+        layout: Layout,
+    ) -> Tensor:
+        out = torch.empty_like(query)
+        stats = query.new_empty(query.shape[:2], dtype=torch.float32)
+        attention.execute(
+            shape,
+            backward=False,
+            tensors={"q": query, "k": key, "v": value, "o": out, "stats": stats} | _named(layout),
+        )
+        ctx.save_for_backward(query, key, value, out, stats)
+        ctx.rest = attention, shape, layout
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        query, key, value, out, stats = ctx.saved_tensors
+        attention, shape, layout = ctx.rest
+        grads = tuple(torch.empty_like(x) for x in (query, key, value))
+        attention.execute(
+            shape,
+            backward=True,
+            tensors={"q": query, "k": key, "v": value, "o": out, "stats": stats}
+            | {"do": grad.contiguous()}
+            | dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            | _named(layout),
+        )
+        return *grads, None, None, None
+
+
+def _named(layout: Layout) -> dict[str, Tensor]:
+    return {
+        "ragged_q": layout.queries,
+        "ragged_k": layout.keys,
+        "ragged_stats": layout.stats,
+        "len_q": layout.query_lengths,
+        "len_k": layout.key_lengths,
+    }
+
+
+def _build(shape: Shape, handle: Any, *, backward: bool) -> Graph:  # noqa: ANN401
+    import cudnn
+
+    dtype = cudnn.data_type.BFLOAT16 if shape.dtype is torch.bfloat16 else cudnn.data_type.HALF
+    f32, i32 = cudnn.data_type.FLOAT, cudnn.data_type.INT32
+    graph = cudnn.pygraph(
+        io_data_type=dtype, intermediate_data_type=f32, compute_data_type=f32, handle=handle
+    )
+    b, d = shape.documents, shape.head_dim
+    places: dict[str, Any] = {
+        name: graph.tensor(name=name, dim=[n, 1, 1, 1], stride=[1, 1, 1, 1], data_type=i32)
+        for name, n in (("ragged_q", b + 1), ("ragged_k", b + 1), ("ragged_stats", b + 1),
+                        ("len_q", b), ("len_k", b))
+    }  # fmt: skip
+
+    def of(heads: int, length: int) -> dict[str, list[int]]:
+        return {
+            "dim": [b, heads, length, d],
+            "stride": [length * heads * d, d, heads * d, 1],
+        }
+
+    queries, keys = of(shape.heads, shape.queries), of(shape.groups, shape.keys)
+    stats_of = {
+        "dim": [b, shape.heads, shape.queries, 1],
+        "stride": [shape.queries * shape.heads, 1, shape.heads, 1],
+    }
+
+    def given(name: str, where: dict[str, list[int]], ragged: str, kind: Any = dtype) -> Any:  # noqa: ANN401
+        tensor = graph.tensor(name=name, data_type=kind, **where)
+        tensor.set_ragged_offset(places[ragged])
+        return tensor
+
+    def wanted(tensor: Any, where: dict[str, list[int]], ragged: str) -> Any:  # noqa: ANN401
+        tensor.set_output(True).set_dim(where["dim"]).set_stride(where["stride"])
+        tensor.set_ragged_offset(places[ragged])
+        return tensor
+
+    tensors = {
+        "q": given("q", queries, "ragged_q"),
+        "k": given("k", keys, "ragged_k"),
+        "v": given("v", keys, "ragged_k"),
+    }
+    options: dict[str, Any] = {
+        "attn_scale": shape.scale,
+        "use_padding_mask": True,
+        "seq_len_q": places["len_q"],
+        "seq_len_kv": places["len_k"],
+        "use_causal_mask" if shape.is_square else "use_causal_mask_bottom_right": True,
+    }
+    if backward:
+        tensors |= {
+            "o": given("o", queries, "ragged_q"),
+            "do": given("do", queries, "ragged_q"),
+            "stats": given("stats", stats_of, "ragged_stats", f32),
+        }
+        dq, dk, dv = graph.sdpa_backward(
+            name="backward", q=tensors["q"], k=tensors["k"], v=tensors["v"], o=tensors["o"],
+            dO=tensors["do"], stats=tensors["stats"],
+            max_total_seq_len_q=shape.total_queries, max_total_seq_len_kv=shape.total_keys,
+            **options,
+        )  # fmt: skip
+        tensors |= {
+            "dq": wanted(dq, queries, "ragged_q"),
+            "dk": wanted(dk, keys, "ragged_k"),
+            "dv": wanted(dv, keys, "ragged_k"),
+        }
+    else:
+        out, stats = graph.sdpa(
+            name="forward", q=tensors["q"], k=tensors["k"], v=tensors["v"], is_inference=False,
+            **options,
+        )  # fmt: skip
+        tensors |= {
+            "o": wanted(out, queries, "ragged_q"),
+            "stats": wanted(stats, stats_of, "ragged_stats").set_data_type(f32),
+        }
+    graph.validate()
+    graph.build_operation_graph()
+    graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    graph.check_support()
+    graph.build_plans()
+    return Graph(graph, tensors | places, max(1, graph.get_workspace_size()))
