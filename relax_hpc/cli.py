@@ -178,6 +178,35 @@ def bench_bus_scale(
         bus_scale.plot(plot, site)
 
 
+@bench.command(
+    "train",
+    epilog="Example:  relax-hpc bench train --shape qwen3-4b --tokens 16384 --documents mix --dp 2",
+)
+def bench_train(
+    shape: Annotated[str, typer.Option(help="Whose config.json.")] = "qwen3-4b",
+    tokens: Annotated[list[int], typer.Option(help="Of a micro-batch; repeatable.")] = [16384],  # noqa: B006
+    documents: Annotated[
+        list[str], typer.Option(help="one: a single one; mix: a long tail of them; repeatable.")
+    ] = ["one"],  # noqa: B006
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
+    recompute: Annotated[str, typer.Option(help="none, mlp or full.")] = "none",
+    micro_batches: Annotated[int, typer.Option(help="Per step and data-parallel rank.")] = 1,
+    steps: Annotated[int, typer.Option(help="Timed ones, after two that are not.", min=1)] = 5,
+    overrides: Annotated[list[str], typer.Option("--set", help="actor.key=value.")] = [],  # noqa: B006
+    json_file: JsonFile = None,
+    profile: Annotated[Path | None, typer.Option(help="Append the profiler's table here.")] = None,
+) -> None:
+    """Train a model with random weights on this machine's GPUs: tokens/s, MFU, memory, phases."""
+    from relax_hpc.bench import train
+
+    works = train.works(tokens, documents, recompute, micro_batches)
+    figures = train.measure(
+        shape, works, train.Grid(dp, tp), steps=steps, overrides=overrides, profile=profile
+    )
+    typer.echo(train.show(figures, json_file))
+
+
 @bus.command("ls", epilog="Example:  relax-hpc bus ls arithmetic --json | jq .total")
 def bus_ls(
     run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False

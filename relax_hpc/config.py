@@ -139,6 +139,11 @@ class ActorConfig(Section):
     """Kernel of packed attention; auto is the first of them that works on the machine."""
     float32_logits: bool = False
     """Do not round logits to the type of the weights."""
+    recomputed_passes: list[Literal["norm", "swiglu"]] = ["norm", "swiglu"]
+    """Outputs that are made again for the gradient instead of kept: a quarter of the activations of
+    a dense layer for 1 % of the time. What else is recomputed, `transformer` says."""
+    kept_logits_gib: Annotated[float, Field(ge=0)] = 0.0
+    """Logits of this size are kept for the gradient; what is beyond is computed a second time."""
     optimizer: OptimizerConfig = OptimizerConfig()
     transformer: PassThrough = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""
@@ -287,10 +292,14 @@ def load(job: Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: unknown key, wrong type or value, bad syntax; one line per mistake.
     """
-    tree = read_toml(job)
+    return with_overrides(read_toml(job), overrides, source=str(job))
+
+
+def with_overrides(tree: dict[str, Any], overrides: Sequence[str], *, source: str) -> RunConfig:
+    """Applies `section.key=value` overrides to a parsed job, and checks it like `validate`."""
     for override in overrides:
         _merge(tree, _parse_override(override))
-    return validate(tree, source=str(job))
+    return validate(tree, source=source)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -171,16 +171,18 @@ class PackedAttention(nn.Module):
         Returns:
             [T, 1, heads * d].
         """
-        query, key, value = query[:, 0], key[:, 0], value[:, 0]
+        # Views: an index here would cost a copy, and one of zeros, in the backward pass.
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         rows = packed_seq_params
         if rows.group is not None:
             key, value = attention_context.gather_keys(key, value, rows.group)
+        if len(rows.spans) == 1:
+            return self.attend(query, key, value, rows.spans[0], self.scale).flatten(1).unsqueeze(1)
         outs = []
         for span in rows.spans:
             queries, keys = slice(*span.run.queries), slice(*span.run.keys)
             outs.append(self.attend(query[queries], key[keys], value[keys], span, self.scale))
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out.flatten(1)[:, None]
+        return torch.cat(outs).flatten(1).unsqueeze(1)
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> Attend:

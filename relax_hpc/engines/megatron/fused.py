@@ -1,13 +1,15 @@
-"""What lies between the matrix products, each in one pass over memory where torch can compile it.
+"""What lies between the matrix products, each in one pass over memory on GPUs.
 
 Norms, rotary positions and SwiGLU with their gradients by hand, so that it is said here what is
-kept for the backward pass. Everything is float32 inside. Compiled on GPUs, plain torch elsewhere.
+kept for the backward pass. Everything is float32 inside. The plain torch here says what is meant;
+on GPUs Triton kernels or torch's compiler take its place.
 T = tokens, d = channels of a head.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,8 +37,14 @@ def compiled_on_gpu(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def _kernels() -> ModuleType:
+    from relax_hpc.engines.megatron import kernels  # needs Triton, which comes with torch for GPUs
+
+    return kernels
+
+
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., h] -> [..., h], as Hugging Face computes it. Keeps `hidden`."""
+    """[..., h], contiguous -> [..., h], as Hugging Face computes it. Keeps `hidden`."""
     return _rms_norm(hidden, weight, eps)
 
 
@@ -64,11 +72,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
 @contextmanager
 def recomputed(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
     """What is called inside keeps no `output` for its backward pass, but calls `again` then."""
-    again_marker = object()
+    again_marker, place = object(), (output.data_ptr(), output.shape)
 
-    def keep(tensor: Tensor) -> object:
-        same = tensor.data_ptr() == output.data_ptr() and tensor.shape == output.shape
-        return again_marker if same else tensor
+    def keep(tensor: Tensor) -> object:  # lives as long as what it keeps: must not hold `output`
+        return again_marker if (tensor.data_ptr(), tensor.shape) == place else tensor
 
     def give(kept: object) -> Tensor:
         if kept is not again_marker:
@@ -89,20 +96,20 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
         ctx.save_for_backward(hidden, weight)
         ctx.eps = eps
-        return _norm_forward(hidden, weight, eps)
+        if hidden.is_cuda:
+            out: Tensor = _kernels().rms_norm_forward(hidden, weight, eps)
+            return out
+        return weight * _normalised(hidden, eps)[0].to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
         hidden, weight = ctx.saved_tensors
+        if hidden.is_cuda:
+            grad = grad.contiguous()
+            return *_kernels().rms_norm_backward(hidden, weight, grad, ctx.eps), None
         return *_norm_backward(hidden, weight, grad, ctx.eps), None
 
 
-@compiled_on_gpu
-def _norm_forward(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return weight * _normalised(hidden, eps)[0].to(hidden.dtype)
-
-
-@compiled_on_gpu
 def _norm_backward(
     hidden: Tensor, weight: Tensor, grad: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
@@ -135,19 +142,23 @@ class _NormAndRotate(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(mixed, query_weight, key_weight, rotation)
         ctx.eps = eps
-        return _rotate_forward(mixed, query_weight, key_weight, rotation, eps)
+        forward = _kernels().norm_and_rotate_forward if _has_kernel(mixed) else _rotate_forward
+        return forward(mixed, query_weight, key_weight, rotation, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         mixed, query_weight, key_weight, rotation = ctx.saved_tensors
         query, key, value = grads
-        by_input = _rotate_backward(
-            mixed, query_weight, key_weight, rotation, query, key, value, ctx.eps
-        )
+        backward = _kernels().norm_and_rotate_backward if _has_kernel(mixed) else _rotate_backward
+        by_input = backward(mixed, query_weight, key_weight, rotation, query, key, value, ctx.eps)
         return *by_input, None, None
 
 
-@compiled_on_gpu
+def _has_kernel(mixed: Tensor) -> bool:
+    half = mixed.shape[-1] // 2
+    return mixed.is_cuda and half & (half - 1) == 0
+
+
 def _rotate_forward(
     mixed: Tensor, query_weight: Tensor, key_weight: Tensor, rotation: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +177,6 @@ def _rotate_forward(
     )
 
 
-@compiled_on_gpu
 def _rotate_backward(
     mixed: Tensor,
     query_weight: Tensor,
@@ -205,6 +215,9 @@ class _Swiglu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ANN401
         (gate_up,) = ctx.saved_tensors
+        if gate_up.is_cuda:
+            out: Tensor = _kernels().swiglu_backward(gate_up, grad.contiguous())
+            return out
         return _swiglu_backward(gate_up, grad)
 
 
@@ -214,7 +227,6 @@ def _swiglu_forward(gate_up: Tensor) -> Tensor:
     return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
-@compiled_on_gpu
 def _swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     wide = grad.float()

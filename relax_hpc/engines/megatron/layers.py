@@ -5,7 +5,8 @@ micro-batch is one long sequence. Norm and SwiGLU outputs are not kept for the b
 computed again: a pass over memory instead of a third of all activations.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -80,6 +81,8 @@ def residual_add(
 class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
     """Megatron's, with query and key norms and the rotation in one pass."""
 
+    recompute_norm = True
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -99,7 +102,7 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
                 packed_seq_params=rows, **kwargs,
             )  # fmt: skip
             return out
-        with fused.recomputed(hidden_states, _again(hidden_states)):
+        with _kept(hidden_states, self.recompute_norm):
             mixed, _ = self.linear_qkv(hidden_states)
         if rows.rotation is None:
             angles = rotary_pos_emb[:, 0, 0, : rotary_pos_emb.shape[-1] // 2]
@@ -112,7 +115,7 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
             self.q_layernorm.weight, self.k_layernorm.weight, rows.rotation, self.q_layernorm.eps,
         )  # fmt: skip
         core = self.core_attention(
-            query[:, None], key[:, None], value[:, None], None, packed_seq_params=rows
+            query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), None, packed_seq_params=rows
         )
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(core)
         return projected
@@ -122,6 +125,8 @@ class FusedMLP(MLP):  # type: ignore[misc]
     """Megatron's, with SwiGLU in one pass; if `recompute`, the first product is made again, too."""
 
     recompute = False
+    recompute_norm = True
+    recompute_swiglu = True
 
     def forward(
         self,
@@ -135,10 +140,10 @@ class FusedMLP(MLP):  # type: ignore[misc]
                 hidden_states, per_token_scale, **kwargs
             )
             return out
-        hidden_again = _again(hidden_states)
-        with fused.recomputed(hidden_states, hidden_again):
+        with _kept(hidden_states, self.recompute_norm):
             gate_up, _ = self.linear_fc1(hidden_states)
         if self.recompute and torch.is_grad_enabled():
+            hidden_again = _again(hidden_states)
             gate_up_again = _Twice(lambda: self.linear_fc1(hidden_again())[0].detach())
             with fused.recomputed(gate_up, gate_up_again):
                 activated = fused.swiglu(gate_up)
@@ -146,7 +151,11 @@ class FusedMLP(MLP):  # type: ignore[misc]
             kept = gate_up.detach()
             gate_up_again = _Twice(lambda: kept)
             activated = fused.swiglu(gate_up)
-        with fused.recomputed(activated, lambda: fused.swiglu(gate_up_again())):
+        with (
+            fused.recomputed(activated, lambda: fused.swiglu(gate_up_again()))
+            if self.recompute or self.recompute_swiglu
+            else nullcontext()
+        ):
             projected: tuple[Tensor, Tensor | None] = self.linear_fc2(activated)
         return projected
 
@@ -173,9 +182,23 @@ class PackedLayer(TransformerLayer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init__(*args, **kwargs)
-        if self.recompute_mlp and isinstance(self.mlp, FusedMLP):
+        if type(self.mlp) is MLP:  # Megatron warns of other classes in the specification
+            self.mlp.__class__ = FusedMLP
+            self.mlp.recompute = self.recompute_mlp
             self.recompute_mlp = False
-            self.mlp.recompute = True
+
+
+def set_recomputed(model: nn.Module, passes: Collection[str]) -> None:
+    """Which outputs are made again for the gradient instead of kept: "norm", "swiglu"."""
+    for module in model.modules():
+        if isinstance(module, FusedSelfAttention | FusedMLP):
+            module.recompute_norm = "norm" in passes
+        if isinstance(module, FusedMLP):
+            module.recompute_swiglu = "swiglu" in passes
+
+
+def _kept(hidden: Tensor, recompute: bool) -> AbstractContextManager[None]:
+    return fused.recomputed(hidden, _again(hidden)) if recompute else nullcontext()
 
 
 def _again(hidden: Tensor) -> Callable[[], Tensor]:

@@ -13,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.engines.megatron.fused import compiled_on_gpu
+from relax_hpc.engines.megatron.gradient_fusion import add_product
 
 _CHUNK_BYTES = 1 << 30
 """Of logits; their gradient takes as much once more."""
+_GIB = 1 << 30
 
 
 def hidden_logprobs(
@@ -26,6 +28,7 @@ def hidden_logprobs(
     temperature: float,
     group: dist.ProcessGroup,
     float32_logits: bool = False,
+    kept_gib: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities under softmax(hidden @ weight.T / temperature).
 
@@ -38,11 +41,12 @@ def hidden_logprobs(
         targets: [T] int64 token ids in 0..V-1, the same on every rank of `group`.
         group: tensor-parallel ranks, in the order of their slices.
         float32_logits: do not round logits to the type of the weights.
+        kept_gib: logits of this size are kept for the gradient, not made again.
 
     Returns:
         [T] nats, logprob of the target, with gradient; [T] nats, entropy, without.
     """
-    head = Head(temperature, group, float32_logits)
+    head = Head(temperature, group, float32_logits, kept_gib if torch.is_grad_enabled() else 0.0)
     return _hidden_logprobs(hidden, weight, targets, head)
 
 
@@ -50,7 +54,7 @@ def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """As `hidden_logprobs`, of logits that are there: [T, V/tp], with gradient."""
-    return _token_logprobs(logits, targets, Head(temperature, group, False))
+    return _token_logprobs(logits, targets, Head(temperature, group))
 
 
 class Head(NamedTuple):
@@ -58,7 +62,8 @@ class Head(NamedTuple):
 
     temperature: float
     group: dist.ProcessGroup
-    float32_logits: bool
+    float32_logits: bool = False
+    kept_gib: float = 0.0
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """[t, V/tp]."""
@@ -80,12 +85,16 @@ class _HiddenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         local, here = _local(targets, weight.shape[0], head.group)
         stats = hidden.new_empty(4, len(hidden), dtype=torch.float32)
+        kept, room = [], head.kept_gib * _GIB
         for part in _chunks(len(hidden), weight.shape[0], head):
             logits = head.logits(hidden[part], weight)
             stats[:, part] = _statistics(logits, local[part], head.temperature)
+            room -= logits.nbytes
+            if room >= 0:
+                kept.append(logits)
         logprobs, entropy, normalizer = _combined(stats, here, head.group)
         ctx.save_for_backward(hidden, weight, local, here, normalizer)
-        ctx.head = head
+        ctx.head, ctx.kept = head, kept
         ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
@@ -102,13 +111,16 @@ class _HiddenLogprobs(torch.autograd.Function):
         if weight_grad is None:
             weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         hidden_grad = torch.empty_like(hidden)
+        kept = ctx.kept
         for part in _chunks(len(hidden), weight.shape[0], head):
+            logits = kept.pop(0) if kept else head.logits(hidden[part], weight)
             logits_grad = _logits_gradient(
-                head.logits(hidden[part], weight), local[part], here[part], normalizer[part],
-                grad[part], head.temperature, hidden.dtype,
+                logits, local[part], here[part], normalizer[part], grad[part],
+                head.temperature, hidden.dtype,
             )  # fmt: skip
+            del logits
             torch.mm(logits_grad, weight, out=hidden_grad[part])
-            _add_product(weight_grad, logits_grad.t(), hidden[part])
+            add_product(weight_grad, logits_grad.t(), hidden[part])
         if main_grad is None:
             return hidden_grad, weight_grad.to(weight.dtype), None, None
         weight.grad_added_to_main_grad = True  # Megatron's hook then adds nothing but, where the
@@ -209,13 +221,3 @@ def _logits_gradient(
     column = torch.arange(logits.shape[1], device=logits.device)
     is_target = (column == local[:, None]) & here[:, None]
     return (scaled * (is_target.float() - softmax)).to(dtype)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in float32 if `total` is, without a product in between on GPUs."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += (left @ right).to(total.dtype)

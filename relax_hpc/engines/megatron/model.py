@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from relax_hpc.config import ActorConfig, RunConfig
+from relax_hpc.engines.megatron import gradient_fusion
 from relax_hpc.engines.megatron.attention import Attend, PackedAttention
 from relax_hpc.engines.megatron.layers import (
-    FusedMLP,
     FusedSelfAttention,
     PackedLayer,
     RMSNorm,
@@ -131,9 +131,9 @@ def transformer_config(config: RunConfig, shape: Architecture) -> TransformerCon
         "calculate_per_token_loss": True,
         # Any value: the only positions Megatron hands to a rotary module are multimodal ones.
         "mrope_section": [shape.head_dim // 2],
+        "gradient_accumulation_fusion": gradient_fusion.install(),
         # These need Transformer Engine or Apex.
         "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
         "bias_dropout_fusion": False,
@@ -195,11 +195,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         *,
         temperature: float,
         float32_logits: bool = False,
+        kept_gib: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """[T] logprobs of `targets`, with gradient, and [T] entropy, without; T of this rank.
 
         Args:
             hidden: [T, 1, h], or this rank's part of T under sequence parallelism.
+            float32_logits: and `kept_gib`, see `logprobs.hidden_logprobs`.
         """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
@@ -212,8 +214,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
             else self.output_layer.weight
         )
         return hidden_logprobs(
-            hidden[:, 0], weight, targets, temperature=temperature, group=group,
-            float32_logits=float32_logits,
+            hidden.squeeze(1), weight, targets, temperature=temperature, group=group,
+            float32_logits=float32_logits, kept_gib=kept_gib,
         )  # fmt: skip
 
 
@@ -229,7 +231,6 @@ def build(
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = partial(PackedAttention, attend=attend)
-    layer.submodules.mlp.module = FusedMLP
     num_layers = get_num_layers_to_build(config, vp_stage=None)
     model = PackedGPT(
         config=config,

@@ -1,14 +1,19 @@
-"""Megatron's DDP and distributed Adam, made once; the schedule; one guarded update."""
+"""Megatron's DDP and distributed Adam, made once; the schedule; one guarded update.
+
+Gradients are sums over tokens until Adam reads them: their mean and the clipping are one factor.
+"""
 
 import math
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
 
 from relax_hpc.config import OptimizerConfig
 
@@ -56,17 +61,46 @@ def build(
     )
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler; norms get 0
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    _use_fused_kernel(optimizer)
+    _use_one_pass(optimizer)
     _make_state(optimizer)
     return ddp, optimizer
 
 
-def _use_fused_kernel(optimizer: ChainedOptimizer) -> None:
-    """Of torch's AdamW, on GPUs: one pass over memory, and no temporaries of the model's size."""
+class OnePassAdamW(torch.optim.AdamW):
+    """Torch's, in one pass over memory on a GPU, which multiplies the gradient on its way."""
+
+    grad_scale: float = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Updates float32 parameters in place."""
+        from relax_hpc.engines.megatron import kernels
+
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                state["step"] += 1
+                kernels.adamw(
+                    parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"],
+                    grad_scale=self.grad_scale, lr=group["lr"], betas=group["betas"],
+                    eps=group["eps"], weight_decay=group["weight_decay"],
+                    step=float(state["step"]),
+                )  # fmt: skip
+
+
+def _use_one_pass(optimizer: ChainedOptimizer) -> None:
     for part in optimizer.chained_optimizers:
-        for group in part.optimizer.param_groups:
-            if all(parameter.is_cuda for parameter in group["params"]):
-                group |= {"fused": True, "foreach": False}
+        parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
+        if type(part.optimizer) is torch.optim.AdamW and all(
+            p.is_cuda and p.dtype == torch.float32 for p in parameters
+        ):
+            part.optimizer.__class__ = OnePassAdamW
 
 
 def _make_state(optimizer: ChainedOptimizer) -> None:
@@ -86,21 +120,37 @@ def set_learning_rate(optimizer: ChainedOptimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def update(optimizer: ChainedOptimizer) -> tuple[float, bool]:
-    """Clips and applies the reduced gradients, unless they are not finite.
+def total_tokens(num_tokens: Tensor) -> int:
+    """Trained tokens of all ranks; those of a pipeline are counted by its last stage.
+
+    Args:
+        num_tokens: [] int64, of this rank.
+    """
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        last = mpu.get_pipeline_model_parallel_last_rank()
+        dist.broadcast(num_tokens, last, group=mpu.get_pipeline_model_parallel_group())
+    dist.all_reduce(num_tokens, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    return int(num_tokens)
+
+
+def update(optimizer: ChainedOptimizer, scale: float) -> tuple[float, bool]:
+    """Clips and applies the reduced gradients times `scale`, unless they are not finite.
 
     Returns:
         Norm of the whole model's gradient before clipping, and whether the weights changed.
     """
     optimizer.prepare_grads()
-    norm = _gradient_norm(optimizer)
+    norm = scale * _gradient_norm(optimizer)
     if not math.isfinite(norm):
         return norm, False
     largest = optimizer.config.clip_grad
     if 0 < largest < norm:
-        for part in optimizer.chained_optimizers:
-            gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
-            torch._foreach_mul_(gradients, largest / (norm + 1e-6))
+        scale *= largest / (norm + 1e-6)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, OnePassAdamW):
+            part.optimizer.grad_scale = scale
+        elif gradients := [p.grad for p in part.get_parameters() if p.grad is not None]:
+            torch._foreach_mul_(gradients, scale)
     optimizer.step_with_ready_grads()
     return norm, True
 

@@ -22,6 +22,7 @@ from relax_hpc.engines.megatron import (
     checkpoint,
     cpu,
     hf_names,
+    layers,
     model,
     optimizer,
     packing,
@@ -97,6 +98,7 @@ class MegatronTrainer:
         self._device = device
         attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
         self._model = model.build(transformer, shape, device, attend)
+        layers.set_recomputed(self._model, config.actor.recomputed_passes)
         if not random_weights:
             hf_names.load(self._model, config.model.path)
         self._ddp, self._optimizer = optimizer.build(config.actor.optimizer, self._model)
@@ -232,6 +234,7 @@ class MegatronTrainer:
             packing.next_tokens(micro_batch.token_ids),
             temperature=self._config.rollout.temperature,
             float32_logits=self._config.actor.float32_logits,
+            kept_gib=self._config.actor.kept_logits_gib,
         )
         return (
             packing.at_predicted_token(logprobs, micro_batch.is_first),
@@ -265,11 +268,12 @@ class MegatronTrainer:
 
     def _end_pass(self) -> dict[str, float]:
         """Sums the gradient over ranks, divides it by their tokens and applies it."""
-        finalize_model_grads([self._ddp], num_tokens=self._num_tokens)  # sums the tokens, too
-        metrics = self._sums.over(mpu.get_data_parallel_group(), num_tokens=int(self._num_tokens))
+        finalize_model_grads([self._ddp])
+        num_tokens = optimizer.total_tokens(self._num_tokens)
+        metrics = self._sums.over(mpu.get_data_parallel_group(), num_tokens=num_tokens)
         norm, updated = math.nan, False
         if math.isfinite(metrics["loss"]):
-            norm, updated = optimizer.update(self._optimizer)
+            norm, updated = optimizer.update(self._optimizer, 1 / max(num_tokens, 1))
         self._begin_pass()
         return metrics | {"grad_norm": norm, "skipped": float(not updated)}
 

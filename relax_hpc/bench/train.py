@@ -1,0 +1,233 @@
+"""Training steps of a model with random weights: tokens per second, MFU, memory, time per phase.
+
+It is the trainer of a run, fed as the actor feeds it, without the bus. Nothing but a config.json is
+written: Megatron-core draws the weights on the GPU.
+"""
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from relax_hpc.bench.report import machine
+from relax_hpc.errors import ConfigError
+from relax_hpc.records import write_json
+
+Documents = Literal["one", "mix"]
+PEAK_FLOPS = 989e12
+"""Dense bf16 of an H100 or H200, by its datasheet."""
+_FORMULA = "(6 N T + 6 layers heads head_dim sum(length^2)) / (seconds x 989e12)"
+_JOIN_S = 120
+
+_QWEN3 = {
+    "model_type": "qwen3", "hidden_act": "silu", "vocab_size": 151936, "head_dim": 128,
+    "num_key_value_heads": 8, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-4b": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728,
+                          "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072,
+                            "num_hidden_layers": 28, "num_attention_heads": 16},
+    "tiny": _QWEN3 | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2,
+                      "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                      "num_attention_heads": 4},
+}  # fmt: skip
+"""config.json of what can be measured; `tiny` is for machines without a GPU."""
+
+
+class Work(NamedTuple):
+    """What one step trains on, per data-parallel rank."""
+
+    tokens: int
+    """Of a micro-batch."""
+    documents: Documents = "one"
+    recompute: str = "none"
+    """`none`, `mlp` (one of its products again) or `full`."""
+    micro_batches: int = 1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """How the ranks share the model and the batch."""
+
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.data_parallel * self.tensor_parallel
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One measurement; seconds are medians over the steps."""
+
+    shape: str
+    grid: str
+    overrides: str
+    tokens: int
+    documents: Documents
+    recompute: str
+    micro_batches: int
+    step_s: float
+    forward_s: float
+    """Of the same micro-batches, without gradient."""
+    forward_backward_s: float
+    update_s: float
+    """Gradient reduction, norm, Adam, and gathering the weights."""
+    tokens_per_s: float
+    """Of all GPUs together."""
+    tokens_per_s_per_gpu: float
+    mfu: float
+    peak_gib: float
+    loss: float
+
+
+def flops(shape: dict[str, Any], lengths: Sequence[int]) -> float:
+    """Of one forward and backward over documents of these lengths, nothing recomputed.
+
+    6 N T for T tokens and N weights in matrix products (the output layer's, not the embedding's),
+    and 3 x 2 x layers x heads x head_dim x length^2 per document: causal attention is half of a
+    square, forward 2 products, backward twice that (its own recomputation does not count).
+    """
+    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
+    queries = shape["num_attention_heads"] * shape["head_dim"]
+    keys = shape["num_key_value_heads"] * shape["head_dim"]
+    layer = hidden * (2 * queries + 2 * keys + 3 * shape["intermediate_size"])
+    weights = layers * layer + shape["vocab_size"] * hidden
+    square = sum(float(length) ** 2 for length in lengths)
+    return float(6 * weights * sum(lengths) + 6 * layers * queries * square)
+
+
+def lengths_of(work: Work, seed: int) -> list[int]:
+    """Documents of a micro-batch: one, or a long tail of them, new for every seed."""
+    if work.documents == "one":
+        return [work.tokens]
+    rng = np.random.default_rng(seed)
+    lengths: list[int] = []
+    while (left := work.tokens - sum(lengths)) > 0:
+        length = int(np.clip(rng.lognormal(np.log(600), 1.2), 16, work.tokens // 2))
+        lengths.append(length if left - length >= 16 else left)
+    return lengths
+
+
+def works(
+    tokens: Sequence[int], documents: Sequence[str], recompute: str, micro_batches: int
+) -> list[Work]:
+    """Every size with every kind of documents.
+
+    Raises:
+        ConfigError: no such kind, no such way to recompute.
+    """
+    for option, values, known in (
+        ("--documents", documents, ("one", "mix")),
+        ("--recompute", [recompute], ("none", "mlp", "full")),
+    ):
+        for value in values:
+            if value not in known:
+                raise ConfigError(f"{option} {value}: is none of {', '.join(known)}")
+    return [
+        Work(size, "one" if kind == "one" else "mix", recompute, micro_batches)
+        for size in tokens
+        for kind in documents
+    ]
+
+
+def show(figures: Sequence[Figures], json_file: Path | None) -> str:
+    """A line per measurement, with the formula of MFU; if asked for, all of it as JSON."""
+    heads = ("grid", "tokens", "documents", "recompute", "tokens/s", "per GPU", "MFU", "step",
+             "forward", "+ backward", "update", "peak")  # fmt: skip
+    lines: list[tuple[str, ...]] = [heads]
+    for row in figures:
+        phases = (row.step_s, row.forward_s, row.forward_backward_s, row.update_s)
+        lines.append((
+            row.grid, f"{row.micro_batches} x {row.tokens}", row.documents, row.recompute,
+            f"{row.tokens_per_s:.0f}", f"{row.tokens_per_s_per_gpu:.0f}", f"{row.mfu:.1%}",
+            *(f"{1e3 * phase:.0f} ms" for phase in phases), f"{row.peak_gib:.1f} GiB",
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(map(str.rjust, line, widths)) for line in lines]
+    if json_file is not None:
+        rows = [asdict(row) for row in figures]
+        write_json(json_file, {"machine": machine(), "mfu": _FORMULA, "rows": rows})
+    return "\n".join([f"{machine()}; MFU = {_FORMULA}", *table])
+
+
+def measure(
+    shape: str,
+    works: Sequence[Work],
+    grid: Grid,
+    *,
+    steps: int = 5,
+    overrides: Sequence[str] = (),
+    profile: Path | None = None,
+) -> list[Figures]:
+    """Measures every `Work` on as many GPUs as the grid has ranks; on CPUs without any.
+
+    Args:
+        overrides: `section.key=value` of the job, for example "actor.attention=varlen".
+        profile: gets the table of the profiler for one step of every work, by rank 0.
+
+    Raises:
+        ConfigError: no such shape; more ranks than GPUs.
+    """
+    import torch
+
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape}: is none of {', '.join(SHAPES)}")
+    gpus = torch.cuda.device_count()
+    if gpus and grid.size > gpus:
+        raise ConfigError(f"dp x tp = {grid.size} ranks, but {gpus} GPUs are here; use fewer")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+        task = Task(folder, shape, tuple(works), grid, steps, tuple(overrides), profile)
+        return _on_ranks(task)
+
+
+class Task(NamedTuple):
+    folder: Path
+    shape: str
+    works: tuple[Work, ...]
+    grid: Grid
+    steps: int
+    overrides: tuple[str, ...]
+    profile: Path | None
+
+    @property
+    def results(self) -> Path:
+        return self.folder / "figures.json"
+
+
+def _on_ranks(task: Task) -> list[Figures]:
+    # Megatron's tensor parallelism overlaps only if kernels start in the order they were launched.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    from relax_hpc.bench import train_rank
+
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=train_rank.run, args=(rank, task), daemon=False)
+        for rank in range(task.grid.size)
+    ]
+    for process in ranks:
+        process.start()
+    while any(process.is_alive() for process in ranks):
+        time.sleep(0.2)
+        if any(process.exitcode for process in ranks):  # the others would wait for it
+            break
+    for process in ranks:
+        if process.is_alive():
+            process.join(0 if any(p.exitcode for p in ranks) else _JOIN_S)
+            process.kill()
+    if not task.results.exists():
+        raise ConfigError("a rank failed; its error is above")
+    return [Figures(**figures) for figures in json.loads(task.results.read_text())]

@@ -1,0 +1,260 @@
+"""One rank of `bench.train`: builds the trainer, takes steps, times them."""
+
+import gc
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relax_hpc.algorithms.losses import LossOutput, grpo
+from relax_hpc.bench.train import PEAK_FLOPS, SHAPES, Figures, Task, Work, flops, lengths_of
+from relax_hpc.comm.torch_group import init_torch
+from relax_hpc.comm.world import World, connect
+from relax_hpc.config import RunConfig, with_overrides
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.schema import FinishReason, Trajectory
+
+log = logging.getLogger(__name__)
+
+_WARM_UP = 2
+
+
+def run(rank: int, task: Task) -> None:
+    """Measures every work of the task; rank 0 writes what it finds, after each."""
+    logging.basicConfig(level=logging.WARNING)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    rendezvous = task.folder / "rendezvous.json"
+    world = connect("files", rank=rank, size=task.grid.size, rendezvous=rendezvous)
+    init_torch(world, device="cuda" if on_gpu else "cpu")
+    measured: list[dict[str, Any]] = []
+    for work in task.works:
+        figures = _measure(task, work, world, device)
+        measured.append(asdict(figures))
+        if rank == 0:
+            task.results.write_text(json.dumps(measured))
+        gc.collect()  # the trainer before the next one
+        if on_gpu:
+            torch.cuda.empty_cache()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Batch(NamedTuple):
+    """What one step trains on, on this rank."""
+
+    rows: list[Trajectory]
+    micro_batches: list[list[int]]
+    lengths: list[list[int]]
+    """Of the documents, per micro-batch."""
+
+
+@dataclass
+class Seconds:
+    """Of every timed step."""
+
+    forward: list[float] = field(default_factory=list)
+    train: list[float] = field(default_factory=list)
+    update: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    """Tokens per second, of all ranks."""
+    flops: list[float] = field(default_factory=list)
+    """Per second and rank."""
+
+
+def _measure(task: Task, work: Work, world: World, device: torch.device) -> Figures:
+    trainer = MegatronTrainer(_config(task, work), world, device, random_weights=True)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, last_loss = Seconds(), 0.0
+    for step in range(_WARM_UP + task.steps):
+        batch = _batch(task, work, step, trainer.dp_rank)
+        dist.barrier()
+        begin = _now(device)
+        _accumulate(trainer, batch)
+        trained = _now(device)
+        last_loss = trainer.update()["loss"]
+        end = _now(device)
+        if step >= _WARM_UP:
+            _note(seconds, task, batch, begin, trained, end)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    for step in range(3):
+        batch = _batch(task, work, step, trainer.dp_rank)
+        begin = _now(device)
+        trainer.forward_logprobs(batch.rows, batch.micro_batches)
+        seconds.forward.append(_now(device) - begin)
+    if task.profile is not None:
+        batch = _batch(task, work, _WARM_UP + task.steps, trainer.dp_rank)
+
+        def one_step() -> None:
+            _accumulate(trainer, batch)
+            trainer.update()
+
+        _profile(one_step, task.profile if dist.get_rank() == 0 else None, str(work))
+    return _figures(task, work, seconds, peak, last_loss)
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _accumulate(trainer: MegatronTrainer, batch: Batch) -> None:
+    advantages = np.ones(len(batch.rows), np.float32)
+    trainer.accumulate(batch.rows, batch.micro_batches, advantages, _loss)
+
+
+def _note(
+    seconds: Seconds, task: Task, batch: Batch, begin: float, trained: float, end: float
+) -> None:
+    seconds.train.append(trained - begin)
+    seconds.update.append(end - trained)
+    tokens = sum(map(sum, batch.lengths)) * task.grid.data_parallel
+    seconds.rates.append(tokens / (end - begin))
+    of_batch = sum(flops(SHAPES[task.shape], documents) for documents in batch.lengths)
+    seconds.flops.append(of_batch / task.grid.tensor_parallel / (end - begin))
+
+
+def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float) -> Figures:
+    train, update = statistics.median(seconds.train), statistics.median(seconds.update)
+    rate = statistics.median(seconds.rates)
+    return Figures(
+        shape=task.shape,
+        grid=f"dp{task.grid.data_parallel} tp{task.grid.tensor_parallel}",
+        overrides=" ".join(task.overrides),
+        tokens=work.tokens,
+        documents=work.documents,
+        recompute=work.recompute,
+        micro_batches=work.micro_batches,
+        step_s=train + update,
+        forward_s=statistics.median(seconds.forward),
+        forward_backward_s=train,
+        update_s=update,
+        tokens_per_s=rate,
+        tokens_per_s_per_gpu=rate / task.grid.size,
+        mfu=statistics.median(seconds.flops) / PEAK_FLOPS,
+        peak_gib=peak,
+        loss=loss,
+    )
+
+
+def _batch(task: Task, work: Work, step: int, dp_rank: int) -> Batch:
+    batch = Batch([], [], [])
+    for index in range(work.micro_batches):
+        seed = (step * work.micro_batches + index) * task.grid.data_parallel + dp_rank
+        lengths = lengths_of(work, seed)
+        first = len(batch.rows)
+        batch.rows.extend(_trajectories(SHAPES[task.shape]["vocab_size"], lengths, seed))
+        batch.micro_batches.append(list(range(first, len(batch.rows))))
+        batch.lengths.append(lengths)
+    return batch
+
+
+def _loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
+    assert tokens.old_logprobs is not None
+    return grpo(
+        logprobs, tokens.old_logprobs, tokens.rollout_logprobs, tokens.advantages,
+        tokens.loss_mask, clip_low=0.2, clip_high=0.28, importance_cap=2.0,
+    )  # fmt: skip
+
+
+def _config(task: Task, work: Work) -> RunConfig:
+    transformer: dict[str, Any] = {"sequence_parallel": task.grid.tensor_parallel > 1}
+    if work.recompute == "mlp":
+        transformer |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    elif work.recompute == "full":
+        layers = SHAPES[task.shape]["num_hidden_layers"]
+        transformer |= {"recompute_granularity": "full", "recompute_method": "block",
+                        "recompute_num_layers": layers}  # fmt: skip
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    tree = {
+        "name": "bench",
+        "model": {"path": str(task.folder), "dtype": dtype},
+        "prompts": {"train": "unused", "heldout": "unused"},
+        "actor": {
+            "tensor_parallel": task.grid.tensor_parallel,
+            "data_parallel": task.grid.data_parallel,
+            "tokens_per_micro_batch": work.tokens,
+            "transformer": transformer,
+        },
+        "algorithm": {"num_steps": 1000},
+    }
+    return with_overrides(tree, task.overrides, source="bench train")
+
+
+def _trajectories(vocabulary: int, lengths: Sequence[int], seed: int) -> list[Trajectory]:
+    rng = np.random.default_rng(seed)
+    rows: list[Trajectory] = []
+    for sibling, length in enumerate(lengths):
+        mask = np.ones(length, np.uint8)
+        mask[:1] = 0
+        rows.append(
+            Trajectory(
+                guid=seed,
+                sibling=sibling,
+                prompt_index=0,
+                seed=0,
+                token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
+                prompt_len=1,
+                loss_mask=mask,
+                rollout_logprobs=np.full(length, -np.log(vocabulary), np.float32),
+                version_runs=np.array([[1, 0]], np.int32),
+                finish=FinishReason.STOP,
+                reward=0.0,
+            )
+        )
+    return rows
+
+
+def _profile(step: Callable[[], None], file: Path | None, title: str) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    if file is None:
+        step()
+        return
+    kinds = [ProfilerActivity.CPU]
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        kinds.append(ProfilerActivity.CUDA)
+    with profile(activities=kinds) as profiler:
+        step()
+    key = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    table = profiler.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=90)
+    with file.open("a") as out:
+        out.write(f"== {title}\n{table}\n")
+        out.writelines(f"idle {gap}\n" for gap in _gaps(profiler))
+
+
+def _gaps(profiler: Any) -> list[str]:  # noqa: ANN401
+    """The longest times the GPU had nothing to do, longest first, with what came before."""
+    events = sorted(
+        (e.start_ns(), e.start_ns() + e.duration_ns(), e.name())
+        for e in profiler.profiler.kineto_results.events()
+        if e.device_type() == torch.autograd.DeviceType.CUDA
+    )
+    gaps, last, before = [], 0, "start"
+    for start, end, name in events:
+        if last and start > last:
+            gaps.append((start - last, before, name))
+        if end > last:
+            last, before = end, name
+    total = sum(gap for gap, *_ in gaps) / 1e6
+    longest = sorted(gaps, reverse=True)[:12]
+    return [f"{total:.1f} ms in all"] + [
+        f"{gap / 1e6:.2f} ms between {a[:60]} and {b[:60]}" for gap, a, b in longest
+    ]

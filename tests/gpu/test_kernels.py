@@ -1,0 +1,224 @@
+"""On a GPU: attention kernels, fused passes and the output layer against plain torch in float64.
+
+Run by run_train.sh, on a machine with a GPU; skipped elsewhere.
+"""
+
+import pytest
+import torch
+from torch.nn import functional
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+import torch.distributed as dist
+
+from relax_hpc.engines.megatron import attention, fused, logprobs
+from relax_hpc.engines.megatron.attention import PackedRows, Span
+
+DEVICE = torch.device("cuda", 0)
+HEADS, GROUPS, D = 8, 2, 128
+MIXES = {
+    "one": [1024],
+    "odd": [1001],
+    "mix": [700, 3, 1, 250, 128, 65, 501, 400],
+    "many": [17] * 100,
+}
+
+
+class Ranks:
+    """Stands for a context-parallel group: only its size and rank are asked for."""
+
+    def __init__(self, size, rank):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+def relative(mine, theirs):
+    mine, theirs = mine.double(), theirs.double()
+    return float((mine - theirs).norm() / theirs.norm().clamp_min(1e-30))
+
+
+def dense(query, key, value, span: Span, scale):
+    """Document by document, in float64, with the mask written out."""
+    outs, at, of = [], 0, 0
+    for queries, keys in zip(span.run.query_lengths, span.run.key_lengths, strict=True):
+        q = query[at : at + queries].double().transpose(0, 1)
+        k, v = (x[of : of + keys].double().transpose(0, 1) for x in (key, value))
+        k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) * scale
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+        outs.append((scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+        at, of = at + queries, of + keys
+    return torch.cat(outs)
+
+
+def spans(mix, size):
+    lengths = list(MIXES[mix])
+    if size > 1:
+        lengths.append(-sum(lengths) % (2 * size) or 2 * size)
+    return [
+        span
+        for rank in range(size)
+        for span in PackedRows.of(lengths, DEVICE, Ranks(size, rank) if size > 1 else None).spans
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("kernel", ["cudnn", "varlen", "sdpa"])
+def test_attention_and_its_gradient_are_those_of_a_dense_one(kernel, mix, size):
+    attend = attention.choose(kernel, DEVICE, torch.bfloat16)
+    for span in spans(mix, size):
+        torch.manual_seed(0)
+        made = [
+            torch.randn(count, heads, D, device=DEVICE, dtype=torch.bfloat16)
+            for count, heads in (
+                (sum(span.run.query_lengths), HEADS),
+                (sum(span.run.key_lengths), GROUPS),
+                (sum(span.run.key_lengths), GROUPS),
+            )
+        ]
+        upstream = torch.randn_like(made[0])
+        results = []
+        for how in (attend, dense):
+            inputs = [x.clone().requires_grad_() for x in made]
+            out = how(*inputs, span, 0.1)
+            out.backward(upstream.to(out.dtype))
+            results.append([out, *(x.grad for x in inputs)])
+        for what, mine, theirs in zip("oqkv", *results, strict=True):
+            assert relative(mine, theirs) < 0.012, (what, span.run)
+
+
+def gradients(function, inputs, upstreams):
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    outs = function(*inputs)
+    outs = outs if isinstance(outs, tuple) else (outs,)
+    torch.autograd.backward(outs, [u.to(o.dtype) for o, u in zip(outs, upstreams, strict=True)])
+    return [*outs, *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("tokens", [1000, 777])
+def test_fused_passes_are_those_of_plain_torch_in_float64(tokens):
+    torch.manual_seed(0)
+
+    def normal(*size):
+        return torch.randn(*size, device=DEVICE, dtype=torch.bfloat16)
+
+    angles = torch.rand(tokens, D // 2, device=DEVICE) * 1000
+    rotation = torch.stack([angles.cos(), angles.sin()], dim=1)
+
+    def norm(hidden, weight):
+        return functional.rms_norm(hidden, hidden.shape[-1:], weight, 1e-6)
+
+    def plain_rotate(mixed, query_weight, key_weight):
+        cos, sin = rotation.double()[:, None].unbind(2)
+
+        def turned(x):
+            a, b = x.chunk(2, -1)
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        query = norm(mixed[:, :, :-2], query_weight).flatten(1, 2)
+        key = norm(mixed[:, :, -2], key_weight)
+        return turned(query), turned(key), mixed[:, :, -1]
+
+    def plain_swiglu(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return functional.silu(gate) * up
+
+    for mine, plain, inputs, outs in (
+        (lambda h, w: fused.rms_norm(h, w, 1e-6), norm, [(tokens, 1, 2560), (2560,)],
+         [(tokens, 1, 2560)]),
+        (lambda m, q, k: fused.norm_and_rotate(m, q, k, rotation, 1e-6), plain_rotate,
+         [(tokens, GROUPS, HEADS // GROUPS + 2, D), (D,), (D,)],
+         [(tokens, HEADS, D), (tokens, GROUPS, D), (tokens, GROUPS, D)]),
+        (fused.swiglu, plain_swiglu, [(tokens, 1, 5120)], [(tokens, 1, 2560)]),
+    ):  # fmt: skip
+        made, upstreams = [normal(*size) for size in inputs], [normal(*size) for size in outs]
+        ours = gradients(mine, made, upstreams)
+        theirs = gradients(plain, [x.double() for x in made], [u.double() for u in upstreams])
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert relative(a, b) < 0.006, index
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A process group of one."""
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "file"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("float32_logits", [False, True])
+def test_output_layer_of_32k_tokens_and_152k_vocabulary_fits_in_4_gib_extra(alone, float32_logits):
+    tokens, vocabulary, hidden_size = 32768, 151936, 2560
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, device=DEVICE, dtype=torch.bfloat16)
+    weight = 0.02 * torch.randn(vocabulary, hidden_size, device=DEVICE, dtype=torch.bfloat16)
+    weight.requires_grad_()
+    weight.main_grad = torch.zeros(vocabulary, hidden_size, device=DEVICE)
+    targets = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
+    upstream = torch.randn(tokens, device=DEVICE)
+    hidden.requires_grad_()
+
+    def both():
+        values, entropy = logprobs.hidden_logprobs(
+            hidden, weight, targets, temperature=0.9, group=alone, float32_logits=float32_logits
+        )
+        values.backward(upstream)
+        return values.detach(), entropy
+
+    both()  # compiles
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        weight.main_grad.zero_()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        values, entropy = both()
+        end.record()
+        torch.cuda.synchronize()
+        extra = (torch.cuda.max_memory_allocated() - before) / 2**30
+    print(
+        f"\n32k x 152k, float32_logits={float32_logits}: {begin.elapsed_time(end):.0f} ms, "
+        f"{extra:.2f} GiB extra"
+    )
+    assert extra < 4
+    chosen = torch.arange(0, tokens, 997, device=DEVICE)
+    table = (hidden[chosen].double() @ weight.double().t() / 0.9).log_softmax(-1)
+    expected = table.gather(1, targets[chosen, None])[:, 0]
+    worst = float((values[chosen] - expected).abs().max())
+    print(f"largest error of a logprob {worst:.1e} nats")
+    assert worst < (2e-4 if float32_logits else 0.03)
+    assert float((entropy[chosen] + (table.exp() * table).sum(-1)).abs().max()) < 0.01
+    rows = upstream[chosen, None] / 0.9
+    onehot = torch.zeros_like(table).scatter_(1, targets[chosen, None], 1.0)
+    grad = (rows * (onehot - table.exp())) @ weight.double()
+    assert relative(hidden.grad[chosen], grad) < 0.01
+
+
+def test_the_weights_gradient_is_that_of_torch(alone):
+    torch.manual_seed(0)
+    hidden = torch.randn(3000, 256, device=DEVICE, dtype=torch.bfloat16)
+    weight = (0.1 * torch.randn(5000, 256, device=DEVICE, dtype=torch.bfloat16)).requires_grad_()
+    targets = torch.randint(0, 5000, (3000,), device=DEVICE)
+    upstream = torch.randn(3000, device=DEVICE)
+    wide = weight.detach().double().requires_grad_()
+    table = (hidden.double() @ wide.t()).log_softmax(-1)
+    table.gather(1, targets[:, None])[:, 0].backward(upstream.double())
+    weight.main_grad = torch.ones(5000, 256, device=DEVICE)  # is added to
+    values, _ = logprobs.hidden_logprobs(
+        hidden, weight, targets, temperature=1.0, group=alone, float32_logits=True
+    )
+    values.backward(upstream)
+    assert relative(weight.main_grad - 1, wide.grad) < 0.01
+    assert not weight.grad.any()
+    assert weight.grad_added_to_main_grad
