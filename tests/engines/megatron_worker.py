@@ -266,3 +266,68 @@ def split_vocabulary_logprobs(logits, targets, upstream, temperature):
     )
     values.backward(torch.from_numpy(upstream))
     return values.detach().numpy(), entropy.numpy(), shard.grad.numpy()
+
+
+def packed_gradients(folder, documents, upstream, context_parallel=False, transformer=None):
+    """Logprobs of all tokens, and the gradient of their sum times `upstream`, by HF's loading.
+
+    With context parallelism every rank computes its chunks, and the gradients are summed.
+    """
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+    from megatron.core import tensor_parallel
+
+    from relax_hpc.engines.megatron import attention, cpu, hf_names, model
+    from relax_hpc.engines.megatron.attention_context import gather_parts, own_part
+
+    cpu.install()
+    size = dist.get_world_size() if context_parallel else 1
+    mpu.destroy_model_parallel()
+    _state.pop("grid", None)
+    mpu.initialize_model_parallel(context_parallel_size=size)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    device = torch.device("cpu")
+    shape = model.read_architecture(folder)
+    made = model.transformer_config(job(folder, transformer=transformer or {}), shape)
+    gpt = model.build(made, shape, device, attention.choose("auto", device, torch.float32))
+    hf_names.load(gpt, folder)
+    ids = torch.from_numpy(np.concatenate(documents).astype(np.int64))
+    lengths = [len(document) for document in documents]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    group = mpu.get_context_parallel_group() if size > 1 else None
+    rows = attention.PackedRows.of(lengths, device, group)
+
+    def mine(values):
+        return own_part(values, group) if group else values
+
+    hidden = gpt(mine(ids)[None], mine(positions)[None], None, packed_seq_params=rows)
+    values, _ = gpt.logprobs(hidden, mine(ids.roll(-1)), temperature=1.0)
+    values = gather_parts(values, group) if group else values
+    (values * torch.from_numpy(upstream)).sum().backward()
+    gradients = {}
+    for name, parameter in gpt.named_parameters():
+        if group:
+            dist.all_reduce(parameter.grad, group=group)
+        gradients[name] = parameter.grad.numpy().copy()
+    mpu.destroy_model_parallel()
+    return values.detach().numpy(), gradients
+
+
+def hidden_logprobs(hidden, weight, targets, upstream, kept_gib):
+    """Logprobs, entropy, the summed gradient of `hidden` and that of this rank's weight slice."""
+    import torch
+    import torch.distributed as dist
+
+    from relax_hpc.engines.megatron import logprobs as module
+
+    module._CHUNK_BYTES = 3 * 2 * VOCAB
+    group = dist.group.WORLD
+    slice_ = torch.from_numpy(weight).chunk(group.size())[group.rank()].clone().requires_grad_()
+    hidden = torch.from_numpy(hidden).requires_grad_()
+    values, entropy = module.hidden_logprobs(
+        hidden, slice_, torch.from_numpy(targets), temperature=0.7, group=group, kept_gib=kept_gib
+    )
+    values.backward(torch.from_numpy(upstream))
+    dist.all_reduce(hidden.grad)
+    return values.detach().numpy(), entropy.numpy(), hidden.grad.numpy(), slice_.grad.numpy()

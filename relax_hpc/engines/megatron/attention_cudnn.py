@@ -7,7 +7,6 @@ with lie behind it, where causal queries do not look.
 """
 
 import logging
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -145,9 +144,8 @@ def _shape_of(query: Tensor, key: Tensor, span: Span, scale: float) -> Shape:
 
 
 def _rounded(count: int) -> int:
-    """Up to a power of two or one and a half of it."""
-    power = 1 << max(0, math.ceil(math.log2(count)))
-    return power * 3 // 4 if power >= 4 and power * 3 // 4 >= count else power
+    """Up to a power of two."""
+    return 1 << (count - 1).bit_length()
 
 
 def _multiple(tokens: int) -> int:

@@ -1,0 +1,59 @@
+"""`relax-hpc bench train`, on a model small enough for a CPU."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from relax_hpc.bench import train
+from relax_hpc.bench.train import Work
+from relax_hpc.cli import app
+from relax_hpc.errors import ConfigError
+
+
+def test_operations_are_those_counted_by_hand():
+    """One layer of width 4: queries 2 x 3, keys 1 x 3, feed-forward 5, vocabulary 7."""
+    shape = {
+        "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 3,
+        "num_key_value_heads": 1, "intermediate_size": 5, "vocab_size": 7,
+    }  # fmt: skip
+    weights = 4 * 6 + 2 * (4 * 3) + 6 * 4 + 3 * (4 * 5) + 4 * 7
+    # Scores and values: 2 products of 2 x 3 x length^2 operations a head, half of them seen.
+    attention = 3 * 2 * 2 * (2 * 3) * (2**2 + 4**2) / 2
+    assert train.flops(shape, [2, 4]) == 6 * weights * 6 + attention
+
+
+def test_mixes_fill_the_micro_batch_and_change_with_the_seed():
+    work = Work(tokens=4096, documents="mix")
+    mixes = [train.lengths_of(work, seed) for seed in range(20)]
+    assert all(sum(mix) == 4096 and min(mix) >= 16 for mix in mixes)
+    assert len({tuple(mix) for mix in mixes}) == 20
+    assert train.lengths_of(Work(tokens=4096), 0) == [4096]
+
+
+def test_two_ranks_are_measured_and_written_down(tmp_path):
+    file = tmp_path / "figures.json"
+    result = CliRunner().invoke(
+        app,
+        ["bench", "train", "--shape", "tiny", "--tokens", "96", "--documents", "mix", "--dp", "2",
+         "--steps", "1", "--json", str(file), "--profile", str(tmp_path / "table.txt")],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["grid"], row["tokens"], row["documents"]) == ("dp2 tp1", 96, "mix")
+    assert row["tokens_per_s"] == pytest.approx(2 * row["tokens_per_s_per_gpu"])
+    assert "Self CPU" in (tmp_path / "table.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(([1], ["all"], "none", 1), "--documents all"), (([1], ["one"], "some", 1), "--recompute")],
+)
+def test_unknown_words_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        train.works(*arguments)
+
+
+def test_an_unknown_shape_names_those_there_are():
+    with pytest.raises(ConfigError, match="qwen3-4b"):
+        train.measure("gpt", [Work(16)], train.Grid())

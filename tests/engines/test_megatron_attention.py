@@ -1,0 +1,162 @@
+"""Packed attention, alone and over context-parallel ranks."""
+
+import megatron_worker as worker
+import numpy as np
+import pytest
+import torch
+from megatron_worker import VOCAB, Ranks
+
+from relax_hpc.engines.megatron import attention
+from relax_hpc.engines.megatron.attention import PackedRows, Run, runs
+from relax_hpc.errors import ConfigError
+
+CPU = torch.device("cpu")
+LENGTHS = [13, 1, 30, 4, 16]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, intermediate_size=128, max_position_embeddings=256,
+        tie_word_embeddings=True, initializer_range=0.08,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("qwen3")
+    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    return folder
+
+
+class Group:
+    def __init__(self, size, rank):
+        self._size, self._rank = size, rank
+
+    def size(self):
+        return self._size
+
+    def rank(self):
+        return self._rank
+
+
+def dense(query, key, value, run):
+    """Document by document with the mask written out, in float64."""
+    outs, at, of = [], 0, 0
+    for queries, keys in zip(run.query_lengths, run.key_lengths, strict=True):
+        q = query[at : at + queries].double().transpose(0, 1)
+        k, v = (x[of : of + keys].double().transpose(0, 1) for x in (key, value))
+        k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
+        seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+        scores = (q @ k.transpose(1, 2) * 0.3).masked_fill(~seen, -torch.inf)
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+        at, of = at + queries, of + keys
+    return torch.cat(outs)
+
+
+def test_a_rank_attends_from_its_two_chunks_to_the_start_of_their_documents():
+    """64 tokens of documents 13, 1, 30, 4, 16 for 2 ranks: chunks of 16, the second rank's are
+    16..31, inside the third document (14..43), and 32..47, its end and the whole fourth."""
+    first, second = runs(LENGTHS, 2, 1)
+    assert first == Run((0, 16), (14, 32), (16,), (18,))
+    assert second == Run((16, 32), (14, 48), (12, 4), (30, 4))
+    (whole,) = runs(LENGTHS)
+    assert whole == Run((0, 64), (0, 64), tuple(LENGTHS), tuple(LENGTHS))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_padded_blocks_give_what_the_written_out_mask_gives(size):
+    attend = attention.choose("sdpa", CPU, torch.float32)
+    for rank in range(size):
+        rows = PackedRows.of(LENGTHS, CPU, Group(size, rank) if size > 1 else None)
+        for span in rows.spans:
+            torch.manual_seed(rank)
+            made = [
+                torch.randn(sum(lengths), heads, 8)
+                for lengths, heads in (
+                    (span.run.query_lengths, 4),
+                    (span.run.key_lengths, 2),
+                    (span.run.key_lengths, 2),
+                )
+            ]
+            results = []
+            for how in (lambda q, k, v, s=span: attend(q, k, v, s, 0.3),
+                        lambda q, k, v, s=span: dense(q, k, v, s.run)):  # fmt: skip
+                inputs = [x.clone().requires_grad_() for x in made]
+                out = how(*inputs)
+                out.square().sum().backward()
+                results.append([out.detach(), *(x.grad for x in inputs)])
+            for mine, theirs in zip(*results, strict=True):
+                np.testing.assert_allclose(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_context_parallel_ranks_get_the_logprobs_and_gradients_of_one(pair, folder):
+    rng = np.random.default_rng(0)
+    batch = {
+        "folder": folder,
+        "documents": [rng.integers(0, VOCAB, length) for length in LENGTHS],
+        "upstream": rng.normal(size=sum(LENGTHS)).astype(np.float32),
+    }
+    alone, expected = pair.call(worker.packed_gradients, **batch)[0]
+    for values, gradients in pair.call(worker.packed_gradients, **batch, context_parallel=True):
+        np.testing.assert_allclose(values, alone, atol=1e-5)
+        assert set(gradients) == set(expected)
+        for name, gradient in gradients.items():
+            assert np.abs(gradient - expected[name]).max() < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    "transformer",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+    ids=["mlp", "full"],
+)
+def test_recomputation_changes_nothing(pair, folder, transformer):
+    rng = np.random.default_rng(1)
+    batch = {
+        "folder": folder,
+        "documents": [rng.integers(0, VOCAB, length) for length in LENGTHS],
+        "upstream": rng.normal(size=sum(LENGTHS)).astype(np.float32),
+    }
+    _, expected = pair.call(worker.packed_gradients, **batch)[0]
+    _, gradients = pair.call(worker.packed_gradients, **batch, transformer=transformer)[0]
+    assert all(np.array_equal(gradients[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kernel", ["cudnn", "varlen"])
+def test_a_kernel_that_does_not_work_here_is_refused_with_the_one_that_does(kernel):
+    with pytest.raises(ConfigError, match=rf'actor\.attention = "{kernel}".*"sdpa"'):
+        attention.choose(kernel, CPU, torch.float32)
+
+
+@pytest.mark.parametrize("kept_gib", [0.0, 1e-6, 1.0])
+def test_output_layer_in_chunks_over_split_vocabulary_equals_the_whole(pair, kept_gib):
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(10, 16)).astype(np.float32)
+    weight = rng.normal(size=(VOCAB, 16)).astype(np.float32)
+    targets, upstream = rng.integers(0, VOCAB, 10), rng.normal(size=10).astype(np.float32)
+    h = torch.from_numpy(hidden).double().requires_grad_()
+    w = torch.from_numpy(weight).double().requires_grad_()
+    table = (h @ w.t() / 0.7).log_softmax(-1)
+    expected = table.gather(1, torch.from_numpy(targets)[:, None])[:, 0]
+    expected.backward(torch.from_numpy(upstream).double())
+    answers = pair.call(
+        worker.hidden_logprobs,
+        hidden=hidden, weight=weight, targets=targets, upstream=upstream, kept_gib=kept_gib,
+    )  # fmt: skip
+    for values, entropy, hidden_grad, _ in answers:
+        np.testing.assert_allclose(values, expected.detach(), atol=1e-5)
+        np.testing.assert_allclose(entropy, -(table.exp() * table).sum(-1).detach(), atol=1e-5)
+        np.testing.assert_allclose(hidden_grad, h.grad, atol=1e-5)
+    weight_grad = np.concatenate([grad for *_, grad in answers])
+    np.testing.assert_allclose(weight_grad, w.grad, atol=1e-5)
