@@ -116,7 +116,9 @@ class OptimizerConfig(Section):
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Learning rate of the last step, as a fraction of `lr`; decays linearly."""
+    """Learning rate of the last step, as a fraction of `lr`; 1 does not decay."""
+    decay: Literal["linear", "cosine"] = "linear"
+    """How it gets there after the warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95

@@ -17,12 +17,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from relax_hpc.bench.report import machine
+from relax_hpc.engines.megatron.flops import training_flops
 from relax_hpc.errors import ConfigError
 from relax_hpc.records import write_json
 
 Documents = Literal["one", "mix"]
-PEAK_FLOPS = 989e12
-"""Dense bf16 of an H100 or H200, by its datasheet."""
 _FORMULA = "(6 N T + 6 layers heads head_dim sum(length^2)) / (seconds x 989e12)"
 _JOIN_S = 120
 
@@ -91,20 +90,23 @@ class Figures:
     loss: float
 
 
-def flops(shape: dict[str, Any], lengths: Sequence[int]) -> float:
-    """Of one forward and backward over documents of these lengths, nothing recomputed.
+class Sizes(NamedTuple):
+    """A `flops.Shape` of a config.json."""
 
-    6 N T for T tokens and N weights in matrix products (the output layer's, not the embedding's),
-    and 3 x 2 x layers x heads x head_dim x length^2 per document: causal attention is half of a
-    square, forward 2 products, backward twice that (its own recomputation does not count).
-    """
-    hidden, layers = shape["hidden_size"], shape["num_hidden_layers"]
-    queries = shape["num_attention_heads"] * shape["head_dim"]
-    keys = shape["num_key_value_heads"] * shape["head_dim"]
-    layer = hidden * (2 * queries + 2 * keys + 3 * shape["intermediate_size"])
-    weights = layers * layer + shape["vocab_size"] * hidden
-    square = sum(float(length) ** 2 for length in lengths)
-    return float(6 * weights * sum(lengths) + 6 * layers * queries * square)
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+def flops(shape: dict[str, Any], lengths: Sequence[int]) -> float:
+    """`flops.training_flops` of a model, by its config.json."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+             "num_key_value_heads", "head_dim", "vocab_size")  # fmt: skip
+    return training_flops(Sizes(*(shape[name] for name in names)), lengths)
 
 
 def lengths_of(work: Work, seed: int) -> list[int]:

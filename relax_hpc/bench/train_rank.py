@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.algorithms.losses import LossOutput, grpo
-from relax_hpc.bench.train import PEAK_FLOPS, SHAPES, Figures, Task, Work, flops, lengths_of
+from relax_hpc.bench.train import SHAPES, Figures, Task, Work, flops, lengths_of
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
 from relax_hpc.config import RunConfig, with_overrides
+from relax_hpc.engines.megatron.flops import PEAK
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.schema import FinishReason, Trajectory
@@ -147,7 +148,7 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
         update_s=update,
         tokens_per_s=rate,
         tokens_per_s_per_gpu=rate / task.grid.size,
-        mfu=statistics.median(seconds.flops) / PEAK_FLOPS,
+        mfu=statistics.median(seconds.flops) / PEAK,
         peak_gib=peak,
         loss=loss,
     )

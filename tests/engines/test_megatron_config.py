@@ -79,3 +79,10 @@ def test_the_learning_rate_rises_and_falls_linearly():
 def test_without_warm_up_the_first_step_has_the_full_rate():
     config = OptimizerConfig(lr=1.0, final_lr_fraction=0.0)
     assert [learning_rate(config, step, 3) for step in (1, 2, 3)] == pytest.approx([1, 0.5, 0])
+
+
+def test_the_learning_rate_falls_by_half_a_cosine():
+    config = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.5, decay="cosine")
+    rates = [learning_rate(config, step, 16) for step in (2, 4, 7, 10, 13, 16, 20)]
+    quarter = 0.25 * 2**-0.5  # cos(pi / 4) / 4
+    assert rates == pytest.approx([0.5, 1.0, 0.75 + quarter, 0.75, 0.75 - quarter, 0.5, 0.5])

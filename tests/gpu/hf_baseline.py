@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from relax_hpc.bench.train import PEAK_FLOPS, SHAPES, flops
+from relax_hpc.bench.train import SHAPES, flops
+from relax_hpc.engines.megatron.flops import PEAK
 
 TOKENS, CHUNK, STEPS = 16384, 2048, 6
 
@@ -58,7 +59,7 @@ def run(name, backend, *, checkpointing, compiled):
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     step = sorted(seconds[2:])[len(seconds[2:]) // 2]
-    mfu = flops(SHAPES["qwen3-4b"], [TOKENS]) / step / PEAK_FLOPS
+    mfu = flops(SHAPES["qwen3-4b"], [TOKENS]) / step / PEAK
     peak = torch.cuda.max_memory_allocated() / 2**30
     print(
         f"{name}: {TOKENS / step:.0f} tokens/s, {1e3 * step:.0f} ms, MFU {mfu:.1%}, {peak:.0f} GiB"

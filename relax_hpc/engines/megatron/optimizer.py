@@ -19,7 +19,7 @@ from relax_hpc.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Rises linearly to `lr` at step `warmup_steps`, then falls linearly until `num_steps`.
+    """Rises linearly to `lr` at step `warmup_steps`, then falls by `decay` until `num_steps`.
 
     Args:
         step: 1-based; beyond `num_steps` the rate stays where it ended.
@@ -28,6 +28,8 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
         return config.lr * step / config.warmup_steps
     peak = max(config.warmup_steps, 1)
     progress = min(1.0, (step - peak) / (num_steps - peak)) if num_steps > peak else 0.0
+    if config.decay == "cosine":
+        progress = (1.0 - math.cos(math.pi * progress)) / 2
     return config.lr * (1.0 - progress * (1.0 - config.final_lr_fraction))
 
 
