@@ -222,3 +222,26 @@ def test_the_weights_gradient_is_that_of_torch(alone):
     assert relative(weight.main_grad - 1, wide.grad) < 0.01
     assert not weight.grad.any()
     assert weight.grad_added_to_main_grad
+
+
+def test_adam_in_one_pass_is_torchs(alone):
+    from relax_hpc.engines.megatron.optimizer import OnePassAdamW
+
+    torch.manual_seed(0)
+    made = []
+    for kind in (torch.optim.AdamW, OnePassAdamW):
+        torch.manual_seed(1)
+        parameter = torch.randn(5000, device=DEVICE).requires_grad_()
+        optimizer = kind([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
+        for _ in range(4):
+            gradient = torch.randn(5000, device=DEVICE)
+            if kind is OnePassAdamW:
+                optimizer.grad_scale, parameter.grad = 0.25, 4 * gradient
+            else:
+                parameter.grad = gradient
+            optimizer.step()
+        made.append((parameter, optimizer.state[parameter]))
+    (theirs, their_state), (mine, my_state) = made
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    for key in ("exp_avg", "exp_avg_sq", "step"):
+        torch.testing.assert_close(my_state[key], their_state[key], rtol=1e-5, atol=1e-7)
