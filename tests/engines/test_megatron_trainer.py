@@ -377,3 +377,16 @@ def test_split_vocabulary_gives_the_whole_ones_logprobs_and_gradient(ranks, size
         np.testing.assert_allclose(mine, entropy, atol=1e-4)
     gradient = np.concatenate([grad for *_, grad in answers], axis=1)
     np.testing.assert_allclose(gradient, whole.grad, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "tp2_sequence_parallel"])
+def test_recomputing_the_mlp_gives_the_same_update_bitwise(ranks, reference, layout):
+    weights = []
+    for modules in ([], ["mlp"]):
+        transformer = {"recompute_granularity": "selective", "recompute_modules": modules}
+        if layout != "tp1":
+            transformer["sequence_parallel"] = True
+        pool = open_layout(ranks, reference.folder, layout, transformer=transformer)
+        pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
+        weights.append(pool.call(worker.weights)[0])
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
