@@ -1,6 +1,7 @@
 # make demo    set up what is needed and run the main job on this machine
 # make test    set up what the tests need, a local Slurm included, and pass them
 # make check   lint, types and the direction of imports only
+# make soak    kill the bus's processes more than a thousand times, wherever that can hurt
 # make demo-sglang   the main job with SGLang as the engine, on CPU
 # make test-sglang   the engine contract against that SGLang, too
 
@@ -12,7 +13,7 @@ NAME   ?= demo
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check setup setup-slurm setup-sglang demo-sglang test-sglang clean
+.PHONY: demo test check soak setup setup-slurm setup-sglang demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -20,6 +21,9 @@ demo: setup
 
 test: setup setup-slurm check
 	$(BIN)/pytest
+
+soak: setup
+	$(BIN)/pytest -m soak -s tests/bus
 
 check: setup
 	$(BIN)/ruff check .

@@ -203,6 +203,7 @@ class Sequencer:
         Args:
             step_covered_by_checkpoint: of the oldest checkpoint that may still be resumed.
         """
+        self.check_fenced()  # the checkpoints may be a newer trainer's, of steps not known here
         released = max(step_covered_by_checkpoint - self._keep_steps, 0)
         for step in range(self._released + 1, released + 1):
             self._retired.update(g for record in self._portions[step] for g in record.guids)

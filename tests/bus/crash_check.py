@@ -4,8 +4,8 @@ import json
 import shutil
 from contextlib import closing, suppress
 
-from crash_roles import NUM_GROUPS, STEPS, P, World, expected_chain, open_sequencer, train_step
 from bus_fixtures import SIBLINGS
+from crash_roles import NUM_GROUPS, STEPS, P, World, expected_chain, open_sequencer, train_step
 
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.plan import PlanPosition, read_chain

@@ -20,7 +20,7 @@ CALLS = (
 )  # fmt: skip
 SYNCS = ("fsync", "fdatasync")
 WRITES = ("pwrite", "pwritev", "write")
-MODES = ("before", "half")
+
 
 _KINDS = [
     (re.compile(pattern), kind)
@@ -100,13 +100,15 @@ class Points:
 
     def _path(self, name, args):
         """Below `root`; None if it is elsewhere."""
-        path = self._readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else None
-        path = os.path.abspath(args[0] if path is None else path)
-        return path.removeprefix(self._root) if path.startswith(self._root) else None
+        path = args[0]
+        if isinstance(path, int):
+            path = self._readlink(f"/proc/self/fd/{path}")
+        path = os.fspath(path).removeprefix(self._root)
+        return path if path.startswith(("bus", "checkpoints")) else None
 
     def _label(self, name, path, args):
         if name in ("rename", "replace"):
-            path = os.path.abspath(args[1]).removeprefix(self._root)
+            path = os.fspath(args[1]).removeprefix(self._root)
         kind = next((kind for pattern, kind in _KINDS if pattern.fullmatch(path)), path)
         if name in WRITES and kind in ("log", "plan"):
             kind = f"{kind} {content_of(kind, args[1])}"
