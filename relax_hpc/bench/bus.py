@@ -104,7 +104,7 @@ class _Trial:
             "raw field": lambda: _read_raw(self._raw, [field]),
         }
         for repeat in range(repeats + 1):
-            _in_turns(actions, seconds, repeat)
+            _in_turns(actions, seconds, repeat, fresh=True)
         what = f"{self._kind}, {place}"
         size, raw = self._size, seconds["raw"]
         yield compared(f"read {what}, unverified", size, seconds["unverified"], raw, "raw", 0.95)
@@ -166,12 +166,19 @@ def in_turns_order(names: list[str], repeat: int) -> list[str]:
 
 
 def _in_turns(
-    actions: dict[str, Callable[[], object]], seconds: dict[str, list[float]], repeat: int
+    actions: dict[str, Callable[[], object]],
+    seconds: dict[str, list[float]],
+    repeat: int,
+    *,
+    fresh: bool = False,
 ) -> None:
-    """Times each action once, in another order in every repeat; the first is to warm up."""
+    """Times each action once, in another order in every repeat; the first is to warm up.
+
+    With `fresh` all of them allocate fresh pages; else who comes after a large free gets warm ones.
+    """
     for name in in_turns_order(list(actions), repeat):
-        # Else who comes after a large free gets warm memory, and the others fresh pages.
-        ctypes.CDLL(None).malloc_trim(0)
+        if fresh:
+            ctypes.CDLL(None).malloc_trim(0)
         taken = _seconds(actions[name])
         if repeat:
             seconds[name].append(taken)
