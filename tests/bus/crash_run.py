@@ -27,6 +27,8 @@ from crash_process import Fate, Process
 from crash_roles import SETUPS, World, role_of, tidy
 
 MODES = ("before", "half", "halt", "outside")
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where the runs are; what is killed from outside is on the disk."""
 MAX_TURNS = 5000
 MAX_DEATHS = 8
 """Of one role in one run."""
@@ -187,7 +189,7 @@ def deaths_of_runs(injections, seed):
 
 
 def run(setup, seed, fates):
-    with tempfile.TemporaryDirectory(prefix="crash") as folder:
+    with tempfile.TemporaryDirectory(prefix="crash", dir=MEMORY) as folder:
         return Run(folder, setup, seed, fates).go()
 
 
