@@ -13,13 +13,13 @@ NAME   ?= demo
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check soak setup setup-slurm setup-sglang demo-sglang test-sglang clean
+.PHONY: demo test check soak setup setup-packages setup-sglang demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
 	$(BIN)/relax-hpc submit jobs/demo.toml --local --follow --set name=$$($(BIN)/python tests/free_name.py runs $(NAME))
 
-test: setup setup-slurm check
+test: setup setup-packages check
 	$(BIN)/pytest
 
 soak: setup
@@ -38,8 +38,8 @@ $(VENV)/.ready: pyproject.toml slurm/install_env.sh
 	bash slurm/install_env.sh "$(PYTHON)" "$(VENV)"
 	touch $@
 
-setup-slurm:
-	bash slurm/install_slurm.sh
+setup-packages:
+	bash tests/install_packages.sh
 
 demo-sglang: setup setup-sglang
 	$(BIN)/relax-hpc make-tiny models/tiny

@@ -1,5 +1,6 @@
 """What producers and sidecar writers share: a log of one's own, and the shards it names."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from relax_hpc.bus.log_writer import LogWriter
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import ColumnPieces, Role
+
+log = logging.getLogger(__name__)
 
 _RESERVED = {
     "rl_shard_format", "shard_uuid", "n_samples", "producer", "epoch", "seq", "role",
@@ -146,8 +149,16 @@ class Owner:
                 if file in recorded:
                     live.append(recorded[file])
                 else:
-                    file.unlink(missing_ok=True)  # another owner may be at it, too
+                    _delete_orphan(file)
         return sorted(live, key=lambda record: record.seq)
+
+
+def _delete_orphan(file: Path) -> None:
+    """An orphan that stays harms nobody; NFS keeps one that a process on this host holds open."""
+    try:
+        file.unlink(missing_ok=True)  # another owner may be at it, too
+    except OSError as error:
+        log.warning("%s: an orphan cannot be deleted: %s", file, error.strerror)
 
 
 def _kind(role: Role) -> str:

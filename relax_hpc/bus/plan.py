@@ -170,11 +170,11 @@ def claim_epoch(paths: BusPaths) -> int:
         claim = paths.plan_claim(epoch)
         try:
             os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            sync_folder(paths.plan)
         except FileExistsError:
             continue
         except OSError as error:
             raise BusError(f"{claim}: cannot be made: {error.strerror}") from error
-        sync_folder(paths.plan)
         return epoch
 
 

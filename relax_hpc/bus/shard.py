@@ -232,8 +232,14 @@ class Shard:
     def _fill(self, out: memoryview, at: int) -> None:
         if at + len(out) <= len(self._head):
             out[:] = self._head[at : at + len(out)]
-        elif pread_into(self._fd, out, at) < len(out):
+        elif self._pread(out, at) < len(out):
             raise self._torn()
+
+    def _pread(self, out: memoryview, at: int) -> int:
+        try:
+            return pread_into(self._fd, out, at)
+        except OSError as error:
+            raise DamagedError(f"{self.path}: cannot be read: {error.strerror}") from error
 
     def _fill_verified(self, name: str, lo: int, out: memoryview) -> None:
         """Checks every block while it is in the cache, where that costs a tenth of the reading.
@@ -262,7 +268,7 @@ class Shard:
 
     def _read_head(self) -> None:
         head = bytearray(HEAD_READ)
-        head = head[: pread_into(self._fd, memoryview(head), 0)]
+        head = head[: self._pread(memoryview(head), 0)]
         if not head.startswith(MAGIC):
             raise self._no_magic(head)
         if len(head) < HEADER.size:
@@ -278,7 +284,7 @@ class Shard:
                 "use the version that wrote it, or a newer one"
             )
         body = bytearray(table_bytes + 4 * num_crcs)
-        got = pread_into(self._fd, memoryview(body), HEADER.size)
+        got = self._pread(memoryview(body), HEADER.size)
         # A size from the open descriptor: no name is looked up.
         if got < len(body) or os.fstat(self._fd).st_size < length:
             raise self._torn()

@@ -78,29 +78,21 @@ def survived_or_named(outcome, fault, bus):
     assert "Traceback" not in outcome.err
 
 
-PENDING = pytest.mark.xfail(strict=True, reason="an error of the system comes without a name")
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE]
 WRITES = [
     ("open", ".tmp"), ("pwritev", ".tmp"), ("fsync", ".tmp"), ("close", ".tmp"), ("rename", ".h5"),
     ("fsync", "/e"), ("mkdir", "/e"), ("open", "/log"), ("pwritev", "/log"), ("fsync", "/log"),
-]  # fmt: skip
-WRITES_PENDING = [
     ("open", "RUN.json"), ("read", "RUN.json"), ("preadv", "/log"), ("open", "/ballast"),
     ("write", "/ballast"),
 ]  # fmt: skip
 PLANS = [
     ("open", "EPOCH."), ("open", "/e0"), ("pwritev", "/e0"), ("fsync", "/e0"), ("open", "/credits"),
     ("pwritev", "/credits"), ("fsync", "/credits"), ("preadv", "/credits"), ("open", "/log"),
-    ("preadv", "/log"),
+    ("preadv", "/log"), ("fsync", "/plan"), ("open", "RUN.json"), ("read", "RUN.json"),
 ]  # fmt: skip
-PLANS_PENDING = [("fsync", "/plan"), ("open", "RUN.json"), ("read", "RUN.json")]
 
 
-def pending(places):
-    return [pytest.param(*place, marks=PENDING) for place in places]
-
-
-@pytest.mark.parametrize(("call", "path"), WRITES + pending(WRITES_PENDING))
+@pytest.mark.parametrize(("call", "path"), WRITES)
 def test_a_producer_survives_or_names_what_its_storage_refuses(stage, bus, call, path):
     """One error after the other, each met by a new incarnation."""
     for groups, code in enumerate(CODES, start=1):
@@ -110,7 +102,7 @@ def test_a_producer_survives_or_names_what_its_storage_refuses(stage, bus, call,
     finish(stage, bus)
 
 
-@pytest.mark.parametrize(("call", "path"), PLANS + pending(PLANS_PENDING))
+@pytest.mark.parametrize(("call", "path"), PLANS)
 def test_a_trainer_survives_or_names_what_its_storage_refuses(stage, bus, call, path):
     commit_all(stage, bus)
     for code in CODES:
@@ -121,7 +113,7 @@ def test_a_trainer_survives_or_names_what_its_storage_refuses(stage, bus, call, 
 
 
 @pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-@pytest.mark.parametrize("call", ["open", pytest.param("preadv", marks=PENDING)])
+@pytest.mark.parametrize("call", ["open", "preadv"])
 def test_a_shard_that_cannot_be_read_is_named_or_sampled_again(stage, bus, call, code):
     fault = Fault(call, code, ".h5", after=1)
     names = ["rollout-0", "rollout-1"]
@@ -147,13 +139,7 @@ def test_short_and_interrupted_calls_change_nothing(stage, bus, call, code):
     finish(stage, bus, fault=Fault(call, code, "/bus/", after=1, times=200))
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "open", "fsync", "mkdir",
-        pytest.param("write", marks=PENDING), pytest.param("rename", marks=PENDING),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("call", ["open", "fsync", "mkdir", "write", "rename"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
 def test_a_bus_is_made_whole_or_is_none(stage, tmp_path, call, code):
     path = "RUN.json" if call in ("write", "rename") else "/bus"
@@ -169,7 +155,7 @@ def test_a_bus_is_made_whole_or_is_none(stage, tmp_path, call, code):
 # full, forbidden and limited
 
 
-@pytest.mark.parametrize("small", [pytest.param(small_tmpfs, marks=PENDING), small_ext4])
+@pytest.mark.parametrize("small", [small_tmpfs, small_ext4])
 def test_a_full_file_system_is_named_by_every_role_and_the_run_goes_on_after(
     stage, tmp_path, small
 ):

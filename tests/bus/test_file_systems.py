@@ -88,7 +88,6 @@ def test_what_is_committed_on_one_host_is_seen_by_the_next_look_on_another(hosts
     assert seen == [[n, n] for n in range(2, turns + 2)]  # the first record is OPEN
 
 
-@pytest.mark.xfail(strict=True, reason="LogWriter reads and appends through this host's cache")
 def test_a_zombie_producer_on_another_host_is_fenced_although_its_caches_say_otherwise(hosts):
     alpha, beta = hosts
     bus, here = made(alpha, "zombie"), work(hosts)
@@ -158,7 +157,6 @@ def test_a_host_that_loses_power_has_lost_nothing_that_was_committed(hosts):
     assert_sound(beta, bus)
 
 
-@pytest.mark.xfail(strict=True, reason="Owner._clean takes an orphan it cannot delete for fatal")
 def test_a_draft_that_a_zombie_on_the_same_host_holds_open_stops_nobody(hosts):
     """NFS keeps a deleted file that is open as `.nfs...`, which cannot be deleted."""
     alpha, _ = hosts
