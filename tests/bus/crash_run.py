@@ -10,6 +10,7 @@ Each role is a process of its own, forked from this one, which has everything im
 """
 
 import itertools
+import logging
 import os
 import random
 import re
@@ -257,6 +258,7 @@ def parse_fates(words):
 
 def main(command, *words):
     start = time.monotonic()
+    logging.disable(logging.WARNING)
     if command == "one":
         setup, seed, *fates = words
         root = tempfile.mkdtemp(prefix="crash")

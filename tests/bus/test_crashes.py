@@ -21,7 +21,7 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shard import Shard
 
 P, STEPS, SAVE_EVERY = 2, 2, 1
-SYSTEM_CALLS = ("open", "pwrite", "fsync", "rename", "unlink", "ftruncate", "mkdir")
+SYSTEM_CALLS = ("open", "pwrite", "pwritev", "fsync", "rename", "replace", "unlink", "mkdir")
 
 
 class Killed(BaseException):
@@ -41,6 +41,8 @@ def killed_at(monkeypatch, nth):
                 return real(*args, **kwargs)
             if name == "pwrite" and calls == nth:
                 real(args[0], args[1][: len(args[1]) // 2], args[2])
+            if name == "pwritev" and calls == nth:
+                real(args[0], [b"".join(args[1])[:100]], args[2])
             raise Killed(name)  # and stays dead: whoever runs on meets it again
 
         return call
@@ -73,6 +75,7 @@ class Run:
         position, state = self.checkpoint[0], list(self.checkpoint[1])
         seq = Sequencer(self.paths, ["rollout-0"], prompts_per_step=P, position=position)
         reader = Reader(self.paths)
+        seq.release(len(state))  # it may have died just before
         for step in range(len(state) + 1, STEPS + 1):
             record = seq.next_batch(step, timeout_s=0)
             rows = reader.rows(record, range(record.num_trajectories))
