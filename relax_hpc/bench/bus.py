@@ -21,7 +21,8 @@ from relax_hpc.bus import layout, shard_write
 from relax_hpc.bus.durable import Buffer, pread_into, pwritev_all, sync_folder
 from relax_hpc.bus.encode import to_columns
 from relax_hpc.bus.hdf5 import Attribute
-from relax_hpc.bus.log import LogTail
+from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
+from relax_hpc.bus.log_writer import LogWriter
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.routed import COLUMN as EXPERTS
 from relax_hpc.bus.shard import Shard
@@ -30,7 +31,7 @@ from relax_hpc.schema import Columns, PromptGroup
 
 TMPFS = Path("/dev/shm")
 FIELD = "ragged/rollout_logprobs"
-NAME = "bench-0"
+NAME, OTHER = "bench-0", "bench-1"
 ATTRIBUTES: dict[str, Attribute] = {"producer": NAME, "epoch": 1, "role": "rollout", "parent": ""}
 
 
@@ -69,8 +70,9 @@ class _Trial:
         self._size = sum(column.nbytes for column in columns.values())
 
     def writes(self, place: str, repeats: int) -> Iterator[Row]:
-        layout.create(self._bus, [NAME], {})
-        seconds: dict[str, list[float]] = {"raw": [], "write": [], "put": []}
+        layout.create(self._bus, [NAME, OTHER], {})
+        log = LogWriter(self._bus.log(OTHER))
+        seconds: dict[str, list[float]] = {"raw": [], "write": [], "commit": [], "put": []}
         guids = count(0, len(self._groups))
         with Producer(self._bus, NAME, {}) as producer:
             for repeat in range(repeats + 1):
@@ -79,15 +81,22 @@ class _Trial:
                 actions: dict[str, Callable[[], object]] = {
                     "raw": lambda: _write_raw(self._raw, self._columns),
                     "write": lambda: shard_write.write(self._shard, self._columns, ATTRIBUTES),
+                    "commit": lambda: self._commit(log),
                     "put": lambda groups=groups: producer.put(groups),  # type: ignore[misc]
                 }
                 _in_turns(actions, seconds, repeat)
                 producer.collect(first + len(groups))
+        log.close()
         aim = 0.9 if place == "disk" else 0.75
         what = f"{self._kind}, {place}"
         size, raw = self._size, seconds["raw"]
         yield compared(f"write {what}", size, seconds["write"], raw, "raw", aim)
-        yield compared(f"put {what}", size, seconds["put"], raw, "raw", aim)
+        yield compared(f"write and commit {what}", size, seconds["commit"], raw, "raw", aim)
+        yield compared(f"put {what}, from trajectories", size, seconds["put"], raw, "raw", None)
+
+    def _commit(self, log: LogWriter) -> None:
+        info = shard_write.write(self._shard, self._columns, ATTRIBUTES)
+        log.append(CommitRecord(RecordKind.BASE, log.epoch, 0, "rollout", **info._asdict()))
 
     def reads(self, place: str, repeats: int) -> Iterator[Row]:
         _write_raw(self._raw, self._columns)

@@ -121,13 +121,17 @@ class Owner:
         return record
 
     def _delete(self, dead: Callable[[CommitRecord], bool]) -> set[str]:
-        """Deletes own shards; returns their uuids."""
-        doomed = [record for record in self._live if dead(record)]
-        for record in doomed:
-            self.shard(record).unlink(missing_ok=True)
-        uuids = {record.uuid for record in doomed}
+        """Deletes own shards; returns their uuids. What cannot be deleted is tried again later."""
+        uuids = set()
+        for record in [record for record in self._live if dead(record)]:
+            try:
+                self.shard(record).unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s: cannot be deleted now: %s", self.shard(record), error.strerror)
+                continue
+            uuids.add(record.uuid)
         self._live = [record for record in self._live if record.uuid not in uuids]
-        if doomed:
+        if uuids:
             self._log.restore_ballast()
         return uuids
 

@@ -10,6 +10,7 @@ import struct
 import uuid as uuidlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -61,8 +62,10 @@ def write(
 ) -> ShardInfo:
     """Publishes `columns` at `path`, whole or not at all.
 
-    Write beside it, flush, rename, flush the folder: after a crash the final name is absent or
-    complete. Storage may report an error only at the flush or at close, so both come first.
+    Write beside it, rename, flush file and folder: after a kill the final name is absent or
+    complete, and on return it is on disk. (A power cut may leave the name of a torn file; but what
+    counts is the commit record, which comes later.) Renaming first saves a file system with a
+    journal a commit of it. Storage may report an error only at the flush or at close.
 
     Args:
         columns: names and dtypes of `schema.COLUMNS`, with the offsets of every ragged axis.
@@ -85,16 +88,18 @@ def write(
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             length = _write_file(fd, found, root, packed)
+            draft.rename(path)
             os.fsync(fd)
         finally:
             os.close(fd)
-        draft.rename(path)
         if folder is None:
             sync_folder(path.parent)
         else:
             os.fsync(folder)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        for file in (draft, path):  # nobody was told of either
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
         if is_full(error):
             remedy = "free space or raise the quota"
             raise BusFullError(f"{path}: {error.strerror}; {remedy}") from error

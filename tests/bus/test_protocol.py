@@ -520,8 +520,8 @@ def test_a_shard_is_on_disk_under_its_name_before_the_log_says_so(tmp_path, monk
     writes = [call for n, call in enumerate(calls) if call != calls[n - 1]]
     assert writes == [
         ("pwrite", "draft"),
-        ("fsync", "draft"),
         ("rename", "000000000000.h5"),
+        ("fsync", "000000000000"),
         ("fsync", "e1"),
         ("pwrite", "log"),
         ("fsync", "log"),
