@@ -275,7 +275,7 @@ class BusMachine(RuleBasedStateMachine):
     def save(self, releases, dies):
         """The checkpoint is there as a whole or not at all: that is for others to test."""
         trainer = self.trainer
-        checkpoint = {"step": trainer.step, "trained": trainer.trained}
+        checkpoint = {"step": trainer.step, "trained": list(trainer.trained)}
         if trainer.step > self.checkpoints[-1]["step"]:
             trainer.sequencer.check_fenced()
             checkpoint["position"] = trainer.sequencer.position
