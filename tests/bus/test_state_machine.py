@@ -242,10 +242,11 @@ class BusMachine(RuleBasedStateMachine):
 
     def train_portion(self, min_tokens):
         trainer, step = self.trainer, self.trainer.step + 1
+        before = read_chain(self.paths).steps
         record = trainer.sequencer.next_portion(step, timeout_s=-1, min_tokens=min_tokens)
         known = self.plan.setdefault((step, record.portion), record)
         assert record == known, "what was planned did not stay planned"
-        if trainer.over_age == "drop" and record.policy_version_min >= 0 and known is record:
+        if trainer.over_age == "drop" and record not in before:
             assert staleness(step, record.policy_version_min) <= MAX_STALENESS
         with closing(Reader(self.paths)) as reader:
             rows = reader.rows(record, range(record.num_trajectories))
