@@ -472,7 +472,7 @@ def run_machine(**kwargs):
 
 
 def test_whatever_happens_in_whatever_order_nothing_is_lost_or_doubled():
-    run_machine(max_examples=40, stateful_step_count=25, derandomize=True)
+    run_machine(max_examples=25, stateful_step_count=25, derandomize=True)
 
 
 @pytest.mark.soak
