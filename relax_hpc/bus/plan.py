@@ -196,6 +196,20 @@ def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True)
     return chain
 
 
+def is_planned(paths: BusPaths, position: PlanPosition) -> bool:
+    """Whether a checkpoint's position is on the valid plan.
+
+    Raises:
+        BusError: a record of the plan is damaged.
+    """
+    chain = read_chain(paths, whole=False)
+    try:
+        chain.check(position)
+    except BusError:
+        return False
+    return True
+
+
 def _read(paths: BusPaths, epoch: int, base: Snapshot) -> Chain | None:
     """The chain that ends at `epoch` and begins behind `base`; None if `base` is not on it."""
     logs = {int(log.stem[1:]): log for log in paths.plan.glob("e*.log")}
