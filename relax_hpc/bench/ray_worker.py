@@ -84,7 +84,7 @@ class Worker:
 
     def bus_create(self, paths: BusPaths) -> None:
         layout.create(paths, [NAME], {})
-        self._producers[paths] = Producer(paths, NAME, {"run": "bench"})
+        self._producers[paths] = Producer(paths, NAME, {"run": "bench"}, spares=1)
 
     def bus_put(self, paths: BusPaths, *, clean: bool) -> float:
         groups = renumbered(self._groups, self._next_guid)

@@ -59,6 +59,7 @@ def write(
     *,
     compress: Collection[str] = (),
     folder: int | None = None,
+    spare: Path | None = None,
 ) -> ShardInfo:
     """Publishes `columns` at `path`, whole or not at all.
 
@@ -72,6 +73,8 @@ def write(
         attributes: root attributes besides the format, uuid and number of rows.
         compress: columns to be compressed; pays below about 0.4 GB/s of file system per writer.
         folder: descriptor of the folder of `path`, if there is one, to save opening it.
+        spare: a file that nobody needs; it is written over, which saves the file system to give
+            back its blocks and find others.
 
     Raises:
         BusError: a column is unknown, of another dtype or length, or not this role's to write.
@@ -85,9 +88,11 @@ def write(
     root = {"rl_shard_format": version, "shard_uuid": uuid, "n_samples": rows, **attributes}
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = _open_draft(draft, spare)
         try:
             length = _write_file(fd, found, root, packed)
+            if spare is not None:
+                os.ftruncate(fd, length)  # it may have been longer
             draft.rename(path)
             os.fsync(fd)
         finally:
@@ -105,6 +110,16 @@ def write(
             raise BusFullError(f"{path}: {error.strerror}; {remedy}") from error
         raise BusError(f"{path}: cannot be written: {error.strerror}") from error
     return ShardInfo(uuid, length, rows, int(offsets[-1]))
+
+
+def _open_draft(draft: Path, spare: Path | None) -> int:
+    if spare is not None:
+        try:
+            spare.rename(draft)
+            return os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # then a new one
+            pass
+    return os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
 def _write_file(

@@ -59,7 +59,7 @@ class Points:
         self.stage, self.num_calls = "open", 0
         self._root, self._tell, self._halt = f"{root}/", tell, halt
         self._fate = (0, "")
-        self._kill, self._pid, self._link = os.kill, os.getpid(), os.link
+        self._kill, self._pid = os.kill, os.getpid()
         self._readlink = os.readlink
 
     def install(self, fate):
@@ -80,7 +80,7 @@ class Points:
             self._tell(f"{self.stage}: {self._label(name, path, args)}")
             if name == "open" and len(args) > 1:
                 args = (args[0], args[1] & ~os.O_DSYNC, *args[2:])  # only a power cut would tell
-            if name == "unlink" and path.endswith(".h5"):
+            if name in ("unlink", "rename") and path.endswith(".h5"):  # a rename: written over
                 self._archive(path)
             if self.num_calls == self._fate[0]:
                 self._meet_fate(name, real, args, kwargs)
@@ -121,7 +121,10 @@ class Points:
         source, target = Path(self._root, path), Path(self._root, "archive", path)
         if source.exists() and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            self._link(source, target)
+            draft = target.with_name(f"{target.name}.{self._pid}")
+            with _real_open(source, "rb") as old, _real_open(draft, "wb") as kept:
+                kept.write(old.read())
+            draft.rename(target)  # whole or not at all: this process may be killed
 
     def _open_file(self, path, mode="r", *args, **kwargs):
         """Files that are written through `os`, so that those calls count, too."""

@@ -121,7 +121,7 @@ def sample(world, guid, policy_version, *, again, dice):
 
 def produce(world, me):
     me.points.stage = "open"
-    producer = Producer(world.bus, me.name, {"incarnation": me.number})
+    producer = Producer(world.bus, me.name, {"incarnation": me.number}, spares=me.number % 2)
     credits = CreditTail(world.bus)
     share = range(PRODUCERS.index(me.name), NUM_GROUPS, len(PRODUCERS))
     owed_again, dice = set(), me.dice("samples")
