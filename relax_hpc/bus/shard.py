@@ -268,7 +268,8 @@ class Shard:
 
     def _read_head(self) -> None:
         head = bytearray(HEAD_READ)
-        head = head[: self._pread(memoryview(head), 0)]
+        got = self._pread(memoryview(head), 0)
+        del head[got:]
         if not head.startswith(MAGIC):
             raise self._no_magic(head)
         if len(head) < HEADER.size:
@@ -283,8 +284,10 @@ class Shard:
                 f"{self.path}: is shard format {version}, this relax-hpc reads up to {FORMAT}; "
                 "use the version that wrote it, or a newer one"
             )
-        body = bytearray(table_bytes + 4 * num_crcs)
-        got = self._pread(memoryview(body), HEADER.size)
+        body = head[HEADER.size : HEADER.size + table_bytes + 4 * num_crcs]
+        if (got := len(body)) < table_bytes + 4 * num_crcs:
+            body = bytearray(table_bytes + 4 * num_crcs)
+            got = self._pread(memoryview(body), HEADER.size)
         # A size from the open descriptor: no name is looked up.
         if got < len(body) or os.fstat(self._fd).st_size < length:
             raise self._torn()
