@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-PAGE = 4096
+PAGE, HUGE_PAGE = 4096, 2 << 20
 
 
 class Memory:
@@ -34,7 +34,11 @@ class Memory:
 
 
 def _aligned(size: int) -> npt.NDArray[np.uint8]:
-    """Begins on a page: the kernel copies from page to page 1.4 times as fast as 16 bytes off."""
-    room = np.empty(size + PAGE, np.uint8)
-    start = -room.ctypes.data % PAGE
+    """Begins on a page: the kernel copies from page to page 1.4 times as fast as 16 bytes off.
+
+    Large ones begin on a huge page, so that there are no small ones to be found at their start.
+    """
+    page = HUGE_PAGE if size >= 2 * HUGE_PAGE else PAGE
+    room = np.empty(size + page, np.uint8)
+    start = -room.ctypes.data % page
     return room[start : start + size]
