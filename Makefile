@@ -1,6 +1,7 @@
 # make demo    set up what is needed and run the main job on this machine
 # make test    set up what the tests need, a local Slurm included, and pass them
 # make check   lint, types and the direction of imports only
+# make soak    kill the bus's processes more than a thousand times, wherever that can hurt
 # make demo-sglang   the main job with SGLang as the engine, on CPU
 # make test-sglang   the engine contract against that SGLang, too
 
@@ -12,14 +13,17 @@ NAME   ?= demo
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check setup setup-slurm setup-sglang demo-sglang test-sglang clean
+.PHONY: demo test check soak setup setup-packages setup-sglang demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
 	$(BIN)/relax-hpc submit jobs/demo.toml --local --follow --set name=$$($(BIN)/python tests/free_name.py runs $(NAME))
 
-test: setup setup-slurm check
+test: setup setup-packages check
 	$(BIN)/pytest
+
+soak: setup
+	$(BIN)/pytest -m soak -s tests/bus
 
 check: setup
 	$(BIN)/ruff check .
@@ -34,8 +38,8 @@ $(VENV)/.ready: pyproject.toml slurm/install_env.sh
 	bash slurm/install_env.sh "$(PYTHON)" "$(VENV)"
 	touch $@
 
-setup-slurm:
-	bash slurm/install_slurm.sh
+setup-packages:
+	bash tests/install_packages.sh
 
 demo-sglang: setup setup-sglang
 	$(BIN)/relax-hpc make-tiny models/tiny

@@ -152,13 +152,20 @@ def bench_bus(
     plot: Annotated[Path | None, typer.Option(help="Also draw the ratios to this PNG.")] = None,
 ) -> None:
     """The bus against raw reads and writes, and against TransferQueue where it is installed."""
-    from relax_hpc.bench import bus, report, transfer_queue
+    from relax_hpc.bench import bus, bus_operations, bus_restart, report, transfer_queue
 
     before = report.machine()
-    rows = [*bus.measure(folder, repeats), *transfer_queue.measure(folder, repeats)]
+    rows = [
+        *bus.measure(folder, repeats),
+        *bus_restart.measure(folder),
+        *bus_operations.measure(),
+        *transfer_queue.measure(folder, repeats),
+    ]
     report.show(rows, console, json_file, before)
     if missing := transfer_queue.missing():
         typer.echo(f"not compared with TransferQueue: {missing}")
+    if missing := bus_operations.missing():
+        typer.echo(f"metadata operations not counted: {missing}")
     if plot is not None:
         report.plot(rows, plot, before)
 

@@ -3,7 +3,9 @@
 Raw = one `pwritev` of the arrays, fsync, rename, fsync of the folder; one `preadv` for each array.
 """
 
+import ctypes
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -19,7 +21,8 @@ from relax_hpc.bus import layout, shard_write
 from relax_hpc.bus.durable import Buffer, pread_into, pwritev_all, sync_folder
 from relax_hpc.bus.encode import to_columns
 from relax_hpc.bus.hdf5 import Attribute
-from relax_hpc.bus.log import LogTail
+from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
+from relax_hpc.bus.log_writer import LogWriter
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.routed import COLUMN as EXPERTS
 from relax_hpc.bus.shard import Shard
@@ -28,7 +31,7 @@ from relax_hpc.schema import Columns, PromptGroup
 
 TMPFS = Path("/dev/shm")
 FIELD = "ragged/rollout_logprobs"
-NAME = "bench-0"
+NAME, OTHER = "bench-0", "bench-1"
 ATTRIBUTES: dict[str, Attribute] = {"producer": NAME, "epoch": 1, "role": "rollout", "parent": ""}
 
 
@@ -67,8 +70,9 @@ class _Trial:
         self._size = sum(column.nbytes for column in columns.values())
 
     def writes(self, place: str, repeats: int) -> Iterator[Row]:
-        layout.create(self._bus, [NAME], {})
-        seconds: dict[str, list[float]] = {"raw": [], "write": [], "put": []}
+        layout.create(self._bus, [NAME, OTHER], {})
+        log = LogWriter(self._bus.log(OTHER))
+        seconds: dict[str, list[float]] = {"raw": [], "write": [], "commit": [], "put": []}
         guids = count(0, len(self._groups))
         with Producer(self._bus, NAME, {}) as producer:
             for repeat in range(repeats + 1):
@@ -77,22 +81,29 @@ class _Trial:
                 actions: dict[str, Callable[[], object]] = {
                     "raw": lambda: _write_raw(self._raw, self._columns),
                     "write": lambda: shard_write.write(self._shard, self._columns, ATTRIBUTES),
+                    "commit": lambda: self._commit(log),
                     "put": lambda groups=groups: producer.put(groups),  # type: ignore[misc]
                 }
                 _in_turns(actions, seconds, repeat)
                 producer.collect(first + len(groups))
+        log.close()
         aim = 0.9 if place == "disk" else 0.75
         what = f"{self._kind}, {place}"
         size, raw = self._size, seconds["raw"]
         yield compared(f"write {what}", size, seconds["write"], raw, "raw", aim)
-        yield compared(f"put {what}", size, seconds["put"], raw, "raw", aim)
+        yield compared(f"write and commit {what}", size, seconds["commit"], raw, "raw", aim)
+        yield compared(f"put {what}, from trajectories", size, seconds["put"], raw, "raw", None)
+
+    def _commit(self, log: LogWriter) -> None:
+        info = shard_write.write(self._shard, self._columns, ATTRIBUTES)
+        log.append(CommitRecord(RecordKind.BASE, log.epoch, 0, "rollout", **info._asdict()))
 
     def reads(self, place: str, repeats: int) -> Iterator[Row]:
         _write_raw(self._raw, self._columns)
         shard_write.write(self._shard, self._columns, ATTRIBUTES)
         sizes = [column.nbytes for column in self._columns.values()]
         field = self._columns[FIELD].nbytes
-        names = ("raw", "unverified", "verified", "field", "raw field", "sample")
+        names = ("raw", "unverified", "verified", "field", "raw field")
         seconds: dict[str, list[float]] = {name: [] for name in names}
         actions: dict[str, Callable[[], object]] = {
             "raw": lambda: _read_raw(self._raw, sizes),
@@ -100,10 +111,9 @@ class _Trial:
             "verified": lambda: _read(self._shard),
             "field": lambda: _read(self._shard, verify=False, columns=[FIELD]),
             "raw field": lambda: _read_raw(self._raw, [field]),
-            "sample": lambda: _read(self._shard, rows=(77, 78)),
         }
         for repeat in range(repeats + 1):
-            _in_turns(actions, seconds, repeat)
+            _in_turns(actions, seconds, repeat, fresh=True)
         what = f"{self._kind}, {place}"
         size, raw = self._size, seconds["raw"]
         yield compared(f"read {what}, unverified", size, seconds["unverified"], raw, "raw", 0.95)
@@ -113,8 +123,9 @@ class _Trial:
                 f"read {what}, one column", field, seconds["field"], seconds["raw field"], "raw",
                 1 / 1.2,
             )  # fmt: skip
-        sample = statistics.median(seconds["sample"])
-        yield Row(f"read one sample, {what}, verified", sample * 1e3, "ms", aim=1.0)
+        samples = [_seconds(lambda: _read(self._shard, rows=(77, 78))) for _ in range(5 * repeats)]
+        sample = statistics.median(samples) * 1e3
+        yield Row(f"read one sample, {what}, verified", sample, "ms", aim=1.0)
 
 
 def _publishing(scratch: Path, place: str, repeats: int) -> Iterator[Row]:
@@ -159,16 +170,24 @@ def _compressing(scratch: Path, repeats: int) -> Iterator[Row]:
 
 
 def in_turns_order(names: list[str], repeat: int) -> list[str]:
-    """Begins with another one in every repeat."""
-    start = repeat % len(names)
-    return names[start:] + names[:start]
+    """Shuffled, in each repeat differently and in each run the same."""
+    return random.Random(repeat).sample(names, len(names))
 
 
 def _in_turns(
-    actions: dict[str, Callable[[], object]], seconds: dict[str, list[float]], repeat: int
+    actions: dict[str, Callable[[], object]],
+    seconds: dict[str, list[float]],
+    repeat: int,
+    *,
+    fresh: bool = False,
 ) -> None:
-    """Times each action once, from another one on in every repeat; the first is to warm up."""
+    """Times each action once, in another order in every repeat; the first is to warm up.
+
+    With `fresh` all of them allocate fresh pages; else who comes after a large free gets warm ones.
+    """
     for name in in_turns_order(list(actions), repeat):
+        if fresh:
+            ctypes.CDLL(None).malloc_trim(0)
         taken = _seconds(actions[name])
         if repeat:
             seconds[name].append(taken)

@@ -13,6 +13,7 @@ from relax_hpc.bench.workload import GROUPS, Kind, renumbered
 from relax_hpc.bus import layout
 from relax_hpc.bus.encode import to_columns
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
+from relax_hpc.bus.memory import Memory
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shard import Shard
 from relax_hpc.paths import BusPaths
@@ -40,6 +41,7 @@ class Worker:
         self._producers: dict[BusPaths, Producer] = {}
         self._tails: dict[BusPaths, LogTail] = {}
         self._newest: dict[BusPaths, CommitRecord] = {}
+        self._memory = Memory()
         self._next_guid = 0
 
     def pid(self) -> int:
@@ -82,7 +84,7 @@ class Worker:
 
     def bus_create(self, paths: BusPaths) -> None:
         layout.create(paths, [NAME], {})
-        self._producers[paths] = Producer(paths, NAME, {"run": "bench"})
+        self._producers[paths] = Producer(paths, NAME, {"run": "bench"}, spares=1)
 
     def bus_put(self, paths: BusPaths, *, clean: bool) -> float:
         groups = renumbered(self._groups, self._next_guid)
@@ -106,7 +108,9 @@ class Worker:
                 if committed.kind is RecordKind.BASE:
                     self._newest[paths] = committed
             record = self._newest[paths]
-            with Shard(paths.shard(NAME, record.epoch, record.seq)) as shard:
+            self._memory.reset()
+            path = paths.shard(NAME, record.epoch, record.seq)
+            with Shard(path, memory=self._memory) as shard:
                 lo, hi = (shard.rows * p // parts for p in (part, part + 1))
                 names = [*FIELDS[kind], *(["ragged/media_ref"] if kind == "images" else [])]
                 found.append(_tensors(shard.read_span(lo, hi, names), kind))

@@ -2,14 +2,16 @@
 
 Three Ray actors: one produces, two consume. Each side starts from its own form of a batch in the
 producer's memory and ends in a `TensorDict` of the same tensors in the consumer's. TransferQueue
-holds everything in memory (two storage units); the bus commits shards, with fsync, and compares
-every checksum. Needs TransferQueue and Ray, which relax-hpc itself does not.
+holds everything in memory (two storage units); the bus commits shards, with fsync, compares every
+checksum, and reads into memory that it uses again. Needs TransferQueue and Ray, which relax-hpc
+itself does not.
 """
 
 import importlib.util
+import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -35,7 +37,7 @@ AIMS: dict[tuple[str, str, str], float] = {
     (GET_BY_2, "text", "disk"): 10.0,
 }
 CPU_AIMS: dict[Kind, float] = {"text": 4.0, "images": 2.5}
-CPU_TRIPS = 6
+CPU_TRIPS, CPU_ROUNDS, IDLE_S = 4, 3, 1.0
 Seconds = dict[str, list[float]]
 
 
@@ -84,11 +86,9 @@ class _Cluster:
         self.get = ray.get
         self.producer, *self.consumers = (actor.remote() for _ in range(3))
         pids = {self.get(w.pid.remote()) for w in (self.producer, *self.consumers)}
-        self._processes = [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if process.pid in pids or _is_queue(process)
-        ]
+        self._workers = [psutil.Process(pid) for pid in pids]
+        everyone = psutil.Process().children(recursive=True)
+        self._queue = [process for process in everyone if _is_queue(process)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,18 +99,25 @@ class _Cluster:
         ray.shutdown()
         self._folder.cleanup()
 
-    def cpu_seconds(self, side: "_Side") -> float:
-        """Of all processes of both sides for one trip; what they use when idle is taken off."""
-        before, start = self._cpu(), time.perf_counter()
+    def cpu_seconds(self, side: "_Side", *, queue: bool) -> float:
+        """Of the workers, and of TransferQueue's own processes if `queue`, for one trip.
+
+        What they use when idle is taken off.
+        """
+        processes = self._workers + (self._queue if queue else [])
+        time.sleep(IDLE_S)
+        idle = -_cpu(processes)
+        time.sleep(IDLE_S)
+        idle += _cpu(processes)
+        before, start = _cpu(processes), time.perf_counter()
         for _ in range(CPU_TRIPS):
             side.trip(None)
-        used, taken = self._cpu() - before, time.perf_counter() - start
-        before = self._cpu()
-        time.sleep(1.0)
-        return (used - (self._cpu() - before) * taken) / CPU_TRIPS
+        taken = time.perf_counter() - start
+        return (_cpu(processes) - before - idle * taken / IDLE_S) / CPU_TRIPS
 
-    def _cpu(self) -> float:
-        return sum(sum(process.cpu_times()[:2]) for process in self._processes)
+
+def _cpu(processes: Sequence[psutil.Process]) -> float:
+    return sum(sum(process.cpu_times()[:2]) for process in processes)
 
 
 def _is_queue(process: psutil.Process) -> bool:
@@ -220,4 +227,8 @@ def _times(
     for repeat in range(repeats):
         for name in in_turns_order(list(sides), repeat):
             sides[name].trip(seconds[name])
-    return seconds, {name: cluster.cpu_seconds(side) for name, side in sides.items()}
+    rounds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(CPU_ROUNDS):
+        for name in in_turns_order(list(sides), repeat):
+            rounds[name].append(cluster.cpu_seconds(sides[name], queue=name == QUEUE))
+    return seconds, {name: statistics.median(values) for name, values in rounds.items()}

@@ -32,6 +32,15 @@ def text_groups() -> list[PromptGroup]:
     ]
 
 
+def short_groups(count: int) -> list[PromptGroup]:
+    """Groups of 8 trajectories of 48 tokens: for what does not depend on bytes."""
+    rng = np.random.default_rng(3)
+    return [
+        PromptGroup(guid, [_trajectory(rng, guid, sibling, 48) for sibling in range(SIBLINGS)])
+        for guid in range(count)
+    ]
+
+
 def image_groups() -> list[PromptGroup]:
     """256 trajectories of a few tokens, each with an image of its own of about 1 MiB."""
     rng = np.random.default_rng(1)

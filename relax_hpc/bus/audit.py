@@ -63,7 +63,7 @@ def audit(paths: BusPaths) -> BusAudit:
         committed=sum(record.rows for record in commits),
         planned=sum(step.num_trajectories for step in chain.steps),
         planned_twice=repeated,
-        duplicates=sum(shard.rows for shard in chain.ignored),
+        duplicates=_duplicates(commits, chain),
         dropped=_dropped(commits, chain),
         steps=sum(record.last for record in chain.steps),
         max_staleness=max(ages, default=0),
@@ -72,16 +72,28 @@ def audit(paths: BusPaths) -> BusAudit:
     )
 
 
-def _dropped(commits: list[CommitRecord], chain: Chain) -> int:
-    """Rows of shards below the first guid that is not planned that are not accounted for."""
+def _used(chain: Chain) -> Counter[str]:
+    """Rows by shard that were planned, or dropped and sampled again."""
     used: Counter[str] = Counter()
     for step in chain.steps:
         for part in step.parts:
             used[part.uuid] += part.hi - part.lo
-    for shard in chain.ignored:
-        used[shard.uuid] += shard.rows
     for drop in chain.dropped:
         used[drop.dropped] += drop.rows
+    return used
+
+
+def _duplicates(commits: list[CommitRecord], chain: Chain) -> int:
+    """Rows that were ignored for good: those of a group whose first commit is damaged count."""
+    used, rows = _used(chain), {commit.uuid: commit.rows for commit in commits}
+    return sum(min(s.rows, rows.get(s.uuid, s.rows) - used[s.uuid]) for s in chain.ignored)
+
+
+def _dropped(commits: list[CommitRecord], chain: Chain) -> int:
+    """Rows of shards below the first guid that is not planned that are not accounted for."""
+    used = _used(chain)
+    for shard in chain.ignored:
+        used[shard.uuid] += shard.rows
     planned = GuidSet()
     planned.update(guid for step in chain.steps for guid in step.guids)
     return sum(max(c.rows - used[c.uuid], 0) for c in commits if c.guid_max < planned.below)

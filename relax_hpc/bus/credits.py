@@ -45,7 +45,7 @@ class CreditWriter:
         self._tail = GrowingFile(paths.credits)
         newest = _Newest()
         newest.add(self._frames.found)
-        self._fenced_by = 0
+        self._fenced_by = max((r["plan_epoch"] for r in self._frames.found), default=0)
         self.inherited = (newest.credit or Credit())._replace(finished=False)
         """What the trainer before granted."""
         self.write(self.inherited)

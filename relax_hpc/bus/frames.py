@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.bus.durable import checksum, pread_into, pwrite_all, sync_folder
+from relax_hpc.bus.durable import checksum, pwrite_all, sync_folder
+from relax_hpc.bus.tail import current_size, read_whole
 from relax_hpc.errors import BusError
 
 MAGIC = b"\x89RLF"  # cannot occur inside JSON text
@@ -75,10 +76,13 @@ def read_frames(path: Path, start: int = 0) -> list[tuple[Record, int]]:
 
     A torn tail is not a record.
     """
-    with path.open("rb") as file:
-        file.seek(start)
-        frames = list(_frames(file.read(), path, start))
-    return [(record, end) for record, end in frames if CUT not in record]
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+    except OSError as error:
+        raise BusError(f"{path}: cannot be read: {error.strerror}") from error
+    return [(record, end) for record, end in _frames(data, path, start) if CUT not in record]
 
 
 class FrameWriter:
@@ -87,7 +91,9 @@ class FrameWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            # Why O_DSYNC, and why it is not read through this descriptor: see `LogWriter`.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_DSYNC | os.O_CLOEXEC
+            self._fd = os.open(path, flags, 0o644)
             size = self._read()
             if size > self.end:
                 pwrite_all(self._fd, encode({CUT: self.end}), size)
@@ -104,7 +110,7 @@ class FrameWriter:
         Raises:
             BusError: another process writes this file, or storage refused.
         """
-        if os.fstat(self._fd).st_size != self.end:
+        if current_size(self._fd) != self.end:
             raise BusError(f"{self.path}: another process writes it; this one must end")
         frame = encode(record)
         try:
@@ -116,9 +122,8 @@ class FrameWriter:
 
     def _read(self) -> int:
         """Returns the size of the file."""
-        data = bytearray(os.fstat(self._fd).st_size)
-        pread_into(self._fd, memoryview(data), 0)
-        self.found, self.end = decode(bytes(data), self.path)
+        data = read_whole(self.path)
+        self.found, self.end = decode(data, self.path)
         """Records that were there, and where the next one begins."""
         return len(data)
 

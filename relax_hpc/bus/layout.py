@@ -49,15 +49,16 @@ def create(
         for file in (paths.credits, *map(paths.log, names)):
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
             sync_folder(file.parent)
+        write_json(
+            paths.header, BusHeader(FORMAT, list(producers), dict(header), writers)._asdict()
+        )
+        sync_folder(paths.root)
     except FileExistsError as error:
         raise BusError(
             f"{paths.root}: holds a bus already; a run directory is used once, choose another name"
         ) from error
     except OSError as error:
         raise BusError(f"{paths.root}: a bus cannot be made here: {error.strerror}") from error
-    record = BusHeader(FORMAT, list(producers), dict(header), writers)
-    write_json(paths.header, record._asdict())
-    sync_folder(paths.root)
 
 
 def open_bus(paths: BusPaths) -> BusHeader:
@@ -66,7 +67,10 @@ def open_bus(paths: BusPaths) -> BusHeader:
     Raises:
         BusError: not a bus, or one of a newer format.
     """
-    record = read_json(paths.header)
+    try:
+        record = read_json(paths.header)
+    except (OSError, ValueError) as error:
+        raise BusError(f"{paths.header}: cannot be read: {error}") from error
     if record is None:
         raise BusError(f"{paths.root}: is not a bus (no {paths.header.name})")
     if record["format"] > FORMAT:

@@ -4,8 +4,9 @@ import os
 import uuid as uuidlib
 from pathlib import Path
 
-from relax_hpc.bus.durable import is_full, pread_into, pwrite_all, sync_folder
+from relax_hpc.bus.durable import is_full, pwrite_all, sync_folder
 from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, Epochs, RecordKind, decode, pack
+from relax_hpc.bus.tail import GrowingFile, current_size
 from relax_hpc.errors import BusError, FencedError
 
 BALLAST_BYTES = 256 << 10
@@ -25,11 +26,16 @@ class LogWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            # O_DSYNC keeps an NFS client from sending, around the record, what its cache believes
+            # of the rest of the page: it may be older than what another host has written there.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_DSYNC | os.O_CLOEXEC
+            self._fd = os.open(path, flags)
         except FileNotFoundError:
             raise BusError(f"{path}: no such log; is the producer one of this run's?") from None
         except OSError as error:
             raise BusError(f"{path}: cannot be opened: {error.strerror}") from error
+        # A client that has a file open for writing does not refresh what it cached of it.
+        self._file = GrowingFile(path)
         self._end = 0
         self._epochs = Epochs()
         self._failed = False
@@ -83,10 +89,11 @@ class LogWriter:
             self._has_ballast = True
         except OSError as error:
             if not is_full(error):
-                raise
+                raise BusError(f"{self._ballast}: cannot be made: {error.strerror}") from error
             self._ballast.unlink(missing_ok=True)
 
     def close(self) -> None:
+        self._file.close()
         os.close(self._fd)
 
     @property
@@ -117,9 +124,8 @@ class LogWriter:
 
     def _catch_up(self) -> list[CommitRecord]:
         """The valid ones among the records that are new."""
-        data = bytearray(os.fstat(self._fd).st_size - self._end)
-        pread_into(self._fd, memoryview(data), self._end)
-        records = decode(bytes(data), self.path, self._end // RECORD_BYTES)
+        data = self._file.read_from(self._end)
+        records = decode(data, self.path, self._end // RECORD_BYTES)
         self._end += len(records) * RECORD_BYTES
         return [record for record in records if self._epochs.admit(record)]
 
@@ -135,7 +141,7 @@ class LogWriter:
             self._write_once(record)
 
     def _write_once(self, record: CommitRecord) -> None:
-        data, size = pack(record), os.fstat(self._fd).st_size
+        data, size = pack(record), current_size(self._fd)
         if size > self._end:  # the torn tail of a dead owner
             cut = CommitRecord(RecordKind.CUT, self._epochs.current, 0, length=self._end)
             data = bytes(-size % RECORD_BYTES) + pack(cut) + data

@@ -1,5 +1,6 @@
 """What producers and sidecar writers share: a log of one's own, and the shards it names."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -7,12 +8,15 @@ from types import TracebackType
 from typing import Self
 
 from relax_hpc.bus import layout, shard_write
-from relax_hpc.bus.durable import sync_folder
+from relax_hpc.bus.durable import BusFullError, sync_folder
 from relax_hpc.bus.log import SHARDS, CommitRecord, RecordKind
 from relax_hpc.bus.log_writer import LogWriter
+from relax_hpc.bus.shard_format import ShardInfo
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import ColumnPieces, Role
+
+log = logging.getLogger(__name__)
 
 _RESERVED = {
     "rl_shard_format", "shard_uuid", "n_samples", "producer", "epoch", "seq", "role",
@@ -30,6 +34,7 @@ class Owner:
         role: whose columns it writes.
         provenance: root attributes of every shard.
         compress: columns to be compressed.
+        spares: shards that nobody needs any more to keep, in order to write over them.
 
     Raises:
         BusError: not a bus of this format, no such name with this role, or a damaged log.
@@ -43,6 +48,7 @@ class Owner:
         provenance: Mapping[str, str | int],
         *,
         compress: Iterable[str] = (),
+        spares: int = 0,
     ) -> None:
         if clash := _RESERVED & provenance.keys():
             raise BusError(f"provenance of {name}: {sorted(clash)} are the bus's own attributes")
@@ -53,6 +59,7 @@ class Owner:
         self.name, self.role = name, role
         self._paths = paths
         self._provenance, self._compress = dict(provenance), frozenset(compress)
+        self._num_spares, self._spares = spares, list[Path]()
         # The claim comes first: from here on whatever older epochs left unrecorded stays so.
         self._log = LogWriter(paths.log(name))
         self.epoch, self._seq = self._log.epoch, self._log.next_seq
@@ -79,6 +86,7 @@ class Owner:
 
     def close(self) -> None:
         """Records that this owner ended on purpose."""
+        self._drop_spares()
         self._log.append(CommitRecord(RecordKind.CLOSE, self.epoch, self._seq, self.role))
         self._release()
 
@@ -98,17 +106,13 @@ class Owner:
 
     def _publish(self, record: CommitRecord, columns: ColumnPieces) -> CommitRecord:
         """Writes a shard and commits it; `record` lacks only what the file decides."""
-        parent = "" if record.parent == _NO_PARENT else record.parent
-        info = shard_write.write(
-            self.shard(record),
-            columns,
-            self._provenance
-            | {"producer": self.name, "epoch": record.epoch, "seq": record.seq}
-            | {"role": self.role, "parent": parent}
-            | {"policy_min": record.policy_version_min, "policy_max": record.policy_version_max},
-            compress=self._compress,
-            folder=self._folder,
-        )
+        try:
+            info = self._write(record, columns)
+        except BusFullError:
+            if not self._spares:
+                raise
+            self._drop_spares()
+            info = self._write(record, columns)
         record = record._replace(
             uuid=info.uuid, length=info.length, rows=info.rows, tokens=info.tokens
         )
@@ -117,14 +121,42 @@ class Owner:
         self._seq += 1
         return record
 
+    def _write(self, record: CommitRecord, columns: ColumnPieces) -> ShardInfo:
+        parent = "" if record.parent == _NO_PARENT else record.parent
+        return shard_write.write(
+            self.shard(record),
+            columns,
+            self._provenance
+            | {"producer": self.name, "epoch": record.epoch, "seq": record.seq}
+            | {"role": self.role, "parent": parent}
+            | {"policy_min": record.policy_version_min, "policy_max": record.policy_version_max},
+            compress=self._compress,
+            folder=self._folder,
+            spare=self._spares.pop() if self._spares else None,
+        )
+
+    def _drop_spares(self) -> None:
+        while self._spares:
+            _delete_orphan(self._spares.pop())
+
     def _delete(self, dead: Callable[[CommitRecord], bool]) -> set[str]:
-        """Deletes own shards; returns their uuids."""
-        doomed = [record for record in self._live if dead(record)]
-        for record in doomed:
-            self.shard(record).unlink(missing_ok=True)
-        uuids = {record.uuid for record in doomed}
+        """Deletes own shards, or keeps them as spares; returns their uuids.
+
+        What cannot be deleted is tried again later.
+        """
+        uuids = set()
+        for record in [record for record in self._live if dead(record)]:
+            try:
+                if len(self._spares) < self._num_spares:
+                    self._spares.append(self.shard(record))
+                else:
+                    self.shard(record).unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("%s: cannot be deleted now: %s", self.shard(record), error.strerror)
+                continue
+            uuids.add(record.uuid)
         self._live = [record for record in self._live if record.uuid not in uuids]
-        if doomed:
+        if uuids:
             self._log.restore_ballast()
         return uuids
 
@@ -146,8 +178,16 @@ class Owner:
                 if file in recorded:
                     live.append(recorded[file])
                 else:
-                    file.unlink(missing_ok=True)  # another owner may be at it, too
+                    _delete_orphan(file)
         return sorted(live, key=lambda record: record.seq)
+
+
+def _delete_orphan(file: Path) -> None:
+    """An orphan that stays harms nobody; NFS keeps one that a process on this host holds open."""
+    try:
+        file.unlink(missing_ok=True)  # another owner may be at it, too
+    except OSError as error:
+        log.warning("%s: an orphan cannot be deleted: %s", file, error.strerror)
 
 
 def _kind(role: Role) -> str:

@@ -170,11 +170,11 @@ def claim_epoch(paths: BusPaths) -> int:
         claim = paths.plan_claim(epoch)
         try:
             os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            sync_folder(paths.plan)
         except FileExistsError:
             continue
         except OSError as error:
             raise BusError(f"{claim}: cannot be made: {error.strerror}") from error
-        sync_folder(paths.plan)
         return epoch
 
 
@@ -194,6 +194,20 @@ def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True)
     chain = _read(paths, newest, NOTHING)
     assert chain is not None
     return chain
+
+
+def is_planned(paths: BusPaths, position: PlanPosition) -> bool:
+    """Whether a checkpoint's position is on the valid plan.
+
+    Raises:
+        BusError: a record of the plan is damaged.
+    """
+    chain = read_chain(paths, whole=False)
+    try:
+        chain.check(position)
+    except BusError:
+        return False
+    return True
 
 
 def _read(paths: BusPaths, epoch: int, base: Snapshot) -> Chain | None:

@@ -25,6 +25,9 @@ class Producer(Owner):
         name: one of the producers it was made for.
         provenance: root attributes of every shard: run, job, node, restart count, engine build.
         compress: columns to be compressed.
+        spares: shards that nobody needs any more to keep, in order to write over them: a file
+            system that has to find blocks, or gives them back for good, may write at a fraction
+            of its speed.
 
     Raises:
         BusError: not a bus of this format, no such producer, or a damaged log.
@@ -37,8 +40,9 @@ class Producer(Owner):
         provenance: Mapping[str, str | int],
         *,
         compress: Iterable[str] = (),
+        spares: int = 0,
     ) -> None:
-        super().__init__(paths, name, "rollout", provenance, compress=compress)
+        super().__init__(paths, name, "rollout", provenance, compress=compress, spares=spares)
         self._source: dict[int, str] = {}
         """guid -> uuid of the live shard that it is committed in."""
         self._partial_in: dict[str, set[int]] = {}

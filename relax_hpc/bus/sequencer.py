@@ -116,7 +116,8 @@ class Sequencer:
         self._log.append({"parent": chain.epoch, "keep": self._num_records})
         self._shards = shards or OpenShards(paths)
         self._intake = Intake(paths, producers, header.sidecar_writers, needs, chain, self._shards)
-        self._step, self._cursor = position.step if position else 0, 0
+        self._step = self._returned = position.step if position else 0
+        self._cursor = 0
         retired = max(self._credits.inherited.retired_guid_below, self._retired.below)
         self._grant(Credit(self._step, self._step, retired))
 
@@ -129,8 +130,8 @@ class Sequencer:
     @property
     def position(self) -> PlanPosition:
         """Where the step of the last returned portion ends; goes into the checkpoint."""
-        place = self._places.get(self._step)
-        return PlanPosition(self.epoch, place.records if place else 0, self._step)
+        place = self._places.get(self._returned)
+        return PlanPosition(self.epoch, place.records if place else 0, self._returned)
 
     @property
     def num_planned(self) -> int:
@@ -187,6 +188,7 @@ class Sequencer:
                 time.sleep(POLL_S)
             self._plan(step, guids)
         self._cursor += 1
+        self._returned = step
         return planned[self._cursor - 1]
 
     def advance(self, *, step: int, policy_version: int) -> None:
@@ -203,6 +205,7 @@ class Sequencer:
         Args:
             step_covered_by_checkpoint: of the oldest checkpoint that may still be resumed.
         """
+        self.check_fenced()  # the checkpoints may be a newer trainer's, of steps not known here
         released = max(step_covered_by_checkpoint - self._keep_steps, 0)
         for step in range(self._released + 1, released + 1):
             self._retired.update(g for record in self._portions[step] for g in record.guids)

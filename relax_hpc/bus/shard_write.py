@@ -10,6 +10,7 @@ import struct
 import uuid as uuidlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -58,17 +59,22 @@ def write(
     *,
     compress: Collection[str] = (),
     folder: int | None = None,
+    spare: Path | None = None,
 ) -> ShardInfo:
     """Publishes `columns` at `path`, whole or not at all.
 
-    Write beside it, flush, rename, flush the folder: after a crash the final name is absent or
-    complete. Storage may report an error only at the flush or at close, so both come first.
+    Write beside it, rename, flush file and folder: after a kill the final name is absent or
+    complete, and on return it is on disk. (A power cut may leave the name of a torn file; but what
+    counts is the commit record, which comes later.) Renaming first saves a file system with a
+    journal a commit of it. Storage may report an error only at the flush or at close.
 
     Args:
         columns: names and dtypes of `schema.COLUMNS`, with the offsets of every ragged axis.
         attributes: root attributes besides the format, uuid and number of rows.
         compress: columns to be compressed; pays below about 0.4 GB/s of file system per writer.
         folder: descriptor of the folder of `path`, if there is one, to save opening it.
+        spare: a file that nobody needs; it is written over, which saves the file system to give
+            back its blocks and find others.
 
     Raises:
         BusError: a column is unknown, of another dtype or length, or not this role's to write.
@@ -82,24 +88,38 @@ def write(
     root = {"rl_shard_format": version, "shard_uuid": uuid, "n_samples": rows, **attributes}
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = _open_draft(draft, spare)
         try:
             length = _write_file(fd, found, root, packed)
+            if spare is not None:
+                os.ftruncate(fd, length)  # it may have been longer
+            draft.rename(path)
             os.fsync(fd)
         finally:
             os.close(fd)
-        draft.rename(path)
         if folder is None:
             sync_folder(path.parent)
         else:
             os.fsync(folder)
     except OSError as error:
-        draft.unlink(missing_ok=True)
+        for file in (draft, path):  # nobody was told of either
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
         if is_full(error):
             remedy = "free space or raise the quota"
             raise BusFullError(f"{path}: {error.strerror}; {remedy}") from error
         raise BusError(f"{path}: cannot be written: {error.strerror}") from error
     return ShardInfo(uuid, length, rows, int(offsets[-1]))
+
+
+def _open_draft(draft: Path, spare: Path | None) -> int:
+    if spare is not None:
+        try:
+            spare.rename(draft)
+            return os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # then a new one
+            pass
+    return os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
 
 def _write_file(

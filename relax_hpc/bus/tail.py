@@ -124,7 +124,7 @@ def current_size(fd: int) -> int:
         if code not in (errno.ENOSYS, errno.EPERM):  # as some containers forbid it
             raise OSError(code, os.strerror(code))
         return os.fstat(fd).st_size
-    return int.from_bytes(answer[_STATX_SIZE_AT : _STATX_SIZE_AT + 8], "little")
+    return int.from_bytes(answer.raw[_STATX_SIZE_AT : _STATX_SIZE_AT + 8], "little")
 
 
 @cache

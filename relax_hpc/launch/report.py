@@ -44,7 +44,7 @@ def _achievements(done: dict[str, Any], paths: RunPaths) -> list[str]:
         ("held-out", f"{_score(done['heldout_before'])} before, "
                      f"{_score(done['heldout_after'])} after"),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
-                         f"{count['trained_twice']} twice"),
+                         f"{count['trained_twice']} twice" + _dropped(count["dropped"])),
         ("staleness", f"{done['max_staleness_seen']} at most"),
         ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),
         ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
@@ -55,6 +55,17 @@ def _achievements(done: dict[str, Any], paths: RunPaths) -> list[str]:
         rows.append(("reward curve", str(paths.reward_curve)))
         rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
     return [f"  {name:<14}{value}" for name, value in rows]
+
+
+def _dropped(counts: dict[str, int]) -> str:
+    """What became of those that were committed and are not trained on."""
+    said = {
+        "duplicates": "repeated and ignored",
+        "over_age": "over age and sampled again",
+        "damaged": "damaged and sampled again",
+        "unaccounted": "UNACCOUNTED FOR",
+    }
+    return "".join(f", {counts[key]} {text}" for key, text in said.items() if counts.get(key))
 
 
 def _eta(done: dict[str, Any]) -> str:

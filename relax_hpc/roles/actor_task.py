@@ -3,6 +3,7 @@
 import torch
 
 from relax_hpc.bus.open_shards import OpenShards
+from relax_hpc.bus.plan import is_planned
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.comm.torch_group import init_torch
@@ -26,17 +27,28 @@ def main(
     device = _device(local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = MegatronTrainer(config, world, device)
-    checkpoints = Checkpoints(paths.checkpoints, world, keep=config.actor.keep_checkpoints)
+    checkpoints = Checkpoints(
+        paths.checkpoints,
+        world,
+        keep=config.actor.keep_checkpoints,
+        is_valid=lambda position: is_planned(paths.bus, position),
+    )
     resumed = checkpoints.resume(trainer)
     if resumed:
         events.emit("resume", step=resumed.step)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
     lead = _lead(config, paths, checkpoints, resumed, shards, events) if world.rank == 0 else None
 
+    if lead and resumed:  # an earlier incarnation may have died before it did
+        lead.release()
+
     def save() -> None:
-        checkpoints.save(trainer, lead.sequencer.position if lead else None)
         if lead:
+            sequencer = lead.sequencer
+            checkpoints.save(trainer, sequencer.position, sequencer.check_fenced)
             lead.covered(trainer.step)
+        else:
+            checkpoints.save(trainer, None)
 
     actor.run(config, world, trainer, Reader(paths.bus, shards=shards), lead, save)
     if lead:

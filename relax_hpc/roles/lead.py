@@ -68,9 +68,13 @@ class ActorLead:
         log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
 
     def covered(self, step: int) -> None:
+        """Takes note of a checkpoint."""
+        self.release()
+        self._events.emit("checkpoint", step=step)
+
+    def release(self) -> None:
         """Lets rollout delete what not even the oldest checkpoint that is kept can need."""
         self.sequencer.release(self._checkpoints.complete()[0].step)
-        self._events.emit("checkpoint", step=step)
 
     def finish(self) -> None:
         self.sequencer.finish()

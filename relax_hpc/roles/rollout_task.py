@@ -21,6 +21,8 @@ from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 
+SPARES = 2
+"""Shards that nobody needs any more, kept to be written over."""
 CREDITS_EVERY_S = 1.0
 """They tell what to delete, what to sample again, and the end; pacing goes by the engine."""
 
@@ -46,6 +48,7 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
             context.name,
             _provenance(config, context),
             compress=config.bus.compress,
+            spares=SPARES,
         ) as producer:
             asyncio.run(_loop(config, paths, context, engine.client(), producer, events))
         members.announce(paths, member._replace(state="GONE"))

@@ -46,7 +46,12 @@ def summarize(run_dir: Path) -> dict[str, Any]:
             "committed": counts.committed,
             "trained": sum(e.get("num_trajectories", 0) for e in done),
             "trained_twice": counts.planned_twice,
-            "dropped": {"duplicates": counts.duplicates, "unaccounted": counts.dropped},
+            "dropped": {
+                "duplicates": counts.duplicates,
+                "over_age": counts.over_age,
+                "damaged": counts.damaged,
+                "unaccounted": counts.dropped,
+            },
         },
         "max_staleness_seen": max([counts.max_staleness, *seen]),
         "weight_versions": _weight_versions(events),

@@ -3,11 +3,13 @@
 python bus_roles.py make ROOT
 python bus_roles.py produce ROOT NAME GROUPS
 python bus_roles.py train ROOT GROUPS CHECKPOINT
-python bus_roles.py act ROOT NAME STEP...     steps: open, put:GUID, close, touch:FILE, wait:FILE
+python bus_roles.py act ROOT NAME STEP...     steps: open, put:GUID,
+    share:GROUPS, draft, close, touch:FILE, wait:FILE
 python bus_roles.py lead ROOT STEP...         steps: open, batch:STEP, advance:STEP, touch, wait
 python bus_roles.py follow LOG TURNS FOLDER   reads the log once after each turn of `append`
 python bus_roles.py append LOG TURNS FOLDER
 python bus_roles.py audit ROOT
+python bus_roles.py read ROOT                 digests of all that is planned
 python bus_roles.py log ROOT NAME             guids in the order of their valid commit records
 
 Exit code 3 and the message on stderr: a named error of the bus.
@@ -28,7 +30,7 @@ from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, RecordKind, read_log
 from relax_hpc.bus.log_writer import LogWriter
-from relax_hpc.bus.plan import PlanPosition
+from relax_hpc.bus.plan import PlanPosition, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -36,7 +38,7 @@ from relax_hpc.bus.tail import GrowingFile
 from relax_hpc.errors import RelaxError
 from relax_hpc.paths import BusPaths
 
-P, TIMEOUT_S, NAMED = 4, 60, 3
+P, TIMEOUT_S, NAMED = 4, 30, 3
 
 
 def digest(trajectories):
@@ -72,6 +74,7 @@ def produce(root, name, groups):
         while True:
             credit = credits.latest()
             retired = credit.retired_guid_below if credit else 0
+            todo += producer.owe_again(credit.refill) if credit else []
             todo = [g for g in todo if g >= retired]
             if todo:
                 producer.put([group(todo.pop(0))])
@@ -93,12 +96,17 @@ def act(root, name, *steps):
             producer = Producer(BusPaths(root), name, {"run": "test"})
         elif verb == "put":
             producer.put([group(int(word))])
+        elif verb == "share":
+            for guid in range(PRODUCERS.index(name), int(word), len(PRODUCERS)):
+                if guid not in producer.committed:
+                    producer.put([group(guid)])
+        elif verb == "draft":  # stays open
+            draft = BusPaths(root).epoch(name, producer.epoch) / ".shard.tmp"
+            os.open(draft, os.O_WRONLY | os.O_CREAT)
         elif verb == "close":
             producer.close()
-        elif verb == "touch":
-            Path(word).touch()
         else:
-            wait_for(Path(word))
+            keep_in_step(verb, Path(word))
 
 
 def lead(root, *steps):
@@ -112,10 +120,8 @@ def lead(root, *steps):
             print(sequencer.next_batch(int(word), timeout_s=TIMEOUT_S).guids, flush=True)
         elif verb == "advance":
             sequencer.advance(step=int(word), policy_version=int(word))
-        elif verb == "touch":
-            Path(word).touch()
         else:
-            wait_for(Path(word))
+            keep_in_step(verb, Path(word))
 
 
 def append(log, turns, folder):
@@ -137,6 +143,13 @@ def follow(log, turns, folder):
         seen.append([len(tail.read_from(0)) // RECORD_BYTES for tail in (direct, anew)])
         (Path(folder) / f"read-{turn}").touch()
     print(json.dumps([direct.direct, seen]))
+
+
+def keep_in_step(verb, file):
+    if verb == "touch":
+        file.touch()
+    else:
+        wait_for(file)
 
 
 def wait_for(file):
@@ -175,6 +188,10 @@ def main(command, root, *words):
         {"act": act, "lead": lead, "append": append, "follow": follow}[command](root, *words)
     elif command == "train":
         train(root, words[0], Path(words[1]))
+    elif command == "read":
+        steps = read_chain(BusPaths(root)).steps
+        reader = Reader(BusPaths(root))
+        print(json.dumps([digest(reader.rows(r, range(r.num_trajectories))) for r in steps]))
     elif command == "log":
         records = read_log(BusPaths(root).log(words[0]))
         print(json.dumps([record.guid_min for record in records if record.rows]))

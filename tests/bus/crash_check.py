@@ -1,16 +1,24 @@
 """What must be true of a run, whatever died in it."""
 
-import json
 import shutil
-from contextlib import closing, suppress
+from contextlib import closing
 
-from crash_roles import NUM_GROUPS, STEPS, P, World, expected_chain, open_sequencer, train_step
 from bus_fixtures import SIBLINGS
+from crash_roles import (
+    NUM_GROUPS,
+    STEPS,
+    P,
+    World,
+    expected_chain,
+    newest_state,
+    open_sequencer,
+    train_step,
+    valid_states,
+)
 
 from relax_hpc.bus.audit import audit
-from relax_hpc.bus.plan import PlanPosition, read_chain
+from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
-from relax_hpc.errors import BusError
 
 
 class _Nobody:
@@ -42,20 +50,9 @@ def missing_files(world):
     return sorted(str(file) for file in files if not file.exists())
 
 
-def valid_states(world, chain):
-    """Of the checkpoints, oldest first, without those of fenced trainers."""
-    states = []
-    for file in world.checkpoints:
-        state = json.loads(file.read_text())
-        with suppress(BusError):
-            chain.check(PlanPosition(*state["position"]))
-            states.append(state)
-    return states
-
-
 def problems(world):
     """What is wrong with a run that has ended and been tidied up."""
-    state = valid_states(world, read_chain(world.bus))[-1]
+    state = newest_state(world)
     found = []
     if state["step"] != STEPS:
         found.append(f"the last checkpoint is of step {state['step']}")

@@ -51,7 +51,7 @@ class Process:
         if self.pid == 0:
             os.close(self._go)
             os.close(self._report)
-            _live(world, fate, seed, self.stderr, go, report)
+            live(world, fate, seed, self.stderr, *_in_step(go, report))
         os.close(go)
         os.close(report)
 
@@ -91,34 +91,42 @@ class Process:
         return f"{self.name}#{self.fate.number}"
 
 
-def _live(world, fate, seed, stderr, go, report):
-    """The life of a forked process; does not return."""
+def _in_step(go, report):
+    """What a process does between turns, at each call, and where it halts."""
     write, read = os.write, os.read
 
+    def say(word):
+        write(report, f"{word}\n".encode())
+
     def turn():
-        write(report, b"waits\n")
+        say("waits")
         if not read(go, 1):
             os._exit(1)
 
     def halt():
-        write(report, b"halts\n")
+        say("halts")
         read(go, 1)
 
+    read(go, 1)
+    return turn, say, halt
+
+
+def live(world, fate, seed, stderr, turn, tell, halt):
+    """The life of a forked process; does not return."""
     code = 1
     try:
         os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 2)
-        read(go, 1)
         relax_hpc.bus.log_writer.BALLAST_BYTES = 16
         relax_hpc.bus.sequencer.SNAPSHOT_RECORDS = SNAPSHOT_RECORDS
         relax_hpc.bus.sequencer.POLL_S = 0
-        points = Points(world.root, lambda label: write(report, f"{label}\n".encode()), halt)
+        points = Points(world.root, tell, halt)
         points.install((fate.call, fate.mode))
         role_of(fate.name)(world, Incarnation(fate.name, fate.number, seed, points, turn))
         code = 0
     except BusError:
         code = NAMED
         traceback.print_exc()
-    except BaseException:
+    except BaseException:  # noqa: BLE001  whatever it is, it must not come back to the caller
         traceback.print_exc()
     finally:
         sys.stderr.flush()

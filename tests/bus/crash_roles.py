@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from bus_fixtures import SIBLINGS, group
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditTail
-from relax_hpc.bus.plan import PlanPosition
+from relax_hpc.bus.plan import PlanPosition, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -120,7 +121,7 @@ def sample(world, guid, policy_version, *, again, dice):
 
 def produce(world, me):
     me.points.stage = "open"
-    producer = Producer(world.bus, me.name, {"incarnation": me.number})
+    producer = Producer(world.bus, me.name, {"incarnation": me.number}, spares=me.number % 2)
     credits = CreditTail(world.bus)
     share = range(PRODUCERS.index(me.name), NUM_GROUPS, len(PRODUCERS))
     owed_again, dice = set(), me.dice("samples")
@@ -315,6 +316,22 @@ def expected_chain(world):
     return chain
 
 
+def valid_states(world, chain):
+    """Of the checkpoints, oldest first, without those of fenced trainers."""
+    states = []
+    for file in world.checkpoints:
+        state = json.loads(file.read_text())
+        with suppress(BusError):
+            chain.check(PlanPosition(*state["position"]))
+            states.append(state)
+    return states
+
+
+def newest_state(world):
+    """Of the checkpoints that can be resumed."""
+    return valid_states(world, read_chain(world.bus))[-1]
+
+
 def save(world, state, epoch):
     """Published whole, and never in place of another trainer's."""
     file = world.root / "checkpoints" / f"step{state['step']:03d}.{epoch:03d}.json"
@@ -336,7 +353,9 @@ def oldest_step(world):
 
 
 def tidy(world):
-    """Every owner comes back once more after all is done."""
+    """Every role comes back once more after all is done; nothing is committed any more."""
+    with open_sequencer(world, PlanPosition(*newest_state(world)["position"])) as sequencer:
+        sequencer.finish()
     credits = CreditTail(world.bus)
     retired = credits.latest().retired_guid_below
     credits.close()

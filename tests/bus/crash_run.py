@@ -3,11 +3,14 @@
 python crash_run.py sweep INJECTIONS SEED      prints what died where
 python crash_run.py one SETUP SEED [FATE ...]  one run; a fate is NAME#INCARNATION@CALL:MODE
 python crash_run.py one SETUP SEED random      the fates are drawn, too
+python crash_run.py free SETUP SEED            all at once, killed from outside at random times
 
-Each role is a process of its own, forked from this one, which has everything imported. One of them
-runs at a time, and the dice say which: so a run can be repeated exactly.
+Each role is a process of its own, forked from this one, which has everything imported. In all but
+`free` one of them runs at a time, and the dice say which: so a run can be repeated exactly.
 """
 
+import itertools
+import logging
 import os
 import random
 import re
@@ -20,9 +23,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from crash_check import missing_files, problems
+from crash_free import run_free
 from crash_process import Fate, Process
 from crash_roles import SETUPS, World, role_of, tidy
 
+MODES = ("before", "half", "halt", "outside")
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""Where the runs are; what is killed from outside is on the disk."""
 MAX_TURNS = 5000
 MAX_DEATHS = 8
 """Of one role in one run."""
@@ -83,7 +90,7 @@ class Run:
             wrong = problems(self.world)
         except CrashTestError:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  shown with how to repeat it
             wrong = [f"{type(error).__name__}: {error}"]
         finally:
             for process in [*self._processes.values(), *self._zombies]:
@@ -156,27 +163,45 @@ def drawn_fate(seed, name, number):
 
 
 def sweep(injections, seed, progress=lambda text: None):
-    """Half of the deaths are chosen so that every point is among them, the others are drawn.
+    """Some of the deaths are chosen so that every point is among them, the others are drawn.
 
     Returns:
         (deaths, runs)
     """
     deaths, runs = [], 0
-    for setup, fates in chosen(injections // 2, seed):
-        deaths += run(setup, seed, fates).deaths
+    for found in deaths_of_runs(injections, seed):
+        deaths += found
         runs += 1
         progress(f"{len(deaths)} of {injections} injections, {runs} runs")
-    names = list(SETUPS)
-    while len(deaths) < injections:
-        deaths += run(names[runs % len(names)], seed + runs, None).deaths
-        runs += 1
-        progress(f"{len(deaths)} of {injections} injections, {runs} runs")
+        if len(deaths) >= injections:
+            break
     return deaths, runs
 
 
+def deaths_of_runs(injections, seed):
+    """Those of one run after another, without end."""
+    for setup, fates in chosen(injections // 3, seed):
+        yield run(setup, seed, fates).deaths
+    for number in itertools.count():
+        setup = list(SETUPS)[number % len(SETUPS)]
+        yield run(setup, seed + number, None).deaths
+        if number % 2:
+            yield run_and_kill(setup, seed + number)
+
+
 def run(setup, seed, fates):
-    with tempfile.TemporaryDirectory(prefix="crash") as folder:
+    with tempfile.TemporaryDirectory(prefix="crash", dir=MEMORY) as folder:
         return Run(folder, setup, seed, fates).go()
+
+
+def run_and_kill(setup, seed):
+    with tempfile.TemporaryDirectory(prefix="crash") as folder:
+        try:
+            killed = run_free(Path(folder), setup, seed, MAX_DEATHS)
+        except AssertionError as error:
+            command = shlex.join(["python", "tests/bus/crash_run.py", "free", setup, str(seed)])
+            raise CrashTestError(f"{error}\nmay happen again: {command}") from error
+    return [Death(role, point, "outside") for role, point in killed]
 
 
 def chosen(number, seed):
@@ -189,7 +214,7 @@ def chosen(number, seed):
     for setup in SETUPS:
         for name, points in run(setup, seed, {}).points.items():
             for call, point in enumerate(points, 1):
-                for mode in ("before", "half", "halt"):
+                for mode in MODES[:3]:
                     key = (role_of(name).__name__, point, mode)
                     places[key].append((setup, Fate(name, 0, call, mode)))
     order = [dice.sample(found, len(found)) for found in places.values()]
@@ -212,10 +237,14 @@ def table(deaths):
     """Role x point x count."""
     counts = Counter(deaths)
     points = sorted({(death.role, death.point) for death in deaths})
-    lines = [f"{'role':8} {'point':44} {'before':>7} {'half':>7} {'zombie':>7}"]
+    lines = [f"{'role':8} {'point':36}" + "".join(f"{mode:>8}" for mode in MODES)]
     for role, point in points:
-        row = [counts[Death(role, point, mode)] for mode in ("before", "half", "halt")]
-        lines.append(f"{role:8} {point:44} {row[0]:7} {row[1]:7} {row[2]:7}")
+        row = [counts[Death(role, point, mode)] for mode in MODES]
+        lines.append(f"{role:8} {point:36}" + "".join(f"{count:8}" for count in row))
+    lines += [
+        f"{role:8} {sum(row.role == role for row in deaths)} injections"
+        for role in sorted({death.role for death in deaths})
+    ]
     return "\n".join(lines)
 
 
@@ -229,12 +258,15 @@ def parse_fates(words):
 
 def main(command, *words):
     start = time.monotonic()
+    logging.disable(logging.WARNING)
     if command == "one":
         setup, seed, *fates = words
         root = tempfile.mkdtemp(prefix="crash")
         print(f"in {root}")
         one = Run(root, setup, int(seed), None if fates == ["random"] else parse_fates(fates)).go()
         deaths, runs = one.deaths, 1
+    elif command == "free":
+        deaths, runs = run_and_kill(words[0], int(words[1])), 1
     else:
         injections, seed = map(int, words)
         deaths, runs = sweep(injections, seed, lambda text: print(f"\r{text}", end="", flush=True))

@@ -7,6 +7,7 @@ Commands and their results are files there.
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -119,6 +120,7 @@ def begin(order):
             os.dup2(err.fileno(), 2)
             if words[0] == "role":
                 bus_roles.run(*words[1:])
+            resource.setrlimit(resource.RLIMIT_NOFILE, (65536, 65536))
             os.execvp(words[0], words)
     return process
 

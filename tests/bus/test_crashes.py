@@ -21,7 +21,7 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shard import Shard
 
 P, STEPS, SAVE_EVERY = 2, 2, 1
-SYSTEM_CALLS = ("open", "pwrite", "fsync", "rename", "unlink", "ftruncate", "mkdir")
+SYSTEM_CALLS = ("open", "pwrite", "pwritev", "fsync", "rename", "replace", "unlink", "mkdir")
 
 
 class Killed(BaseException):
@@ -41,6 +41,8 @@ def killed_at(monkeypatch, nth):
                 return real(*args, **kwargs)
             if name == "pwrite" and calls == nth:
                 real(args[0], args[1][: len(args[1]) // 2], args[2])
+            if name == "pwritev" and calls == nth:
+                real(args[0], [b"".join(args[1])[:100]], args[2])
             raise Killed(name)  # and stays dead: whoever runs on meets it again
 
         return call
@@ -73,6 +75,7 @@ class Run:
         position, state = self.checkpoint[0], list(self.checkpoint[1])
         seq = Sequencer(self.paths, ["rollout-0"], prompts_per_step=P, position=position)
         reader = Reader(self.paths)
+        seq.release(len(state))  # it may have died just before
         for step in range(len(state) + 1, STEPS + 1):
             record = seq.next_batch(step, timeout_s=0)
             rows = reader.rows(record, range(record.num_trajectories))
@@ -123,6 +126,59 @@ def test_killing_a_role_at_any_system_call_loses_and_doubles_nothing(tmp_path, m
         assert (counts.planned, counts.planned_twice, counts.dropped) == (8, 0, 0), nth
         assert counts.committed == 8, nth
     assert nth > 12, "died at too few places"
+
+
+def test_killing_a_producer_that_writes_over_a_spare_harms_no_other_shard(tmp_path, monkeypatch):
+    monkeypatch.setattr("relax_hpc.bus.log_writer.BALLAST_BYTES", 16)
+    nth, survived = 0, False
+    while not survived:
+        nth += 1
+        root = tmp_path / str(nth)
+        paths = make_bus(root, ["rollout-0"])
+        producer = Producer(paths, "rollout-0", {}, spares=1)
+        for guid in range(3):
+            producer.put([group(guid, response=40)])
+        try:
+            with killed_at(monkeypatch, nth):
+                producer.collect(2)  # keeps one of the two
+                producer.put([group(3, response=5)])  # shorter than the spare
+                producer.put([group(4, response=90)])
+            survived = True
+        except Killed:
+            pass
+        with Producer(paths, "rollout-0", {}) as again:
+            committed = again.committed - {0, 1}
+            assert committed >= {2} and (not survived or committed == {2, 3, 4})
+            again.collect(2)
+            records = [r for r in read_log(paths.log("rollout-0")) if r.guid_min in committed]
+            for record in records:
+                with Shard(paths.shard("rollout-0", record.epoch, record.seq)) as shard:
+                    shard.verify()
+                    assert (shard.uuid, shard.length) == (record.uuid, record.length)
+                    tokens = shard.read("ragged/token_ids")
+                    size = {2: 40, 3: 5, 4: 90}[record.guid_min]
+                    expected = [t.token_ids for t in group(record.guid_min, response=size)[1]]
+                    assert tokens.tolist() == [token for row in expected for token in row]
+            assert len(list(paths.producer("rollout-0").glob("e*/*"))) == len(records)
+    assert nth > 15, "died at too few places"
+
+
+def test_a_file_that_is_written_over_is_as_long_as_its_new_shard_and_goes_in_the_end(tmp_path):
+    paths = make_bus(tmp_path, ["rollout-0"])
+    with Producer(paths, "rollout-0", {}, spares=1) as producer:
+        producer.put([group(0, response=3000)])
+        file = paths.shard("rollout-0", 1, 0)
+        inode = file.stat().st_ino
+        assert producer.collect(1) == 1
+        producer.put([group(1)])
+        again = paths.shard("rollout-0", 1, 1)
+        assert again.stat().st_ino == inode
+        assert not file.exists()
+        with Shard(again) as shard:
+            assert again.stat().st_size == shard.length < 3000 * 8
+        assert producer.collect(2) == 1
+        assert again.exists()
+    assert not again.exists()
 
 
 PRODUCE_FOREVER = """

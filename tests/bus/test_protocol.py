@@ -12,7 +12,7 @@ from relax_hpc.bus.audit import BusAudit, audit
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.frames import FrameWriter, encode, read_frames
 from relax_hpc.bus.log import RECORD_BYTES, LogTail, RecordKind, read_log
-from relax_hpc.bus.plan import PlanPosition, claim_epoch, read_chain
+from relax_hpc.bus.plan import PlanPosition, claim_epoch, is_planned, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -270,8 +270,11 @@ def test_a_zombie_sequencer_is_fenced_and_what_it_appends_does_not_count(tmp_pat
         assert batch(owner, 2).guids == [4, 5, 6, 7]
         assert [r.guids[0] for r in read_chain(paths).steps] == [0, 4]
     zombie.close()
+    slipped_in = PlanPosition(epoch=1, records=2, step=2)
+    assert not is_planned(paths, slipped_in)
+    assert is_planned(paths, PlanPosition(epoch=1, records=1, step=1))
     with pytest.raises(BusError, match="fenced trainer"):
-        sequencer(paths, PlanPosition(epoch=1, records=2, step=2))
+        sequencer(paths, slipped_in)
 
 
 def test_a_sequencer_that_died_between_claim_and_header_changes_nothing(tmp_path):
@@ -520,8 +523,8 @@ def test_a_shard_is_on_disk_under_its_name_before_the_log_says_so(tmp_path, monk
     writes = [call for n, call in enumerate(calls) if call != calls[n - 1]]
     assert writes == [
         ("pwrite", "draft"),
-        ("fsync", "draft"),
         ("rename", "000000000000.h5"),
+        ("fsync", "000000000000"),
         ("fsync", "e1"),
         ("pwrite", "log"),
         ("fsync", "log"),

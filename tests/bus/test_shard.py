@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from relax_hpc.bus import shard_write
 from relax_hpc.bus.encode import from_columns, to_columns
-from relax_hpc.bus.tools import show
 from relax_hpc.bus.shard import Shard
 from relax_hpc.bus.shard_format import BLOCK, HEADER
+from relax_hpc.bus.tools import show
 from relax_hpc.errors import BusError
 from relax_hpc.schema import COLUMNS, OFFSETS, FinishReason, PromptGroup, columns_of
 

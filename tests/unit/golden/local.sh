@@ -42,6 +42,8 @@ supervise() {
       exit "$status"
     fi
     start=$((start + 1))
+    # A rank that had finished takes part again: a slow one must not find all results there.
+    rm -f "$folder/$job_id"_*_result.pkl
     sleep "$restart_delay_s"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done

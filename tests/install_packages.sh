@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# install_slurm.sh - Slurm, munge and Open MPI from the distribution, for the tests' local cluster.
-# Installs only what is missing; where it may not, it says so and the tests that need it are skipped.
+# install_packages.sh - what the tests need of the distribution: Slurm, munge and Open MPI for a local
+# cluster; for the bus, kernels in user mode (an NFS server and its hosts), btrfs (quotas), a compiler
+# (an injector of errors) and strace. Installs only what is missing; where it may not, it says so and
+# the tests that need it are skipped.
 set -euo pipefail
 missing=()
 need() { # need COMMAND-OR-FILE PACKAGE...
@@ -10,9 +12,15 @@ need slurmctld munge slurmctld slurmd slurm-client
 need mpirun openmpi-bin libopenmpi-dev
 # The mpi/pmix plugin of Slurm loads the unversioned library, which only the -dev package has.
 need "/usr/lib/$(uname -m)-linux-gnu/pmix2/lib/libpmix.so" libpmix-dev
+need linux.uml user-mode-linux
+need ip iproute2
+need mkfs.btrfs btrfs-progs
+need gcc gcc
+need /usr/include/stdio.h libc6-dev
+need strace strace
 [ "${#missing[@]}" -gt 0 ] || exit 0
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-  echo "install_slurm: cannot install ${missing[*]} here; tests on a real Slurm will be skipped" >&2
+  echo "install_packages: cannot install ${missing[*]} here; tests that need it will be skipped" >&2
   exit 0
 fi
 apt-get update -qq
