@@ -173,6 +173,7 @@ class Sequencer:
             BusError: committed records are damaged.
             FencedError: a newer trainer took over.
         """
+        self.check_fenced()
         if step != self._step:
             self._step, self._cursor = step, 0
         planned = self._portions.setdefault(step, [])

@@ -10,7 +10,7 @@ from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.errors import BusError, PeerTimeoutError
+from relax_hpc.errors import BusError, FencedError, PeerTimeoutError
 
 P = 4
 TOKENS = 7 * SIBLINGS
@@ -67,6 +67,16 @@ def test_a_restart_replays_the_same_portions_and_completes_the_batch(tmp_path):
         assert seq.position == position
     with sequencer(paths, position) as seq:
         assert seq.next_batch(2, timeout_s=0).guids == [4, 5, 6, 7]
+
+
+def test_a_superseded_trainer_is_not_even_given_what_was_planned(tmp_path):
+    paths = make_bus(tmp_path)
+    produce(paths, "rollout-0", [0, 2])
+    with sequencer(paths) as seq:
+        portion(seq, 1, TOKENS)
+    zombie = sequencer(paths)
+    with sequencer(paths), pytest.raises(FencedError, match="epoch 3 was claimed after 2"):
+        portion(zombie, 1, TOKENS)
 
 
 def test_a_trainer_killed_between_portions_has_no_position_inside_the_step(tmp_path):
