@@ -72,8 +72,8 @@ def audit(paths: BusPaths) -> BusAudit:
     )
 
 
-def _used(chain: Chain) -> Counter[str]:
-    """Rows by shard that were planned, or dropped and sampled again."""
+def used_rows(chain: Chain) -> Counter[str]:
+    """uuid of a shard -> rows that were planned, or dropped and sampled again."""
     used: Counter[str] = Counter()
     for step in chain.steps:
         for part in step.parts:
@@ -85,13 +85,13 @@ def _used(chain: Chain) -> Counter[str]:
 
 def _duplicates(commits: list[CommitRecord], chain: Chain) -> int:
     """Rows that were ignored for good: those of a group whose first commit is damaged count."""
-    used, rows = _used(chain), {commit.uuid: commit.rows for commit in commits}
+    used, rows = used_rows(chain), {commit.uuid: commit.rows for commit in commits}
     return sum(min(s.rows, rows.get(s.uuid, s.rows) - used[s.uuid]) for s in chain.ignored)
 
 
 def _dropped(commits: list[CommitRecord], chain: Chain) -> int:
     """Rows of shards below the first guid that is not planned that are not accounted for."""
-    used = _used(chain)
+    used = used_rows(chain)
     for shard in chain.ignored:
         used[shard.uuid] += shard.rows
     planned = GuidSet()

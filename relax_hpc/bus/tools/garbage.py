@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from relax_hpc.bus.audit import used_rows
 from relax_hpc.bus.durable import sync_folder
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.plan import Chain, PlanPosition, read_chain
@@ -95,12 +96,7 @@ class _Needs:
 
 def _settled_rows(chain: Chain) -> Counter[str]:
     """uuid -> rows that are planned, or on record as never to be trained on."""
-    rows: Counter[str] = Counter()
-    for record in chain.steps:
-        for part in record.parts:
-            rows[part.uuid] += part.hi - part.lo
+    rows = used_rows(chain)
     for ignored in chain.ignored:
         rows[ignored.uuid] += ignored.rows
-    for group in chain.dropped:
-        rows[group.dropped] += group.rows
     return rows

@@ -113,10 +113,6 @@ class MegatronTrainer:
     def dp_size(self) -> int:
         return int(mpu.get_data_parallel_world_size())
 
-    @property
-    def tp_rank(self) -> int:
-        return int(mpu.get_tensor_model_parallel_rank())
-
     def accumulate(
         self,
         trajectories: Sequence[Trajectory],
