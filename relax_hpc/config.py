@@ -128,7 +128,21 @@ class OptimizerConfig(Section):
 
 class ActorConfig(Section):
     tensor_parallel: Positive = 1
+    """Ranks that share every matrix."""
+    pipeline_parallel: Positive = 1
+    """Stages that share the layers."""
+    virtual_pipeline: Positive = 1
+    """Chunks of layers per stage; several are interleaved (smaller bubble, more communication)."""
+    context_parallel: Positive = 1
+    """Ranks that share the tokens of a micro-batch."""
+    expert_parallel: Positive = 1
+    """Ranks that share the experts of a mixture-of-experts layer."""
+    expert_tensor_parallel: Positive = 1
+    """Ranks that share every expert's matrices."""
     data_parallel: Positive = 1
+    """Replicas, each of tensor_parallel x pipeline_parallel x context_parallel ranks."""
+    sequence_parallel: bool | None = None
+    """Tensor-parallel ranks share the tokens, too; unset is on if there are several of them."""
     tokens_per_micro_batch: Positive = 16384
     """Budget of one packed micro-batch; a longer trajectory is an error."""
     portion_micro_batches: NonNegative = 4
@@ -151,9 +165,35 @@ class ActorConfig(Section):
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""
     resources: Resources = Resources()
 
+    @model_validator(mode="after")
+    def _grid_fits(self) -> Self:
+        experts, ranks = self.expert_parallel * self.expert_tensor_parallel, self.world_size
+        if ranks // self.pipeline_parallel % experts:
+            raise ValueError(
+                f"actor.expert_parallel x expert_tensor_parallel = {experts}: does not divide the "
+                f"{ranks // self.pipeline_parallel} ranks of a pipeline stage"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
+            raise ValueError(
+                f"actor.virtual_pipeline = {self.virtual_pipeline}: needs "
+                "actor.pipeline_parallel of 2 or more"
+            )
+        return self
+
     @property
     def world_size(self) -> int:
-        return self.tensor_parallel * self.data_parallel
+        """Ranks; those of expert parallelism are among them."""
+        return self.replica_size * self.data_parallel
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that train on the same trajectories."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def micro_batches_multiple_of(self) -> int:
+        """Interleaved stages take turns in rounds of as many micro-batches as there are stages."""
+        return self.pipeline_parallel if self.virtual_pipeline > 1 else 1
 
     @property
     def tokens_per_portion(self) -> float:
@@ -275,8 +315,8 @@ class RunConfig(Section):
     def _tasks_fill_nodes(self) -> Self:
         for key, tasks, nodes in (
             ("rollout.num_engines", self.rollout.num_engines, self.rollout.resources.nodes),
-            ("actor.tensor_parallel x data_parallel", self.actor.world_size,
-             self.actor.resources.nodes),
+            ("the actor's ranks (tensor x pipeline x context x data_parallel)",
+             self.actor.world_size, self.actor.resources.nodes),
         ):  # fmt: skip
             if tasks % nodes:
                 raise ValueError(

@@ -175,7 +175,7 @@ def _loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
 
 
 def _config(task: Task, work: Work) -> RunConfig:
-    transformer: dict[str, Any] = {"sequence_parallel": task.grid.tensor_parallel > 1}
+    transformer: dict[str, Any] = {}
     if work.recompute == "mlp":
         transformer |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
     elif work.recompute == "full":

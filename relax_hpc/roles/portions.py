@@ -67,6 +67,7 @@ class Batch:
             lengths,
             num_ranks=self._config.actor.data_parallel,
             budget=self._config.actor.tokens_per_micro_batch,
+            count_multiple_of=self._config.actor.micro_batches_multiple_of,
             load=self._load,
             shards=shards_of(record)[teaching].tolist(),
         )

@@ -103,7 +103,8 @@ def job(folder, *, tp=1, dp=1, budget=64, **tables):
             "tokens_per_micro_batch": budget,
             "optimizer": {"lr": 1e-3, "clip_grad": 0.0} | tables.pop("optimizer", {}),
             "transformer": tables.pop("transformer", {}),
-        },
+        }
+        | tables.pop("actor", {}),
         "algorithm": {"num_steps": 100} | tables.pop("algorithm", {}),
     }
     assert not tables
@@ -152,7 +153,11 @@ def open_trainer(config):
 
     from relax_hpc.engines.megatron.trainer import MegatronTrainer
 
-    grid = config.actor.tensor_parallel
+    actor = config.actor
+    grid = (
+        actor.tensor_parallel, actor.pipeline_parallel, actor.virtual_pipeline,
+        actor.context_parallel, actor.expert_parallel, actor.expert_tensor_parallel,
+    )  # fmt: skip
     if _state.get("grid") != grid:  # making groups is slow
         mpu.destroy_model_parallel()
         _state["grid"] = grid
@@ -278,7 +283,8 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
-    from relax_hpc.engines.megatron import attention, cpu, hf_names, model
+    from relax_hpc.engines.megatron import architecture, attention, cpu, hf_names, model
+    from relax_hpc.engines.megatron import transformer as transformers
     from relax_hpc.engines.megatron.attention_context import gather_parts, own_part
 
     cpu.install()
@@ -288,10 +294,10 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
     mpu.initialize_model_parallel(context_parallel_size=size)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     device = torch.device("cpu")
-    shape = model.read_architecture(folder)
-    made = model.transformer_config(job(folder, transformer=transformer or {}), shape)
-    gpt = model.build(made, shape, device, attention.choose("auto", device, torch.float32))
-    hf_names.load(gpt, folder)
+    shape = architecture.read_architecture(folder)
+    made = transformers.transformer_config(job(folder, transformer=transformer or {}), shape)
+    (gpt,) = model.build(made, shape, device, attention.choose("auto", device, torch.float32))
+    hf_names.load([gpt], folder)
     ids = torch.from_numpy(np.concatenate(documents).astype(np.int64))
     lengths = [len(document) for document in documents]
     positions = torch.cat([torch.arange(length) for length in lengths])

@@ -6,8 +6,9 @@ import pytest
 from megatron_worker import job
 
 from relax_hpc.config import OptimizerConfig
-from relax_hpc.engines.megatron.model import read_architecture, transformer_config
+from relax_hpc.engines.megatron.architecture import read_architecture
 from relax_hpc.engines.megatron.optimizer import learning_rate
+from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
 
 QWEN3 = {

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 LAYOUTS = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2}),
-    "tp2_sequence_parallel": (2, {"tp": 2, "transformer": {"sequence_parallel": True}}),
+    "tp2": (2, {"tp": 2, "actor": {"sequence_parallel": False}}),
+    "tp2_sequence_parallel": (2, {"tp": 2, "actor": {"sequence_parallel": True}}),
     "dp2": (2, {"dp": 2}),
 }
 
@@ -384,8 +384,6 @@ def test_recomputing_the_mlp_gives_the_same_update_bitwise(ranks, reference, lay
     weights = []
     for modules in ([], ["mlp"]):
         transformer = {"recompute_granularity": "selective", "recompute_modules": modules}
-        if layout != "tp1":
-            transformer["sequence_parallel"] = True
         pool = open_layout(ranks, reference.folder, layout, transformer=transformer)
         pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
         weights.append(pool.call(worker.weights)[0])

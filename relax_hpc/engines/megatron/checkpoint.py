@@ -3,6 +3,7 @@
 Model and optimizer load at any tensor- and data-parallel size; random states only at the same.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 class Trainee(NamedTuple):
     """What a checkpoint is of."""
 
-    model: GPTModel
+    chunks: Sequence[GPTModel]
     optimizer: ChainedOptimizer
 
 
@@ -46,7 +47,8 @@ def load(folder: Path, trainee: Trainee) -> int:
     if same_grid:
         state["rng"] = _rng_slot(None)
     loaded = dist_checkpointing.load(state, str(folder))
-    trainee.model.load_state_dict(loaded["model"])
+    for key, chunk in zip(_keys(trainee.chunks), trainee.chunks, strict=True):
+        chunk.load_state_dict(loaded[key])
     _load_optimizer(trainee.optimizer, loaded["optimizer"])
     if same_grid:
         _set_rng_state(loaded["rng"])
@@ -74,11 +76,19 @@ class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 def _sharded_state(trainee: Trainee, *, loading: bool) -> dict[str, Any]:
-    model = trainee.model.sharded_state_dict()
-    optimizer = trainee.optimizer.sharded_state_dict(model, is_loading=loading, metadata=_SHARDING)
+    state: dict[str, Any] = {
+        key: chunk.sharded_state_dict()
+        for key, chunk in zip(_keys(trainee.chunks), trainee.chunks, strict=True)
+    }
+    optimizer = trainee.optimizer.sharded_state_dict(state, is_loading=loading, metadata=_SHARDING)
     if loading:
         _own_step_counts(trainee.optimizer)
-    return {"model": model, "optimizer": optimizer}
+    return state | {"optimizer": optimizer}
+
+
+def _keys(chunks: Sequence[GPTModel]) -> list[str]:
+    """Names that Megatron's distributed optimizer knows."""
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ as one matrix, and splits each of them, the embedding and the output over tensor
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -54,8 +54,8 @@ _LAYER: dict[str, tuple[Layout, tuple[str, ...]]] = {
 
 
 def mappings(model: GPTModel) -> Iterator[Mapping]:
-    """The parameters that live on this rank, in the model's order."""
-    offset = get_transformer_layer_offset(model.config)
+    """The parameters of a chunk of layers on this rank, in its order."""
+    offset = get_transformer_layer_offset(model.config, model.vp_stage)
     for core, _ in model.named_parameters():
         if core in _OUTER:
             layout, name = _OUTER[core]
@@ -69,13 +69,18 @@ def mappings(model: GPTModel) -> Iterator[Mapping]:
 
 
 @torch.no_grad()
-def load(model: GPTModel, folder: Path) -> None:
-    """Fills the model's parameters from the safetensors of a Hugging Face folder.
+def load(chunks: Sequence[GPTModel], folder: Path) -> None:
+    """Fills the chunks' parameters from the safetensors of a Hugging Face folder.
 
     Raises:
         ConfigError: no safetensors, or a tensor is missing or of another shape.
     """
     files = _files_by_tensor(folder)
+    for model in chunks:
+        _load(model, folder, files)
+
+
+def _load(model: GPTModel, folder: Path, files: dict[str, str]) -> None:
     parameters = dict(model.named_parameters())
     for mapping in mappings(model):
         sources = [_read(folder, files, name) for name in mapping.hf]
@@ -89,12 +94,13 @@ def load(model: GPTModel, folder: Path) -> None:
         parameter.copy_(shard)
 
 
-def named_weights(model: GPTModel) -> Iterator[tuple[str, Tensor]]:
+def named_weights(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
     """Full tensors in Hugging Face names, on the model's device, one at a time.
 
     Collective over the tensor-parallel group: every rank iterates to the end. The tensors may alias
     the parameters; a tied output matrix is not repeated.
     """
+    (model,) = chunks
     parameters = dict(model.named_parameters())
     for mapping in mappings(model):
         whole = _gather(mapping.layout, parameters[mapping.core].detach())

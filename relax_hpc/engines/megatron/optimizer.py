@@ -4,6 +4,7 @@ Gradients are sums over tokens until Adam reads them: their mean and the clippin
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from relax_hpc.config import OptimizerConfig
+from relax_hpc.engines.megatron import grid
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -34,18 +36,21 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def build(
-    config: OptimizerConfig, model: GPTModel
-) -> tuple[DistributedDataParallel, ChainedOptimizer]:
-    """Wraps the model, which must hold its weights already: the optimizer copies them.
+    config: OptimizerConfig, chunks: Sequence[GPTModel]
+) -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
+    """Wraps the chunks of the model, which must hold its weights: the optimizer copies them.
 
     Main parameters, gradients and Adam's moments are float32, each data-parallel rank keeps a part.
     """
-    params_dtype = model.config.params_dtype
-    ddp = DistributedDataParallel(
-        model.config,
-        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-        model,
-    )
+    params_dtype = chunks[0].config.params_dtype
+    wrapped = [
+        DistributedDataParallel(
+            chunk.config,
+            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+            chunk,
+        )
+        for chunk in chunks
+    ]
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -59,13 +64,13 @@ def build(
             params_dtype=params_dtype,
             use_distributed_optimizer=True,
         ),
-        [ddp],
+        wrapped,
     )
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler; norms get 0
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     _use_one_pass(optimizer)
     _make_state(optimizer)
-    return ddp, optimizer
+    return wrapped, optimizer
 
 
 class OnePassAdamW(torch.optim.AdamW):
@@ -123,16 +128,13 @@ def set_learning_rate(optimizer: ChainedOptimizer, rate: float) -> None:
 
 
 def total_tokens(num_tokens: Tensor) -> int:
-    """Trained tokens of all ranks; those of a pipeline are counted by its last stage.
+    """Trained tokens of the batch; a pipeline's last stage counts, context-parallel ranks alike.
 
     Args:
         num_tokens: [] int64, of this rank.
     """
-    if mpu.get_pipeline_model_parallel_world_size() > 1:
-        last = mpu.get_pipeline_model_parallel_last_rank()
-        dist.broadcast(num_tokens, last, group=mpu.get_pipeline_model_parallel_group())
-    dist.all_reduce(num_tokens, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    return int(num_tokens)
+    dist.all_reduce(num_tokens, group=mpu.get_data_parallel_group())
+    return int(grid.from_last_stage(int(num_tokens)))
 
 
 def update(optimizer: ChainedOptimizer, scale: float) -> tuple[float, bool]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,14 +21,18 @@ from relax_hpc.engines.megatron import (
     attention,
     checkpoint,
     cpu,
+    grid,
     hf_names,
     layers,
     model,
     optimizer,
     packing,
+    schedule,
 )
-from relax_hpc.engines.megatron.attention import PackedRows
+from relax_hpc.engines.megatron.architecture import read_architecture
 from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
 from relax_hpc.schema import Trajectory
 
@@ -50,14 +54,20 @@ class LossOutput(Protocol):
 Loss = Callable[[Tensor, MicroBatch], LossOutput]
 """([T] logprobs with gradient, micro-batch with `old_logprobs`) -> loss."""
 
-_GAP_MAX = "logprob_gap/max"
+
+@dataclass
+class _Work:
+    """A micro-batch on its way through the pipeline."""
+
+    micro_batch: MicroBatch
+    loss: Loss
 
 
 class MegatronTrainer:
     """One rank of the actor. All its public methods but the properties are collective.
 
-    Ranks of a tensor-parallel group are given the same trajectories, data-parallel ranks a
-    partition of the batch.
+    Ranks of a replica (tensor, pipeline and context parallel) are given the same trajectories,
+    data-parallel ranks a partition of the batch.
     """
 
     step: int
@@ -84,25 +94,25 @@ class MegatronTrainer:
         """
         if world.size != config.actor.world_size:
             raise ConfigError(
-                f"actor.tensor_parallel x data_parallel = {config.actor.world_size}: "
-                f"but there are {world.size} ranks; they must agree"
+                f"actor's ranks (tensor x pipeline x context x data_parallel) = "
+                f"{config.actor.world_size}: but there are {world.size} ranks; they must agree"
             )
         cpu.install()
-        shape = model.read_architecture(config.model.path)
-        transformer = model.transformer_config(config, shape)
-        if not mpu.model_parallel_is_initialized():
-            mpu.initialize_model_parallel(config.actor.tensor_parallel)
+        shape = read_architecture(config.model.path)
+        transformer = transformer_config(config, shape)
+        grid.initialize(config.actor)
         tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
         self.step = 0
         self._config = config
         self._device = device
         attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
-        self._model = model.build(transformer, shape, device, attend)
-        layers.set_recomputed(self._model, config.actor.recomputed_passes)
+        self._chunks = model.build(transformer, shape, device, attend)
+        for chunk in self._chunks:
+            layers.set_recomputed(chunk, config.actor.recomputed_passes)
         if not random_weights:
-            hf_names.load(self._model, config.model.path)
-        self._ddp, self._optimizer = optimizer.build(config.actor.optimizer, self._model)
-        self._kept: list[tuple[MicroBatch, Loss]] = []
+            hf_names.load(self._chunks, config.model.path)
+        self._wrapped, self._optimizer = optimizer.build(config.actor.optimizer, self._chunks)
+        self._kept: list[_Work] = []
         self._begin_pass()
 
     @property
@@ -130,8 +140,10 @@ class MegatronTrainer:
             micro_batches: indices into `trajectories`; on every rank equally many.
             advantages: [len(trajectories)].
         """
-        for rows in micro_batches:
-            self._backward(self._build(trajectories, advantages, rows), loss)
+        works = [_Work(self._build(trajectories, advantages, rows), loss) for rows in micro_batches]
+        schedule.backward(self._wrapped, works, self._sum_loss)
+        if self._config.algorithm.epochs_per_step > 1:
+            self._kept += works
 
     def update(self) -> dict[str, float]:
         """Turns policy `step` into policy `step` + 1 by what was accumulated.
@@ -153,8 +165,7 @@ class MegatronTrainer:
         optimizer.set_learning_rate(self._optimizer, rate)
         kept, epochs = self._kept, [self._end_pass()]
         for _ in range(config.algorithm.epochs_per_step - 1):
-            for micro_batch, loss in kept:
-                self._backward(micro_batch, loss)
+            schedule.backward(self._wrapped, kept, self._sum_loss)
             epochs.append(self._end_pass())
         self._kept = []
         means = {
@@ -174,19 +185,21 @@ class MegatronTrainer:
         Returns:
             Per trajectory [tokens] nats, 0 for its first token.
         """
+        nothing = np.zeros(len(trajectories))
+        built = [self._build(trajectories, nothing, rows) for rows in micro_batches]
+        packed = schedule.forward(
+            self._wrapped, built, lambda hidden, micro_batch: self._logprobs(hidden, micro_batch)[0]
+        )
         logprobs: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(trajectories)
-        for rows in micro_batches:
-            micro_batch = self._build(trajectories, np.zeros(len(trajectories)), rows)
-            with torch.no_grad():
-                packed, _ = self._forward(micro_batch)
-            documents = torch.split(packed.cpu(), list(micro_batch.lengths))
+        for micro_batch, values in zip(built, packed, strict=True):
+            documents = np.split(values, np.cumsum(micro_batch.lengths)[:-1])
             for row, document in zip(micro_batch.rows, documents, strict=False):  # last: padding
-                logprobs[row] = document.numpy()
+                logprobs[row] = document
         return logprobs
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names; every rank must iterate to the end."""
-        return hf_names.named_weights(self._model)
+        return hf_names.named_weights(self._chunks)
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint into `folder`, made if it is not there; it must be empty.
@@ -203,7 +216,7 @@ class MegatronTrainer:
 
     @property
     def _trainee(self) -> checkpoint.Trainee:
-        return checkpoint.Trainee(self._model, self._optimizer)
+        return checkpoint.Trainee(self._chunks, self._optimizer)
 
     def _build(
         self,
@@ -211,91 +224,60 @@ class MegatronTrainer:
         advantages: npt.NDArray[np.floating],
         rows: Sequence[int],
     ) -> MicroBatch:
-        transformer = self._model.config
-        multiple_of = transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
         return packing.build(
-            trajectories, advantages, rows, device=self._device, multiple_of=multiple_of
-        )
+            trajectories, advantages, rows, device=self._device,
+            multiple_of=grid.tokens_multiple_of(self._config.actor),
+        )  # fmt: skip
 
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """[T] logprobs of the tokens, with gradient, and [T] entropy where they were sampled."""
-        hidden = self._ddp(
-            micro_batch.token_ids[None],
-            micro_batch.position_ids[None],
-            None,
-            packed_seq_params=PackedRows.of(micro_batch.lengths, self._device),
-        )
-        logprobs, entropy = self._model.logprobs(
+    def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[T] logprobs of the tokens, with gradient, and [T] entropy where they were sampled.
+
+        On the last stage; context-parallel ranks all get those of the whole micro-batch.
+        """
+        logprobs, entropy = self._chunks[-1].logprobs(
             hidden,
-            packing.next_tokens(micro_batch.token_ids),
+            schedule.own_part(packing.next_tokens(micro_batch.token_ids)),
             temperature=self._config.rollout.temperature,
             float32_logits=self._config.actor.float32_logits,
             kept_gib=self._config.actor.kept_logits_gib,
         )
         return (
-            packing.at_predicted_token(logprobs, micro_batch.is_first),
-            packing.at_predicted_token(entropy, micro_batch.is_first),
+            packing.at_predicted_token(schedule.whole(logprobs), micro_batch.is_first),
+            packing.at_predicted_token(schedule.whole(entropy), micro_batch.is_first),
         )
 
-    def _backward(self, micro_batch: MicroBatch, loss: Loss) -> None:
-        logprobs, entropy = self._forward(micro_batch)
-        mask = micro_batch.loss_mask
-        if micro_batch.old_logprobs is None:  # first pass: this is the policy before the updates
-            micro_batch = replace(micro_batch, old_logprobs=logprobs.detach())
-            gap = (logprobs.detach() - micro_batch.rollout_logprobs).abs().where(mask, 0)
+    def _sum_loss(self, hidden: Tensor, work: "_Work") -> Tensor:
+        """[] loss of a micro-batch, on the last stage; its metrics are noted."""
+        logprobs, entropy = self._logprobs(hidden, work.micro_batch)
+        mask = work.micro_batch.loss_mask
+        if work.micro_batch.old_logprobs is None:  # first pass: the policy before the updates
+            work.micro_batch = replace(work.micro_batch, old_logprobs=logprobs.detach())
+            gap = (logprobs.detach() - work.micro_batch.rollout_logprobs).abs().where(mask, 0)
             self._sums.add("logprob_gap/mean", gap.sum())
-            self._sums.maximum(_GAP_MAX, gap.max())
-            if self._config.algorithm.epochs_per_step > 1:
-                self._kept.append((micro_batch, loss))
-        output = loss(logprobs, micro_batch)
-        output.loss.backward()  # type: ignore[no-untyped-call]
+            self._sums.maximum("logprob_gap/max", gap.max())
+        output = work.loss(logprobs, work.micro_batch)
         self._num_tokens += mask.sum()
         self._sums.add("loss", output.loss.detach())
         self._sums.add("entropy", entropy.where(mask, 0).sum())
         for name, value in output.metrics.items():
             self._sums.add(name, value.detach())
+        return output.loss
 
     def _begin_pass(self) -> None:
-        self._ddp.zero_grad_buffer()
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._sums = _Sums()
+        self._sums = StepSums()
         self._sums.add("loss", torch.zeros((), device=self._device))  # there may be no trajectories
 
     def _end_pass(self) -> dict[str, float]:
         """Sums the gradient over ranks, divides it by their tokens and applies it."""
-        finalize_model_grads([self._ddp])
+        finalize_model_grads(self._wrapped)
         num_tokens = optimizer.total_tokens(self._num_tokens)
-        metrics = self._sums.over(mpu.get_data_parallel_group(), num_tokens=num_tokens)
+        metrics = self._sums.over_ranks(num_tokens)
         norm, updated = math.nan, False
         if math.isfinite(metrics["loss"]):
             norm, updated = optimizer.update(self._optimizer, 1 / max(num_tokens, 1))
         self._begin_pass()
         return metrics | {"grad_norm": norm, "skipped": float(not updated)}
-
-
-class _Sums:
-    """Metrics on the device until one transfer at the end."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Tensor] = {}
-
-    def add(self, name: str, value: Tensor) -> None:
-        self._values[name] = self._values[name] + value if name in self._values else value
-
-    def maximum(self, name: str, value: Tensor) -> None:
-        known = self._values.get(name)
-        self._values[name] = value if known is None else torch.maximum(known, value)
-
-    def over(self, group: dist.ProcessGroup, *, num_tokens: int) -> dict[str, float]:
-        """Means over the tokens of all ranks; one without trajectories has, and needs, no sums."""
-        names = list(self._values)
-        values = torch.stack([v.float() for v in self._values.values()]).tolist() if names else []
-        ranks: list[dict[str, float]] = [{} for _ in range(group.size())]
-        dist.all_gather_object(ranks, dict(zip(names, values, strict=True)), group=group)
-        merged = dict.fromkeys([name for rank in ranks for name in rank], 0.0)
-        for name in merged:
-            present = [rank[name] for rank in ranks if name in rank]
-            total = math.fsum(present) / max(num_tokens, 1)
-            merged[name] = max(present) if name == _GAP_MAX else total
-        return merged

@@ -1,0 +1,121 @@
+"""Micro-batches through the stages of the pipeline and back, by Megatron-core's schedules.
+
+T = tokens of a micro-batch; with context parallelism a rank computes T / size of them.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from relax_hpc.engines.megatron import attention_context, grid
+from relax_hpc.engines.megatron.attention import PackedRows
+from relax_hpc.engines.megatron.packing import MicroBatch
+
+
+class Work(Protocol):
+    micro_batch: MicroBatch
+
+
+AnyWork = TypeVar("AnyWork", bound=Work)
+
+
+def backward(
+    chunks: Sequence[DistributedDataParallel],
+    works: Sequence[AnyWork],
+    loss: Callable[[Tensor, AnyWork], Tensor],
+) -> None:
+    """Adds the gradient of every micro-batch's loss to the buffers of the chunks.
+
+    Args:
+        loss: (the last stage's hidden states, work) -> [] loss; called there only.
+    """
+
+    def forward_step(works: Iterator[AnyWork], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+        work = next(works)
+        return _hidden(chunk, work.micro_batch), partial(outcome, work)
+
+    def outcome(work: AnyWork, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+        # Tokens are counted by the caller: a batch may come in several portions.
+        return loss(hidden, work), torch.zeros((), dtype=torch.int, device=hidden.device), None
+
+    _run(chunks, works, forward_step)
+
+
+def forward(
+    chunks: Sequence[DistributedDataParallel],
+    micro_batches: Sequence[MicroBatch],
+    values: Callable[[Tensor, MicroBatch], Tensor],
+) -> list[npt.NDArray[np.float32]]:
+    """[T] float32 `values` of every micro-batch, on all stages; without gradient.
+
+    Args:
+        values: (the last stage's hidden states, micro-batch) -> [T].
+    """
+
+    def forward_step(
+        micro_batches: Iterator[MicroBatch], chunk: torch.nn.Module
+    ) -> tuple[Tensor, Any]:
+        micro_batch = next(micro_batches)
+        return _hidden(chunk, micro_batch), partial(outcome, micro_batch)
+
+    def outcome(micro_batch: MicroBatch, hidden: Tensor, *, non_loss_data: bool) -> Tensor:
+        assert non_loss_data
+        return values(hidden, micro_batch)
+
+    with torch.no_grad():
+        found = _run(chunks, micro_batches, forward_step, forward_only=True)
+    return list(grid.from_last_stage([part.float().cpu().numpy() for part in found]))
+
+
+def own_part(values: Tensor) -> Tensor:
+    """[T, ...] -> those of this context-parallel rank."""
+    group = grid.context_group()
+    return values if group is None else attention_context.own_part(values, group)
+
+
+def whole(values: Tensor) -> Tensor:
+    """The inverse; the gradient is this rank's part: all ranks are to compute the same from it."""
+    group = grid.context_group()
+    return values if group is None else attention_context.gather_parts(values, group)
+
+
+def _hidden(chunk: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
+    hidden: Tensor = chunk(
+        own_part(micro_batch.token_ids)[None],
+        own_part(micro_batch.position_ids)[None],
+        None,
+        packed_seq_params=PackedRows.of(
+            micro_batch.lengths, micro_batch.token_ids.device, grid.context_group()
+        ),
+    )
+    return hidden
+
+
+def _run(
+    chunks: Sequence[DistributedDataParallel],
+    works: Sequence[Any],
+    forward_step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]],
+    *,
+    forward_only: bool = False,
+) -> list[Any]:
+    """What the last stage made of every work, in order."""
+    if not works:
+        return []
+    found: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(works) for _ in chunks],
+        model=list(chunks),
+        num_microbatches=len(works),
+        seq_length=1,  # lengths vary: stages tell each other
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    return found

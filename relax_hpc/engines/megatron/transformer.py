@@ -1,0 +1,122 @@
+"""Job and model -> Megatron-core's TransformerConfig."""
+
+import difflib
+from dataclasses import fields
+from typing import Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch.nn import functional
+
+from relax_hpc.config import ActorConfig, RunConfig
+from relax_hpc.engines.megatron import gradient_fusion
+from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.errors import ConfigError
+
+
+def transformer_config(config: RunConfig, shape: Architecture) -> TransformerConfig:
+    """The model's shape, the parallel layout, then the job's own `actor.transformer` fields.
+
+    Raises:
+        ConfigError: an unknown field, one that is not the job's to set, or a value Megatron-core
+            refuses; a tensor-parallel size that does not divide the model.
+    """
+    _check_divides(config.actor, shape)
+    dtype = getattr(torch, config.model.dtype)
+    ours: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_heads,
+        "num_query_groups": shape.num_kv_heads,
+        "kv_channels": shape.head_dim,
+        "layernorm_epsilon": shape.norm_epsilon,
+        "add_qkv_bias": shape.attention_bias,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": config.actor.tensor_parallel,
+        "sequence_parallel": sequence_parallel(config.actor),
+        "pipeline_model_parallel_size": config.actor.pipeline_parallel,
+        "virtual_pipeline_model_parallel_size": (
+            config.actor.virtual_pipeline if config.actor.virtual_pipeline > 1 else None
+        ),
+        "context_parallel_size": config.actor.context_parallel,
+        "expert_model_parallel_size": config.actor.expert_parallel,
+        "expert_tensor_parallel_size": config.actor.expert_tensor_parallel,
+        # Every micro-batch has a length of its own, and outputs are views.
+        "variable_seq_lengths": config.actor.pipeline_parallel > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        "deallocate_pipeline_outputs": False,
+        "batch_p2p_comm": False,
+        # Random weights are overwritten, but drawing them also marks which ones ranks share:
+        # without the marks the gradient norm misses all ranks but the first.
+        "perform_initialization": True,
+        "use_cpu_initialization": not torch.cuda.is_available(),
+        # The loss divides by the tokens of the global batch, so gradients must only be added up.
+        "calculate_per_token_loss": True,
+        # Any value: the only positions Megatron hands to a rotary module are multimodal ones.
+        "mrope_section": [shape.head_dim // 2],
+        "gradient_accumulation_fusion": gradient_fusion.install(),
+        # These need Transformer Engine or Apex.
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+    }
+    ours |= _job_fields(config.actor, reserved=set(ours) - _OVERRIDABLE)
+    try:
+        return TransformerConfig(**ours)
+    except (ValueError, AssertionError, TypeError) as error:
+        raise ConfigError(
+            f"actor.transformer = {config.actor.transformer}: Megatron-core refuses it: {error}"
+        ) from error
+
+
+def sequence_parallel(actor: ActorConfig) -> bool:
+    """Whether tensor-parallel ranks share the tokens between their matrices."""
+    if actor.sequence_parallel is None:
+        return actor.tensor_parallel > 1
+    return actor.sequence_parallel
+
+
+_OVERRIDABLE = {"moe_token_dispatcher_type", "bias_activation_fusion", "bias_dropout_fusion"}
+
+
+def _job_fields(actor: ActorConfig, *, reserved: set[str]) -> dict[str, Any]:
+    known = {field.name for field in fields(TransformerConfig)}
+    for name, value in actor.transformer.items():
+        if name in reserved:
+            raise ConfigError(
+                f"actor.transformer.{name} = {value!r}: is set from the model and the layout; "
+                "remove it"
+            )
+        if name not in known:
+            close = difflib.get_close_matches(name, known - reserved, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"actor.transformer.{name} = {value!r}: Megatron-core's TransformerConfig has no "
+                f"such field; did you mean {close[0]}?"
+            )
+    return dict(actor.transformer)
+
+
+def _check_divides(actor: ActorConfig, shape: Architecture) -> None:
+    for what, size in (
+        ("attention heads", shape.num_heads),
+        ("key-value heads", shape.num_kv_heads),
+        ("vocabulary entries", shape.vocab_size),
+        ("feed-forward channels", shape.ffn_hidden_size),
+    ):
+        if size % actor.tensor_parallel:
+            raise ConfigError(
+                f"actor.tensor_parallel = {actor.tensor_parallel}: does not divide the model's "
+                f"{size} {what}; use a divisor of it"
+            )
