@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from relax_hpc import config as job_config
+from relax_hpc import job_file
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.paths import RunPaths
 
@@ -47,7 +47,7 @@ def check(job: Job, overrides: Overrides = []) -> None:  # noqa: B006
     from relax_hpc.launch import preflight
     from relax_hpc.launch.submit import resolve
 
-    config, components = resolve(job_config.load(job, overrides))
+    config, components = resolve(job_file.load(job, overrides))
     preflight.check(config, components, use_slurm=shutil.which("sbatch") is not None)
     typer.echo(config.model_dump_json(indent=2))
 
@@ -63,7 +63,7 @@ def submit(
     """Submit every role of a job as one heterogeneous Slurm job, or run it on this machine."""
     from relax_hpc.launch.submit import submit as submit_job
 
-    submission = submit_job(job_config.load(job, overrides), local=local, dry_run=dry_run)
+    submission = submit_job(job_file.load(job, overrides), local=local, dry_run=dry_run)
     if dry_run:
         typer.echo(submission.script)
         return
@@ -358,7 +358,7 @@ def _decoder(paths: RunPaths) -> "Decode":
     """Tokens to text, with the tokenizer of the run's model."""
     from relax_hpc.prompts import tokenizer
 
-    decode = tokenizer.load(job_config.read_resolved(paths.config).model.path).decode
+    decode = tokenizer.load(job_file.read_resolved(paths.config).model.path).decode
     return lambda tokens: str(decode(tokens))
 
 

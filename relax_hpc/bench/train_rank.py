@@ -19,10 +19,11 @@ from relax_hpc.algorithms.losses import LossOutput, grpo
 from relax_hpc.bench.train import SHAPES, Figures, Task, Work, flops, lengths_of
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
-from relax_hpc.config import RunConfig, with_overrides
+from relax_hpc.config import RunConfig
 from relax_hpc.engines.megatron.flops import PEAK
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.job_file import with_overrides
 from relax_hpc.schema import FinishReason, Trajectory
 
 log = logging.getLogger(__name__)

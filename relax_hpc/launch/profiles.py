@@ -10,8 +10,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from relax_hpc.config import Resources, read_toml
+from relax_hpc.config import Resources
 from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import read_toml
 
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.bus import layout
-from relax_hpc.config import Resources, RunConfig, read_resolved
+from relax_hpc.config import Resources, RunConfig
 from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.job_file import read_resolved
 from relax_hpc.launch import component as task
 from relax_hpc.launch import preflight, script
 from relax_hpc.launch.jobs import Call, HetJob

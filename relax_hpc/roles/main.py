@@ -7,8 +7,9 @@ from pathlib import Path
 
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import connect
-from relax_hpc.config import RunConfig, read_resolved
+from relax_hpc.config import RunConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry import logs
 from relax_hpc.telemetry.events import EventWriter

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc import config
+from relax_hpc import job_file
 from relax_hpc.bus.audit import BusAudit, audit
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
@@ -31,7 +31,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
         BusError: the bus is damaged.
     """
     paths = RunPaths(run_dir)
-    num_steps = config.read_resolved(paths.config).algorithm.num_steps
+    num_steps = job_file.read_resolved(paths.config).algorithm.num_steps
     events = read_events(paths.events("any", 0).parent)
     done = history.steps(events)
     last = done[-1] if done else None

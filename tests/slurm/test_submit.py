@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from relax_hpc.config import validate
 from relax_hpc.engines.tiny import checkpoint
 from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.job_file import validate
 from relax_hpc.launch.cancel import cancel
 from relax_hpc.launch.status import collect
 from relax_hpc.launch.submit import submit

@@ -8,7 +8,8 @@ import pytest
 import typer.main
 
 from relax_hpc.cli import app
-from relax_hpc.config import RunConfig, validate
+from relax_hpc.config import RunConfig
+from relax_hpc.job_file import validate
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from relax_hpc import config as job_config
+from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.micro_batches import imbalance
 from relax_hpc.bus.producer import Producer
@@ -121,7 +121,7 @@ class Grid:
 
     def __init__(self, folder, commits, **algorithm):
         num_groups = sum(map(len, commits))
-        self.config = job_config.validate(
+        self.config = job_file.validate(
             {
                 "name": "grid",
                 "run_root": str(folder),

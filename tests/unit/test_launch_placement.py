@@ -2,8 +2,9 @@
 
 import pytest
 
-from relax_hpc.config import Resources, validate
+from relax_hpc.config import Resources
 from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import validate
 from relax_hpc.launch import profiles
 from relax_hpc.launch.placement import place
 

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from relax_hpc.config import read_resolved, validate
 from relax_hpc.engines.tiny import checkpoint
 from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import read_resolved, validate
 from relax_hpc.launch import logs, record
 from relax_hpc.launch.cancel import cancel
 from relax_hpc.launch.local import processes

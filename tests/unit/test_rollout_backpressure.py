@@ -5,7 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
-from relax_hpc import config as job_config
+from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
@@ -47,7 +47,7 @@ class Events:
 
 
 def config(**algorithm):
-    return job_config.validate(
+    return job_file.validate(
         {
             "name": "test",
             "model": {"path": "none"},

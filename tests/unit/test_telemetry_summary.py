@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from relax_hpc import config
+from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
@@ -40,7 +40,7 @@ def paths(tmp_path):
         "rollout": {"samples_per_prompt": 2},
     }
     paths.root.mkdir()
-    paths.config.write_text(config.validate(tree, source="test").model_dump_json())
+    paths.config.write_text(job_file.validate(tree, source="test").model_dump_json())
     return paths
 
 

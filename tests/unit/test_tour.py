@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from relax_hpc import config as job_config
+from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
@@ -126,7 +126,7 @@ class FakePublisher:
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
-    config = job_config.validate(
+    config = job_file.validate(
         {
             "name": "tour",
             "run_root": str(tmp_path),

@@ -1,0 +1,118 @@
+"""Job files: hand-written TOML -> RunConfig, and the resolved JSON of a run directory."""
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from relax_hpc.config import RunConfig
+from relax_hpc.errors import ConfigError
+
+
+def load(job: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a job file and applies `section.key=value` overrides, right-most wins.
+
+    Relative paths stay as written: they are resolved against the directory of the command.
+
+    Raises:
+        ConfigError: unknown key, wrong type or value, bad syntax; one line per mistake.
+    """
+    return with_overrides(read_toml(job), overrides, source=str(job))
+
+
+def with_overrides(tree: dict[str, Any], overrides: Sequence[str], *, source: str) -> RunConfig:
+    """Applies `section.key=value` overrides to a parsed job, and checks it like `validate`."""
+    for override in overrides:
+        _merge(tree, _parse_override(override))
+    return validate(tree, source=source)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Reads a TOML file that a user wrote.
+
+    Raises:
+        ConfigError: missing, a folder, empty, not text, or not TOML.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file; jobs/ holds examples") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a TOML file") from error
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not text; a TOML file is expected") from None
+    if not text.strip():
+        raise ConfigError(f"{path}: is empty; a TOML file is expected, see jobs/")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: is not TOML: {error}; jobs/ holds examples") from error
+
+
+def validate(tree: dict[str, Any], *, source: str) -> RunConfig:
+    """Checks a parsed job; `source` goes in front of every message."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{source}: {line}" for line in _explain(error))) from error
+
+
+def read_resolved(path: Path) -> RunConfig:
+    """Reads the resolved JSON that `submit` left in a run directory."""
+    try:
+        return RunConfig.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent}: is not a run directory (no {path.name})") from None
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    key, sep, value = override.partition("=")
+    key, value = key.strip(), value.strip()
+    if not sep or not key:
+        raise ConfigError(f"--set {override}: expected section.key=value")
+    for text in (f"{key} = {value}", f"{key} = {value!r}"):  # a bare word is a string
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError:
+            continue
+    raise ConfigError(f"--set {override}: the value is not TOML")
+
+
+def _merge(base: dict[str, Any], overlay: dict[str, Any]) -> None:
+    for key, value in overlay.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _explain(error: ValidationError) -> Iterator[str]:
+    for item in error.errors():
+        key = ".".join(map(str, item["loc"]))
+        if item["type"] == "extra_forbidden":
+            yield f"{key} = {item['input']!r}: unknown key{_nearest(item['loc'])}"
+        elif item["type"] == "missing":
+            yield f"{key}: is required; add it to the job"
+        elif item["type"] == "value_error":
+            text = str(item["ctx"]["error"])
+            yield f"{key} = {item['input']!r}: {text}" if key else text
+        elif item["type"] == "model_type":
+            yield f"{key} = {item['input']!r}: is a table of settings; see jobs/"
+        else:
+            yield f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _nearest(loc: tuple[int | str, ...]) -> str:
+    section: type[BaseModel] = RunConfig
+    for part in loc[:-1]:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        section = annotation
+    prefix = "".join(f"{part}." for part in loc[:-1])
+    known = list(section.model_fields)
+    if close := difflib.get_close_matches(str(loc[-1]), known, n=1):
+        return f"; did you mean {prefix}{close[0]}?"
+    return f"; {prefix or 'a job '}takes {', '.join(known)}"
