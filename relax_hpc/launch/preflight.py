@@ -126,7 +126,7 @@ def check_transformer(config: RunConfig) -> None:
         return  # nothing to ask, and asking takes seconds: Megatron-core has to be imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages it could do without
-        from relax_hpc.engines.megatron.architecture import read_architecture
+        from relax_hpc.engines.megatron.architectures.registry import read_architecture
         from relax_hpc.engines.megatron.transformer import transformer_config
 
         transformer_config(config, read_architecture(config.model.path))

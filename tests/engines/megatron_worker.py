@@ -283,8 +283,9 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
-    from relax_hpc.engines.megatron import architecture, attention, cpu, hf_names, model
+    from relax_hpc.engines.megatron import attention, cpu, hf_names, model
     from relax_hpc.engines.megatron import transformer as transformers
+    from relax_hpc.engines.megatron.architectures import registry
     from relax_hpc.engines.megatron.attention_context import gather_parts, own_part
 
     cpu.install()
@@ -294,7 +295,7 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
     mpu.initialize_model_parallel(context_parallel_size=size)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     device = torch.device("cpu")
-    shape = architecture.read_architecture(folder)
+    shape = registry.read_architecture(folder)
     made = transformers.transformer_config(job(folder, transformer=transformer or {}), shape)
     (gpt,) = model.build(made, shape, device, attention.choose("auto", device, torch.float32))
     hf_names.load([gpt], folder)

@@ -6,7 +6,7 @@ import pytest
 from megatron_worker import job
 
 from relax_hpc.config import OptimizerConfig
-from relax_hpc.engines.megatron.architecture import read_architecture
+from relax_hpc.engines.megatron.architectures.registry import read_architecture
 from relax_hpc.engines.megatron.optimizer import learning_rate
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
@@ -24,6 +24,14 @@ QWEN3 = {
     "rope_theta": 1e6,
 }
 
+QWEN3_MOE = QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -36,6 +44,86 @@ def test_a_field_of_the_job_reaches_megatron(folder):
     made = transformer_config(config, read_architecture(folder))
     assert made.recompute_granularity == "selective"
     assert (made.num_layers, made.num_query_groups, made.kv_channels) == (2, 2, 16)
+    assert (made.qk_layernorm, made.add_qkv_bias, made.num_moe_experts) == (True, False, None)
+
+
+def mixture(folder, **fields):
+    (folder / "config.json").write_text(json.dumps(QWEN3_MOE | fields))
+    return folder
+
+
+def test_a_mixture_of_experts_reaches_megatron(folder):
+    made = transformer_config(job(folder), read_architecture(mixture(folder)))
+    assert (made.num_moe_experts, made.moe_ffn_hidden_size, made.moe_router_topk) == (8, 32, 2)
+    assert (made.ffn_hidden_size, made.moe_router_dtype) == (128, "fp32")
+    assert made.moe_router_load_balancing_type == "none"
+    assert made.moe_layer_freq == 1
+
+
+@pytest.mark.parametrize("norm_topk_prob", [False, True])
+def test_router_weights_are_normalised_over_the_chosen_experts_if_the_model_says_so(
+    folder, norm_topk_prob
+):
+    shape = read_architecture(mixture(folder, norm_topk_prob=norm_topk_prob))
+    assert transformer_config(job(folder), shape).moe_router_pre_softmax is not norm_topk_prob
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"decoder_sparse_step": 2}, [0, 1, 0, 1]),
+        ({"mlp_only_layers": [0]}, [0, 1, 1, 1]),
+        ({"mlp_only_layers": [1], "decoder_sparse_step": 2}, [0, 0, 0, 1]),
+    ],
+)
+def test_dense_layers_among_those_with_experts_are_where_hugging_face_has_them(
+    folder, fields, pattern
+):
+    shape = read_architecture(mixture(folder, num_hidden_layers=4, **fields))
+    assert transformer_config(job(folder), shape).moe_layer_freq == pattern
+
+
+def test_the_job_may_ask_for_a_balancing_loss_but_not_for_other_experts(folder):
+    balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+    shape = read_architecture(mixture(folder))
+    made = transformer_config(job(folder, transformer=balance), shape)
+    assert made.moe_router_load_balancing_type == "aux_loss"
+    assert made.moe_aux_loss_coeff == 0.01
+    with pytest.raises(ConfigError, match=r"moe_router_topk = 4.*remove it"):
+        transformer_config(job(folder, transformer={"moe_router_topk": 4}), shape)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_experts": None}, "num_experts = None: a positive integer is expected"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok = 9: there are num_experts = 8"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob = 1: true or false"),
+        ({"mlp_only_layers": [0, 1]}, "leave no layer with experts"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused_by_key(folder, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        read_architecture(mixture(folder, **fields))
+
+
+@pytest.mark.parametrize(
+    ("actor", "message"),
+    [
+        ({"expert_parallel": 3}, "expert_parallel = 3: does not divide the model's 8 experts"),
+        ({"expert_tensor_parallel": 5}, "expert_tensor_parallel = 5: .* 32 channels of an expert"),
+    ],
+)
+def test_expert_parallelism_must_divide_the_experts(folder, actor, message):
+    config = job(folder, actor=actor | {"data_parallel": 15})
+    with pytest.raises(ConfigError, match=message):
+        transformer_config(config, read_architecture(mixture(folder)))
+
+
+def test_a_dense_model_has_no_experts_to_share(folder):
+    config = job(folder, dp=2, actor={"data_parallel": 2, "expert_parallel": 2})
+    with pytest.raises(ConfigError, match=r"expert_parallel = 2: .* has no experts"):
+        transformer_config(config, read_architecture(folder))
 
 
 def test_an_unknown_transformer_field_is_an_error_that_names_the_nearest(folder):

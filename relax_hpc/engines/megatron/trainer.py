@@ -29,7 +29,7 @@ from relax_hpc.engines.megatron import (
     packing,
     schedule,
 )
-from relax_hpc.engines.megatron.architecture import read_architecture
+from relax_hpc.engines.megatron.architectures.registry import read_architecture
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.step_sums import StepSums
 from relax_hpc.engines.megatron.transformer import transformer_config

@@ -11,6 +11,7 @@ from torch.nn import functional
 from relax_hpc.config import ActorConfig, RunConfig
 from relax_hpc.engines.megatron import gradient_fusion
 from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.engines.megatron.architectures.registry import FAMILIES
 from relax_hpc.errors import ConfigError
 
 
@@ -31,12 +32,7 @@ def transformer_config(config: RunConfig, shape: Architecture) -> TransformerCon
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
         "layernorm_epsilon": shape.norm_epsilon,
-        "add_qkv_bias": shape.attention_bias,
-        "normalization": "RMSNorm",
-        "qk_layernorm": True,
-        "gated_linear_unit": True,
         "activation_func": functional.silu,
-        "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "params_dtype": dtype,
@@ -53,7 +49,6 @@ def transformer_config(config: RunConfig, shape: Architecture) -> TransformerCon
         "expert_tensor_parallel_size": config.actor.expert_tensor_parallel,
         # Every micro-batch has a length of its own, and outputs are views.
         "variable_seq_lengths": config.actor.pipeline_parallel > 1,
-        "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": False,
         "batch_p2p_comm": False,
         # Random weights are overwritten, but drawing them also marks which ones ranks share:
@@ -72,7 +67,10 @@ def transformer_config(config: RunConfig, shape: Architecture) -> TransformerCon
         "bias_dropout_fusion": False,
         "bias_activation_fusion": False,
     }
-    ours |= _job_fields(config.actor, reserved=set(ours) - _OVERRIDABLE)
+    family = FAMILIES[shape.model_type]
+    ours |= family.transformer(shape)
+    reserved = set(ours) - _OVERRIDABLE
+    ours |= family.defaults(shape) | _job_fields(config.actor, reserved=reserved)
     try:
         return TransformerConfig(**ours)
     except (ValueError, AssertionError, TypeError) as error:
@@ -88,7 +86,7 @@ def sequence_parallel(actor: ActorConfig) -> bool:
     return actor.sequence_parallel
 
 
-_OVERRIDABLE = {"moe_token_dispatcher_type", "bias_activation_fusion", "bias_dropout_fusion"}
+_OVERRIDABLE = {"bias_activation_fusion", "bias_dropout_fusion"}
 
 
 def _job_fields(actor: ActorConfig, *, reserved: set[str]) -> dict[str, Any]:
@@ -109,14 +107,28 @@ def _job_fields(actor: ActorConfig, *, reserved: set[str]) -> dict[str, Any]:
 
 
 def _check_divides(actor: ActorConfig, shape: Architecture) -> None:
-    for what, size in (
-        ("attention heads", shape.num_heads),
-        ("key-value heads", shape.num_kv_heads),
-        ("vocabulary entries", shape.vocab_size),
-        ("feed-forward channels", shape.ffn_hidden_size),
-    ):
-        if size % actor.tensor_parallel:
+    experts = shape.experts
+    if experts is None and actor.expert_parallel * actor.expert_tensor_parallel > 1:
+        raise ConfigError(
+            f"actor.expert_parallel = {actor.expert_parallel}: a model of model_type "
+            f"{shape.model_type!r} has no experts; use 1, for expert_tensor_parallel, too"
+        )
+    tensor = "tensor_parallel"
+    sizes = [
+        (tensor, "attention heads", shape.num_heads),
+        (tensor, "key-value heads", shape.num_kv_heads),
+        (tensor, "vocabulary entries", shape.vocab_size),
+        (tensor, "feed-forward channels", shape.ffn_hidden_size),
+    ]
+    if experts is not None:
+        sizes += [
+            ("expert_parallel", "experts", experts.num_experts),
+            ("expert_tensor_parallel", "channels of an expert", experts.ffn_hidden_size),
+        ]
+    for key, what, size in sizes:
+        ranks = getattr(actor, key)
+        if size % ranks:
             raise ConfigError(
-                f"actor.tensor_parallel = {actor.tensor_parallel}: does not divide the model's "
-                f"{size} {what}; use a divisor of it"
+                f"actor.{key} = {ranks}: does not divide the model's {size} {what}; "
+                "use a divisor of it"
             )

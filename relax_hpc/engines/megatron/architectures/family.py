@@ -1,0 +1,20 @@
+"""What a new architecture has to say; its file makes one `Family` of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    model_type: str
+    """As config.json has it."""
+    read: Callable[[ConfigJson], Architecture]
+    """Refuses, with a ConfigError, what the trainer would compute otherwise than the model."""
+    transformer: Callable[[Architecture], dict[str, Any]]
+    """Fields of Megatron-core's TransformerConfig that the model decides."""
+    defaults: Callable[[Architecture], dict[str, Any]]
+    """Fields that the job may set otherwise."""

@@ -1,0 +1,70 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in most layers."""
+
+from dataclasses import replace
+from typing import Any
+
+from relax_hpc.engines.megatron.architecture import Architecture, Experts
+from relax_hpc.engines.megatron.architectures import qwen3
+from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
+from relax_hpc.engines.megatron.architectures.family import Family
+from relax_hpc.errors import ConfigError
+
+
+def read(config: ConfigJson) -> Architecture:
+    dense = qwen3.read(config)
+    num_experts, chosen = config.size("num_experts"), config.size("num_experts_per_tok")
+    if chosen > num_experts:
+        raise ConfigError(
+            f"{config.path}: num_experts_per_tok = {chosen}: there are num_experts = {num_experts}"
+        )
+    return replace(
+        dense,
+        experts=Experts(
+            num_experts=num_experts,
+            experts_per_token=chosen,
+            ffn_hidden_size=config.size("moe_intermediate_size"),
+            norm_topk_prob=config.flag("norm_topk_prob"),
+            layers=_layers(config, dense.num_layers),
+            aux_loss_coef=float(config.get("router_aux_loss_coef", 0.0)),
+        ),
+    )
+
+
+def _layers(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    every = config.get("decoder_sparse_step", 1)
+    dense = set(config.get("mlp_only_layers") or [])
+    layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % every == 0)
+    if not layers:
+        raise ConfigError(
+            f"{config.path}: mlp_only_layers = {sorted(dense)}, decoder_sparse_step = {every}: "
+            "leave no layer with experts; such a model is of model_type 'qwen3'"
+        )
+    return layers
+
+
+def transformer(shape: Architecture) -> dict[str, Any]:
+    experts = shape.experts
+    assert experts
+    # A list where it need not be makes checkpoints of another format.
+    pattern = [int(layer in experts.layers) for layer in range(shape.num_layers)]
+    return qwen3.transformer(shape) | {
+        "num_moe_experts": experts.num_experts,
+        "moe_ffn_hidden_size": experts.ffn_hidden_size,
+        "moe_router_topk": experts.experts_per_token,
+        "moe_router_pre_softmax": not experts.norm_topk_prob,
+        "moe_layer_freq": 1 if all(pattern) else pattern,
+    }
+
+
+def defaults(_: Architecture) -> dict[str, Any]:
+    return {
+        "moe_router_score_function": "softmax",
+        "moe_router_dtype": "fp32",
+        # Training on rewards leaves the balance to the model, unless the job says otherwise.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+FAMILY = Family("qwen3_moe", read, transformer, defaults)

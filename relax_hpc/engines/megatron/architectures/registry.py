@@ -1,0 +1,28 @@
+"""The architectures that can be trained. A new one is a file beside this one and a line here."""
+
+from pathlib import Path
+
+from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.engines.megatron.architectures import qwen3, qwen3_moe
+from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
+from relax_hpc.engines.megatron.architectures.family import Family
+from relax_hpc.errors import ConfigError
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)
+}
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """What config.json of a Hugging Face folder says.
+
+    Raises:
+        ConfigError: no such file, a key is missing or wrong, or a model that is none of `FAMILIES`.
+    """
+    config = ConfigJson(folder)
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"{config.path}: model_type = {model_type!r}: only {', '.join(FAMILIES)} is supported"
+        )
+    return FAMILIES[model_type].read(config)
