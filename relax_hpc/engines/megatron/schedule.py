@@ -49,7 +49,7 @@ def backward(
 
 
 def forward(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     values: Callable[[Tensor, MicroBatch], Tensor],
 ) -> list[npt.NDArray[np.float32]]:
@@ -99,7 +99,7 @@ def _hidden(chunk: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
 
 
 def _run(
-    chunks: Sequence[DistributedDataParallel],
+    chunks: Sequence[torch.nn.Module],
     works: Sequence[Any],
     forward_step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]],
     *,

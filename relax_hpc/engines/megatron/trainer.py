@@ -1,7 +1,7 @@
 """The actor's model: trains on trajectories, and gives its weights away under their HF names."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -10,30 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from relax_hpc.comm.world import World
 from relax_hpc.config import RunConfig
-from relax_hpc.engines.megatron import (
-    attention,
-    checkpoint,
-    cpu,
-    grid,
-    hf_names,
-    layers,
-    model,
-    optimizer,
-    packing,
-    schedule,
-)
-from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.engines.megatron import checkpoint, optimizer, schedule
 from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
-from relax_hpc.engines.megatron.transformer import transformer_config
-from relax_hpc.errors import ConfigError
 from relax_hpc.schema import Trajectory
 
 
@@ -63,7 +48,7 @@ class _Work:
     loss: Loss
 
 
-class MegatronTrainer:
+class MegatronTrainer(MegatronScorer):
     """One rank of the actor. All its public methods but the properties are collective.
 
     Ranks of a replica (tensor, pipeline and context parallel) are given the same trajectories,
@@ -81,47 +66,13 @@ class MegatronTrainer:
         *,
         random_weights: bool = False,
     ) -> None:
-        """Builds the model and loads model.path.
-
-        Needs torch.distributed initialised with the ranks of `world`.
-
-        Args:
-            random_weights: do not load them; of model.path only config.json is read.
-
-        Raises:
-            ConfigError: the layout does not fit the ranks or the model; a field of
-                actor.transformer is unknown; the model is not a dense Qwen3.
-        """
-        if world.size != config.actor.world_size:
-            raise ConfigError(
-                f"actor's ranks (tensor x pipeline x context x data_parallel) = "
-                f"{config.actor.world_size}: but there are {world.size} ranks; they must agree"
-            )
-        cpu.install()
-        shape = read_architecture(config.model.path)
-        transformer = transformer_config(config, shape)
-        grid.initialize(config.actor)
-        tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+        """As MegatronScorer, and makes gradient buffers and the optimizer."""
+        super().__init__(config, world, device, random_weights=random_weights)
         self.step = 0
-        self._config = config
-        self._device = device
-        attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
-        self._chunks = model.build(transformer, shape, device, attend)
-        for chunk in self._chunks:
-            layers.set_recomputed(chunk, config.actor.recomputed_passes)
-        if not random_weights:
-            hf_names.load(self._chunks, config.model.path)
         self._wrapped, self._optimizer = optimizer.build(config.actor.optimizer, self._chunks)
+        self._run_chunks = self._wrapped
         self._kept: list[_Work] = []
         self._begin_pass()
-
-    @property
-    def dp_rank(self) -> int:
-        return int(mpu.get_data_parallel_rank())
-
-    @property
-    def dp_size(self) -> int:
-        return int(mpu.get_data_parallel_world_size())
 
     def accumulate(
         self,
@@ -174,33 +125,6 @@ class MegatronTrainer:
         }
         return means | {"lr": rate}
 
-    def forward_logprobs(
-        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
-    ) -> list[npt.NDArray[np.float32]]:
-        """Logprobs of the trajectories' tokens under the current weights.
-
-        Args:
-            micro_batches: as for `accumulate`; every trajectory is in one.
-
-        Returns:
-            Per trajectory [tokens] nats, 0 for its first token.
-        """
-        nothing = np.zeros(len(trajectories))
-        built = [self._build(trajectories, nothing, rows) for rows in micro_batches]
-        packed = schedule.forward(
-            self._wrapped, built, lambda hidden, micro_batch: self._logprobs(hidden, micro_batch)[0]
-        )
-        logprobs: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(trajectories)
-        for micro_batch, values in zip(built, packed, strict=True):
-            documents = np.split(values, np.cumsum(micro_batch.lengths)[:-1])
-            for row, document in zip(micro_batch.rows, documents, strict=False):  # last: padding
-                logprobs[row] = document
-        return logprobs
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under Hugging Face names; every rank must iterate to the end."""
-        return hf_names.named_weights(self._chunks)
-
     def save(self, folder: Path) -> None:
         """Writes a checkpoint into `folder`, made if it is not there; it must be empty.
 
@@ -217,34 +141,6 @@ class MegatronTrainer:
     @property
     def _trainee(self) -> checkpoint.Trainee:
         return checkpoint.Trainee(self._chunks, self._optimizer)
-
-    def _build(
-        self,
-        trajectories: Sequence[Trajectory],
-        advantages: npt.NDArray[np.floating],
-        rows: Sequence[int],
-    ) -> MicroBatch:
-        return packing.build(
-            trajectories, advantages, rows, device=self._device,
-            multiple_of=grid.tokens_multiple_of(self._config.actor),
-        )  # fmt: skip
-
-    def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """[T] logprobs of the tokens, with gradient, and [T] entropy where they were sampled.
-
-        On the last stage; context-parallel ranks all get those of the whole micro-batch.
-        """
-        logprobs, entropy = self._chunks[-1].logprobs(
-            hidden,
-            schedule.own_part(packing.next_tokens(micro_batch.token_ids)),
-            temperature=self._config.rollout.temperature,
-            float32_logits=self._config.actor.float32_logits,
-            kept_gib=self._config.actor.kept_logits_gib,
-        )
-        return (
-            packing.at_predicted_token(schedule.whole(logprobs), micro_batch.is_first),
-            packing.at_predicted_token(schedule.whole(entropy), micro_batch.is_first),
-        )
 
     def _sum_loss(self, hidden: Tensor, work: "_Work") -> Tensor:
         """[] loss of a micro-batch, on the last stage; its metrics are noted."""

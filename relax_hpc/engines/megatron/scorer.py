@@ -1,0 +1,141 @@
+"""A model that only scores: logprobs of trajectories under the weights it holds."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from torch import Tensor
+
+from relax_hpc.comm.world import World
+from relax_hpc.config import RunConfig
+from relax_hpc.engines.megatron import (
+    attention,
+    cpu,
+    grid,
+    hf_names,
+    layers,
+    model,
+    packing,
+    schedule,
+)
+from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.transformer import transformer_config
+from relax_hpc.errors import ConfigError
+from relax_hpc.schema import Trajectory
+
+
+class MegatronScorer:
+    """One rank of a model without gradients or optimizer: its memory is that of the weights.
+
+    All its public methods but the properties are collective. Ranks of a replica (tensor, pipeline
+    and context parallel) are given the same trajectories.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        device: torch.device,
+        *,
+        random_weights: bool = False,
+    ) -> None:
+        """Builds the model in the layout of `config.actor` and loads model.path.
+
+        Needs torch.distributed initialised with the ranks of `world`.
+
+        Args:
+            random_weights: do not load them; of model.path only config.json is read.
+
+        Raises:
+            ConfigError: the layout does not fit the ranks or the model; a field of
+                actor.transformer is unknown; the model is not a dense Qwen3.
+        """
+        if world.size != config.actor.world_size:
+            raise ConfigError(
+                f"actor's ranks (tensor x pipeline x context x data_parallel) = "
+                f"{config.actor.world_size}: but there are {world.size} ranks; they must agree"
+            )
+        cpu.install()
+        shape = read_architecture(config.model.path)
+        transformer = transformer_config(config, shape)
+        grid.initialize(config.actor)
+        tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
+        self._config = config
+        self._device = device
+        attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
+        self._chunks = model.build(transformer, shape, device, attend)
+        self._run_chunks: Sequence[torch.nn.Module] = self._chunks
+        """What forward passes go through."""
+        for chunk in self._chunks:
+            layers.set_recomputed(chunk, config.actor.recomputed_passes)
+        if not random_weights:
+            hf_names.load(self._chunks, config.model.path)
+
+    @property
+    def dp_rank(self) -> int:
+        return int(mpu.get_data_parallel_rank())
+
+    @property
+    def dp_size(self) -> int:
+        return int(mpu.get_data_parallel_world_size())
+
+    def forward_logprobs(
+        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Logprobs of the trajectories' tokens under the current weights.
+
+        Args:
+            micro_batches: as for `accumulate`; every trajectory is in one.
+
+        Returns:
+            Per trajectory [tokens] nats, 0 for its first token.
+        """
+        nothing = np.zeros(len(trajectories))
+        built = [self._build(trajectories, nothing, rows) for rows in micro_batches]
+        packed = schedule.forward(
+            self._run_chunks,
+            built,
+            lambda hidden, micro_batch: self._logprobs(hidden, micro_batch)[0],
+        )
+        logprobs: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(trajectories)
+        for micro_batch, values in zip(built, packed, strict=True):
+            documents = np.split(values, np.cumsum(micro_batch.lengths)[:-1])
+            for row, document in zip(micro_batch.rows, documents, strict=False):  # last: padding
+                logprobs[row] = document
+        return logprobs
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under Hugging Face names; every rank must iterate to the end."""
+        return hf_names.named_weights(self._chunks)
+
+    def _build(
+        self,
+        trajectories: Sequence[Trajectory],
+        advantages: npt.NDArray[np.floating],
+        rows: Sequence[int],
+    ) -> MicroBatch:
+        return packing.build(
+            trajectories, advantages, rows, device=self._device,
+            multiple_of=grid.tokens_multiple_of(self._config.actor),
+        )  # fmt: skip
+
+    def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """[T] logprobs of the tokens, with gradient, and [T] entropy where they were sampled.
+
+        On the last stage; context-parallel ranks all get those of the whole micro-batch.
+        """
+        logprobs, entropy = self._chunks[-1].logprobs(
+            hidden,
+            schedule.own_part(packing.next_tokens(micro_batch.token_ids)),
+            temperature=self._config.rollout.temperature,
+            float32_logits=self._config.actor.float32_logits,
+            kept_gib=self._config.actor.kept_logits_gib,
+        )
+        return (
+            packing.at_predicted_token(schedule.whole(logprobs), micro_batch.is_first),
+            packing.at_predicted_token(schedule.whole(entropy), micro_batch.is_first),
+        )
