@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from relax_hpc.engines.megatron import attention_context
+from relax_hpc.engines.megatron.balance import Documents
 from relax_hpc.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -84,6 +85,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """Context-parallel ranks, if there are several."""
     rotation: Tensor | None = None
     """What the layers share of the rotary angles, once the first one has made it."""
+    documents: Documents | None = None
+    """What routers of experts want to know of this rank's tokens."""
 
     @classmethod
     def of(

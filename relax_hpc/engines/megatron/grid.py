@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from torch import Tensor
 
 from relax_hpc.config import ActorConfig
 from relax_hpc.engines.megatron.transformer import sequence_parallel
@@ -33,6 +35,13 @@ def context_group() -> dist.ProcessGroup | None:
     """Ranks that share the tokens of a micro-batch, if there are several."""
     group: dist.ProcessGroup = mpu.get_context_parallel_group()
     return group if group.size() > 1 else None
+
+
+def own_tokens(values: Tensor) -> Tensor:
+    """[T, ...] -> those of this tensor-parallel rank under sequence parallelism."""
+    group = mpu.get_tensor_model_parallel_group()
+    own: Tensor = torch.chunk(values, group.size())[group.rank()]
+    return own
 
 
 def is_last_stage() -> bool:

@@ -102,7 +102,7 @@ class FusedSelfAttention(SelfAttention):  # type: ignore[misc]
                 packed_seq_params=rows, **kwargs,
             )  # fmt: skip
             return out
-        with _kept(hidden_states, self.recompute_norm):
+        with kept_input(hidden_states, self.recompute_norm):
             mixed, _ = self.linear_qkv(hidden_states)
         if rows.rotation is None:
             angles = rotary_pos_emb[:, 0, 0, : rotary_pos_emb.shape[-1] // 2]
@@ -140,10 +140,10 @@ class FusedMLP(MLP):  # type: ignore[misc]
                 hidden_states, per_token_scale, **kwargs
             )
             return out
-        with _kept(hidden_states, self.recompute_norm):
+        with kept_input(hidden_states, self.recompute_norm):
             gate_up, _ = self.linear_fc1(hidden_states)
         if self.recompute and torch.is_grad_enabled():
-            hidden_again = _again(hidden_states)
+            hidden_again = made_again(hidden_states)
             gate_up_again = _Twice(lambda: self.linear_fc1(hidden_again())[0].detach())
             with fused.recomputed(gate_up, gate_up_again):
                 activated = fused.swiglu(gate_up)
@@ -187,21 +187,27 @@ class PackedLayer(TransformerLayer):  # type: ignore[misc]
             self.mlp.recompute = self.recompute_mlp
             self.recompute_mlp = False
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if self.is_moe_layer:
+            self.mlp.router.documents = kwargs["packed_seq_params"].documents
+        return super().forward(*args, **kwargs)
+
 
 def set_recomputed(model: nn.Module, passes: Collection[str]) -> None:
     """Which outputs are made again for the gradient instead of kept: "norm", "swiglu"."""
     for module in model.modules():
-        if isinstance(module, FusedSelfAttention | FusedMLP):
-            module.recompute_norm = "norm" in passes
+        if hasattr(module, "recompute_norm"):  # experts, too
+            setattr(module, "recompute_norm", "norm" in passes)  # noqa: B010
         if isinstance(module, FusedMLP):
             module.recompute_swiglu = "swiglu" in passes
 
 
-def _kept(hidden: Tensor, recompute: bool) -> AbstractContextManager[None]:
-    return fused.recomputed(hidden, _again(hidden)) if recompute else nullcontext()
+def kept_input(hidden: Tensor, recompute: bool) -> AbstractContextManager[None]:
+    """What is called inside keeps no `hidden` for the gradient, if that can be made again."""
+    return fused.recomputed(hidden, made_again(hidden)) if recompute else nullcontext()
 
 
-def _again(hidden: Tensor) -> Callable[[], Tensor]:
+def made_again(hidden: Tensor) -> Callable[[], Tensor]:
     """How to make it again, if a norm made it; else it is kept."""
     kept = hidden.detach()
     again: Callable[[], Tensor] = getattr(hidden, "again", lambda: kept)

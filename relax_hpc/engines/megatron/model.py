@@ -16,8 +16,10 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
+from relax_hpc.engines.megatron import moe
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.attention import Attend, PackedAttention
 from relax_hpc.engines.megatron.layers import (
@@ -70,7 +72,12 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 def build(
     config: TransformerConfig, shape: Architecture, device: torch.device, attend: Attend
 ) -> list[PackedGPT]:
-    """Builds this rank's chunks of layers, in order, weights uninitialised; groups must exist."""
+    """Builds this rank's chunks of layers, in order, weights uninitialised; groups must exist.
+
+    Raises:
+        ConfigError: experts are asked for what they cannot do here.
+    """
+    moe.check(config)
     stages = config.virtual_pipeline_model_parallel_size
     if stages is None:
         return [_build_chunk(config, shape, device, attend, None)]
@@ -84,12 +91,13 @@ def _build_chunk(
     attend: Attend,
     vp_stage: int | None,
 ) -> PackedGPT:
-    layer = _layer(attend)
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    first = get_transformer_layer_offset(config, vp_stage)
+    own = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     model = PackedGPT(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[layer] * num_layers, layer_norm=RMSNorm
+            layer_specs=[_layer(attend, has_experts=_has_experts(config, n)) for n in own],
+            layer_norm=RMSNorm,
         ),
         vocab_size=shape.vocab_size,
         max_sequence_length=shape.max_positions,
@@ -104,7 +112,14 @@ def _build_chunk(
     return cast(PackedGPT, model.to(device))
 
 
-def _layer(attend: Attend) -> ModuleSpec:
+def _has_experts(config: TransformerConfig, layer: int) -> bool:
+    if config.num_moe_experts is None:
+        return False
+    frequency = config.moe_layer_freq
+    return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
+
+
+def _layer(attend: Attend, *, has_experts: bool) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
     layer.module = PackedLayer
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -113,4 +128,6 @@ def _layer(attend: Attend) -> ModuleSpec:
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = partial(PackedAttention, attend=attend)
+    if has_experts:
+        layer.submodules.mlp = moe.layer_spec()
     return layer

@@ -4,6 +4,7 @@ T = tokens of a micro-batch; with context parallelism a rank computes T / size o
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from relax_hpc.engines.megatron import attention_context, grid
 from relax_hpc.engines.megatron.attention import PackedRows
+from relax_hpc.engines.megatron.balance import Documents
 from relax_hpc.engines.megatron.packing import MicroBatch
 
 
@@ -86,16 +88,24 @@ def whole(values: Tensor) -> Tensor:
     return values if group is None else attention_context.gather_parts(values, group)
 
 
-def _hidden(chunk: torch.nn.Module, micro_batch: MicroBatch) -> Tensor:
+def _hidden(chunk: Any, micro_batch: MicroBatch) -> Tensor:  # noqa: ANN401
+    rows = PackedRows.of(micro_batch.lengths, micro_batch.token_ids.device, grid.context_group())
+    if chunk.config.num_moe_experts is not None:
+        rows.documents = _documents(micro_batch, sequence_parallel=chunk.config.sequence_parallel)
     hidden: Tensor = chunk(
         own_part(micro_batch.token_ids)[None],
         own_part(micro_batch.position_ids)[None],
         None,
-        packed_seq_params=PackedRows.of(
-            micro_batch.lengths, micro_batch.token_ids.device, grid.context_group()
-        ),
+        packed_seq_params=rows,
     )
     return hidden
+
+
+def _documents(micro_batch: MicroBatch, *, sequence_parallel: bool) -> Documents:
+    """Those of the tokens that this rank routes to experts."""
+    documents = Documents.of(micro_batch)
+    index = own_part(documents.index)
+    return replace(documents, index=grid.own_tokens(index) if sequence_parallel else index)
 
 
 def _run(

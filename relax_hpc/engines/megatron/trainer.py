@@ -17,6 +17,7 @@ from relax_hpc.comm.world import World
 from relax_hpc.config import RunConfig
 from relax_hpc.engines.megatron import checkpoint, optimizer, schedule
 from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.router import take_metrics
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
 from relax_hpc.schema import Trajectory
@@ -171,7 +172,7 @@ class MegatronTrainer(MegatronScorer):
         """Sums the gradient over ranks, divides it by their tokens and applies it."""
         finalize_model_grads(self._wrapped)
         num_tokens = optimizer.total_tokens(self._num_tokens)
-        metrics = self._sums.over_ranks(num_tokens)
+        metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
         norm, updated = math.nan, False
         if math.isfinite(metrics["loss"]):
             norm, updated = optimizer.update(self._optimizer, 1 / max(num_tokens, 1))

@@ -51,6 +51,7 @@ def transformer(shape: Architecture) -> dict[str, Any]:
         "num_moe_experts": experts.num_experts,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.experts_per_token,
+        "moe_grouped_gemm": True,
         "moe_router_pre_softmax": not experts.norm_topk_prob,
         "moe_layer_freq": 1 if all(pattern) else pattern,
     }

@@ -1,0 +1,107 @@
+"""Losses that keep experts equally busy.
+
+t = tokens of a micro-batch on this rank, E = experts, k = experts per token. Like all losses here
+they are sums over trained tokens: a group of tokens (a micro-batch, a document) counts as often as
+it has trained tokens, and padding is in none. So what a document adds does not depend on how many
+micro-batches there are, and one without trained tokens adds nothing.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from relax_hpc.engines.megatron.packing import MicroBatch
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents that tokens belong to."""
+
+    index: Tensor
+    """[t] int64; that of padding is the last."""
+    trained: Tensor
+    """[documents + 1] float32, trained tokens of each, on all ranks that share them."""
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch) -> "Documents":
+        """Of all tokens of the micro-batch."""
+        padding = len(micro_batch.rows)
+        index = micro_batch.is_first.cumsum(0) - 1
+        trained = torch.zeros(padding + 1, device=index.device)
+        return cls(index, trained.index_add_(0, index, micro_batch.loss_mask.float()))
+
+    @property
+    def is_real(self) -> Tensor:
+        """[t] bool, False on padding."""
+        return self.index < len(self.trained) - 1
+
+
+class Groups(NamedTuple):
+    """Sums over groups of tokens: the whole micro-batch, or its documents."""
+
+    counts: Tensor
+    """[groups, E] how often an expert was chosen, by the tokens of all ranks that share them."""
+    mass: Tensor
+    """[groups, E] sum of the router's scores, with gradient, of this rank's tokens."""
+    trained: Tensor
+    """[groups] trained tokens of all ranks that share them."""
+
+
+def micro_batch_groups(
+    scores: Tensor, chosen: Tensor, documents: Documents, sharing: dist.ProcessGroup
+) -> Groups:
+    """One group of all tokens but padding.
+
+    Args:
+        scores: [t, E] of the router, with gradient; they add up to 1.
+        chosen: [t, E] bool.
+        sharing: ranks that share the tokens of the micro-batch.
+    """
+    real = documents.is_real[:, None]
+    counts = (chosen & real).sum(0, keepdim=True).float()
+    dist.all_reduce(counts, group=sharing)
+    return Groups(counts, (scores * real).sum(0, keepdim=True), documents.trained.sum()[None])
+
+
+def document_groups(
+    scores: Tensor, chosen: Tensor, documents: Documents, sharing: dist.ProcessGroup
+) -> Groups:
+    """A group per document; as for `micro_batch_groups`."""
+    none = scores.new_zeros(len(documents.trained), scores.shape[1])
+    counts = none.index_add(0, documents.index, chosen.to(scores.dtype))[:-1]
+    dist.all_reduce(counts, group=sharing)
+    return Groups(counts, none.index_add(0, documents.index, scores)[:-1], documents.trained[:-1])
+
+
+def balance_loss(groups: Groups, experts_per_token: int, busy: Tensor | None = None) -> Tensor:
+    """Sum over groups of trained x E x sum over experts of (share of choices) x (mean score).
+
+    Args:
+        busy: [E] choices that the shares are of, if not the groups' own.
+
+    Returns:
+        [], this rank's part; 1 per trained token when all experts are equally busy.
+
+    Source: Switch Transformer (arXiv:2101.03961) eq. 4, with k choices per token as Megatron-core;
+        `busy` over the global batch: arXiv:2501.11873.
+    """
+    choices = groups.counts.sum(1, keepdim=True).clamp(min=1)
+    counts = groups.counts if busy is None else busy[None]
+    share = counts / counts.sum(1, keepdim=True).clamp(min=1)
+    mean = groups.mass * (experts_per_token / choices)
+    return (groups.trained * groups.counts.shape[1] * (share * mean).sum(1)).sum()
+
+
+def z_loss(logits: Tensor, documents: Documents, sharing: dist.ProcessGroup) -> Tensor:
+    """[t, E] -> [], trained tokens x mean of logsumexp^2 over all tokens but padding.
+
+    Source: ST-MoE (arXiv:2202.08906) eq. 5.
+    """
+    real = documents.is_real
+    tokens = real.sum().float()
+    dist.all_reduce(tokens, group=sharing)
+    squares = (logits.float().logsumexp(-1).square() * real).sum()
+    return documents.trained.sum() / tokens.clamp(min=1) * squares
