@@ -48,7 +48,7 @@ def check(job: Job, overrides: Overrides = []) -> None:  # noqa: B006
     from relax_hpc.launch.submit import resolve
 
     config, components = resolve(job_file.load(job, overrides))
-    preflight.check(config, components, use_slurm=shutil.which("sbatch") is not None)
+    config = preflight.check(config, components, use_slurm=shutil.which("sbatch") is not None)
     typer.echo(config.model_dump_json(indent=2))
 
 
@@ -347,10 +347,11 @@ def bus_export(
 
 def _positions(paths: RunPaths) -> list["PlanPosition"]:
     """Where the checkpoints of a run are in its plan, oldest first."""
+    from relax_hpc.bus.plan import PlanPosition
     from relax_hpc.comm.world import SoloWorld
     from relax_hpc.roles.checkpoints import Checkpoints
 
-    found = Checkpoints(paths.checkpoints, SoloWorld(), keep=1).complete()
+    found = Checkpoints(paths.checkpoints, SoloWorld(), PlanPosition, keep=1).complete()
     return [checkpoint.position for checkpoint in found]
 
 

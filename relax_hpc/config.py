@@ -5,6 +5,7 @@ pass-through tables, checked by the parsers of SGLang and Megatron-core before a
 """
 
 import math
+from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -270,7 +271,9 @@ class LaunchConfig(Section):
     """How long a role waits for another before it gives up, naming it."""
 
 
-class RunConfig(Section):
+class JobConfig(Section):
+    """What every job has: a model, an actor that trains it, and a launcher."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run and of its Slurm job; a run directory is used once."""
     run_root: Path = Path("runs")
@@ -278,19 +281,57 @@ class RunConfig(Section):
     seed: int = 0
     """Root of every random stream of the run."""
     model: ModelConfig
-    prompts: PromptsConfig
-    reward: RewardConfig = RewardConfig()
-    rollout: RolloutConfig = RolloutConfig()
     actor: ActorConfig = ActorConfig()
-    algorithm: AlgorithmConfig
-    bus: BusConfig = BusConfig()
-    weights: WeightsConfig = WeightsConfig()
-    eval: EvalConfig = EvalConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @property
     def run_dir(self) -> Path:
         return self.run_root / self.name
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Batches to train on."""
+
+    @property
+    @abstractmethod
+    def epochs_per_step(self) -> int:
+        """Passes over a batch, each an optimizer update."""
+
+    @property
+    @abstractmethod
+    def temperature(self) -> float:
+        """Of the distribution whose logprobs are trained."""
+
+    @model_validator(mode="after")
+    def _ranks_fill_nodes(self) -> Self:
+        ranks = "the actor's ranks (tensor x pipeline x context x data_parallel)"
+        _check_nodes(ranks, self.actor.world_size, self.actor.resources.nodes)
+        return self
+
+
+class RunConfig(JobConfig):
+    """Reinforcement learning; `config_sft.SftRunConfig` is the other kind of job."""
+
+    prompts: PromptsConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig
+    bus: BusConfig = BusConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @property
+    def num_steps(self) -> int:
+        return self.algorithm.num_steps
+
+    @property
+    def epochs_per_step(self) -> int:
+        return self.algorithm.epochs_per_step
+
+    @property
+    def temperature(self) -> float:
+        return self.rollout.temperature
 
     @property
     def producers(self) -> list[str]:
@@ -307,15 +348,15 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _tasks_fill_nodes(self) -> Self:
-        for key, tasks, nodes in (
-            ("rollout.num_engines", self.rollout.num_engines, self.rollout.resources.nodes),
-            ("the actor's ranks (tensor x pipeline x context x data_parallel)",
-             self.actor.world_size, self.actor.resources.nodes),
-        ):  # fmt: skip
-            if tasks % nodes:
-                raise ValueError(
-                    f"{key} = {tasks}: does not divide over {nodes} nodes; "
-                    f"use a multiple of {nodes}, or change resources.nodes"
-                )
+    def _engines_fill_nodes(self) -> Self:
+        rollout = self.rollout
+        _check_nodes("rollout.num_engines", rollout.num_engines, rollout.resources.nodes)
         return self
+
+
+def _check_nodes(key: str, tasks: int, nodes: int) -> None:
+    if tasks % nodes:
+        raise ValueError(
+            f"{key} = {tasks}: does not divide over {nodes} nodes; "
+            f"use a multiple of {nodes}, or change resources.nodes"
+        )

@@ -1,6 +1,10 @@
-"""Job files: hand-written TOML -> RunConfig, and the resolved JSON of a run directory."""
+"""Job files: hand-written TOML -> JobConfig, and the resolved JSON of a run directory.
+
+A section [sft] makes it a job of supervised fine-tuning, otherwise it is reinforcement learning.
+"""
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,11 +12,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from relax_hpc.config import RunConfig
+from relax_hpc.config import JobConfig, RunConfig
+from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 
 
-def load(job: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:
     """Reads a job file and applies `section.key=value` overrides, right-most wins.
 
     Relative paths stay as written: they are resolved against the directory of the command.
@@ -23,7 +28,7 @@ def load(job: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return with_overrides(read_toml(job), overrides, source=str(job))
 
 
-def with_overrides(tree: dict[str, Any], overrides: Sequence[str], *, source: str) -> RunConfig:
+def with_overrides(tree: dict[str, Any], overrides: Sequence[str], *, source: str) -> JobConfig:
     """Applies `section.key=value` overrides to a parsed job, and checks it like `validate`."""
     for override in overrides:
         _merge(tree, _parse_override(override))
@@ -52,20 +57,27 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: is not TOML: {error}; jobs/ holds examples") from error
 
 
-def validate(tree: dict[str, Any], *, source: str) -> RunConfig:
+def validate(tree: dict[str, Any], *, source: str) -> JobConfig:
     """Checks a parsed job; `source` goes in front of every message."""
+    kind = _kind(tree)
     try:
-        return RunConfig.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{source}: {line}" for line in _explain(error))) from error
+        lines = _explain(error, kind)
+        raise ConfigError("\n".join(f"{source}: {line}" for line in lines)) from error
 
 
-def read_resolved(path: Path) -> RunConfig:
+def read_resolved(path: Path) -> JobConfig:
     """Reads the resolved JSON that `submit` left in a run directory."""
     try:
-        return RunConfig.model_validate_json(path.read_text())
+        text = path.read_text()
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: is not a run directory (no {path.name})") from None
+    return _kind(json.loads(text)).model_validate_json(text)
+
+
+def _kind(tree: dict[str, Any]) -> type[JobConfig]:
+    return SftRunConfig if "sft" in tree else RunConfig
 
 
 def _parse_override(override: str) -> dict[str, Any]:
@@ -89,11 +101,11 @@ def _merge(base: dict[str, Any], overlay: dict[str, Any]) -> None:
             base[key] = value
 
 
-def _explain(error: ValidationError) -> Iterator[str]:
+def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            yield f"{key} = {item['input']!r}: unknown key{_nearest(item['loc'])}"
+            yield f"{key} = {item['input']!r}: {_unknown(item['loc'], kind)}"
         elif item["type"] == "missing":
             yield f"{key}: is required; add it to the job"
         elif item["type"] == "value_error":
@@ -105,14 +117,21 @@ def _explain(error: ValidationError) -> Iterator[str]:
             yield f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
-def _nearest(loc: tuple[int | str, ...]) -> str:
-    section: type[BaseModel] = RunConfig
+def _unknown(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
+    if kind is SftRunConfig and loc[0] in RunConfig.model_fields:
+        return "a job with [sft] has no rollout and does not take it; remove it, or [sft]"
+    return f"unknown key{_nearest(loc, kind)}"
+
+
+def _nearest(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
     for part in loc[:-1]:
         annotation = section.model_fields[str(part)].annotation
         assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
         section = annotation
     prefix = "".join(f"{part}." for part in loc[:-1])
     known = list(section.model_fields)
+    if section is RunConfig:
+        known.append("sft")
     if close := difflib.get_close_matches(str(loc[-1]), known, n=1):
         return f"; did you mean {prefix}{close[0]}?"
     return f"; {prefix or 'a job '}takes {', '.join(known)}"

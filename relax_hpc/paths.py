@@ -73,6 +73,11 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def exported_model(self) -> Path:
+        """Hugging Face folder that supervised fine-tuning leaves at its end."""
+        return self.root / "model"
+
+    @property
     def tensorboard(self) -> Path:
         return self.root / "tensorboard"
 
@@ -83,6 +88,11 @@ class RunPaths:
     @property
     def reward_curve(self) -> Path:
         return self.root / "reward.png"
+
+    @property
+    def loss_curve(self) -> Path:
+        """Of supervised fine-tuning, in place of the reward's."""
+        return self.root / "loss.png"
 
     @property
     def submission(self) -> Path:

@@ -68,3 +68,13 @@ def grpo(
             "loss/importance_capped": ((weights >= importance_cap) & mask).sum(),
         }
     return LossOutput(loss, metrics)
+
+
+def cross_entropy(logprobs: Tensor, mask: Tensor) -> LossOutput:
+    """Negative log-likelihood of the trained tokens, nats.
+
+    Args:
+        logprobs: [T] nats, carries the gradient.
+        mask: [T] bool, True on trained tokens.
+    """
+    return LossOutput(-torch.where(mask, logprobs, 0.0).sum(), {})

@@ -19,7 +19,7 @@ from relax_hpc.algorithms.losses import LossOutput, grpo
 from relax_hpc.bench.train import SHAPES, Figures, Task, Work, flops, lengths_of
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
-from relax_hpc.config import RunConfig
+from relax_hpc.config import JobConfig
 from relax_hpc.engines.megatron.flops import PEAK
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
@@ -175,7 +175,7 @@ def _loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
     )  # fmt: skip
 
 
-def _config(task: Task, work: Work) -> RunConfig:
+def _config(task: Task, work: Work) -> JobConfig:
     transformer: dict[str, Any] = {}
     if work.recompute == "mlp":
         transformer |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}

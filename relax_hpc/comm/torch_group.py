@@ -4,6 +4,7 @@ import os
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from relax_hpc.comm.world import World, node_address
@@ -33,3 +34,13 @@ def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
     )
+
+
+def own_device(local_rank: int) -> torch.device:
+    """This rank's GPU; Slurm shows every task of a node all GPUs of the component there."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

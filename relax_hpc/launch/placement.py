@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from relax_hpc.config import Resources, RunConfig
+from relax_hpc.config import JobConfig, Resources, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
 
@@ -29,25 +29,26 @@ class Component:
         return self.tasks // self.nodes
 
 
-def place(config: RunConfig) -> list[Component]:
+def place(config: JobConfig) -> list[Component]:
     """The components of a run, in the order of the heterogeneous job.
 
-    Rollout comes first: the time limit of component 0 ends the whole job, and without engines
-    nothing goes on.
+    Rollout, if there is one, comes first: the time limit of component 0 ends the whole job, and
+    without engines nothing goes on.
 
     Raises:
         ConfigError: tasks do not divide over the nodes, or MPI is wanted but not said which.
     """
     profile = profiles.load(config.launch.profile)
-    return [
-        _component(config, "rollout", config.rollout.num_engines,
-                   profile.resources("rollout", config.rollout.resources)),
-        _component(config, "actor", config.actor.world_size,
-                   profile.resources("actor", config.actor.resources)),
-    ]  # fmt: skip
+    components = []
+    if isinstance(config, RunConfig):
+        resources = profile.resources("rollout", config.rollout.resources)
+        components.append(_component(config, "rollout", config.rollout.num_engines, resources))
+    resources = profile.resources("actor", config.actor.resources)
+    components.append(_component(config, "actor", config.actor.world_size, resources))
+    return components
 
 
-def _component(config: RunConfig, role: str, tasks: int, resources: Resources) -> Component:
+def _component(config: JobConfig, role: str, tasks: int, resources: Resources) -> Component:
     if tasks % resources.nodes:
         raise ConfigError(
             f"{role}.resources.nodes = {resources.nodes}: {tasks} tasks do not divide over them; "

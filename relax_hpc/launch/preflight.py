@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.config import RolloutConfig, RunConfig
+from relax_hpc.config import JobConfig, RolloutConfig, RunConfig
+from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import script
+from relax_hpc.launch import documents, script
 from relax_hpc.launch.jobs import output_of
 from relax_hpc.launch.placement import Component
 from relax_hpc.prompts.source import PromptSource, read_records
@@ -23,7 +24,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _REPLACED = "%\\\n"
 
 
-def check(config: RunConfig, components: Sequence[Component], *, use_slurm: bool) -> None:
+def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool) -> JobConfig:
     """Refuses a run that cannot work.
 
     Args:
@@ -31,19 +32,27 @@ def check(config: RunConfig, components: Sequence[Component], *, use_slurm: bool
         components: what the run asks for, site profile included.
         use_slurm: also ask Slurm whether partitions and GPUs exist.
 
+    Returns:
+        The run; how many steps the epochs of supervised fine-tuning are has been counted.
+
     Raises:
         ConfigError: the first mistake found.
     """
     check_run_dir(config.run_dir, config.name)
     check_model(config.model.path, config.actor.tensor_parallel)
     check_weights(config.model.path)
-    check_engine(config.rollout)
+    if isinstance(config, RunConfig):
+        check_engine(config.rollout)
     check_transformer(config)
-    check_prompts(config)
+    if isinstance(config, RunConfig):
+        check_prompts(config)
+    elif isinstance(config, SftRunConfig):
+        config = documents.check(config)
     for component in components:
         check_component(component)
     if use_slurm:
         check_partitions(components, _partitions())
+    return config
 
 
 def check_run_dir(run_dir: Path, name: str) -> None:
@@ -120,7 +129,7 @@ def check_engine(rollout: RolloutConfig) -> None:
     parser(rollout.engine_args)
 
 
-def check_transformer(config: RunConfig) -> None:
+def check_transformer(config: JobConfig) -> None:
     """Megatron-core takes `actor.transformer`."""
     if not config.actor.transformer:
         return  # nothing to ask, and asking takes seconds: Megatron-core has to be imported

@@ -38,9 +38,30 @@ def text(run: RunStatus) -> str:
 
 
 def _achievements(done: dict[str, Any], paths: RunPaths) -> list[str]:
+    rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _eta(done))]
+    rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
+    rows.append(("run directory", str(paths.root)))
+    for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
+        if path.exists():
+            rows.append((name, str(path)))
+            rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
+    return [f"  {name:<14}{value}" for name, value in rows]
+
+
+def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
+    loss, documents, tokens = done["heldout_loss"], done["documents"], done["tokens"]
+    cut = {"truncated": "truncated", "left_out": "left out, their prompts alone are too long"}
+    return [
+        ("held-out", f"loss {_score(loss['before'])} before, {_score(loss['after'])} after"),
+        ("documents", f"{documents['trained']} trained on" + _counted(documents, cut)),
+        ("tokens", f"{tokens['all']}, {tokens['trained']} of them trained on"),
+        ("model", done["exported_model"] or "not exported yet"),
+    ]
+
+
+def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
     count = done["trajectories"]
-    rows = [
-        ("steps", f"{done['steps_done']} of {done['num_steps']}" + _eta(done)),
+    return [
         ("held-out", f"{_score(done['heldout_before'])} before, "
                      f"{_score(done['heldout_after'])} after"),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
@@ -49,12 +70,7 @@ def _achievements(done: dict[str, Any], paths: RunPaths) -> list[str]:
         ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),
         ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
             done["checksums_equal"]]),
-        ("run directory", str(paths.root)),
     ]  # fmt: skip
-    if paths.reward_curve.exists():
-        rows.append(("reward curve", str(paths.reward_curve)))
-        rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
-    return [f"  {name:<14}{value}" for name, value in rows]
 
 
 def _dropped(counts: dict[str, int]) -> str:
@@ -65,6 +81,10 @@ def _dropped(counts: dict[str, int]) -> str:
         "damaged": "damaged and sampled again",
         "unaccounted": "UNACCOUNTED FOR",
     }
+    return _counted(counts, said)
+
+
+def _counted(counts: dict[str, int], said: dict[str, str]) -> str:
     return "".join(f", {counts[key]} {text}" for key, text in said.items() if counts.get(key))
 
 

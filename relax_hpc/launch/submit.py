@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.bus import layout
-from relax_hpc.config import Resources, RunConfig
+from relax_hpc.config import JobConfig, PromptsConfig, Resources, RunConfig, Section
+from relax_hpc.config_sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.launch import component as task
@@ -50,7 +51,7 @@ class Submission:
         return self.job.job_id if self.job else None
 
 
-def submit(config: RunConfig, *, local: bool = False, dry_run: bool = False) -> Submission:
+def submit(config: JobConfig, *, local: bool = False, dry_run: bool = False) -> Submission:
     """Checks a run, makes its directory and starts it: through Slurm, or here without one.
 
     Args:
@@ -64,7 +65,7 @@ def submit(config: RunConfig, *, local: bool = False, dry_run: bool = False) -> 
     """
     mode = _mode(local=local)
     config, components = resolve(config)
-    preflight.check(config, components, use_slurm=mode == "slurm")
+    config = preflight.check(config, components, use_slurm=mode == "slurm")
     plan = _plan(mode, config, components)
     if dry_run:
         return plan
@@ -106,7 +107,7 @@ def _mode(*, local: bool) -> Mode:
     return "slurm" if not local and shutil.which("sbatch") else "local"
 
 
-def _plan(mode: Mode, config: RunConfig, components: Sequence[Component]) -> Submission:
+def _plan(mode: Mode, config: JobConfig, components: Sequence[Component]) -> Submission:
     """What would be submitted."""
     if mode == "local":  # MPI's ranks would need Slurm, or mpirun, to start them
         components = [replace(component, bootstrap="files") for component in components]
@@ -115,7 +116,7 @@ def _plan(mode: Mode, config: RunConfig, components: Sequence[Component]) -> Sub
     return Submission(config.run_dir, mode, text, tuple(components), None)
 
 
-def _job(config: RunConfig) -> script.Job:
+def _job(config: JobConfig) -> script.Job:
     return script.Job(
         config.name,
         RunPaths(config.run_dir).submission,
@@ -125,30 +126,33 @@ def _job(config: RunConfig) -> script.Job:
     )
 
 
-def resolve(config: RunConfig) -> tuple[RunConfig, list[Component]]:
+def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     """The run with nothing left to look up: absolute paths, and the site profile filled in."""
     components = place(config)
     asked: dict[str, Resources] = {each.role: each.resources for each in components}
     profile = config.launch.profile
     if profile is not None and not (PROFILES / f"{profile}.toml").is_file():
         profile = str(Path(profile).absolute())
-    prompts, rollout, actor = config.prompts, config.rollout, config.actor
-    resolved = config.model_copy(
-        update={
-            "run_root": config.run_root.absolute(),
-            "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
-            "prompts": prompts.model_copy(
-                update={"train": prompts.train.absolute(), "heldout": prompts.heldout.absolute()}
-            ),
-            "rollout": rollout.model_copy(update={"resources": asked["rollout"]}),
-            "actor": actor.model_copy(update={"resources": asked["actor"]}),
-            "launch": config.launch.model_copy(update={"profile": profile}),
-        }
-    )
-    return resolved, components
+    resolved: dict[str, Section] = {
+        "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
+        "actor": config.actor.model_copy(update={"resources": asked["actor"]}),
+        "launch": config.launch.model_copy(update={"profile": profile}),
+    }
+    if isinstance(config, RunConfig):
+        rollout = config.rollout.model_copy(update={"resources": asked["rollout"]})
+        resolved |= {"rollout": rollout, "prompts": _with_absolute_paths(config.prompts)}
+    elif isinstance(config, SftRunConfig):
+        resolved["sft"] = _with_absolute_paths(config.sft)
+    absolute = config.model_copy(update={"run_root": config.run_root.absolute(), **resolved})
+    return absolute, components
 
 
-def make_run_dir(config: RunConfig, paths: RunPaths) -> None:
+def _with_absolute_paths(section: PromptsConfig | SftConfig) -> Section:
+    paths = {"train": section.train, "heldout": section.heldout}
+    return section.model_copy(update={k: path and path.absolute() for k, path in paths.items()})
+
+
+def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
     """Makes a run directory with everything a role expects to find.
 
     Raises:
@@ -170,8 +174,9 @@ def make_run_dir(config: RunConfig, paths: RunPaths) -> None:
     for folder in (paths.submission, paths.control):
         folder.mkdir()
     write_json(paths.config, config.model_dump(mode="json"))
-    header = {"name": config.name, "seed": config.seed, **provenance()}
-    layout.create(paths.bus, config.producers, header)
+    if isinstance(config, RunConfig):
+        header = {"name": config.name, "seed": config.seed, **provenance()}
+        layout.create(paths.bus, config.producers, header)
 
 
 def provenance() -> dict[str, Any]:
@@ -185,7 +190,7 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "revision": _git_revision()}
 
 
-def _start(plan: Submission, config: RunConfig, paths: RunPaths) -> Submission:
+def _start(plan: Submission, config: JobConfig, paths: RunPaths) -> Submission:
     job, components = _job(config), plan.components
     calls = [
         Call(component, task.run, (component.role, str(paths.root), component.bootstrap))

@@ -30,4 +30,5 @@ def write(folder: Path, digits: int, num_train: int, num_heldout: int, seed: int
 
 def _line(a: int, b: int) -> str:
     message = {"role": "user", "content": f"{a}+{b}="}
-    return json.dumps({"prompt": [message], "answer": str(a + b)}) + "\n"
+    fields = {"prompt": [message], "answer": str(a + b), "completion": f"\\boxed{{{a + b}}}"}
+    return json.dumps(fields) + "\n"

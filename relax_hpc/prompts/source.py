@@ -90,11 +90,7 @@ class PromptSource:
         return max(len(self.prompt(index).token_ids) for index in range(len(self)))
 
     def _draw_order(self, epoch: int) -> list[int]:
-        order = list(range(len(self)))
-        if self._shuffle_seed is not None:
-            # A string seeds through SHA-512: stable across processes, unlike hash().
-            random.Random(f"{self._shuffle_seed}/{epoch}").shuffle(order)
-        return order
+        return epoch_order(self._shuffle_seed, epoch, len(self))
 
     def _tokenize(self, index: int) -> list[int]:
         prompt = self._records[index].prompt
@@ -118,6 +114,15 @@ class PromptSource:
                 "remove the prompt"
             )
         return ids
+
+
+def epoch_order(seed: int | None, epoch: int, count: int) -> list[int]:
+    """The numbers below `count` in the order of an epoch; without a seed they rise."""
+    order = list(range(count))
+    if seed is not None:
+        # A string seeds through SHA-512: stable across processes, unlike hash().
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+    return order
 
 
 def read_records(path: Path) -> list[Record]:

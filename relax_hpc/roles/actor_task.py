@@ -3,10 +3,10 @@
 import torch
 
 from relax_hpc.bus.open_shards import OpenShards
-from relax_hpc.bus.plan import is_planned
+from relax_hpc.bus.plan import PlanPosition, is_planned
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.comm.torch_group import init_torch
+from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
 from relax_hpc.config import RunConfig
 from relax_hpc.engines.client import EngineClient
@@ -24,12 +24,13 @@ def main(
     config: RunConfig, paths: RunPaths, world: World, local_rank: int, events: EventWriter
 ) -> None:
     """Resumes from the newest checkpoint, if there is one, and trains to the end."""
-    device = _device(local_rank)
+    device = own_device(local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = MegatronTrainer(config, world, device)
     checkpoints = Checkpoints(
         paths.checkpoints,
         world,
+        PlanPosition,
         keep=config.actor.keep_checkpoints,
         is_valid=lambda position: is_planned(paths.bus, position),
     )
@@ -57,21 +58,11 @@ def main(
     torch.distributed.destroy_process_group()
 
 
-def _device(local_rank: int) -> torch.device:
-    """This rank's GPU; Slurm shows every task of a node all GPUs of the component there."""
-    if not torch.cuda.is_available():
-        torch.set_num_threads(1)
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def _lead(
     config: RunConfig,
     paths: RunPaths,
-    checkpoints: Checkpoints,
-    resumed: Checkpoint | None,
+    checkpoints: Checkpoints[PlanPosition],
+    resumed: Checkpoint[PlanPosition] | None,
     shards: OpenShards,
     events: EventWriter,
 ) -> ActorLead:

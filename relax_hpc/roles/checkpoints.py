@@ -1,12 +1,11 @@
-"""Checkpoints: model, optimizer, schedule and the position in the plan, as one atomic unit."""
+"""Checkpoints: model, optimizer, schedule and the position in the data, as one atomic unit."""
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.comm.world import World
 from relax_hpc.errors import BusError, FencedError
 from relax_hpc.records import read_json, write_json
@@ -24,20 +23,35 @@ class Saveable(Protocol):
     def load(self, folder: Path) -> None: ...
 
 
-class Checkpoint(NamedTuple):
+class Position(Protocol):
+    """How far a run has come in its data: a named tuple of what JSON knows."""
+
+    @property
+    def epoch(self) -> int:
+        """Never falls along a run."""
+        ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+P = TypeVar("P", bound=Position)
+
+
+class Checkpoint(NamedTuple, Generic[P]):
     """A folder that is complete: it got its name when everything was in it."""
 
     folder: Path
     step: int
-    position: PlanPosition
+    position: P
 
 
-class Checkpoints:
+class Checkpoints(Generic[P]):
     """The checkpoints of a run; `save` and `resume` are collective over the actor's ranks.
 
     Args:
         root: their folder.
         world: the actor's ranks.
+        position_type: makes a position of the values that one consists of.
         keep: how many are kept.
         is_valid: whether a position is one of this run's plan; a trainer that was superseded may
             have left a checkpoint that is not. Rank 0 asks.
@@ -47,16 +61,18 @@ class Checkpoints:
         self,
         root: Path,
         world: World,
+        position_type: Callable[..., P],
         *,
         keep: int,
-        is_valid: Callable[[PlanPosition], bool] = lambda _: True,
+        is_valid: Callable[[P], bool] = lambda _: True,
     ) -> None:
         self._root, self._world, self._keep, self._is_valid = root, world, keep, is_valid
+        self._position_type = position_type
 
     def save(
         self,
         trainer: Saveable,
-        position: PlanPosition | None,
+        position: P | None,
         check_fenced: Callable[[], None] = lambda: None,
     ) -> None:
         """Saves. Older ones than the `keep` newest are deleted.
@@ -85,19 +101,19 @@ class Checkpoints:
                 shutil.rmtree(old.folder)
         self._world.barrier()
 
-    def complete(self) -> list[Checkpoint]:
+    def complete(self) -> list[Checkpoint[P]]:
         """All that count, oldest first; half-written ones have another name and are not seen."""
         found = []
         for folder in sorted(self._root.glob(f"{_PREFIX}*")):
             if progress := read_json(folder / _PROGRESS):
-                position = PlanPosition(*progress["position"])
+                position = self._position_type(*progress["position"])
                 if self._is_valid(position):
                     found.append(Checkpoint(folder, progress["step"], position))
                 else:
                     log.warning("%s: comes from a superseded trainer and does not count", folder)
         return found
 
-    def resume(self, trainer: Saveable) -> Checkpoint | None:
+    def resume(self, trainer: Saveable) -> Checkpoint[P] | None:
         """Loads the newest checkpoint that counts into `trainer`; None if there is none at all.
 
         Raises:
@@ -109,15 +125,14 @@ class Checkpoints:
                 f"{self._root}: none of the checkpoints is of this run's plan; remove them to "
                 "begin again from step 1, if all shards are there still"
             )
-        newest: Checkpoint | None = self._world.bcast(found[-1] if found else None)
+        newest: Checkpoint[P] | None = self._world.bcast(found[-1] if found else None)
         if newest:
             trainer.load(newest.folder)
         return newest
 
-    @staticmethod
-    def _refuse_to_replace_newer(folder: Path, position: PlanPosition) -> None:
+    def _refuse_to_replace_newer(self, folder: Path, position: P) -> None:
         if progress := read_json(folder / _PROGRESS):
-            epoch = PlanPosition(*progress["position"]).epoch
+            epoch = self._position_type(*progress["position"]).epoch
             if epoch > position.epoch:
                 raise FencedError(
                     f"{folder}: was saved under plan epoch {epoch}, this trainer's is "

@@ -1,17 +1,17 @@
 """What only rank 0 of the actor does: decide batches, serve engines, keep the record."""
 
 import logging
-import time
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
-from relax_hpc.bus.plan import PlanRecord
+from relax_hpc.bus.plan import PlanPosition, PlanRecord
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.config import RunConfig
 from relax_hpc.roles.checkpoints import Checkpoints
 from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
 from relax_hpc.weights.publish import Published, Publisher
 
@@ -26,13 +26,12 @@ class ActorLead:
         config: RunConfig,
         sequencer: Sequencer,
         publisher: Publisher,
-        checkpoints: Checkpoints,
+        checkpoints: Checkpoints[PlanPosition],
         events: EventWriter,
     ) -> None:
         self._config, self._events = config, events
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
-        self._first_step: int | None = None
-        self._start = self._last = time.monotonic()
+        self._pace = PaceMeter()
 
     def next_portion(self, step: int) -> PlanRecord:
         """The next part of the batch of `step`, once there is enough of it to start on."""
@@ -56,14 +55,8 @@ class ActorLead:
         every = self._config.weights.checksum_every
         if step == num_steps or (every and step % every == 0):
             self._verify(step)
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
+        seconds, eta_s = self._pace.end_step(step, num_steps)
         fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
-        if self._first_step is None:
-            self._first_step, self._start, eta_s = step, now, None
-        else:
-            pace = (now - self._start) / (step - self._first_step)
-            eta_s = pace * (num_steps - step)
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
         log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
 

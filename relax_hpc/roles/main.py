@@ -7,7 +7,8 @@ from pathlib import Path
 
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import connect
-from relax_hpc.config import RunConfig
+from relax_hpc.config import JobConfig, RunConfig
+from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths
@@ -16,7 +17,7 @@ from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
 
-RoleMain = Callable[[RunConfig, RunPaths, TaskContext, str, EventWriter], None]
+RoleMain = Callable[[JobConfig, RunPaths, TaskContext, str, EventWriter], None]
 
 
 def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
@@ -57,10 +58,11 @@ def _role(role: str) -> RoleMain:
 
 
 def _rollout(
-    config: RunConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
+    config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
 ) -> None:
     from relax_hpc.roles import rollout_task
 
+    assert isinstance(config, RunConfig)
     if bootstrap == "mpi":  # tasks of this role work alone; joining only proves the world's size
         world = connect(bootstrap, rank=context.rank, size=context.size, rendezvous=paths.control)
         events.emit("world", kind=type(world).__name__, size=world.size)
@@ -68,10 +70,8 @@ def _rollout(
 
 
 def _actor(
-    config: RunConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
+    config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
 ) -> None:
-    from relax_hpc.roles import actor_task
-
     rendezvous = paths.rendezvous(context.start_id)
     # Others outlast rank 0, which gives up on rollout and says whom it waited for.
     timeout_s = config.launch.peer_timeout_s + 60
@@ -83,4 +83,11 @@ def _actor(
         timeout_s=timeout_s,
     )
     events.emit("world", kind=type(world).__name__, size=world.size)
-    actor_task.main(config, paths, world, context.local_rank, events)
+    if isinstance(config, SftRunConfig):
+        from relax_hpc.roles import sft_task
+
+        sft_task.main(config, paths, world, context.local_rank, events)
+    elif isinstance(config, RunConfig):
+        from relax_hpc.roles import actor_task
+
+        actor_task.main(config, paths, world, context.local_rank, events)

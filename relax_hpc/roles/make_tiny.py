@@ -13,6 +13,8 @@ from relax_hpc.records import read_json, write_json
 NUM_TRAIN, NUM_HELDOUT = 6000, 512
 NUM_SCORED = 128
 """Held-out prompts that decide when the warm start is over."""
+_FORMAT = 2
+"""Of the folder; raised when other files are to be in it."""
 
 
 def make(
@@ -23,7 +25,9 @@ def make(
     target: float = 0.45,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Writes model/, train.jsonl and heldout.jsonl into `folder`; at once if they are there.
+    """Writes model/, untrained/ (the model before its warm start), train.jsonl and heldout.jsonl.
+
+    At once if they are there.
 
     made.json comes last: it marks the folder complete, and says with which settings.
 
@@ -33,7 +37,7 @@ def make(
     Returns:
         What made.json holds: settings, steps and seconds taken, accuracies reached.
     """
-    settings = {"digits": digits, "seed": seed, "target": target}
+    settings = {"digits": digits, "seed": seed, "target": target, "format": _FORMAT}
     marker = folder / "made.json"
     made: dict[str, Any] | None = read_json(marker)
     if made is not None and made["settings"] == settings:
@@ -42,6 +46,7 @@ def make(
     arithmetic.write(folder, digits, NUM_TRAIN, NUM_HELDOUT, seed)
     tokens = checkpoint.tokenizer()
     model = checkpoint.model(tokens, seed=seed)
+    checkpoint.save(folder / "untrained", model, tokens)
 
     def examples(file: str) -> list[Example]:
         source = PromptSource(

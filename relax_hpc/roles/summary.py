@@ -6,6 +6,7 @@ from typing import Any
 
 from relax_hpc import job_file
 from relax_hpc.bus.audit import BusAudit, audit
+from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry import curve, history, tensorboard
@@ -15,11 +16,11 @@ NOTHING = BusAudit(0, 0, 0, 0, 0, 0, 0)
 
 
 def write(run_dir: Path) -> dict[str, Any]:
-    """Leaves summary.json, reward.png and tensorboard/ in the run directory."""
+    """Leaves summary.json, reward.png or loss.png, and tensorboard/ in the run directory."""
     summary = summarize(run_dir)
     write_json(RunPaths(run_dir).summary, summary)
     tensorboard.write(run_dir)
-    curve.plot(run_dir)
+    (curve.plot_loss if "heldout_loss" in summary else curve.plot)(run_dir)
     return summary
 
 
@@ -31,16 +32,17 @@ def summarize(run_dir: Path) -> dict[str, Any]:
         BusError: the bus is damaged.
     """
     paths = RunPaths(run_dir)
-    num_steps = job_file.read_resolved(paths.config).algorithm.num_steps
+    config = job_file.read_resolved(paths.config)
     events = read_events(paths.events("any", 0).parent)
     done = history.steps(events)
+    progress = _progress(done, config.num_steps)
+    if isinstance(config, SftRunConfig):
+        return progress | _of_sft(paths, events, done)
     last = done[-1] if done else None
-    pace = history.seconds_per_step(done)
     counts = audit(paths.bus) if paths.bus.header.exists() else NOTHING
     seen = [int(e["staleness/max"]) for e in done if "staleness/max" in e]
     return {
-        "steps_done": last["step"] if last else 0,
-        "num_steps": num_steps,
+        **progress,
         **_heldout(events),
         "trajectories": {
             "committed": counts.committed,
@@ -56,9 +58,41 @@ def summarize(run_dir: Path) -> dict[str, Any]:
         "max_staleness_seen": max([counts.max_staleness, *seen]),
         "weight_versions": _weight_versions(events),
         "checksums_equal": _checksums_equal(events),
-        "tokens_per_s": _mean([e["tokens_per_s"] for e in done[-20:] if "tokens_per_s" in e]),
         "last_reward": last.get("reward/mean") if last else None,
-        "eta_s": None if pace is None or last is None else pace * (num_steps - last["step"]),
+    }
+
+
+def _progress(done: Sequence[Event], num_steps: int) -> dict[str, Any]:
+    last = done[-1]["step"] if done else 0
+    pace = history.seconds_per_step(done)
+    return {
+        "steps_done": last,
+        "num_steps": num_steps,
+        "tokens_per_s": _mean([e["tokens_per_s"] for e in done[-20:] if "tokens_per_s" in e]),
+        "eta_s": None if pace is None else pace * (num_steps - last),
+    }
+
+
+def _of_sft(paths: RunPaths, events: Sequence[Event], done: Sequence[Event]) -> dict[str, Any]:
+    """What supervised fine-tuning has instead of rewards and a bus."""
+    measured = [event["loss"] for event in history.heldout_losses(events)]
+    exported = paths.exported_model
+    return {
+        "last_loss": done[-1].get("loss") if done else None,
+        "heldout_loss": {
+            "before": measured[0] if measured else None,
+            "after": measured[-1] if len(measured) > 1 else None,
+        },
+        "documents": {
+            "trained": sum(e.get("num_documents", 0) for e in done),
+            "truncated": sum(e.get("data/truncated", 0) for e in done),
+            "left_out": sum(e.get("data/left_out", 0) for e in done),
+        },
+        "tokens": {
+            "all": sum(e.get("num_tokens", 0) for e in done),
+            "trained": sum(e.get("num_trained_tokens", 0) for e in done),
+        },
+        "exported_model": str(exported) if exported.exists() else None,
     }
 
 

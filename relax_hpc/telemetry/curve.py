@@ -1,4 +1,4 @@
-"""The picture of a run: does the reward rise, on prompts nothing was trained on too?"""
+"""The picture of a run: does the reward rise, or the loss fall, on held-out data too?"""
 
 import os
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from relax_hpc.telemetry.events import Event, read_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9660f", "#555555"
 
@@ -29,10 +30,41 @@ def plot(run_dir: Path) -> Path:
     figure.suptitle(run_dir.name)
     _draw_rewards(upper, done, history.heldout(events))
     _draw_staleness(lower, done)
-    draft = paths.reward_curve.with_name(f".{os.getpid()}.{paths.reward_curve.name}")
+    return _save(figure, paths.reward_curve)
+
+
+def plot_loss(run_dir: Path) -> Path:
+    """Draws loss.png of a supervised fine-tuning: loss per step, smoothed, held-out losses."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    paths = RunPaths(run_dir)
+    events = read_events(paths.events("any", 0).parent)
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    figure.suptitle(run_dir.name)
+    done = [e for e in history.steps(events) if "loss" in e]
+    steps, losses = [e["step"] for e in done], [e["loss"] for e in done]
+    axes.plot(steps, losses, color=BLUE, alpha=0.3, linewidth=1, label="training, per step")
+    axes.plot(steps, smooth(losses, keep=0.85), color=BLUE, linewidth=2, label="training, smoothed")
+    measured = history.heldout_losses(events)
+    axes.plot(
+        [e["step"] for e in measured], [e["loss"] for e in measured], "o--",
+        color=ORANGE, markersize=6, linewidth=1, label="held-out",
+    )  # fmt: skip
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss per token, nats")
+    axes.grid(alpha=0.25)
+    axes.legend(loc="upper right", frameon=False)
+    return _save(figure, paths.loss_curve)
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    draft = path.with_name(f".{os.getpid()}.{path.name}")
     figure.savefig(draft)
-    draft.replace(paths.reward_curve)
-    return paths.reward_curve
+    draft.replace(path)
+    return path
 
 
 def smooth(values: Sequence[float], *, keep: float) -> list[float]:

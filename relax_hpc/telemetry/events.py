@@ -9,6 +9,10 @@ and "world" (kind, size) once the ranks of a component have found each other:
              refresh  members: engines that started since, and hold that version now
              verify   version, trainer, members: the digests; equal
              resume, checkpoint   step
+    actor of supervised fine-tuning
+             step     step, loss, data/..., time/..., num_documents, num_tokens, tokens_per_s
+             heldout  step, loss, num_tokens
+             export   path
     rollout  engine   url, engine_pid, kind
              shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
                       policy_version_min, policy_version_max

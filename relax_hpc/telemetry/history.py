@@ -43,6 +43,12 @@ def heldout(events: Sequence[Event]) -> list[Heldout]:
     return sorted(points, key=lambda point: (point.version, point.time))
 
 
+def heldout_losses(events: Sequence[Event]) -> list[Event]:
+    """The newest `heldout` event of each step, in order."""
+    newest = {e["step"]: e for e in events if e["event"] == "heldout"}
+    return [newest[step] for step in sorted(newest)]
+
+
 def shards(events: Sequence[Event]) -> list[Event]:
     """Published shards in order of time, empty ones left out."""
     return [e for e in events if e["event"] == "shard" and e["num_trajectories"]]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def write(run_dir: Path) -> Path:
-    """Makes `tensorboard/` anew: scalars of every step, held-out rewards, shard rewards.
+    """Makes `tensorboard/` anew: scalars of every step, held-out rewards or losses, shard rewards.
 
     It is built beside the old one and put in its place, so the folder never holds half a run, and
     a step that was trained twice is drawn once.
@@ -30,6 +30,9 @@ def write(run_dir: Path) -> Path:
                 _scalar(writer, tag, value, done["step"], done["time"])
         for point in history.heldout(events):
             _scalar(writer, "eval/heldout_reward", point.reward, point.version, point.time)
+        for measured in history.heldout_losses(events):
+            loss, step = measured["loss"], measured["step"]
+            _scalar(writer, "eval/heldout_loss", loss, step, measured["time"])
         for number, shard in enumerate(history.shards(events)):
             reward = shard["reward/mean"]
             _scalar(writer, "rollout/shard_reward", reward, number, shard["time"])

@@ -20,14 +20,14 @@ class Trainer:
 
 
 def save(root, step, epoch, weight, **kwargs):
-    checkpoints = Checkpoints(root, SoloWorld(), keep=2)
+    checkpoints = Checkpoints(root, SoloWorld(), PlanPosition, keep=2)
     checkpoints.save(Trainer(step, weight), PlanPosition(epoch, step, step), **kwargs)
 
 
 def test_the_newest_is_loaded_and_old_ones_go(tmp_path):
     for step in (3, 6, 9):
         save(tmp_path, step, epoch=1, weight=step)
-    checkpoints = Checkpoints(tmp_path, SoloWorld(), keep=2)
+    checkpoints = Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=2)
     assert [c.step for c in checkpoints.complete()] == [6, 9]
     trainer = Trainer(0)
     assert checkpoints.resume(trainer).position == PlanPosition(1, 9, 9)
@@ -37,11 +37,13 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path):
 def test_one_that_a_superseded_trainer_slipped_in_is_passed_over(tmp_path):
     save(tmp_path, 3, epoch=2, weight=3)
     save(tmp_path, 6, epoch=1, weight=666)
-    checkpoints = Checkpoints(tmp_path, SoloWorld(), keep=2, is_valid=lambda p: p.epoch == 2)
+    checkpoints = Checkpoints(
+        tmp_path, SoloWorld(), PlanPosition, keep=2, is_valid=lambda p: p.epoch == 2
+    )
     trainer = Trainer(0)
     assert checkpoints.resume(trainer).step == 3
     assert trainer.weight == 3
-    checkpoints = Checkpoints(tmp_path, SoloWorld(), keep=2, is_valid=lambda p: False)
+    checkpoints = Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=2, is_valid=lambda p: False)
     with pytest.raises(BusError, match="none of the checkpoints is of this run's plan"):
         checkpoints.resume(trainer)
 
@@ -57,7 +59,7 @@ def test_a_superseded_trainer_replaces_nothing(tmp_path):
     with pytest.raises(FencedError, match="took over"):
         save(tmp_path, 6, epoch=1, weight=666, check_fenced=fenced)
     trainer = Trainer(0)
-    assert Checkpoints(tmp_path, SoloWorld(), keep=2).resume(trainer).step == 3
+    assert Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=2).resume(trainer).step == 3
     assert trainer.weight == 3
 
 
@@ -65,5 +67,7 @@ def test_a_resumed_trainer_saves_a_step_again(tmp_path):
     save(tmp_path, 3, epoch=1, weight=1)
     save(tmp_path, 3, epoch=2, weight=2)
     trainer = Trainer(0)
-    assert Checkpoints(tmp_path, SoloWorld(), keep=2).resume(trainer).position.epoch == 2
+    assert (
+        Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=2).resume(trainer).position.epoch == 2
+    )
     assert trainer.weight == 2

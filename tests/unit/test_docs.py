@@ -9,6 +9,7 @@ import typer.main
 
 from relax_hpc.cli import app
 from relax_hpc.config import RunConfig
+from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.job_file import validate
 
 ROOT = Path(__file__).parents[2]
@@ -75,15 +76,18 @@ def test_every_path_in_backticks_exists(page):
 
 @each_page
 def test_every_dotted_name_is_a_setting_or_in_the_code(page):
-    rooms = [path.stem for path in (ROOT / "relax_hpc").iterdir()] + list(RunConfig.model_fields)
+    rooms = [path.stem for path in (ROOT / "relax_hpc").iterdir()] + list(SETTINGS)
     for name in re.findall(r"`(\w+(?:\.\w+)+)(?: = [^`]*)?`", page.read_text()):
         first, last = name.split(".")[0], name.split(".")[-1]
         if first in rooms and last not in FILES:
             assert is_setting(name) or is_in_the_code(name), f"{page.name}: {name}"
 
 
+SETTINGS = RunConfig.model_fields | SftRunConfig.model_fields
+
+
 def is_setting(name):
-    fields = RunConfig.model_fields
+    fields = SETTINGS
     for key in name.split("."):
         if key not in fields:
             return False
@@ -133,7 +137,7 @@ def test_defaults_in_the_algorithms_page_are_those_of_the_code():
             continue
         prefix = names[0].rsplit(".", 1)[0]
         for name, value in zip(names, values.split(", "), strict=True):
-            section = RunConfig.model_fields
+            section = SETTINGS
             *path, key = (name if "." in name else f"{prefix}.{name}").split(".")
             for part in path:
                 section = fields_of(section[part])

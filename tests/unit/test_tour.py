@@ -12,6 +12,7 @@ from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -150,7 +151,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     paths, policy, world = RunPaths(config.run_dir), Policy(), SoloWorld()
     layout.create(paths.bus, config.producers, {})
     sequencer = Sequencer(paths.bus, config.producers, prompts_per_step=PROMPTS, position=None)
-    checkpoints = Checkpoints(paths.checkpoints, world, keep=1)
+    checkpoints = Checkpoints(paths.checkpoints, world, PlanPosition, keep=1)
     events = EventWriter(paths.events("actor", 0), "actor", 0)
     trainer = FakeTrainer(policy)
     lead = ActorLead(config, sequencer, FakePublisher(policy), checkpoints, events)

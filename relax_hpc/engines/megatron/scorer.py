@@ -10,7 +10,7 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from relax_hpc.comm.world import World
-from relax_hpc.config import RunConfig
+from relax_hpc.config import JobConfig
 from relax_hpc.engines.megatron import (
     attention,
     cpu,
@@ -37,7 +37,7 @@ class MegatronScorer:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: JobConfig,
         world: World,
         device: torch.device,
         *,
@@ -131,7 +131,7 @@ class MegatronScorer:
         logprobs, entropy = self._chunks[-1].logprobs(
             hidden,
             schedule.own_part(packing.next_tokens(micro_batch.token_ids)),
-            temperature=self._config.rollout.temperature,
+            temperature=self._config.temperature,
             float32_logits=self._config.actor.float32_logits,
             kept_gib=self._config.actor.kept_logits_gib,
         )

@@ -14,7 +14,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from relax_hpc.comm.world import World
-from relax_hpc.config import RunConfig
+from relax_hpc.config import JobConfig
 from relax_hpc.engines.megatron import checkpoint, optimizer, schedule
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.router import take_metrics
@@ -61,7 +61,7 @@ class MegatronTrainer(MegatronScorer):
 
     def __init__(
         self,
-        config: RunConfig,
+        config: JobConfig,
         world: World,
         device: torch.device,
         *,
@@ -94,7 +94,7 @@ class MegatronTrainer(MegatronScorer):
         """
         works = [_Work(self._build(trajectories, advantages, rows), loss) for rows in micro_batches]
         schedule.backward(self._wrapped, works, self._sum_loss)
-        if self._config.algorithm.epochs_per_step > 1:
+        if self._config.epochs_per_step > 1:
             self._kept += works
 
     def update(self) -> dict[str, float]:
@@ -111,12 +111,10 @@ class MegatronTrainer(MegatronScorer):
         """
         config = self._config
         self.step += 1
-        rate = optimizer.learning_rate(
-            config.actor.optimizer, self.step, config.algorithm.num_steps
-        )
+        rate = optimizer.learning_rate(config.actor.optimizer, self.step, config.num_steps)
         optimizer.set_learning_rate(self._optimizer, rate)
         kept, epochs = self._kept, [self._end_pass()]
-        for _ in range(config.algorithm.epochs_per_step - 1):
+        for _ in range(config.epochs_per_step - 1):
             schedule.backward(self._wrapped, kept, self._sum_loss)
             epochs.append(self._end_pass())
         self._kept = []

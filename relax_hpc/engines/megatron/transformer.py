@@ -8,14 +8,14 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from relax_hpc.config import ActorConfig, RunConfig
+from relax_hpc.config import ActorConfig, JobConfig
 from relax_hpc.engines.megatron import gradient_fusion
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.registry import FAMILIES
 from relax_hpc.errors import ConfigError
 
 
-def transformer_config(config: RunConfig, shape: Architecture) -> TransformerConfig:
+def transformer_config(config: JobConfig, shape: Architecture) -> TransformerConfig:
     """The model's shape, the parallel layout, then the job's own `actor.transformer` fields.
 
     Raises:

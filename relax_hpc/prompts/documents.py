@@ -1,0 +1,233 @@
+"""Documents of supervised fine-tuning, and the map from an ordinal in the run to a document."""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.config_sft import SftConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.prompts.chat import ChatTemplate, Masked, Message
+from relax_hpc.prompts.rows import open_rows
+from relax_hpc.prompts.source import epoch_order
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ROLES = ("system", "user", "assistant", "tool")
+_SHAPES = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
+
+
+class Document(NamedTuple):
+    """One line of a file as the trainer takes it."""
+
+    line: int
+    """0-based, blank lines not counted."""
+    token_ids: npt.NDArray[np.int32]
+    """[tokens]"""
+    loss_mask: npt.NDArray[np.uint8]
+    """[tokens], 1 on those that are trained on."""
+    is_truncated: bool
+
+    @property
+    def num_trained(self) -> int:
+        """Tokens that are trained on; nothing predicts the first."""
+        return int(self.loss_mask[1:].sum())
+
+
+class Batch(NamedTuple):
+    """What a step trains on."""
+
+    documents: list[Document]
+    end: int
+    """Ordinal of the document that the next batch begins with."""
+
+
+class Documents:
+    """`documents[ordinal]`: every document once per epoch, in an order that the seed decides.
+
+    Whoever knows an ordinal gets the same document for it, after whichever restart.
+    """
+
+    def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", sft: SftConfig) -> None:
+        """Opens the file; documents are checked and tokenized when they are asked for.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        self._path, self._tokenizer, self._sft = path, tokenizer, sft
+        self._rows = open_rows(path)
+        self._chat = ChatTemplate(tokenizer) if tokenizer.chat_template else None
+        self._order = lru_cache(maxsize=2)(self._draw_order)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, ordinal: int) -> Document:
+        """The document of `ordinal` >= 0, which may be any number of epochs on."""
+        return self.document(self.index_of(ordinal))
+
+    def index_of(self, ordinal: int) -> int:
+        epoch, place = divmod(ordinal, len(self))
+        return self._order(epoch)[place]
+
+    def document(self, index: int) -> Document:
+        """The document on line `index` of the file.
+
+        Raises:
+            ConfigError: it cannot be used, or is longer than sft.max_tokens and may not be cut.
+        """
+        row = self._rows[index]
+        token_ids, mask = self._encode(row.where, row.fields)
+        limit, is_long = self._sft.max_tokens, len(token_ids) > self._sft.max_tokens
+        if is_long and self._sft.too_long == "error":
+            raise ConfigError(
+                f"{row.where}: has {len(token_ids)} tokens, sft.max_tokens = {limit}; raise it, "
+                'set sft.too_long = "truncate", or remove the line'
+            )
+        document = Document(
+            index,
+            np.array(token_ids[:limit], np.int32),
+            np.array(mask[:limit], np.uint8),
+            is_long,
+        )
+        if not document.num_trained and not is_long:
+            raise ConfigError(
+                f"{row.where}: has no token to train on; write a completion, or remove the line"
+            )
+        return document
+
+    def batch(self, start: int) -> Batch:
+        """The documents of a step, from ordinal `start` on."""
+        taken: dict[int, Document] = {}
+
+        def length(ordinal: int) -> int:
+            taken[ordinal] = self[ordinal]
+            return len(taken[ordinal].token_ids)
+
+        end = batch_end(self._sft, len(self), start, length)
+        documents = [taken.get(n) or self[n] for n in range(start, end)]
+        return Batch(documents, end)
+
+    def _encode(self, where: str, fields: dict[str, Any]) -> Masked:
+        if "messages" in fields:
+            messages = check_messages(where, fields["messages"])
+            return self._template(where).encode(where, messages, fields.get("tools"))
+        prompt, completion = _pair(where, fields)
+        if self._sft.chat_template:
+            turn = {"role": "assistant", "content": completion}
+            asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+            return self._template(where).encode(where, check_messages(where, [*asked, turn]))
+        if not isinstance(prompt, str):
+            raise ConfigError(f"{where}: prompt is messages; set sft.chat_template = true")
+        given = self._tokenizer.encode(prompt)
+        wanted = [*self._tokenizer.encode(completion, add_special_tokens=False), self._end]
+        return Masked(given + wanted, [0] * len(given) + [1] * len(wanted))
+
+    @property
+    def _end(self) -> int:
+        end = self._tokenizer.eos_token_id
+        if end is None:
+            raise ConfigError(
+                f"{self._path}: the tokenizer has no end-of-sequence token to put after a "
+                "completion; add eos_token to its tokenizer_config.json"
+            )
+        return int(end)
+
+    def _template(self, where: str) -> ChatTemplate:
+        if self._chat is None:
+            raise ConfigError(
+                f"{where}: is rendered with a chat template and the tokenizer has none; set "
+                "sft.chat_template = false and write prompt and completion, or add a "
+                "chat_template.jinja to the model"
+            )
+        return self._chat
+
+    def _draw_order(self, epoch: int) -> list[int]:
+        return epoch_order(self._sft.shuffle_seed, epoch, len(self))
+
+
+def check_messages(where: str, messages: object) -> list[Message]:
+    """A conversation that can be trained on, as templates take it.
+
+    Raises:
+        ConfigError: it is none; names the message.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError(f"{where}: messages = {messages!r}: must be a list of role and content")
+    checked = [_checked(f"{where}: message {n}", m) for n, m in enumerate(messages, start=1)]
+    if checked[0]["role"] == "assistant":
+        raise ConfigError(f"{where}: message 1 is the assistant's; begin with system or user")
+    if all(message["role"] != "assistant" for message in checked):
+        raise ConfigError(f"{where}: has no assistant turn to train on; add one, or remove it")
+    return checked
+
+
+def _checked(where: str, message: object) -> Message:
+    if not isinstance(message, dict):
+        raise ConfigError(f"{where} is not an object; write role and content")
+    if message.get("role") not in _ROLES:
+        raise ConfigError(
+            f"{where} has role = {message.get('role')!r}; roles are {', '.join(_ROLES)}"
+        )
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        content = ""
+    if not isinstance(content, str):
+        raise ConfigError(f"{where} has content = {content!r}; it must be text")
+    return message | {"content": content}
+
+
+def _pair(where: str, fields: dict[str, Any]) -> tuple[str | list[Message], str]:
+    if "prompt" not in fields:
+        raise ConfigError(f"{where}: has neither messages nor prompt; write {_SHAPES}")
+    prompt = fields["prompt"]
+    key = "completion" if "completion" in fields or "answer" not in fields else "answer"
+    if key not in fields:
+        raise ConfigError(f"{where}: has no completion; write {_SHAPES}")
+    completion = fields[key]
+    if not isinstance(prompt, str | list):
+        raise ConfigError(f"{where}: prompt = {prompt!r}: must be text, or messages")
+    if not isinstance(completion, str):
+        raise ConfigError(f"{where}: {key} = {completion!r}: must be text")
+    return prompt, completion
+
+
+def batch_end(sft: SftConfig, num_documents: int, start: int, length: Callable[[int], int]) -> int:
+    """Ordinal after the last document of the batch that begins at `start`; `start` at the end.
+
+    Args:
+        length: ordinal -> tokens of the document; asked in order.
+    """
+    last = sft.epochs * num_documents if sft.epochs else math.inf
+    tokens, ordinal = 0, start
+    while ordinal < last and (sft.batch_size is None or ordinal - start < sft.batch_size):
+        if sft.tokens_per_step is not None:
+            tokens += length(ordinal)
+            if tokens > sft.tokens_per_step and ordinal > start:
+                break
+        ordinal += 1
+    return ordinal
+
+
+def count_steps(sft: SftConfig, documents: Documents, lengths: Sequence[int]) -> int:
+    """Steps of the run: `sft.num_steps`, or fewer if the epochs end before.
+
+    Args:
+        lengths: tokens per document, in the order of the file.
+    """
+    most = sft.num_steps or sys.maxsize
+    if sft.epochs is None:
+        return most
+    steps = start = 0
+    while steps < most:
+        end = batch_end(sft, len(lengths), start, lambda n: lengths[documents.index_of(n)])
+        if end == start:
+            break
+        steps, start = steps + 1, end
+    return steps
