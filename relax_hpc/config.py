@@ -120,6 +120,11 @@ class OptimizerConfig(Section):
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest gradient norm; 0 does not clip."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type of Adam's two moments; bfloat16 halves their memory and rounds stochastically."""
+    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the main parameters and moments kept in host memory. They pass through the GPU in
+    every update, which is the same to the last bit."""
 
 
 class ActorConfig(Section):

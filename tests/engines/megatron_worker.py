@@ -245,6 +245,16 @@ def adam():
     return {float(s["step"]) for s in states}, sum(float(s["exp_avg"].abs().sum()) for s in states)
 
 
+def moment_types():
+    """Types of Adam's moments on this rank."""
+    return {
+        str(state[key].dtype)
+        for part in _state["trainer"]._optimizer.chained_optimizers
+        for state in part.optimizer.state.values()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
 def save(folder: Path):
     _state["trainer"].save(folder)
     return sorted(path.name for path in folder.iterdir())

@@ -12,7 +12,8 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 
-from relax_hpc.engines.megatron import attention, fused, logprobs
+from relax_hpc.engines.megatron import adam, attention, fused, logprobs
+from relax_hpc.engines.megatron.adam import Shard, ShardedAdamW
 from relax_hpc.engines.megatron.attention import PackedRows, Span
 
 DEVICE = torch.device("cuda", 0)
@@ -224,24 +225,55 @@ def test_the_weights_gradient_is_that_of_torch(alone):
     assert weight.grad_added_to_main_grad
 
 
-def test_adam_in_one_pass_is_torchs(alone):
-    from relax_hpc.engines.megatron.optimizer import OnePassAdamW
-
-    torch.manual_seed(0)
-    made = []
-    for kind in (torch.optim.AdamW, OnePassAdamW):
-        torch.manual_seed(1)
-        parameter = torch.randn(5000, device=DEVICE).requires_grad_()
-        optimizer = kind([parameter], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
-        for _ in range(4):
-            gradient = torch.randn(5000, device=DEVICE)
-            if kind is OnePassAdamW:
-                optimizer.grad_scale, parameter.grad = 0.25, 4 * gradient
-            else:
-                parameter.grad = gradient
-            optimizer.step()
-        made.append((parameter, optimizer.state[parameter]))
-    (theirs, their_state), (mine, my_state) = made
-    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload", [0.0, 1.0])
+def test_adam_in_one_pass_is_torchs(offload, kind):
+    groups = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    torch.manual_seed(1)
+    main, scale = torch.randn(5000, device=DEVICE), 0.25
+    theirs = main.clone().requires_grad_()
+    torchs = torch.optim.AdamW([theirs], **groups)
+    grad, weight = torch.empty_like(main, dtype=kind), torch.empty_like(main, dtype=torch.bfloat16)
+    shard = Shard(main, grad, weight)
+    mine = ShardedAdamW([{"params": [main]} | groups], [shard], offload=offload)
+    assert main.is_cuda is not bool(offload)
+    for _ in range(4):
+        grad.copy_(torch.randn(5000, device=DEVICE))
+        theirs.grad = scale * grad.float()
+        mine.update([shard], scale)
+        torchs.step()
+    torch.testing.assert_close(main.to(DEVICE), theirs.detach(), rtol=1e-5, atol=1e-6)
+    assert torch.equal(weight, main.to(DEVICE).to(torch.bfloat16))
     for key in ("exp_avg", "exp_avg_sq", "step"):
-        torch.testing.assert_close(my_state[key], their_state[key], rtol=1e-5, atol=1e-7)
+        mine_now, theirs_now = mine.state[main][key], torchs.state[theirs][key]
+        torch.testing.assert_close(mine_now.cpu(), theirs_now.cpu(), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_adam_through_host_memory_and_on_the_cpu_is_the_same(moments, monkeypatch):
+    """Many pieces, so that copies and updates run side by side and slots are used again."""
+    monkeypatch.setattr(adam, "PIECE", 1 << 16)
+    groups = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    results = []
+    for device, offload in ((DEVICE, 0.0), (DEVICE, 1.0), ("cpu", 0.0)):
+        torch.manual_seed(1)
+        mains, grads = torch.randn(2, 1_000_003).unbind(), torch.randn(3, 2, 1_000_003)
+        shards = [
+            Shard(main.to(device), grads[0, 0].to(device), main.to(device, torch.bfloat16))
+            for main in mains
+        ]
+        own = [{"params": [shard.main for shard in shards]} | groups]
+        optimizer = ShardedAdamW(own, shards, moments=moments, offload=offload)
+        for step in range(3):
+            for shard, grad in zip(shards, grads[step], strict=True):
+                shard.grad.copy_(grad)
+            optimizer.update(shards, 0.5)
+        results.append([
+            tensor.cpu()
+            for shard in shards
+            for tensor in (shard.main, shard.weight, *optimizer.state[shard.main].values())
+        ])  # fmt: skip
+    for near, far in zip(results[0], results[1], strict=True):
+        assert torch.equal(near, far)
+    for near, cpu in zip(results[0], results[2], strict=True):
+        torch.testing.assert_close(near.float(), cpu.float(), rtol=1e-2, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Triton kernels of `fused` and `optimizer` on GPUs: each reads and writes everything once.
+"""Triton kernels of `fused` and `adam` on GPUs: each reads and writes everything once.
 
 Everything is float32 inside. Only imported where there is a GPU.
 """
@@ -240,8 +240,9 @@ def _swiglu_backward(gate_up, grad, out, width, BLOCK: tl.constexpr) -> None:  #
 
 
 def adamw(
-    parameter: Tensor,
+    main: Tensor,
     grad: Tensor,
+    weight: Tensor | None,
     first: Tensor,
     second: Tensor,
     *,
@@ -250,29 +251,54 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    step: float,
+    updates: float,
+    seed: int,
 ) -> None:
-    """Torch's AdamW step in place on float32 tensors, with the gradient times `grad_scale`."""
-    correction, root = 1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5
-    count = parameter.numel()
-    _adamw[(triton.cdiv(count, 1024),)](
-        parameter, grad, first, second, count, grad_scale, 1 - lr * weight_decay,
-        lr / correction, 1 / root, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, BLOCK=1024,
+    """See `adam.adamw`."""
+    correction, root = 1 - betas[0] ** updates, (1 - betas[1] ** updates) ** 0.5
+    size = main.numel()
+    if not size:
+        return
+    _adamw[(triton.cdiv(size, 1024),)](
+        main, grad, main if weight is None else weight, first, second, size, seed,
+        grad_scale, 1 - lr * weight_decay, lr / correction, 1 / root,
+        betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
+        HAS_WEIGHT=weight is not None, ROUND=first.dtype != torch.float32, BLOCK=1024,
     )  # fmt: skip
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["seed"])  # type: ignore[untyped-decorator]
 def _adamw(  # type: ignore[no-untyped-def]
-    parameter, grad, first, second, count, grad_scale, decay, rate, inverse_root,  # noqa: ANN001
-    beta1, rest1, beta2, rest2, eps, BLOCK: tl.constexpr,  # noqa: ANN001, N803
+    main, grad, weight, first, second, size, seed, grad_scale, decay, rate, inverse_root,  # noqa: ANN001
+    beta1, rest1, beta2, rest2, eps,  # noqa: ANN001
+    HAS_WEIGHT: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    p = tl.load(parameter + at, mask=inside, other=0.0)
-    g = tl.load(grad + at, mask=inside, other=0.0) * grad_scale
-    m = tl.load(first + at, mask=inside, other=0.0) * beta1 + g * rest1
-    v = tl.load(second + at, mask=inside, other=0.0) * beta2 + g * g * rest2
+    inside = at < size
+    p = tl.load(main + at, mask=inside, other=0.0)
+    g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * grad_scale
+    m = tl.load(first + at, mask=inside, other=0.0).to(tl.float32) * beta1 + g * rest1
+    v = tl.load(second + at, mask=inside, other=0.0).to(tl.float32) * beta2 + g * g * rest2
     p = p * decay - rate * m / (tl.sqrt(v) * inverse_root + eps)
-    tl.store(parameter + at, p, mask=inside)
-    tl.store(first + at, m, mask=inside)
-    tl.store(second + at, v, mask=inside)
+    tl.store(main + at, p, mask=inside)
+    if HAS_WEIGHT:
+        tl.store(weight + at, p.to(weight.dtype.element_ty), mask=inside)
+    if ROUND:
+        bits = _noise((at + seed).to(tl.uint32))
+        m, v = _rounded(m, bits >> 16), _rounded(v, bits & 0xFFFF)
+    tl.store(first + at, m.to(first.dtype.element_ty), mask=inside)
+    tl.store(second + at, v.to(second.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _noise(value):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """See `adam.noise`; uint32."""
+    value = (value ^ (value >> 16)) * 0x7FEB352D
+    value = (value ^ (value >> 15)) * 0x846CA68B
+    return value ^ (value >> 16)
+
+
+@triton.jit
+def _rounded(value, bits):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+    """See `adam.rounded`; the result is a float32 that bfloat16 holds exactly."""
+    return ((value.to(tl.uint32, bitcast=True) + bits) & 0xFFFF0000).to(tl.float32, bitcast=True)

@@ -5,6 +5,7 @@ Gradients are sums over tokens until Adam reads them: their mean and the clippin
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,15 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from relax_hpc.config import OptimizerConfig
 from relax_hpc.engines.megatron import grid
+from relax_hpc.engines.megatron.adam import Shard, ShardedAdamW
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -40,7 +45,7 @@ def build(
 ) -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
     """Wraps the chunks of the model, which must hold its weights: the optimizer copies them.
 
-    Main parameters, gradients and Adam's moments are float32, each data-parallel rank keeps a part.
+    Each data-parallel rank keeps a part of the main parameters, float32, and of Adam's moments.
     """
     params_dtype = chunks[0].config.params_dtype
     wrapped = [
@@ -68,58 +73,45 @@ def build(
     )
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler; norms get 0
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    _use_one_pass(optimizer)
-    _make_state(optimizer)
+    _use_own_adam(optimizer, config)
     return wrapped, optimizer
 
 
-class OnePassAdamW(torch.optim.AdamW):
-    """Torch's, in one pass over memory on a GPU, which multiplies the gradient on its way."""
-
-    grad_scale: float = 1.0
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates float32 parameters in place."""
-        from relax_hpc.engines.megatron import kernels
-
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-                state["step"] += 1
-                kernels.adamw(
-                    parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"],
-                    grad_scale=self.grad_scale, lr=group["lr"], betas=group["betas"],
-                    eps=group["eps"], weight_decay=group["weight_decay"],
-                    step=float(state["step"]),
-                )  # fmt: skip
-
-
-def _use_one_pass(optimizer: ChainedOptimizer) -> None:
+def _use_own_adam(optimizer: ChainedOptimizer, config: OptimizerConfig) -> None:
+    """Megatron's is Torch's, Apex's or Transformer Engine's, by what is installed; ours is one."""
     for part in optimizer.chained_optimizers:
-        parameters = [p for group in part.optimizer.param_groups for p in group["params"]]
-        if type(part.optimizer) is torch.optim.AdamW and all(
-            p.is_cuda and p.dtype == torch.float32 for p in parameters
-        ):
-            part.optimizer.__class__ = OnePassAdamW
+        if not part.is_stub_optimizer:
+            part.optimizer = ShardedAdamW(
+                part.optimizer.param_groups,
+                _shards(part),
+                moments=getattr(torch, config.moments),
+                offload=config.offload,
+            )
 
 
-def _make_state(optimizer: ChainedOptimizer) -> None:
-    """Torch's AdamW has no state before its first step, and loading needs one to fill.
-
-    A step at learning rate 0 (which also decays nothing) makes it; its count is taken back.
-    """
-    set_learning_rate(optimizer, 0.0)
-    for part in optimizer.chained_optimizers:
-        part._init_optimizer_states_with_dummy_values()
-        for state in part.optimizer.state.values():
-            state["step"].zero_()
+def _shards(part: DistributedOptimizer) -> list[Shard]:
+    """All that this rank updates, as views of Megatron's buffers."""
+    if part.is_stub_optimizer:
+        return []
+    shards = []
+    for models, mains in (
+        (part.model_fp32_groups, part.shard_fp32_groups),
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+    ):
+        for parameter, main in zip(chain(*models), chain(*mains), strict=True):
+            of = part._get_model_param_range_map(parameter)
+            own, in_bucket = of["param"], of["gbuf_world_in_bucket"]
+            number, _, bucket = part.model_param_gbuf_map[parameter]
+            weights = part.buffers[number].buckets[bucket].param_data.view(-1)
+            shards.append(
+                Shard(
+                    main,
+                    parameter.main_grad.view(-1)[own.start : own.end],
+                    None if main.dtype == parameter.dtype
+                    else weights[in_bucket.start : in_bucket.end],
+                )
+            )  # fmt: skip
+    return shards
 
 
 def set_learning_rate(optimizer: ChainedOptimizer, rate: float) -> None:
@@ -143,33 +135,40 @@ def update(optimizer: ChainedOptimizer, scale: float) -> tuple[float, bool]:
     Returns:
         Norm of the whole model's gradient before clipping, and whether the weights changed.
     """
-    optimizer.prepare_grads()
-    norm = scale * _gradient_norm(optimizer)
+    of_parts = [_shards(part) for part in optimizer.chained_optimizers]
+    squared = [
+        _squared_norm(part, shards)
+        for part, shards in zip(optimizer.chained_optimizers, of_parts, strict=True)
+    ]
+    norm = scale * math.sqrt(sum(squared))
     if not math.isfinite(norm):
         return norm, False
     largest = optimizer.config.clip_grad
     if 0 < largest < norm:
         scale *= largest / (norm + 1e-6)
-    for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, OnePassAdamW):
-            part.optimizer.grad_scale = scale
-        elif gradients := [p.grad for p in part.get_parameters() if p.grad is not None]:
-            torch._foreach_mul_(gradients, scale)
-    optimizer.step_with_ready_grads()
+    for part, shards in zip(optimizer.chained_optimizers, of_parts, strict=True):
+        if shards:
+            part.optimizer.update(shards, scale)
+    for chunk in optimizer.model_chunks:
+        chunk.start_param_sync()
     return norm, True
 
 
-def _gradient_norm(optimizer: ChainedOptimizer) -> float:
-    """As Megatron's, which without Apex waits for the device once per parameter."""
-    return math.sqrt(sum(_squared_norm(part) for part in optimizer.chained_optimizers))
+def _squared_norm(part: DistributedOptimizer, shards: Sequence[Shard]) -> float:
+    """Of the gradient, over all ranks that hold a part of it; what ranks share counts once.
 
-
-def _squared_norm(part: MegatronOptimizer) -> float:
-    """Over all ranks that hold a part of it."""
-    gradients = part.get_main_grads_for_grad_norm()
+    As Megatron's, which without Apex waits for the device once per parameter.
+    """
+    gradients = [
+        shard.grad
+        for shard in shards
+        if param_is_not_shared(shard.main)
+        and param_is_not_tensor_parallel_duplicate(shard.main, part.tp_group)
+    ]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     total = torch.zeros((), dtype=torch.float64, device=device)
     if gradients:
-        total += torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        norms = torch._foreach_norm(gradients, dtype=torch.float32)
+        total += torch.stack(norms).double().square().sum()
     dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
     return float(total)
