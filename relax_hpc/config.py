@@ -7,20 +7,12 @@ pass-through tables, checked by the parsers of SGLang and Megatron-core before a
 import math
 from abc import abstractmethod
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from relax_hpc.schema import COLUMNS
-
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+from relax_hpc.config_grid import SETTINGS, GridConfig, NonNegative, Positive
+from relax_hpc.schema import COLUMNS, Role
 
 
 def _no_table(value: Any) -> Any:  # noqa: ANN401
@@ -33,7 +25,7 @@ PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeVa
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = SETTINGS
 
 
 class ModelConfig(Section):
@@ -127,23 +119,9 @@ class OptimizerConfig(Section):
     every update, which is the same to the last bit."""
 
 
-class ActorConfig(Section):
-    tensor_parallel: Positive = 1
-    """Ranks that share every matrix."""
-    pipeline_parallel: Positive = 1
-    """Stages that share the layers."""
-    virtual_pipeline: Positive = 1
-    """Chunks of layers per stage; several are interleaved (smaller bubble, more communication)."""
-    context_parallel: Positive = 1
-    """Ranks that share the tokens of a micro-batch."""
-    expert_parallel: Positive = 1
-    """Ranks that share the experts of a mixture-of-experts layer."""
-    expert_tensor_parallel: Positive = 1
-    """Ranks that share every expert's matrices."""
-    data_parallel: Positive = 1
-    """Replicas, each of tensor_parallel x pipeline_parallel x context_parallel ranks."""
-    sequence_parallel: bool | None = None
-    """Tensor-parallel ranks share the tokens, too; unset is on if there are several of them."""
+class ActorConfig(Section, GridConfig):
+    _section: ClassVar[str] = "actor"
+
     tokens_per_micro_batch: Positive = 16384
     """Budget of one packed micro-batch; a longer trajectory is an error."""
     portion_micro_batches: NonNegative = 4
@@ -166,36 +144,6 @@ class ActorConfig(Section):
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""
     resources: Resources = Resources()
 
-    @model_validator(mode="after")
-    def _grid_fits(self) -> Self:
-        experts, ranks = self.expert_parallel * self.expert_tensor_parallel, self.world_size
-        if ranks // self.pipeline_parallel % experts:
-            raise ValueError(
-                f"actor.expert_parallel x expert_tensor_parallel = {experts}: does not divide the "
-                f"{ranks // self.pipeline_parallel} ranks of a pipeline stage"
-            )
-        if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
-            raise ValueError(
-                f"actor.virtual_pipeline = {self.virtual_pipeline}: needs "
-                "actor.pipeline_parallel of 2 or more"
-            )
-        return self
-
-    @property
-    def world_size(self) -> int:
-        """Ranks; those of expert parallelism are among them."""
-        return self.replica_size * self.data_parallel
-
-    @property
-    def replica_size(self) -> int:
-        """Ranks that train on the same trajectories."""
-        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
-
-    @property
-    def micro_batches_multiple_of(self) -> int:
-        """Interleaved stages take turns in rounds of as many micro-batches as there are stages."""
-        return self.pipeline_parallel if self.virtual_pipeline > 1 else 1
-
     @property
     def tokens_per_portion(self) -> float:
         """Tokens of a batch that are worth starting on before the rest is there."""
@@ -203,6 +151,37 @@ class ActorConfig(Section):
             return math.inf
         room = self.data_parallel * self.tokens_per_micro_batch * self.portion_micro_batches
         return 0.95 * room  # rows seldom fill it to the last token; more would open another one
+
+
+class ReferenceConfig(Section, GridConfig):
+    """The policy that the KL term compares with; its grid counts with placement "own" only."""
+
+    _section: ClassVar[str] = "reference"
+
+    placement: Literal["none", "actor", "own"] = "none"
+    """Who computes ref_logprobs. actor: the trainer, which swaps its weights with a copy in host
+    memory. own: a component of its own, `resources` says where. none: there is no reference."""
+    path: Path | None = None
+    """Hugging Face folder of the reference; unset is model.path, the policy before the first step.
+    Of the same tokenizer, and with placement "actor" of the same shape."""
+    refresh_every: NonNegative = 0
+    """Steps after which the current policy becomes the reference; 0 never. Placement "actor"."""
+    tokens_per_micro_batch: Positive | None = None
+    """As the actor's, which it is if unset. Placement "own"."""
+    resources: Resources = Resources()
+
+    @model_validator(mode="after")
+    def _placement_uses_it(self) -> Self:
+        of = {"path": ("actor", "own"), "refresh_every": ("actor",)}
+        for name in type(self).model_fields:
+            value, places = getattr(self, name), of.get(name, ("own",))
+            unset = value == type(self).model_fields[name].default
+            if name != "placement" and not unset and self.placement not in places:
+                raise ValueError(
+                    f"reference.{name} = {value}: means nothing with reference.placement = "
+                    f"{self.placement!r}; remove it, or use {' or '.join(map(repr, places))}"
+                )
+        return self
 
 
 class AlgorithmConfig(Section):
@@ -227,6 +206,8 @@ class AlgorithmConfig(Section):
     """Upper clip: ratio <= 1 + clip_high (clip-higher)."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     """Truncated importance sampling: weight min(pi_old / mu, cap) per token."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the reference in the loss; above 0 needs a reference."""
 
 
 class BusConfig(Section):
@@ -321,6 +302,7 @@ class RunConfig(JobConfig):
     prompts: PromptsConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     algorithm: AlgorithmConfig
     bus: BusConfig = BusConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -343,6 +325,29 @@ class RunConfig(JobConfig):
         """Names of the bus producers; producer r owns the prompt ordinals p with p % R == r."""
         return [f"rollout-{rank}" for rank in range(self.rollout.num_engines)]
 
+    @property
+    def sidecar_writers(self) -> dict[str, Role]:
+        """Names and roles of those that add columns to what the producers commit."""
+        return {"reference-0": "reference"} if self.reference.placement == "own" else {}
+
+    @property
+    def of_reference(self) -> Self:
+        """The run with the reference in the actor's place: its model and its grid."""
+        its, actor = self.reference, self.actor
+        grid: dict[str, Any] = {name: getattr(its, name) for name in GridConfig.model_fields}
+        grid["tokens_per_micro_batch"] = its.tokens_per_micro_batch or actor.tokens_per_micro_batch
+        model = self.model.model_copy(update={"path": its.path or self.model.path})
+        return self.model_copy(update={"model": model, "actor": actor.model_copy(update=grid)})
+
+    @model_validator(mode="after")
+    def _kl_needs_reference(self) -> Self:
+        if self.algorithm.kl_coefficient and self.reference.placement == "none":
+            raise ValueError(
+                f"algorithm.kl_coefficient = {self.algorithm.kl_coefficient}: needs a reference; "
+                "set reference.placement to 'actor' or 'own'"
+            )
+        return self
+
     @model_validator(mode="after")
     def _groups_need_siblings(self) -> Self:
         if self.rollout.samples_per_prompt < 2:
@@ -353,9 +358,11 @@ class RunConfig(JobConfig):
         return self
 
     @model_validator(mode="after")
-    def _engines_fill_nodes(self) -> Self:
+    def _tasks_fill_nodes(self) -> Self:
         rollout = self.rollout
         _check_nodes("rollout.num_engines", rollout.num_engines, rollout.resources.nodes)
+        ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
+        _check_nodes(ranks, self.reference.world_size, self.reference.resources.nodes)
         return self
 
 

@@ -5,7 +5,8 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from relax_hpc.config import JobConfig, NonNegative, Positive, Section
+from relax_hpc.config import JobConfig, Section
+from relax_hpc.config_grid import NonNegative, Positive
 
 
 class SftConfig(Section):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.algorithms.importance import truncated_weights
+from relax_hpc.algorithms.kl import kl_to_reference
 
 
 class LossOutput(NamedTuple):
@@ -21,6 +22,28 @@ class LossOutput(NamedTuple):
     """[] carries the gradient."""
     metrics: dict[str, Tensor]
     """[] each, no gradient."""
+
+
+def with_kl(
+    output: LossOutput,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    coefficient: float,
+) -> LossOutput:
+    """Adds `coefficient` times the KL divergence from the reference, and says how large that is.
+
+    Args:
+        output: of the policy loss.
+        logprobs: [T] nats, current policy, carries the gradient.
+        ref_logprobs: [T] nats, no gradient.
+        mask: [T] bool, True on trained tokens.
+        coefficient: beta of GRPO; 0 only measures.
+    """
+    kl = kl_to_reference(logprobs, ref_logprobs, mask).sum()
+    loss = output.loss + coefficient * kl if coefficient else output.loss
+    return LossOutput(loss, output.metrics | {"kl/mean": kl.detach()})
 
 
 def grpo(

@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from relax_hpc.algorithms.losses import LossOutput, grpo
+from relax_hpc.algorithms.losses import LossOutput, grpo, with_kl
 from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
-from relax_hpc.config import AlgorithmConfig, RunConfig
+from relax_hpc.config import RunConfig
 from relax_hpc.roles.portions import Batch, Floats, Portion, Share, share_of
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
@@ -29,6 +29,8 @@ class Tokens(Protocol):
     def rollout_logprobs(self) -> Tensor: ...
     @property
     def old_logprobs(self) -> Tensor | None: ...
+    @property
+    def ref_logprobs(self) -> Tensor | None: ...
     @property
     def advantages(self) -> Tensor: ...
 
@@ -86,7 +88,7 @@ def run(
     told. The order is the protocol: publish, save, and only then release, which `save` does. A
     shard is forgotten when no resume can need it, so a restarted actor finds its next batches.
     """
-    replica, loss = world.split(trainer.dp_rank), loss_of(config.algorithm)
+    replica, loss = world.split(trainer.dp_rank), loss_of(config)
     _publish(trainer, lead)
     while trainer.step < config.algorithm.num_steps:
         step, timers, batch, last = trainer.step + 1, Timers(), Batch(config, reader), False
@@ -112,12 +114,13 @@ def run(
         lead.finish()
 
 
-def loss_of(algorithm: AlgorithmConfig) -> Loss:
-    """The policy loss of this run."""
+def loss_of(config: RunConfig) -> Loss:
+    """The policy loss of this run, with a KL term if there is a reference."""
+    algorithm = config.algorithm
 
     def loss(logprobs: Tensor, tokens: Tokens) -> LossOutput:
         assert tokens.old_logprobs is not None
-        return grpo(
+        output = grpo(
             logprobs,
             tokens.old_logprobs,
             tokens.rollout_logprobs,
@@ -126,6 +129,16 @@ def loss_of(algorithm: AlgorithmConfig) -> Loss:
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
             importance_cap=algorithm.importance_cap,
+        )
+        if config.reference.placement == "none":
+            return output
+        assert tokens.ref_logprobs is not None
+        return with_kl(
+            output,
+            logprobs,
+            tokens.ref_logprobs,
+            tokens.loss_mask,
+            coefficient=algorithm.kl_coefficient,
         )
 
     return loss

@@ -49,9 +49,9 @@ class Batch:
     def deal(self, record: PlanRecord) -> Portion:
         """Decides who trains what of a portion; nobody else reads its row columns.
 
-        A row without advantage (its whole group scored the same) has no gradient: it is left out,
-        and its tokens do not count in the loss's mean, as in DAPO (arXiv:2503.14476), dynamic
-        sampling.
+        A row without advantage (its whole group scored the same) has no gradient, unless there is a
+        KL term: it is left out, and its tokens do not count in the loss's mean, as in DAPO
+        (arXiv:2503.14476), dynamic sampling.
 
         Raises:
             ConfigError: a row is longer than actor.tokens_per_micro_batch.
@@ -61,7 +61,8 @@ class Batch:
         advantages = group_advantages(
             index, self._config.algorithm, self._config.rollout.samples_per_prompt
         )
-        teaching = np.flatnonzero(advantages)
+        pulled = self._config.algorithm.kl_coefficient > 0  # to the reference, all rows are
+        teaching = np.arange(len(advantages)) if pulled else np.flatnonzero(advantages)
         lengths = lengths_of(index)[teaching].tolist()
         dealt = plan_micro_batches(
             lengths,

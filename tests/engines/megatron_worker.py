@@ -1,5 +1,6 @@
 """Ranks that stay alive over many cases: one process each, told what to run through a pipe."""
 
+import importlib
 import multiprocessing
 import os
 import traceback
@@ -32,7 +33,7 @@ class FixedWorld:
 
 
 class Ranks:
-    """`size` processes with gloo among them; `call` runs a function of this file on all."""
+    """`size` processes with gloo among them; `call` runs a module's function on all."""
 
     def __init__(self, size):
         context = multiprocessing.get_context("spawn")
@@ -50,7 +51,7 @@ class Ranks:
 
     def call(self, function, **kwargs):
         for pipe in self.pipes:
-            pipe.send((function.__name__, kwargs))
+            pipe.send((function.__module__, function.__name__, kwargs))
         return [self._receive(rank) for rank in range(len(self.pipes))]
 
     def _receive(self, rank):
@@ -82,9 +83,9 @@ def _serve(rank, size, pipe: Connection):
         store = dist.TCPStore("127.0.0.1", pipe.recv(), size, False, timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     while (order := pipe.recv()) is not None:
-        name, kwargs = order
+        module, name, kwargs = order
         try:
-            pipe.send((True, globals()[name](**kwargs)))
+            pipe.send((True, getattr(importlib.import_module(module), name)(**kwargs)))
         except BaseException:  # noqa: BLE001 - outermost frame: the test process reports it
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
@@ -203,7 +204,13 @@ def _shares(rows, num_portions=1):
     for portion in np.array_split(np.arange(len(rows)), num_portions):
         lengths = [len(rows[row].token_ids) for row in portion]
         budget = trainer._config.actor.tokens_per_micro_batch
-        plan = plan_micro_batches(lengths, num_ranks=trainer.dp_size, budget=budget, load=load)
+        plan = plan_micro_batches(
+            lengths,
+            num_ranks=trainer.dp_size,
+            budget=budget,
+            load=load,
+            count_multiple_of=trainer._config.actor.micro_batches_multiple_of,
+        )
         load = [
             before + sum(lengths[row] for batch in rank for row in batch)
             for before, rank in zip(load, plan, strict=True)

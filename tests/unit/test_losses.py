@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from relax_hpc.algorithms.advantages import group_relative
-from relax_hpc.algorithms.losses import grpo
+from relax_hpc.algorithms.kl import kl_to_reference
+from relax_hpc.algorithms.losses import LossOutput, grpo, with_kl
 
 SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
 
@@ -63,3 +64,49 @@ def test_advantages_of_a_hand_worked_group():
     scaled = group_relative(rewards, normalize_std=True)
     torch.testing.assert_close(scaled[0], torch.tensor([1.0, -1.0, -1.0, 1.0]), rtol=1e-4, atol=0)
     assert scaled[1].abs().max() == 0  # nothing to learn from a group of equals
+
+
+@pytest.mark.parametrize(
+    ("gap", "kl", "slope"),
+    [
+        (0.0, 0.0, 0.0),
+        (math.log(2), 1 - math.log(2), -1.0),  # half as likely as under the reference: 2 - ln 2 - 1
+        (-math.log(2), math.log(2) - 0.5, 0.5),  # twice as likely: 1/2 + ln 2 - 1
+    ],
+)
+def test_kl_to_the_reference_of_a_hand_worked_token(gap, kl, slope):
+    logprobs = torch.tensor([-3.0], requires_grad=True)
+    found = kl_to_reference(logprobs, torch.tensor([-3.0 + gap]), torch.tensor([True]))
+    found.backward()
+    assert found.item() == pytest.approx(kl, abs=1e-6)
+    assert logprobs.grad.item() == pytest.approx(slope, abs=1e-6)
+
+
+def test_the_estimate_is_the_divergence_on_average_and_never_negative():
+    policy, reference = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    estimates = kl_to_reference(policy.log(), reference.log(), torch.ones(3).bool())
+    assert (estimates >= 0).all()
+    expected = (policy * (policy / reference).log()).sum()
+    torch.testing.assert_close((policy * estimates).sum(), expected)
+
+
+def test_the_kl_term_adds_its_part_to_the_loss_and_0_only_measures():
+    logprobs = torch.tensor([-1.0, -1.0, float("nan")], requires_grad=True)
+    ref = torch.tensor([-1.0 + math.log(2), -1.0, float("inf")])
+    mask = torch.tensor([True, True, False])
+    policy = LossOutput(torch.tensor(5.0), {"loss/approx_kl": torch.tensor(0.0)})
+    measured = with_kl(policy, logprobs, ref, mask, coefficient=0.0)
+    assert measured.loss is policy.loss
+    assert measured.metrics.keys() == {"loss/approx_kl", "kl/mean"}
+    assert measured.metrics["kl/mean"].item() == pytest.approx(1 - math.log(2))
+    pulled = with_kl(policy, logprobs, ref, mask, coefficient=0.1)
+    assert pulled.loss.item() == pytest.approx(5 + 0.1 * (1 - math.log(2)))
+    pulled.loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-0.1, 0.0, 0.0]))
+
+
+def test_a_policy_far_from_the_reference_has_a_finite_kl():
+    logprobs = torch.tensor([-200.0], requires_grad=True)
+    found = kl_to_reference(logprobs, torch.tensor([0.0]), torch.tensor([True]))
+    found.backward()
+    assert math.isfinite(found.item()) and math.isfinite(logprobs.grad.item())

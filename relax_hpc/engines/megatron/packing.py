@@ -38,6 +38,8 @@ class MicroBatch:
     """[T] float32, constant over a trajectory."""
     old_logprobs: Tensor | None = None
     """[T] float32 nats, policy before this step's updates; no gradient."""
+    ref_logprobs: Tensor | None = None
+    """[T] float32 nats, reference policy; if every trajectory has them."""
 
 
 def build(
@@ -70,6 +72,7 @@ def build(
         return torch.from_numpy(flat).to(device)
 
     first = torch.from_numpy(is_first).to(device)
+    ref = [t.ref_logprobs for t in chosen if t.ref_logprobs is not None]
     return MicroBatch(
         rows=tuple(rows),
         lengths=tuple(documents.tolist()),
@@ -80,6 +83,7 @@ def build(
         loss_mask=packed([t.loss_mask != 0 for t in chosen], np.bool_) & ~first,
         rollout_logprobs=packed([t.rollout_logprobs for t in chosen], np.float32),
         advantages=packed([advantages[np.array(rows, np.int64)].repeat(lengths)], np.float32),
+        ref_logprobs=packed(ref, np.float32) if len(ref) == len(chosen) else None,
     )
 
 

@@ -20,6 +20,7 @@ from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.router import take_metrics
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.megatron.weight_bank import WeightBank
 from relax_hpc.schema import Trajectory
 
 
@@ -72,6 +73,8 @@ class MegatronTrainer(MegatronScorer):
         self.step = 0
         self._wrapped, self._optimizer = optimizer.build(config.actor.optimizer, self._chunks)
         self._run_chunks = self._wrapped
+        self.bank = WeightBank(self._wrapped)
+        """Of further weights for this model, e.g. of a reference policy."""
         self._kept: list[_Work] = []
         self._begin_pass()
 
@@ -136,6 +139,7 @@ class MegatronTrainer(MegatronScorer):
     def load(self, folder: Path) -> None:
         """Continues from a checkpoint; bitwise, if the parallel layout is the same."""
         self.step = checkpoint.load(folder, self._trainee)
+        self.bank.forget_own()
 
     @property
     def _trainee(self) -> checkpoint.Trainee:

@@ -70,6 +70,8 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
     family = FAMILIES[shape.model_type]
     ours |= family.transformer(shape)
     reserved = set(ours) - _OVERRIDABLE
+    # Dense models are asked, too: the default refuses lengths that vary.
+    ours["moe_token_dispatcher_type"] = "alltoall"
     ours |= family.defaults(shape) | _job_fields(config.actor, reserved=reserved)
     try:
         return TransformerConfig(**ours)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 _PIECE_BYTES = 1 << 28
@@ -32,7 +33,7 @@ class _Buffer(NamedTuple):
 
 
 class WeightBank:
-    """Named sets of weights of one rank. All methods but `nbytes` are collective.
+    """Named sets of weights of one rank. All methods are collective.
 
     A set costs, per replica, the bytes of its weights in host memory, once for all replicas. While
     it is swapped in, the model's own weights are there, too: copied out once per version, and back
@@ -48,13 +49,15 @@ class WeightBank:
         self._is_lent = False
 
     @property
+    def chunks(self) -> list[GPTModel]:
+        """The model."""
+        return [chunk.module for chunk in self._chunks]
+
+    @property
     def nbytes(self) -> int:
         """Host memory of this rank."""
         sets = [*self._sets.values(), self._own or []]
         return sum(piece.nbytes for pieces in sets for piece in pieces)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._sets
 
     def keep(self, name: str) -> None:
         """Copies what the model holds now; a set of that name is replaced."""

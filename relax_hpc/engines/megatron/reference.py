@@ -1,0 +1,62 @@
+"""The reference policy inside the trainer: their weights take turns in the one model."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.engines.megatron import checkpoint, hf_names
+from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.schema import Trajectory
+
+_NAME = "reference"
+
+
+class SwappedReference:
+    """The reference of one trainer rank. Its methods are collective over the trainer's ranks.
+
+    Args:
+        trainer: which holds model.path still.
+        path: Hugging Face folder of the reference, of the same shape; None takes what the trainer
+            holds.
+
+    Raises:
+        ConfigError: `path` is not the trainer's model with other numbers.
+    """
+
+    def __init__(self, trainer: MegatronTrainer, path: Path | None = None) -> None:
+        self._trainer, self._bank = trainer, trainer.bank
+        self._refreshed = False
+        if path is None:
+            self._bank.keep(_NAME)
+            return
+        with self._bank.lent():
+            hf_names.load(self._bank.chunks, path)
+            self._bank.keep(_NAME)
+
+    def logprobs(
+        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
+    ) -> list[npt.NDArray[np.float32]]:
+        """As `MegatronScorer.forward_logprobs`, under the reference's weights."""
+        with self._bank.swapped(_NAME, version=self._trainer.step):
+            return self._trainer.forward_logprobs(trajectories, micro_batches)
+
+    def refresh(self) -> None:
+        """The trainer's policy of now is the reference from here on."""
+        self._bank.keep(_NAME)
+        self._refreshed = True
+
+    def save(self, folder: Path) -> None:
+        """Writes a reference that no Hugging Face folder holds; else nothing."""
+        if self._refreshed:
+            with self._bank.swapped(_NAME, version=self._trainer.step):
+                checkpoint.save_weights(folder, self._bank.chunks)
+
+    def load(self, folder: Path) -> None:
+        """Takes what `save` wrote, if it did."""
+        if folder.exists():
+            with self._bank.lent():
+                checkpoint.load_weights(folder, self._bank.chunks)
+                self._bank.keep(_NAME)
+            self._refreshed = True

@@ -1,0 +1,126 @@
+"""What the tests of swapped weights and of the reference run on the ranks of a pool."""
+
+import numpy as np
+from megatron_worker import _shares, _state, job, train
+
+__all__ = ["job", "train"]
+
+
+def _everything():
+    """Weights, gradients, main parameters and moments of this rank, copied."""
+    trainer = _state["trainer"]
+    found = {}
+    for index, chunk in enumerate(trainer._wrapped):
+        for number, buffer in enumerate([*chunk.buffers, *chunk.expert_parallel_buffers]):
+            found[f"{index}/{number}/weights"] = buffer.param_data.clone()
+            found[f"{index}/{number}/gradient"] = buffer.grad_data.clone()
+    for part in trainer._optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for parameter in group["params"]:
+                found[f"main/{len(found)}"] = parameter.detach().clone()
+        for state in part.optimizer.state.values():
+            for name, value in state.items():
+                found[f"{name}/{len(found)}"] = value.clone()
+    return found
+
+
+def _equal(first, second):
+    return [name for name in first if not first[name].equal(second[name])]
+
+
+def swap(rows, advantages, fail=False):
+    """Keeps the weights, trains, swaps them in and out; what differs, and the bank's bytes."""
+    trainer = _state["trainer"]
+    first = _everything()
+    trainer.bank.keep("first")
+    train(rows, advantages)
+    ((_, micro_batches),) = _shares(rows)
+    from megatron_worker import surrogate
+
+    trainer.accumulate(rows, micro_batches, advantages, surrogate())
+    before = _everything()
+    inside = {}
+    try:
+        for version in (trainer.step, trainer.step, None):
+            with trainer.bank.swapped("first", version=version):
+                inside = _everything()
+                if fail:
+                    raise KeyError("inside")
+    except KeyError:
+        assert fail
+    after = _everything()
+    swapped = [name for name in before if name.endswith("/weights")]
+    numel = sum(first[name].numel() for name in swapped)
+    return {
+        "not swapped in": [name for name in swapped if not inside[name].equal(first[name])],
+        "trained": any(not before[name].equal(first[name]) for name in swapped),
+        "changed": _equal(before, after),
+        "bytes of a weight": trainer.bank.nbytes / numel,
+    }
+
+
+def open_reference(path=None):
+    from relax_hpc.engines.megatron.reference import SwappedReference
+
+    _state["reference"] = SwappedReference(_state["trainer"], path)
+
+
+def ref_logprobs(rows):
+    """The rank's own rows -> {row: logprobs}."""
+    ((_, micro_batches),) = _shares(rows)
+    found = _state["reference"].logprobs(rows, micro_batches)
+    return {row: found[row] for batch in micro_batches for row in batch}
+
+
+def refresh():
+    _state["reference"].refresh()
+
+
+def save_reference(folder):
+    _state["reference"].save(folder)
+    return folder.exists()
+
+
+def load_reference(folder):
+    _state["reference"].load(folder)
+
+
+def open_scorer(config):
+    """A model that only scores; what it holds per weight besides the weights, in bytes."""
+    import torch
+    import torch.distributed as dist
+    from megatron_worker import FixedWorld
+
+    from relax_hpc.engines.megatron.scorer import MegatronScorer
+
+    world = FixedWorld(dist.get_rank(), dist.get_world_size())
+    _state["scorer"] = MegatronScorer(config, world, torch.device("cpu"))
+    parameters = [p for chunk in _state["scorer"]._chunks for p in chunk.parameters()]
+    return [p.grad for p in parameters if p.grad is not None or hasattr(p, "main_grad")]
+
+
+def scorer_logprobs(rows, micro_batches):
+    return _state["scorer"].forward_logprobs(rows, micro_batches)
+
+
+def train_with_kl(rows, advantages, coefficient):
+    """A step whose loss has a KL term, by this rank's reference; its metrics."""
+    from relax_hpc.algorithms.losses import LossOutput, with_kl
+
+    trainer = _state["trainer"]
+    ((_, micro_batches),) = _shares(rows)
+    scored = _state["reference"].logprobs(rows, micro_batches)
+    rows = [
+        row._replace(ref_logprobs=values if len(values) else np.zeros(len(row.token_ids), "f4"))
+        for row, values in zip(rows, scored, strict=True)
+    ]
+
+    def loss(logprobs, micro_batch):
+        nothing = LossOutput(0.0 * logprobs.sum(), {})
+        return with_kl(
+            nothing, logprobs, micro_batch.ref_logprobs, micro_batch.loss_mask,
+            coefficient=coefficient,
+        )  # fmt: skip
+
+    trainer.accumulate(rows, micro_batches, advantages, loss)
+    return trainer.update()

@@ -1,0 +1,177 @@
+"""Weights that take turns in the trainer's model, and the reference policy made of them."""
+
+import forward_worker
+import megatron_worker as worker
+import numpy as np
+import pytest
+import torch
+from megatron_worker import VOCAB, Ranks, job, trajectories
+
+LAYOUTS = {
+    "tp2": (2, {"tp": 2}),
+    "dp2": (2, {"dp": 2}),
+    "pp2": (2, {"actor": {"pipeline_parallel": 2}}),
+    "cp2": (2, {"actor": {"context_parallel": 2}}),
+}
+ROWS, ADVANTAGES = trajectories(12)
+BATCH = {"rows": ROWS, "advantages": ADVANTAGES}
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pools = {2: Ranks(2)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory):
+    """Two policies of one shape: (folder, logprobs of ROWS by Hugging Face) each."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
+    made = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        config = Qwen3Config(
+            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=16, intermediate_size=64, max_position_embeddings=256,
+            tie_word_embeddings=False, initializer_range=0.08,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )  # fmt: skip
+        model = Qwen3ForCausalLM(config).float()
+        folder = tmp_path_factory.mktemp(f"policy{seed}")
+        model.save_pretrained(folder)
+        with torch.no_grad():
+            made.append((folder, [hf_logprobs(model, row.token_ids) for row in ROWS]))
+    return made
+
+
+def hf_logprobs(model, token_ids):
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    table = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    return torch.cat([torch.zeros(1), table[:-1].gather(1, ids[1:, None])[:, 0]]).numpy()
+
+
+def open_layout(ranks, folder, layout, **more):
+    size, options = LAYOUTS[layout]
+    pool = ranks[size]
+    pool.call(worker.open_trainer, config=job(folder, **(options | more)))
+    return pool
+
+
+def by_row(per_rank):
+    merged = {row: values for part in per_rank for row, values in part.items()}
+    return [merged[row] for row in sorted(merged)]
+
+
+def assert_close(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@each_layout
+def test_swapped_weights_are_the_kept_ones_and_leave_no_trace(ranks, policies, layout, fail):
+    dtype = "bfloat16" if fail else "float32"
+    pool = open_layout(ranks, policies[0][0], layout, dtype=dtype)
+    for found in pool.call(forward_worker.swap, **BATCH, fail=fail):
+        assert found["trained"]
+        assert found["not swapped in"] == found["changed"] == []
+        # two sets, which replicas share; context-parallel ranks are replicas, too
+        replicas = 2 if layout in ("dp2", "cp2") else 1
+        assert found["bytes of a weight"] == 2 * (2 if fail else 4) / replicas
+
+
+@each_layout
+def test_reference_logprobs_in_the_trainer_are_the_references(ranks, policies, layout):
+    (folder, _), (other, expected) = policies
+    pool = open_layout(ranks, folder, layout)
+    pool.call(forward_worker.open_reference, path=other)
+    assert_close(by_row(pool.call(worker.logprobs, rows=ROWS)), policies[0][1])
+    for _ in range(2):
+        pool.call(worker.train, **BATCH)
+        before = by_row(pool.call(worker.logprobs, rows=ROWS))
+        assert_close(by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS)), expected)
+        after = by_row(pool.call(worker.logprobs, rows=ROWS))
+        assert all(map(np.array_equal, before, after))
+        assert not any(map(np.allclose, before, expected))
+
+
+def test_training_is_the_same_with_and_without_a_reference_bitwise(ranks, policies):
+    found = []
+    for path in (None, policies[1][0]):
+        pool = open_layout(ranks, policies[0][0], "dp2", dtype="bfloat16")
+        for _ in range(2):
+            if path:
+                pool.call(forward_worker.open_reference, path=path)
+                pool.call(forward_worker.ref_logprobs, rows=ROWS)
+            metrics = pool.call(worker.train, **BATCH)
+        found.append((metrics, by_row(pool.call(worker.logprobs, rows=ROWS))))
+    assert found[0][0] == found[1][0]
+    assert all(map(np.array_equal, found[0][1], found[1][1]))
+
+
+def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_restart(
+    ranks, policies, tmp_path
+):
+    pool = open_layout(ranks, policies[0][0], "tp2")
+    pool.call(forward_worker.open_reference)
+    assert pool.call(forward_worker.save_reference, folder=tmp_path / "first") == [False, False]
+    pool.call(worker.train, **BATCH)
+    pool.call(forward_worker.refresh)
+    refreshed = by_row(pool.call(worker.logprobs, rows=ROWS))
+    pool.call(worker.train, **BATCH)
+    found = by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS))
+    assert all(map(np.array_equal, found, refreshed))
+    pool.call(forward_worker.save_reference, folder=tmp_path / "second")
+
+    for layout in ("tp2", "pp2", "dp2"):
+        pool = open_layout(ranks, policies[0][0], layout)
+        pool.call(forward_worker.open_reference)
+        before = by_row(pool.call(worker.logprobs, rows=ROWS))
+        pool.call(forward_worker.load_reference, folder=tmp_path / "first")  # is not there
+        assert_close(by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS)), policies[0][1])
+        pool.call(forward_worker.load_reference, folder=tmp_path / "second")
+        found = by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS))
+        assert_close(found, refreshed)
+        assert layout != "tp2" or all(map(np.array_equal, found, refreshed))
+        after = by_row(pool.call(worker.logprobs, rows=ROWS))
+        assert all(map(np.array_equal, before, after))
+
+
+@pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
+def test_a_model_that_only_scores_equals_hugging_face_and_holds_no_gradients(
+    ranks, policies, layout
+):
+    folder, expected = policies[1]
+    size, options = LAYOUTS[layout]
+    config = job(folder, **options)
+    # groups of the layout: made by the trainer's opening, as elsewhere
+    open_layout(ranks, folder, layout)
+    assert ranks[size].call(forward_worker.open_scorer, config=config) == [[]] * size
+    micro_batches = [[3, 0, 7], [1, 2], [], [4, 5, 6], [8, 9, 10, 11]]
+    for found in ranks[size].call(
+        forward_worker.scorer_logprobs, rows=ROWS, micro_batches=micro_batches
+    ):
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2", "pp2"])
+def test_the_kl_term_leaves_the_reference_alone_and_pulls_others_back(ranks, policies, layout):
+    pool = open_layout(ranks, policies[0][0], layout)
+    pool.call(forward_worker.open_reference)
+    at_reference = pool.call(forward_worker.train_with_kl, **BATCH, coefficient=1.0)[0]
+    assert at_reference["kl/mean"] == pytest.approx(0, abs=1e-9)
+    assert at_reference["grad_norm"] == pytest.approx(0, abs=1e-5)
+    pool = open_layout(ranks, policies[0][0], layout)
+    pool.call(forward_worker.open_reference, path=policies[1][0])
+    kl = [
+        pool.call(forward_worker.train_with_kl, **BATCH, coefficient=1.0)[0]["kl/mean"]
+        for _ in range(4)
+    ]
+    assert kl[0] > 0.1 and kl[3] < kl[2] < kl[1] < kl[0]
+    assert pool.call(forward_worker.train_with_kl, **BATCH, coefficient=0.0)[0]["grad_norm"] == 0
