@@ -76,15 +76,6 @@ def refresh():
     _state["reference"].refresh()
 
 
-def save_reference(folder):
-    _state["reference"].save(folder)
-    return folder.exists()
-
-
-def load_reference(folder):
-    _state["reference"].load(folder)
-
-
 def open_scorer(config):
     """A model that only scores; what it holds per weight besides the weights, in bytes."""
     import torch

@@ -55,23 +55,6 @@ def load(folder: Path, trainee: Trainee) -> int:
     return int(common["step"])
 
 
-def save_weights(folder: Path, chunks: Sequence[GPTModel]) -> None:
-    """Writes the model alone into `folder`, which is made. Collective over all ranks."""
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(
-        _sharded_weights(chunks), str(folder), sharded_strategy=_InProcess("torch_dist", 1)
-    )
-
-
-def load_weights(folder: Path, chunks: Sequence[GPTModel]) -> None:
-    """Fills the model with what `save_weights` wrote, in any grid. Collective over all ranks."""
-    loaded = dist_checkpointing.load(_sharded_weights(chunks), str(folder))
-    for key, chunk in zip(_keys(chunks), chunks, strict=True):
-        chunk.load_state_dict(loaded[key])
-
-
 class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Megatron's format, written by this process.
 
@@ -93,17 +76,14 @@ class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 def _sharded_state(trainee: Trainee, *, loading: bool) -> dict[str, Any]:
-    state = _sharded_weights(trainee.chunks)
+    state: dict[str, Any] = {
+        key: chunk.sharded_state_dict()
+        for key, chunk in zip(_keys(trainee.chunks), trainee.chunks, strict=True)
+    }
     optimizer = trainee.optimizer.sharded_state_dict(state, is_loading=loading, metadata=_SHARDING)
     if loading:
         _own_step_counts(trainee.optimizer)
     return state | {"optimizer": optimizer}
-
-
-def _sharded_weights(chunks: Sequence[GPTModel]) -> dict[str, Any]:
-    return {
-        key: chunk.sharded_state_dict() for key, chunk in zip(_keys(chunks), chunks, strict=True)
-    }
 
 
 def _keys(chunks: Sequence[GPTModel]) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.engines.megatron import checkpoint, hf_names
+from relax_hpc.engines.megatron import hf_names
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.schema import Trajectory
 
@@ -27,7 +27,6 @@ class SwappedReference:
 
     def __init__(self, trainer: MegatronTrainer, path: Path | None = None) -> None:
         self._trainer, self._bank = trainer, trainer.bank
-        self._refreshed = False
         if path is None:
             self._bank.keep(_NAME)
             return
@@ -45,18 +44,3 @@ class SwappedReference:
     def refresh(self) -> None:
         """The trainer's policy of now is the reference from here on."""
         self._bank.keep(_NAME)
-        self._refreshed = True
-
-    def save(self, folder: Path) -> None:
-        """Writes a reference that no Hugging Face folder holds; else nothing."""
-        if self._refreshed:
-            with self._bank.swapped(_NAME, version=self._trainer.step):
-                checkpoint.save_weights(folder, self._bank.chunks)
-
-    def load(self, folder: Path) -> None:
-        """Takes what `save` wrote, if it did."""
-        if folder.exists():
-            with self._bank.lent():
-                checkpoint.load_weights(folder, self._bank.chunks)
-                self._bank.keep(_NAME)
-            self._refreshed = True
