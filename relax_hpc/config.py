@@ -1,7 +1,8 @@
 """One run, described once: hand-written TOML in, resolved JSON in the run directory out.
 
-Reading a job never imports an engine: `engine_args`, `transformer` and `optimizer_args` are
-pass-through tables, checked by the parsers of SGLang and Megatron-core before anything is queued.
+Reading a job never imports an engine: `engine_args`, `transformer`, `ddp` and `optimizer.megatron`
+are pass-through tables, checked by SGLang's parser and Megatron-core's classes before anything is
+queued.
 """
 
 import math
@@ -31,7 +32,7 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: Path
     """Hugging Face folder of a dense Qwen3: config.json, safetensors, tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type the engines and the trainer compute in; main gradients and Adam stay float32."""
 
 
@@ -117,6 +118,8 @@ class OptimizerConfig(Section):
     offload: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of the main parameters and moments kept in host memory. They pass through the GPU in
     every update, which is the same to the last bit."""
+    megatron: PassThrough = {}
+    """Further fields of Megatron-core's OptimizerConfig, e.g. adam_eps = 1e-15."""
 
 
 class ActorConfig(Section, GridConfig):
@@ -142,6 +145,8 @@ class ActorConfig(Section, GridConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     transformer: PassThrough = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""
+    ddp: PassThrough = {}
+    """Fields of its DistributedDataParallelConfig, e.g. overlap_grad_reduce = true."""
     resources: Resources = Resources()
 
     @property

@@ -118,7 +118,7 @@ def _now(device: torch.device) -> float:
 
 def _accumulate(trainer: MegatronTrainer, batch: Batch) -> None:
     advantages = np.ones(len(batch.rows), np.float32)
-    trainer.accumulate(batch.rows, batch.micro_batches, advantages, _loss)
+    trainer.accumulate(batch.rows, batch.micro_batches, advantages, _loss, last=True)
 
 
 def _note(

@@ -53,7 +53,7 @@ def start_engine(
         host: address to bind: loopback, or the node's if the trainer runs elsewhere.
         token: bearer token that its callers need.
         rollout_config: limits, timeout and pass-through arguments.
-        dtype: "float32" or "bfloat16".
+        dtype: "float32", "bfloat16" or "float16".
         log_path: where its output goes; readable by the user only.
         seed: of its own random numbers, where requests bring none.
         python: interpreter that has the engine; unset is this one.

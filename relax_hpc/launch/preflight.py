@@ -43,7 +43,7 @@ def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool
     check_weights(config.model.path)
     if isinstance(config, RunConfig):
         check_engine(config.rollout)
-    check_transformer(config)
+    check_trainer(config)
     if isinstance(config, RunConfig):
         check_prompts(config)
     elif isinstance(config, SftRunConfig):
@@ -129,16 +129,19 @@ def check_engine(rollout: RolloutConfig) -> None:
     parser(rollout.engine_args)
 
 
-def check_transformer(config: JobConfig) -> None:
-    """Megatron-core takes `actor.transformer`."""
-    if not config.actor.transformer:
+def check_trainer(config: JobConfig) -> None:
+    """Megatron-core takes the pass-through tables of the actor."""
+    actor = config.actor
+    if not (actor.transformer or actor.ddp or actor.optimizer.megatron):
         return  # nothing to ask, and asking takes seconds: Megatron-core has to be imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages it could do without
+        from relax_hpc.engines.megatron import optimizer_config
         from relax_hpc.engines.megatron.architectures.registry import read_architecture
         from relax_hpc.engines.megatron.transformer import transformer_config
 
         transformer_config(config, read_architecture(config.model.path))
+        optimizer_config.check(config)
 
 
 def check_prompts(config: RunConfig) -> None:

@@ -51,8 +51,14 @@ class Trainer(Protocol):
         micro_batches: Sequence[Sequence[int]],
         advantages: Floats,
         loss: Loss,
+        *,
+        last: bool,
     ) -> None:
-        """Adds the gradient of a part of the batch; `micro_batches` index `trajectories`."""
+        """Adds the gradient of a part of the batch; `micro_batches` index `trajectories`.
+
+        Args:
+            last: nothing follows.
+        """
         ...
 
     def update(self) -> dict[str, float]:
@@ -100,7 +106,9 @@ def run(
                 share, last = share_of(portion, trainer.dp_rank), portion.record.last
                 trajectories = _read(config, replica, reader, portion, share)
             with timers("train"):
-                trainer.accumulate(trajectories, share.micro_batches, share.advantages, loss)
+                trainer.accumulate(
+                    trajectories, share.micro_batches, share.advantages, loss, last=last
+                )
         with timers("train"):
             stats = trainer.update()
         with timers("publish"):

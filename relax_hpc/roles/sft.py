@@ -70,7 +70,7 @@ def run(
             share: Share = world.bcast(lead.next_batch() if lead else None)[trainer.dp_rank]
         with timers("train"):
             unused = np.zeros(len(share.rows))
-            trainer.accumulate(share.rows, share.micro_batches, unused, loss)
+            trainer.accumulate(share.rows, share.micro_batches, unused, loss, last=True)
             stats = trainer.update()
         if last or _is_due(step, config.sft.heldout_every):
             with timers("heldout"):

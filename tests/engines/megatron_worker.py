@@ -219,12 +219,16 @@ def _shares(rows, num_portions=1):
     return shares
 
 
-def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1):
+def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_last=True):
     trainer = _state["trainer"]
     for _ in range(num_steps):
-        for portion, micro_batches in _shares(rows, num_portions):
+        shares = _shares(rows, num_portions)
+        for number, (portion, micro_batches) in enumerate(shares, 1):
             chosen = [rows[row] for row in portion]
-            trainer.accumulate(chosen, micro_batches, advantages[portion], LOSSES[loss]())
+            last = tell_last and number == len(shares)
+            trainer.accumulate(
+                chosen, micro_batches, advantages[portion], LOSSES[loss](), last=last
+            )
         metrics = trainer.update()
     return metrics
 
@@ -250,6 +254,15 @@ def adam():
         for state in part.optimizer.state.values()
     ]
     return {float(s["step"]) for s in states}, sum(float(s["exp_avg"].abs().sum()) for s in states)
+
+
+def gradient_types():
+    """Types of this rank's gradient buffers."""
+    return {
+        str(parameter.main_grad.dtype)
+        for chunk in _state["trainer"]._wrapped
+        for parameter in chunk.parameters()
+    }
 
 
 def moment_types():

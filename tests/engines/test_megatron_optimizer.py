@@ -175,3 +175,60 @@ def test_bfloat16_moments_train_like_float32_ones(ranks, folder):
         gains.append(np.mean(found))
     assert gains[1] == pytest.approx(gains[0], abs=0.02)
     assert gains[0] > -3.5
+
+
+def in_float16(folder, layout, **optimizer):
+    options = {"lr": 1e-3, "megatron": optimizer.pop("megatron", {})} | optimizer
+    return job(folder, dtype="float16", actor=layout | {"optimizer": options})
+
+
+@pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"pipeline_parallel": 2}])
+def test_float16_has_the_gradient_of_float32_whatever_the_loss_scale(ranks, folder, layout):
+    rows, advantages = trajectories(8)
+    batch = {"rows": rows, "advantages": advantages}
+    ranks.call(worker.open_trainer, config=job(folder, actor=layout))
+    expected = ranks.call(worker.train, **batch)[0]
+    assert "loss_scale" not in expected
+    for scale in (1.0, 2.0**10):
+        config = in_float16(folder, layout, megatron={"initial_loss_scale": scale})
+        ranks.call(worker.open_trainer, config=config)
+        metrics = ranks.call(worker.train, **batch)
+        assert metrics[0] == metrics[1]
+        assert metrics[0]["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.01)
+        assert (metrics[0]["skipped"], metrics[0]["loss_scale"]) == (0.0, scale)
+
+
+def test_a_loss_scale_that_overflows_is_halved_and_the_update_skipped(ranks, folder):
+    rows, advantages = trajectories(8)
+    batch = {"rows": rows, "advantages": advantages}
+    config = in_float16(folder, {"data_parallel": 2}, megatron={"initial_loss_scale": 2.0**24})
+    ranks.call(worker.open_trainer, config=config)
+    before = ranks.call(worker.weights)[0]
+    metrics = ranks.call(worker.train, **batch)[0]
+    assert (metrics["skipped"], metrics["loss_scale"]) == (1.0, 2.0**23)
+    after = ranks.call(worker.weights)[0]
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    for _ in range(20):
+        metrics = ranks.call(worker.train, **batch)[0]
+        if not metrics["skipped"]:
+            break
+    assert 1.0 <= metrics["loss_scale"] < 2.0**23
+    after = ranks.call(worker.weights)[0]
+    assert any(not np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_a_float16_resume_is_bitwise_and_goes_on_with_the_loss_scale(ranks, folder, tmp_path):
+    rows, advantages = trajectories(8)
+    batch = {"rows": rows, "advantages": advantages, "num_steps": 2}
+    megatron = {"initial_loss_scale": 4.0, "loss_scale_window": 3}  # doubled after the third
+    config = in_float16(folder, {"data_parallel": 2}, megatron=megatron)
+    ranks.call(worker.open_trainer, config=config)
+    assert ranks.call(worker.train, **batch)[0]["loss_scale"] == 4.0
+    ranks.call(worker.save, folder=tmp_path)
+    assert ranks.call(worker.train, **batch)[0]["loss_scale"] == 8.0
+    straight = ranks.call(worker.weights)[0]
+    ranks.call(worker.open_trainer, config=config)
+    ranks.call(worker.load, folder=tmp_path)
+    assert ranks.call(worker.train, **batch)[0]["loss_scale"] == 8.0
+    resumed = ranks.call(worker.weights)[0]
+    assert all(np.array_equal(straight[name], resumed[name]) for name in straight)

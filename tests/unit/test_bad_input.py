@@ -79,7 +79,7 @@ SETTINGS = {
     ),
     "algorithm.num_steps=many": "algorithm.num_steps = 'many': input should be a valid integer",
     "algorithm=3": "algorithm = 3: is a table of settings; see jobs/",
-    "model.dtype=float16": "model.dtype = 'float16': input should be 'float32' or 'bfloat16'",
+    "model.dtype=float64": "model.dtype = 'float64': input should be 'float32', 'bfloat16' or",
     "name=a/b": "name = 'a/b': string should match pattern",
     "rollout.engine_args.x={a=1}": "engine_args.x = {'a': 1}: is a table; a number, a string",
     "rollout.resources.nodes=3": (

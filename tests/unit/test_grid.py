@@ -92,7 +92,7 @@ class Trainer:
     def __init__(self, rank):
         self.step, self.dp_rank, self.given = 0, dp_rank_of(rank), []
 
-    def accumulate(self, trajectories, micro_batches, advantages, loss):
+    def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
         for row in trajectories:
             assert (row.token_ids == row.guid * SIBLINGS + row.sibling).all()
         assert sorted(i for rows in micro_batches for i in rows) == [*range(len(trajectories))]

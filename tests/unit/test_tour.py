@@ -72,7 +72,7 @@ class FakeTrainer:
         self.optimizer = torch.optim.SGD([policy.weight], lr=4.0)
         self.sums = []
 
-    def accumulate(self, trajectories, micro_batches, advantages, loss):
+    def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
         assert sorted(row for rows in micro_batches for row in rows) == [*range(len(trajectories))]
         sampled = [row.token_ids[row.prompt_len] for row in trajectories]
         now = Policy.logprobs(torch.tensor(sampled, dtype=torch.long), self.policy.weight)

@@ -27,6 +27,8 @@ class _Products:
         """main_grad [out, in] += grad.T [out, T] @ inputs [T, in]."""
         add_product(main_grad, grad.t(), inputs)
 
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32  # what Megatron calls for 16-bit buffers
+
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in float32 if `total` is, without a product in between on GPUs."""

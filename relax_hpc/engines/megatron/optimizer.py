@@ -6,13 +6,13 @@ Gradients are sums over tokens until Adam reads them: their mean and the clippin
 import math
 from collections.abc import Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -20,9 +20,10 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from relax_hpc.config import OptimizerConfig
+from relax_hpc.config import JobConfig, OptimizerConfig
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.adam import Shard, ShardedAdamW
+from relax_hpc.engines.megatron.optimizer_config import ddp_config, optimizer_config
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
@@ -41,39 +42,25 @@ def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def build(
-    config: OptimizerConfig, chunks: Sequence[GPTModel]
+    config: JobConfig, chunks: Sequence[GPTModel]
 ) -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
     """Wraps the chunks of the model, which must hold its weights: the optimizer copies them.
 
     Each data-parallel rank keeps a part of the main parameters, float32, and of Adam's moments.
+
+    Raises:
+        ConfigError: `actor.ddp` or `actor.optimizer.megatron` is wrong; no room to offload to.
     """
-    params_dtype = chunks[0].config.params_dtype
+    actor, dtype = config.actor, config.model.dtype
     wrapped = [
-        DistributedDataParallel(
-            chunk.config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            chunk,
-        )
-        for chunk in chunks
+        DistributedDataParallel(chunk.config, ddp_config(actor, dtype), chunk) for chunk in chunks
     ]
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.lr,
-            min_lr=0.0,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.adam_beta1,
-            adam_beta2=config.adam_beta2,
-            clip_grad=config.clip_grad,
-            bf16=params_dtype is torch.bfloat16,
-            params_dtype=params_dtype,
-            use_distributed_optimizer=True,
-        ),
-        wrapped,
-    )
+    optimizer = get_megatron_optimizer(optimizer_config(actor, dtype), wrapped)
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler; norms get 0
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    _use_own_adam(optimizer, config)
+        group["weight_decay"] = actor.optimizer.weight_decay * group["wd_mult"]
+    _use_own_adam(optimizer, actor.optimizer)
+    if loss_scale(optimizer):
+        chunks[0].config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
 
 
@@ -129,20 +116,32 @@ def total_tokens(num_tokens: Tensor) -> int:
     return int(grid.from_last_stage(int(num_tokens)))
 
 
-def update(optimizer: ChainedOptimizer, scale: float) -> tuple[float, bool]:
-    """Clips and applies the reduced gradients times `scale`, unless they are not finite.
+class Update(NamedTuple):
+    """What became of an update."""
 
-    Returns:
-        Norm of the whole model's gradient before clipping, and whether the weights changed.
-    """
+    norm: float
+    """Of the whole model's gradient, before clipping."""
+    done: bool
+    """Whether the weights changed."""
+    has_overflowed: bool = False
+    """It was not done since the loss scale of float16 was too large, which is smaller now."""
+
+
+def update(optimizer: ChainedOptimizer, scale: float) -> Update:
+    """Clips and applies the reduced gradients times `scale`, unless they are not finite."""
+    before = loss_scale(optimizer)
+    scale /= before or 1.0
     of_parts = [_shards(part) for part in optimizer.chained_optimizers]
     squared = [
         _squared_norm(part, shards)
         for part, shards in zip(optimizer.chained_optimizers, of_parts, strict=True)
     ]
     norm = scale * math.sqrt(sum(squared))
+    if before:
+        for part in optimizer.chained_optimizers:
+            part.grad_scaler.update(not math.isfinite(norm))
     if not math.isfinite(norm):
-        return norm, False
+        return Update(norm, False, loss_scale(optimizer) != before)
     largest = optimizer.config.clip_grad
     if 0 < largest < norm:
         scale *= largest / (norm + 1e-6)
@@ -151,7 +150,14 @@ def update(optimizer: ChainedOptimizer, scale: float) -> tuple[float, bool]:
             part.optimizer.update(shards, scale)
     for chunk in optimizer.model_chunks:
         chunk.start_param_sync()
-    return norm, True
+    return Update(norm, True)
+
+
+def loss_scale(optimizer: ChainedOptimizer) -> float | None:
+    """What losses are multiplied by before their gradient; None without float16."""
+    if optimizer.chained_optimizers[0].grad_scaler is None:
+        return None
+    return float(optimizer.get_loss_scale())
 
 
 def _squared_norm(part: DistributedOptimizer, shards: Sequence[Shard]) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relax_hpc.comm.world import World
 from relax_hpc.config import JobConfig
-from relax_hpc.engines.megatron import checkpoint, optimizer, schedule
+from relax_hpc.engines.megatron import checkpoint, grad_sync, optimizer, schedule
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.router import take_metrics
 from relax_hpc.engines.megatron.scorer import MegatronScorer
@@ -71,7 +71,7 @@ class MegatronTrainer(MegatronScorer):
         """As MegatronScorer, and makes gradient buffers and the optimizer."""
         super().__init__(config, world, device, random_weights=random_weights)
         self.step = 0
-        self._wrapped, self._optimizer = optimizer.build(config.actor.optimizer, self._chunks)
+        self._wrapped, self._optimizer = optimizer.build(config, self._chunks)
         self._run_chunks = self._wrapped
         self.bank = WeightBank(self._wrapped)
         """Of further weights for this model, e.g. of a reference policy."""
@@ -84,6 +84,8 @@ class MegatronTrainer(MegatronScorer):
         micro_batches: Sequence[Sequence[int]],
         advantages: npt.NDArray[np.floating],
         loss: Loss,
+        *,
+        last: bool = False,
     ) -> None:
         """Adds a part of the batch of step `step` + 1 to the gradient.
 
@@ -94,9 +96,11 @@ class MegatronTrainer(MegatronScorer):
             trajectories: this data-parallel rank's; may be none.
             micro_batches: indices into `trajectories`; on every rank equally many.
             advantages: [len(trajectories)].
+            last: nothing follows, so that the sum over ranks may begin on the way.
         """
         works = [_Work(self._build(trajectories, advantages, rows), loss) for rows in micro_batches]
-        schedule.backward(self._wrapped, works, self._sum_loss)
+        with grad_sync.portion(self._wrapped, last=last):
+            schedule.backward(self._wrapped, works, self._sum_loss)
         if self._config.epochs_per_step > 1:
             self._kept += works
 
@@ -118,7 +122,8 @@ class MegatronTrainer(MegatronScorer):
         optimizer.set_learning_rate(self._optimizer, rate)
         kept, epochs = self._kept, [self._end_pass()]
         for _ in range(config.epochs_per_step - 1):
-            schedule.backward(self._wrapped, kept, self._sum_loss)
+            with grad_sync.portion(self._wrapped, last=True):
+                schedule.backward(self._wrapped, kept, self._sum_loss)
             epochs.append(self._end_pass())
         self._kept = []
         means = {
@@ -172,11 +177,14 @@ class MegatronTrainer(MegatronScorer):
 
     def _end_pass(self) -> dict[str, float]:
         """Sums the gradient over ranks, divides it by their tokens and applies it."""
+        grad_sync.start_rest(self._wrapped)
         finalize_model_grads(self._wrapped)
         num_tokens = optimizer.total_tokens(self._num_tokens)
         metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
-        norm, updated = math.nan, False
+        result = optimizer.Update(math.nan, done=False)
         if math.isfinite(metrics["loss"]):
-            norm, updated = optimizer.update(self._optimizer, 1 / max(num_tokens, 1))
+            result = optimizer.update(self._optimizer, 1 / max(num_tokens, 1))
+        if scale := optimizer.loss_scale(self._optimizer):
+            metrics["loss_scale"] = scale
         self._begin_pass()
-        return metrics | {"grad_norm": norm, "skipped": float(not updated)}
+        return metrics | {"grad_norm": result.norm, "skipped": float(not result.done)}

@@ -1,7 +1,5 @@
 """Job and model -> Megatron-core's TransformerConfig."""
 
-import difflib
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from relax_hpc.config import ActorConfig, JobConfig
 from relax_hpc.engines.megatron import gradient_fusion
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.registry import FAMILIES
+from relax_hpc.engines.megatron.passthrough import build, refusals
 from relax_hpc.errors import ConfigError
 
 
@@ -38,6 +37,7 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
         "tensor_model_parallel_size": config.actor.tensor_parallel,
         "sequence_parallel": sequence_parallel(config.actor),
         "pipeline_model_parallel_size": config.actor.pipeline_parallel,
@@ -69,16 +69,16 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
     }
     family = FAMILIES[shape.model_type]
     ours |= family.transformer(shape)
-    reserved = set(ours) - _OVERRIDABLE
+    refused = refusals(_REASON, *(set(ours) - _OVERRIDABLE)) | _SET_BY
     # Dense models are asked, too: the default refuses lengths that vary.
     ours["moe_token_dispatcher_type"] = "alltoall"
-    ours |= family.defaults(shape) | _job_fields(config.actor, reserved=reserved)
-    try:
-        return TransformerConfig(**ours)
-    except (ValueError, AssertionError, TypeError) as error:
-        raise ConfigError(
-            f"actor.transformer = {config.actor.transformer}: Megatron-core refuses it: {error}"
-        ) from error
+    return build(
+        TransformerConfig,
+        "actor.transformer",
+        config.actor.transformer,
+        ours=ours | family.defaults(shape),
+        refused=refused,
+    )
 
 
 def sequence_parallel(actor: ActorConfig) -> bool:
@@ -89,23 +89,23 @@ def sequence_parallel(actor: ActorConfig) -> bool:
 
 
 _OVERRIDABLE = {"bias_activation_fusion", "bias_dropout_fusion"}
-
-
-def _job_fields(actor: ActorConfig, *, reserved: set[str]) -> dict[str, Any]:
-    known = {field.name for field in fields(TransformerConfig)}
-    for name, value in actor.transformer.items():
-        if name in reserved:
-            raise ConfigError(
-                f"actor.transformer.{name} = {value!r}: is set from the model and the layout; "
-                "remove it"
-            )
-        if name not in known:
-            close = difflib.get_close_matches(name, known - reserved, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"actor.transformer.{name} = {value!r}: Megatron-core's TransformerConfig has no "
-                f"such field; did you mean {close[0]}?"
-            )
-    return dict(actor.transformer)
+_REASON = "is set from the model and the layout; remove it"
+_SET_BY = {
+    name: f"is set by {key}; use that"
+    for name, key in {
+        "tensor_model_parallel_size": "actor.tensor_parallel",
+        "pipeline_model_parallel_size": "actor.pipeline_parallel",
+        "virtual_pipeline_model_parallel_size": "actor.virtual_pipeline",
+        "context_parallel_size": "actor.context_parallel",
+        "expert_model_parallel_size": "actor.expert_parallel",
+        "expert_tensor_parallel_size": "actor.expert_tensor_parallel",
+        "sequence_parallel": "actor.sequence_parallel",
+        "params_dtype": "model.dtype",
+        "pipeline_dtype": "model.dtype",
+        "bf16": "model.dtype",
+        "fp16": "model.dtype",
+    }.items()
+}
 
 
 def _check_divides(actor: ActorConfig, shape: Architecture) -> None:
