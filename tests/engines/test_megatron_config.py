@@ -140,6 +140,9 @@ def test_a_field_that_the_model_decides_is_not_the_jobs_to_set(folder):
 
 def test_a_value_megatron_refuses_is_a_config_error(folder):
     config = job(folder, transformer={"recompute_granularity": "sometimes"})
+    with pytest.raises(ConfigError, match="is not one of 'full', 'selective'"):
+        transformer_config(config, read_architecture(folder))
+    config = job(folder, transformer={"recompute_granularity": "full"})  # but no method
     with pytest.raises(ConfigError, match="Megatron-core refuses it"):
         transformer_config(config, read_architecture(folder))
 
