@@ -7,7 +7,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from relax_hpc.config import ActorConfig, JobConfig
-from relax_hpc.engines.megatron import gradient_fusion
+from relax_hpc.engines.megatron import gradient_fusion, moe
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.registry import FAMILIES
 from relax_hpc.engines.megatron.passthrough import build, refusals
@@ -72,13 +72,15 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
     refused = refusals(_REASON, *(set(ours) - _OVERRIDABLE)) | _SET_BY
     # Dense models are asked, too: the default refuses lengths that vary.
     ours["moe_token_dispatcher_type"] = "alltoall"
-    return build(
+    made = build(
         TransformerConfig,
         "actor.transformer",
         config.actor.transformer,
         ours=ours | family.defaults(shape),
         refused=refused,
     )
+    moe.check(made)
+    return made
 
 
 def sequence_parallel(actor: ActorConfig) -> bool:
