@@ -150,11 +150,18 @@ def num_tokens(rows):
 def open_trainer(config):
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
 
     from relax_hpc.engines.megatron.trainer import MegatronTrainer
 
-    actor = config.actor
+    _set_grid(config.actor)
+    world = FixedWorld(dist.get_rank(), dist.get_world_size())
+    _state["trainer"] = MegatronTrainer(config, world, torch.device("cpu"))
+
+
+def _set_grid(actor):
+    """Unmakes the groups of another grid."""
+    from megatron.core import parallel_state as mpu
+
     grid = (
         actor.tensor_parallel, actor.pipeline_parallel, actor.virtual_pipeline,
         actor.context_parallel, actor.expert_parallel, actor.expert_tensor_parallel,
@@ -162,8 +169,6 @@ def open_trainer(config):
     if _state.get("grid") != grid:  # making groups is slow
         mpu.destroy_model_parallel()
         _state["grid"] = grid
-    world = FixedWorld(dist.get_rank(), dist.get_world_size())
-    _state["trainer"] = MegatronTrainer(config, world, torch.device("cpu"))
 
 
 def surrogate():
@@ -370,27 +375,26 @@ def hidden_logprobs(hidden, weight, targets, upstream, kept_gib):
     return values.detach().numpy(), entropy.numpy(), hidden.grad.numpy(), slice_.grad.numpy()
 
 
-def balance(logits, scores, chosen, documents, trained, experts_per_token):
-    """The three losses of `engines.megatron.balance` and the gradients of two of them."""
+def round_trip(config, bucket_bytes=1 << 28):
+    """Loads model.path without a trainer; [(name, weight)] as this rank is given them."""
     import torch
-    import torch.distributed as dist
+    from megatron.core import tensor_parallel
 
-    from relax_hpc.engines.megatron import balance as module
+    from relax_hpc.engines.megatron import attention, cpu, grid, hf_names, hf_stream, model
+    from relax_hpc.engines.megatron import transformer as transformers
+    from relax_hpc.engines.megatron.architectures import registry
 
-    of = module.Documents(torch.tensor(documents), torch.tensor(trained))
-    found = []
-    for make in (module.micro_batch_groups, module.document_groups):
-        given = torch.tensor(scores, requires_grad=True)
-        groups = make(given, torch.tensor(chosen), of, dist.group.WORLD)
-        loss = module.balance_loss(groups, experts_per_token)
-        loss.backward()
-        found.append((float(loss), given.grad.tolist()))
-    return *found, float(module.z_loss(torch.tensor(logits), of, dist.group.WORLD))
-
-
-def expert_biases():
-    """[layers of this rank, experts]."""
-    from relax_hpc.engines.megatron.router import PackedRouter
-
-    modules = (m for chunk in _state["trainer"]._chunks for m in chunk.modules())
-    return [m.expert_bias.tolist() for m in modules if isinstance(m, PackedRouter)]
+    cpu.install()
+    shape = registry.read_architecture(config.model.path)
+    made = transformers.transformer_config(config, shape)
+    _set_grid(config.actor)
+    grid.initialize(config.actor)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    device = torch.device("cpu")
+    chunks = model.build(made, shape, device, attention.choose("auto", device, made.params_dtype))
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(float("nan"))
+    hf_names.load(chunks, config.model.path)
+    stream = list(hf_stream.named_weights(chunks, bucket_bytes=bucket_bytes))
+    return [(name, tensor.numpy().copy()) for name, tensor in stream]

@@ -120,12 +120,6 @@ def test_expert_parallelism_must_divide_the_experts(folder, actor, message):
         transformer_config(config, read_architecture(mixture(folder)))
 
 
-def test_a_dense_model_has_no_experts_to_share(folder):
-    config = job(folder, dp=2, actor={"data_parallel": 2, "expert_parallel": 2})
-    with pytest.raises(ConfigError, match=r"expert_parallel = 2: .* has no experts"):
-        transformer_config(config, read_architecture(folder))
-
-
 def test_an_unknown_transformer_field_is_an_error_that_names_the_nearest(folder):
     config = job(folder, transformer={"recompute_granularty": "full"})
     with pytest.raises(ConfigError, match=r"recompute_granularty.*did you mean recompute_granular"):
@@ -147,9 +141,41 @@ def test_a_value_megatron_refuses_is_a_config_error(folder):
         transformer_config(config, read_architecture(folder))
 
 
-def test_tensor_parallel_must_divide_the_heads(folder):
-    with pytest.raises(ConfigError, match=r"tensor_parallel = 4: .* 2 key-value heads"):
-        transformer_config(job(folder, tp=4), read_architecture(folder))
+@pytest.mark.parametrize(
+    ("fields", "actor", "message"),
+    [
+        ({}, {"tensor_parallel": 3}, "tensor_parallel = 3: .* 4 attention heads"),
+        ({"vocab_size": 130}, {"tensor_parallel": 4}, "parallel = 4: .* 130 vocabulary entries"),
+        ({"intermediate_size": 126}, {"tensor_parallel": 4}, "4: .* 126 feed-forward channels"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16},
+            {"tensor_parallel": 2},
+            "tensor_parallel = 2: does not divide the model's 3 key-value heads, nor they it",
+        ),
+        ({}, {"pipeline_parallel": 4}, "pipeline_parallel = 4: .* 2 layers"),
+        (
+            {},
+            {"pipeline_parallel": 2, "virtual_pipeline": 2},
+            "pipeline_parallel x virtual_pipeline = 4: .* 2 layers",
+        ),
+        ({}, {"data_parallel": 2, "expert_parallel": 2}, "expert_parallel = 2: .* no experts"),
+    ],
+)
+def test_a_grid_must_divide_the_model(folder, fields, actor, message):
+    (folder / "config.json").write_text(json.dumps(QWEN3 | fields))
+    with pytest.raises(ConfigError, match=message):
+        transformer_config(job(folder, actor=actor), read_architecture(folder))
+
+
+def test_ranks_may_share_a_key_value_head(folder):
+    transformer_config(job(folder, tp=4), read_architecture(folder))
+
+
+def test_stages_may_be_uneven_if_the_job_says_how(folder):
+    (folder / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 3}))
+    uneven = {"num_layers_in_first_pipeline_stage": 1}
+    config = job(folder, actor={"pipeline_parallel": 2, "transformer": uneven})
+    transformer_config(config, read_architecture(folder))
 
 
 @pytest.mark.parametrize(

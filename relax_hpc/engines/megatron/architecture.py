@@ -36,7 +36,5 @@ class Architecture:
     max_positions: int
     norm_epsilon: float
     rope_base: float
-    attention_bias: bool
-    """Of the query, key and value projections."""
     tied_embeddings: bool
     experts: Experts | None = None

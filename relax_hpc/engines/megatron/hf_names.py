@@ -1,170 +1,135 @@
-"""Hugging Face names and layouts <-> Megatron-core's, streamed tensor by tensor, bitwise.
+"""A model's parameters under their Hugging Face names: this rank's part of them, and loading it."""
 
-Megatron-core stores q, k and v of a query group side by side (`[q.., k, v]` per group), gate and up
-as one matrix, and splits each of them, the embedding and the output over tensor-parallel ranks.
-"""
-
-import json
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.engines.megatron.architectures.names import Parameter, Piece
+from relax_hpc.engines.megatron.architectures.registry import parameters, read_architecture
+from relax_hpc.engines.megatron.hf_files import HfFiles, check_names
 
-Layout = Literal["whole", "rows", "columns", "gate_up", "qkv"]
-"""How tensor-parallel ranks share it: all of it, split by dimension 0 or 1, or the two packings."""
-
-
-class Mapping(NamedTuple):
-    """One Megatron-core parameter of this rank."""
-
-    core: str
-    layout: Layout
-    hf: tuple[str, ...]
-    """Hugging Face tensors it is packed from."""
+_LAYERS = "decoder.layers."
 
 
-_OUTER: dict[str, tuple[Layout, str]] = {
-    "embedding.word_embeddings.weight": ("rows", "model.embed_tokens.weight"),
-    "output_layer.weight": ("rows", "lm_head.weight"),
-    "decoder.final_layernorm.weight": ("whole", "model.norm.weight"),
-}
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_LAYER: dict[str, tuple[Layout, tuple[str, ...]]] = {
-    "input_layernorm.weight": ("whole", ("input_layernorm.weight",)),
-    "pre_mlp_layernorm.weight": ("whole", ("post_attention_layernorm.weight",)),
-    "self_attention.linear_qkv.weight": ("qkv", tuple(f"{x}.weight" for x in _QKV)),
-    "self_attention.linear_qkv.bias": ("qkv", tuple(f"{x}.bias" for x in _QKV)),
-    "self_attention.linear_proj.weight": ("columns", ("self_attn.o_proj.weight",)),
-    "self_attention.q_layernorm.weight": ("whole", ("self_attn.q_norm.weight",)),
-    "self_attention.k_layernorm.weight": ("whole", ("self_attn.k_norm.weight",)),
-    "mlp.linear_fc1.weight": ("gate_up", ("mlp.gate_proj.weight", "mlp.up_proj.weight")),
-    "mlp.linear_fc2.weight": ("columns", ("mlp.down_proj.weight",)),
-}
+class Sharing(NamedTuple):
+    """Who shares matrices of a kind, within a pipeline stage."""
+
+    rank: int
+    """Its part of every matrix."""
+    size: int
+    """Parts of a matrix."""
+    expert_rank: int = 0
+    """Its part of the experts."""
+    expert_size: int = 1
+
+    @classmethod
+    def of(cls, parameter: Parameter) -> "Sharing":
+        if not parameter.num_experts:
+            return cls(
+                mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+            )
+        return cls(
+            mpu.get_expert_tensor_parallel_rank(),
+            mpu.get_expert_tensor_parallel_world_size(),
+            mpu.get_expert_model_parallel_rank(),
+            mpu.get_expert_model_parallel_world_size(),
+        )
 
 
-def mappings(model: GPTModel) -> Iterator[Mapping]:
-    """The parameters of a chunk of layers on this rank, in its order."""
-    offset = get_transformer_layer_offset(model.config, model.vp_stage)
-    for core, _ in model.named_parameters():
-        if core in _OUTER:
-            layout, name = _OUTER[core]
-            yield Mapping(core, layout, (name,))
-            continue
-        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", core)
-        assert match, core
-        layout, names = _LAYER[match[2]]
-        prefix = f"model.layers.{int(match[1]) + offset}."
-        yield Mapping(core, layout, tuple(prefix + name for name in names))
+class Owned(NamedTuple):
+    """A parameter, and what of it this rank holds."""
+
+    parameter: Parameter
+    copies: list[list[nn.Parameter]]
+    """Each is one tensor, or one for every expert of this rank; none if it is on another stage."""
+
+
+def owned(chunks: Sequence[GPTModel], shape: Architecture) -> list[Owned]:
+    """All parameters of the model, in the order in which they are exported."""
+    here = _by_name(chunks)
+    found = []
+    for parameter in parameters(shape):
+        copies = [own for name in parameter.core if (own := _take(here, name))]
+        found.append(Owned(parameter, copies))
+    assert not here, f"{shape.model_type} has no names for {sorted(here)}"
+    return found
+
+
+def _by_name(chunks: Sequence[GPTModel]) -> dict[str, nn.Parameter]:
+    """Parameters of all chunks; layers by their number in the model."""
+    named = {}
+    for chunk in chunks:
+        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+        for name, parameter in chunk.named_parameters():
+            if name.startswith(_LAYERS):
+                number, rest = name.removeprefix(_LAYERS).split(".", 1)
+                name = f"{_LAYERS}{int(number) + offset}.{rest}"
+            named[name] = parameter
+    return named
+
+
+def _take(here: dict[str, nn.Parameter], pattern: str) -> list[nn.Parameter]:
+    """The one of that name, or one for every expert of this rank; taken out of `here`."""
+    taken: list[nn.Parameter] = []
+    while (name := pattern.format(expert=len(taken))) in here:
+        taken.append(here.pop(name))
+    return taken
+
+
+def by_expert(tensors: Sequence[Tensor], parameter: Parameter, size: int) -> list[Tensor]:
+    """Views of the shard of each expert; of one shard, where there are no experts.
+
+    Args:
+        tensors: one that stacks them, or one each.
+        size: ranks that share a matrix.
+    """
+    shape = parameter.shard_shape(size)
+    return [shard for tensor in tensors for shard in tensor.view(-1, *shape)]
 
 
 @torch.no_grad()
 def load(chunks: Sequence[GPTModel], folder: Path) -> None:
     """Fills the chunks' parameters from the safetensors of a Hugging Face folder.
 
+    A rank reads its own part of them, a tensor at a time.
+
     Raises:
-        ConfigError: no safetensors, or a tensor is missing or of another shape.
+        ConfigError: no safetensors, one is damaged, or they are not what config.json says.
     """
-    files = _files_by_tensor(folder)
-    for model in chunks:
-        _load(model, folder, files)
+    shape = read_architecture(folder)
+    with HfFiles(folder) as files:
+        check_names(files, shape, parameters(shape))
+        for parameter, copies in owned(chunks, shape):
+            for tensors in copies:
+                _fill(files, parameter, tensors)
 
 
-def _load(model: GPTModel, folder: Path, files: dict[str, str]) -> None:
-    parameters = dict(model.named_parameters())
-    for mapping in mappings(model):
-        sources = [_read(folder, files, name) for name in mapping.hf]
-        shard = _shard(mapping.layout, sources, model.config)
-        parameter = parameters[mapping.core]
-        if shard.shape != parameter.shape:
-            raise ConfigError(
-                f"model.path = {folder}: {', '.join(mapping.hf)} gives {list(shard.shape)}, "
-                f"config.json asks for {list(parameter.shape)}"
-            )
-        parameter.copy_(shard)
+def _fill(files: HfFiles, parameter: Parameter, tensors: Sequence[Tensor]) -> None:
+    sharing = Sharing.of(parameter)
+    shards = by_expert(tensors, parameter, sharing.size)
+    if parameter.fused in files.names:
+        files.check_shape(parameter.fused, parameter.fused_shape)
+    for number, shard in enumerate(shards, start=sharing.expert_rank * len(shards)):
+        for piece in parameter.pieces(sharing.rank, sharing.size):
+            here = shard.narrow(piece.dim, piece.target, piece.length)
+            here.copy_(_read(files, parameter, number, piece))
 
 
-def named_weights(chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors in Hugging Face names, on the model's device, one at a time.
-
-    Collective over the tensor-parallel group: every rank iterates to the end. The tensors may alias
-    the parameters; a tied output matrix is not repeated.
-    """
-    (model,) = chunks
-    parameters = dict(model.named_parameters())
-    for mapping in mappings(model):
-        whole = _gather(mapping.layout, parameters[mapping.core].detach())
-        yield from zip(mapping.hf, _unpack(mapping.layout, whole, model.config), strict=True)
-
-
-def _files_by_tensor(folder: Path) -> dict[str, str]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        return weight_map
-    if single.exists():
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single.name)
-    raise ConfigError(f"model.path = {folder}: has no {single.name} and no {index.name}")
-
-
-def _read(folder: Path, files: dict[str, str], name: str) -> Tensor:
-    if name not in files:
-        raise ConfigError(f"model.path = {folder}: has no tensor {name}")
-    with safe_open(folder / files[name], framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
-
-
-def _shard(layout: Layout, tensors: list[Tensor], config: TransformerConfig) -> Tensor:
-    size = mpu.get_tensor_model_parallel_world_size()
-    rank = mpu.get_tensor_model_parallel_rank()
-    if layout == "whole":
-        return tensors[0]
-    if layout == "columns":
-        return _part(tensors[0], rank, size, dim=1)
-    if layout == "gate_up":
-        return torch.cat([_part(tensor, rank, size) for tensor in tensors])
-    if layout == "qkv":
-        by_group = [t.view(config.num_query_groups, -1, *t.shape[1:]) for t in tensors]
-        return _part(torch.cat(by_group, dim=1).flatten(0, 1), rank, size)
-    return _part(tensors[0], rank, size)
-
-
-def _part(tensor: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
-    return torch.chunk(tensor, size, dim)[rank]
-
-
-def _gather(layout: Layout, shard: Tensor) -> list[Tensor]:
-    group = mpu.get_tensor_model_parallel_group()
-    if layout == "whole" or group.size() == 1:
-        return [shard]
-    shards = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(shards, shard.contiguous(), group=group)
-    return shards
-
-
-def _unpack(layout: Layout, shards: list[Tensor], config: TransformerConfig) -> list[Tensor]:
-    if layout == "columns":
-        return [torch.cat(shards, dim=1)]
-    if layout == "gate_up":
-        halves = [shard.chunk(2) for shard in shards]
-        return [torch.cat(parts) for parts in zip(*halves, strict=True)]
-    whole = torch.cat(shards) if len(shards) > 1 else shards[0]
-    if layout == "qkv":
-        head, groups = config.kv_channels, config.num_query_groups
-        queries = config.num_attention_heads // groups * head
-        by_group = whole.view(groups, -1, *whole.shape[1:])
-        split = torch.split(by_group, [queries, head, head], dim=1)
-        return [part.flatten(0, 1) for part in split]
-    return [whole]
+def _read(files: HfFiles, parameter: Parameter, expert: int, piece: Piece) -> Tensor:
+    """A piece, wherever the checkpoint has it."""
+    name, shape = list(parameter.hf.items())[piece.source]
+    others = [slice(None)] * piece.dim
+    if parameter.fused in files.names:
+        before = sum(rows for rows, *_ in list(parameter.hf.values())[: piece.source])
+        along = slice(before + piece.start, before + piece.start + piece.length)
+        return files.read(parameter.fused, slice(expert, expert + 1), *others, along)[0]
+    name = name.format(expert=expert)
+    files.check_shape(name, shape)
+    return files.read(name, *others, slice(piece.start, piece.start + piece.length))

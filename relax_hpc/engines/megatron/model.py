@@ -35,6 +35,9 @@ from relax_hpc.engines.megatron.logprobs import hidden_logprobs
 class PackedGPT(GPTModel):  # type: ignore[misc]
     """Megatron's, but its last stage gives hidden states: `logprobs` makes of them what it can."""
 
+    architecture: Architecture
+    """Of the whole model; this may be a part of its layers."""
+
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states
 
@@ -75,9 +78,9 @@ def build(
     """Builds this rank's chunks of layers, in order, weights uninitialised; groups must exist.
 
     Raises:
-        ConfigError: experts are to be reached by what is not installed.
+        ConfigError: experts are asked for what they cannot do here.
     """
-    moe.check_installed(config)
+    moe.check(config)
     stages = config.virtual_pipeline_model_parallel_size
     if stages is None:
         return [_build_chunk(config, shape, device, attend, None)]
@@ -108,6 +111,7 @@ def _build_chunk(
         position_embedding_type="mrope",
         vp_stage=vp_stage,
     )
+    model.architecture = shape
     model.rotary_pos_emb = RotaryByPosition(shape.head_dim, shape.rope_base, device)
     return cast(PackedGPT, model.to(device))
 
@@ -129,5 +133,5 @@ def _layer(attend: Attend, *, has_experts: bool) -> ModuleSpec:
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = partial(PackedAttention, attend=attend)
     if has_experts:
-        return moe.with_experts(layer)
+        layer.submodules.mlp = moe.layer_spec()
     return layer

@@ -16,6 +16,7 @@ from relax_hpc.engines.megatron import (
     cpu,
     grid,
     hf_names,
+    hf_stream,
     layers,
     model,
     packing,
@@ -52,7 +53,8 @@ class MegatronScorer:
 
         Raises:
             ConfigError: the layout does not fit the ranks or the model; a field of
-                actor.transformer is unknown; the model is not a dense Qwen3.
+                actor.transformer is unknown; the checkpoint is not what its
+                config.json says.
         """
         if world.size != config.actor.world_size:
             raise ConfigError(
@@ -110,7 +112,7 @@ class MegatronScorer:
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names; every rank must iterate to the end."""
-        return hf_names.named_weights(self._chunks)
+        return hf_stream.named_weights(self._chunks)
 
     def _build(
         self,

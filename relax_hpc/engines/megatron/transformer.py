@@ -7,11 +7,10 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from relax_hpc.config import ActorConfig, JobConfig
-from relax_hpc.engines.megatron import gradient_fusion, moe
+from relax_hpc.engines.megatron import fit, gradient_fusion
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.registry import FAMILIES
 from relax_hpc.engines.megatron.passthrough import build, refusals
-from relax_hpc.errors import ConfigError
 
 
 def transformer_config(config: JobConfig, shape: Architecture) -> TransformerConfig:
@@ -19,9 +18,9 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
 
     Raises:
         ConfigError: an unknown field, one that is not the job's to set, or a value Megatron-core
-            refuses; a tensor-parallel size that does not divide the model.
+            refuses; a grid that does not divide the model.
     """
-    _check_divides(config.actor, shape)
+    fit.check(config.actor, shape)
     dtype = getattr(torch, config.model.dtype)
     ours: dict[str, Any] = {
         "num_layers": shape.num_layers,
@@ -49,6 +48,8 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
         "expert_tensor_parallel_size": config.actor.expert_tensor_parallel,
         # Every micro-batch has a length of its own, and outputs are views.
         "variable_seq_lengths": config.actor.pipeline_parallel > 1,
+        # Asked for by variable_seq_lengths, experts or not.
+        "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": False,
         "batch_p2p_comm": False,
         # Random weights are overwritten, but drawing them also marks which ones ranks share:
@@ -72,15 +73,13 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
     refused = refusals(_REASON, *(set(ours) - _OVERRIDABLE)) | _SET_BY
     # Dense models are asked, too: the default refuses lengths that vary.
     ours["moe_token_dispatcher_type"] = "alltoall"
-    made = build(
+    return build(
         TransformerConfig,
         "actor.transformer",
         config.actor.transformer,
         ours=ours | family.defaults(shape),
         refused=refused,
     )
-    moe.check(made)
-    return made
 
 
 def sequence_parallel(actor: ActorConfig) -> bool:
@@ -90,7 +89,7 @@ def sequence_parallel(actor: ActorConfig) -> bool:
     return actor.sequence_parallel
 
 
-_OVERRIDABLE = {"bias_activation_fusion", "bias_dropout_fusion"}
+_OVERRIDABLE = {"moe_token_dispatcher_type", "bias_activation_fusion", "bias_dropout_fusion"}
 _REASON = "is set from the model and the layout; remove it"
 _SET_BY = {
     name: f"is set by {key}; use that"
@@ -108,31 +107,3 @@ _SET_BY = {
         "fp16": "model.dtype",
     }.items()
 }
-
-
-def _check_divides(actor: ActorConfig, shape: Architecture) -> None:
-    experts = shape.experts
-    if experts is None and actor.expert_parallel * actor.expert_tensor_parallel > 1:
-        raise ConfigError(
-            f"actor.expert_parallel = {actor.expert_parallel}: a model of model_type "
-            f"{shape.model_type!r} has no experts; use 1, for expert_tensor_parallel, too"
-        )
-    tensor = "tensor_parallel"
-    sizes = [
-        (tensor, "attention heads", shape.num_heads),
-        (tensor, "key-value heads", shape.num_kv_heads),
-        (tensor, "vocabulary entries", shape.vocab_size),
-        (tensor, "feed-forward channels", shape.ffn_hidden_size),
-    ]
-    if experts is not None:
-        sizes += [
-            ("expert_parallel", "experts", experts.num_experts),
-            ("expert_tensor_parallel", "channels of an expert", experts.ffn_hidden_size),
-        ]
-    for key, what, size in sizes:
-        ranks = getattr(actor, key)
-        if size % ranks:
-            raise ConfigError(
-                f"actor.{key} = {ranks}: does not divide the model's {size} {what}; "
-                "use a divisor of it"
-            )

@@ -1,11 +1,12 @@
 """What a new architecture has to say; its file makes one `Family` of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
+from relax_hpc.engines.megatron.architectures.names import Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +19,6 @@ class Family:
     """Fields of Megatron-core's TransformerConfig that the model decides."""
     defaults: Callable[[Architecture], dict[str, Any]]
     """Fields that the job may set otherwise."""
+    parameters: Callable[[Architecture], Iterator[Parameter]]
+    """All of the model, in the order in which its weights are exported; layers by their number in
+    the model."""

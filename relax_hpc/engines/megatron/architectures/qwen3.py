@@ -1,15 +1,18 @@
 """Qwen3, dense."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
 from relax_hpc.engines.megatron.architectures.family import Family
+from relax_hpc.engines.megatron.architectures.names import Parameter
 
 
 def read(config: ConfigJson) -> Architecture:
     config.require("hidden_act", "silu")
     config.require("use_sliding_window", False)
+    config.require("attention_bias", False)
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     return Architecture(
         model_type=config.get("model_type"),
@@ -23,18 +26,17 @@ def read(config: ConfigJson) -> Architecture:
         max_positions=config.size("max_position_embeddings"),
         norm_epsilon=config.number("rms_norm_eps"),
         rope_base=config.rope_base(),
-        attention_bias=config.flag("attention_bias"),
         tied_embeddings=config.flag("tie_word_embeddings"),
     )
 
 
-def transformer(shape: Architecture) -> dict[str, Any]:
+def transformer(_: Architecture) -> dict[str, Any]:
     return {
         "normalization": "RMSNorm",
         "qk_layernorm": True,
         "gated_linear_unit": True,
         "add_bias_linear": False,
-        "add_qkv_bias": shape.attention_bias,
+        "add_qkv_bias": False,
     }
 
 
@@ -42,4 +44,64 @@ def defaults(_: Architecture) -> dict[str, Any]:
     return {}
 
 
-FAMILY = Family("qwen3", read, transformer, defaults)
+def parameters(
+    shape: Architecture, mlp: Callable[[Architecture, int], Iterator[Parameter]] | None = None
+) -> Iterator[Parameter]:
+    """All of the model.
+
+    Args:
+        mlp: parameters of a layer behind the attention, if they are not those of a dense one.
+    """
+    table = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
+    output = "output_layer.weight"
+    # A tied output layer that is on another pipeline stage than the embedding has a copy of it.
+    copies = (output,) if shape.tied_embeddings else ()
+    yield Parameter(("embedding.word_embeddings.weight", *copies), table, "rows")
+    for layer in range(shape.num_layers):
+        for parameter in (*attention(shape), *(mlp or dense_mlp)(shape, layer)):
+            yield parameter.within(f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+    yield Parameter(
+        ("decoder.final_layernorm.weight",), {"model.norm.weight": (shape.hidden_size,)}
+    )
+    if not shape.tied_embeddings:
+        table = {"lm_head.weight": (shape.vocab_size, shape.hidden_size)}
+        yield Parameter((output,), table, "rows")
+
+
+def attention(shape: Architecture) -> Iterator[Parameter]:
+    hidden, head = shape.hidden_size, shape.head_dim
+    queries, keys = shape.num_heads * head, shape.num_kv_heads * head
+    yield Parameter(("input_layernorm.weight",), {"input_layernorm.weight": (hidden,)})
+    yield Parameter(
+        ("self_attention.linear_qkv.weight",),
+        {
+            "self_attn.q_proj.weight": (queries, hidden),
+            "self_attn.k_proj.weight": (keys, hidden),
+            "self_attn.v_proj.weight": (keys, hidden),
+        },
+        "rows",
+        groups=shape.num_kv_heads,
+    )
+    yield Parameter(("self_attention.q_layernorm.weight",), {"self_attn.q_norm.weight": (head,)})
+    yield Parameter(("self_attention.k_layernorm.weight",), {"self_attn.k_norm.weight": (head,)})
+    yield Parameter(
+        ("self_attention.linear_proj.weight",),
+        {"self_attn.o_proj.weight": (hidden, queries)},
+        "columns",
+    )
+    yield Parameter(("pre_mlp_layernorm.weight",), {"post_attention_layernorm.weight": (hidden,)})
+
+
+def dense_mlp(shape: Architecture, _: int) -> Iterator[Parameter]:
+    hidden, channels = shape.hidden_size, shape.ffn_hidden_size
+    yield Parameter(
+        ("mlp.linear_fc1.weight",),
+        {"mlp.gate_proj.weight": (channels, hidden), "mlp.up_proj.weight": (channels, hidden)},
+        "gate_up",
+    )
+    yield Parameter(
+        ("mlp.linear_fc2.weight",), {"mlp.down_proj.weight": (hidden, channels)}, "columns"
+    )
+
+
+FAMILY = Family("qwen3", read, transformer, defaults, parameters)

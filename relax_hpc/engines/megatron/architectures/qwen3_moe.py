@@ -1,5 +1,6 @@
 """Qwen3-MoE: Qwen3 with a mixture of experts in most layers."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -7,15 +8,18 @@ from relax_hpc.engines.megatron.architecture import Architecture, Experts
 from relax_hpc.engines.megatron.architectures import qwen3
 from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
 from relax_hpc.engines.megatron.architectures.family import Family
+from relax_hpc.engines.megatron.architectures.names import Parameter
 from relax_hpc.errors import ConfigError
 
 
 def read(config: ConfigJson) -> Architecture:
     dense = qwen3.read(config)
-    num_experts, chosen = config.size("num_experts"), config.size("num_experts_per_tok")
+    # The hub's folders have the first, transformers 5 writes the second.
+    key = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
+    num_experts, chosen = config.size(key), config.size("num_experts_per_tok")
     if chosen > num_experts:
         raise ConfigError(
-            f"{config.path}: num_experts_per_tok = {chosen}: there are num_experts = {num_experts}"
+            f"{config.path}: num_experts_per_tok = {chosen}: there are {key} = {num_experts}"
         )
     return replace(
         dense,
@@ -64,8 +68,38 @@ def defaults(_: Architecture) -> dict[str, Any]:
         # Training on rewards leaves the balance to the model, unless the job says otherwise.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_token_dispatcher_type": "alltoall",
     }
 
 
-FAMILY = Family("qwen3_moe", read, transformer, defaults)
+def parameters(shape: Architecture) -> Iterator[Parameter]:
+    return qwen3.parameters(shape, _mlp)
+
+
+def _mlp(shape: Architecture, layer: int) -> Iterator[Parameter]:
+    experts = shape.experts
+    assert experts
+    if layer not in experts.layers:
+        yield from qwen3.dense_mlp(shape, layer)
+        return
+    num, hidden, channels = experts.num_experts, shape.hidden_size, experts.ffn_hidden_size
+    yield Parameter(("mlp.router.weight",), {"mlp.gate.weight": (num, hidden)})
+    yield Parameter(
+        ("mlp.experts.weight1", "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
+        {
+            "mlp.experts.{expert}.gate_proj.weight": (channels, hidden),
+            "mlp.experts.{expert}.up_proj.weight": (channels, hidden),
+        },
+        "gate_up",
+        num_experts=num,
+        fused="mlp.experts.gate_up_proj",
+    )
+    yield Parameter(
+        ("mlp.experts.weight2", "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
+        {"mlp.experts.{expert}.down_proj.weight": (hidden, channels)},
+        "columns",
+        num_experts=num,
+        fused="mlp.experts.down_proj",
+    )
+
+
+FAMILY = Family("qwen3_moe", read, transformer, defaults, parameters)

@@ -1,11 +1,13 @@
 """The architectures that can be trained. A new one is a file beside this one and a line here."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures import qwen3, qwen3_moe
 from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
 from relax_hpc.engines.megatron.architectures.family import Family
+from relax_hpc.engines.megatron.architectures.names import Parameter
 from relax_hpc.errors import ConfigError
 
 FAMILIES: dict[str, Family] = {
@@ -26,3 +28,8 @@ def read_architecture(folder: Path) -> Architecture:
             f"{config.path}: model_type = {model_type!r}: only {', '.join(FAMILIES)} is supported"
         )
     return FAMILIES[model_type].read(config)
+
+
+def parameters(shape: Architecture) -> Iterator[Parameter]:
+    """All of the model's, in the order in which its weights are exported."""
+    return FAMILIES[shape.model_type].parameters(shape)

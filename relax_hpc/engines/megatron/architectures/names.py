@@ -1,0 +1,103 @@
+"""How tensors of a Hugging Face checkpoint lie in Megatron-core's parameters, and in their shards.
+
+Megatron-core packs several matrices into one (query, key and value; gate and up) and splits it over
+tensor-parallel ranks. What a rank holds is described once, as pieces: loading copies them one way,
+exporting the other.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+Shape = tuple[int, ...]
+Layout = Literal["whole", "rows", "columns", "gate_up"]
+"""How ranks share it: all of it each; by dimension 0, in `groups` that take turns; by dimension 1;
+or by dimension 0, in as many groups as there are ranks."""
+
+
+class Piece(NamedTuple):
+    """What a shard has of one Hugging Face tensor: a range of one dimension, all of the others."""
+
+    source: int
+    """Which of `Parameter.hf`."""
+    dim: int
+    start: int
+    """In the Hugging Face tensor."""
+    target: int
+    """In the shard."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of Megatron-core, and what it is packed from."""
+
+    core: tuple[str, ...]
+    """Its names in the model; those a rank has are filled. `{expert}` counts a rank's experts."""
+    hf: Mapping[str, Shape]
+    """Hugging Face's names, with the whole shapes. `{expert}` counts the model's experts."""
+    layout: Layout = "whole"
+    groups: int = 1
+    """A query group has its queries, key and value side by side."""
+    num_experts: int = 0
+    """All of this shape, shared by expert-parallel ranks; stacked if `core` counts none."""
+    fused: str = ""
+    """All experts as one tensor [experts, rows of all of `hf`, columns], where a checkpoint has it
+    instead."""
+
+    def within(self, core: str, hf: str) -> "Parameter":
+        """The same under a prefix."""
+        return replace(
+            self,
+            core=tuple(core + name for name in self.core),
+            hf={hf + name: shape for name, shape in self.hf.items()},
+            fused=self.fused and hf + self.fused,
+        )
+
+    def names(self) -> Iterator[str]:
+        """The tensors of a checkpoint, expert by expert."""
+        for expert in range(self.num_experts or 1):
+            for name in self.hf:
+                yield name.format(expert=expert)
+
+    def shard_shape(self, size: int) -> Shape:
+        """Of a rank, of one expert.
+
+        Args:
+            size: ranks that share it.
+        """
+        (_, *others), rows = next(iter(self.hf.values())), self._rows
+        if self.layout == "whole":
+            return (rows, *others)
+        if self.layout == "columns":
+            return (rows, others[0] // size)
+        return (rows // size, *others)
+
+    def pieces(self, rank: int, size: int) -> Iterator[Piece]:
+        """What the shard of `rank` is made of."""
+        if self.layout == "columns":
+            (_, columns), *_ = self.hf.values()
+            share = columns // size
+            yield Piece(0, 1, rank * share, 0, share)
+            return
+        if self.layout == "whole":
+            rank, size = 0, 1
+        groups = size if self.layout == "gate_up" else self.groups
+        first, last = self._rows * rank // size, self._rows * (rank + 1) // size
+        at = 0
+        for group in range(groups):
+            for source, shape in enumerate(self.hf.values()):
+                length = shape[0] // groups
+                start, stop = max(first, at), min(last, at + length)
+                if start < stop:
+                    yield Piece(source, 0, group * length + start - at, start - first, stop - start)
+                at += length
+
+    @property
+    def fused_shape(self) -> Shape:
+        (_, *others), *_ = self.hf.values()
+        return (self.num_experts, self._rows, *others)
+
+    @property
+    def _rows(self) -> int:
+        return sum(shape[0] for shape in self.hf.values())

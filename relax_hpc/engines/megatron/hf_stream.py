@@ -1,0 +1,204 @@
+"""A model's weights as one stream of full tensors under Hugging Face names, whatever the grid.
+
+A bucket of parameters at a time: their pipeline stage passes its shards on to the other stages,
+then ranks of each stage that share matrices gather them. So what crosses stages is one shard per
+rank, and what is gathered, mostly within a node, comes in as few collectives as there are kinds.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor, nn
+
+from relax_hpc.engines.megatron.architectures.names import Parameter, Piece, Shape
+from relax_hpc.engines.megatron.hf_names import Owned, Sharing, by_expert, owned
+from relax_hpc.engines.megatron.model import PackedGPT
+
+BUCKET_BYTES = 1 << 28
+
+Shard = list[Tensor]
+"""What a rank has of a parameter: one tensor, or one for every expert of the rank."""
+Key = TypeVar("Key", bound=Hashable)
+
+
+class _Slot(NamedTuple):
+    """A parameter on its way."""
+
+    parameter: Parameter
+    stage: int
+    """Of the pipeline, that has it; the first, if several do."""
+    dtype: torch.dtype
+    shard: Shard
+    """This rank's; empty on the other stages."""
+    sharing: Sharing
+
+    @property
+    def shard_shape(self) -> Shape:
+        """[experts of a rank or 1, ...]."""
+        experts = (self.parameter.num_experts or 1) // self.sharing.expert_size
+        return (experts, *self.parameter.shard_shape(self.sharing.size))
+
+    @property
+    def numel(self) -> int:
+        """Of a shard."""
+        return torch.Size(self.shard_shape).numel()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Ranks of a stage whose shards make the whole, if there are several."""
+        if self.parameter.num_experts:
+            group = mpu.get_expert_tensor_and_model_parallel_group()
+        elif self.parameter.layout != "whole":
+            group = mpu.get_tensor_model_parallel_group()
+        else:
+            return None
+        return group if group.size() > 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return self.numel * self.dtype.itemsize * (self.group.size() if self.group else 1)
+
+
+@torch.no_grad()
+def named_weights(
+    chunks: Sequence[PackedGPT],
+    *,
+    value_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors under Hugging Face names, in the order of the model, on its device.
+
+    Collective over all ranks that share the model's matrices, layers or experts: each iterates to
+    the end and is given every tensor, in the same order on any grid. A tied output matrix is not
+    repeated.
+
+    No tensor is written to after it was yielded. One that had to be brought together is the
+    caller's to keep; one that is all this rank's own may be a view of the parameter, which is good
+    until the weights change. Besides what was yielded a rank holds up to two buckets.
+
+    Args:
+        chunks: this rank's.
+        value_of: what is exported of a parameter, of its shape; `main_grad`, for example.
+        bucket_bytes: of whole tensors that are gathered at a time; a larger parameter is alone.
+    """
+    device = next(chunks[0].parameters()).device
+    slots = _slots(owned(chunks, chunks[0].architecture), value_of)
+    for bucket in _buckets(slots, bucket_bytes):
+        shards = _gather(bucket, _pass_on(bucket, device))
+        for slot, parts in zip(bucket, shards, strict=True):
+            yield from _whole(slot, parts)
+
+
+def _slots(parameters: Sequence[Owned], value_of: Callable[[nn.Parameter], Tensor]) -> list[_Slot]:
+    group = mpu.get_pipeline_model_parallel_group()
+    values = [[value_of(own) for own in copies[0]] if copies else [] for _, copies in parameters]
+    mine = [tensors[0].dtype if tensors else None for tensors in values]
+    stages = [mine]
+    if group.size() > 1:  # stages may be cut in ways that only their ranks know
+        stages = [[] for _ in range(group.size())]
+        dist.all_gather_object(stages, mine, group=group)
+    slots = []
+    for number, (parameter, _) in enumerate(parameters):
+        stage, dtype = next((n, stage[number]) for n, stage in enumerate(stages) if stage[number])
+        assert dtype
+        sharing = Sharing.of(parameter)
+        own = values[number] if stage == group.rank() else []
+        shard = by_expert(own, parameter, sharing.size)
+        slots.append(_Slot(parameter, stage, dtype, shard, sharing))
+    return slots
+
+
+def _buckets(slots: Sequence[_Slot], max_bytes: int) -> Iterator[list[_Slot]]:
+    bucket: list[_Slot] = []
+    for slot in slots:
+        if bucket and sum(other.nbytes for other in bucket) + slot.nbytes > max_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(slot)
+    yield bucket
+
+
+def _pass_on(bucket: Sequence[_Slot], device: torch.device) -> list[Shard]:
+    """Every slot's shard, on all stages."""
+    shards = [slot.shard for slot in bucket]
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return shards
+    kinds = _kinds([(slot.stage, slot.dtype) for slot in bucket])
+    for (stage, dtype), numbers in kinds.items():
+        sizes = [bucket[number].numel for number in numbers]
+        if stage == group.rank():
+            dist.broadcast(_flat(shards, numbers), group=group, group_src=stage)
+            continue
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        dist.broadcast(flat, group=group, group_src=stage)
+        for number, part in zip(numbers, torch.split(flat, sizes), strict=True):
+            shards[number] = list(part.view(bucket[number].shard_shape))
+    return shards
+
+
+def _gather(bucket: Sequence[_Slot], shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Every slot's shards of all ranks that share it, by their rank."""
+    gathered = [[shard] for shard in shards]
+    for (group, dtype), numbers in _kinds([(slot.group, slot.dtype) for slot in bucket]).items():
+        if group is None:
+            continue
+        flat = _flat(shards, numbers)
+        ranks = torch.empty(group.size() * len(flat), dtype=dtype, device=flat.device)
+        dist.all_gather_into_tensor(ranks, flat, group=group)
+        sizes = [bucket[number].numel for number in numbers]
+        for number, parts in zip(
+            numbers, torch.split(ranks.view(group.size(), -1), sizes, dim=1), strict=True
+        ):
+            shape = bucket[number].shard_shape
+            gathered[number] = [list(part.view(shape)) for part in parts]
+    return gathered
+
+
+def _kinds(keys: Sequence[Key]) -> dict[Key, list[int]]:
+    """Key -> where it is found."""
+    kinds: dict[Key, list[int]] = {}
+    for number, key in enumerate(keys):
+        kinds.setdefault(key, []).append(number)
+    return kinds
+
+
+def _flat(shards: Sequence[Shard], numbers: Sequence[int]) -> Tensor:
+    return torch.cat([tensor.flatten() for number in numbers for tensor in shards[number]])
+
+
+def _whole(slot: _Slot, ranks: Sequence[Shard]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a parameter is packed from.
+
+    Args:
+        ranks: shards of those who share it, expert-tensor-parallel ranks of the same experts side
+            by side.
+    """
+    size, per_rank = slot.sharing.size, slot.shard_shape[0]
+    is_own = bool(slot.shard) and slot.group is None
+    for expert in range(slot.parameter.num_experts or 1):
+        holders = ranks[expert // per_rank * size :][:size]
+        placed = [
+            (holder[expert % per_rank], piece)
+            for rank, holder in enumerate(holders)
+            for piece in slot.parameter.pieces(rank, size)
+        ]
+        for source, (name, shape) in enumerate(slot.parameter.hf.items()):
+            parts = [(shard, piece) for shard, piece in placed if piece.source == source]
+            yield name.format(expert=expert), _joined(parts, shape, may_alias=is_own)
+
+
+def _joined(parts: Sequence[tuple[Tensor, Piece]], shape: Shape, *, may_alias: bool) -> Tensor:
+    shard, piece = parts[0]
+    if may_alias and len(parts) == 1:
+        return shard.narrow(piece.dim, piece.target, piece.length)
+    whole = shard.new_empty(shape)
+    for shard, piece in parts:
+        whole.narrow(piece.dim, piece.start, piece.length).copy_(
+            shard.narrow(piece.dim, piece.target, piece.length)
+        )
+    return whole

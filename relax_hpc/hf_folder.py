@@ -1,0 +1,99 @@
+"""A Hugging Face folder with new weights: it appears whole, or not at all."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from relax_hpc.comm.bucket import NamedTensors, buckets
+from relax_hpc.records import write_json
+
+SHARD_BYTES = 5 << 30
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth",
+            ".gguf", ".h5", ".msgpack", ".onnx")  # fmt: skip
+_INDEX = "model.safetensors.index.json"
+
+
+def write(
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    source: Path,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    durable: bool = True,
+) -> None:
+    """Writes `tensors` as a folder that loads like `source`, which lends all but its weights.
+
+    One of that name is replaced. The tensors of one file are in memory at a time.
+
+    Args:
+        folder: appears by a rename, when it is complete.
+        tensors: read to the end.
+        source: a Hugging Face folder: of it come config.json, tokenizer and what else is small.
+        shard_bytes: of the tensors in a file; a larger one is alone.
+        durable: everything is on disk before the rename; else a crash of the machine may tear it.
+    """
+    draft, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("tmp", "old"))
+    for left_over in (draft, old):
+        shutil.rmtree(left_over, ignore_errors=True)
+    draft.mkdir(parents=True)
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copy(path, draft)
+    dtypes = _write_weights(draft, buckets(tensors, shard_bytes))
+    _set_dtype(draft / "config.json", dtypes)
+    if durable:
+        for path in (*draft.iterdir(), draft):
+            _flush(path)
+    if folder.exists():
+        folder.rename(old)
+    draft.rename(folder)
+    if durable:
+        _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> set[torch.dtype]:
+    """Writes the files and, if they are several, their index; returns the types of the tensors."""
+    contents: list[list[str]] = []
+    total, dtypes = 0, set[torch.dtype]()
+    for number, shard in enumerate(shards, start=1):
+        on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shard}
+        on_host = {name: tensor.contiguous() for name, tensor in on_host.items()}
+        save_file(on_host, folder / f"{number}.safetensors", metadata={"format": "pt"})
+        contents.append(list(on_host))
+        total += sum(tensor.nbytes for tensor in on_host.values())
+        dtypes |= {tensor.dtype for tensor in on_host.values()}
+    if len(contents) == 1:
+        (folder / "1.safetensors").rename(folder / "model.safetensors")
+        return dtypes
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(contents, start=1):
+        file = f"model-{number:05}-of-{len(contents):05}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map |= dict.fromkeys(names, file)
+    write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return dtypes
+
+
+def _set_dtype(config: Path, dtypes: set[torch.dtype]) -> None:
+    """What loads the folder goes by what config.json says, so it has to say what is there."""
+    if len(dtypes) != 1 or not config.exists():
+        return
+    record = json.loads(config.read_text())
+    (dtype,) = dtypes
+    said = {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype")}
+    write_json(config, record | {key: said[key] for key in said if key in record})
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
