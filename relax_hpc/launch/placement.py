@@ -45,6 +45,10 @@ def place(config: JobConfig) -> list[Component]:
         components.append(_component(config, "rollout", config.rollout.num_engines, resources))
     resources = profile.resources("actor", config.actor.resources)
     components.append(_component(config, "actor", config.actor.world_size, resources))
+    if isinstance(config, RunConfig) and config.reference.placement == "own":
+        resources = profile.resources("reference", config.reference.resources)
+        ranks = config.reference.world_size
+        components.append(_component(config, "reference", ranks, resources))
     return components
 
 

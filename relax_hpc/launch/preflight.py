@@ -20,6 +20,12 @@ from relax_hpc.records import read_json
 
 _ARCHITECTURE = "Qwen3ForCausalLM"
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+_VOCABULARY = ("vocab_size",)
+_SHAPE = (
+    *_VOCABULARY, "model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
+    "num_experts", "moe_intermediate_size",
+)  # fmt: skip
 # Slurm and submitit replace %x in file names; Slurm reads a backslash as "replace nothing".
 _REPLACED = "%\\\n"
 
@@ -43,6 +49,7 @@ def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool
     check_weights(config.model.path)
     if isinstance(config, RunConfig):
         check_engine(config.rollout)
+        check_reference(config)
     check_trainer(config)
     if isinstance(config, RunConfig):
         check_prompts(config)
@@ -123,6 +130,28 @@ def check_weights(path: Path) -> None:
         )
 
 
+def check_reference(config: RunConfig) -> None:
+    """The reference reads the same tokens; in the trainer's place it has the trainer's shape."""
+    reference, model = config.reference, config.model.path
+    if reference.placement == "none":
+        return
+    own = reference.placement == "own"
+    folder = config.of_reference.model.path
+    try:
+        check_model(folder, reference.tensor_parallel if own else config.actor.tensor_parallel)
+        check_weights(folder)
+    except ConfigError as error:
+        raise ConfigError(f"reference: {error}") from None
+    its, mine = (read_json(path / "config.json") or {} for path in (folder, model))
+    for key in _VOCABULARY if own else _SHAPE:
+        if its.get(key) != mine.get(key):
+            raise ConfigError(
+                f"reference.path = {str(folder)!r}: {key} is {its.get(key)} in its config.json, "
+                f"{mine.get(key)} in model.path's; use a model of the same "
+                f"{'tokenizer' if own else 'shape, or placement = own'}"
+            )
+
+
 def check_engine(rollout: RolloutConfig) -> None:
     """The engine's own parser takes `rollout.engine_args`."""
     parser = {"embedded": embedded.check, "sglang": sglang.check}[rollout.engine]
@@ -181,12 +210,15 @@ def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None
         longest_trained: tokens of the longest training prompt.
         longest: tokens of the longest prompt.
     """
-    new, budget = config.rollout.max_new_tokens, config.actor.tokens_per_micro_batch
-    if longest_trained + new > budget:
-        raise ConfigError(
-            f"actor.tokens_per_micro_batch = {budget}: the longest prompt has {longest_trained} "
-            f"tokens and rollout.max_new_tokens = {new}; use {longest_trained + new} or more"
-        )
+    new = config.rollout.max_new_tokens
+    for role, its in (("actor", config), ("reference", config.of_reference)):
+        budget = its.actor.tokens_per_micro_batch
+        if longest_trained + new > budget:
+            raise ConfigError(
+                f"{role}.tokens_per_micro_batch = {budget}: the longest prompt has "
+                f"{longest_trained} tokens and rollout.max_new_tokens = {new}; "
+                f"use {longest_trained + new} or more"
+            )
     architecture: dict[str, Any] = read_json(config.model.path / "config.json") or {}
     positions = architecture.get("max_position_embeddings")
     if positions is not None and longest + new > positions:

@@ -20,11 +20,12 @@ PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
 class Profile(Resources):
     rollout: Resources = Resources()
     actor: Resources = Resources()
+    reference: Resources = Resources()
 
     def resources(self, role: str, job: Resources) -> Resources:
         """What `role` asks for: the job's fields over the role's over the site's."""
         of_role: Resources = getattr(self, role)
-        site = self.model_dump(exclude_unset=True, exclude={"rollout", "actor"})
+        site = self.model_dump(exclude_unset=True, exclude={"rollout", "actor", "reference"})
         return Resources.model_validate(
             site | of_role.model_dump(exclude_unset=True) | job.model_dump(exclude_unset=True)
         )

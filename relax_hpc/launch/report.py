@@ -30,7 +30,7 @@ def text(run: RunStatus) -> str:
     """Components and achievements, a line each."""
     lines = [f"{run.name}: {run.state}"]
     lines += [
-        f"  {c.role:<9}{c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
+        f"  {c.role:<10}{c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
         + (f", on {c.nodes}" if c.nodes else "")
         for c in run.components
     ]
@@ -66,6 +66,7 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
                      f"{_score(done['heldout_after'])} after"),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
                          f"{count['trained_twice']} twice" + _dropped(count["dropped"])),
+        *([("reference", f"{done['scored']} trajectories scored")] if done.get("scored") else []),
         ("staleness", f"{done['max_staleness_seen']} at most"),
         ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),
         ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[

@@ -114,12 +114,16 @@ class Job:
 
 
 def slurm_script(job: Job, components: Sequence[Component]) -> str:
-    """The batch script of a heterogeneous job; its log is FOLDER/<job id>_batch.log."""
+    """The batch script of a job, heterogeneous if there are several components.
+
+    Its log is FOLDER/<job id>_batch.log.
+    """
     head = ["#!/bin/bash"]
     for index, component in enumerate(components):
         head += ["#SBATCH hetjob"] if index else []
         head += [f"# component {index}: {component.role}", *_directives(job, index, component)]
-    steps = [_srun(job, index, component) for index, component in enumerate(components)]
+    several = len(components) > 1
+    steps = [_srun(job, k, component, several=several) for k, component in enumerate(components)]
     prepare = [
         "export SUBMITIT_EXECUTOR=hetslurm",
         "job_id=$SLURM_JOB_ID",
@@ -219,11 +223,11 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
     return [*lines, *(f"#SBATCH {option}" for option in resources.sbatch)]
 
 
-def _srun(job: Job, index: int, component: Component) -> str:
+def _srun(job: Job, index: int, component: Component, *, several: bool) -> str:
     resources = component.resources
     options = [
         "srun",
-        f"--het-group={index}",
+        *([f"--het-group={index}"] if several else []),
         f"--nodes={component.nodes}",
         f"--ntasks={component.tasks}",
         f"--ntasks-per-node={component.tasks_per_node}",

@@ -4,7 +4,8 @@ submitit (1.5.4) knows jobs of one component. What has to differ, all of it here
 
 * Inside every step SLURM_JOB_ID is the leader's id, so components would share pickles and results:
   each has a folder of its own.
-* squeue, sacct and scancel call component k "<leader>+<k>", files are named by "<leader>".
+* squeue, sacct and scancel call component k "<leader>+<k>", files are named by "<leader>". A job of
+  one component is an ordinary job, and called "<leader>".
 * sacct is asked by leader; the answer has the components' names.
 * SLURM_JOB_NUM_NODES is the leader's, or missing; SLURM_NNODES is the step's.
 * Only the leader may be requeued, once, and that ends every component; submitit would requeue from
@@ -58,7 +59,7 @@ class HetSlurmInfoWatcher(SlurmInfoWatcher):
 
 
 class HetComponentJob(SlurmJob[R]):
-    """One component; `job_id` is "<leader>+<k>", its files are named by the leader."""
+    """One component; `job_id` is "<leader>[+<k>]", its files are named by the leader."""
 
     watcher = HetSlurmInfoWatcher(delay_s=15)
 
@@ -105,11 +106,11 @@ class HetSlurmExecutor(SlurmExecutor):
         leader = answer.stdout.strip().split(";")[0]  # id, or id;cluster
         name_pickles(pickles, leader)
         draft.rename(job.folder / f"{leader}_submission.sh")
+        # Slurm numbers the components only where there are several.
+        ids = [f"{leader}+{index}" for index in range(len(calls))] if len(calls) > 1 else [leader]
         components: list[HetComponentJob[Any]] = [
-            HetComponentJob(
-                job.component_folder(index), f"{leader}+{index}", range(call.component.tasks)
-            )
-            for index, call in enumerate(calls)
+            HetComponentJob(job.component_folder(index), job_id, range(call.component.tasks))
+            for index, (job_id, call) in enumerate(zip(ids, calls, strict=True))
         ]
         return HetJob(leader, components, lambda: cancel(leader))
 

@@ -17,7 +17,7 @@ class SlurmState:
     """One component as Slurm sees it."""
 
     job_id: str
-    """What squeue and sacct call it: "<leader>+<k>"."""
+    """What squeue and sacct call it: "<leader>+<k>", or "<leader>" where it is alone."""
     state: str
     """One word: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, ..."""
     nodes: str

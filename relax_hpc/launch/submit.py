@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.bus import layout
-from relax_hpc.config import JobConfig, PromptsConfig, Resources, RunConfig, Section
+from relax_hpc.config import (
+    JobConfig,
+    PromptsConfig,
+    ReferenceConfig,
+    Resources,
+    RunConfig,
+    Section,
+)
 from relax_hpc.config_sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved
@@ -141,10 +148,18 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     if isinstance(config, RunConfig):
         rollout = config.rollout.model_copy(update={"resources": asked["rollout"]})
         resolved |= {"rollout": rollout, "prompts": _with_absolute_paths(config.prompts)}
+        resolved["reference"] = _resolved_reference(config.reference, asked)
     elif isinstance(config, SftRunConfig):
         resolved["sft"] = _with_absolute_paths(config.sft)
     absolute = config.model_copy(update={"run_root": config.run_root.absolute(), **resolved})
     return absolute, components
+
+
+def _resolved_reference(reference: ReferenceConfig, asked: dict[str, Resources]) -> Section:
+    known: dict[str, Any] = {"path": reference.path and reference.path.absolute()}
+    if "reference" in asked:
+        known["resources"] = asked["reference"]
+    return reference.model_copy(update=known)
 
 
 def _with_absolute_paths(section: PromptsConfig | SftConfig) -> Section:
@@ -176,7 +191,8 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
     write_json(paths.config, config.model_dump(mode="json"))
     if isinstance(config, RunConfig):
         header = {"name": config.name, "seed": config.seed, **provenance()}
-        layout.create(paths.bus, config.producers, header)
+        writers = config.sidecar_writers
+        layout.create(paths.bus, config.producers, header, sidecar_writers=writers)
 
 
 def provenance() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
 from relax_hpc.config import RunConfig
+from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.portions import Batch, Floats, Portion, Share, share_of
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
@@ -87,6 +88,7 @@ def run(
     reader: Reader,
     lead: Lead | None,
     save: Callable[[], None],
+    reference: HybridReference | None = None,
 ) -> None:
     """Trains until `num_steps`.
 
@@ -105,6 +107,9 @@ def run(
                 portion: Portion = world.bcast(batch.deal(record) if record else None)
                 share, last = share_of(portion, trainer.dp_rank), portion.record.last
                 trajectories = _read(config, replica, reader, portion, share)
+            if reference:
+                with timers("reference"):
+                    trajectories = reference.fill(trajectories, share.micro_batches)
             with timers("train"):
                 trainer.accumulate(
                     trajectories, share.micro_batches, share.advantages, loss, last=last
@@ -113,6 +118,8 @@ def run(
             stats = trainer.update()
         with timers("publish"):
             _publish(trainer, lead)
+        if reference:
+            reference.end_step(step)
         if step % config.actor.save_every == 0 or step == config.algorithm.num_steps:
             with timers("save"):
                 save()

@@ -10,10 +10,12 @@ from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
 from relax_hpc.config import RunConfig
 from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.megatron.reference import SwappedReference
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import actor
 from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
+from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.lead import ActorLead
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights.members import Member
@@ -27,6 +29,7 @@ def main(
     device = own_device(local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = MegatronTrainer(config, world, device)
+    reference = _reference(config, trainer, events if world.rank == 0 else None)
     checkpoints = Checkpoints(
         paths.checkpoints,
         world,
@@ -51,11 +54,21 @@ def main(
         else:
             checkpoints.save(trainer, None)
 
-    actor.run(config, world, trainer, Reader(paths.bus, shards=shards), lead, save)
+    actor.run(config, world, trainer, Reader(paths.bus, shards=shards), lead, save, reference)
     if lead:
         lead.close()
     world.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _reference(
+    config: RunConfig, trainer: MegatronTrainer, events: EventWriter | None
+) -> HybridReference | None:
+    """That of the hybrid placement; `trainer` holds model.path still."""
+    if config.reference.placement != "actor":
+        return None
+    policy = SwappedReference(trainer, config.reference.path)
+    return HybridReference(policy, refresh_every=config.reference.refresh_every, events=events)
 
 
 def _lead(
@@ -71,6 +84,7 @@ def _lead(
         config.producers,
         prompts_per_step=config.algorithm.prompts_per_step,
         position=resumed.position if resumed else None,
+        needs=tuple(config.sidecar_writers.values()),
         over_age=config.algorithm.over_age,
         max_staleness=config.algorithm.max_staleness,
         keep_steps=config.bus.keep_steps,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.comm.world import connect
+from relax_hpc.comm.world import World, connect
 from relax_hpc.config import JobConfig, RunConfig
 from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.errors import ConfigError
@@ -54,7 +54,9 @@ def _role(role: str) -> RoleMain:
         return _rollout
     if role == "actor":
         return _actor
-    raise ConfigError(f"role {role!r}: this version runs rollout and actor")
+    if role == "reference":
+        return _reference
+    raise ConfigError(f"role {role!r}: this version runs rollout, actor and reference")
 
 
 def _rollout(
@@ -72,17 +74,7 @@ def _rollout(
 def _actor(
     config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
 ) -> None:
-    rendezvous = paths.rendezvous(context.start_id)
-    # Others outlast rank 0, which gives up on rollout and says whom it waited for.
-    timeout_s = config.launch.peer_timeout_s + 60
-    world = connect(
-        bootstrap,
-        rank=context.rank,
-        size=context.size,
-        rendezvous=rendezvous,
-        timeout_s=timeout_s,
-    )
-    events.emit("world", kind=type(world).__name__, size=world.size)
+    world = _join(config, paths, context, bootstrap, events)
     if isinstance(config, SftRunConfig):
         from relax_hpc.roles import sft_task
 
@@ -91,3 +83,29 @@ def _actor(
         from relax_hpc.roles import actor_task
 
         actor_task.main(config, paths, world, context.local_rank, events)
+
+
+def _reference(
+    config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
+) -> None:
+    from relax_hpc.roles import logprobs_task
+
+    assert isinstance(config, RunConfig)
+    world = _join(config, paths, context, bootstrap, events)
+    logprobs_task.main(config, paths, world, context, events)
+
+
+def _join(
+    config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
+) -> World:
+    """The world of the component's ranks."""
+    # Others outlast rank 0, which gives up on rollout and says whom it waited for.
+    world = connect(
+        bootstrap,
+        rank=context.rank,
+        size=context.size,
+        rendezvous=paths.rendezvous(context.start_id),
+        timeout_s=config.launch.peer_timeout_s + 60,
+    )
+    events.emit("world", kind=type(world).__name__, size=world.size)
+    return world

@@ -55,6 +55,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
                 "unaccounted": counts.dropped,
             },
         },
+        "scored": sum(e["num_trajectories"] for e in events if e["event"] == "scored"),
         "max_staleness_seen": max([counts.max_staleness, *seen]),
         "weight_versions": _weight_versions(events),
         "checksums_equal": _checksums_equal(events),

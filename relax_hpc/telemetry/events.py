@@ -9,6 +9,7 @@ and "world" (kind, size) once the ranks of a component have found each other:
              refresh  members: engines that started since, and hold that version now
              verify   version, trainer, members: the digests; equal
              resume, checkpoint   step
+             reference   step: the policy of that step became the reference
     actor of supervised fine-tuning
              step     step, loss, data/..., time/..., num_documents, num_tokens, tokens_per_s
              heldout  step, loss, num_tokens
@@ -17,6 +18,8 @@ and "world" (kind, size) once the ranks of a component have found each other:
              shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
                       policy_version_min, policy_version_max
              eval     when, version, step, correct, count: one per rank, to be added up
+    reference
+             scored   num_shards, num_trajectories, num_tokens, first_guid, time/...
 """
 
 import json

@@ -14,6 +14,8 @@ def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) ->
         parts.append(f"staleness {fields['staleness/mean']:.1f}{newest}")
     if "loss" in fields:
         parts.append(f"loss {fields['loss']:.3f}")
+    if "kl/mean" in fields:
+        parts.append(f"KL {fields['kl/mean']:.2g}")
     if "tokens_per_s" in fields:
         parts.append(f"{_short(fields['tokens_per_s'])} tok/s")
     if any(name.startswith("time/") for name in fields):

@@ -375,6 +375,32 @@ def hidden_logprobs(hidden, weight, targets, upstream, kept_gib):
     return values.detach().numpy(), entropy.numpy(), hidden.grad.numpy(), slice_.grad.numpy()
 
 
+def balance(logits, scores, chosen, documents, trained, experts_per_token):
+    """The three losses of `engines.megatron.balance` and the gradients of two of them."""
+    import torch
+    import torch.distributed as dist
+
+    from relax_hpc.engines.megatron import balance as module
+
+    of = module.Documents(torch.tensor(documents), torch.tensor(trained))
+    found = []
+    for make in (module.micro_batch_groups, module.document_groups):
+        given = torch.tensor(scores, requires_grad=True)
+        groups = make(given, torch.tensor(chosen), of, dist.group.WORLD)
+        loss = module.balance_loss(groups, experts_per_token)
+        loss.backward()
+        found.append((float(loss), given.grad.tolist()))
+    return *found, float(module.z_loss(torch.tensor(logits), of, dist.group.WORLD))
+
+
+def expert_biases():
+    """[layers of this rank, experts]."""
+    from relax_hpc.engines.megatron.router import PackedRouter
+
+    modules = (m for chunk in _state["trainer"]._chunks for m in chunk.modules())
+    return [m.expert_bias.tolist() for m in modules if isinstance(m, PackedRouter)]
+
+
 def round_trip(config, bucket_bytes=1 << 28):
     """Loads model.path without a trainer; [(name, weight)] as this rank is given them."""
     import torch

@@ -151,6 +151,24 @@ def test_after_a_requeue_the_attempt_is_new_and_the_components_run_again(tmp_pat
     assert actor[0][0].attempt == f"{job.job_id}.0", "it had finished and was not run again"
 
 
+def test_one_component_alone_is_an_ordinary_job_that_is_restarted_and_requeued(tmp_path):
+    killed = submit(tmp_path / "killed", [
+        Call(tasks("actor", 2, nodes=2), kill_yourself_at_the_first_start, ("actor",)),
+    ], max_restarts=1)  # fmt: skip
+    started = tmp_path / "started"
+    calls = [Call(tasks("actor", 1), sleep_at_the_first_attempt, (started,))]
+    requeued = submit(tmp_path / "requeued", calls)
+    assert killed.results() == [[2, 2]]
+    assert final_states(killed) == {killed.job_id: "COMPLETED"}
+    deadline = time.monotonic() + 60
+    while not started.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    requeued.components[0].signal("USR2")
+    assert requeued.results() == [[f"{requeued.job_id}.1"]]
+    assert final_states(requeued) == {requeued.job_id: "COMPLETED"}
+
+
 def sleep_at_the_first_attempt(started):
     context = component.task_context("rollout")
     Path(started).touch()

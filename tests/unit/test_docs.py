@@ -123,7 +123,9 @@ def test_the_table_of_events_names_what_the_code_emits_and_nothing_else():
     sources = "".join(path.read_text() for path in (ROOT / "relax_hpc").rglob("*.py"))
     emitted = set(re.findall(r'\.emit\(\s*"(\w+)"', sources))
     text = (ROOT / "docs" / "operations.md").read_text()
-    described = set(re.findall(r"^\| (?:both|rollout|actor) \| `(\w+)` \|", text, re.MULTILINE))
+    described = set(
+        re.findall(r"^\| (?:all|rollout|actor|reference) \| `(\w+)` \|", text, re.MULTILINE)
+    )
     assert described == emitted
 
 

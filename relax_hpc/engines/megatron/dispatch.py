@@ -116,7 +116,7 @@ def plan(
 def _table(numbers: Tensor, group: dist.ProcessGroup) -> Sequence[tuple[int, ...]]:
     """Every rank's numbers."""
     table = numbers.new_empty(group.size(), len(numbers))
-    dist.all_gather_into_tensor(table, numbers, group=group)
+    dist.all_gather(list(table), numbers, group=group)
     return [tuple(row) for row in table.tolist()]
 
 
@@ -140,8 +140,7 @@ _exchange: Callable[[Tensor, Exchange], Tensor] = _Exchange.apply
 
 
 def _all_to_all(rows: Tensor, exchange: Exchange) -> Tensor:
-    out = rows.new_empty(sum(exchange.received), *rows.shape[1:])
-    dist.all_to_all_single(
-        out, rows.contiguous(), list(exchange.received), list(exchange.sent), group=exchange.group
-    )
+    sent, received = list(exchange.sent), list(exchange.received)
+    out = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(out, rows.contiguous(), received, sent, group=exchange.group)
     return out

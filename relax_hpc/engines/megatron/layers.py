@@ -187,11 +187,6 @@ class PackedLayer(TransformerLayer):  # type: ignore[misc]
             self.mlp.recompute = self.recompute_mlp
             self.recompute_mlp = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if self.is_moe_layer:
-            self.mlp.router.documents = kwargs["packed_seq_params"].documents
-        return super().forward(*args, **kwargs)
-
 
 def set_recomputed(model: nn.Module, passes: Collection[str]) -> None:
     """Which outputs are made again for the gradient instead of kept: "norm", "swiglu"."""

@@ -78,9 +78,9 @@ def build(
     """Builds this rank's chunks of layers, in order, weights uninitialised; groups must exist.
 
     Raises:
-        ConfigError: experts are asked for what they cannot do here.
+        ConfigError: experts are to be reached by what is not installed.
     """
-    moe.check(config)
+    moe.check_installed(config)
     stages = config.virtual_pipeline_model_parallel_size
     if stages is None:
         return [_build_chunk(config, shape, device, attend, None)]
@@ -133,5 +133,5 @@ def _layer(attend: Attend, *, has_experts: bool) -> ModuleSpec:
     attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = partial(PackedAttention, attend=attend)
     if has_experts:
-        layer.submodules.mlp = moe.layer_spec()
+        return moe.with_experts(layer)
     return layer

@@ -3,6 +3,7 @@
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -10,16 +11,33 @@ from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from torch import Tensor
 
 from relax_hpc.engines.megatron import dispatch, layers, router
+from relax_hpc.engines.megatron.attention import PackedRows
 from relax_hpc.engines.megatron.experts import Experts
+from relax_hpc.engines.megatron.layers import PackedLayer
 from relax_hpc.engines.megatron.router import PackedRouter
 from relax_hpc.errors import ConfigError
 
 
-def layer_spec() -> ModuleSpec:
-    """What takes the place of the MLP in a layer with experts."""
-    return ModuleSpec(
-        module=PackedMoE, submodules=MoESubmodules(experts=Experts, router=PackedRouter)
+def with_experts(layer: ModuleSpec) -> ModuleSpec:
+    """The layer with experts for its MLP."""
+    layer.module = ExpertLayer
+    layer.submodules.mlp = ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=Experts, router=PackedRouter)
     )
+    return layer
+
+
+class ExpertLayer(PackedLayer):
+    """Tells its router which documents the tokens are of."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        assert type(self.mlp) is MoELayer
+        self.mlp.__class__ = PackedMoE  # Megatron warns of other classes in the specification
+
+    def forward(self, *args: Any, packed_seq_params: PackedRows, **kwargs: Any) -> Any:  # noqa: ANN401
+        self.mlp.router.documents = packed_seq_params.documents
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def check(config: TransformerConfig) -> None:
@@ -31,15 +49,25 @@ def check(config: TransformerConfig) -> None:
     if config.num_moe_experts is None:
         return
     router.check(config)
-    if config.moe_token_dispatcher_type == "flex" and not importlib.util.find_spec("deep_ep"):
-        raise ConfigError(
-            'actor.transformer.moe_token_dispatcher_type = "flex": needs the package deep_ep '
-            '(DeepEP), which is not installed; use "alltoall" or "allgather"'
-        )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ConfigError(
             "actor.sequence_parallel = false: with experts and actor.tensor_parallel = "
             f"{config.tensor_model_parallel_size} every rank would send all tokens; remove it"
+        )
+
+
+def check_installed(config: TransformerConfig) -> None:
+    """Refuses a dispatcher that this machine does not have.
+
+    Raises:
+        ConfigError: DeepEP is asked for, and not there.
+    """
+    if config.num_moe_experts is None or config.moe_token_dispatcher_type != "flex":
+        return
+    if not importlib.util.find_spec("deep_ep"):
+        raise ConfigError(
+            'actor.transformer.moe_token_dispatcher_type = "flex": needs the package deep_ep '
+            '(DeepEP), which is not installed; use "alltoall" or "allgather"'
         )
 
 

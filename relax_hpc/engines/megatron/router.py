@@ -43,7 +43,7 @@ def check(config: TransformerConfig) -> None:
             )
     for name in (
         "moe_expert_capacity_factor", "moe_input_jitter_eps", "moe_enable_routing_replay",
-        "moe_router_fusion", "moe_router_force_load_balancing",
+        "moe_router_fusion",
     ):  # fmt: skip
         if getattr(config, name):
             raise ConfigError(f"actor.transformer.{name}: is not supported here; remove it")

@@ -7,7 +7,7 @@ from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
 from relax_hpc.config import ActorConfig, JobConfig
-from relax_hpc.engines.megatron import fit, gradient_fusion
+from relax_hpc.engines.megatron import fit, gradient_fusion, moe
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.registry import FAMILIES
 from relax_hpc.engines.megatron.passthrough import build, refusals
@@ -48,8 +48,6 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
         "expert_tensor_parallel_size": config.actor.expert_tensor_parallel,
         # Every micro-batch has a length of its own, and outputs are views.
         "variable_seq_lengths": config.actor.pipeline_parallel > 1,
-        # Asked for by variable_seq_lengths, experts or not.
-        "moe_token_dispatcher_type": "alltoall",
         "deallocate_pipeline_outputs": False,
         "batch_p2p_comm": False,
         # Random weights are overwritten, but drawing them also marks which ones ranks share:
@@ -73,13 +71,15 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
     refused = refusals(_REASON, *(set(ours) - _OVERRIDABLE)) | _SET_BY
     # Dense models are asked, too: the default refuses lengths that vary.
     ours["moe_token_dispatcher_type"] = "alltoall"
-    return build(
+    made = build(
         TransformerConfig,
         "actor.transformer",
         config.actor.transformer,
         ours=ours | family.defaults(shape),
         refused=refused,
     )
+    moe.check(made)
+    return made
 
 
 def sequence_parallel(actor: ActorConfig) -> bool:
@@ -89,7 +89,7 @@ def sequence_parallel(actor: ActorConfig) -> bool:
     return actor.sequence_parallel
 
 
-_OVERRIDABLE = {"moe_token_dispatcher_type", "bias_activation_fusion", "bias_dropout_fusion"}
+_OVERRIDABLE = {"bias_activation_fusion", "bias_dropout_fusion"}
 _REASON = "is set from the model and the layout; remove it"
 _SET_BY = {
     name: f"is set by {key}; use that"

@@ -1,0 +1,92 @@
+"""A reference policy of its own component: what it adds is true, and it may be killed."""
+
+import os
+import signal
+
+import numpy as np
+import torch
+from e2e_runs import (
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    is_over,
+    planned,
+    submit,
+    wait_until,
+)
+
+from relax_hpc.bus.plan import read_chain
+from relax_hpc.bus.reader import Reader
+from relax_hpc.paths import RunPaths
+
+STEPS, PROMPTS, SIBLINGS = 8, 8, 4
+
+
+def submit_small(tiny, run_root, **settings):
+    small = {
+        "run_root": run_root,
+        "algorithm.num_steps": STEPS,
+        "algorithm.prompts_per_step": PROMPTS,
+        "algorithm.kl_coefficient": 0.01,
+        "algorithm.epochs_per_step": 1,
+        "rollout.samples_per_prompt": SIBLINGS,
+        "rollout.groups_per_shard": 4,
+        "actor.save_every": 3,
+        "bus.keep_steps": STEPS,
+        "launch.restart_delay_s": 0.2,
+        "eval.every": 0,
+        "eval.num_prompts": 4,
+    }
+    return submit("demo", tiny, local=True, **small | settings).run_dir
+
+
+def hf_logprobs(model, token_ids):
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    table = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    return torch.cat([torch.zeros(1), table[:-1].gather(1, ids[1:, None])[:, 0]]).numpy()
+
+
+def trained_rows(run_dir):
+    """All trajectories, as the actor read them."""
+    paths = RunPaths(run_dir).bus
+    reader = Reader(paths)
+    return [
+        row
+        for record in read_chain(paths).steps
+        for row in reader.rows(record, range(record.num_trajectories))
+    ]
+
+
+def assert_complete(run_dir, after):
+    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    counts = after["progress"]["trajectories"]
+    assert counts["committed"] == counts["trained"] == STEPS * PROMPTS * SIBLINGS
+    assert counts["trained_twice"] == 0 and set(counts["dropped"].values()) == {0}
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+
+
+def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_does(tiny, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run_dir = submit_small(tiny, tmp_path, **{"reference.placement": "own"})
+    try:
+        wait_until(run_dir, has_done(1), 150)
+        actor = events_of(run_dir, "actor", "start")[-1]["pid"]
+        os.kill(events_of(run_dir, "reference", "start")[-1]["pid"], signal.SIGKILL)
+        after = wait_until(run_dir, is_over, 200)
+    finally:
+        cli("cancel", run_dir)
+    assert_complete(run_dir, after)
+    assert len(events_of(run_dir, "reference", "start")) == 2
+    assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
+    assert {c["role"] for c in after["components"]} == {"rollout", "actor", "reference"}
+
+    rows = trained_rows(run_dir)
+    model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
+    with torch.no_grad():
+        for row in rows[::3]:
+            expected = hf_logprobs(model, row.token_ids)
+            np.testing.assert_allclose(row.ref_logprobs, expected, atol=2e-5)
+    kl = [step["kl/mean"] for step in events_of(run_dir, "actor", "step")]
+    assert abs(kl[0]) < 1e-6 < kl[-1]  # step 1 trains on the reference itself

@@ -1,0 +1,63 @@
+"""What test_sft_trainer runs on the ranks of a pool."""
+
+import numpy as np
+from megatron_worker import _state
+
+
+class DistWorld:
+    """The pool's ranks as a World."""
+
+    def allgather(self, value):
+        import torch.distributed as dist
+
+        values = [None] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+        return values
+
+
+def _share(documents):
+    from relax_hpc.roles.sft_lead import deal
+
+    trainer = _state["trainer"]
+    return deal(trainer._config, documents)[trainer.dp_rank]
+
+
+def _accumulate(documents):
+    from relax_hpc.roles import sft
+
+    share = _share(documents)
+    nothing = np.zeros(len(share.rows))
+    _state["trainer"].accumulate(share.rows, share.micro_batches, nothing, sft.loss)
+    return len(share.micro_batches)
+
+
+def heldout_loss(documents):
+    from relax_hpc.roles import sft
+
+    return sft.heldout_loss(DistWorld(), _state["trainer"], _share(documents))
+
+
+def fine_tune(documents):
+    """Micro-batches of a step, and what it reported."""
+    count = _accumulate(documents)
+    return count, _state["trainer"].update()
+
+
+def gradients(documents):
+    """Of the mean over the trained tokens of all ranks, under Hugging Face names."""
+    from megatron.core.distributed import finalize_model_grads
+
+    from relax_hpc.engines.megatron import hf_names
+
+    trainer = _state["trainer"]
+    _accumulate(documents)
+    finalize_model_grads(trainer._wrapped, force_all_reduce=True)
+    total = sum(document.num_trained for document in documents)
+    parameters = [p for chunk in trainer._chunks for p in chunk.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = (parameter.main_grad / total).to(parameter.dtype)
+    found = {name: t.numpy().copy() for name, t in hf_names.named_weights(trainer._chunks)}
+    for parameter, data in zip(parameters, weights, strict=True):
+        parameter.data = data
+    return found

@@ -1,0 +1,140 @@
+"""Supervised fine-tuning against Hugging Face's own loss, in several layouts and packings."""
+
+from types import SimpleNamespace
+
+import megatron_worker as worker
+import numpy as np
+import pytest
+import sft_worker
+import torch
+from megatron_worker import VOCAB, Ranks
+
+from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.prompts.documents import Document
+
+LAYOUTS = {
+    "tp1": (1, {}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "dp2": (2, {"data_parallel": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pools = {size: Ranks(size) for size in (1, 2)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def documents(num=9, seed=0):
+    """Random ones of several turns; of one in three nearly nothing is trained on."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for line in range(num):
+        length = int(rng.integers(4, 24))
+        mask = rng.random(length) < (0.1 if line % 3 == 0 else 0.6)
+        mask[-1] = True
+        mask[0] = line % 2  # says nothing: no token predicts the first
+        token_ids = rng.integers(0, VOCAB, length).astype(np.int32)
+        made.append(Document(line, token_ids, mask.astype(np.uint8), False))
+    return made
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A Qwen3, and transformers' cross-entropy with labels that are -100 where not trained on."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, intermediate_size=128, max_position_embeddings=256,
+        tie_word_embeddings=False, initializer_range=0.08,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).float()
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    batch = documents()
+    total = sum(document.num_trained for document in batch)
+    losses = []
+    for document in batch:
+        ids = torch.from_numpy(document.token_ids.astype(np.int64))[None]
+        trained = torch.from_numpy(document.loss_mask > 0)
+        labels = torch.where(trained, ids, -100)
+        output = model(input_ids=ids, labels=labels, num_items_in_batch=total)
+        losses.append(output.loss)
+    sum(losses).backward()
+    return SimpleNamespace(
+        folder=folder,
+        batch=batch,
+        loss=float(sum(losses).detach()),
+        gradients={name: p.grad.numpy() for name, p in model.named_parameters()},
+    )
+
+
+def job(folder, budget, actor):
+    return SftRunConfig.model_validate(
+        {
+            "name": "test",
+            "model": {"path": str(folder), "dtype": "float32"},
+            "sft": {"train": "unused", "batch_size": 9, "num_steps": 10},
+            "actor": {
+                "tokens_per_micro_batch": budget,
+                "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
+                **actor,
+            },
+        }
+    )
+
+
+def open_layout(ranks, folder, layout, budget=48):
+    size, actor = LAYOUTS[layout]
+    ranks[size].call(worker.open_trainer, config=job(folder, budget, actor))
+    return ranks[size]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_loss_and_gradient_are_those_of_transformers(ranks, reference, layout):
+    pool = open_layout(ranks, reference.folder, layout)
+    for found in pool.call(sft_worker.heldout_loss, documents=reference.batch):
+        assert found.loss == pytest.approx(reference.loss, abs=1e-5)
+    found = {}
+    for part in pool.call(sft_worker.gradients, documents=reference.batch):
+        found |= part
+    assert found.keys() == reference.gradients.keys()
+    for name, gradient in found.items():
+        np.testing.assert_allclose(gradient, reference.gradients[name], atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packing_and_layout_change_neither_the_loss_nor_what_is_learned(ranks, reference, layout):
+    afterwards, counts = [], []
+    for budget in (24, 48, 400):
+        pool = open_layout(ranks, reference.folder, layout, budget)
+        told = pool.call(sft_worker.fine_tune, documents=reference.batch)
+        for _, metrics in told:
+            assert metrics["loss"] == pytest.approx(reference.loss, abs=1e-5)
+        counts.append(told[0][0])
+        afterwards += [
+            m.loss for m in pool.call(sft_worker.heldout_loss, documents=documents(9, 1))
+        ]
+    assert counts[0] > counts[1] > counts[2] == 1
+    assert afterwards == pytest.approx([afterwards[0]] * len(afterwards), abs=1e-5)
+
+
+def test_what_is_not_trained_on_has_no_effect_through_the_loss_and_none_on_its_neighbours(
+    ranks, reference
+):
+    pool = open_layout(ranks, reference.folder, "tp1")
+    alone = pool.call(sft_worker.heldout_loss, documents=reference.batch[:1])[0]
+    swapped = [
+        document._replace(token_ids=document.token_ids[::-1].copy()) if n else document
+        for n, document in enumerate(reference.batch)
+    ]
+    nothing = [d._replace(loss_mask=np.zeros_like(d.loss_mask)) for d in swapped[1:]]
+    among = pool.call(sft_worker.heldout_loss, documents=[swapped[0], *nothing])[0]
+    assert among == pytest.approx(alone, abs=1e-6)

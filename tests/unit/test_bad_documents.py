@@ -1,0 +1,158 @@
+"""Whatever is wrong with a job of supervised fine-tuning, one line says so and nothing starts."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc import cli
+from relax_hpc.engines.tiny import checkpoint
+
+JOB = """
+name = "run"
+run_root = "runs"
+[model]
+path = "model"
+dtype = "float32"
+[sft]
+train = "train.jsonl"
+heldout = "heldout.jsonl"
+batch_size = 2
+epochs = 3
+"""
+GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokens = checkpoint.tokenizer()
+    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path, model, monkeypatch):
+    """A job that would run, in the current directory; each test breaks one thing."""
+    monkeypatch.chdir(tmp_path)
+    Path("model").symlink_to(model)
+    Path("job.toml").write_text(JOB)
+    for name in ("train", "heldout"):
+        Path(f"{name}.jsonl").write_text((json.dumps(GOOD) + "\n") * 5)
+
+
+def call(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["relax-hpc", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return end.value.code
+
+
+@pytest.fixture
+def refused(job, monkeypatch, capsys):
+    """Submits what must be refused; what was said on stderr."""
+
+    def run(*settings):
+        overrides = [word for setting in settings for word in ("--set", setting)]
+        assert call(monkeypatch, "submit", "job.toml", "--local", *overrides) == 2
+        output, said = capsys.readouterr()
+        assert output == "" and not Path("runs").exists()
+        return said.removesuffix("\n")
+
+    return run
+
+
+def test_a_job_that_is_well_is_shown_with_the_steps_that_its_epochs_make(job, monkeypatch, capsys):
+    assert call(monkeypatch, "submit", "job.toml", "--local", "--dry-run") == 0
+    script = capsys.readouterr().out
+    assert "component_0" in script and "component_1" not in script
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    assert call(monkeypatch, "check", "job.toml", "--set", "sft.tokens_per_step=1000000",
+                "--set", "sft.batch_size=2") == 2  # fmt: skip
+    capsys.readouterr()
+    assert call(monkeypatch, "check", "job.toml") == 0
+    resolved = json.loads(capsys.readouterr().out)
+    assert resolved["sft"]["num_steps"] == 8  # 3 epochs of 5 documents, 2 at a time
+    assert resolved["sft"]["train"] == str(Path("train.jsonl").absolute())
+
+
+SETTINGS = {
+    ("sft.batchsize=1",): "sft.batchsize = 1: unknown key; did you mean sft.batch_size?",
+    ("sft.batch_size=0",): "sft.batch_size = 0: input should be greater than 0",
+    ("sft.tokens_per_step=9",): "takes either batch_size or tokens_per_step; set one of them",
+    ("rollout.num_engines=1",): "a job with [sft] has no rollout and does not take it",
+    ("actor.resources.nodes=2",): "data_parallel) = 1: does not divide over 2 nodes",
+    ("sft.train=nowhere",): "nowhere: no such file; name a file of JSON lines or Parquet",
+    ("sft.heldout=model",): "model: cannot be read: Is a directory",
+    ("sft.max_tokens=7",): "train.jsonl, line 1: has 10 tokens, sft.max_tokens = 7; raise it, set",
+    ("actor.tokens_per_micro_batch=7",): (
+        "actor.tokens_per_micro_batch = 7: the longest document has 10 tokens; use 10 or more"
+    ),
+    ("model.path=nowhere",): "no such folder",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_setting_that_cannot_work_is_answered_in_one_line(refused, settings):
+    said = refused(*settings)
+    assert SETTINGS[settings] in said and "\n" not in said
+
+
+def test_a_step_that_is_too_small_for_a_document_is_refused(refused):
+    text = Path("job.toml").read_text()
+    Path("job.toml").write_text(text.replace("batch_size = 2", "tokens_per_step = 7"))
+    assert refused().startswith("sft.tokens_per_step = 7: the longest document has 10 tokens")
+
+
+def test_a_job_without_an_end_is_refused(refused):
+    Path("job.toml").write_text(JOB.replace("epochs = 3", ""))
+    assert "needs num_steps or epochs; set one of them" in refused()
+
+
+def turns(*pairs):
+    return {"messages": [{"role": role, "content": text} for role, text in pairs]}
+
+
+LINES = {
+    "is not JSON": "{",
+    "is not an object": "[1]",
+    "has neither messages nor prompt": {"text": "a"},
+    "has no completion": {"prompt": "q"},
+    "completion = 4: must be text": {"prompt": "q", "completion": 4},
+    "has no assistant turn to train on": turns(("user", "q")),
+    "message 1 is the assistant's": turns(("assistant", "a")),
+    "message 2 has role = 'asistant'; roles are": turns(("user", "q"), ("asistant", "a")),
+    "message 2 has content = None; it must be text": {
+        "messages": [GOOD["messages"][0], {"role": "assistant"}]
+    },
+    "message 1 is not an object": {"messages": ["hi"]},
+    "messages = 'hi': must be a list": {"messages": "hi"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", LINES)
+@pytest.mark.parametrize("key", ["train", "heldout"])
+def test_a_line_that_cannot_be_trained_on_is_named(refused, said, key):
+    line = LINES[said] if isinstance(LINES[said], str) else json.dumps(LINES[said])
+    Path(f"{key}.jsonl").write_text(f"{json.dumps(GOOD)}\n\n{line}\n")
+    answer = refused()
+    where = f"sft.{key}: {Path(f'{key}.jsonl').absolute()}, line 3"
+    assert answer.startswith(where) and said in answer and "\n" not in answer
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_an_empty_file_is_refused(refused, content):
+    Path("train.jsonl").write_bytes(content)
+    assert refused().endswith("train.jsonl: is empty; it has to hold a document or more")
+
+
+def test_a_line_that_is_not_text_is_named(refused):
+    Path("train.jsonl").write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
+    assert "train.jsonl, line 2: is not UTF-8 text" in refused()
+
+
+def test_a_parquet_file_that_is_none_is_refused(refused):
+    Path("train.parquet").write_text("PAR0")
+    said = refused("sft.train=train.parquet")
+    assert "train.parquet: is not Parquet" in said and "\n" not in said

@@ -1,0 +1,125 @@
+"""Which tokens of a conversation are trained on, checked by hand on several kinds of templates."""
+
+import pytest
+
+from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.errors import ConfigError
+from relax_hpc.prompts.chat import ChatTemplate
+
+QUESTION = {"role": "user", "content": "2+2="}
+ANSWER = {"role": "assistant", "content": "4"}
+TWO_TURNS = [QUESTION, ANSWER, {"role": "user", "content": "+3="}, {**ANSWER, "content": "7"}]
+
+MARKED = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' %}{% generation %}{{- message.content }}"
+    "{{- '<|im_end|>' }}{% endgeneration %}{%- else %}{{- message.content + '<|im_end|>' }}"
+    "{%- endif %}{{- '\\n' }}{%- endfor %}"
+)
+# As Qwen3's: the last answer keeps its thoughts, and gets empty ones where it has none.
+THINKING = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}"
+    "{%- if message.role != 'assistant' %}{{- message.content }}"
+    "{%- elif not loop.last %}{{- message.content.split('</think>')[-1] }}"
+    "{%- elif '</think>' in message.content %}{{- message.content }}"
+    "{%- else %}{{- '<think></think>' + message.content }}{%- endif %}"
+    "{{- '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+STRICT = (
+    "{%- for message in messages %}{%- if message.role == 'tool' %}"
+    "{{- raise_exception('Only user and assistant roles') }}{%- endif %}"
+    "{{- message.role + ':' + message.content + ' ' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"
+)
+DEAF = checkpoint.CHAT_TEMPLATE.replace(
+    "{{- '<|im_start|>' + message.role",
+    "{%- if message.role == 'system' %}{%- continue %}{%- endif %}"
+    "{{- '<|im_start|>' + message.role",
+)
+REVERSED = "{%- for message in messages | reverse %}{{- message.content + ' ' }}{%- endfor %}"
+
+
+@pytest.fixture
+def tokens():
+    return checkpoint.tokenizer()
+
+
+def encode(tokens, template, messages):
+    tokens.chat_template = template
+    return ChatTemplate(tokens).encode("f.jsonl, line 1", messages)
+
+
+def trained(tokens, masked):
+    """The trained runs of tokens, as text."""
+    runs, before = [], 0
+    for token, flag in zip(masked.token_ids, masked.loss_mask, strict=True):
+        if flag and not before:
+            runs.append([])
+        if flag:
+            runs[-1].append(token)
+        before = flag
+    return [tokens.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("template", [checkpoint.CHAT_TEMPLATE, MARKED])
+def test_the_answer_and_its_end_are_trained_on_and_the_line_break_after_it_is_not(tokens, template):
+    masked = encode(tokens, template, [QUESTION, ANSWER])
+    assert tokens.convert_ids_to_tokens(masked.token_ids) == [
+        "<|im_start|>", "user\n", "2", "+", "2", "=", "<|im_end|>", "Ċ",
+        "<|im_start|>", "assistant\n", "4", "<|im_end|>", "Ċ",
+    ]  # fmt: skip
+    assert masked.loss_mask == [0] * 10 + [1, 1, 0]
+
+
+@pytest.mark.parametrize("template", [checkpoint.CHAT_TEMPLATE, MARKED])
+def test_every_turn_of_the_assistant_is_trained_on(tokens, template):
+    masked = encode(tokens, template, TWO_TURNS)
+    assert trained(tokens, masked) == ["4<|im_end|>", "7<|im_end|>"]
+    tokens.chat_template = template
+    assert tokens.decode(masked.token_ids) == tokens.apply_chat_template(TWO_TURNS, tokenize=False)
+
+
+def test_a_template_that_forgets_earlier_thoughts_is_followed_as_it_renders_the_whole(tokens):
+    messages = [QUESTION, {**ANSWER, "content": "<think>hm</think>4"}, TWO_TURNS[2], TWO_TURNS[3]]
+    masked = encode(tokens, THINKING, messages)
+    assert trained(tokens, masked) == ["4<|im_end|>", "<think></think>7<|im_end|>"]
+    assert "hm" not in tokens.decode(masked.token_ids)
+
+
+def test_a_template_without_an_end_of_turn_trains_on_the_turn_without_the_space_after_it(tokens):
+    masked = encode(tokens, STRICT, TWO_TURNS)
+    assert trained(tokens, masked) == ["4", "7"]
+
+
+def test_a_turn_is_tokenized_as_it_is_sampled_apart_from_its_prompt(tokens):
+    # Whole, the text has "user\n" in it, which is one token; nobody samples across the border.
+    merging = STRICT.replace("'assistant:'", "'assistant:u'").replace(
+        "{{- message.role + ':'", "{{- message.role + (':u' if message.role[0] == 'a' else ':')"
+    )
+    masked = encode(tokens, merging, [QUESTION, {**ANSWER, "content": "ser\nx"}])
+    assert trained(tokens, masked) == ["ser\nx"]
+    assert masked.loss_mask.count(1) == 5
+
+
+REFUSED = {
+    "leaves out message 1 (role system)": (DEAF, [{"role": "system", "content": "Be brief."}]),
+    "the chat template refuses it: Only user and assistant roles": (
+        STRICT,
+        [{"role": "tool", "content": "x"}],
+    ),
+    "cannot be told which tokens of message 2": (REVERSED, []),
+    "marks nothing": (
+        "{%- if false %}{% generation %}x{% endgeneration %}{%- endif %}"
+        + checkpoint.CHAT_TEMPLATE,
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_template_that_does_not_fit_is_refused_with_the_line(tokens, said):
+    template, first = REFUSED[said]
+    with pytest.raises(ConfigError) as error:
+        encode(tokens, template, [*first, QUESTION, ANSWER])
+    assert str(error.value).startswith("f.jsonl, line 1: ") and said in str(error.value)

@@ -1,0 +1,126 @@
+"""The section [reference]: which jobs are refused, and what a component of its own is given."""
+
+import json
+
+import pytest
+
+from relax_hpc.config import Resources
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import validate
+from relax_hpc.launch import preflight
+from relax_hpc.launch.placement import place
+from relax_hpc.launch.script import Job, slurm_script
+
+
+def job(reference=None, *, kl=0.0, profile=None, path="m"):
+    return validate(
+        {
+            "name": "run",
+            "model": {"path": str(path)},
+            "prompts": {"train": "t", "heldout": "h"},
+            "algorithm": {"num_steps": 1, "kl_coefficient": kl},
+            "actor": {"tensor_parallel": 4, "tokens_per_micro_batch": 1000},
+            "reference": reference or {},
+            "launch": {"profile": profile},
+        },
+        source="test",
+    )
+
+
+@pytest.mark.parametrize(
+    ("reference", "kl", "message"),
+    [
+        ({}, 0.1, "algorithm.kl_coefficient = 0.1: needs a reference; set reference.placement"),
+        (
+            {"placement": "own", "refresh_every": 5},
+            0.1,
+            "reference.refresh_every = 5: means nothing with reference.placement = 'own'",
+        ),
+        (
+            {"placement": "actor", "tensor_parallel": 2},
+            0.1,
+            "reference.tensor_parallel = 2: means nothing with reference.placement = 'actor'; "
+            "remove it, or use 'own'",
+        ),
+        ({"path": "x"}, 0.0, "reference.path = x: means nothing with reference.placement = 'none'"),
+        (
+            {"placement": "own", "virtual_pipeline": 2},
+            0.0,
+            "reference.virtual_pipeline = 2: needs reference.pipeline_parallel of 2 or more",
+        ),
+        (
+            {"placement": "own", "data_parallel": 3, "resources": {"nodes": 2}},
+            0.0,
+            "the reference's ranks (tensor x pipeline x context x data_parallel) = 3: does not",
+        ),
+        ({"plaecment": "own"}, 0.0, "did you mean reference.placement?"),
+    ],
+)
+def test_a_reference_that_cannot_be_is_refused(reference, kl, message):
+    with pytest.raises(ConfigError) as error:
+        job(reference, kl=kl)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_component_of_its_own_comes_last_and_has_its_own_grid_and_resources(tmp_path):
+    profile = tmp_path / "site.toml"
+    profile.write_text('partition = "a"\n[reference]\npartition = "small"\n')
+    config = job(
+        {"placement": "own", "tensor_parallel": 2, "data_parallel": 3, "resources": {"nodes": 3}},
+        profile=str(profile),
+    )
+    rollout, actor, reference = place(config)
+    assert (rollout.role, actor.role, reference.role) == ("rollout", "actor", "reference")
+    assert (reference.tasks, reference.tasks_per_node) == (6, 2)
+    assert reference.resources == Resources(partition="small", nodes=3)
+    text = slurm_script(Job("run", tmp_path), place(config))
+    assert text.count("#SBATCH hetjob") == 2 and "srun --het-group=2 --nodes=3 --ntasks=6" in text
+    assert config.sidecar_writers == {"reference-0": "reference"}
+
+
+@pytest.mark.parametrize("placement", ["none", "actor"])
+def test_otherwise_there_is_no_further_component(placement):
+    config = job({"placement": placement})
+    assert [component.role for component in place(config)] == ["rollout", "actor"]
+    assert config.sidecar_writers == {}
+
+
+def test_the_component_sees_the_run_with_its_model_and_grid_in_the_actors_place():
+    mine = {"placement": "own", "path": "other", "tensor_parallel": 2, "data_parallel": 3}
+    seen = job(mine).of_reference
+    assert (str(seen.model.path), seen.actor.world_size) == ("other", 6)
+    assert seen.actor.tokens_per_micro_batch == 1000
+    assert job(mine | {"tokens_per_micro_batch": 7}).of_reference.actor.tokens_per_micro_batch == 7
+    assert str(job({"placement": "own"}).of_reference.model.path) == "m"
+
+
+def folder(path, **changes):
+    path.mkdir()
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64,
+        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4,
+    }  # fmt: skip
+    (path / "config.json").write_text(json.dumps(config | changes))
+    (path / "model.safetensors").touch()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("placement", "changes", "message"),
+    [
+        ("actor", {"hidden_size": 64}, "hidden_size is 64 in its config.json, 32 in model.path's"),
+        ("own", {"vocab_size": 65}, "vocab_size is 65 in its config.json, 64 in model.path's"),
+        ("own", {"num_attention_heads": "x"}, "reference: model.path"),
+        ("own", {"hidden_size": 64}, None),
+        ("actor", {}, None),
+    ],
+)
+def test_a_model_that_cannot_be_the_reference_is_refused(tmp_path, placement, changes, message):
+    model, other = folder(tmp_path / "model"), folder(tmp_path / "other", **changes)
+    config = job({"placement": placement, "path": str(other)}, path=model)
+    if message is None:
+        preflight.check_reference(config)
+        return
+    with pytest.raises(ConfigError) as error:
+        preflight.check_reference(config)
+    assert message in str(error.value)

@@ -1,0 +1,86 @@
+"""Rank 0 of a supervised fine-tuning: who trains what, and from where a resume goes on."""
+
+import json
+
+import numpy as np
+import pytest
+
+from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.documents import Documents
+from relax_hpc.roles.sft_lead import DataPosition, SftLead
+from relax_hpc.telemetry.events import EventWriter, read_events
+
+COUNT = 10
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Makes a lead of a run over ten documents, 4 a step, dealt to 2 ranks."""
+
+    def lead(position=None, count=COUNT, **sft):
+        lines = [{"prompt": "q" * n, "completion": "a"} for n in range(1, count + 1)]
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        config = SftRunConfig.model_validate({
+            "name": "run", "run_root": str(tmp_path), "model": {"path": "unused"},
+            "sft": {"train": str(path), "batch_size": 4, "num_steps": 5, "epochs": 2} | sft,
+            "actor": {"data_parallel": 2, "tokens_per_micro_batch": 32},
+        })  # fmt: skip
+        documents = Documents(path, checkpoint.tokenizer(), config.sft)
+        paths = RunPaths(tmp_path / "run")
+        events = EventWriter(paths.events("actor", 0), "actor", 0)
+        return SftLead(config, paths, documents, [], events, position)
+
+    return lead
+
+
+def lines(shares):
+    return sorted(row.guid for share in shares for row in share.rows)
+
+
+def test_a_batch_is_dealt_out_whole_within_the_budget_and_equally_often(make):
+    shares = make().next_batch()
+    assert len(lines(shares)) == 4 and len(shares) == 2
+    assert len({len(share.micro_batches) for share in shares}) == 1
+    for share in shares:
+        assert sorted(n for rows in share.micro_batches for n in rows) == list(
+            range(len(share.rows))
+        )
+        for rows in share.micro_batches:
+            assert sum(len(share.rows[n].token_ids) for n in rows) <= 32
+
+
+def test_whoever_goes_on_from_a_position_is_dealt_the_same(make):
+    lead, dealt, positions = make(), [], []
+    for _ in range(5):
+        positions.append(lead.position)
+        dealt.append(lines(lead.next_batch()))
+    assert positions == [(0, 0, 10), (0, 4, 10), (0, 8, 10), (1, 2, 10), (1, 6, 10)]
+    assert lead.position == (2, 0, 10)
+    assert [len(batch) for batch in dealt] == [4] * 5
+    assert sorted(line for batch in dealt for line in batch) == sorted([*range(COUNT)] * 2)
+    for position, batch in zip(positions, dealt, strict=True):
+        kept = DataPosition(*json.loads(json.dumps(position)))
+        assert lines(make(kept).next_batch()) == batch
+
+
+def test_a_file_that_was_changed_meanwhile_is_refused(make):
+    with pytest.raises(ConfigError, match=r"has 9 documents, the checkpoint was made with 10;"):
+        make(DataPosition(0, 4, COUNT), count=9)
+
+
+def test_what_was_cut_and_what_was_left_out_is_counted(make, tmp_path):
+    # 6 tokens and the question, of 1 to 10, are before an answer of 2 and a line break: of question
+    # 8 the line break is cut, of 9 half the answer, of 10 all of it.
+    lead = make(max_tokens=16, too_long="truncate", batch_size=COUNT, num_steps=1)
+    shares = lead.next_batch()
+    assert lines(shares) == list(range(9))
+    lead.end_step(1, {"loss": 1.0, "logprob_gap/mean": 3.0})
+    [step] = read_events(tmp_path / "run" / "events")
+    assert (step["data/truncated"], step["data/left_out"], step["num_documents"]) == (3, 1, 9)
+    assert step["num_trained_tokens"] == 8 * 2 + 1
+    assert step["data/epoch"] == 1.0 and "logprob_gap/mean" not in step
+    np.testing.assert_array_equal(shares[0].rows[0].rollout_logprobs, 0)
