@@ -21,8 +21,13 @@ class HostMemory:
 
     ALIGNMENT = 64
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(
+        self, num_bytes: int, device: torch.device, setting: str = "actor.optimizer.offload"
+    ) -> None:
         """Locks the pages if `device` is a GPU, whose copies then do not wait for the CPU.
+
+        Args:
+            setting: of the job, that wants the memory.
 
         Raises:
             ConfigError: they cannot be locked.
@@ -33,8 +38,8 @@ class HostMemory:
             status = int(_runtime().cudaHostRegister(self._block.data_ptr(), num_bytes, 0))
             if status:
                 raise ConfigError(
-                    f"actor.optimizer.offload: {num_bytes / 2**30:.1f} GiB of host memory cannot "
-                    f"be page-locked (CUDA error {status}); ask for more memory, or offload less"
+                    f"{setting}: {num_bytes / 2**30:.1f} GiB of host memory cannot "
+                    f"be page-locked (CUDA error {status}); ask for more memory, or have less there"
                 )
             weakref.finalize(self, _unlock, self._block)
 
