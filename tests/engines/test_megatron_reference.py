@@ -12,6 +12,7 @@ LAYOUTS = {
     "dp2": (2, {"dp": 2}),
     "pp2": (2, {"actor": {"pipeline_parallel": 2}}),
     "cp2": (2, {"actor": {"context_parallel": 2}}),
+    "ep2": (2, {"dp": 2, "actor": {"expert_parallel": 2}}),
 }
 ROWS, ADVANTAGES = trajectories(12)
 BATCH = {"rows": ROWS, "advantages": ADVANTAGES}
@@ -32,22 +33,34 @@ def policies(tmp_path_factory):
     """Two policies of one shape: (folder, logprobs of ROWS by Hugging Face) each."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    return [made(Qwen3ForCausalLM, Qwen3Config, n, tmp_path_factory.mktemp("p")) for n in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory):
+    """Likewise, of 4 experts, 2 for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return [
+        made(Qwen3MoeForCausalLM, Qwen3MoeConfig, n, tmp_path_factory.mktemp("m"), **experts)
+        for n in (0, 1)
+    ]
+
+
+def made(model_class, config_class, seed, folder, **options):
     torch.set_num_threads(1)
-    made = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        config = Qwen3Config(
-            vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, intermediate_size=64, max_position_embeddings=256,
-            tie_word_embeddings=False, initializer_range=0.08,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )  # fmt: skip
-        model = Qwen3ForCausalLM(config).float()
-        folder = tmp_path_factory.mktemp(f"policy{seed}")
-        model.save_pretrained(folder)
-        with torch.no_grad():
-            made.append((folder, [hf_logprobs(model, row.token_ids) for row in ROWS]))
-    return made
+    torch.manual_seed(seed)
+    config = config_class(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, intermediate_size=64, max_position_embeddings=256,
+        tie_word_embeddings=False, initializer_range=0.08,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4}, **options,
+    )  # fmt: skip
+    model = model_class(config).float()
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        return folder, [hf_logprobs(model, row.token_ids) for row in ROWS]
 
 
 def hf_logprobs(model, token_ids):
@@ -75,23 +88,29 @@ def assert_close(found, expected):
 
 @pytest.mark.parametrize("fail", [False, True])
 @each_layout
-def test_swapped_weights_are_the_kept_ones_and_leave_no_trace(ranks, policies, layout, fail):
+def test_swapped_weights_are_the_kept_ones_and_leave_no_trace(
+    ranks, policies, mixtures, layout, fail
+):
     dtype = "bfloat16" if fail else "float32"
-    pool = open_layout(ranks, policies[0][0], layout, dtype=dtype)
+    folder, _ = (mixtures if layout == "ep2" else policies)[0]
+    pool = open_layout(ranks, folder, layout, dtype=dtype)
     for found in pool.call(forward_worker.swap, **BATCH, fail=fail):
         assert found["trained"]
         assert found["not swapped in"] == found["changed"] == []
         # two sets, which replicas share; context-parallel ranks are replicas, too
-        replicas = 2 if layout in ("dp2", "cp2") else 1
-        assert found["bytes of a weight"] == 2 * (2 if fail else 4) / replicas
+        size, replicas = 2 if fail else 4, 2 if layout in ("dp2", "cp2") else 1
+        if layout == "ep2":  # experts have no replicas, the rest has two
+            assert size < found["bytes of a weight"] < 2 * size
+        else:
+            assert found["bytes of a weight"] == 2 * size / replicas
 
 
 @each_layout
-def test_reference_logprobs_in_the_trainer_are_the_references(ranks, policies, layout):
-    (folder, _), (other, expected) = policies
+def test_reference_logprobs_in_the_trainer_are_the_references(ranks, policies, mixtures, layout):
+    (folder, own), (other, expected) = mixtures if layout == "ep2" else policies
     pool = open_layout(ranks, folder, layout)
     pool.call(forward_worker.open_reference, path=other)
-    assert_close(by_row(pool.call(worker.logprobs, rows=ROWS)), policies[0][1])
+    assert_close(by_row(pool.call(worker.logprobs, rows=ROWS)), own)
     for _ in range(2):
         pool.call(worker.train, **BATCH)
         before = by_row(pool.call(worker.logprobs, rows=ROWS))
