@@ -4,12 +4,17 @@ import difflib
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.config import JobConfig, RolloutConfig, RunConfig
+from relax_hpc.config import ActorConfig, JobConfig, RolloutConfig, RunConfig
 from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.engines.embedded import launch as embedded
+from relax_hpc.engines.megatron import fit
+from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.engines.megatron.architectures import registry
+from relax_hpc.engines.megatron.hf_files import HfFiles, check_names, check_shapes
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import documents, script
@@ -18,14 +23,6 @@ from relax_hpc.launch.placement import Component
 from relax_hpc.prompts.source import PromptSource, read_records
 from relax_hpc.records import read_json
 
-_ARCHITECTURE = "Qwen3ForCausalLM"
-_WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
-_VOCABULARY = ("vocab_size",)
-_SHAPE = (
-    *_VOCABULARY, "model_type", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "num_attention_heads", "num_key_value_heads", "head_dim", "tie_word_embeddings",
-    "num_experts", "moe_intermediate_size",
-)  # fmt: skip
 # Slurm and submitit replace %x in file names; Slurm reads a backslash as "replace nothing".
 _REPLACED = "%\\\n"
 
@@ -45,11 +42,11 @@ def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool
         ConfigError: the first mistake found.
     """
     check_run_dir(config.run_dir, config.name)
-    check_model(config.model.path, config.actor.tensor_parallel)
-    check_weights(config.model.path)
+    shape = check_model(config.model.path, config.actor)
+    check_weights(config.model.path, shape)
     if isinstance(config, RunConfig):
-        check_engine(config.rollout)
-        check_reference(config)
+        check_engine(config.rollout, shape)
+        check_reference(config, shape)
     check_trainer(config)
     if isinstance(config, RunConfig):
         check_prompts(config)
@@ -83,77 +80,55 @@ def check_run_dir(run_dir: Path, name: str) -> None:
         )
 
 
-def check_model(path: Path, tensor_parallel: int) -> None:
-    """The model is a Qwen3, and tensor parallelism divides its attention heads."""
+def check_model(path: Path, actor: ActorConfig) -> Architecture:
+    """The model is of an architecture that can be trained, and the grid divides it."""
     if not path.is_dir():
         raise ConfigError(
             f"model.path = {str(path)!r}: no such folder; name a downloaded Hugging Face model"
         )
-    try:
-        record: dict[str, Any] | None = read_json(path / "config.json")
-    except ValueError as error:
-        raise ConfigError(
-            f"model.path = {str(path)!r}: config.json is not JSON: {error}; download it again"
-        ) from None
-    if record is None:
-        raise ConfigError(
-            f"model.path = {str(path)!r}: has no config.json; name a Hugging Face folder"
-        )
-    if not isinstance(record, dict):
-        raise ConfigError(
-            f"model.path = {str(path)!r}: config.json is not an object; name a Hugging Face folder"
-        )
-    found = record.get("architectures") or [record.get("model_type", "none")]
-    if _ARCHITECTURE not in found:
-        raise ConfigError(
-            f"model.path = {str(path)!r}: its architecture is {', '.join(found)}; "
-            f"this version trains {_ARCHITECTURE}"
-        )
-    for key in ("num_attention_heads", "num_key_value_heads"):
-        if not isinstance(record.get(key), int):
-            raise ConfigError(
-                f"model.path = {str(path)!r}: config.json has no {key}; download it again"
-            )
-        if record[key] % tensor_parallel:
-            raise ConfigError(
-                f"actor.tensor_parallel = {tensor_parallel}: does not divide the model's "
-                f"{key} = {record[key]}; use a divisor of it"
-            )
+    shape = registry.read_architecture(path)
+    fit.check(actor, shape)
+    return shape
 
 
-def check_weights(path: Path) -> None:
-    """The folder holds weights in the format that trainer and engines read."""
-    if not any((path / name).is_file() for name in _WEIGHTS):
-        raise ConfigError(
-            f"model.path = {str(path)!r}: has neither {' nor '.join(_WEIGHTS)}; "
-            "download the weights in the safetensors format"
-        )
+def check_weights(path: Path, shape: Architecture) -> None:
+    """The folder holds all of the model's tensors, and they are what its config.json says."""
+    with HfFiles(path, framework="np") as files:
+        check_names(files, shape, registry.parameters(shape))
+        check_shapes(files, registry.parameters(shape))
 
 
-def check_reference(config: RunConfig) -> None:
+def check_reference(config: RunConfig, shape: Architecture) -> None:
     """The reference reads the same tokens; in the trainer's place it has the trainer's shape."""
-    reference, model = config.reference, config.model.path
+    reference = config.reference
     if reference.placement == "none":
         return
-    own = reference.placement == "own"
-    folder = config.of_reference.model.path
+    seen = config.of_reference
     try:
-        check_model(folder, reference.tensor_parallel if own else config.actor.tensor_parallel)
-        check_weights(folder)
+        its = check_model(
+            seen.model.path, seen.actor if reference.placement == "own" else config.actor
+        )
+        check_weights(seen.model.path, its)
     except ConfigError as error:
         raise ConfigError(f"reference: {error}") from None
-    its, mine = (read_json(path / "config.json") or {} for path in (folder, model))
-    for key in _VOCABULARY if own else _SHAPE:
-        if its.get(key) != mine.get(key):
+    names = [field.name for field in fields(Architecture) if field.name != "max_positions"]
+    own = reference.placement == "own"
+    for name in ["vocab_size"] if own else names:
+        if getattr(its, name) != getattr(shape, name):
             raise ConfigError(
-                f"reference.path = {str(folder)!r}: {key} is {its.get(key)} in its config.json, "
-                f"{mine.get(key)} in model.path's; use a model of the same "
+                f"reference.path = {str(seen.model.path)!r}: {name} is {getattr(its, name)} in its "
+                f"config.json, {getattr(shape, name)} in model.path's; use a model of the same "
                 f"{'tokenizer' if own else 'shape, or placement = own'}"
             )
 
 
-def check_engine(rollout: RolloutConfig) -> None:
-    """The engine's own parser takes `rollout.engine_args`."""
+def check_engine(rollout: RolloutConfig, shape: Architecture) -> None:
+    """The engine computes the model, and its own parser takes `rollout.engine_args`."""
+    if rollout.engine == "embedded" and shape.experts is not None:
+        raise ConfigError(
+            f"rollout.engine = 'embedded': does not compute models of model_type "
+            f"{shape.model_type!r}; use 'sglang'"
+        )
     parser = {"embedded": embedded.check, "sglang": sglang.check}[rollout.engine]
     parser(rollout.engine_args)
 
@@ -166,10 +141,9 @@ def check_trainer(config: JobConfig) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages it could do without
         from relax_hpc.engines.megatron import optimizer_config
-        from relax_hpc.engines.megatron.architectures.registry import read_architecture
         from relax_hpc.engines.megatron.transformer import transformer_config
 
-        transformer_config(config, read_architecture(config.model.path))
+        transformer_config(config, registry.read_architecture(config.model.path))
         optimizer_config.check(config)
 
 

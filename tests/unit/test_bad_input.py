@@ -128,9 +128,14 @@ FILES = {
     ("model/config.json", None): "has no config.json",
     ("model/config.json", b"[]"): "config.json is not an object; name a Hugging Face folder",
     ("model/config.json", b"\xff"): "config.json is not JSON",
-    ("model/config.json", b'{"architectures": ["LlamaForCausalLM"]}'): "LlamaForCausalLM",
-    ("model/config.json", b'{"architectures": ["Qwen3ForCausalLM"]}'): "num_attention_heads",
+    ("model/config.json", b'{"model_type": "llama"}'): (
+        "model_type = 'llama': only qwen3, qwen3_moe is supported"
+    ),
+    ("model/config.json", b'{"model_type": "qwen3"}'): (
+        "hidden_size = missing: a positive integer is expected"
+    ),
     ("model/model.safetensors", None): "download the weights in the safetensors format",
+    ("model/model.safetensors", b"\0" * 9): "model.safetensors is damaged or not complete",
     ("model/tokenizer.json", None): "holds no tokenizer",
     ("model/chat_template.jinja", None): "prompts.chat_template = True: the tokenizer in",
 }

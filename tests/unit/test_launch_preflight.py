@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from relax_hpc.config import Resources
+from relax_hpc.config import ActorConfig, Resources, RolloutConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
 from relax_hpc.launch.placement import Component
@@ -18,7 +18,11 @@ cpu|n3|(null)
 
 
 def model(folder, **fields):
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2} | fields
+    config = {
+        "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-6,
+    } | fields  # fmt: skip
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -58,28 +62,33 @@ def test_what_the_cluster_can_give_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("fields", "tensor_parallel", "message"),
+    ("fields", "actor", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, 1, "its architecture is LlamaForCausalLM; this"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, 4, "num_key_value_heads = 2; use a divisor"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, 3, "num_attention_heads = 4; use a divisor"),
+        ({"model_type": "llama"}, {}, "model_type = 'llama': only qwen3, qwen3_moe is supported"),
+        ({"attention_bias": True}, {}, "attention_bias = True: only False is supported"),
+        ({}, {"tensor_parallel": 3}, "3: does not divide the model's 4 attention heads"),
+        ({}, {"pipeline_parallel": 4}, "pipeline_parallel = 4: does not divide the model's 2 lay"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused(tmp_path, fields, tensor_parallel, message):
+def test_a_model_that_cannot_be_trained_is_refused(tmp_path, fields, actor, message):
     with pytest.raises(ConfigError) as error:
-        preflight.check_model(model(tmp_path / "m", **fields), tensor_parallel)
+        preflight.check_model(model(tmp_path / "m", **fields), ActorConfig(**actor))
     assert message in str(error.value)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
-        preflight.check_model(tmp_path / "missing", 1)
+        preflight.check_model(tmp_path / "missing", ActorConfig())
     with pytest.raises(ConfigError, match=r"has no config.json"):
-        preflight.check_model(tmp_path, 1)
+        preflight.check_model(tmp_path, ActorConfig())
 
 
-def test_tensor_parallelism_that_divides_all_heads_is_accepted(tmp_path):
-    preflight.check_model(model(tmp_path / "m", architectures=["Qwen3ForCausalLM"]), 2)
+def test_the_embedded_engine_is_refused_for_experts(tmp_path):
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = model(tmp_path / "m", model_type="qwen3_moe", **mixture)
+    shape = preflight.check_model(folder, ActorConfig(expert_parallel=2, data_parallel=2))
+    with pytest.raises(ConfigError, match=r"rollout.engine = 'embedded': .* use 'sglang'"):
+        preflight.check_engine(RolloutConfig(), shape)
 
 
 def test_a_run_directory_is_used_once_and_its_name_is_one_slurm_leaves_alone(tmp_path):

@@ -1,10 +1,10 @@
 """The section [reference]: which jobs are refused, and what a component of its own is given."""
 
-import json
-
 import pytest
+from hf_checkpoint import QWEN3, write
 
 from relax_hpc.config import Resources
+from relax_hpc.engines.megatron.architectures import registry
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight
@@ -96,31 +96,26 @@ def test_the_component_sees_the_run_with_its_model_and_grid_in_the_actors_place(
 
 def folder(path, **changes):
     path.mkdir()
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 64,
-        "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4,
-    }  # fmt: skip
-    (path / "config.json").write_text(json.dumps(config | changes))
-    (path / "model.safetensors").touch()
-    return path
+    return write(path, QWEN3 | changes)
 
 
 @pytest.mark.parametrize(
     ("placement", "changes", "message"),
     [
-        ("actor", {"hidden_size": 64}, "hidden_size is 64 in its config.json, 32 in model.path's"),
-        ("own", {"vocab_size": 65}, "vocab_size is 65 in its config.json, 64 in model.path's"),
-        ("own", {"num_attention_heads": "x"}, "reference: model.path"),
-        ("own", {"hidden_size": 64}, None),
+        ("actor", {"hidden_size": 16}, "hidden_size is 16 in its config.json, 8 in model.path's"),
+        ("actor", {"rope_theta": 1e4}, "rope_base is 10000.0 in its config.json, 1000000.0 in"),
+        ("own", {"vocab_size": 12}, "vocab_size is 12 in its config.json, 8 in model.path's"),
+        ("own", {"hidden_size": 16}, None),
         ("actor", {}, None),
     ],
 )
 def test_a_model_that_cannot_be_the_reference_is_refused(tmp_path, placement, changes, message):
     model, other = folder(tmp_path / "model"), folder(tmp_path / "other", **changes)
     config = job({"placement": placement, "path": str(other)}, path=model)
+    shape = registry.read_architecture(model)
     if message is None:
-        preflight.check_reference(config)
+        preflight.check_reference(config, shape)
         return
     with pytest.raises(ConfigError) as error:
-        preflight.check_reference(config)
+        preflight.check_reference(config, shape)
     assert message in str(error.value)

@@ -5,14 +5,16 @@ from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.names import Parameter, Shape
 from relax_hpc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -20,13 +22,17 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 class HfFiles:
     """Reads tensors, or parts of them. Every file is opened once, when something of it is read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, framework: Literal["pt", "np"] = "pt") -> None:
         """Reads the index.
+
+        Args:
+            folder: of the model.
+            framework: "np" does not import torch, for who does not read tensors.
 
         Raises:
             ConfigError: no safetensors; an index that is none, or names a file that is not there.
         """
-        self._folder = folder
+        self._folder, self._framework = folder, framework
         self._opened: dict[str, Any] = {}
         self._stack = ExitStack()
         self._files = self._read_index()
@@ -49,7 +55,7 @@ class HfFiles:
     def shape(self, name: str) -> Shape:
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str, *ranges: slice) -> Tensor:
+    def read(self, name: str, *ranges: slice) -> "Tensor":
         """Those ranges of the first dimensions; no other bytes are read."""
         part: Tensor = self._slice(name)[ranges]
         return part
@@ -93,7 +99,7 @@ class HfFiles:
     def _open(self, file: str) -> Any:  # noqa: ANN401
         if file not in self._opened:
             try:
-                opened = safe_open(self._folder / file, framework="pt")
+                opened = safe_open(self._folder / file, framework=self._framework)
             except FileNotFoundError:
                 raise self.refused(
                     f"{INDEX} names {file}, which is not there; download it again"
@@ -110,7 +116,10 @@ class HfFiles:
         index = self._folder / INDEX
         if not index.exists():
             if not (self._folder / SINGLE).exists():
-                raise self.refused(f"has neither {SINGLE} nor {INDEX}; download the weights")
+                raise self.refused(
+                    f"has neither {SINGLE} nor {INDEX}; "
+                    "download the weights in the safetensors format"
+                )
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
         try:
             files: dict[str, str] = json.loads(index.read_text())["weight_map"]
