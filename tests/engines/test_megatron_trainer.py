@@ -1,12 +1,13 @@
 """The trainer against Hugging Face, and against itself in other layouts."""
 
 import json
-from types import SimpleNamespace
 
 import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
+from megatron_reference import clear_gradient, collect, dense, hf_logprobs
+from megatron_reference import reference as hugging_face
 from megatron_worker import VOCAB, Ranks, job, num_tokens, trajectories
 from safetensors.torch import load_file, save_file
 
@@ -28,82 +29,18 @@ def ranks():
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory):
-    """{tied: (folder, model)}: random weights, norms too, so that a swapped norm is noticed."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.set_num_threads(1)
+    """{tied: (folder, model)}."""
     made = {}
     for tied in (False, True):
-        torch.manual_seed(0)
-        config = Qwen3Config(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            intermediate_size=128,
-            max_position_embeddings=256,
-            tie_word_embeddings=tied,
-            initializer_range=0.08,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )
-        model = Qwen3ForCausalLM(config).float()
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "norm" in name:
-                    parameter.add_(0.3 * torch.randn_like(parameter))
         folder = tmp_path_factory.mktemp("tied" if tied else "untied")
-        model.save_pretrained(folder)
-        made[tied] = (folder, model)
+        made[tied] = (folder, dense(folder, tied=tied))
     return made
 
 
 @pytest.fixture(scope="module")
 def reference(qwen3):
-    """Hugging Face and torch's AdamW on a fixed batch: logprobs, gradients, two updates."""
-    folder, model = qwen3[False]
-    rows, advantages = trajectories(12)
-    steps, logprobs, gradients = [], [], []
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim == 1]
-    adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        lr=1e-3,
-        betas=(0.9, 0.95),
-    )
-    for _ in range(2):
-        model.zero_grad()
-        logprobs.append([hf_logprobs(model, row.token_ids) for row in rows])
-        terms = zip(rows, advantages, logprobs[-1], strict=True)
-        loss = -sum(float(a) * lp[torch.from_numpy(r.loss_mask) > 0].sum() for r, a, lp in terms)
-        (loss / num_tokens(rows)).backward()
-        gradients.append({n: p.grad.numpy().copy() for n, p in model.named_parameters()})
-        adamw.step()
-        steps.append({n: p.detach().numpy().copy() for n, p in model.named_parameters()})
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(start[name])
-    norms = [np.sqrt(sum((g**2).sum() for g in step.values())) for step in gradients]
-    detached = [lp.detach().numpy() for lp in logprobs[0]]
-    return SimpleNamespace(
-        folder=folder, rows=rows, advantages=advantages, logprobs=detached,
-        gradients=gradients, norms=norms, steps=steps,
-    )  # fmt: skip
-
-
-def hf_logprobs(model, token_ids, temperature=1.0):
-    ids = torch.from_numpy(token_ids.astype(np.int64))
-    logits = model(input_ids=ids[None]).logits[0] / temperature
-    values = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), values])
-
-
-def collect(per_rank):
-    """[{row: logprobs}] of the ranks -> logprobs by row."""
-    merged = {row: values for part in per_rank for row, values in part.items()}
-    return [merged[row] for row in sorted(merged)]
+    """Two updates on a fixed batch."""
+    return hugging_face(*qwen3[False])
 
 
 def open_layout(ranks, folder, layout, **more):
@@ -111,11 +48,6 @@ def open_layout(ranks, folder, layout, **more):
     pool = ranks[size]
     pool.call(worker.open_trainer, config=job(folder, **(options | more)))
     return pool
-
-
-def clear_gradient(reference, name, step=0):
-    """Where Adam's normalised step is not rounding noise."""
-    return np.abs(reference.gradients[step][name]) > 1e-5
 
 
 @pytest.mark.parametrize("tied", [False, True])

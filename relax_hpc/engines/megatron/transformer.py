@@ -50,6 +50,7 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
         "variable_seq_lengths": config.actor.pipeline_parallel > 1,
         "deallocate_pipeline_outputs": False,
         "batch_p2p_comm": False,
+        "overlap_p2p_comm": config.actor.virtual_pipeline > 1,
         # Random weights are overwritten, but drawing them also marks which ones ranks share:
         # without the marks the gradient norm misses all ranks but the first.
         "perform_initialization": True,

@@ -1,0 +1,118 @@
+"""What Hugging Face and torch make of a fixed batch: the truth that every grid must reach."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from megatron_worker import VOCAB, num_tokens, trajectories
+
+SHAPE = {
+    "vocab_size": VOCAB, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "max_position_embeddings": 256, "initializer_range": 0.08,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+
+
+def dense(folder, *, tied=False, layers=2):
+    """A Qwen3 with random weights, norms too, so that a swapped norm is noticed; saved."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        **SHAPE, intermediate_size=128, num_hidden_layers=layers, tie_word_embeddings=tied
+    )
+    return _save(Qwen3ForCausalLM, config, folder)
+
+
+def mixture(folder, *, layers=2):
+    """Likewise a Qwen3-MoE of 4 experts, 2 for each token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        **SHAPE, intermediate_size=128, moe_intermediate_size=32, num_experts=4,
+        num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=layers,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    return _save(Qwen3MoeForCausalLM, config, folder)
+
+
+def _save(cls, config, folder):
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = cls(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+def reference(folder, model, num_steps=2, num_rows=12):
+    """Logprobs, gradients and weights of `num_steps` updates by torch's AdamW; `model` stays."""
+    rows, advantages = trajectories(num_rows)
+    steps, logprobs, gradients, losses = [], [], [], []
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
+    for _ in range(num_steps):
+        model.zero_grad()
+        logprobs.append([hf_logprobs(model, row.token_ids) for row in rows])
+        terms = zip(rows, advantages, logprobs[-1], strict=True)
+        loss = -sum(float(a) * lp[torch.from_numpy(r.loss_mask) > 0].sum() for r, a, lp in terms)
+        (loss / num_tokens(rows)).backward()
+        gradients.append(hub_layout({n: p.grad for n, p in model.named_parameters()}))
+        adamw.step()
+        steps.append(hub_layout({n: p.detach() for n, p in model.named_parameters()}))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(start[name])
+    mean_advantage = -sum(
+        float(a) * int(row.loss_mask.sum()) for a, row in zip(advantages, rows, strict=True)
+    ) / num_tokens(rows)
+    losses = [mean_advantage] * num_steps  # the ratio to the policy itself is 1
+    norms = [np.sqrt(sum((g**2).sum() for g in step.values())) for step in gradients]
+    detached = [lp.detach().numpy() for lp in logprobs[0]]
+    return SimpleNamespace(
+        folder=folder, rows=rows, advantages=advantages, logprobs=detached, losses=losses,
+        gradients=gradients, norms=norms, steps=steps,
+    )  # fmt: skip
+
+
+def hub_layout(tensors):
+    """Numpy copies under the names of the files on the hub: a tensor per expert."""
+    out = {}
+    for name, tensor in tensors.items():
+        if name.endswith("mlp.experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                prefix = name.replace("gate_up_proj", str(expert))
+                gate, up = both.chunk(2)
+                out[f"{prefix}.gate_proj.weight"], out[f"{prefix}.up_proj.weight"] = gate, up
+        elif name.endswith("mlp.experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                out[f"{name.replace('down_proj', str(expert))}.down_proj.weight"] = down
+        else:
+            out[name] = tensor
+    return {name: tensor.detach().numpy().copy() for name, tensor in out.items()}
+
+
+def hf_logprobs(model, token_ids, temperature=1.0):
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0] / temperature
+    values = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), values])
+
+
+def collect(per_rank):
+    """[{row: logprobs}] of the ranks -> logprobs by row."""
+    merged = {row: values for part in per_rank for row, values in part.items()}
+    return [merged[row] for row in sorted(merged)]
+
+
+def clear_gradient(reference, name, step=0):
+    """Where Adam's normalised step is not rounding noise."""
+    return np.abs(reference.gradients[step][name]) > 1e-5
