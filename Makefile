@@ -10,6 +10,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 SGLANG ?= .venv-sglang
 NAME   ?= demo
+# Test processes; much of the tests is waiting for processes of their own.
+WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
@@ -20,7 +22,7 @@ demo: setup
 	$(BIN)/relax-hpc submit jobs/demo.toml --local --follow --set name=$$($(BIN)/python tests/free_name.py runs $(NAME))
 
 test: setup setup-packages check
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup
 
 soak: setup
 	$(BIN)/pytest -m soak -s tests/bus
