@@ -255,24 +255,15 @@ def gradients(rows, advantages):
     """This rank's part of the gradient of the mean loss, reduced over ranks."""
     from megatron.core.distributed import finalize_model_grads
 
-    from relax_hpc.engines.megatron import hf_names
+    from relax_hpc.engines.megatron.hf_stream import named_weights
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
     trainer.accumulate(rows, micro_batches, advantages, surrogate())
     # The whole buffers instead of a share for each data-parallel rank.
     finalize_model_grads(trainer._wrapped, force_all_reduce=True)
-    total = num_tokens(rows)
-    kept = []
-    for chunk in trainer._chunks:
-        for parameter in chunk.parameters():
-            kept.append(parameter.data)
-            parameter.data = (parameter.main_grad / total).to(parameter.dtype)
-    found = {name: t.numpy().copy() for name, t in hf_names.named_weights(trainer._chunks)}
-    parameters = (p for chunk in trainer._chunks for p in chunk.parameters())
-    for parameter, data in zip(parameters, kept, strict=True):
-        parameter.data = data
-    return found
+    stream = named_weights(trainer._chunks, value_of=lambda parameter: parameter.main_grad)
+    return {name: gradient.numpy() / num_tokens(rows) for name, gradient in stream}
 
 
 def adam():
