@@ -1,0 +1,298 @@
+"""Mixture-of-experts layers against Hugging Face, and against themselves in other layouts."""
+
+from types import SimpleNamespace
+
+import megatron_worker as worker
+import numpy as np
+import pytest
+import torch
+from megatron_worker import VOCAB, Ranks, job, num_tokens, trajectories
+
+LAYOUTS = {
+    "1": (1, {}),
+    "ep2": (2, {"dp": 2, "actor": {"expert_parallel": 2}}),
+    "ep2_allgather": (
+        2,
+        {
+            "dp": 2,
+            "actor": {"expert_parallel": 2},
+            "transformer": {"moe_token_dispatcher_type": "allgather"},
+        },
+    ),
+    "dp2": (2, {"dp": 2}),
+    "tp2": (2, {"tp": 2}),
+    "tp2_ep2": (2, {"tp": 2, "actor": {"expert_parallel": 2}}),
+    "tp2_etp2": (2, {"tp": 2, "actor": {"expert_tensor_parallel": 2}}),
+    "cp2_ep2": (2, {"actor": {"context_parallel": 2, "expert_parallel": 2}}),
+    "pp2_ep2": (4, {"dp": 2, "actor": {"pipeline_parallel": 2, "expert_parallel": 2}}),
+    "ep2_dp4": (4, {"dp": 4, "actor": {"expert_parallel": 2}}),
+    "ep2_etp2": (
+        4,
+        {"tp": 2, "dp": 2, "actor": {"expert_parallel": 2, "expert_tensor_parallel": 2}},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pools = {}
+
+    def pool(size):
+        if size not in pools:
+            pools[size] = Ranks(size)
+        return pools[size]
+
+    yield pool
+    for made in pools.values():
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def qwen3_moe(tmp_path_factory):
+    """(folder, model): 4 layers of 8 experts, 3 per token; random norms and routers."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.08,
+        router_aux_loss_coef=0.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )
+    model = Qwen3MoeForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            if name.endswith("gate.weight"):
+                parameter.mul_(5)
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+@pytest.fixture(scope="module")
+def reference(qwen3_moe):
+    """Hugging Face and torch's AdamW on a fixed batch: logprobs, gradient, one update."""
+    folder, model = qwen3_moe
+    rows, advantages = trajectories(12)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    plain = [p for p in model.parameters() if p.ndim == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
+    logprobs = [hf_logprobs(model, row.token_ids) for row in rows]
+    terms = zip(rows, advantages, logprobs, strict=True)
+    loss = -sum(float(a) * lp[torch.from_numpy(r.loss_mask) > 0].sum() for r, a, lp in terms)
+    (loss / num_tokens(rows)).backward()
+    norm = float(torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt())
+    adamw.step()
+    updated = per_expert({n: p.detach().numpy().copy() for n, p in model.named_parameters()})
+    gradient = per_expert({n: p.grad.numpy().copy() for n, p in model.named_parameters()})
+    return SimpleNamespace(
+        folder=folder, rows=rows, advantages=advantages, norm=norm, updated=updated,
+        gradient=gradient, logprobs=[lp.detach().numpy() for lp in logprobs],
+        loss=float(loss.detach()) / num_tokens(rows),
+    )  # fmt: skip
+
+
+def per_expert(tensors):
+    """Names as on disk; in memory transformers stacks the experts of a layer."""
+    named = {}
+    for name, tensor in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            for expert, both in enumerate(tensor):
+                gate, up = np.split(both, 2)
+                named[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate
+                named[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up
+        elif name.endswith("experts.down_proj"):
+            for expert, down in enumerate(tensor):
+                named[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
+        else:
+            named[name] = tensor
+    return named
+
+
+def hf_logprobs(model, token_ids):
+    ids = torch.from_numpy(token_ids.astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0]
+    values = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    return torch.cat([torch.zeros(1), values])
+
+
+def collect(per_rank):
+    merged = {row: values for part in per_rank for row, values in part.items()}
+    return [merged[row] for row in sorted(merged)]
+
+
+def open_layout(ranks, folder, layout, **more):
+    size, options = LAYOUTS[layout]
+    options = dict(options) | {"optimizer": {"weight_decay": 0.1}}
+    for table in ("actor", "transformer"):
+        options[table] = options.get(table, {}) | more.pop(table, {})
+    pool = ranks(size)
+    pool.call(worker.open_trainer, config=job(folder, **(options | more)))
+    return pool
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logprobs_gradient_and_update_are_those_of_hugging_face(ranks, reference, layout):
+    pool = open_layout(ranks, reference.folder, layout)
+    found = collect(pool.call(worker.logprobs, rows=reference.rows))
+    for ours, theirs in zip(found, reference.logprobs, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    train = {"rows": reference.rows, "advantages": reference.advantages}
+    (metrics, *others) = pool.call(worker.train, **train)
+    assert all(other == metrics for other in others)
+    assert metrics["loss"] == pytest.approx(-sum_of_advantages(reference), abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(reference.norm, rel=1e-5)
+    weights = pool.call(worker.weights)[0]
+    assert weights.keys() == reference.updated.keys()
+    for name, theirs in reference.updated.items():
+        clear = np.abs(reference.gradient[name]) > 1e-5  # where Adam's step is no rounding noise
+        np.testing.assert_allclose(weights[name][clear], theirs[clear], atol=1e-5, err_msg=name)
+
+
+def sum_of_advantages(reference):
+    """Before the first update every ratio is 1."""
+    rows = zip(reference.rows, reference.advantages, strict=True)
+    return sum(a * r.loss_mask.sum() for r, a in rows) / num_tokens(reference.rows)
+
+
+def trained(ranks, reference, layout, rows=None, **more):
+    """Metrics and weights after an update."""
+    pool = open_layout(ranks, reference.folder, layout, **more)
+    rows = reference.rows if rows is None else rows
+    train = {"rows": rows, "advantages": reference.advantages[: len(rows)]}
+    return pool.call(worker.train, **train)[0], pool.call(worker.weights)[0]
+
+
+def same(mine, theirs, reference):
+    """Metrics, and weights where Adam's step is no rounding noise."""
+    assert mine[0].keys() == theirs[0].keys()
+    for name, value in theirs[0].items():
+        assert mine[0][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
+    for name, weight in theirs[1].items():
+        clear = np.abs(reference.gradient[name]) > 1e-5
+        np.testing.assert_allclose(mine[1][name][clear], weight[clear], atol=1e-5, err_msg=name)
+
+
+def loss_on(kind, coefficient=0.1, **more):
+    return more | {"moe_router_load_balancing_type": kind, "moe_aux_loss_coeff": coefficient}
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "core_attn"]},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+    ],
+    ids=["moe", "moe_act", "full"],
+)
+def test_recomputing_experts_gives_the_same_update_bitwise(ranks, reference, recompute):
+    options = loss_on("aux_loss")
+    plain = trained(ranks, reference, "ep2", transformer=options)
+    again = trained(ranks, reference, "ep2", transformer=options | recompute)
+    assert plain[0] == again[0]
+    assert all(np.array_equal(again[1][name], weight) for name, weight in plain[1].items())
+
+
+def test_a_rank_with_nothing_but_padding_and_experts_without_tokens_change_nothing(
+    ranks, reference
+):
+    rows = reference.rows[:1]  # the other rank has a micro-batch of one token, of padding
+    options = {"transformer": loss_on("aux_loss", moe_z_loss_coeff=0.01)}
+    whole = trained(ranks, reference, "1", rows, **options)
+    for layout in ("ep2", "ep2_allgather"):
+        same(trained(ranks, reference, layout, rows, **options), whole, reference)
+
+
+def test_the_losses_of_balance_equal_a_hand_worked_case(ranks):
+    # Tokens: two of document 0, two of document 1, one of padding; k = 1 of 2 experts.
+    ((whole, slopes), (by_document, _), z) = ranks(1).call(
+        worker.balance,
+        logits=[[np.log(3.0), 0.0]] * 4 + [[50.0, 50.0]],
+        scores=[[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6], [0.0, 1.0]],
+        chosen=[[True, False]] * 3 + [[False, True]] * 2,
+        documents=[0, 0, 1, 1, 2],
+        trained=[2.0, 1.0, 0.0],
+        experts_per_token=1,
+    )[0]
+    # shares (3/4, 1/4), mean scores (0.7, 0.3), 3 trained tokens: 3 x 2 x (0.525 + 0.075)
+    assert whole == pytest.approx(3.6)
+    np.testing.assert_allclose(slopes, [[3 * 2 * 0.75 / 4, 3 * 2 * 0.25 / 4]] * 4 + [[0, 0]])
+    # 2 x 2 x (1 x 0.85) + 1 x 2 x (0.5 x 0.55 + 0.5 x 0.45)
+    assert by_document == pytest.approx(4.4)
+    assert z == pytest.approx(3 * np.log(4.0) ** 2)
+
+
+def test_a_loss_by_document_is_the_same_for_any_split_and_any_layout(ranks, reference):
+    options = {"transformer": loss_on("seq_aux_loss")}
+    expected = trained(ranks, reference, "1", budget=200, **options)
+    assert 1.0 < expected[0]["moe/seq_aux_loss"] < 8.0
+    plain = trained(ranks, reference, "1", budget=200)
+    assert expected[0]["grad_norm"] != pytest.approx(plain[0]["grad_norm"], rel=1e-3)
+    assert expected[0]["loss"] == plain[0]["loss"]
+    for layout, budget in (("1", 25), ("ep2", 40), ("tp2_ep2", 60), ("cp2_ep2", 60)):
+        same(trained(ranks, reference, layout, budget=budget, **options), expected, reference)
+
+
+@pytest.mark.parametrize("kind", ["aux_loss", "global_aux_loss"])
+def test_ranks_that_share_a_micro_batch_balance_it_as_one_would(ranks, reference, kind):
+    options = {"transformer": loss_on(kind, moe_z_loss_coeff=0.01)}
+    expected = trained(ranks, reference, "1", budget=200, **options)
+    assert expected[0][f"moe/{kind}"] > 1.0
+    assert expected[0]["moe/z_loss"] > 0
+    assert 1.0 < expected[0]["moe/max_load"] <= 8 / 3
+    for layout in ("tp2_ep2", "cp2_ep2"):
+        same(trained(ranks, reference, layout, budget=200, **options), expected, reference)
+
+
+def test_the_experts_bias_moves_against_their_load_in_every_update(ranks, reference):
+    options = {
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_bias_update_rate": 1e-5,  # too little to change what is chosen
+    }
+    pool = open_layout(ranks, reference.folder, "1", transformer=options, optimizer={"lr": 1e-12})
+    (biases,) = step_biases(pool, reference)
+    assert biases.shape == (2, 8)
+    assert {-1, 1} <= set(np.rint(biases.ravel() / 1e-5)) <= {-1, 0, 1}
+    (again,) = step_biases(pool, reference)
+    np.testing.assert_allclose(again, 2 * biases)
+
+
+def step_biases(pool, reference):
+    pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
+    return [np.array(found) for found in pool.call(worker.expert_biases)]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"transformer": {"moe_token_dispatcher_type": "flex"}}, "needs the package deep_ep"),
+        ({"transformer": loss_on("sinkhorn", 0.0)}, "'sinkhorn': is none of aux_loss"),
+        ({"transformer": {"moe_input_jitter_eps": 0.1}}, "moe_input_jitter_eps: is not supported"),
+        ({"transformer": {"moe_router_enable_expert_bias": True}}, "sigmoid"),
+    ],
+    ids=["flex", "balance", "jitter", "bias"],
+)
+def test_what_experts_cannot_do_is_refused(ranks, reference, more, message):
+    with pytest.raises(AssertionError, match=message):
+        open_layout(ranks, reference.folder, "1", **more)
