@@ -106,8 +106,11 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Learning rate of the last step, as a fraction of `lr`; 1 does not decay."""
-    decay: Literal["linear", "cosine"] = "linear"
-    """How it gets there after the warm-up."""
+    decay: Literal["constant", "linear", "cosine", "sqrt"] = "linear"
+    """How it gets there; `sqrt` falls fast at first (1 - sqrt of the decay's progress)."""
+    decay_steps: NonNegative = 0
+    """The decay takes the last steps, that many, and the rate stays before (warm-up, stable,
+    decay); 0 takes all steps after the warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -121,6 +124,15 @@ class OptimizerConfig(Section):
     megatron: PassThrough = {}
     """Further fields of Megatron-core's OptimizerConfig, e.g. adam_eps = 1e-15."""
 
+    @model_validator(mode="after")
+    def _constant_ends_where_it_is(self) -> Self:
+        if self.decay == "constant" and self.final_lr_fraction != 1:
+            raise ValueError(
+                f"final_lr_fraction = {self.final_lr_fraction}: a constant rate does not fall; "
+                "use linear, cosine or sqrt as decay, or remove it"
+            )
+        return self
+
 
 class ActorConfig(Section, GridConfig):
     _section: ClassVar[str] = "actor"
@@ -130,6 +142,8 @@ class ActorConfig(Section, GridConfig):
     portion_micro_batches: NonNegative = 4
     """Training starts on a part of a batch once every data-parallel rank can fill this many
     micro-batches; 0 waits for the whole batch. The update is the same."""
+    max_skipped_updates: Positive = 3
+    """An update whose loss or gradient is not finite is skipped; as many in a row stop the run."""
     save_every: Positive = 10
     """Steps between checkpoints; shards are kept until the next one."""
     keep_checkpoints: Positive = 2

@@ -25,6 +25,10 @@ class EngineError(RelaxError, RuntimeError):
     """A rollout engine refused, failed or cannot be reached. The message names its URL."""
 
 
+class TrainingError(RelaxError, RuntimeError):
+    """Training cannot go on by itself. The message says what was found, and in which samples."""
+
+
 class LaunchError(RelaxError, RuntimeError):
     """Slurm, MPI or the local launcher did not do what was asked."""
 

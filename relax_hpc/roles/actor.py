@@ -14,6 +14,7 @@ from relax_hpc.comm.world import World
 from relax_hpc.config import RunConfig
 from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.portions import Batch, Floats, Portion, Share, share_of
+from relax_hpc.roles.skips import Skip, stop_if_stuck
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published
@@ -46,6 +47,11 @@ class Trainer(Protocol):
 
     @property
     def dp_rank(self) -> int: ...
+    @property
+    def skip(self) -> Skip | None:
+        """Why the last update was not done."""
+        ...
+
     def accumulate(
         self,
         trajectories: Sequence[Trajectory],
@@ -76,6 +82,10 @@ class Lead(Protocol):
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
     def end_step(self, step: int, fields: dict[str, Any]) -> None:
         """Compares weights if it is time to, and logs."""
+        ...
+
+    def skipped(self, step: int, skip: Skip) -> None:
+        """Notes an update that was not done."""
         ...
 
     def finish(self) -> None: ...
@@ -125,6 +135,9 @@ def run(
                 save()
         if lead:
             lead.end_step(step, batch.describe(step) | stats | timers.seconds)
+            if trainer.skip:
+                lead.skipped(step, trainer.skip)
+        stop_if_stuck(trainer.skip, config.actor)
     if lead:
         lead.finish()
 

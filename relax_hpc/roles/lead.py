@@ -9,7 +9,10 @@ from torch import Tensor
 from relax_hpc.bus.plan import PlanPosition, PlanRecord
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.config import RunConfig
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import skips
 from relax_hpc.roles.checkpoints import Checkpoints
+from relax_hpc.roles.skips import Skip
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
@@ -32,15 +35,24 @@ class ActorLead:
         self._config, self._events = config, events
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
         self._pace = PaceMeter()
+        self._shards: dict[int, str] = {}
+        """guid -> shard, of the prompt groups of this step."""
 
     def next_portion(self, step: int) -> PlanRecord:
         """The next part of the batch of `step`, once there is enough of it to start on."""
-        return self.sequencer.next_portion(
+        record = self.sequencer.next_portion(
             step,
             min_tokens=self._config.actor.tokens_per_portion,
             timeout_s=self._config.launch.peer_timeout_s,
             on_wait=self._serve_newcomers,
         )
+        if record.portion == 0:
+            self._shards = {}
+        bus = RunPaths(self._config.run_dir).bus
+        for guid, part in zip(record.guids, record.parts, strict=True):
+            shard = bus.shard(part.producer, part.epoch, part.seq)
+            self._shards[guid] = str(shard.relative_to(self._config.run_dir))
+        return record
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
         self.sequencer.check_fenced()
@@ -59,6 +71,11 @@ class ActorLead:
         fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
         log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
+
+    def skipped(self, step: int, skip: Skip) -> None:
+        """Says which samples kept the update from being done, and where they are."""
+        self._events.emit("skipped", step=step, **skips.fields_of(skip, self._shards))
+        log.warning("step %d: update skipped: %s", step, skips.line_of(skip, self._shards))
 
     def covered(self, step: int) -> None:
         """Takes note of a checkpoint."""

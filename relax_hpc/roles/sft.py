@@ -12,6 +12,7 @@ from relax_hpc.bus.micro_batches import MicroBatches
 from relax_hpc.comm.world import World
 from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.roles.actor import Tokens, Trainer
+from relax_hpc.roles.skips import Skip, stop_if_stuck
 from relax_hpc.schema import Array, Trajectory
 from relax_hpc.telemetry.timers import Timers
 
@@ -49,6 +50,7 @@ class Lead(Protocol):
     def heldout(self) -> list[Share]: ...
     def measured(self, step: int, heldout: HeldoutLoss) -> None: ...
     def end_step(self, step: int, fields: dict[str, Any]) -> None: ...
+    def skipped(self, step: int, skip: Skip) -> None: ...
     def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
 
 
@@ -80,6 +82,9 @@ def run(
                 save()
         if lead:
             lead.end_step(step, stats | timers.seconds)
+            if trainer.skip:
+                lead.skipped(step, trainer.skip)
+        stop_if_stuck(trainer.skip, config.actor)
     _export(trainer, lead)
 
 

@@ -12,7 +12,9 @@ from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.documents import Document, Documents
+from relax_hpc.roles import skips
 from relax_hpc.roles.sft import HeldoutLoss, Share
+from relax_hpc.roles.skips import Skip
 from relax_hpc.schema import FinishReason, Trajectory
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
@@ -100,6 +102,11 @@ class SftLead:
         fields = {**self._batch, **own, **speed}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
         log.info("%s", step_line({"step": step, **fields}, self._config.num_steps, eta_s))
+
+    def skipped(self, step: int, skip: Skip) -> None:
+        """Says which documents kept the update from being done; `guid` is their line."""
+        self._events.emit("skipped", step=step, **skips.fields_of(skip, {}))
+        log.warning("step %d: update skipped: %s", step, skips.line_of(skip, {}))
 
     def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Writes the model as a Hugging Face folder."""

@@ -10,6 +10,7 @@ and "world" (kind, size) once the ranks of a component have found each other:
              verify   version, trainer, members: the digests; equal
              resume, checkpoint   step
              reference   step: the policy of that step became the reference
+             skipped  step, reason, in_a_row, num_samples, samples: an update that was not done
     actor of supervised fine-tuning
              step     step, loss, data/..., time/..., num_documents, num_tokens, tokens_per_s
              heldout  step, loss, num_tokens

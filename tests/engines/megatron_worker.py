@@ -276,6 +276,28 @@ def adam():
     return {float(s["step"]) for s in states}, sum(float(s["exp_avg"].abs().sum()) for s in states)
 
 
+def skip():
+    return _state["trainer"].skip
+
+
+def micro_batches_of(rows, num_portions):
+    """(guid, sibling) of every micro-batch of this rank's step."""
+    return [
+        [(rows[portion[i]].guid, rows[portion[i]].sibling) for i in batch]
+        for portion, micro_batches in _shares(rows, num_portions)
+        for batch in micro_batches
+    ]
+
+
+def break_embedding(token):
+    import torch
+
+    for chunk in _state["trainer"]._chunks:
+        if chunk.pre_process:
+            with torch.no_grad():
+                chunk.embedding.word_embeddings.weight[token] = float("nan")
+
+
 def gradient_types():
     """Types of this rank's gradient buffers."""
     return {

@@ -7,7 +7,7 @@ from megatron_worker import job
 
 from relax_hpc.config import OptimizerConfig
 from relax_hpc.engines.megatron.architectures.registry import read_architecture
-from relax_hpc.engines.megatron.optimizer import learning_rate
+from relax_hpc.engines.megatron.learning_rate import learning_rate
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
 
@@ -204,3 +204,26 @@ def test_the_learning_rate_falls_by_half_a_cosine():
     rates = [learning_rate(config, step, 16) for step in (2, 4, 7, 10, 13, 16, 20)]
     quarter = 0.25 * 2**-0.5  # cos(pi / 4) / 4
     assert rates == pytest.approx([0.5, 1.0, 0.75 + quarter, 0.75, 0.75 - quarter, 0.5, 0.5])
+
+
+def test_the_learning_rate_stays_and_falls_over_the_last_steps():
+    """Warm-up, stable, decay: by square root, half of the way is behind after a quarter."""
+    config = OptimizerConfig(
+        lr=2.0, warmup_steps=2, decay="sqrt", decay_steps=8, final_lr_fraction=0.1
+    )
+    rates = [learning_rate(config, step, 20) for step in (1, 2, 7, 12, 14, 16, 20, 30)]
+    sixteen = 0.2 + 1.8 * (1 - 0.5**0.5)
+    assert rates == pytest.approx([1.0, 2.0, 2.0, 2.0, 1.1, sixteen, 0.2, 0.2])
+
+
+def test_a_decay_longer_than_the_run_begins_after_the_warm_up():
+    config = OptimizerConfig(lr=1.0, warmup_steps=5, decay_steps=100, final_lr_fraction=0.0)
+    rates = [learning_rate(config, step, 15) for step in (4, 5, 10, 15)]
+    assert rates == pytest.approx([0.8, 1.0, 0.5, 0.0])
+
+
+def test_a_constant_learning_rate_is_one():
+    config = OptimizerConfig(lr=1.0, warmup_steps=2, decay="constant")
+    assert [learning_rate(config, step, 9) for step in (1, 2, 5, 9)] == [0.5, 1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"final_lr_fraction = 0\.5: .*constant.*use linear"):
+        OptimizerConfig(decay="constant", final_lr_fraction=0.5)

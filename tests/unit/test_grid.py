@@ -4,6 +4,7 @@ import threading
 from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from relax_hpc.bus.micro_batches import imbalance
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.shard import Shard
 from relax_hpc.comm.world import StoreWorld
+from relax_hpc.errors import TrainingError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import actor
 from relax_hpc.roles.lead import ActorLead
@@ -68,7 +71,7 @@ class Rollout:
 
     def __init__(self, paths, commits):
         self.producer = Producer(paths, "rollout-0", {})
-        self.commits = commits
+        self.commits, self.published = commits, []
 
     def refresh(self):
         if self.commits:
@@ -77,6 +80,7 @@ class Rollout:
 
     def publish(self, version, tensors):
         list(tensors)
+        self.published.append(version)
         return Published(version, [], [], 0.0, 0.0)
 
     def verify(self):
@@ -91,6 +95,7 @@ class Trainer:
 
     def __init__(self, rank):
         self.step, self.dp_rank, self.given = 0, dp_rank_of(rank), []
+        self.skip = None
 
     def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
         for row in trajectories:
@@ -119,7 +124,7 @@ class Trainer:
 class Grid:
     """Runs a job whose rollout commits `commits`, one list of (guid, rewards) after another."""
 
-    def __init__(self, folder, commits, **algorithm):
+    def __init__(self, folder, commits, trainer=Trainer, fails=False, **algorithm):
         num_groups = sum(map(len, commits))
         self.config = job_file.validate(
             {
@@ -146,7 +151,7 @@ class Grid:
         rng = np.random.default_rng(0)
         made = [[group(guid, rewards, rng) for guid, rewards in commit] for commit in commits]
         self.rollout = Rollout(self.paths.bus, made)
-        self.trainers = [Trainer(rank) for rank in range(RANKS)]
+        self.trainers = [trainer(rank) for rank in range(RANKS)]
         self.portions = [[] for _ in range(RANKS)]
         self.readers, self.failures = {"index": set(), "rows": set()}, []
         self.store = HashStore()
@@ -158,11 +163,12 @@ class Grid:
             thread.start()
         for thread in threads:
             thread.join(timeout=90)
-        assert not self.failures, self.failures[0]
+        assert fails or not self.failures, self.failures[0]
         assert not any(thread.is_alive() for thread in threads)
         self.rollout.close()
         events = read_events(self.paths.root / "events")
         self.steps = [event for event in events if event["event"] == "step"]
+        self.skipped = [event for event in events if event["event"] == "skipped"]
 
     def _rank(self, rank):
         try:
@@ -290,3 +296,47 @@ def test_batches_with_hardly_a_row_or_none_starve_nobody(tmp_path):
         assert given.trained == fresh  # what the policy before sampled is over age
     for portion in zip(*(trainer.given for trainer in grid.trainers), strict=True):
         assert len({len(given.rows) for given in portion}) == 1
+
+
+class Skip(NamedTuple):
+    reason: str
+    samples: tuple
+    num_samples: int
+    in_a_row: int
+
+
+class Sample(NamedTuple):
+    guid: int
+    sibling: int
+    what: str
+
+
+class BrokenTrainer(Trainer):
+    """Updates nothing from step 2 on."""
+
+    def update(self):
+        metrics = super().update()
+        if self.step > 1:
+            sample = Sample((self.step - 1) * PROMPTS + 3, 1, "loss")
+            self.skip = Skip("the loss is not finite", (sample,), 5, self.step - 1)
+        return metrics | {"skipped": float(self.step > 1)}
+
+
+def test_updates_skipped_in_a_row_end_every_rank_with_the_weights_published(tmp_path):
+    groups = [(guid, MIXED) for guid in range(6 * PROMPTS)]
+    commits = [groups[i : i + PROMPTS] for i in range(0, len(groups), PROMPTS)]
+    grid = Grid(tmp_path, commits, BrokenTrainer, fails=True)
+    assert [trainer.step for trainer in grid.trainers] == [4] * RANKS  # of 6
+    assert len(grid.failures) == RANKS
+    for error in grid.failures:
+        assert isinstance(error, TrainingError)
+        assert "3 updates in a row were skipped (actor.max_skipped_updates)" in str(error)
+        assert f"{3 * PROMPTS + 3}/1 (loss) and 4 more" in str(error)
+    assert grid.rollout.published == [0, 1, 2, 3, 4]
+    assert [event["step"] for event in grid.skipped] == [2, 3, 4]
+    for event in grid.skipped:
+        (sample,) = event["samples"]
+        assert (event["num_samples"], sample["guid"]) == (5, (event["step"] - 1) * PROMPTS + 3)
+        shard = Shard(grid.paths.root / sample["shard"])
+        assert sample["guid"] in shard.read_rows("row/guid", 0, shard.rows)
+        shard.close()

@@ -65,7 +65,7 @@ class FakeSampler:
 
 
 class FakeTrainer:
-    step, dp_rank = 0, 0
+    step, dp_rank, skip = 0, 0, None
 
     def __init__(self, policy):
         self.policy = policy

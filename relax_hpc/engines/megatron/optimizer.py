@@ -1,4 +1,4 @@
-"""Megatron's DDP and distributed Adam, made once; the schedule; one guarded update.
+"""Megatron's DDP and distributed Adam, made once; one guarded update.
 
 Gradients are sums over tokens until Adam reads them: their mean and the clipping are one factor.
 """
@@ -24,21 +24,6 @@ from relax_hpc.config import JobConfig, OptimizerConfig
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.adam import Shard, ShardedAdamW
 from relax_hpc.engines.megatron.optimizer_config import ddp_config, optimizer_config
-
-
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
-    """Rises linearly to `lr` at step `warmup_steps`, then falls by `decay` until `num_steps`.
-
-    Args:
-        step: 1-based; beyond `num_steps` the rate stays where it ended.
-    """
-    if step < config.warmup_steps:
-        return config.lr * step / config.warmup_steps
-    peak = max(config.warmup_steps, 1)
-    progress = min(1.0, (step - peak) / (num_steps - peak)) if num_steps > peak else 0.0
-    if config.decay == "cosine":
-        progress = (1.0 - math.cos(math.pi * progress)) / 2
-    return config.lr * (1.0 - progress * (1.0 - config.final_lr_fraction))
 
 
 def build(

@@ -1,10 +1,9 @@
 """The actor's model: trains on trajectories, and gives its weights away under their HF names."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,39 +14,14 @@ from torch import Tensor
 
 from relax_hpc.comm.world import World
 from relax_hpc.config import JobConfig
-from relax_hpc.engines.megatron import checkpoint, grad_sync, optimizer, schedule
-from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron import checkpoint, grad_sync, nonfinite, optimizer, schedule
+from relax_hpc.engines.megatron.learning_rate import learning_rate
+from relax_hpc.engines.megatron.nonfinite import Loss, Skip, Work
 from relax_hpc.engines.megatron.router import take_metrics
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
 from relax_hpc.engines.megatron.weight_bank import WeightBank
 from relax_hpc.schema import Trajectory
-
-
-class LossOutput(Protocol):
-    """What a loss returns; read only."""
-
-    @property
-    def loss(self) -> Tensor:
-        """[] summed over tokens: micro-batches, portions and ranks add up."""
-        ...
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """[] each, summed likewise."""
-        ...
-
-
-Loss = Callable[[Tensor, MicroBatch], LossOutput]
-"""([T] logprobs with gradient, micro-batch with `old_logprobs`) -> loss."""
-
-
-@dataclass
-class _Work:
-    """A micro-batch on its way through the pipeline."""
-
-    micro_batch: MicroBatch
-    loss: Loss
 
 
 class MegatronTrainer(MegatronScorer):
@@ -75,7 +49,11 @@ class MegatronTrainer(MegatronScorer):
         self._run_chunks = self._wrapped
         self.bank = WeightBank(self._wrapped)
         """Of further weights for this model, e.g. of a reference policy."""
-        self._kept: list[_Work] = []
+        self.skip: Skip | None = None
+        """Why the last update was not done, if it was not; the same on every rank."""
+        self._skipped_in_a_row = 0
+        self._works: list[Work] = []
+        """Of this step; kept to be passed over again, and to name those that went wrong."""
         self._begin_pass()
 
     def accumulate(
@@ -98,11 +76,17 @@ class MegatronTrainer(MegatronScorer):
             advantages: [len(trajectories)].
             last: nothing follows, so that the sum over ranks may begin on the way.
         """
-        works = [_Work(self._build(trajectories, advantages, rows), loss) for rows in micro_batches]
+        works = [
+            Work(
+                self._build(trajectories, advantages, rows),
+                loss,
+                [trajectories[row] for row in rows],
+            )
+            for rows in micro_batches
+        ]
         with grad_sync.portion(self._wrapped, last=last):
             schedule.backward(self._wrapped, works, self._sum_loss)
-        if self._config.epochs_per_step > 1:
-            self._kept += works
+        self._works += works
 
     def update(self) -> dict[str, float]:
         """Turns policy `step` into policy `step` + 1 by what was accumulated.
@@ -118,14 +102,15 @@ class MegatronTrainer(MegatronScorer):
         """
         config = self._config
         self.step += 1
-        rate = optimizer.learning_rate(config.actor.optimizer, self.step, config.num_steps)
+        rate = learning_rate(config.actor.optimizer, self.step, config.num_steps)
         optimizer.set_learning_rate(self._optimizer, rate)
-        kept, epochs = self._kept, [self._end_pass()]
+        self.skip = None
+        epochs = [self._end_pass()]
         for _ in range(config.epochs_per_step - 1):
             with grad_sync.portion(self._wrapped, last=True):
-                schedule.backward(self._wrapped, kept, self._sum_loss)
+                schedule.backward(self._wrapped, self._works, self._sum_loss)
             epochs.append(self._end_pass())
-        self._kept = []
+        self._works = []
         means = {
             key: float(np.mean([epoch[key] for epoch in epochs if key in epoch]))
             for key in epochs[0]
@@ -150,7 +135,7 @@ class MegatronTrainer(MegatronScorer):
     def _trainee(self) -> checkpoint.Trainee:
         return checkpoint.Trainee(self._chunks, self._optimizer)
 
-    def _sum_loss(self, hidden: Tensor, work: "_Work") -> Tensor:
+    def _sum_loss(self, hidden: Tensor, work: Work) -> Tensor:
         """[] loss of a micro-batch, on the last stage; its metrics are noted."""
         logprobs, entropy = self._logprobs(hidden, work.micro_batch)
         mask = work.micro_batch.loss_mask
@@ -159,6 +144,7 @@ class MegatronTrainer(MegatronScorer):
             gap = (logprobs.detach() - work.micro_batch.rollout_logprobs).abs().where(mask, 0)
             self._sums.add("logprob_gap/mean", gap.sum())
             self._sums.maximum("logprob_gap/max", gap.max())
+        work.logprobs = logprobs.detach()
         output = work.loss(logprobs, work.micro_batch)
         self._num_tokens += mask.sum()
         self._sums.add("loss", output.loss.detach())
@@ -181,9 +167,15 @@ class MegatronTrainer(MegatronScorer):
         finalize_model_grads(self._wrapped)
         num_tokens = optimizer.total_tokens(self._num_tokens)
         metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
-        result = optimizer.Update(math.nan, done=False)
+        result, reason = optimizer.Update(math.nan, done=False), "the loss is not finite"
         if math.isfinite(metrics["loss"]):
             result = optimizer.update(self._optimizer, 1 / max(num_tokens, 1))
+            reason = "the gradient is not finite"
+        if result.done:
+            self._skipped_in_a_row = 0
+        elif not result.has_overflowed:
+            self._skipped_in_a_row += 1
+            self.skip = nonfinite.explain(self._works, reason, self._skipped_in_a_row)
         if scale := optimizer.loss_scale(self._optimizer):
             metrics["loss_scale"] = scale
         self._begin_pass()

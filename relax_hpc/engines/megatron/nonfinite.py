@@ -1,0 +1,128 @@
+"""Which samples made a loss or a gradient infinite or not a number: asked only after it was."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from relax_hpc.engines.megatron import grid
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.schema import Trajectory
+
+_NAMED = 8
+
+
+class LossOutput(Protocol):
+    """What a loss returns; read only."""
+
+    @property
+    def loss(self) -> Tensor:
+        """[] summed over tokens: micro-batches, portions and ranks add up."""
+        ...
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """[] each, summed likewise."""
+        ...
+
+
+Loss = Callable[[Tensor, MicroBatch], LossOutput]
+"""([T] logprobs with gradient, micro-batch with `old_logprobs`) -> loss."""
+
+
+@dataclass
+class Work:
+    """A micro-batch on its way through the pipeline."""
+
+    micro_batch: MicroBatch
+    loss: Loss
+    samples: Sequence[Trajectory]
+    """In packed order."""
+    logprobs: Tensor | None = None
+    """[T] without gradient, of the last forward pass, where the last stage is."""
+
+
+class Sample(NamedTuple):
+    """A trajectory, and what of it is not finite."""
+
+    guid: int
+    sibling: int
+    dp_rank: int
+    micro_batch: int
+    """Of the rank's in this step, from 0."""
+    what: str
+    """`logprobs`, `loss`, or `gradient` (of the loss by the logprobs)."""
+
+
+class Skip(NamedTuple):
+    """Why an update was not done."""
+
+    reason: str
+    samples: tuple[Sample, ...]
+    """A few of them. None if only the gradient inside the model is not finite."""
+    num_samples: int
+    """All samples with something that is not finite."""
+    in_a_row: int
+    """Updates, this one included; not those for which a loss scale was too large."""
+
+
+def explain(works: Sequence[Work], reason: str, in_a_row: int) -> Skip:
+    """Looks at all that was passed over. Collective over all ranks."""
+    samples = list(_samples(works)) if grid.is_last_stage() else []
+    group = mpu.get_data_parallel_group()
+    ranks: list[tuple[list[Sample], int]] = [([], 0)] * group.size()
+    dist.all_gather_object(ranks, (samples[:_NAMED], len(samples)), group=group)
+    first_of_each = sorted(
+        ((place, sample) for named, _ in ranks for place, sample in enumerate(named)),
+        key=lambda found: found[0],
+    )
+    named = tuple(sample for _, sample in islice(first_of_each, _NAMED))
+    skip = Skip(reason, named, sum(count for _, count in ranks), in_a_row)
+    said: Skip = grid.from_last_stage(skip)
+    return said
+
+
+def _samples(works: Sequence[Work]) -> Iterator[Sample]:
+    dp_rank = mpu.get_data_parallel_rank()
+    for number, work in enumerate(works):
+        for document, what in _documents(work):
+            sample = work.samples[document]
+            yield Sample(sample.guid, sample.sibling, dp_rank, number, what)
+
+
+def _documents(work: Work) -> Iterator[tuple[int, str]]:
+    """Number and fault of every document that has one."""
+    lengths = work.micro_batch.lengths
+    if _fault(work, torch.ones_like(work.micro_batch.loss_mask)) is None:
+        return
+    for document, end in enumerate(torch.tensor(lengths).cumsum(0).tolist()[: len(work.samples)]):
+        alone = torch.zeros_like(work.micro_batch.loss_mask)
+        alone[end - lengths[document] : end] = True
+        if fault := _fault(work, alone):
+            yield document, fault
+
+
+def _fault(work: Work, inside: Tensor) -> str | None:
+    """What is not finite of the tokens [T] `inside`, those around them being as good as absent."""
+    assert work.logprobs is not None
+    given = work.micro_batch
+    mask = given.loss_mask & inside
+    cleared: dict[str, Any] = {
+        field.name: value.where(inside, 0)
+        for field in fields(given)
+        if isinstance(value := getattr(given, field.name), Tensor) and value.is_floating_point()
+    }
+    logprobs = work.logprobs.where(inside, 0).requires_grad_()
+    if not logprobs[mask].isfinite().all():
+        return "logprobs"
+    with torch.enable_grad():
+        loss = work.loss(logprobs, replace(given, loss_mask=mask, **cleared)).loss
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+    if not loss.isfinite():
+        return "loss"
+    return None if gradient.isfinite().all() else "gradient"

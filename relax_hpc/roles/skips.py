@@ -1,0 +1,78 @@
+"""Updates that were not done, since a loss or a gradient was not finite."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from relax_hpc.config import ActorConfig
+from relax_hpc.errors import TrainingError
+
+
+class Sample(Protocol):
+    """A trajectory, and what of it is not finite."""
+
+    @property
+    def guid(self) -> int: ...
+    @property
+    def sibling(self) -> int: ...
+    @property
+    def what(self) -> str: ...
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+class Skip(Protocol):
+    """Why an update was not done."""
+
+    @property
+    def reason(self) -> str: ...
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """A few of them."""
+        ...
+
+    @property
+    def num_samples(self) -> int:
+        """All samples with something that is not finite."""
+        ...
+
+    @property
+    def in_a_row(self) -> int: ...
+
+
+def fields_of(skip: Skip, places: Mapping[int, str]) -> dict[str, Any]:
+    """The fields of a `skipped` event.
+
+    Args:
+        places: guid -> where its rows are.
+    """
+    return {
+        "reason": skip.reason,
+        "in_a_row": skip.in_a_row,
+        "num_samples": skip.num_samples,
+        "samples": [s._asdict() | {"shard": places.get(s.guid)} for s in skip.samples],
+    }
+
+
+def line_of(skip: Skip, places: Mapping[int, str]) -> str:
+    """The same as a line of log."""
+    if not skip.samples:
+        return f"{skip.reason}, but every sample's loss is: it is the model's own gradient"
+    named = ", ".join(
+        f"{s.guid}/{s.sibling} ({s.what})" + (f" in {places[s.guid]}" if s.guid in places else "")
+        for s in skip.samples
+    )
+    more = skip.num_samples - len(skip.samples)
+    return f"{skip.reason}: guid/sibling {named}" + (f" and {more} more" if more else "")
+
+
+def stop_if_stuck(skip: Skip | None, actor: ActorConfig) -> None:
+    """Ends the actor if nothing has been learned for a while; what it saved and published stays.
+
+    Raises:
+        TrainingError: `actor.max_skipped_updates` were skipped in a row.
+    """
+    if skip and skip.in_a_row >= actor.max_skipped_updates:
+        raise TrainingError(
+            f"{skip.in_a_row} updates in a row were skipped (actor.max_skipped_updates): "
+            f"{line_of(skip, {})}; the weights are those of the last good update and a resume "
+            "begins at the newest checkpoint: look at the samples, or lower actor.optimizer.lr"
+        )
