@@ -1,8 +1,11 @@
 """What README and docs/ say exists, exists: links, commands, options, paths, settings, events."""
 
+import dataclasses
+import functools
 import re
 import tomllib
 from pathlib import Path
+from typing import get_origin
 
 import pytest
 import typer.main
@@ -89,10 +92,27 @@ SETTINGS = RunConfig.model_fields | SftRunConfig.model_fields
 def is_setting(name):
     fields = SETTINGS
     for key in name.split("."):
+        if fields is PASSED_THROUGH:
+            return key in fields_of_megatron()
         if key not in fields:
             return False
-        fields = fields_of(fields[key])
+        is_table = get_origin(fields[key].annotation) is dict
+        fields = PASSED_THROUGH if is_table else fields_of(fields[key])
     return True
+
+
+PASSED_THROUGH = {}
+"""The keys of a table that Megatron-core or the engine checks."""
+
+
+@functools.cache
+def fields_of_megatron():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import TransformerConfig
+
+    kinds = (DistributedDataParallelConfig, OptimizerConfig, TransformerConfig)
+    return {field.name for kind in kinds for field in dataclasses.fields(kind)}
 
 
 def is_in_the_code(name):
