@@ -23,13 +23,13 @@ def dense(folder, *, tied=False, layers=2):
     return _save(Qwen3ForCausalLM, config, folder)
 
 
-def mixture(folder, *, layers=2):
-    """Likewise a Qwen3-MoE of 4 experts, 2 for each token."""
+def mixture(folder, *, layers=2, experts=4, per_token=2):
+    """Likewise a Qwen3-MoE."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
-        **SHAPE, intermediate_size=128, moe_intermediate_size=32, num_experts=4,
-        num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=layers,
+        **SHAPE, intermediate_size=128, moe_intermediate_size=32, num_experts=experts,
+        num_experts_per_tok=per_token, norm_topk_prob=True, num_hidden_layers=layers,
         tie_word_embeddings=False,
     )  # fmt: skip
     return _save(Qwen3MoeForCausalLM, config, folder)

@@ -1,12 +1,11 @@
 """Mixture-of-experts layers against Hugging Face, and against themselves in other layouts."""
 
-from types import SimpleNamespace
-
 import megatron_worker as worker
 import numpy as np
 import pytest
-import torch
-from megatron_worker import VOCAB, Ranks, job, num_tokens, trajectories
+from megatron_reference import clear_gradient, collect, mixture
+from megatron_reference import reference as hugging_face
+from megatron_worker import Ranks, job
 
 LAYOUTS = {
     "1": (1, {}),
@@ -48,96 +47,9 @@ def ranks():
 
 
 @pytest.fixture(scope="module")
-def qwen3_moe(tmp_path_factory):
-    """(folder, model): 4 layers of 8 experts, 3 per token; random norms and routers."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=64,
-        moe_intermediate_size=24,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-        initializer_range=0.08,
-        router_aux_loss_coef=0.0,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )
-    model = Qwen3MoeForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            if name.endswith("gate.weight"):
-                parameter.mul_(5)
+def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3_moe")
-    model.save_pretrained(folder)
-    return folder, model
-
-
-@pytest.fixture(scope="module")
-def reference(qwen3_moe):
-    """Hugging Face and torch's AdamW on a fixed batch: logprobs, gradient, one update."""
-    folder, model = qwen3_moe
-    rows, advantages = trajectories(12)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    plain = [p for p in model.parameters() if p.ndim == 1]
-    adamw = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
-        lr=1e-3,
-        betas=(0.9, 0.95),
-    )
-    logprobs = [hf_logprobs(model, row.token_ids) for row in rows]
-    terms = zip(rows, advantages, logprobs, strict=True)
-    loss = -sum(float(a) * lp[torch.from_numpy(r.loss_mask) > 0].sum() for r, a, lp in terms)
-    (loss / num_tokens(rows)).backward()
-    norm = float(torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt())
-    adamw.step()
-    updated = per_expert({n: p.detach().numpy().copy() for n, p in model.named_parameters()})
-    gradient = per_expert({n: p.grad.numpy().copy() for n, p in model.named_parameters()})
-    return SimpleNamespace(
-        folder=folder, rows=rows, advantages=advantages, norm=norm, updated=updated,
-        gradient=gradient, logprobs=[lp.detach().numpy() for lp in logprobs],
-        loss=float(loss.detach()) / num_tokens(rows),
-    )  # fmt: skip
-
-
-def per_expert(tensors):
-    """Names as on disk; in memory transformers stacks the experts of a layer."""
-    named = {}
-    for name, tensor in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(tensor):
-                gate, up = np.split(both, 2)
-                named[name.replace("gate_up_proj", f"{expert}.gate_proj.weight")] = gate
-                named[name.replace("gate_up_proj", f"{expert}.up_proj.weight")] = up
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(tensor):
-                named[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
-        else:
-            named[name] = tensor
-    return named
-
-
-def hf_logprobs(model, token_ids):
-    ids = torch.from_numpy(token_ids.astype(np.int64))
-    logits = model(input_ids=ids[None]).logits[0]
-    values = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), values])
-
-
-def collect(per_rank):
-    merged = {row: values for part in per_rank for row, values in part.items()}
-    return [merged[row] for row in sorted(merged)]
+    return hugging_face(folder, mixture(folder, experts=8, per_token=3), num_steps=1)
 
 
 def open_layout(ranks, folder, layout, **more):
@@ -157,21 +69,20 @@ def test_logprobs_gradient_and_update_are_those_of_hugging_face(ranks, reference
     for ours, theirs in zip(found, reference.logprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
     train = {"rows": reference.rows, "advantages": reference.advantages}
+    gradient = pool.call(worker.gradients, **train)[0]
+    assert gradient.keys() == reference.gradients[0].keys()
+    for name, theirs in reference.gradients[0].items():
+        np.testing.assert_allclose(gradient[name], theirs, atol=1e-5, err_msg=name)
+    pool = open_layout(ranks, reference.folder, layout)
     (metrics, *others) = pool.call(worker.train, **train)
     assert all(other == metrics for other in others)
-    assert metrics["loss"] == pytest.approx(-sum_of_advantages(reference), abs=1e-5)
-    assert metrics["grad_norm"] == pytest.approx(reference.norm, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(reference.losses[0], abs=1e-5)
+    assert metrics["grad_norm"] == pytest.approx(reference.norms[0], rel=1e-5)
     weights = pool.call(worker.weights)[0]
-    assert weights.keys() == reference.updated.keys()
-    for name, theirs in reference.updated.items():
-        clear = np.abs(reference.gradient[name]) > 1e-5  # where Adam's step is no rounding noise
+    assert weights.keys() == reference.steps[0].keys()
+    for name, theirs in reference.steps[0].items():
+        clear = clear_gradient(reference, name)
         np.testing.assert_allclose(weights[name][clear], theirs[clear], atol=1e-5, err_msg=name)
-
-
-def sum_of_advantages(reference):
-    """Before the first update every ratio is 1."""
-    rows = zip(reference.rows, reference.advantages, strict=True)
-    return sum(a * r.loss_mask.sum() for r, a in rows) / num_tokens(reference.rows)
 
 
 def trained(ranks, reference, layout, rows=None, **more):
@@ -188,7 +99,7 @@ def same(mine, theirs, reference):
     for name, value in theirs[0].items():
         assert mine[0][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
     for name, weight in theirs[1].items():
-        clear = np.abs(reference.gradient[name]) > 1e-5
+        clear = clear_gradient(reference, name)
         np.testing.assert_allclose(mine[1][name][clear], weight[clear], atol=1e-5, err_msg=name)
 
 
