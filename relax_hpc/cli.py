@@ -190,15 +190,20 @@ def bench_bus_scale(
     epilog="Example:  relax-hpc bench train --shape qwen3-4b --tokens 16384 --documents mix --dp 2",
 )
 def bench_train(
-    shape: Annotated[str, typer.Option(help="Whose config.json.")] = "qwen3-4b",
+    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
     tokens: Annotated[list[int], typer.Option(help="Of a micro-batch; repeatable.")] = [16384],  # noqa: B006
     documents: Annotated[
         list[str], typer.Option(help="one: a single one; mix: a long tail of them; repeatable.")
     ] = ["one"],  # noqa: B006
     dp: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1)] = 1,
+    vpp: Annotated[int, typer.Option(help="Chunks of layers per stage.", min=1)] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.", min=1)] = 1,
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts.", min=1)] = 1,
+    etp: Annotated[int, typer.Option(help="Ranks that share an expert.", min=1)] = 1,
     recompute: Annotated[str, typer.Option(help="none, mlp or full.")] = "none",
-    micro_batches: Annotated[int, typer.Option(help="Per step and data-parallel rank.")] = 1,
+    micro_batches: Annotated[int, typer.Option(help="Per step and replica.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="Timed ones, after two that are not.", min=1)] = 5,
     overrides: Annotated[list[str], typer.Option("--set", help="actor.key=value.")] = [],  # noqa: B006
     json_file: JsonFile = None,
@@ -208,9 +213,8 @@ def bench_train(
     from relax_hpc.bench import train
 
     works = train.works(tokens, documents, recompute, micro_batches)
-    figures = train.measure(
-        shape, works, train.Grid(dp, tp), steps=steps, overrides=overrides, profile=profile
-    )
+    grid = train.Grid(dp, tp, pp, vpp, cp, ep, etp)
+    figures = train.measure(shape, works, grid, steps=steps, overrides=overrides, profile=profile)
     typer.echo(train.show(figures, json_file))
 
 

@@ -1,7 +1,7 @@
 """Training steps of a model with random weights: tokens per second, MFU, memory, time per phase.
 
-It is the trainer of a run, fed as the actor feeds it, without the bus. Nothing but a config.json is
-written: Megatron-core draws the weights on the GPU.
+It is the trainer of a run, fed as the actor feeds it, without the bus. Of a shape nothing but a
+config.json is written: Megatron-core draws the weights on the GPU.
 """
 
 import json
@@ -10,15 +10,17 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from relax_hpc.bench.report import machine
+from relax_hpc.config import ActorConfig, JobConfig
 from relax_hpc.engines.megatron.flops import training_flops
 from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import with_overrides
 from relax_hpc.records import write_json
 
 Documents = Literal["one", "mix"]
@@ -36,17 +38,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072,
                             "num_hidden_layers": 28, "num_attention_heads": 16},
     "tiny": _QWEN3 | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2,
-                      "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                      "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
                       "num_attention_heads": 4},
 }  # fmt: skip
 """config.json of what can be measured; `tiny` is for machines without a GPU."""
 
 
 class Work(NamedTuple):
-    """What one step trains on, per data-parallel rank."""
+    """What one step trains on, per replica."""
 
     tokens: int
-    """Of a micro-batch."""
+    """Of a micro-batch; context-parallel ranks share them."""
     documents: Documents = "one"
     recompute: str = "none"
     """`none`, `mlp` (one of its products again) or `full`."""
@@ -55,14 +57,30 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class Grid:
-    """How the ranks share the model and the batch."""
+    """How the ranks share the model and the batch: the keys of `ActorConfig`."""
 
     data_parallel: int = 1
     tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_pipeline: int = 1
+    context_parallel: int = 1
+    expert_parallel: int = 1
+    expert_tensor_parallel: int = 1
 
-    @property
-    def size(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+    @classmethod
+    def of(cls, actor: ActorConfig) -> "Grid":
+        return cls(**{field.name: getattr(actor, field.name) for field in fields(cls)})
+
+    def __str__(self) -> str:
+        """Data and tensor parallelism, and what else there is: "dp1 tp2 cp2"."""
+        return " ".join(
+            f"{short}{getattr(self, field.name)}"
+            for short, field in zip(_SHORT, fields(self), strict=True)
+            if short in ("dp", "tp") or getattr(self, field.name) > 1
+        )
+
+
+_SHORT = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -86,7 +104,9 @@ class Figures:
     """Of all GPUs together."""
     tokens_per_s_per_gpu: float
     mfu: float
+    """Operations of a replica's micro-batches, divided by its ranks, against the peak of one."""
     peak_gib: float
+    """Of the rank that has most."""
     loss: float
 
 
@@ -175,38 +195,120 @@ def measure(
     """Measures every `Work` on as many GPUs as the grid has ranks; on CPUs without any.
 
     Args:
+        shape: a name of `SHAPES`, or a folder with a config.json; its weights are used, if any.
         overrides: `section.key=value` of the job, for example "actor.attention=varlen".
         profile: gets the table of the profiler for one step of every work, by rank 0.
 
     Raises:
-        ConfigError: no such shape; more ranks than GPUs.
+        ConfigError: no such shape; more ranks than GPUs; micro-batches that do not fit the grid.
     """
     import torch
 
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape}: is none of {', '.join(SHAPES)}")
-    gpus = torch.cuda.device_count()
-    if gpus and grid.size > gpus:
-        raise ConfigError(f"dp x tp = {grid.size} ranks, but {gpus} GPUs are here; use fewer")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-        task = Task(folder, shape, tuple(works), grid, steps, tuple(overrides), profile)
+        task = task_of(
+            shape, works, grid, Path(name), steps=steps, overrides=overrides, profile=profile
+        )
+        gpus, ranks = torch.cuda.device_count(), task.config.actor.world_size
+        if gpus and ranks > gpus:
+            raise ConfigError(f"{task.grid}: {ranks} ranks, but {gpus} GPUs are here; use fewer")
         return _on_ranks(task)
+
+
+def task_of(
+    shape: str,
+    works: Sequence[Work],
+    grid: Grid,
+    folder: Path,
+    *,
+    steps: int = 5,
+    overrides: Sequence[str] = (),
+    profile: Path | None = None,
+) -> "Task":
+    """What the ranks are told; see `measure`.
+
+    Args:
+        folder: an empty one, for what they share.
+    """
+    model = _model(shape, folder)
+    config = with_overrides(_tree(model, grid), overrides, source="bench train")
+    for work in works:
+        _check_micro_batches(work, config.actor)
+    sizes = json.loads((model / "config.json").read_text())
+    return Task(folder, shape, sizes, tuple(works), config, steps, tuple(overrides), profile)
+
+
+def _model(shape: str, folder: Path) -> Path:
+    """Where the model's config.json is: in a folder of the user's, or written to `folder`."""
+    if (Path(shape) / "config.json").is_file():
+        return Path(shape)
+    if shape not in SHAPES:
+        raise ConfigError(
+            f"--shape {shape}: is none of {', '.join(SHAPES)}, nor a folder with a config.json"
+        )
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return folder
 
 
 class Task(NamedTuple):
     folder: Path
     shape: str
+    sizes: dict[str, Any]
+    """Its config.json."""
     works: tuple[Work, ...]
-    grid: Grid
+    config: JobConfig
+    """Of the job; each work adds what it recomputes."""
     steps: int
     overrides: tuple[str, ...]
     profile: Path | None
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the model is more than a shape."""
+        return any(Path(self.config.model.path).glob("*.safetensors"))
+
+    @property
+    def grid(self) -> Grid:
+        return Grid.of(self.config.actor)
+
+    @property
     def results(self) -> Path:
         return self.folder / "figures.json"
+
+    def config_of(self, work: Work) -> JobConfig:
+        """The job that measures `work`."""
+        actor = self.config.actor
+        transformer = dict(actor.transformer)
+        if work.recompute == "mlp":
+            transformer |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+        elif work.recompute == "full":
+            layers = self.sizes["num_hidden_layers"] // actor.pipeline_parallel
+            transformer |= {"recompute_granularity": "full", "recompute_method": "block",
+                            "recompute_num_layers": layers // actor.virtual_pipeline}  # fmt: skip
+        update = {"tokens_per_micro_batch": work.tokens, "transformer": transformer}
+        return self.config.model_copy(update={"actor": actor.model_copy(update=update)})
+
+
+def _tree(model: Path, grid: Grid) -> dict[str, Any]:
+    """A job."""
+    import torch
+
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    return {
+        "name": "bench",
+        "model": {"path": str(model), "dtype": dtype},
+        "prompts": {"train": "unused", "heldout": "unused"},
+        "actor": asdict(grid),
+        "algorithm": {"num_steps": 1000},
+    }
+
+
+def _check_micro_batches(work: Work, actor: ActorConfig) -> None:
+    if rest := work.micro_batches % actor.micro_batches_multiple_of:
+        raise ConfigError(
+            f"--micro-batches {work.micro_batches}: {Grid.of(actor)} interleaves chunks of layers, "
+            f"which takes a multiple of {actor.micro_batches_multiple_of}; "
+            f"use {work.micro_batches - rest + actor.micro_batches_multiple_of}"
+        )
 
 
 def _on_ranks(task: Task) -> list[Figures]:
@@ -218,7 +320,7 @@ def _on_ranks(task: Task) -> list[Figures]:
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=train_rank.run, args=(rank, task), daemon=False)
-        for rank in range(task.grid.size)
+        for rank in range(task.config.actor.world_size)
     ]
     for process in ranks:
         process.start()

@@ -16,14 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.algorithms.losses import LossOutput, grpo
-from relax_hpc.bench.train import SHAPES, Figures, Task, Work, flops, lengths_of
+from relax_hpc.bench.train import Figures, Task, Work, flops, lengths_of
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
-from relax_hpc.config import JobConfig
 from relax_hpc.engines.megatron.flops import PEAK
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
-from relax_hpc.job_file import with_overrides
 from relax_hpc.schema import FinishReason, Trajectory
 
 log = logging.getLogger(__name__)
@@ -41,11 +39,11 @@ def run(rank: int, task: Task) -> None:
     else:
         torch.set_num_threads(1)
     rendezvous = task.folder / "rendezvous.json"
-    world = connect("files", rank=rank, size=task.grid.size, rendezvous=rendezvous)
+    world = connect("files", rank=rank, size=task.config.actor.world_size, rendezvous=rendezvous)
     init_torch(world, device="cuda" if on_gpu else "cpu")
     measured: list[dict[str, Any]] = []
     for work in task.works:
-        figures = _measure(task, work, world, device)
+        figures = measure(task, work, world, device)
         measured.append(asdict(figures))
         if rank == 0:
             task.results.write_text(json.dumps(measured))
@@ -78,8 +76,11 @@ class Seconds:
     """Per second and rank."""
 
 
-def _measure(task: Task, work: Work, world: World, device: torch.device) -> Figures:
-    trainer = MegatronTrainer(_config(task, work), world, device, random_weights=True)
+def measure(task: Task, work: Work, world: World, device: torch.device) -> Figures:
+    """Takes steps; collective over the ranks of the task's grid."""
+    trainer = MegatronTrainer(
+        task.config_of(work), world, device, random_weights=not task.has_weights
+    )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds, last_loss = Seconds(), 0.0
@@ -93,7 +94,7 @@ def _measure(task: Task, work: Work, world: World, device: torch.device) -> Figu
         end = _now(device)
         if step >= _WARM_UP:
             _note(seconds, task, batch, begin, trained, end)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
+    peak = _peak_gib(device)
     for step in range(3):
         batch = _batch(task, work, step, trainer.dp_rank)
         begin = _now(device)
@@ -108,6 +109,15 @@ def _measure(task: Task, work: Work, world: World, device: torch.device) -> Figu
 
         _profile(one_step, task.profile if dist.get_rank() == 0 else None, str(work))
     return _figures(task, work, seconds, peak, last_loss)
+
+
+def _peak_gib(device: torch.device) -> float:
+    """Most memory of any rank; collective."""
+    if device.type != "cuda":
+        return 0.0
+    peak = torch.tensor(torch.cuda.max_memory_allocated() / 2**30, device=device)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return float(peak)
 
 
 def _now(device: torch.device) -> float:
@@ -126,10 +136,11 @@ def _note(
 ) -> None:
     seconds.train.append(trained - begin)
     seconds.update.append(end - trained)
-    tokens = sum(map(sum, batch.lengths)) * task.grid.data_parallel
+    actor = task.config.actor
+    tokens = sum(map(sum, batch.lengths)) * actor.data_parallel
     seconds.rates.append(tokens / (end - begin))
-    of_batch = sum(flops(SHAPES[task.shape], documents) for documents in batch.lengths)
-    seconds.flops.append(of_batch / task.grid.tensor_parallel / (end - begin))
+    of_batch = sum(flops(task.sizes, documents) for documents in batch.lengths)
+    seconds.flops.append(of_batch / actor.replica_size / (end - begin))
 
 
 def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float) -> Figures:
@@ -137,7 +148,7 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
     rate = statistics.median(seconds.rates)
     return Figures(
         shape=task.shape,
-        grid=f"dp{task.grid.data_parallel} tp{task.grid.tensor_parallel}",
+        grid=str(task.grid),
         overrides=" ".join(task.overrides),
         tokens=work.tokens,
         documents=work.documents,
@@ -148,7 +159,7 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
         forward_backward_s=train,
         update_s=update,
         tokens_per_s=rate,
-        tokens_per_s_per_gpu=rate / task.grid.size,
+        tokens_per_s_per_gpu=rate / task.config.actor.world_size,
         mfu=statistics.median(seconds.flops) / PEAK,
         peak_gib=peak,
         loss=loss,
@@ -161,7 +172,7 @@ def _batch(task: Task, work: Work, step: int, dp_rank: int) -> Batch:
         seed = (step * work.micro_batches + index) * task.grid.data_parallel + dp_rank
         lengths = lengths_of(work, seed)
         first = len(batch.rows)
-        batch.rows.extend(_trajectories(SHAPES[task.shape]["vocab_size"], lengths, seed))
+        batch.rows.extend(_trajectories(task.sizes["vocab_size"], lengths, seed))
         batch.micro_batches.append(list(range(first, len(batch.rows))))
         batch.lengths.append(lengths)
     return batch
@@ -173,30 +184,6 @@ def _loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
         logprobs, tokens.old_logprobs, tokens.rollout_logprobs, tokens.advantages,
         tokens.loss_mask, clip_low=0.2, clip_high=0.28, importance_cap=2.0,
     )  # fmt: skip
-
-
-def _config(task: Task, work: Work) -> JobConfig:
-    transformer: dict[str, Any] = {}
-    if work.recompute == "mlp":
-        transformer |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    elif work.recompute == "full":
-        layers = SHAPES[task.shape]["num_hidden_layers"]
-        transformer |= {"recompute_granularity": "full", "recompute_method": "block",
-                        "recompute_num_layers": layers}  # fmt: skip
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    tree = {
-        "name": "bench",
-        "model": {"path": str(task.folder), "dtype": dtype},
-        "prompts": {"train": "unused", "heldout": "unused"},
-        "actor": {
-            "tensor_parallel": task.grid.tensor_parallel,
-            "data_parallel": task.grid.data_parallel,
-            "tokens_per_micro_batch": work.tokens,
-            "transformer": transformer,
-        },
-        "algorithm": {"num_steps": 1000},
-    }
-    return with_overrides(tree, task.overrides, source="bench train")
 
 
 def _trajectories(vocabulary: int, lengths: Sequence[int], seed: int) -> list[Trajectory]:

@@ -171,6 +171,20 @@ def _set_grid(actor):
         _state["grid"] = grid
 
 
+def bench(task, work):
+    """The figures of a `bench.train.Task` for one of its works."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    from relax_hpc.bench import train_rank
+
+    mpu.destroy_model_parallel()
+    _state.clear()
+    world = FixedWorld(dist.get_rank(), dist.get_world_size())
+    return train_rank.measure(task, work, world, torch.device("cpu"))
+
+
 def surrogate():
     import torch
 

@@ -2,11 +2,14 @@
 
 import json
 
+import megatron_worker as worker
 import pytest
+import torch
+from megatron_worker import Ranks
 from typer.testing import CliRunner
 
 from relax_hpc.bench import train
-from relax_hpc.bench.train import Work
+from relax_hpc.bench.train import Grid, Work
 from relax_hpc.cli import app
 from relax_hpc.errors import ConfigError
 
@@ -45,6 +48,48 @@ def test_two_ranks_are_measured_and_written_down(tmp_path):
     assert "Self CPU" in (tmp_path / "table.txt").read_text()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """Weights of the shape `tiny`."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    shape = {k: v for k, v in train.SHAPES["tiny"].items() if k not in ("model_type", "hidden_act")}
+    Qwen3ForCausalLM(Qwen3Config(**shape)).float().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair():
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+def test_every_grid_finds_the_same_loss_in_the_same_batch(pair, model, tmp_path):
+    """Two micro-batches a step, three steps; the loss is the last one's."""
+    work = Work(96, "mix", micro_batches=2)
+    shape = train.SHAPES["tiny"]
+    flops = sum(train.flops(shape, train.lengths_of(work, seed)) for seed in (4, 5))
+    overrides = ("actor.optimizer.lr=1e-3", "actor.optimizer.warmup_steps=0")
+    found = {}
+    for grid in (
+        Grid(tensor_parallel=2),
+        Grid(context_parallel=2),
+        Grid(pipeline_parallel=2),
+    ):
+        task = train.task_of(str(model), [work], grid, tmp_path, steps=1, overrides=overrides)
+        first, second = pair.call(worker.bench, task=task, work=work)
+        assert first.loss == second.loss != 0
+        found[first.grid] = first.loss
+        # The ranks of a replica share its tokens and its operations.
+        assert first.tokens_per_s == pytest.approx(2 * first.tokens_per_s_per_gpu)
+        assert first.mfu == pytest.approx(flops / (2 * 96) * first.tokens_per_s_per_gpu / 989e12)
+    assert list(found) == ["dp1 tp2", "dp1 tp1 cp2", "dp1 tp1 pp2"]
+    assert found == pytest.approx(dict.fromkeys(found, found["dp1 tp2"]), rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(([1], ["all"], "none", 1), "--documents all"), (([1], ["one"], "some", 1), "--recompute")],
@@ -56,4 +101,15 @@ def test_unknown_words_are_refused(arguments, message):
 
 def test_an_unknown_shape_names_those_there_are():
     with pytest.raises(ConfigError, match="qwen3-4b"):
-        train.measure("gpt", [Work(16)], train.Grid())
+        train.measure("gpt", [Work(16)], Grid())
+
+
+def test_interleaved_chunks_want_a_multiple_of_the_stages():
+    grid = Grid(pipeline_parallel=2, virtual_pipeline=2)
+    with pytest.raises(ConfigError, match=r"--micro-batches 3: dp1 tp1 pp2 vpp2 .* use 4"):
+        train.measure("tiny", [Work(16, micro_batches=3)], grid)
+
+
+def test_a_grid_that_cannot_be_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match="virtual_pipeline = 2: needs"):
+        train.measure("tiny", [Work(16)], Grid(virtual_pipeline=2))
