@@ -1,12 +1,15 @@
 """Packed attention, alone and over context-parallel ranks."""
 
+import sys
+from types import SimpleNamespace
+
 import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
 from megatron_worker import VOCAB, Ranks
 
-from relax_hpc.engines.megatron import attention
+from relax_hpc.engines.megatron import attention, attention_cudnn
 from relax_hpc.engines.megatron.attention import PackedRows, Run, runs
 from relax_hpc.errors import ConfigError
 
@@ -160,3 +163,21 @@ def test_output_layer_in_chunks_over_split_vocabulary_equals_the_whole(pair, kep
         np.testing.assert_allclose(hidden_grad, h.grad, atol=1e-5)
     weight_grad = np.concatenate([grad for *_, grad in answers])
     np.testing.assert_allclose(weight_grad, w.grad, atol=1e-5)
+
+
+def test_cudnn_keeps_the_graphs_used_last(monkeypatch):
+    built = []
+
+    def build(shape, handle, *, backward):
+        built.append(shape)
+        return shape
+
+    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace())
+    monkeypatch.setattr(attention_cudnn, "_build", build)
+    monkeypatch.setattr(attention_cudnn, "_GRAPHS", 2)
+    kernel = attention_cudnn.CudnnAttention()
+    kernel._handle = object()
+    for shape in "aabacb":  # c takes the place of b, which was used longer ago than a
+        assert kernel._graph(shape, backward=False) == shape
+    assert built == ["a", "b", "c", "b"]
+    assert len(kernel._graphs) == 2

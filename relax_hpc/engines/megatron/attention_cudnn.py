@@ -21,6 +21,8 @@ _TOKENS = 4096
 """Total tokens are rounded up to a multiple: they only size the workspace."""
 _SINGLE = 256
 """A single document is filled up to a multiple."""
+_GRAPHS = 512
+"""Most graphs kept, the last ones used; another one takes 50 ms to build."""
 
 
 class Shape(NamedTuple):
@@ -106,9 +108,13 @@ class CudnnAttention:
         if self._handle is None:
             self._handle = cudnn.create_handle()
             cudnn.set_stream(handle=self._handle, stream=torch.cuda.current_stream().cuda_stream)
-        if (shape, backward) not in self._graphs:
-            self._graphs[shape, backward] = _build(shape, self._handle, backward=backward)
-        return self._graphs[shape, backward]
+        graph = self._graphs.pop((shape, backward), None)
+        if graph is None:
+            graph = _build(shape, self._handle, backward=backward)
+            if len(self._graphs) >= _GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
+        self._graphs[shape, backward] = graph  # behind those used longer ago
+        return graph
 
     def execute(self, shape: Shape, *, backward: bool, tensors: dict[str, Tensor]) -> None:
         """Runs the graph, on the current stream."""
