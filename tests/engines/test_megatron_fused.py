@@ -21,6 +21,9 @@ def test_gradients_by_hand_are_those_of_finite_differences():
     close = {"eps": 1e-3, "atol": 1e-2, "rtol": 1e-2, "nondet_tol": 0.0}
     check = torch.autograd.gradcheck
     assert check(lambda x, w: fused.rms_norm(x, w, 1e-6), (normal(3, 1, 8), normal(8)), **close)
+    assert check(
+        lambda x, w: fused.rms_norm_beside(x, w, 1e-6), (normal(3, 1, 8), normal(8)), **close
+    )
     assert check(fused.swiglu, (normal(3, 1, 8),), **close)
     assert check(
         lambda m, q, k: fused.norm_and_rotate(m, q, k, rotation, 1e-6),
@@ -49,6 +52,13 @@ def test_what_is_made_again_is_not_kept_and_the_gradient_is_the_same():
         gradients.append([x.grad for x in inputs])
     assert alive == [True, False]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_what_goes_past_a_norm_alone_has_its_own_gradient_only():
+    hidden = torch.ones(2, 4, requires_grad=True)
+    _, beside = fused.rms_norm_beside(hidden, torch.ones(4, requires_grad=True), 1e-6)
+    (3 * beside).sum().backward()
+    assert hidden.grad.tolist() == [[3.0] * 4] * 2
 
 
 def test_swiglu_takes_the_gate_first():

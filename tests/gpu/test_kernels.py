@@ -134,6 +134,8 @@ def test_fused_passes_are_those_of_plain_torch_in_float64(tokens):
     for mine, plain, inputs, outs in (
         (lambda h, w: fused.rms_norm(h, w, 1e-6), norm, [(tokens, 1, 2560), (2560,)],
          [(tokens, 1, 2560)]),
+        (lambda h, w: fused.rms_norm_beside(h, w, 1e-6), lambda h, w: (norm(h, w), h),
+         [(tokens, 1, 2560), (2560,)], [(tokens, 1, 2560)] * 2),
         (lambda m, q, k: fused.norm_and_rotate(m, q, k, rotation, 1e-6), plain_rotate,
          [(tokens, GROUPS, HEADS // GROUPS + 2, D), (D,), (D,)],
          [(tokens, HEADS, D), (tokens, GROUPS, D), (tokens, GROUPS, D)]),

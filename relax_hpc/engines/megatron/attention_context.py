@@ -37,8 +37,7 @@ def gather_parts(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather_keys(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """[T / size, groups, d] twice -> [T, groups, d] twice; the gradient is summed over ranks."""
-    both = _gather_and_sum(torch.stack([key, value], dim=1), group)
-    return both[:, 0].contiguous(), both[:, 1].contiguous()
+    return _gather_and_sum(key, group), _gather_and_sum(value, group)
 
 
 class _Gather(torch.autograd.Function):

@@ -45,6 +45,14 @@ def _kernels() -> ModuleType:
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     """[..., h], contiguous -> [..., h], as Hugging Face computes it. Keeps `hidden`."""
+    return _rms_norm(hidden, weight, eps)[0]
+
+
+def rms_norm_beside(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `rms_norm`, and `hidden` again, for what goes past the norm.
+
+    Its gradient is added in the pass over memory that makes the norm's.
+    """
     return _rms_norm(hidden, weight, eps)
 
 
@@ -93,31 +101,43 @@ def recomputed(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(hidden, weight)
         ctx.eps = eps
+        ctx.set_materialize_grads(False)
         if hidden.is_cuda:
-            out: Tensor = _kernels().rms_norm_forward(hidden, weight, eps)
-            return out
-        return weight * _normalised(hidden, eps)[0].to(hidden.dtype)
+            return _kernels().rms_norm_forward(hidden, weight, eps), hidden
+        return weight * _normalised(hidden, eps)[0].to(hidden.dtype), hidden
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        grad: Tensor | None,
+        beside: Tensor | None,
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
+        if grad is None:
+            return beside, None, None
         if hidden.is_cuda:
-            grad = grad.contiguous()
-            return *_kernels().rms_norm_backward(hidden, weight, grad, ctx.eps), None
-        return *_norm_backward(hidden, weight, grad, ctx.eps), None
+            grad, beside = grad.contiguous(), beside if beside is None else beside.contiguous()
+            return *_kernels().rms_norm_backward(hidden, weight, grad, beside, ctx.eps), None
+        return *_norm_backward(hidden, weight, grad, beside, ctx.eps), None
 
 
 def _norm_backward(
-    hidden: Tensor, weight: Tensor, grad: Tensor, eps: float
+    hidden: Tensor, weight: Tensor, grad: Tensor, beside: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     normalised, inverse = _normalised(hidden, eps)
     grad = grad.float()
     by_token = tuple(range(hidden.ndim - 1))
     weight_grad = (grad * normalised).sum(by_token).to(weight.dtype)
-    return _norm_gradient(grad * weight, normalised, inverse).to(hidden.dtype), weight_grad
+    gradient = _norm_gradient(grad * weight, normalised, inverse)
+    return (gradient if beside is None else gradient + beside).to(hidden.dtype), weight_grad
 
 
 def _normalised(hidden: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -235,6 +255,6 @@ def _swiglu_backward(gate_up: Tensor, grad: Tensor) -> Tensor:
     return torch.cat([gate_grad, wide * gate * sigmoid], dim=-1).to(gate_up.dtype)
 
 
-_rms_norm: Callable[[Tensor, Tensor, float], Tensor] = _RMSNorm.apply
+_rms_norm: Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]] = _RMSNorm.apply
 _norm_and_rotate: Callable[..., tuple[Tensor, Tensor, Tensor]] = _NormAndRotate.apply
 _swiglu: Callable[[Tensor], Tensor] = _Swiglu.apply

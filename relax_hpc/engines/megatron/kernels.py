@@ -24,23 +24,23 @@ def rms_norm_forward(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_backward(
-    hidden: Tensor, weight: Tensor, grad: Tensor, eps: float
+    hidden: Tensor, weight: Tensor, grad: Tensor, beside: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the input and, over all rows, of the weight."""
+    """Gradients of the input, `beside` added, and, over all rows, of the weight."""
     width = hidden.shape[-1]
     rows = hidden.numel() // width
-    programs = min(rows, _PROGRAMS)
+    programs = min(rows, _PROGRAMS // 2)
     out = torch.empty_like(hidden)
     parts = torch.empty(programs, width, dtype=torch.float32, device=hidden.device)
     _norm_backward[(programs,)](
-        hidden, weight, grad, out, parts, rows, width, eps,
-        BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+        hidden, weight, grad, out if beside is None else beside, out, parts, rows, width, eps,
+        IS_BESIDE=beside is not None, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
     )  # fmt: skip
     return out, parts.sum(0).to(weight.dtype)
 
 
 def _warps(width: int) -> int:
-    return 8 if width > 2048 else 4
+    return 8 if width > 4096 else 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -58,22 +58,32 @@ def _norm_forward(hidden, weight, out, width, eps, BLOCK: tl.constexpr) -> None:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_backward(  # type: ignore[no-untyped-def]
-    hidden, weight, grad, out, parts, rows, width, eps, BLOCK: tl.constexpr  # noqa: ANN001, N803
+    hidden, weight, grad, beside, out, parts, rows, width, eps,  # noqa: ANN001
+    IS_BESIDE: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
 ) -> None:  # fmt: skip
     column = tl.arange(0, BLOCK)
     inside = column < width
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    step = tl.num_programs(0)
+    at = tl.program_id(0).to(tl.int64) * width + column
+    next_x = tl.load(hidden + at, mask=inside, other=0.0)
+    next_g = tl.load(grad + at, mask=inside, other=0.0)
+    for row in range(tl.program_id(0), rows, step):
         at = tl.cast(row, tl.int64) * width + column
-        x = tl.load(hidden + at, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        x, g = next_x.to(tl.float32), next_g.to(tl.float32)
+        # On their way while this row is computed.
+        after, there = at + tl.cast(step, tl.int64) * width, inside & (row + step < rows)
+        next_x = tl.load(hidden + after, mask=there, other=0.0)
+        next_g = tl.load(grad + after, mask=there, other=0.0)
         inverse = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
         normalised = x * inverse
         total += g * normalised
         scaled = g * w
         dot = tl.sum(scaled * normalised, 0) / width
         result = inverse * (scaled - normalised * dot)
+        if IS_BESIDE:
+            result += tl.load(beside + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
     tl.store(parts + tl.program_id(0).to(tl.int64) * width + column, total, mask=inside)
 
@@ -237,6 +247,45 @@ def _swiglu_backward(gate_up, grad, out, width, BLOCK: tl.constexpr) -> None:  #
     for_gate = g * up * sigmoid * (1 + gate * (1 - sigmoid))
     tl.store(out + at, for_gate.to(kind), mask=inside)
     tl.store(out + at + width, (g * gate * sigmoid).to(kind), mask=inside)
+
+
+def logit_statistics(logits: Tensor, local: Tensor, temperature: float) -> Tensor:
+    """See `logprobs._statistics`; in one pass."""
+    count, width = logits.shape
+    out = torch.empty(4, count, dtype=torch.float32, device=logits.device)
+    _logit_statistics[(count,)](
+        logits, local, out, count, width, logits.stride(0), temperature, BLOCK=8192, num_warps=8
+    )
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _logit_statistics(  # type: ignore[no-untyped-def]
+    logits, local, out, count, width, stride, temperature, BLOCK: tl.constexpr  # noqa: ANN001, N803
+) -> None:  # fmt: skip
+    row = tl.program_id(0)
+    begin = logits + row.to(tl.int64) * stride
+    column = tl.arange(0, BLOCK)
+    upcoming = tl.load(begin + column, mask=column < width, other=-float("inf"))
+    top = tl.full((), -float("inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    moment = tl.full((), 0.0, tl.float32)
+    for start in range(0, width, BLOCK):
+        x = upcoming.to(tl.float32) / temperature
+        inside = start + column < width
+        after = start + BLOCK + column
+        upcoming = tl.load(begin + after, mask=after < width, other=-float("inf"))
+        higher = tl.maximum(top, tl.max(x, 0))
+        rescale = tl.exp(top - higher)
+        weights = tl.exp(x - higher)
+        total = total * rescale + tl.sum(weights, 0)
+        moment = moment * rescale + tl.sum(tl.where(inside, weights * x, 0.0), 0)
+        top = higher
+    chosen = tl.load(begin + tl.load(local + row)).to(tl.float32) / temperature
+    tl.store(out + row, top)
+    tl.store(out + count + row, total)
+    tl.store(out + 2 * count + row, moment)
+    tl.store(out + 3 * count + row, chosen)
 
 
 def adamw(

@@ -38,12 +38,23 @@ class RMSNorm(nn.Module):
         )
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.eps = eps
+        self.is_before_residual = False
+        self._beside: Tensor | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
-        out = fused.rms_norm(hidden, self.weight, self.eps)
+        self._beside = None
+        if self.is_before_residual and torch.is_grad_enabled():
+            out, self._beside = fused.rms_norm_beside(hidden, self.weight, self.eps)
+        else:
+            out = fused.rms_norm(hidden, self.weight, self.eps)
         # The layer that is handed this very tensor need not keep it.
         out.again = partial(fused.rms_norm, hidden.detach(), self.weight.detach(), self.eps)  # type: ignore[attr-defined]
         return out
+
+    def past(self, hidden: Tensor) -> Tensor:
+        """What was normalised last, to be added as the residual; see `fused.rms_norm_beside`."""
+        beside, self._beside = self._beside, None
+        return hidden if beside is None else beside
 
 
 class RotaryByPosition(nn.Module):
@@ -66,13 +77,18 @@ class RotaryByPosition(nn.Module):
 
 
 def residual_add(
-    training: bool, fused: bool
+    training: bool, fused: bool, *, past: Callable[[Tensor], Tensor] | None = None
 ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """Megatron's `bias_dropout_add` for models without dropout: no pass over memory for it."""
+    """Megatron's `bias_dropout_add` for models without dropout: no pass over memory for it.
+
+    Args:
+        past: that of the norm in front of the block.
+    """
 
     def add(out_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
         assert prob == 0.0
         out, bias = out_with_bias
+        residual = residual if past is None else past(residual)
         return residual + (out if bias is None else out + bias)
 
     return add
@@ -182,6 +198,10 @@ class PackedLayer(TransformerLayer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init__(*args, **kwargs)
+        for norm in (self.input_layernorm, self.pre_mlp_layernorm):
+            norm.is_before_residual = True
+        self.self_attn_bda = partial(residual_add, past=self.input_layernorm.past)
+        self.mlp_bda = partial(residual_add, past=self.pre_mlp_layernorm.past)
         if type(self.mlp) is MLP:  # Megatron warns of other classes in the specification
             self.mlp.__class__ = FusedMLP
             self.mlp.recompute = self.recompute_mlp

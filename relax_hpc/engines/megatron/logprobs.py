@@ -15,8 +15,10 @@ from torch import Tensor
 from relax_hpc.engines.megatron.fused import compiled_on_gpu
 from relax_hpc.engines.megatron.gradient_fusion import add_product
 
-_CHUNK_BYTES = 1 << 30
+_CHUNK_BYTES = 5 << 28
 """Of logits; their gradient takes as much once more."""
+_TILE = 128
+"""Tokens of a chunk are a multiple, if there are several: products are computed in such tiles."""
 _GIB = 1 << 30
 
 
@@ -123,8 +125,7 @@ class _HiddenLogprobs(torch.autograd.Function):
             add_product(weight_grad, logits_grad.t(), hidden[part])
         if main_grad is None:
             return hidden_grad, weight_grad.to(weight.dtype), None, None
-        weight.grad_added_to_main_grad = True  # Megatron's hook then adds nothing but, where the
-        # weight is also the embedding, what this is summed with
+        weight.grad_added_to_main_grad = True  # Megatron's hook then adds nothing
         return hidden_grad, weight.new_zeros(1).expand_as(weight), None, None
 
 
@@ -167,6 +168,8 @@ def _chunks(num_tokens: int, vocabulary: int, head: Head) -> Iterator[slice]:
     most = max(1, _CHUNK_BYTES // (vocabulary * (4 if head.float32_logits else 2)))
     count = -(-num_tokens // most)
     size = max(1, -(-num_tokens // max(count, 1)))
+    if most >= _TILE < size < num_tokens:
+        size = min(-(-size // _TILE), most // _TILE) * _TILE
     for start in range(0, num_tokens, size):
         yield slice(start, start + size)
 
@@ -178,9 +181,12 @@ def _local(targets: Tensor, width: int, group: dist.ProcessGroup) -> tuple[Tenso
     return local.where(here, 0), here
 
 
-@compiled_on_gpu
 def _statistics(logits: Tensor, local: Tensor, temperature: float) -> Tensor:
     """[4, t]: largest logit, sum of exponents below it, its sum with the logits, the target's."""
+    if logits.is_cuda:
+        from relax_hpc.engines.megatron import kernels  # needs Triton
+
+        return kernels.logit_statistics(logits, local, temperature)
     x = logits.float() / temperature
     top = x.amax(-1)
     weights = (x - top[:, None]).exp()

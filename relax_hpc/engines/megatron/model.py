@@ -22,6 +22,7 @@ from torch import Tensor
 from relax_hpc.engines.megatron import moe
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.attention import Attend, PackedAttention
+from relax_hpc.engines.megatron.embedding import RowsEmbedding
 from relax_hpc.engines.megatron.layers import (
     FusedSelfAttention,
     PackedLayer,
@@ -112,6 +113,11 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.architecture = shape
+    if model.pre_process:
+        RowsEmbedding.replace(
+            model.embedding.word_embeddings,
+            is_output=model.post_process and shape.tied_embeddings,
+        )
     model.rotary_pos_emb = RotaryByPosition(shape.head_dim, shape.rope_base, device)
     return cast(PackedGPT, model.to(device))
 

@@ -112,16 +112,33 @@ class Update(NamedTuple):
     """It was not done since the loss scale of float16 was too large, which is smaller now."""
 
 
-def update(optimizer: ChainedOptimizer, scale: float) -> Update:
-    """Clips and applies the reduced gradients times `scale`, unless they are not finite."""
+class Gradients(NamedTuple):
+    """Reduced ones, per part of the optimizer."""
+
+    shards: list[list[Shard]]
+    squared: list[Tensor]
+    """[] float64 squared norms over all ranks; the device may still be at it."""
+
+
+def gradients(optimizer: ChainedOptimizer) -> Gradients:
+    """What `update` applies, once gradients are reduced.
+
+    Collective. A step's first look at a value of the device comes after it: then the device has
+    the backward pass to do while this is put together.
+    """
+    shards = [_shards(part) for part in optimizer.chained_optimizers]
+    squared = [
+        _squared_norm(part, of_part)
+        for part, of_part in zip(optimizer.chained_optimizers, shards, strict=True)
+    ]
+    return Gradients(shards, squared)
+
+
+def update(optimizer: ChainedOptimizer, found: Gradients, scale: float) -> Update:
+    """Clips and applies the gradients times `scale`, unless they are not finite."""
     before = loss_scale(optimizer)
     scale /= before or 1.0
-    of_parts = [_shards(part) for part in optimizer.chained_optimizers]
-    squared = [
-        _squared_norm(part, shards)
-        for part, shards in zip(optimizer.chained_optimizers, of_parts, strict=True)
-    ]
-    norm = scale * math.sqrt(sum(squared))
+    norm = scale * math.sqrt(sum(map(float, found.squared)))
     if before:
         for part in optimizer.chained_optimizers:
             part.grad_scaler.update(not math.isfinite(norm))
@@ -130,7 +147,7 @@ def update(optimizer: ChainedOptimizer, scale: float) -> Update:
     largest = optimizer.config.clip_grad
     if 0 < largest < norm:
         scale *= largest / (norm + 1e-6)
-    for part, shards in zip(optimizer.chained_optimizers, of_parts, strict=True):
+    for part, shards in zip(optimizer.chained_optimizers, found.shards, strict=True):
         if shards:
             part.optimizer.update(shards, scale)
     for chunk in optimizer.model_chunks:
@@ -145,8 +162,8 @@ def loss_scale(optimizer: ChainedOptimizer) -> float | None:
     return float(optimizer.get_loss_scale())
 
 
-def _squared_norm(part: DistributedOptimizer, shards: Sequence[Shard]) -> float:
-    """Of the gradient, over all ranks that hold a part of it; what ranks share counts once.
+def _squared_norm(part: DistributedOptimizer, shards: Sequence[Shard]) -> Tensor:
+    """[] float64, over all ranks that hold a part of the gradient; what ranks share counts once.
 
     As Megatron's, which without Apex waits for the device once per parameter.
     """
@@ -162,4 +179,4 @@ def _squared_norm(part: DistributedOptimizer, shards: Sequence[Shard]) -> float:
         norms = torch._foreach_norm(gradients, dtype=torch.float32)
         total += torch.stack(norms).double().square().sum()
     dist.all_reduce(total, group=part.get_grad_stats_parallel_group())
-    return float(total)
+    return total

@@ -165,11 +165,12 @@ class MegatronTrainer(MegatronScorer):
         """Sums the gradient over ranks, divides it by their tokens and applies it."""
         grad_sync.start_rest(self._wrapped)
         finalize_model_grads(self._wrapped)
+        gradients = optimizer.gradients(self._optimizer)
         num_tokens = optimizer.total_tokens(self._num_tokens)
         metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
         result, reason = optimizer.Update(math.nan, done=False), "the loss is not finite"
         if math.isfinite(metrics["loss"]):
-            result = optimizer.update(self._optimizer, 1 / max(num_tokens, 1))
+            result = optimizer.update(self._optimizer, gradients, 1 / max(num_tokens, 1))
             reason = "the gradient is not finite"
         if result.done:
             self._skipped_in_a_row = 0
