@@ -37,6 +37,13 @@ SHAPES: dict[str, dict[str, Any]] = {
                           "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072,
                             "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-30b-a3b": _QWEN3 | {"model_type": "qwen3_moe", "hidden_size": 2048,
+                               "intermediate_size": 6144, "moe_intermediate_size": 768,
+                               "num_experts": 128, "num_experts_per_tok": 8,
+                               "norm_topk_prob": True, "decoder_sparse_step": 1,
+                               "mlp_only_layers": [], "router_aux_loss_coef": 1e-3,
+                               "num_hidden_layers": 48, "num_attention_heads": 32,
+                               "num_key_value_heads": 4, "tie_word_embeddings": False},
     "tiny": _QWEN3 | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2,
                       "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
                       "num_attention_heads": 4},
@@ -123,10 +130,14 @@ class Sizes(NamedTuple):
 
 
 def flops(shape: dict[str, Any], lengths: Sequence[int]) -> float:
-    """`flops.training_flops` of a model, by its config.json."""
-    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-             "num_key_value_heads", "head_dim", "vocab_size")  # fmt: skip
-    return training_flops(Sizes(*(shape[name] for name in names)), lengths)
+    """`flops.training_flops` of a config.json; all of its layers have experts, or none."""
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
+             "head_dim", "vocab_size")  # fmt: skip
+    layers, hidden, *others = (shape[name] for name in names)
+    ffn = shape["intermediate_size"]
+    if "num_experts" in shape:
+        ffn = shape["moe_intermediate_size"] * shape["num_experts_per_tok"]
+    return training_flops(Sizes(layers, hidden, ffn, *others), lengths)
 
 
 def lengths_of(work: Work, seed: int) -> list[int]:

@@ -26,6 +26,13 @@ def test_operations_are_those_counted_by_hand():
     assert train.flops(shape, [2, 4]) == 6 * weights * 6 + attention
 
 
+def test_of_experts_those_count_that_a_token_passes_through():
+    shape = train.SHAPES["qwen3-30b-a3b"]
+    layer = 2048 * (2 * 32 * 128 + 2 * 4 * 128 + 3 * 8 * 768)
+    weights = 48 * layer + 151936 * 2048  # 3.03e9
+    assert train.flops(shape, [1]) == 6 * weights + 6 * 48 * 32 * 128
+
+
 def test_mixes_fill_the_micro_batch_and_change_with_the_seed():
     work = Work(tokens=4096, documents="mix")
     mixes = [train.lengths_of(work, seed) for seed in range(20)]
