@@ -201,8 +201,10 @@ def step_biases(pool, reference):
         ({"transformer": loss_on("sinkhorn", 0.0)}, "'sinkhorn': is none of aux_loss"),
         ({"transformer": {"moe_input_jitter_eps": 0.1}}, "moe_input_jitter_eps: is not supported"),
         ({"transformer": {"moe_router_enable_expert_bias": True}}, "sigmoid"),
+        ({"transformer": {"moe_router_dtype": "fp64"}}, "'fp64': the router's logits are float32"),
+        ({"transformer": {"moe_shared_expert_intermediate_size": 8}}, "is not supported here"),
     ],
-    ids=["flex", "balance", "jitter", "bias"],
+    ids=["flex", "balance", "jitter", "bias", "dtype", "shared"],
 )
 def test_what_experts_cannot_do_is_refused(ranks, reference, more, message):
     with pytest.raises(AssertionError, match=message):

@@ -29,10 +29,10 @@ _KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
 def check(config: TransformerConfig) -> None:
-    """Refuses what the router does not do.
+    """Refuses what the router and its layer do not do.
 
     Raises:
-        ConfigError: a field of actor.transformer that the router would pass over.
+        ConfigError: a field of actor.transformer that they would pass over.
     """
     kinds = config.moe_router_load_balancing_type
     for kind in [kinds] if isinstance(kinds, str) else kinds:
@@ -41,9 +41,15 @@ def check(config: TransformerConfig) -> None:
                 f"actor.transformer.moe_router_load_balancing_type = {kind!r}: "
                 f"is none of {', '.join(_KINDS)}, none"
             )
+    if config.moe_router_dtype != "fp32":
+        raise ConfigError(
+            f"actor.transformer.moe_router_dtype = {config.moe_router_dtype!r}: "
+            "the router's logits are float32; remove it"
+        )
     for name in (
         "moe_expert_capacity_factor", "moe_input_jitter_eps", "moe_enable_routing_replay",
-        "moe_router_fusion",
+        "moe_router_fusion", "moe_apply_probs_on_input", "moe_latent_size",
+        "moe_shared_expert_intermediate_size",
     ):  # fmt: skip
         if getattr(config, name):
             raise ConfigError(f"actor.transformer.{name}: is not supported here; remove it")
