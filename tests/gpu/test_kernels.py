@@ -261,7 +261,11 @@ def test_adam_through_host_memory_and_on_the_cpu_is_the_same(moments, monkeypatc
         torch.manual_seed(1)
         mains, grads = torch.randn(2, 1_000_003).unbind(), torch.randn(3, 2, 1_000_003)
         shards = [
-            Shard(main.to(device), grads[0, 0].to(device), main.to(device, torch.bfloat16))
+            Shard(
+                main.to(device),
+                torch.empty(len(main), device=device),
+                main.to(device, torch.bfloat16),
+            )
             for main in mains
         ]
         own = [{"params": [shard.main for shard in shards]} | groups]
