@@ -1,7 +1,7 @@
 """Files of rows, read one at a time: JSON lines or Parquet."""
 
 import json
-import mmap
+import os
 from array import array
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -49,14 +49,15 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Not mapped into memory: a file that somebody cuts short would end the process.
+        self._file = path.open("rb", buffering=0)
+        self._starts, self._sizes, self._numbers = array("q"), array("q"), array("q")
+        start = 0
         with path.open("rb") as file:
-            size = path.stat().st_size
-            self._bytes = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""
-            self._starts, self._numbers = array("q"), array("q")
-            start = 0
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     self._starts.append(start)
+                    self._sizes.append(len(line))
                     self._numbers.append(number)
                 start += len(line)
 
@@ -65,9 +66,7 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> Row:
         where = f"{self._path}, line {self._numbers[index]}"
-        start = self._starts[index]
-        end = self._bytes.find(b"\n", start)
-        line = self._bytes[start : end if end >= 0 else None]
+        line = os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
         try:
             fields = json.loads(line.decode())
         except UnicodeDecodeError:
@@ -80,7 +79,7 @@ class JsonLines:
 
 
 class ParquetRows:
-    """A Parquet file, mapped into memory; fields without a value are left out."""
+    """A Parquet file, held in memory; fields without a value are left out."""
 
     def __init__(self, path: Path) -> None:
         import pyarrow as pa
@@ -88,7 +87,7 @@ class ParquetRows:
 
         self._path = path
         try:
-            self._table = pq.read_table(path, memory_map=True)
+            self._table = pq.read_table(path, memory_map=False)
         except pa.ArrowInvalid as error:
             raise ConfigError(f"{path}: is not Parquet: {error}; write it again") from None
 

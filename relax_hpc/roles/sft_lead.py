@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,8 @@ class SftLead:
         self._config, self._paths, self._events = config, paths, events
         self._documents, self._heldout = documents, heldout
         self._ordinal = position.epoch * count + position.place if position else 0
+        self._reader = ThreadPoolExecutor(1)  # tokenizes the next batch while one is trained on
+        self._ahead = self._reader.submit(documents.batch, self._ordinal)
         self._batch: dict[str, float] = {}
         self._pace = PaceMeter()
 
@@ -69,8 +72,9 @@ class SftLead:
         return DataPosition(*divmod(self._ordinal, count), count)
 
     def next_batch(self) -> list[Share]:
-        batch = self._documents.batch(self._ordinal)
+        batch = self._ahead.result()
         self._ordinal = batch.end
+        self._ahead = self._reader.submit(self._documents.batch, batch.end)
         # Of a truncated document there may be nothing left to train on.
         trained = [document for document in batch.documents if document.num_trained]
         shares = deal(self._config, trained)

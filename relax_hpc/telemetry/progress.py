@@ -12,6 +12,8 @@ def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) ->
     if "staleness/mean" in fields:
         newest = f" (max {fields['staleness/max']:.0f})" if "staleness/max" in fields else ""
         parts.append(f"staleness {fields['staleness/mean']:.1f}{newest}")
+    if "data/epoch" in fields:
+        parts.append(f"epoch {fields['data/epoch']:.2f}")
     if "loss" in fields:
         parts.append(f"loss {fields['loss']:.3f}")
     if "kl/mean" in fields:
