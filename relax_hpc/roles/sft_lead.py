@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from relax_hpc import hf_folder
 from relax_hpc.bus.micro_batches import imbalance, plan_micro_batches
 from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.errors import ConfigError
@@ -20,7 +21,6 @@ from relax_hpc.schema import FinishReason, Trajectory
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
-from relax_hpc.weights import snapshot
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,8 @@ class SftLead:
 
     def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Writes the model as a Hugging Face folder."""
-        folder = snapshot.write(self._paths.exported_model, tensors, self._config.model.path)
+        folder = self._paths.exported_model
+        hf_folder.write(folder, tensors, self._config.model.path)
         self._events.emit("export", path=str(folder))
         log.info("the model is in %s", folder)
 
