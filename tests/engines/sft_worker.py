@@ -47,8 +47,6 @@ def gradients(documents):
     """Of the mean over the trained tokens of all ranks, under Hugging Face names."""
     from megatron.core.distributed import finalize_model_grads
 
-    from relax_hpc.engines.megatron import hf_names
-
     trainer = _state["trainer"]
     _accumulate(documents)
     finalize_model_grads(trainer._wrapped, force_all_reduce=True)
@@ -57,7 +55,7 @@ def gradients(documents):
     weights = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = (parameter.main_grad / total).to(parameter.dtype)
-    found = {name: t.numpy().copy() for name, t in hf_names.named_weights(trainer._chunks)}
+    found = {name: t.numpy().copy() for name, t in trainer.named_weights()}
     for parameter, data in zip(parameters, weights, strict=True):
         parameter.data = data
     return found
