@@ -9,12 +9,10 @@ import typer
 from rich.console import Console
 
 from relax_hpc import job_file
-from relax_hpc.errors import ConfigError, LaunchError, RelaxError
-from relax_hpc.paths import RunPaths
+from relax_hpc.cli_bus import Run, bus, run_dir_of
+from relax_hpc.errors import RelaxError
 
 if TYPE_CHECKING:
-    from relax_hpc.bus.plan import PlanPosition
-    from relax_hpc.bus.tools.show import Decode
     from relax_hpc.launch.submit import Submission
 
 app = typer.Typer(
@@ -26,16 +24,13 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of relax-hpc on this machine.")
 app.add_typer(bench, name="bench")
-bus = typer.Typer(no_args_is_help=True, help="Look into the data bus of a run, and tidy it up.")
 app.add_typer(bus, name="bus")
 console = Console(soft_wrap=True)
 
 Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]
-Run = Annotated[str, typer.Argument(help="A run directory, or its name under runs/.")]
 Overrides = Annotated[
     list[str], typer.Option("--set", help="section.key=value; repeatable.", show_default=False)
 ]
-Text = Annotated[bool, typer.Option(help="Decode tokens with the tokenizer of the model.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")]
 
 
@@ -79,7 +74,7 @@ def resume(
     """Start a run again that was cancelled or gave up; it goes on from its newest checkpoint."""
     from relax_hpc.launch.submit import resume as resume_job
 
-    _announce(resume_job(_run_dir(run), local=local), local=local, follow=follow)
+    _announce(resume_job(run_dir_of(run), local=local), local=local, follow=follow)
 
 
 @app.command(epilog="Example:  relax-hpc status arithmetic --json | jq .trajectories")
@@ -90,7 +85,7 @@ def status(
     from relax_hpc.launch import report
     from relax_hpc.launch import status as run_status
 
-    found = run_status.collect(_run_dir(run))
+    found = run_status.collect(run_dir_of(run))
     if as_json:
         typer.echo(found.to_json())
     else:
@@ -107,7 +102,7 @@ def logs(
     from relax_hpc.launch import logs as run_logs
     from relax_hpc.launch.report import is_over
 
-    run_dir = _run_dir(run)
+    run_dir = run_dir_of(run)
     lines = (
         run_logs.follow(run_dir, role, until=lambda: is_over(run_dir))
         if follow
@@ -122,7 +117,7 @@ def cancel(run: Run) -> None:
     """End everything a run started, and nothing else."""
     from relax_hpc.launch import cancel as run_cancel
 
-    run_dir = _run_dir(run)
+    run_dir = run_dir_of(run)
     run_cancel.cancel(run_dir)
     typer.echo(f"cancelled; what it has done: relax-hpc status {run_dir}")
 
@@ -142,6 +137,28 @@ def make_tiny(
     torch.set_num_threads(1)  # the model is too small to share out
     made = make(folder, digits=digits, seed=seed, target=target, progress=typer.echo)
     typer.echo(f"{folder}: {made}")
+
+
+@app.command(
+    epilog="Examples:  relax-hpc convert arithmetic --to hf --step 40  |  "
+    "relax-hpc convert models/qwen3 --to megatron --out weights/qwen3"
+)
+def convert(
+    what: Annotated[str, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.")],
+    to: Annotated[str, typer.Option(help="hf or megatron.")],
+    out: Annotated[Path | None, typer.Option(help="Is made; by default in the run, hf/.")] = None,
+    step: Annotated[int | None, typer.Option(help="Of a run; the newest if not given.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Lends config.json and tokenizer; the run's by default.")
+    ] = None,
+) -> None:
+    """Convert weights between checkpoints and Hugging Face folders, a tensor at a time, no GPU."""
+    from relax_hpc.roles import convert as conversion
+
+    folder = Path(what)
+    if not folder.exists():
+        folder = run_dir_of(what)
+    typer.echo(conversion.convert(folder, to, out=out, step=step, model=model))
 
 
 @bench.command("bus", epilog="Example:  relax-hpc bench bus --folder /scratch --json bus.json")
@@ -216,162 +233,6 @@ def bench_train(
     grid = train.Grid(dp, tp, pp, vpp, cp, ep, etp)
     figures = train.measure(shape, works, grid, steps=steps, overrides=overrides, profile=profile)
     typer.echo(train.show(figures, json_file))
-
-
-@bus.command("ls", epilog="Example:  relax-hpc bus ls arithmetic --json | jq .total")
-def bus_ls(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
-    """Producers, sidecar writers and the plan: what is committed, planned, and on disk."""
-    from relax_hpc.bus.tools import listing
-
-    paths = RunPaths(_run_dir(run))
-    checkpoints = _positions(paths)
-    found = listing.collect(paths.bus, checkpoints[-1] if checkpoints else None)
-    typer.echo(found.to_json() if as_json else listing.text(found))
-
-
-@bus.command(
-    "show",
-    epilog="Examples:  relax-hpc bus show arithmetic --step 3  |  "
-    "relax-hpc bus show arithmetic --guid 70 --text  |  relax-hpc bus show SHARD.h5",
-)
-def bus_show(
-    what: Annotated[str, typer.Argument(help="A shard; or a run, with --step or --guid.")],
-    step: Annotated[int | None, typer.Option(help="A step of the plan, from 1.")] = None,
-    guid: Annotated[int | None, typer.Option(help="A prompt group, by its ordinal.")] = None,
-    text: Text = False,
-) -> None:
-    """Show what is in a shard, what a step is trained on, or a prompt group field by field."""
-    from relax_hpc.bus.tools import show
-
-    if what.endswith(".h5") or Path(what).is_file():
-        typer.echo(show.shard(Path(what)))
-        return
-    paths = RunPaths(_run_dir(what))
-    if (step is None) == (guid is None):
-        raise ConfigError(f"{what}: is a run; give --step or --guid, or name a shard (bus/p/...)")
-    if step is not None:
-        typer.echo(show.step(paths.bus, step))
-    elif guid is not None:
-        typer.echo(show.group(paths.bus, guid, _decoder(paths) if text else None))
-
-
-@bus.command("verify", epilog="Example:  relax-hpc bus verify arithmetic && echo sound")
-def bus_verify(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
-    """Check every record, file and checksum, while the run goes on or afterwards.
-
-    The exit code is 1 if anything is wrong. What a crash leaves behind is listed, but not wrong.
-    """
-    from rich.progress import Progress
-
-    from relax_hpc.bus.tools import verify
-
-    paths = RunPaths(_run_dir(run))
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("verify")
-        found = verify.verify(
-            paths.bus,
-            lambda: _positions(paths),
-            lambda done, total: progress.update(bar, completed=done, total=total),
-        )
-    typer.echo(found.to_json() if as_json else verify.text(found))
-    if not found.is_sound:
-        raise typer.Exit(1)
-
-
-@bus.command("gc", epilog="Example:  relax-hpc bus gc arithmetic --dry-run")
-def bus_gc(
-    run: Run,
-    dry_run: Annotated[bool, typer.Option(help="Say what would go, delete nothing.")] = False,
-    ended: Annotated[bool, typer.Option(help="I know that it has ended; Slurm forgot it.")] = False,
-) -> None:
-    """Delete orphans and retired shards of a run that has ended.
-
-    Nothing goes that a resume from any checkpoint on disk needs.
-    """
-    from relax_hpc.bus.tools import garbage
-    from relax_hpc.launch import status as run_status
-
-    run_dir = _run_dir(run)
-    state = run_status.job_state(run_dir)
-    if state in run_status.ACTIVE:
-        raise LaunchError(
-            f"{run_dir}: is {state}, and its components delete what they own themselves; "
-            f"wait for its end, or end it: relax-hpc cancel {run}"
-        )
-    if state == "UNKNOWN" and not ended:
-        raise LaunchError(
-            f"{run_dir}: Slurm does not know its job, and the job left no exit code; if it has "
-            "ended (squeue says so), add --ended"
-        )
-    paths = RunPaths(run_dir)
-    found = garbage.find(paths.bus, _positions(paths))
-    if not dry_run:
-        garbage.delete(found)
-    typer.echo(garbage.text(found, dry_run=dry_run))
-
-
-@bus.command(
-    "export",
-    epilog="Example:  relax-hpc bus export arithmetic --to step12.parquet --step 12 --text",
-)
-def bus_export(
-    run: Run,
-    to: Annotated[Path, typer.Option(help="A file that ends in .parquet or .jsonl.")],
-    steps: Annotated[
-        str | None, typer.Option("--step", help="B, or A:B with both: as the trainer saw them.")
-    ] = None,
-    columns: Annotated[str | None, typer.Option(help="Names, separated by commas.")] = None,
-    text: Text = False,
-) -> None:
-    """Write trajectories as rows, sidecar columns included: all on disk, or those of some steps."""
-    from rich.progress import Progress
-
-    from relax_hpc.bus.tools import export
-
-    paths = RunPaths(_run_dir(run))
-    names = [name.strip() for name in columns.split(",")] if columns else []
-    chosen = export.columns_named(names, _decoder(paths) if text else None)
-    with Progress(
-        "{task.completed} rows", console=Console(stderr=True), transient=True
-    ) as progress:
-        bar = progress.add_task("export", total=None)
-        count = export.export(
-            paths.bus,
-            to,
-            chosen,
-            export.parse_steps(steps) if steps else None,
-            lambda rows: progress.update(bar, completed=rows),
-        )
-    typer.echo(f"{to}: {count} rows")
-
-
-def _positions(paths: RunPaths) -> list["PlanPosition"]:
-    """Where the checkpoints of a run are in its plan, oldest first."""
-    from relax_hpc.bus.plan import PlanPosition
-    from relax_hpc.comm.world import SoloWorld
-    from relax_hpc.roles.checkpoints import Checkpoints
-
-    found = Checkpoints(paths.checkpoints, SoloWorld(), PlanPosition, keep=1).complete()
-    return [checkpoint.position for checkpoint in found]
-
-
-def _decoder(paths: RunPaths) -> "Decode":
-    """Tokens to text, with the tokenizer of the run's model."""
-    from relax_hpc.prompts import tokenizer
-
-    decode = tokenizer.load(job_file.read_resolved(paths.config).model.path).decode
-    return lambda tokens: str(decode(tokens))
-
-
-def _run_dir(run: str) -> Path:
-    for candidate in (Path(run), Path("runs") / run):
-        if (candidate / "run.json").is_file():
-            return candidate
-    raise ConfigError(f"{run}: no such run; give a run directory, or a name under runs/")
 
 
 def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:

@@ -32,6 +32,9 @@ class Section(BaseModel):
 class ModelConfig(Section):
     path: Path
     """Hugging Face folder of a dense Qwen3: config.json, safetensors, tokenizer."""
+    weights: Path | None = None
+    """A checkpoint, of a run or made by `relax-hpc convert`, whose weights the trainer starts with
+    instead of those in `path`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type the engines and the trainer compute in; main gradients and Adam stay float32."""
 
@@ -147,6 +150,14 @@ class ActorConfig(Section, GridConfig):
     save_every: Positive = 10
     """Steps between checkpoints; shards are kept until the next one."""
     keep_checkpoints: Positive = 2
+    """The newest ones, which a run can be resumed from."""
+    keep_every: NonNegative = 0
+    """A checkpoint whose step is a multiple of it is kept for good; 0 keeps none."""
+    async_save: bool = True
+    """Train on while a checkpoint is written. It takes host memory for a copy of what a rank saves:
+    about 14 bytes per parameter of the model, divided by the number of ranks."""
+    save_hf_every: NonNegative = 0
+    """Steps between exports of the model as a Hugging Face folder, hf/step_<step>; 0 makes none."""
     attention: Literal["auto", "cudnn", "varlen", "sdpa"] = "auto"
     """Kernel of packed attention; auto is the first of them that works on the machine."""
     float32_logits: bool = False

@@ -29,6 +29,10 @@ class TrainingError(RelaxError, RuntimeError):
     """Training cannot go on by itself. The message says what was found, and in which samples."""
 
 
+class CheckpointError(RelaxError, RuntimeError):
+    """A checkpoint cannot be written, or is not whole. The message names the file."""
+
+
 class LaunchError(RelaxError, RuntimeError):
     """Slurm, MPI or the local launcher did not do what was asked."""
 

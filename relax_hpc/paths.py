@@ -99,6 +99,10 @@ class RunPaths:
         """Folder of submitit: scripts, pickles, results and logs, one subfolder per component."""
         return self.root / "submission"
 
+    def hf(self, step: int) -> Path:
+        """The model of a step as a Hugging Face folder."""
+        return self.root / "hf" / f"step_{step}"
+
     def weights(self, version: int) -> Path:
         return self.root / "weights" / f"v{version:06d}"
 

@@ -4,6 +4,7 @@ The same file fences: a trainer that starts writes a grant of its own before it 
 one that was superseded finds it behind its own last one. Looking costs a read, no name look-up.
 """
 
+import threading
 import time
 from typing import NamedTuple
 
@@ -41,6 +42,7 @@ class CreditWriter:
 
     def __init__(self, paths: BusPaths, plan_epoch: int) -> None:
         self._plan_epoch = plan_epoch
+        self._lock = threading.RLock()  # a checkpoint asks whether it is fenced from its own thread
         self._frames = FrameWriter(paths.credits)
         self._tail = GrowingFile(paths.credits)
         newest = _Newest()
@@ -55,17 +57,19 @@ class CreditWriter:
         FencedError: a newer trainer has started.
         BusError: storage refused.
         """
-        self.check_fenced()
-        self._frames.append({"plan_epoch": self._plan_epoch, **credit._asdict()})
+        with self._lock:
+            self.check_fenced()
+            self._frames.append({"plan_epoch": self._plan_epoch, **credit._asdict()})
 
     def check_fenced(self) -> None:
         """Raises:
         FencedError: a newer trainer has started; this one must publish nothing more and end.
         """
-        end = self._frames.end
-        records, size = decode(self._tail.read_from(end), self._frames.path, end)
-        self._frames.skip(size)
-        self._fenced_by = max([self._fenced_by, *(record["plan_epoch"] for record in records)])
+        with self._lock:
+            end = self._frames.end
+            records, size = decode(self._tail.read_from(end), self._frames.path, end)
+            self._frames.skip(size)
+            self._fenced_by = max([self._fenced_by, *(record["plan_epoch"] for record in records)])
         if self._fenced_by > self._plan_epoch:
             raise FencedError(
                 f"{self._frames.path}: plan epoch {self._fenced_by} was claimed after "

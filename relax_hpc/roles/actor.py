@@ -103,8 +103,12 @@ def run(
     """Trains until `num_steps`.
 
     Rank 0 decides who trains what; of each data-parallel replica one rank reads it, the others are
-    told. The order is the protocol: publish, save, and only then release, which `save` does. A
-    shard is forgotten when no resume can need it, so a restarted actor finds its next batches.
+    told. The order is the protocol: publish, save, and only then release, which `save` does once a
+    checkpoint is complete. A shard is forgotten when no resume can need it, so a restarted actor
+    finds its next batches.
+
+    Args:
+        save: called after every step; saves when it is time to.
     """
     replica, loss = world.split(trainer.dp_rank), loss_of(config)
     _publish(trainer, lead)
@@ -130,9 +134,8 @@ def run(
             _publish(trainer, lead)
         if reference:
             reference.end_step(step)
-        if step % config.actor.save_every == 0 or step == config.algorithm.num_steps:
-            with timers("save"):
-                save()
+        with timers("save"):
+            save()
         if lead:
             lead.end_step(step, batch.describe(step) | stats | timers.seconds)
             if trainer.skip:

@@ -13,7 +13,7 @@ from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.megatron.reference import SwappedReference
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import actor
+from relax_hpc.roles import actor, saving
 from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
 from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.lead import ActorLead
@@ -30,30 +30,22 @@ def main(
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = MegatronTrainer(config, world, device)
     reference = _reference(config, trainer, events if world.rank == 0 else None)
-    checkpoints = Checkpoints(
-        paths.checkpoints,
-        world,
-        PlanPosition,
-        keep=config.actor.keep_checkpoints,
+    checkpoints = saving.checkpoints_of(
+        config, paths, world, PlanPosition,
         is_valid=lambda position: is_planned(paths.bus, position),
-    )
-    resumed = checkpoints.resume(trainer)
-    if resumed:
-        events.emit("resume", step=resumed.step)
+    )  # fmt: skip
+    resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
     lead = _lead(config, paths, checkpoints, resumed, shards, events) if world.rank == 0 else None
 
     if lead and resumed:  # an earlier incarnation may have died before it did
         lead.release()
 
-    def save() -> None:
-        if lead:
-            sequencer = lead.sequencer
-            checkpoints.save(trainer, sequencer.position, sequencer.check_fenced)
-            lead.covered(trainer.step)
-        else:
-            checkpoints.save(trainer, None)
-
+    duties = None
+    if lead:
+        sequencer = lead.sequencer
+        duties = saving.Lead(lambda: sequencer.position, sequencer.check_fenced, lead.release)
+    save = saving.Saving(config, paths, world, trainer, checkpoints, duties, events)
     actor.run(config, world, trainer, Reader(paths.bus, shards=shards), lead, save, reference)
     if lead:
         lead.close()

@@ -77,11 +77,6 @@ class ActorLead:
         self._events.emit("skipped", step=step, **skips.fields_of(skip, self._shards))
         log.warning("step %d: update skipped: %s", step, skips.line_of(skip, self._shards))
 
-    def covered(self, step: int) -> None:
-        """Takes note of a checkpoint."""
-        self.release()
-        self._events.emit("checkpoint", step=step)
-
     def release(self) -> None:
         """Lets rollout delete what not even the oldest checkpoint that is kept can need."""
         self.sequencer.release(self._checkpoints.complete()[0].step)

@@ -61,7 +61,11 @@ def run(
     lead: Lead | None,
     save: Callable[[], None],
 ) -> None:
-    """Trains until `num_steps`, and exports the model; rank 0 reads, and deals out."""
+    """Trains until `num_steps`, and exports the model; rank 0 reads, and deals out.
+
+    Args:
+        save: called after every step; saves when it is time to.
+    """
     heldout: Share = world.bcast(lead.heldout() if lead else None)[trainer.dp_rank]
     if trainer.step == 0:
         _measure(world, trainer, heldout, lead)
@@ -77,9 +81,8 @@ def run(
         if last or _is_due(step, config.sft.heldout_every):
             with timers("heldout"):
                 _measure(world, trainer, heldout, lead)
-        if last or _is_due(step, config.actor.save_every):
-            with timers("save"):
-                save()
+        with timers("save"):
+            save()
         if lead:
             lead.end_step(step, stats | timers.seconds)
             if trainer.skip:

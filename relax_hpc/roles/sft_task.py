@@ -9,8 +9,8 @@ from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.documents import Document, Documents
-from relax_hpc.roles import sft
-from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
+from relax_hpc.roles import saving, sft
+from relax_hpc.roles.checkpoints import Checkpoint
 from relax_hpc.roles.sft_lead import DataPosition, SftLead
 from relax_hpc.telemetry.events import EventWriter
 
@@ -22,19 +22,12 @@ def main(
     device = own_device(local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = MegatronTrainer(config, world, device)
-    checkpoints = Checkpoints(
-        paths.checkpoints, world, DataPosition, keep=config.actor.keep_checkpoints
-    )
-    resumed = checkpoints.resume(trainer)
-    if resumed:
-        events.emit("resume", step=resumed.step)
+    checkpoints = saving.checkpoints_of(config, paths, world, DataPosition)
+    resumed = saving.resume(checkpoints, trainer, events)
     lead = _lead(config, paths, resumed, events) if world.rank == 0 else None
 
-    def save() -> None:
-        checkpoints.save(trainer, lead.position if lead else None)
-        if lead:
-            events.emit("checkpoint", step=trainer.step)
-
+    duties = saving.Lead(lambda: lead.position) if lead else None
+    save = saving.Saving(config, paths, world, trainer, checkpoints, duties, events)
     sft.run(config, world, trainer, lead, save)
     if lead:
         events.emit("end")

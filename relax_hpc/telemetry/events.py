@@ -8,7 +8,9 @@ and "world" (kind, size) once the ranks of a component have found each other:
              publish  version, seconds, members, fenced
              refresh  members: engines that started since, and hold that version now
              verify   version, trainer, members: the digests; equal
-             resume, checkpoint   step
+             resume   step
+             checkpoint         step, wait_s, background_s, bytes
+             checkpoint_failed, checkpoint_torn   step, message
              reference   step: the policy of that step became the reference
              skipped  step, reason, in_a_row, num_samples, samples: an update that was not done
     actor of supervised fine-tuning

@@ -1,55 +1,98 @@
-"""Which checkpoint counts when trainers supersede each other."""
+"""Which checkpoint counts: after crashes, on bad storage, when trainers supersede each other."""
+
+import errno
+import os
+import threading
+from datetime import timedelta
 
 import pytest
+from fake_snapshot import NAMES, FakeSnapshot
+from torch.distributed import HashStore
 
 from relax_hpc.bus.plan import PlanPosition
-from relax_hpc.comm.world import SoloWorld
-from relax_hpc.errors import BusError, FencedError
-from relax_hpc.roles.checkpoints import Checkpoints
+from relax_hpc.comm.world import SoloWorld, StoreWorld
+from relax_hpc.errors import BusError, CheckpointError, FencedError
+from relax_hpc.roles.checkpoints import MAX_FAILURES, Checkpoints, find
 
 
 class Trainer:
-    def __init__(self, step, weight=0):
-        self.step, self.weight = step, weight
+    """Its checkpoint is not whole without NAMES, and damaged if its weight is no number."""
 
-    def save(self, folder):
-        (folder / "weight").write_text(str(self.weight))
+    def __init__(self, step, weight=0, rank=0, num_ranks=1, hold=None):
+        self.step, self.weight = step, weight
+        self.rank, self.num_ranks, self.hold = rank, num_ranks, hold
+        self.fails, self.copies = None, []
+
+    def snapshot(self, *, copy):
+        self.copies.append(copy)
+        snapshot = FakeSnapshot({f"weight{self.rank}": str(self.weight)}, self.num_ranks, self.hold)
+        if self.fails:
+            snapshot.write = self.fails
+        return snapshot
+
+    def damage(self, folder):
+        return None if (folder / NAMES).exists() else f"{folder / NAMES}: is not there"
 
     def load(self, folder):
-        self.weight = int((folder / "weight").read_text())
+        content = (folder / f"weight{self.rank}").read_text()
+        if not content.isdigit():
+            raise CheckpointError(f"{folder / 'weight0'}: is damaged")
+        self.weight = int(content)
 
 
-def save(root, step, epoch, weight, **kwargs):
-    checkpoints = Checkpoints(root, SoloWorld(), PlanPosition, keep=2)
-    checkpoints.save(Trainer(step, weight), PlanPosition(epoch, step, step), **kwargs)
+def checkpoints_in(root, world=None, keep=2, **kwargs):
+    return Checkpoints(root, world or SoloWorld(), PlanPosition, keep=keep, **kwargs)
+
+
+def save(root, step, epoch=1, weight=None, keep=2, keep_every=0, **kwargs):
+    trainer = Trainer(step, step if weight is None else weight)
+    checkpoints = checkpoints_in(root, keep=keep, keep_every=keep_every)
+    return checkpoints.save(trainer, PlanPosition(epoch, step, step), **kwargs)
+
+
+def steps_in(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_the_newest_is_loaded_and_old_ones_go(tmp_path):
     for step in (3, 6, 9):
-        save(tmp_path, step, epoch=1, weight=step)
-    checkpoints = Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=2)
+        (saved,) = save(tmp_path, step)
+        assert (saved.step, saved.failure, saved.num_bytes) == (step, None, 4)
+    checkpoints = checkpoints_in(tmp_path)
     assert [c.step for c in checkpoints.complete()] == [6, 9]
     trainer = Trainer(0)
     assert checkpoints.resume(trainer).position == PlanPosition(1, 9, 9)
     assert trainer.weight == 9
+    assert steps_in(tmp_path) == ["step_00000006", "step_00000009"]
+
+
+def test_steps_that_are_multiples_are_kept_for_good_and_do_not_hold_up_what_is_released(tmp_path):
+    for step in range(1, 10):
+        save(tmp_path, step, keep_every=3)
+    assert [c.step for c in checkpoints_in(tmp_path).complete()] == [8, 9]
+    assert steps_in(tmp_path / "kept") == ["step_00000003", "step_00000006"]
+    assert find(tmp_path, 3) == tmp_path / "kept/step_00000003"
+    assert find(tmp_path, None) == tmp_path / "step_00000009"
+    with pytest.raises(CheckpointError, match="no checkpoint of step 4; there are 3, 6, 8, 9"):
+        find(tmp_path, 4)
+    with pytest.raises(CheckpointError, match="has no checkpoints"):
+        find(tmp_path / "elsewhere", None)
 
 
 def test_one_that_a_superseded_trainer_slipped_in_is_passed_over(tmp_path):
-    save(tmp_path, 3, epoch=2, weight=3)
+    save(tmp_path, 3, epoch=2)
     save(tmp_path, 6, epoch=1, weight=666)
-    checkpoints = Checkpoints(
-        tmp_path, SoloWorld(), PlanPosition, keep=2, is_valid=lambda p: p.epoch == 2
-    )
+    checkpoints = checkpoints_in(tmp_path, is_valid=lambda p: p.epoch == 2)
     trainer = Trainer(0)
     assert checkpoints.resume(trainer).step == 3
     assert trainer.weight == 3
-    checkpoints = Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=2, is_valid=lambda p: False)
+    checkpoints = checkpoints_in(tmp_path, is_valid=lambda p: False)
     with pytest.raises(BusError, match="none of the checkpoints is of this run's plan"):
         checkpoints.resume(trainer)
 
 
 def test_a_superseded_trainer_replaces_nothing(tmp_path):
-    save(tmp_path, 3, epoch=2, weight=3)
+    save(tmp_path, 3, epoch=2)
     with pytest.raises(FencedError, match="was saved under plan epoch 2, this trainer's is 1"):
         save(tmp_path, 3, epoch=1, weight=666)
 
@@ -59,7 +102,7 @@ def test_a_superseded_trainer_replaces_nothing(tmp_path):
     with pytest.raises(FencedError, match="took over"):
         save(tmp_path, 6, epoch=1, weight=666, check_fenced=fenced)
     trainer = Trainer(0)
-    assert Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=2).resume(trainer).step == 3
+    assert checkpoints_in(tmp_path).resume(trainer).step == 3
     assert trainer.weight == 3
 
 
@@ -67,7 +110,181 @@ def test_a_resumed_trainer_saves_a_step_again(tmp_path):
     save(tmp_path, 3, epoch=1, weight=1)
     save(tmp_path, 3, epoch=2, weight=2)
     trainer = Trainer(0)
-    assert (
-        Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=2).resume(trainer).position.epoch == 2
-    )
+    assert checkpoints_in(tmp_path).resume(trainer).position.epoch == 2
     assert trainer.weight == 2
+
+
+def names_missing(folder):
+    (folder / NAMES).unlink()
+
+
+def weight_damaged(folder):
+    (folder / "weight0").write_text("9x")
+
+
+def progress_missing(folder):
+    (folder / "progress.json").unlink()
+
+
+def progress_cut(folder):
+    (folder / "progress.json").write_text('{"step": 9, "posi')
+
+
+def progress_of_another_kind(folder):
+    (folder / "progress.json").write_text('{"step": 9, "position": [1]}')
+
+
+@pytest.mark.parametrize(
+    ("tear", "named"),
+    [
+        (names_missing, NAMES),
+        (weight_damaged, "weight0: is damaged"),
+        (progress_missing, "progress.json: is not there"),
+        (progress_cut, "progress.json"),
+        (progress_of_another_kind, "progress.json"),
+    ],
+)
+def test_of_a_torn_one_the_one_before_is_loaded_and_the_file_is_named(tmp_path, tear, named):
+    for step in (6, 9):
+        save(tmp_path, step)
+    tear(tmp_path / "step_00000009")
+    told, trainer = [], Trainer(0)
+    resumed = checkpoints_in(tmp_path).resume(trainer, lambda step, why: told.append((step, why)))
+    assert (resumed.step, trainer.weight) == (6, 6)
+    ((step, why),) = told
+    assert step == 9
+    assert named in why
+    # It counts no more, so that the next save deletes nothing on its account.
+    assert [c.step for c in checkpoints_in(tmp_path).complete()] == [6]
+    assert len(list((tmp_path / "torn").iterdir())) == 1
+    save(tmp_path, 7)
+    assert [c.step for c in checkpoints_in(tmp_path).complete()] == [6, 7]
+
+
+def test_without_any_whole_one_the_error_says_so_and_nothing_is_moved(tmp_path):
+    for step in (6, 9):
+        save(tmp_path, step)
+        names_missing(tmp_path / f"step_{step:08d}")
+    with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints is whole.*begin again"):
+        checkpoints_in(tmp_path).resume(Trainer(0))
+    assert steps_in(tmp_path) == ["step_00000006", "step_00000009"]
+    assert checkpoints_in(tmp_path / "empty").resume(Trainer(0)) is None
+
+
+def test_training_goes_on_while_it_is_written_and_it_counts_when_it_is_complete(tmp_path):
+    hold, trainer = threading.Event(), Trainer(3, weight=3)
+    trainer.hold = hold
+    checkpoints = checkpoints_in(tmp_path, beside_training=True)
+    assert checkpoints.save(trainer, PlanPosition(1, 3, 3)) == []
+    assert trainer.copies == [True]
+    trainer.step, trainer.weight = 4, 4
+    assert checkpoints.poll() == []
+    assert checkpoints.complete() == []
+    hold.set()
+    (saved,) = checkpoints.wait()
+    assert (saved.step, [c.step for c in checkpoints.complete()]) == (3, [3])
+    assert (tmp_path / "step_00000003/weight0").read_text() == "3"
+    assert checkpoints.poll() == checkpoints.wait() == []
+
+
+def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path, caplog):
+    hold, trainer = threading.Event(), Trainer(3, weight=3)
+    trainer.hold = hold
+    checkpoints = checkpoints_in(tmp_path, beside_training=True)
+    checkpoints.save(trainer, PlanPosition(1, 3, 3))
+    trainer.step = 6
+    threading.Timer(0.05, hold.set).start()
+    with caplog.at_level("WARNING", "relax_hpc"):
+        (saved,) = checkpoints.save(trainer, PlanPosition(1, 6, 6))
+    assert saved.step == 3
+    assert saved.wait_s > 0
+    assert "of step 3 is still being written" in caplog.text
+    assert [saved.step for saved in checkpoints.wait()] == [6]
+
+
+def full(folder):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / "weight0"))
+
+
+def test_a_save_that_fails_is_tried_again_and_after_some_in_a_row_the_actor_ends(tmp_path):
+    save(tmp_path, 3)
+    checkpoints, trainer = checkpoints_in(tmp_path, beside_training=True), Trainer(6)
+    for repeat in range(2):
+        for _ in range(MAX_FAILURES - 1):
+            trainer.fails = full
+            checkpoints.save(trainer, PlanPosition(1, 6, 6))
+            (failed,) = checkpoints.wait()
+            assert failed.step == trainer.step
+            assert "weight0: cannot be written: No space left on device" in failed.failure
+            assert [c.step for c in checkpoints.complete()][-1] == (3, 6)[repeat]
+            trainer.step += 1
+        if repeat == 0:
+            trainer.step, trainer.fails = 6, None  # one that succeeds: counting begins anew
+            checkpoints.save(trainer, PlanPosition(1, 6, 6))
+            assert checkpoints.wait()[0].failure is None
+            trainer.step = 7
+    checkpoints.save(trainer, PlanPosition(1, 6, 6))
+    with pytest.raises(CheckpointError, match=r"3 saves in a row failed, .*weight0"):
+        checkpoints.wait()
+    assert steps_in(tmp_path) == ["step_00000003", "step_00000006"]
+
+
+def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
+    save(tmp_path, 3)
+    for name in (".step_00000006.0a1b2c3d.draft", ".step_00000002.0a1b2c3d.old", ".mine", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("half")
+    assert checkpoints_in(tmp_path).resume(Trainer(0)).step == 3
+    assert steps_in(tmp_path) == [".mine", "notes", "step_00000003"]
+
+
+def run_ranks(size, work):
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    answers = [None] * size
+
+    def rank(number):
+        try:
+            answers[number] = work(number, StoreWorld(number, size, store))
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            answers[number] = error
+
+    threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return answers
+
+
+def test_it_is_complete_when_every_rank_has_written(tmp_path):
+    late = threading.Event()
+
+    def work(rank, world):
+        checkpoints = checkpoints_in(tmp_path, world, beside_training=True)
+        trainer = Trainer(3, 3, rank, num_ranks=2, hold=late if rank else None)
+        checkpoints.save(trainer, PlanPosition(1, 3, 3) if rank == 0 else None)
+        seen = checkpoints.poll()
+        assert list(tmp_path.glob("step_*")) == []
+        world.barrier()
+        late.set()
+        return seen, [saved.step for saved in checkpoints.wait()], checkpoints.resume(trainer).step
+
+    assert run_ranks(2, work) == [([], [3], 3)] * 2
+    assert steps_in(tmp_path / "step_00000003") == ["names", "progress.json", "weight0", "weight1"]
+
+
+def test_a_rank_that_cannot_write_ends_the_save_on_all_of_them(tmp_path):
+    def work(rank, world):
+        checkpoints = checkpoints_in(tmp_path, world, beside_training=True)
+        trainer = Trainer(3, 3, rank, num_ranks=2)
+        trainer.fails = full if rank else None
+        checkpoints.save(trainer, PlanPosition(1, 3, 3) if rank == 0 else None)
+        (failed,) = checkpoints.wait()
+        return failed.failure
+
+    answers = run_ranks(2, work)
+    assert answers[0] == answers[1]
+    assert "weight0: cannot be written: No space left on device" in answers[0]
+    assert list(tmp_path.glob("step_*")) == []

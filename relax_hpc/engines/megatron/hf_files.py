@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from relax_hpc.engines.megatron.architecture import Architecture
@@ -59,6 +60,11 @@ class HfFiles:
         """Those ranges of the first dimensions; no other bytes are read."""
         part: Tensor = self._slice(name)[ranges]
         return part
+
+    def dtype(self) -> torch.dtype:
+        """Of the first tensor."""
+        name = min(self.names)
+        return self.read(name, slice(0, 1)).dtype
 
     def refused(self, message: str) -> ConfigError:
         """What is wrong with the folder."""

@@ -108,11 +108,11 @@ def load(chunks: Sequence[GPTModel], folder: Path) -> None:
         check_names(files, shape, parameters(shape))
         for parameter, copies in owned(chunks, shape):
             for tensors in copies:
-                _fill(files, parameter, tensors)
+                fill(files, parameter, tensors, Sharing.of(parameter))
 
 
-def _fill(files: HfFiles, parameter: Parameter, tensors: Sequence[Tensor]) -> None:
-    sharing = Sharing.of(parameter)
+def fill(files: HfFiles, parameter: Parameter, tensors: Sequence[Tensor], sharing: Sharing) -> None:
+    """Reads what one of those who share a parameter holds of it."""
     shards = by_expert(tensors, parameter, sharing.size)
     if parameter.fused in files.names:
         files.check_shape(parameter.fused, parameter.fused_shape)

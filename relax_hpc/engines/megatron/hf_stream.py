@@ -93,6 +93,13 @@ def named_weights(
             yield from _whole(slot, parts)
 
 
+def unpacked(parameter: Parameter, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a parameter, or one for all experts, is packed from. Not collective."""
+    sharing = Sharing(0, 1)
+    slot = _Slot(parameter, 0, whole.dtype, [], sharing)
+    return _whole(slot, [by_expert([whole], parameter, sharing.size)])
+
+
 def _slots(parameters: Sequence[Owned], value_of: Callable[[nn.Parameter], Tensor]) -> list[_Slot]:
     group = mpu.get_pipeline_model_parallel_group()
     values = [[value_of(own) for own in copies[0]] if copies else [] for _, copies in parameters]

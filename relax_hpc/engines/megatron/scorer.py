@@ -13,6 +13,7 @@ from relax_hpc.comm.world import World
 from relax_hpc.config import JobConfig
 from relax_hpc.engines.megatron import (
     attention,
+    checkpoint,
     cpu,
     grid,
     hf_names,
@@ -74,7 +75,11 @@ class MegatronScorer:
         """What forward passes go through."""
         for chunk in self._chunks:
             layers.set_recomputed(chunk, config.actor.recomputed_passes)
-        if not random_weights:
+        if random_weights:
+            return
+        if config.model.weights is not None:
+            checkpoint.load_weights(config.model.weights, self._chunks)
+        else:
             hf_names.load(self._chunks, config.model.path)
 
     @property

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from relax_hpc.comm.world import World
 from relax_hpc.config import JobConfig
-from relax_hpc.engines.megatron import checkpoint, grad_sync, nonfinite, optimizer, schedule
+from relax_hpc.engines.megatron import (
+    checkpoint,
+    checkpoint_read,
+    grad_sync,
+    nonfinite,
+    optimizer,
+    schedule,
+)
+from relax_hpc.engines.megatron.host_copy import HostCopy
 from relax_hpc.engines.megatron.learning_rate import learning_rate
 from relax_hpc.engines.megatron.nonfinite import Loss, Skip, Work
 from relax_hpc.engines.megatron.router import take_metrics
@@ -54,6 +62,7 @@ class MegatronTrainer(MegatronScorer):
         self._skipped_in_a_row = 0
         self._works: list[Work] = []
         """Of this step; kept to be passed over again, and to name those that went wrong."""
+        self._host_copy = HostCopy()
         self._begin_pass()
 
     def accumulate(
@@ -117,6 +126,13 @@ class MegatronTrainer(MegatronScorer):
         }
         return means | {"lr": rate}
 
+    def snapshot(self, *, copy: bool) -> checkpoint.Snapshot:
+        """What this rank saves of a checkpoint; a copy lets training go on meanwhile.
+
+        There is one copy at a time: what an earlier one holds is lost.
+        """
+        return checkpoint.Snapshot(self._trainee, self.step, self._host_copy if copy else None)
+
     def save(self, folder: Path) -> None:
         """Writes a checkpoint into `folder`, made if it is not there; it must be empty.
 
@@ -124,16 +140,27 @@ class MegatronTrainer(MegatronScorer):
         """
         folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        checkpoint.save(folder, self._trainee, self.step)
+        snapshot = self.snapshot(copy=False)
+        snapshot.write(folder)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            snapshot.write_names(folder, timeout_s=0.0)
+        dist.barrier()
+
+    @staticmethod
+    def damage(folder: Path) -> str | None:
+        """Why a checkpoint is not whole; None if nothing shows without reading all. By one rank."""
+        return checkpoint_read.damage(folder)
 
     def load(self, folder: Path) -> None:
         """Continues from a checkpoint; bitwise, if the parallel layout is the same."""
         self.step = checkpoint.load(folder, self._trainee)
         self.bank.forget_own()
+        self.bank.forget_own()
 
     @property
     def _trainee(self) -> checkpoint.Trainee:
-        return checkpoint.Trainee(self._chunks, self._optimizer)
+        return checkpoint.Trainee(self._chunks, self._optimizer, self._config.seed)
 
     def _sum_loss(self, hidden: Tensor, work: Work) -> Tensor:
         """[] loss of a micro-batch, on the last stage; its metrics are noted."""

@@ -1,0 +1,160 @@
+"""What the tests of checkpoints run on the ranks of a pool."""
+
+import hashlib
+import io
+import os
+import resource
+import signal
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from megatron_worker import _state, train
+
+from relax_hpc.bus.plan import PlanPosition
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.engines.megatron import checkpoint_write
+from relax_hpc.errors import RelaxError
+from relax_hpc.roles.checkpoints import Checkpoints
+
+CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
+
+
+def digest():
+    """Of all that this rank would go on from: weights, optimizer, step, random states."""
+    trainer = _state["trainer"]
+    state = hashlib.sha256(str(trainer.step).encode())
+    for tensor in _tensors(trainer):
+        state.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    state.update(torch.get_rng_state().numpy())
+    return state.hexdigest()
+
+
+def _tensors(trainer):
+    for chunk in trainer._chunks:
+        yield from filter(torch.is_tensor, chunk.state_dict().values())
+    for part in trainer._optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for values in part.optimizer.state.values():
+            yield from (values[name] for name in sorted(values))
+
+
+def load(folder):
+    """None, or why it was refused."""
+    try:
+        _state["trainer"].load(folder)
+    except RelaxError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def save_beside_training(folder, rows, advantages):
+    """The state at the call is saved by the end of a step that follows; its digest."""
+    trainer = _state["trainer"]
+    before = digest()
+    folder.mkdir(parents=True, exist_ok=True)
+    snapshot = trainer.snapshot(copy=True)
+    train(rows, advantages)
+    assert digest() != before
+    snapshot.write(folder)
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        snapshot.write_names(folder, timeout_s=10)
+    torch.distributed.barrier()
+    return before
+
+
+def read_by_megatron(folder):
+    from megatron.core import dist_checkpointing
+
+    tensors = dist_checkpointing.load_plain_tensors(str(folder))
+    return {n: t.float().numpy() for n, t in tensors.items() if torch.is_tensor(t)}
+
+
+@contextmanager
+def _small_files(num_bytes):
+    """What is written beyond that fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_where_files_must_be_small(root, num_bytes):
+    """Why the save failed."""
+    checkpoints = _checkpoints(root)
+    with _small_files(num_bytes):
+        (saved,) = checkpoints.save(_state["trainer"], PlanPosition(1, 1, 1))
+    return saved.failure
+
+
+def _checkpoints(root):
+    return Checkpoints(root, SoloWorld(), PlanPosition, keep=1)
+
+
+def save_in_run(root):
+    step = _state["trainer"].step
+    (saved,) = _checkpoints(root).save(_state["trainer"], PlanPosition(1, step, step))
+    assert saved.failure is None
+
+
+def resume_in_run(root):
+    """(step, digest) that the run goes on from."""
+    resumed = _checkpoints(root).resume(_state["trainer"])
+    assert resumed.step == resumed.position.step == _state["trainer"].step
+    return resumed.step, digest()
+
+
+def kill_in_save(root, call, half, names):
+    """A process of its own saves, and is killed before its `call`th call or half way through it.
+
+    Args:
+        names: the file gets what the calls were.
+    """
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _save_and_die(root, call, half, names)
+        finally:
+            os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == (-signal.SIGKILL if call else 0)
+
+
+def _save_and_die(root, call, half, names):
+    checkpoint_write.NUM_THREADS = 1  # calls in an order that repeats
+    _die_at(root, call, half, names)
+    save_in_run(root)
+
+
+def _die_at(root, number, half, names):
+    """Before the `number`th call that changes a file below `root`, or when half of it is done."""
+    made, log = 0, os.open(names, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def counted(name, real):
+        def call(where, *args, **kwargs):
+            nonlocal made
+            descriptor = isinstance(where, int)
+            path = Path(f"/proc/self/fd/{where}").readlink() if descriptor else where
+            reads = name == "open" and args and args[0] in ("r", "rb")
+            if not str(path).startswith(str(root)) or reads:
+                return real(where, *args, **kwargs)
+            made += 1
+            os.write(log, f"{name} {path}\n".encode())
+            if made == number:
+                if half and name == "pwrite":
+                    real(where, bytes(args[0])[: len(args[0]) // 2], *args[1:])
+                elif half:
+                    real(where, *args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+            # Only a power cut would tell what is not flushed.
+            return None if name == "fsync" else real(where, *args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(name, getattr(os, name)))
+    io.open = counted("open", io.open)

@@ -1,0 +1,149 @@
+"""`relax-hpc convert`: bitwise there and back, and what it refuses."""
+
+import json
+import sys
+
+import megatron_worker as worker
+import numpy as np
+import pytest
+import torch
+from megatron_worker import VOCAB, Ranks, job, trajectories
+from safetensors.torch import load_file
+
+from relax_hpc import cli
+from relax_hpc.engines.megatron import convert as engine
+from relax_hpc.roles.convert import convert
+
+ROWS, ADVANTAGES = trajectories(6)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Hugging Face folders, tied and with experts."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape = {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+        "intermediate_size": 48, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }  # fmt: skip
+    torch.manual_seed(0)
+    made = {
+        "dense": Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True)),
+        "experts": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **shape,
+                moe_intermediate_size=16,
+                num_experts=4,
+                num_experts_per_tok=2,
+                norm_topk_prob=True,
+                tie_word_embeddings=False,
+            )
+        ),
+    }  # fmt: skip
+    folders = {}
+    for name, model in made.items():
+        folders[name] = tmp_path_factory.mktemp(name)
+        model.save_pretrained(folders[name])
+    return folders
+
+
+def weights_in(folder):
+    return {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_hugging_face_to_megatron_and_back_is_bitwise_and_loads_with_transformers(
+    models, tmp_path, kind
+):
+    from transformers import AutoModelForCausalLM
+
+    engine.to_megatron(models[kind], tmp_path / "megatron")
+    engine.to_hf(tmp_path / "megatron", models[kind], tmp_path / "hf")
+    first = AutoModelForCausalLM.from_pretrained(models[kind]).state_dict()
+    second = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert set(first) == set(second)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("kind", "actor"),
+    [
+        ("dense", {"tensor_parallel": 2}),
+        ("dense", {"pipeline_parallel": 2}),
+        ("experts", {"tensor_parallel": 2, "expert_tensor_parallel": 2}),
+        ("experts", {"expert_parallel": 2, "data_parallel": 2}),
+    ],
+)
+def test_a_run_starts_from_a_converted_folder_and_its_checkpoint_converts_to_what_it_gives_away(
+    ranks, models, tmp_path, kind, actor
+):
+    engine.to_megatron(models[kind], tmp_path / "weights")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((models[kind] / "config.json").read_text())
+    config = job(other, actor=actor, budget=200)
+    model = config.model.model_copy(update={"weights": tmp_path / "weights"})
+    ranks.call(worker.open_trainer, config=config.model_copy(update={"model": model}))
+    ranks.call(worker.train, rows=ROWS, advantages=ADVANTAGES)
+    given = ranks.call(worker.weights)[0]
+    ranks.call(worker.save, folder=tmp_path / "step")
+    out = convert(tmp_path / "step", "hf", out=tmp_path / "hf", step=None, model=models[kind])
+    written = weights_in(out)
+    assert set(written) == set(given)
+    assert all(np.array_equal(written[name].numpy(), given[name]) for name in given)
+
+
+@pytest.fixture
+def refused(tmp_path, monkeypatch, capsys):
+    """Runs a command line that must be refused; the one line that it said."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.setattr(sys, "argv", ["relax-hpc", "convert", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        output, said = capsys.readouterr()
+        assert (end.value.code, output) == (2, "")
+        assert sorted(tmp_path.rglob("*")) == before
+        (line,) = said.splitlines()
+        return line
+
+    return run
+
+
+def test_what_convert_refuses_it_refuses_in_one_line_and_leaves_nothing(models, tmp_path, refused):
+    assert "nowhere: no such run" in refused("nowhere", "--to", "hf")
+    assert "--to onnx: unknown; it is one of hf, megatron" in refused(models["dense"], "--to=onnx")
+    assert "say with --out" in refused(models["dense"], "--to", "megatron")
+    (tmp_path / "empty").mkdir()
+    said = refused("empty", "--to", "hf")
+    assert said == "empty: is neither a run (no run.json) nor a checkpoint (no manifest.json)"
+    assert "empty: has no config.json" in refused("empty", "--to", "megatron", "--out", "x")
+    assert "empty: is there already" in refused(
+        models["dense"], "--to", "megatron", "--out", "empty"
+    )
+    engine.to_megatron(models["dense"], tmp_path / "step")
+    assert "say with --model" in refused("step", "--to", "hf", "--out", "x")
+    assert "--step chooses among those of a run" in refused("step", "--to", "hf", "--step", "3")
+    said = refused("step", "--to", "hf", "--out", "x", "--model", models["experts"])
+    assert "of another model" in said
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    config = job(models["dense"]).model_dump_json()
+    (run / "run.json").write_text(config)
+    assert "run/checkpoints: has no checkpoints" in refused("run", "--to", "hf")
+    (tmp_path / "step").rename(run / "checkpoints/step_00000003")
+    assert "no checkpoint of step 4; there are 3" in refused("run", "--to", "hf", "--step", "4")
+    manifest = json.loads((run / "checkpoints/step_00000003/manifest.json").read_text())
+    assert "__0_0.distcp" in manifest["files"]
+    (run / "checkpoints/step_00000003/__0_0.distcp").unlink()
+    assert "__0_0.distcp: No such file" in refused("run", "--to", "hf")

@@ -1,0 +1,366 @@
+"""Checkpoints of the trainer: on every grid, at every kill, on bad storage, beside training."""
+
+import itertools
+import json
+import shutil
+
+import checkpoint_worker
+import megatron_worker as worker
+import numpy as np
+import pytest
+import torch
+from megatron_worker import VOCAB, Ranks, job, trajectories
+
+from relax_hpc.engines.megatron import checkpoint_write
+from relax_hpc.engines.megatron.boxes import Box, cut
+from relax_hpc.engines.megatron.checkpoint_read import Stored, damage
+from relax_hpc.engines.megatron.checkpoint_write import write_names, write_part
+from relax_hpc.errors import CheckpointError, ConfigError, PeerTimeoutError
+
+ROWS, ADVANTAGES = trajectories(8)
+BATCH = {"rows": ROWS, "advantages": ADVANTAGES}
+GRIDS = {
+    "one": (1, {}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "cp2": (2, {"context_parallel": 2}),
+    "dp2": (2, {"data_parallel": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pools = {size: Ranks(size) for size in (1, 2)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def save_qwen3(folder, *, tied):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, intermediate_size=48, max_position_embeddings=256,
+        tie_word_embeddings=tied, rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a tied Qwen3 of four layers: with a pipeline, two stages have the embedding."""
+    return save_qwen3(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return save_qwen3(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+def open_grid(ranks, folder, grid, **more):
+    size, actor = GRIDS[grid]
+    config = job(folder, actor=actor, budget=200, **more)
+    ranks[size].call(worker.open_trainer, config=config)
+    return ranks[size]
+
+
+def contents(folder):
+    stored = Stored(folder)
+    return {key: stored.tensor(key) for key in stored.shapes()}, stored.common
+
+
+@pytest.mark.parametrize(
+    ("tied", "grids"), [(True, "tp2 pp2 dp2 cp2 one"), (False, "dp2 pp2_vpp2 tp2")]
+)
+def test_a_checkpoint_is_the_same_on_whatever_grid_it_was_loaded_and_saved_again(
+    ranks, folder, untied, tmp_path, tied, grids
+):
+    """Weights, main parameters, moments and counts: bitwise. A step further: within rounding."""
+    first, *others = grids.split()
+    options = {"folder": folder if tied else untied, "dtype": "bfloat16"}
+    pool = open_grid(ranks, grid=first, **options)
+    pool.call(worker.train, **BATCH, num_steps=2)
+    pool.call(worker.save, folder=tmp_path / first)
+    pool.call(worker.train, **BATCH)
+    pool.call(worker.save, folder=tmp_path / "further")
+    expected, _ = contents(tmp_path / first)
+    further, _ = contents(tmp_path / "further")
+    assert {tensor.dtype for tensor in expected.values()} == {torch.bfloat16, torch.float32}
+    before = first
+    for grid in others:
+        pool = open_grid(ranks, grid=grid, **options)
+        assert pool.call(worker.load, folder=tmp_path / before) == [2] * len(pool.pipes)
+        pool.call(worker.save, folder=tmp_path / grid)
+        found, common = contents(tmp_path / grid)
+        assert set(found) == set(expected)
+        assert [key for key in expected if not torch.equal(found[key], expected[key])] == [], grid
+        assert common["num_updates"] == 2.0
+        before = grid
+    pool.call(worker.train, **BATCH)
+    pool.call(worker.save, folder=tmp_path / "last")
+    found, common = contents(tmp_path / "last")
+    assert common["num_updates"] == 3.0
+    for key in further:
+        if ".exp_avg." in key:  # activations are rounded to bfloat16 in another order
+            difference = (found[key] - further[key]).norm()
+            assert difference < 0.02 * further[key].norm(), key
+
+
+def test_torch_and_megatron_read_it(ranks, folder, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    pool = open_grid(ranks, folder, "dp2")
+    pool.call(worker.train, **BATCH)
+    pool.call(worker.save, folder=tmp_path / "dp2")
+    expected, _ = contents(tmp_path / "dp2")
+    found = {key: torch.empty_like(tensor) for key, tensor in expected.items()}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "dp2"), no_dist=True)
+    assert [key for key in expected if not torch.equal(found[key], expected[key])] == []
+    (found,) = ranks[1].call(checkpoint_worker.read_by_megatron, folder=tmp_path / "dp2")
+    assert set(found) == set(expected)
+    assert all(np.array_equal(found[key], expected[key].float().numpy()) for key in expected)
+
+
+def test_every_data_parallel_rank_writes_its_share(ranks, folder, tmp_path):
+    pool = open_grid(ranks, folder, "dp2")
+    pool.call(worker.save, folder=tmp_path / "dp2")
+    sizes = [
+        sum(e.num_bytes for e in checkpoint_write.read_table(path) if e.offset is not None)
+        for path in sorted((tmp_path / "dp2").glob("*.distcp"))
+    ]
+    assert len(sizes) == 2
+    assert max(sizes) < 1.1 * min(sizes)
+
+
+def test_training_on_does_not_change_what_is_being_saved(ranks, folder, tmp_path):
+    for grid in ("tp2", "dp2"):
+        pool = open_grid(ranks, folder, grid)
+        pool.call(worker.train, **BATCH)
+        before = pool.call(checkpoint_worker.save_beside_training, folder=tmp_path / grid, **BATCH)
+        assert pool.call(checkpoint_worker.load, folder=tmp_path / grid) == [None, None]
+        assert pool.call(checkpoint_worker.digest) == before
+
+
+def test_six_steps_are_three_a_save_killed_anywhere_a_resume_and_three_bitwise(
+    ranks, folder, tmp_path
+):
+    """The save of step 4 is killed before each of its calls to the system, or half way through."""
+    pool, root = open_grid(ranks, folder, "one"), tmp_path / "checkpoints"
+    pool.call(worker.train, **BATCH, num_steps=3)
+    pool.call(checkpoint_worker.save_in_run, root=root)
+    third = pool.call(checkpoint_worker.digest)[0]
+    pool.call(worker.train, **BATCH)
+    fourth = pool.call(checkpoint_worker.digest)[0]
+    pool.call(checkpoint_worker.save_in_run, root=tmp_path / "aside")
+    pool.call(worker.train, **BATCH, num_steps=2)
+    sixth = pool.call(checkpoint_worker.digest)
+
+    shutil.copytree(root, tmp_path / "third")
+    pool.call(checkpoint_worker.resume_in_run, root=tmp_path / "aside")
+
+    def kill(call, *, half=False):
+        """What is resumed afterwards."""
+        shutil.rmtree(root)
+        shutil.copytree(tmp_path / "third", root)
+        where = {"root": root, "names": tmp_path / "names"}
+        pool.call(checkpoint_worker.kill_in_save, call=call, half=half, **where)
+        (resumed,) = pool.call(checkpoint_worker.resume_in_run, root=root)
+        assert resumed in [(3, third), (4, fourth)], (call, half)
+        pool.call(checkpoint_worker.resume_in_run, root=tmp_path / "aside")
+        return resumed[0]
+
+    assert kill(call=0) == 4
+    names = [line.split()[0] for line in (tmp_path / "names").read_text().splitlines()]
+    writes = [call for call, name in enumerate(names, start=1) if name == "pwrite"]
+    others = [call for call, name in enumerate(names, start=1) if name != "pwrite"]
+    outcomes = [kill(call) for call in sorted({*others, writes[0], writes[-1]})]
+    assert outcomes == sorted(outcomes)  # once it has its name, it counts
+    assert {3, 4} == set(outcomes)
+    assert [kill(call, half=True) for call in writes[:: len(writes) // 3]] == [3] * 4
+
+    shutil.rmtree(root)
+    shutil.copytree(tmp_path / "third", root)
+    pool.call(checkpoint_worker.resume_in_run, root=root)
+    pool.call(worker.train, **BATCH, num_steps=3)
+    assert pool.call(checkpoint_worker.digest) == sixth
+
+
+def test_a_disk_that_is_full_fails_the_save_by_name_and_the_next_one_succeeds(
+    ranks, folder, tmp_path
+):
+    pool = open_grid(ranks, folder, "one")
+    before = pool.call(checkpoint_worker.digest)
+    (why,) = pool.call(
+        checkpoint_worker.save_where_files_must_be_small, root=tmp_path, num_bytes=50_000
+    )
+    assert "__0_0.distcp: cannot be written: File too large" in why
+    assert list(tmp_path.iterdir()) == []
+    pool.call(checkpoint_worker.save_in_run, root=tmp_path)
+    assert pool.call(checkpoint_worker.resume_in_run, root=tmp_path) == [(0, *before)]
+
+
+def missing(path):
+    path.unlink()
+
+
+def cut_short(path):
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1)
+
+
+def flipped(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def flipped_in_a_tensor(path):
+    entry = next(e for e in checkpoint_write.read_table(path) if e.num_bytes > 4000)
+    flipped(path, entry.at + entry.num_bytes // 2)
+
+
+def flipped_in_the_table(path):
+    flipped(path, -checkpoint_write.FOOTER.size - 10)
+
+
+def flipped_in_the_middle(path):
+    flipped(path, path.stat().st_size // 2)
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+@pytest.fixture(scope="module")
+def whole(ranks, folder, tmp_path_factory):
+    """A checkpoint of two ranks."""
+    made = tmp_path_factory.mktemp("whole") / "step"
+    pool = open_grid(ranks, folder, "tp2")
+    pool.call(worker.train, **BATCH)
+    pool.call(worker.save, folder=made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        ("__1_0.distcp", missing),
+        ("__1_0.distcp", cut_short),
+        ("__1_0.distcp", flipped_in_a_tensor),
+        ("__1_0.distcp", flipped_in_the_table),
+        ("__0_0.distcp", emptied),
+        (".metadata", missing),
+        (".metadata", flipped_in_the_middle),
+        ("common.pt", flipped_in_the_middle),
+        ("common.pt", cut_short),
+        ("manifest.json", missing),
+        ("manifest.json", cut_short),
+        ("manifest.json", emptied),
+    ],
+)
+def test_a_torn_one_is_refused_by_every_rank_and_the_file_is_named(
+    ranks, folder, whole, tmp_path, name, harm
+):
+    torn = tmp_path / "torn"
+    shutil.copytree(whole, torn)
+    harm(torn / name)
+    pool = open_grid(ranks, folder, "tp2") if harm is missing else ranks[2]
+    answers = pool.call(checkpoint_worker.load, folder=torn)
+    assert all(answer.startswith(f"CheckpointError: {torn / name}") for answer in answers), answers
+    seen_at_once = harm not in (flipped_in_a_tensor, flipped_in_the_table)
+    assert bool(damage(torn)) is seen_at_once
+    assert damage(whole) is None
+
+
+def test_a_checkpoint_that_claims_the_grid_but_lacks_a_ranks_random_state_is_refused(
+    ranks, folder, tmp_path, whole
+):
+    pool = open_grid(ranks, folder, "pp2")
+    pool.call(worker.save, folder=tmp_path / "pp2")
+    common = torch.load(tmp_path / "pp2/common.pt", weights_only=True)
+    common["grid"] |= {"pipeline": 1}
+    torch.save(common, tmp_path / "pp2/common.pt")
+    manifest = json.loads((tmp_path / "pp2/manifest.json").read_bytes())
+    content = (tmp_path / "pp2/common.pt").read_bytes()
+    manifest["files"]["common.pt"] = {
+        "bytes": len(content), "crc32c": checkpoint_write.checksum(content),
+    }  # fmt: skip
+    del manifest["files"]["__1_0.distcp"]
+    (tmp_path / "pp2/manifest.json").write_text(json.dumps(manifest))
+    flipped_in_a_tensor(tmp_path / "pp2/__1_0.distcp")
+    (answer,) = open_grid(ranks, folder, "one").call(
+        checkpoint_worker.load, folder=tmp_path / "pp2"
+    )
+    assert "__1_0.distcp: is damaged" in answer
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_tensor(
+    ranks, folder, whole, tmp_path
+):
+    shutil.copytree(folder, tmp_path / "wider")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = 2
+    config["layer_types"] = config["layer_types"][:2]
+    (tmp_path / "wider/config.json").write_text(json.dumps(config))
+    stored = Stored(whole)
+    for key, shape, message in (
+        ("decoder.layers.9.mlp.linear_fc2.weight", (32, 48), "has no decoder.layers.9"),
+        ("decoder.final_layernorm.weight", (64,), r"is \[32\] there, \[64\] in this model"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            stored.fill([Box(key, (0,) * len(shape), shape, torch.empty(shape))])
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (4, 1, 3)])
+def test_the_boxes_of_a_range_are_its_elements_once_and_few(shape):
+    tensor = torch.arange(int(np.prod(shape))).view(shape)
+    halves = [tensor] if tensor.ndim < 2 else [tensor, *tensor.chunk(2, dim=1)]
+    for view in halves:
+        for start, stop in itertools.combinations(range(tensor.numel() + 1), 2):
+            boxes = list(cut(tuple(view.shape), view.stride(), view.storage_offset(), start, stop))
+            found = []
+            for place, size, first in boxes:
+                part = view[tuple(slice(a, a + n) for a, n in zip(place, size, strict=True))]
+                assert part.flatten().tolist() == list(range(first, first + part.numel()))
+                found += part.flatten().tolist()
+            wanted = [x for x in view.flatten().tolist() if start <= x < stop]
+            assert sorted(found) == wanted
+            assert view is not tensor or len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def boxes_of(tensors):
+    return [Box(key, (0,) * t.ndim, tuple(t.shape), t) for key, t in tensors.items()]
+
+
+def test_all_kinds_of_tensors_come_back_bitwise(tmp_path):
+    base = torch.randn(6, 8)
+    tensors = {
+        "view": base[2:4, 1:5],
+        "transposed": base.t(),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.zeros(0, 3),
+        "bfloat16": torch.randn(5).bfloat16(),
+        "int": torch.arange(300_000, dtype=torch.int64),
+    }
+    write_part(tmp_path, 0, boxes_of(tensors), {"object": b"abc"})
+    write_names(tmp_path, 1, {"step": 1}, timeout_s=0)
+    stored = Stored(tmp_path)
+    assert stored.object("object") == b"abc"
+    for key, tensor in tensors.items():
+        assert torch.equal(stored.tensor(key), tensor), key
+        assert stored.tensor(key).dtype == tensor.dtype
+
+
+def test_gaps_overlaps_and_ranks_that_do_not_come_are_errors(tmp_path):
+    half = [Box("w", (0, 0), (4, 2), torch.zeros(2, 2))]
+    write_part(tmp_path, 0, half, {})
+    with pytest.raises(CheckpointError, match="4 of the 8 elements of w"):
+        write_names(tmp_path, 1, {}, timeout_s=0)
+    with pytest.raises(PeerTimeoutError, match=r"no __1_0\.distcp within 0 s"):
+        write_names(tmp_path, 2, {}, timeout_s=0)
+    with pytest.raises(CheckpointError, match="given up"):
+        write_names(tmp_path, 2, {}, timeout_s=60, cancelled=lambda: True)
