@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import numpy as np
 import torch
@@ -58,12 +59,12 @@ def trained_rows(run_dir):
     ]
 
 
-def assert_complete(run_dir, after):
+def assert_complete(run_dir, after, steps=STEPS):
     assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
     counts = after["progress"]["trajectories"]
-    assert counts["committed"] == counts["trained"] == STEPS * PROMPTS * SIBLINGS
+    assert counts["committed"] == counts["trained"] == steps * PROMPTS * SIBLINGS
     assert counts["trained_twice"] == 0 and set(counts["dropped"].values()) == {0}
-    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert planned(run_dir) == every_prompt_once(steps, PROMPTS)
 
 
 def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_does(tiny, tmp_path):
@@ -90,3 +91,46 @@ def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_d
             np.testing.assert_allclose(row.ref_logprobs, expected, atol=2e-5)
     kl = [step["kl/mean"] for step in events_of(run_dir, "actor", "step")]
     assert abs(kl[0]) < 1e-6 < kl[-1]  # step 1 trains on the reference itself
+
+
+def test_a_resumed_actor_has_the_reference_that_it_had(tiny, tmp_path):
+    """Steps that are trained again have the KL that they had, though the reference was renewed."""
+    steps = 20
+    run_dir = submit_small(
+        tiny,
+        tmp_path,
+        **{
+            "reference.placement": "actor",
+            "reference.refresh_every": 3,
+            "algorithm.num_steps": steps,
+            "actor.save_every": 5,
+        },
+    )
+    try:
+        wait_until(run_dir, lambda _: events_of(run_dir, "actor", "checkpoint"), 150)
+        wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] % 5 in (3, 4))
+        before = {each["step"]: each for each in events_of(run_dir, "actor", "step")}
+        os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+        after = wait_until(run_dir, is_over, 200)
+    finally:
+        cli("cancel", run_dir)
+    assert_complete(run_dir, after, steps)
+    resumed = events_of(run_dir, "actor", "resume")[-1]["step"]
+    assert resumed in (5, 10, 15)
+    again = {each["step"]: each for each in events_of(run_dir, "actor", "step")}
+    repeated = [step for step in before if step > resumed]
+    assert repeated
+    for step in repeated:
+        assert again[step]["time"] > before[step]["time"]
+        for name in ("kl/mean", "loss", "grad_norm"):
+            assert again[step][name] == before[step][name], (step, name)
+    # the policies 3, 6, ... were the reference: the steps after them begin at it
+    kl = {step: each["kl/mean"] for step, each in again.items()}
+    assert all((abs(kl[step]) < 1e-6) == (step % 3 == 1) for step in kl)
+
+
+def wait_for(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

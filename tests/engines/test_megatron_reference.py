@@ -134,15 +134,39 @@ def test_training_is_the_same_with_and_without_a_reference_bitwise(ranks, polici
     assert all(map(np.array_equal, found[0][1], found[1][1]))
 
 
-def test_a_refreshed_reference_is_the_policy_of_that_step(ranks, policies):
-    pool = open_layout(ranks, policies[0][0], "tp2")
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("tp2", ["tp2", "pp2", "dp2"]), ("ep2", ["ep2", "tp2"])]
+)
+def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_restart(
+    ranks, policies, mixtures, tmp_path, saved, loaded
+):
+    folder, first = (mixtures if saved == "ep2" else policies)[0]
+    pool = open_layout(ranks, folder, saved)
     pool.call(forward_worker.open_reference)
+    pool.call(worker.save, folder=tmp_path / "step-0")
     pool.call(worker.train, **BATCH)
     pool.call(forward_worker.refresh)
     refreshed = by_row(pool.call(worker.logprobs, rows=ROWS))
     pool.call(worker.train, **BATCH)
+    trained = by_row(pool.call(worker.logprobs, rows=ROWS))
     found = by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS))
     assert all(map(np.array_equal, found, refreshed))
+    pool.call(worker.save, folder=tmp_path / "step-2")
+
+    for layout in loaded:
+        pool = open_layout(ranks, folder, layout)
+        pool.call(forward_worker.open_reference)
+        pool.call(worker.load, folder=tmp_path / "step-0")  # has none: it is the first policy
+        assert_close(by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS)), first)
+        pool.call(worker.load, folder=tmp_path / "step-2")
+        for _ in range(2):
+            reference = by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS))
+            assert_close(reference, refreshed)
+            own = by_row(pool.call(worker.logprobs, rows=ROWS))
+            assert_close(own, trained)
+        if layout == saved:
+            assert all(map(np.array_equal, reference, refreshed))
+            assert all(map(np.array_equal, own, trained))
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])

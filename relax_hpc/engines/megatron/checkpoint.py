@@ -29,6 +29,7 @@ from relax_hpc.engines.megatron import boxes, checkpoint_write
 from relax_hpc.engines.megatron.boxes import Box
 from relax_hpc.engines.megatron.checkpoint_read import Stored
 from relax_hpc.engines.megatron.host_copy import HostCopy
+from relax_hpc.engines.megatron.weight_bank import WeightBank
 from relax_hpc.errors import CheckpointError, ConfigError
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ class Trainee(NamedTuple):
 
     chunks: Sequence[GPTModel]
     optimizer: ChainedOptimizer
+    bank: WeightBank
+    """Whose lasting sets are saved, too."""
     seed: int
 
 
@@ -59,8 +62,10 @@ class Snapshot:
             copies = host.of([box.tensor for box in self._boxes])
             pairs = zip(self._boxes, copies, strict=True)
             self._boxes = [box._replace(tensor=copy) for box, copy in pairs]
+        self._boxes += _kept_boxes(trainee)  # these do not change anyway
         self._objects = {key: _pickled([value]) for key, value in _own_objects(trainee)}
         self._common = {"step": step, "grid": _grid(), **_common(trainee.optimizer)}
+        self._common["kept"] = sorted(trainee.bank.lasting)
 
     @property
     def num_bytes(self) -> int:
@@ -108,6 +113,7 @@ def load(folder: Path, trainee: Trainee) -> int:
     except (CheckpointError, ConfigError) as error:
         failed = error
     _raise_together(failed)
+    _load_kept(stored, trainee)
     return step
 
 
@@ -164,6 +170,32 @@ def _optimizer_boxes(trainee: Trainee, *, replicas: bool) -> Iterator[Box]:
             for name, flat in state.items():
                 key = f"optimizer.state.{name}.{shard.key}"
                 yield from boxes.of_range(shard, parameter, key, start, flat)
+
+
+def _kept_boxes(trainee: Trainee) -> Iterator[Box]:
+    """Lasting sets of the bank, of which data-parallel ranks have a part each."""
+    for name in trainee.bank.lasting:
+        kept = trainee.bank.kept(name)
+        for shard, tensor in _tensors(trainee.chunks):
+            is_parameter = isinstance(tensor, torch.nn.Parameter)  # other tensors are not shared
+            mine = _is_main_shard(shard) if is_parameter else is_main_replica(shard.replica_id)
+            if tensor in kept and mine:
+                yield from boxes.of_range(shard, tensor, f"{name}.{shard.key}", *kept[tensor])
+
+
+def _load_kept(stored: Stored, trainee: Trainee) -> None:
+    """Gives the bank back the sets that a checkpoint has; raises as `load`."""
+    trainee.bank.forget_own()
+    failed: Exception | None = None
+    for name in stored.common.get("kept", ()):
+        with trainee.bank.lent():
+            weights = (boxes.of_shard(shard) for shard, _ in _tensors(trainee.chunks))
+            try:
+                stored.fill([box._replace(key=f"{name}.{box.key}") for box in weights])
+            except (CheckpointError, ConfigError) as error:
+                failed = error
+            trainee.bank.keep(name, lasting=True)
+    _raise_together(failed)
 
 
 def _is_main_shard(shard: ShardedTensor) -> bool:

@@ -42,5 +42,5 @@ class SwappedReference:
             return self._trainer.forward_logprobs(trajectories, micro_batches)
 
     def refresh(self) -> None:
-        """The trainer's policy of now is the reference from here on."""
-        self._bank.keep(_NAME)
+        """The trainer's policy of now is the reference from here on; checkpoints hold it."""
+        self._bank.keep(_NAME, lasting=True)

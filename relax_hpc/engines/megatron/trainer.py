@@ -155,12 +155,10 @@ class MegatronTrainer(MegatronScorer):
     def load(self, folder: Path) -> None:
         """Continues from a checkpoint; bitwise, if the parallel layout is the same."""
         self.step = checkpoint.load(folder, self._trainee)
-        self.bank.forget_own()
-        self.bank.forget_own()
 
     @property
     def _trainee(self) -> checkpoint.Trainee:
-        return checkpoint.Trainee(self._chunks, self._optimizer, self._config.seed)
+        return checkpoint.Trainee(self._chunks, self._optimizer, self.bank, self._config.seed)
 
     def _sum_loss(self, hidden: Tensor, work: Work) -> Tensor:
         """[] loss of a micro-batch, on the last stage; its metrics are noted."""

@@ -63,6 +63,8 @@ class WeightBank:
         self._own: _Set | None = None
         self._own_version: int | None = None
         self._is_lent = False
+        self.lasting: set[str] = set()
+        """Sets that checkpoints have to hold, because nothing else does."""
 
     @property
     def chunks(self) -> list[GPTModel]:
@@ -75,14 +77,19 @@ class WeightBank:
         sets = [*self._sets.values(), *([self._own] if self._own else [])]
         return sum(part.nbytes for each in sets for part in each.parts)
 
-    def keep(self, name: str) -> None:
+    def keep(self, name: str, *, lasting: bool = False) -> None:
         """Copies what the model holds now; takes the place of a set of that name.
+
+        Args:
+            lasting: goes into checkpoints, and comes back from them.
 
         Raises:
             ConfigError: there is not enough host memory.
         """
         # In memory of its own: what was kept before may still be on its way to a checkpoint.
         self._sets[name] = self._copied_out(None)
+        if lasting:
+            self.lasting.add(name)
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
