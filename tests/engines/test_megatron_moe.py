@@ -194,6 +194,23 @@ def step_biases(pool, reference):
     return [np.array(found) for found in pool.call(worker.expert_biases)]
 
 
+def test_a_checkpoint_of_two_expert_ranks_loads_on_one(ranks, reference, tmp_path):
+    train = {"rows": reference.rows, "advantages": reference.advantages}
+    pool = open_layout(ranks, reference.folder, "ep2")
+    pool.call(worker.train, num_steps=2, **train)
+    before = collect(pool.call(worker.logprobs, rows=reference.rows))
+    pool.call(worker.save, folder=tmp_path)
+    moments = sum(part for _, part in pool.call(worker.adam))
+    alone = open_layout(ranks, reference.folder, "1")
+    assert alone.call(worker.load, folder=tmp_path) == [2]
+    ((counts, loaded),) = alone.call(worker.adam)
+    assert counts == {2.0}
+    assert loaded == pytest.approx(moments, rel=1e-6)
+    after = collect(alone.call(worker.logprobs, rows=reference.rows))
+    for ours, theirs in zip(after, before, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
