@@ -119,9 +119,10 @@ def test_a_made_folder_is_complete_and_only_other_settings_make_it_anew(tmp_path
     monkeypatch.setattr(make_tiny, "NUM_HELDOUT", 8)
     said: list[str] = []
     made = make_tiny.make(tmp_path, digits=1, target=0.0, progress=said.append)
-    assert made["settings"] == {"digits": 1, "seed": 0, "target": 0.0}
+    assert made["settings"] == {"digits": 1, "seed": 0, "target": 0.0, "format": 2}
     assert json.loads((tmp_path / "made.json").read_text()) == made
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == 320
+    for name in ("model", "untrained"):
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).config.vocab_size == 320
     assert len((tmp_path / "train.jsonl").read_text().splitlines()) == 64
     (tmp_path / "heldout.jsonl").write_text("untouched")
     assert make_tiny.make(tmp_path, digits=1, target=0.0, progress=said.append) == made
