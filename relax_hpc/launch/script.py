@@ -179,7 +179,7 @@ def _assemble(
         told = [component.role, str(job.component_folder(index)), str(component.tasks)]
         lines += [
             f"component_{index}() {{",
-            *(f"  {line}" for line in component.resources.setup),
+            *(f"  {line}" for line in [*_environment(component), *component.resources.setup]),
             f"  supervise {shlex.join(told)} {step}",
             "}",
             f"component_{index} & components+=($!)",
@@ -197,6 +197,21 @@ def _assemble(
         "",
     ]
     return "\n".join(lines)
+
+
+def _environment(component: Component) -> list[str]:
+    """What CUDA and torch read when a trainer starts, unless the submitter says otherwise.
+
+    With several queues to the GPU a sum over ranks that is to overlap with a product may start
+    after it: Megatron insists on one. Segments that grow keep packed micro-batches, each of another
+    size, from cutting memory into pieces.
+    """
+    if component.role != "actor" or not component.resources.gpus_per_node:
+        return []
+    return [
+        'export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',
+        'export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"',
+    ]
 
 
 def _directives(job: Job, index: int, component: Component) -> list[str]:

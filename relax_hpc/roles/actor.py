@@ -1,7 +1,7 @@
 """The actor role: trains on batches in their order, each portion as soon as it is there."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -47,6 +47,11 @@ class Trainer(Protocol):
 
     @property
     def dp_rank(self) -> int: ...
+    @property
+    def costs(self) -> Mapping[str, float]:
+        """Time, memory and use of the hardware of the last step's training."""
+        ...
+
     @property
     def skip(self) -> Skip | None:
         """Why the last update was not done."""
@@ -124,12 +129,8 @@ def run(
             if reference:
                 with timers("reference"):
                     trajectories = reference.fill(trajectories, share.micro_batches)
-            with timers("train"):
-                trainer.accumulate(
-                    trajectories, share.micro_batches, share.advantages, loss, last=last
-                )
-        with timers("train"):
-            stats = trainer.update()
+            trainer.accumulate(trajectories, share.micro_batches, share.advantages, loss, last=last)
+        stats = trainer.update()
         with timers("publish"):
             _publish(trainer, lead)
         if reference:
@@ -137,7 +138,8 @@ def run(
         with timers("save"):
             save()
         if lead:
-            lead.end_step(step, batch.describe(step) | stats | timers.seconds)
+            spent = {**trainer.costs, **timers.seconds}
+            lead.end_step(step, batch.describe(step) | stats | spent)
             if trainer.skip:
                 lead.skipped(step, trainer.skip)
         stop_if_stuck(trainer.skip, config.actor)

@@ -74,17 +74,16 @@ def run(
         last = step == config.num_steps
         with timers("read"):
             share: Share = world.bcast(lead.next_batch() if lead else None)[trainer.dp_rank]
-        with timers("train"):
-            unused = np.zeros(len(share.rows))
-            trainer.accumulate(share.rows, share.micro_batches, unused, loss, last=True)
-            stats = trainer.update()
+        unused = np.zeros(len(share.rows))
+        trainer.accumulate(share.rows, share.micro_batches, unused, loss, last=True)
+        stats = trainer.update()
         if last or _is_due(step, config.sft.heldout_every):
             with timers("heldout"):
                 _measure(world, trainer, heldout, lead)
         with timers("save"):
             save()
         if lead:
-            lead.end_step(step, stats | timers.seconds)
+            lead.end_step(step, {**stats, **trainer.costs, **timers.seconds})
             if trainer.skip:
                 lead.skipped(step, trainer.skip)
         stop_if_stuck(trainer.skip, config.actor)

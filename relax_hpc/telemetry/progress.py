@@ -3,6 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+_IN_ORDER = {
+    name: place
+    for place, name in enumerate(
+        ("wait", "read", "reference", "forward_backward", "update", "publish", "save")
+    )
+}
+
 
 def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) -> str:
     """The fields of a `step` event as a line of log; what is absent is left out."""
@@ -20,6 +27,7 @@ def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) ->
         parts.append(f"KL {fields['kl/mean']:.2g}")
     if "tokens_per_s" in fields:
         parts.append(f"{_short(fields['tokens_per_s'])} tok/s")
+    parts += _hardware(fields)
     if any(name.startswith("time/") for name in fields):
         parts.append(_seconds(fields))
     if eta_s is not None:
@@ -38,12 +46,22 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} d"
 
 
+def _hardware(fields: Mapping[str, Any]) -> list[str]:
+    parts = []
+    if "train/mfu" in fields:
+        parts.append(f"MFU {fields['train/mfu']:.0%}")
+    if "memory/peak_gib" in fields:
+        parts.append(f"{fields['memory/peak_gib']:.0f} GiB")
+    return parts
+
+
 def _seconds(fields: Mapping[str, Any]) -> str:
     times = {k.removeprefix("time/"): v for k, v in fields.items() if k.startswith("time/")}
     total = times.pop("step", None)
     if total is None:
         total = sum(times.values())
-    stages = " ".join(f"{name} {seconds:.1f}" for name, seconds in times.items())
+    order = sorted(times, key=lambda name: _IN_ORDER.get(name, _IN_ORDER["update"]))
+    stages = " ".join(f"{name} {times[name]:.1f}" for name in order)
     return f"{total:.1f} s ({stages})" if stages else f"{total:.1f} s"
 
 

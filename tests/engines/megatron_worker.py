@@ -290,6 +290,10 @@ def adam():
     return {float(s["step"]) for s in states}, sum(float(s["exp_avg"].abs().sum()) for s in states)
 
 
+def costs():
+    return _state["trainer"].costs
+
+
 def skip():
     return _state["trainer"].skip
 

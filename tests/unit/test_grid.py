@@ -95,7 +95,7 @@ class Trainer:
 
     def __init__(self, rank):
         self.step, self.dp_rank, self.given = 0, dp_rank_of(rank), []
-        self.skip = None
+        self.skip, self.costs = None, {}
 
     def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
         for row in trajectories:

@@ -92,3 +92,17 @@ def test_slurms_time_limits_are_read(limit, minutes):
 def test_what_slurm_would_not_read_is_no_time_limit(limit):
     with pytest.raises(ValueError, match="time limit"):
         script.minutes(limit)
+
+
+@pytest.mark.parametrize("mode", ["slurm", "local"])
+def test_a_trainer_on_gpus_has_its_environment_before_the_jobs_own_lines(mode):
+    write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
+    own = "export CUDA_DEVICE_MAX_CONNECTIONS=32"
+    trainer = Component("actor", 2, Resources(gpus_per_node=2, setup=[own]))
+    text = write(job("/runs/it"), [COMPONENTS[0], trainer])
+    rollout, actor = text.split("component_1() {")
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in rollout
+    lines = [line.strip() for line in actor.splitlines()]
+    default = 'export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"'
+    assert lines.index(default) < lines.index(own)
+    assert any("expandable_segments:True" in line for line in lines)

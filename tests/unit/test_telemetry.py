@@ -177,8 +177,10 @@ def test_a_step_is_one_readable_line():
 
 
 def test_a_step_without_a_total_adds_its_stages_up_and_leaves_out_what_is_absent():
-    fields = {"step": 3, "time/wait": 0.25, "time/train": 1.0}
-    assert progress.step_line(fields, 9, None) == "step 3/9 | 1.2 s (wait 0.2 train 1.0)"
+    fields = {"step": 3, "time/update": 1.0, "time/wait": 0.25}
+    assert progress.step_line(fields, 9, None) == "step 3/9 | 1.2 s (wait 0.2 update 1.0)"
+    fields = {"step": 3, "train/mfu": 0.434, "memory/peak_gib": 70.8}
+    assert progress.step_line(fields, 9, None) == "step 3/9 | MFU 43% | 71 GiB"
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ class FakeSampler:
 
 
 class FakeTrainer:
-    step, dp_rank, skip = 0, 0, None
+    step, dp_rank, skip, costs = 0, 0, None, {}
 
     def __init__(self, policy):
         self.policy = policy

@@ -69,6 +69,7 @@ class MegatronScorer:
         tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
         self._config = config
         self._device = device
+        self._shape = shape
         attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
         self._chunks = model.build(transformer, shape, device, attend)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks

@@ -22,6 +22,7 @@ from relax_hpc.engines.megatron import (
     optimizer,
     schedule,
 )
+from relax_hpc.engines.megatron.costs import Costs
 from relax_hpc.engines.megatron.host_copy import HostCopy
 from relax_hpc.engines.megatron.learning_rate import learning_rate
 from relax_hpc.engines.megatron.nonfinite import Loss, Skip, Work
@@ -59,6 +60,9 @@ class MegatronTrainer(MegatronScorer):
         """Of further weights for this model, e.g. of a reference policy."""
         self.skip: Skip | None = None
         """Why the last update was not done, if it was not; the same on every rank."""
+        self.costs: dict[str, float] = {}
+        """Of the last step, see `costs.Costs.end_step`."""
+        self._costs = Costs(self._shape, device)
         self._skipped_in_a_row = 0
         self._works: list[Work] = []
         """Of this step; kept to be passed over again, and to name those that went wrong."""
@@ -93,8 +97,7 @@ class MegatronTrainer(MegatronScorer):
             )
             for rows in micro_batches
         ]
-        with grad_sync.portion(self._wrapped, last=last):
-            schedule.backward(self._wrapped, works, self._sum_loss)
+        self._pass_over(works, last=last)
         self._works += works
 
     def update(self) -> dict[str, float]:
@@ -116,10 +119,10 @@ class MegatronTrainer(MegatronScorer):
         self.skip = None
         epochs = [self._end_pass()]
         for _ in range(config.epochs_per_step - 1):
-            with grad_sync.portion(self._wrapped, last=True):
-                schedule.backward(self._wrapped, self._works, self._sum_loss)
+            self._pass_over(self._works, last=True)
             epochs.append(self._end_pass())
         self._works = []
+        self.costs = self._costs.end_step()
         means = {
             key: float(np.mean([epoch[key] for epoch in epochs if key in epoch]))
             for key in epochs[0]
@@ -178,6 +181,11 @@ class MegatronTrainer(MegatronScorer):
             self._sums.add(name, value.detach())
         return output.loss
 
+    def _pass_over(self, works: Sequence[Work], *, last: bool) -> None:
+        with self._costs.phase("forward_backward"), grad_sync.portion(self._wrapped, last=last):
+            schedule.backward(self._wrapped, works, self._sum_loss)
+        self._costs.count(works)
+
     def _begin_pass(self) -> None:
         for chunk in self._wrapped:
             chunk.zero_grad_buffer()
@@ -188,15 +196,16 @@ class MegatronTrainer(MegatronScorer):
 
     def _end_pass(self) -> dict[str, float]:
         """Sums the gradient over ranks, divides it by their tokens and applies it."""
-        grad_sync.start_rest(self._wrapped)
-        finalize_model_grads(self._wrapped)
-        gradients = optimizer.gradients(self._optimizer)
-        num_tokens = optimizer.total_tokens(self._num_tokens)
-        metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
         result, reason = optimizer.Update(math.nan, done=False), "the loss is not finite"
-        if math.isfinite(metrics["loss"]):
-            result = optimizer.update(self._optimizer, gradients, 1 / max(num_tokens, 1))
-            reason = "the gradient is not finite"
+        with self._costs.phase("update"):
+            grad_sync.start_rest(self._wrapped)
+            finalize_model_grads(self._wrapped)
+            gradients = optimizer.gradients(self._optimizer)
+            num_tokens = optimizer.total_tokens(self._num_tokens)
+            metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
+            if math.isfinite(metrics["loss"]):
+                result = optimizer.update(self._optimizer, gradients, 1 / max(num_tokens, 1))
+                reason = "the gradient is not finite"
         if result.done:
             self._skipped_in_a_row = 0
         elif not result.has_overflowed:

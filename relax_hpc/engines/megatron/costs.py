@@ -1,0 +1,107 @@
+"""What a step cost: seconds, memory, how well the hardware was used."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.engines.megatron.flops import Sizes, peak_of, training_flops
+from relax_hpc.engines.megatron.nonfinite import Work
+
+_Mark = float | torch.cuda.Event
+
+
+class Costs:
+    """Collects during a step; waits for the GPU, and for the other ranks, only at its end."""
+
+    def __init__(self, shape: Architecture, device: torch.device) -> None:
+        self._shape, self._device = active(shape), device
+        on_gpu = device.type == "cuda"
+        self._peak = peak_of(torch.cuda.get_device_name(device)) if on_gpu else None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._phases: dict[str, list[tuple[_Mark, _Mark]]] = {}
+        self._tokens = self._padded = 0
+        self._flops = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds to `time/name` what happens inside, on the GPU if there is one."""
+        begin = self._mark()
+        yield
+        self._phases.setdefault(name, []).append((begin, self._mark()))
+
+    def count(self, works: Sequence[Work]) -> None:
+        """Notes a forward and backward pass over them, which all ranks of a replica note."""
+        for work in works:
+            lengths = work.micro_batch.lengths[: len(work.samples)]
+            self._tokens += sum(lengths)
+            self._padded += sum(work.micro_batch.lengths) - sum(lengths)
+            self._flops += training_flops(self._shape, lengths)
+
+    def end_step(self) -> dict[str, float]:
+        """The costs of the step, the same on every rank; collective over all of them.
+
+        Returns:
+            `time/...` of every phase [s], of the slowest rank; `train/tokens_per_s_per_gpu` and, on
+            a GPU whose peak is known, `train/mfu` while in them; `train/padding`, the share of
+            computed tokens that are none; on GPUs `memory/peak_gib`, of the fullest, since start.
+        """
+        names = sorted(self._phases)
+        on_gpu = self._device.type == "cuda"
+        memory = torch.cuda.max_memory_allocated(self._device) / 2**30 if on_gpu else 0.0
+        if on_gpu:
+            torch.cuda.synchronize(self._device)
+        spent = [sum(_between(*pair) for pair in self._phases[name]) for name in names]
+        *slowest, fullest = self._reduced([*spent, memory], dist.ReduceOp.MAX)
+        tokens, padded, flops = self._reduced(
+            [self._tokens, self._padded, self._flops], dist.ReduceOp.SUM
+        )
+        self._begin()
+        ranks = dist.get_world_size()
+        replica = ranks / mpu.get_data_parallel_world_size()  # as many ranks counted the same
+        found = {f"time/{name}": value for name, value in zip(names, slowest, strict=True)}
+        seconds = max(sum(slowest), 1e-9)
+        found["train/tokens_per_s_per_gpu"] = tokens / replica / ranks / seconds
+        found["train/padding"] = padded / max(tokens + padded, 1)
+        if self._peak:
+            found["train/mfu"] = flops / replica / ranks / seconds / self._peak
+        return found | ({"memory/peak_gib": fullest} if on_gpu else {})
+
+    def _mark(self) -> _Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _reduced(self, values: Sequence[float], kind: dist.ReduceOp.RedOpType) -> list[float]:
+        numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(numbers, kind)
+        return [float(value) for value in numbers.tolist()]
+
+
+def active(shape: Architecture) -> Sizes:
+    """The model as one token passes through it: of the experts those that it is sent to."""
+    ffn = float(shape.ffn_hidden_size)
+    if shape.experts is not None:
+        chosen = shape.experts.experts_per_token * shape.experts.ffn_hidden_size
+        share = len(shape.experts.layers) / shape.num_layers
+        ffn = share * chosen + (1 - share) * ffn
+    return Sizes(
+        shape.num_layers, shape.hidden_size, ffn, shape.num_heads, shape.num_kv_heads,
+        shape.head_dim, shape.vocab_size,
+    )  # fmt: skip
+
+
+def _between(begin: _Mark, end: _Mark) -> float:
+    """Seconds."""
+    if isinstance(begin, float) and isinstance(end, float):
+        return end - begin
+    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    return float(begin.elapsed_time(end)) / 1000

@@ -1,0 +1,99 @@
+"""What a step cost, by hand-worked numbers; and recomputation, which changes nothing else."""
+
+import megatron_worker as worker
+import numpy as np
+import pytest
+from engine_fixtures import save_checkpoint
+from megatron_worker import Ranks, job, trajectories
+
+from relax_hpc.engines.megatron.flops import peak_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", 0)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    pool = Ranks(2)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA H2", None),
+        ("AMD Instinct MI300X", None),
+    ],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name_or_not_at_all(name, peak):
+    assert peak_of(name) == peak
+
+
+def test_a_mixture_counts_the_experts_that_a_token_is_sent_to():
+    from relax_hpc.engines.megatron.architecture import Architecture, Experts
+    from relax_hpc.engines.megatron.costs import active
+
+    experts = Experts(8, 2, 24, True, (1, 2, 3), 0.0)  # of 4 layers
+    shape = Architecture("qwen3_moe", 4, 64, 96, 4, 2, 16, 128, 99, 1e-6, 1e4, False, experts)
+    assert active(shape).ffn_hidden_size == 0.75 * 48 + 0.25 * 96
+
+
+@pytest.mark.parametrize(
+    "layout", [{"data_parallel": 2}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}]
+)
+def test_the_costs_of_a_step_are_those_of_all_ranks(ranks, folder, layout):
+    rows, advantages = trajectories(7)
+    ranks.call(worker.open_trainer, config=job(folder, budget=100, actor=layout))
+    ranks.call(worker.train, rows=rows, advantages=advantages, num_portions=2)
+    costs = ranks.call(worker.costs)
+    assert costs[0] == costs[1]
+    (cost, _) = costs
+    assert set(cost) == {
+        "time/forward_backward", "time/update", "train/tokens_per_s_per_gpu", "train/padding",
+    }  # fmt: skip
+    tokens = sum(len(row.token_ids) for row in rows)
+    seconds = cost["time/forward_backward"] + cost["time/update"]
+    rate = cost["train/tokens_per_s_per_gpu"]
+    assert rate * seconds * 2 == pytest.approx(tokens)
+    if "data_parallel" in layout:
+        assert cost["train/padding"] == 0.0
+    ranks.call(worker.train, rows=rows[:1], advantages=advantages[:1])  # begins at nothing
+    cost = ranks.call(worker.costs)[0]
+    seconds = cost["time/forward_backward"] + cost["time/update"]
+    assert cost["train/tokens_per_s_per_gpu"] * seconds * 2 == pytest.approx(len(rows[0].token_ids))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel": 2},
+        {"tensor_parallel": 2},
+        {"context_parallel": 2},
+    ],
+    ids=["pp2", "sp", "cp2"],
+)
+def test_recomputing_activations_gives_the_same_update(ranks, folder, layout):
+    """Of packed documents; bitwise, as the same operations are done again."""
+    rows, advantages = trajectories(8)
+    results = []
+    for transformer in (
+        {},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+    ):
+        actor = layout | {"transformer": transformer}
+        ranks.call(worker.open_trainer, config=job(folder, budget=60, actor=actor))
+        metrics = ranks.call(worker.train, rows=rows, advantages=advantages)[0]
+        results.append((metrics["grad_norm"], ranks.call(worker.weights)[0]))
+    norm, weights = results[0]
+    for other_norm, other in results[1:]:
+        assert other_norm == norm
+        assert all(np.array_equal(weights[name], other[name]) for name in weights)
