@@ -454,28 +454,3 @@ def expert_biases():
 
     modules = (m for chunk in _state["trainer"]._chunks for m in chunk.modules())
     return [m.expert_bias.tolist() for m in modules if isinstance(m, PackedRouter)]
-
-
-def round_trip(config, bucket_bytes=1 << 28):
-    """Loads model.path without a trainer; [(name, weight)] as this rank is given them."""
-    import torch
-    from megatron.core import tensor_parallel
-
-    from relax_hpc.engines.megatron import attention, cpu, grid, hf_names, hf_stream, model
-    from relax_hpc.engines.megatron import transformer as transformers
-    from relax_hpc.engines.megatron.architectures import registry
-
-    cpu.install()
-    shape = registry.read_architecture(config.model.path)
-    made = transformers.transformer_config(config, shape)
-    _set_grid(config.actor)
-    grid.initialize(config.actor)
-    tensor_parallel.model_parallel_cuda_manual_seed(0)
-    device = torch.device("cpu")
-    chunks = model.build(made, shape, device, attention.choose("auto", device, made.params_dtype))
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            parameter.data.fill_(float("nan"))
-    hf_names.load(chunks, config.model.path)
-    stream = list(hf_stream.named_weights(chunks, bucket_bytes=bucket_bytes))
-    return [(name, tensor.numpy().copy()) for name, tensor in stream]

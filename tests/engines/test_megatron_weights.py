@@ -2,11 +2,12 @@
 
 import math
 
-import megatron_worker as worker
+import megatron_worker
 import numpy as np
 import pytest
 import torch
-from megatron_worker import VOCAB, Ranks, job
+import weights_worker as worker
+from megatron_worker import VOCAB, Ranks, job, trajectories
 from safetensors.torch import load_file
 
 DENSE_GRIDS = {  # of four ranks; replicas fill them up
@@ -96,10 +97,10 @@ def folders(tmp_path_factory):
     return folders
 
 
-def load_and_export(ranks, folder, grid, **options):
+def load(ranks, folder, grid):
     replica = math.prod(grid.get(f"{x}_parallel", 1) for x in ("tensor", "pipeline", "context"))
     config = job(folder, actor=grid | {"data_parallel": 4 // replica})
-    return ranks.call(worker.round_trip, config=config, **options)
+    return ranks.call(worker.load, config=config)
 
 
 def model_order(*, experts=0, tied=False):
@@ -120,9 +121,9 @@ def model_order(*, experts=0, tied=False):
     return [*names, "model.norm.weight", *([] if tied else ["lm_head.weight"])]
 
 
-def check(answers, truth, order):
-    """Every rank was given every weight, bitwise and in that order."""
-    for weights in answers:
+def check(ranks, truth, order, **options):
+    """Every rank is given every weight, bitwise and in that order."""
+    for weights, _ in ranks.call(worker.export, **options):
         assert [name for name, _ in weights] == order
         for name, weight in weights:
             assert np.array_equal(weight, truth[name].numpy()), name
@@ -131,22 +132,77 @@ def check(answers, truth, order):
 @pytest.mark.parametrize("grid", DENSE_GRIDS)
 def test_a_dense_model_comes_back_bitwise_on_every_rank(ranks, folders, grid):
     for kind in ("tied", "untied", "files"):
-        answers = load_and_export(ranks, folders[kind], DENSE_GRIDS[grid])
-        check(answers, stored(folders[kind]), model_order(tied=kind == "tied"))
+        load(ranks, folders[kind], DENSE_GRIDS[grid])
+        check(ranks, stored(folders[kind]), model_order(tied=kind == "tied"))
 
 
 @pytest.mark.parametrize("grid", EXPERT_GRIDS)
 def test_a_mixture_comes_back_bitwise_on_every_rank(ranks, folders, grid):
     for kind in ("experts", "tied experts"):
-        answers = load_and_export(ranks, folders[kind], EXPERT_GRIDS[grid])
-        check(answers, stored(folders[kind]), model_order(experts=4, tied=kind != "experts"))
+        load(ranks, folders[kind], EXPERT_GRIDS[grid])
+        check(ranks, stored(folders[kind]), model_order(experts=4, tied=kind != "experts"))
     # As transformers holds them in memory: one tensor for all experts of a layer.
-    answers = load_and_export(ranks, folders["fused experts"], EXPERT_GRIDS[grid])
-    check(answers, stored(folders["experts"]), model_order(experts=4))
+    load(ranks, folders["fused experts"], EXPERT_GRIDS[grid])
+    check(ranks, stored(folders["experts"]), model_order(experts=4))
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 10_000])
-def test_the_size_of_buckets_changes_nothing(ranks, folders, bucket_bytes):
-    grid = {"pipeline_parallel": 2, "expert_parallel": 2}
-    answers = load_and_export(ranks, folders["experts"], grid, bucket_bytes=bucket_bytes)
-    check(answers, stored(folders["experts"]), model_order(experts=4))
+MIXED = {"pipeline_parallel": 2, "expert_parallel": 2}
+
+
+def test_the_size_of_buckets_changes_the_number_of_collectives_only(ranks, folders):
+    load(ranks, folders["experts"], MIXED)
+    for bucket_bytes in (1, 10_000):
+        check(ranks, stored(folders["experts"]), model_order(experts=4), bucket_bytes=bucket_bytes)
+    # A bucket: what each stage passes on, and what ranks that share experts gather.
+    for _, collectives in ranks.call(worker.export):
+        assert collectives == [
+            "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast",
+        ]  # fmt: skip
+
+
+def test_a_rank_reads_what_it_holds_and_opens_a_file_once(ranks, folders):
+    for kind, grid in (("files", DENSE_GRIDS["tp2 pp2"]), ("fused experts", MIXED)):
+        for loaded in load(ranks, folders[kind], grid):
+            assert loaded.num_read == loaded.num_held
+            assert set(loaded.num_opened.values()) == {1}
+    assert len(loaded.num_opened) == 1
+
+
+def test_other_values_than_weights_have_their_names_and_their_own_type(ranks, folders):
+    for kind, grid in (("tied", DENSE_GRIDS["tp2 pp2"]), ("experts", MIXED)):
+        load(ranks, folders[kind], grid)
+        truth = stored(folders[kind])
+        for squares in ranks.call(worker.export_squares):
+            for name, square in squares:
+                assert square.dtype == np.float64
+                assert np.array_equal(square, truth[name].double().numpy() ** 2), name
+
+
+@pytest.mark.parametrize("kind", ["tied", "experts"])
+def test_transformers_loads_what_is_exported(ranks, folders, tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    load(ranks, folders[kind], {"pipeline_parallel": 2, "tensor_parallel": 2})
+    out = tmp_path / "out"
+    ranks.call(worker.save_hf, folder=out, source=folders[kind], writer=2)
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    assert stored(out).keys() == stored(folders[kind]).keys()
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (out, folders[kind])
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_ranks_that_share_a_key_value_head_compute_what_hugging_face_does(ranks, folders):
+    from transformers import AutoModelForCausalLM
+
+    rows, _ = trajectories(4)
+    model = AutoModelForCausalLM.from_pretrained(folders["untied"])
+    ranks.call(megatron_worker.open_trainer, config=job(folders["untied"], tp=4))
+    for found in ranks.call(megatron_worker.logprobs, rows=rows):
+        for number, row in enumerate(rows):
+            ids = torch.from_numpy(row.token_ids.astype(np.int64))
+            with torch.no_grad():
+                expected = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+            expected = expected[:-1].gather(1, ids[1:, None])[:, 0]
+            np.testing.assert_allclose(found[number][1:], expected, atol=1e-4)

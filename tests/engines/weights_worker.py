@@ -1,0 +1,106 @@
+"""What test_megatron_weights runs on the ranks of a pool."""
+
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+from megatron_worker import _set_grid, _state
+
+
+class Loaded(NamedTuple):
+    num_read: int
+    """Elements read of the checkpoint."""
+    num_held: int
+    """Elements of this rank's parameters."""
+    num_opened: dict[str, int]
+    """How often each file was opened."""
+
+
+def load(config):
+    """Builds the model, without a trainer, and loads model.path."""
+    import torch
+    from megatron.core import tensor_parallel
+
+    from relax_hpc.engines.megatron import attention, cpu, grid, hf_names, model
+    from relax_hpc.engines.megatron import transformer as transformers
+    from relax_hpc.engines.megatron.architectures import registry
+
+    cpu.install()
+    shape = registry.read_architecture(config.model.path)
+    made = transformers.transformer_config(config, shape)
+    _set_grid(config.actor)
+    grid.initialize(config.actor)
+    tensor_parallel.model_parallel_cuda_manual_seed(0)
+    device = torch.device("cpu")
+    chunks = model.build(made, shape, device, attention.choose("auto", device, made.params_dtype))
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    for parameter in parameters:
+        parameter.data.fill_(float("nan"))
+    with _counted() as (read, opened):
+        hf_names.load(chunks, config.model.path)
+    _state["chunks"] = chunks
+    return Loaded(sum(read), sum(p.numel() for p in parameters), dict(opened))
+
+
+@contextmanager
+def _counted():
+    from collections import Counter
+
+    from relax_hpc.engines.megatron import hf_files
+
+    read, opened = [], Counter()
+    safe_open, read_part = hf_files.safe_open, hf_files.HfFiles.read
+
+    def counted_open(path, *args, **kwargs):
+        opened[path.name] += 1
+        return safe_open(path, *args, **kwargs)
+
+    def counted_read(*args):
+        part = read_part(*args)
+        read.append(part.numel())
+        return part
+
+    with (
+        mock.patch.object(hf_files, "safe_open", counted_open),
+        mock.patch.object(hf_files.HfFiles, "read", counted_read),
+    ):
+        yield read, opened
+
+
+def export(**options):
+    """[(name, weight)] as this rank is given them; how many collectives that took."""
+    import torch.distributed as dist
+
+    from relax_hpc.engines.megatron import hf_stream
+
+    calls = []
+
+    def counted(name):
+        collective = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            calls.append(name)
+            return collective(*args, **kwargs)
+
+        return mock.patch.object(dist, name, call)
+
+    with counted("broadcast"), counted("all_gather_into_tensor"), counted("all_gather_object"):
+        stream = list(hf_stream.named_weights(_state["chunks"], **options))
+    return [(name, tensor.numpy().copy()) for name, tensor in stream], sorted(calls)
+
+
+def export_squares():
+    """Other values than the weights, of another type."""
+    stream = export(value_of=lambda parameter: parameter.detach().double() ** 2)
+    return stream[0]
+
+
+def save_hf(folder, source, writer):
+    """Every rank takes part, rank `writer` writes."""
+    import torch.distributed as dist
+
+    from relax_hpc.engines.megatron.hf_export import save_hf
+    from relax_hpc.engines.megatron.hf_stream import named_weights
+
+    stream = named_weights(_state["chunks"], bucket_bytes=1000)
+    save_hf(folder, stream, source, write=dist.get_rank() == writer, shard_bytes=20_000)
