@@ -13,6 +13,7 @@ GRIDS = {
     "pp2": (2, {"pipeline_parallel": 2}),
     "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "cp2": (2, {"context_parallel": 2}),
+    "tp4": (4, {"tensor_parallel": 4}),  # on two key-value heads
     "tp2_pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     "tp2_cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}),
     "pp2_dp2": (4, {"pipeline_parallel": 2, "data_parallel": 2}),

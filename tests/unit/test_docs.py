@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = typer.main.get_command(app).commands
 OURS = ("jobs", "slurm", "docs", "relax_hpc", "tests")
 
-FILES = ("json", "jsonl", "toml", "py", "md", "png", "log", "h5")
+FILES = ("json", "jsonl", "toml", "py", "md", "png", "log", "h5", "safetensors")
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
