@@ -85,7 +85,7 @@ def write_part(folder: Path, rank: int, boxes: Iterable[Box], objects: Mapping[s
     final = folder / part_name(rank)
     draft = final.with_name(f".{final.name}.tmp")
     try:
-        with _without_zip_checksums(), _opened(draft) as fd:
+        with _opened(draft) as fd:
             part = _Part(fd)
             part.add_boxes(iter(boxes))
             for key, content in objects.items():
@@ -195,7 +195,8 @@ class _Part:
             if box is None:
                 return
             try:
-                self._add_box(box)
+                with _without_zip_checksums():
+                    self._add_box(box)
             except BaseException:
                 self._failed = True  # the other threads need not go on
                 raise
@@ -299,7 +300,10 @@ def _own_memory(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _without_zip_checksums() -> Iterator[None]:
-    """Torch's are slow, and not looked at when it reads; the table has better ones."""
+    """Torch's are slow, and not looked at when it reads; the table has better ones.
+
+    Whether torch makes them is a setting of each thread.
+    """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
