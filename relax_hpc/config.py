@@ -31,7 +31,7 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: Path
-    """Hugging Face folder of a Qwen3, dense or mixture: config.json, safetensors, tokenizer."""
+    """Hugging Face folder of a model in docs/models.md: config.json, safetensors, tokenizer."""
     weights: Path | None = None
     """A checkpoint, of a run or made by `relax-hpc convert`, whose weights the trainer starts with
     instead of those in `path`."""

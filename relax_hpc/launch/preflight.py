@@ -124,7 +124,7 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
 
 def check_engine(rollout: RolloutConfig, shape: Architecture) -> None:
     """The engine computes the model, and its own parser takes `rollout.engine_args`."""
-    if rollout.engine == "embedded" and shape.experts is not None:
+    if rollout.engine == "embedded" and shape.model_type != "qwen3":
         raise ConfigError(
             f"rollout.engine = 'embedded': does not compute models of model_type "
             f"{shape.model_type!r}; use 'sglang'"

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 import weights_worker as worker
+from megatron_reference import collect
+from megatron_reference import reference as hugging_face
 from megatron_worker import VOCAB, Ranks, job, trajectories
 from safetensors.torch import load_file
 
@@ -206,3 +208,34 @@ def test_ranks_that_share_a_key_value_head_compute_what_hugging_face_does(ranks,
                 expected = model(input_ids=ids[None]).logits[0].log_softmax(-1)
             expected = expected[:-1].gather(1, ids[1:, None])[:, 0]
             np.testing.assert_allclose(found[number][1:], expected, atol=1e-4)
+
+
+def test_qwen2_computes_and_comes_back_as_hugging_face_has_it(ranks, tmp_path):
+    """An architecture that is one file: biases instead of query and key norms."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.normal_()
+    model.save_pretrained(tmp_path)
+    truth = hugging_face(tmp_path, model, num_steps=1)
+    for grid in ({"tensor_parallel": 2, "pipeline_parallel": 2}, {"context_parallel": 2}):
+        replicas = 4 // math.prod(grid.values())
+        config = job(tmp_path, actor=grid | {"data_parallel": replicas})
+        ranks.call(megatron_worker.open_trainer, config=config)
+        logprobs = collect(ranks.call(megatron_worker.logprobs, rows=truth.rows))
+        for mine, theirs in zip(logprobs, truth.logprobs, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+        batch = {"rows": truth.rows, "advantages": truth.advantages}
+        for gradients in ranks.call(megatron_worker.gradients, **batch):
+            assert gradients.keys() == truth.gradients[0].keys()
+            for name, theirs in truth.gradients[0].items():
+                np.testing.assert_allclose(gradients[name], theirs, atol=1e-5, err_msg=name)
+        load(ranks, tmp_path, grid)
+        saved = stored(tmp_path)
+        for weights, _ in ranks.call(worker.export):
+            assert all(np.array_equal(weight, saved[name].numpy()) for name, weight in weights)
+            assert len(weights) == len(saved)

@@ -129,7 +129,7 @@ FILES = {
     ("model/config.json", b"[]"): "config.json is not an object; name a Hugging Face folder",
     ("model/config.json", b"\xff"): "config.json is not JSON",
     ("model/config.json", b'{"model_type": "llama"}'): (
-        "model_type = 'llama': only qwen3, qwen3_moe is supported"
+        "model_type = 'llama': only qwen2, qwen3, qwen3_moe is supported"
     ),
     ("model/config.json", b'{"model_type": "qwen3"}'): (
         "hidden_size = missing: a positive integer is expected"

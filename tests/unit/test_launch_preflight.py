@@ -64,7 +64,11 @@ def test_what_the_cluster_can_give_is_accepted():
 @pytest.mark.parametrize(
     ("fields", "actor", "message"),
     [
-        ({"model_type": "llama"}, {}, "model_type = 'llama': only qwen3, qwen3_moe is supported"),
+        (
+            {"model_type": "llama"},
+            {},
+            "model_type = 'llama': only qwen2, qwen3, qwen3_moe is supported",
+        ),
         ({"attention_bias": True}, {}, "attention_bias = True: only False is supported"),
         ({}, {"tensor_parallel": 3}, "3: does not divide the model's 4 attention heads"),
         ({}, {"pipeline_parallel": 4}, "pipeline_parallel = 4: does not divide the model's 2 lay"),

@@ -100,7 +100,7 @@ def _build_chunk(
     model = PackedGPT(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
-            layer_specs=[_layer(attend, has_experts=_has_experts(config, n)) for n in own],
+            layer_specs=[_layer(config, attend, has_experts=_has_experts(config, n)) for n in own],
             layer_norm=RMSNorm,
         ),
         vocab_size=shape.vocab_size,
@@ -129,14 +129,15 @@ def _has_experts(config: TransformerConfig, layer: int) -> bool:
     return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
 
 
-def _layer(attend: Attend, *, has_experts: bool) -> ModuleSpec:
-    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+def _layer(config: TransformerConfig, attend: Attend, *, has_experts: bool) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.module = PackedLayer
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attn_bda = layer.submodules.mlp_bda = residual_add
     layer.submodules.self_attention.module = FusedSelfAttention
     attention = layer.submodules.self_attention.submodules
-    attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = partial(PackedAttention, attend=attend)
     if has_experts:
         return moe.with_experts(layer)

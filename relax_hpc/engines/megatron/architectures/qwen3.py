@@ -1,6 +1,6 @@
 """Qwen3, dense."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from relax_hpc.engines.megatron.architecture import Architecture
@@ -44,22 +44,25 @@ def defaults(_: Architecture) -> dict[str, Any]:
     return {}
 
 
-def parameters(
-    shape: Architecture, mlp: Callable[[Architecture, int], Iterator[Parameter]] | None = None
-) -> Iterator[Parameter]:
-    """All of the model.
+def parameters(shape: Architecture) -> Iterator[Parameter]:
+    return model(shape, lambda _: (*attention(shape), *dense_mlp(shape)))
+
+
+def model(shape: Architecture, layer: Callable[[int], Iterable[Parameter]]) -> Iterator[Parameter]:
+    """All of a model whose layers are between an embedding and a norm.
 
     Args:
-        mlp: parameters of a layer behind the attention, if they are not those of a dense one.
+        shape: of the model.
+        layer: parameters of that layer.
     """
     table = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size)}
     output = "output_layer.weight"
     # A tied output layer that is on another pipeline stage than the embedding has a copy of it.
     copies = (output,) if shape.tied_embeddings else ()
     yield Parameter(("embedding.word_embeddings.weight", *copies), table, "rows")
-    for layer in range(shape.num_layers):
-        for parameter in (*attention(shape), *(mlp or dense_mlp)(shape, layer)):
-            yield parameter.within(f"decoder.layers.{layer}.", f"model.layers.{layer}.")
+    for number in range(shape.num_layers):
+        for parameter in layer(number):
+            yield parameter.within(f"decoder.layers.{number}.", f"model.layers.{number}.")
     yield Parameter(
         ("decoder.final_layernorm.weight",), {"model.norm.weight": (shape.hidden_size,)}
     )
@@ -92,7 +95,7 @@ def attention(shape: Architecture) -> Iterator[Parameter]:
     yield Parameter(("pre_mlp_layernorm.weight",), {"post_attention_layernorm.weight": (hidden,)})
 
 
-def dense_mlp(shape: Architecture, _: int) -> Iterator[Parameter]:
+def dense_mlp(shape: Architecture) -> Iterator[Parameter]:
     hidden, channels = shape.hidden_size, shape.ffn_hidden_size
     yield Parameter(
         ("mlp.linear_fc1.weight",),

@@ -72,15 +72,20 @@ def defaults(_: Architecture) -> dict[str, Any]:
 
 
 def parameters(shape: Architecture) -> Iterator[Parameter]:
-    return qwen3.parameters(shape, _mlp)
+    assert shape.experts
+    with_experts = shape.experts.layers
+    return qwen3.model(
+        shape,
+        lambda layer: (
+            *qwen3.attention(shape),
+            *(_mixture(shape) if layer in with_experts else qwen3.dense_mlp(shape)),
+        ),
+    )
 
 
-def _mlp(shape: Architecture, layer: int) -> Iterator[Parameter]:
+def _mixture(shape: Architecture) -> Iterator[Parameter]:
     experts = shape.experts
     assert experts
-    if layer not in experts.layers:
-        yield from qwen3.dense_mlp(shape, layer)
-        return
     num, hidden, channels = experts.num_experts, shape.hidden_size, experts.ffn_hidden_size
     yield Parameter(("mlp.router.weight",), {"mlp.gate.weight": (num, hidden)})
     yield Parameter(

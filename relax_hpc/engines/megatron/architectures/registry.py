@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.architectures import qwen3, qwen3_moe
+from relax_hpc.engines.megatron.architectures import qwen2, qwen3, qwen3_moe
 from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
 from relax_hpc.engines.megatron.architectures.family import Family
 from relax_hpc.engines.megatron.architectures.names import Parameter
 from relax_hpc.errors import ConfigError
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (qwen3.FAMILY, qwen3_moe.FAMILY)
+    family.model_type: family for family in (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
 }
 
 
