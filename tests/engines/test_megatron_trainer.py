@@ -245,16 +245,19 @@ def test_four_steps_equal_two_and_a_resume_and_two_bitwise(ranks, reference, tmp
         assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
-def test_a_checkpoint_loads_in_another_layout(ranks, reference, tmp_path):
+@pytest.mark.parametrize(("saved", "resumed"), [("tp2", "tp1"), ("tp1", "dp2"), ("dp2", "tp2")])
+def test_a_resume_at_another_layout_trains_on_alike(ranks, reference, tmp_path, saved, resumed):
     batch = {"rows": reference.rows, "advantages": reference.advantages}
-    pool = open_layout(ranks, reference.folder, "tp2")
+    pool = open_layout(ranks, reference.folder, saved)
     pool.call(worker.train, **batch)
     pool.call(worker.save, folder=tmp_path / "step-1")
-    pool.call(worker.train, **batch)
+    expected_metrics = pool.call(worker.train, **batch)[0]
     expected = pool.call(worker.weights)[0]
-    pool = open_layout(ranks, reference.folder, "tp1")
+    pool = open_layout(ranks, reference.folder, resumed)
     pool.call(worker.load, folder=tmp_path / "step-1")
-    pool.call(worker.train, **batch)
+    assert pool.call(worker.train, **batch)[0] == pytest.approx(
+        expected_metrics, rel=1e-5, abs=1e-6
+    )
     for name, weight in pool.call(worker.weights)[0].items():
         clear = clear_gradient(reference, name) & clear_gradient(reference, name, 1)
         assert np.abs(weight - expected[name])[clear].max() < 1e-5, name
