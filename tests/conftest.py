@@ -12,6 +12,7 @@ TESTS = Path(__file__).parent
 LOCAL_SLURM = Path(__file__).parents[1] / "slurm" / "local_slurm.sh"
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """With several workers: a file stays on one, and one has all that share the cluster."""
     for item in items:
