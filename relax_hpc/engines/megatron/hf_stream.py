@@ -78,7 +78,8 @@ def named_weights(
 
     No tensor is written to after it was yielded. One that had to be brought together is the
     caller's to keep; one that is all this rank's own may be a view of the parameter, which is good
-    until the weights change. Besides what was yielded a rank holds up to two buckets.
+    until the weights change. Besides what was yielded a rank holds up to three buckets: what it was
+    passed, what was gathered, and a tensor made of it.
 
     Args:
         chunks: this rank's.
@@ -88,9 +89,7 @@ def named_weights(
     device = next(chunks[0].parameters()).device
     slots = _slots(owned(chunks, chunks[0].architecture), value_of)
     for bucket in _buckets(slots, bucket_bytes):
-        shards = _gather(bucket, _pass_on(bucket, device))
-        for slot, parts in zip(bucket, shards, strict=True):
-            yield from _whole(slot, parts)
+        yield from _brought_together(bucket, device)
 
 
 def unpacked(parameter: Parameter, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -127,6 +126,15 @@ def _buckets(slots: Sequence[_Slot], max_bytes: int) -> Iterator[list[_Slot]]:
             bucket = []
         bucket.append(slot)
     yield bucket
+
+
+def _brought_together(
+    bucket: Sequence[_Slot], device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket. In a function of its own, so that nothing of it outlives it."""
+    shards = _gather(bucket, _pass_on(bucket, device))
+    for slot, ranks in zip(bucket, shards, strict=True):
+        yield from _whole(slot, ranks)
 
 
 def _pass_on(bucket: Sequence[_Slot], device: torch.device) -> list[Shard]:
@@ -175,7 +183,8 @@ def _kinds(keys: Sequence[Key]) -> dict[Key, list[int]]:
 
 
 def _flat(shards: Sequence[Shard], numbers: Sequence[int]) -> Tensor:
-    return torch.cat([tensor.flatten() for number in numbers for tensor in shards[number]])
+    tensors = [tensor.flatten() for number in numbers for tensor in shards[number]]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)  # a large one is alone: no copy
 
 
 def _whole(slot: _Slot, ranks: Sequence[Shard]) -> Iterator[tuple[str, Tensor]]:
