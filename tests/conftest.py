@@ -8,17 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
 LOCAL_SLURM = Path(__file__).parents[1] / "slurm" / "local_slurm.sh"
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items):
-    """With several workers: a file stays on one, and one has all that share the cluster."""
-    for item in items:
-        room = item.path.relative_to(TESTS).parts[0]
-        group = "cluster" if room in ("slurm", "e2e") else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")
