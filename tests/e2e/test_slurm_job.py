@@ -51,8 +51,8 @@ def test_submit_names_the_components_as_slurm_does_and_keeps_the_script(finished
     submitted, during, _ = finished
     leader = during["job_id"]
     assert submitted.said.splitlines()[:3] == [
-        f"rollout: {leader}+0",
-        f"actor:   {leader}+1",
+        f"rollout:   {leader}+0",
+        f"actor:     {leader}+1",
         f"run directory: {submitted.run_dir}",
     ]
     script = (submitted.run_dir / "submission" / f"{leader}_submission.sh").read_text()
