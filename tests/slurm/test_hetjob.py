@@ -142,7 +142,8 @@ def test_after_a_requeue_the_attempt_is_new_and_the_components_run_again(tmp_pat
         Call(tasks("actor", 1), who_am_i, ("actor",)),
     ])  # fmt: skip
     deadline = time.monotonic() + 60
-    while not started.exists():
+    done = tmp_path / "c1" / f"{job.job_id}_0_result.pkl"  # a task that starts would die of it
+    while not (started.exists() and done.exists()):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     job.components[0].signal("USR2")  # what Slurm sends ahead of a time limit
