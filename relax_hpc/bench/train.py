@@ -18,7 +18,7 @@ import numpy as np
 
 from relax_hpc.bench.report import machine
 from relax_hpc.config import ActorConfig, JobConfig
-from relax_hpc.engines.megatron.flops import training_flops
+from relax_hpc.engines.megatron.flops import Sizes, training_flops
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides
 from relax_hpc.records import write_json
@@ -115,18 +115,6 @@ class Figures:
     peak_gib: float
     """Of the rank that has most."""
     loss: float
-
-
-class Sizes(NamedTuple):
-    """A `flops.Shape` of a config.json."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
 
 
 def flops(shape: dict[str, Any], lengths: Sequence[int]) -> float:

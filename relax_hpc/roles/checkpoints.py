@@ -7,7 +7,6 @@ has happened, or what went wrong.
 """
 
 import logging
-import os
 import re
 import secrets
 import shutil
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
+from relax_hpc.bus.durable import sync_folder
 from relax_hpc.comm.world import World
 from relax_hpc.errors import BusError, CheckpointError, FencedError
 from relax_hpc.records import read_json, write_json
@@ -264,9 +264,9 @@ class Checkpoints(Generic[P]):
         self._refuse_to_replace_newer(folder, position)
         # One of this step is torn, or of a superseded trainer: else the run had resumed from it.
         _delete(folder)
-        _sync(draft)
+        sync_folder(draft)
         draft.rename(folder)
-        _sync(self._root)
+        sync_folder(self._root)
         for old in self.complete()[: -self._keep]:
             if self._keep_every and old.step % self._keep_every == 0:
                 kept = self._root / _KEPT / old.folder.name
@@ -337,11 +337,3 @@ def _delete(folder: Path) -> None:
         doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
         folder.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

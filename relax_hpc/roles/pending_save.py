@@ -136,7 +136,7 @@ class PendingSave:
         for error in errors:
             if isinstance(error, FencedError):
                 raise error
-        return next(CheckpointError(str(error)) for error in errors)
+        return CheckpointError(str(errors[0]))
 
     def _report(self) -> _Report:
         done = None

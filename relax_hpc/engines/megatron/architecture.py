@@ -15,8 +15,6 @@ class Experts:
     """A token's experts share a weight of 1; else the weight of the others is missing from it."""
     layers: tuple[int, ...]
     """Which of the model's layers have experts; the others are dense."""
-    aux_loss_coef: float
-    """That of config.json; a job that wants the loss says so itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,6 @@ def read(config: ConfigJson) -> Architecture:
             ffn_hidden_size=config.size("moe_intermediate_size"),
             norm_topk_prob=config.flag("norm_topk_prob"),
             layers=_layers(config, dense.num_layers),
-            aux_loss_coef=float(config.get("router_aux_loss_coef", 0.0)),
         ),
     )
 
