@@ -69,6 +69,11 @@ class RunPaths:
         return self.control / "launch.json"
 
     @property
+    def roster(self) -> Path:
+        """Which engine holds which weights; written by the trainer."""
+        return self.control / "weights.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

@@ -1,0 +1,53 @@
+"""What the trainer knows of every engine's weights: one record that it alone writes."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Self
+
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json, write_json
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The weights of one engine."""
+
+    epoch: str
+    """Of the member record that this is about."""
+    version: int | None
+    """Policy version; None while it is undefined."""
+    state: Literal["SYNCING", "ACTIVE", "FENCED"]
+    """FENCED: the weights are undefined, and stay so until its owner has restarted it."""
+    reason: str = ""
+    """Why it is fenced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The state after, or during, the last update of weights."""
+
+    version: int
+    """The newest policy version that engines were given."""
+    done: bool
+    """False while that update is under way: engines may not answer, and pause."""
+    members: dict[str, Holding] = field(default_factory=dict)
+
+    def serves(self, member: str, epoch: str) -> bool:
+        """Whether that start of `member` holds the newest version, so it may be sent requests."""
+        holding = self.members.get(member)
+        return (
+            holding is not None
+            and (holding.epoch, holding.state) == (epoch, "ACTIVE")
+            and holding.version == self.version
+        )
+
+    def write(self, paths: RunPaths) -> None:
+        write_json(paths.roster, asdict(self))
+
+    @classmethod
+    def read(cls, paths: RunPaths) -> Self | None:
+        """None before the first update. Poll it at most once a second."""
+        record = read_json(paths.roster)
+        if record is None:
+            return None
+        members = {name: Holding(**holding) for name, holding in record["members"].items()}
+        return cls(record["version"], record["done"], members)
