@@ -17,6 +17,7 @@ from relax_hpc.config import RolloutConfig
 from relax_hpc.engines import leash
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.embedded import launch as embedded
+from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import EngineError
 
@@ -87,6 +88,9 @@ class EngineProcess:
 
     def client(self) -> EngineClient:
         return EngineClient(self.url, self.token)
+
+    def generation_client(self) -> GenerationClient:
+        return GenerationClient(self.url, self.token)
 
     def require_alive(self, doing: str) -> None:
         """Raises EngineError, with the end of the log, if the engine has ended."""

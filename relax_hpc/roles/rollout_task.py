@@ -10,7 +10,8 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import node_address
 from relax_hpc.config import RolloutConfig, RunConfig
-from relax_hpc.engines.client import EngineClient, Generation
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.generation import Generation, GenerationClient
 from relax_hpc.engines.process import EngineProcess, start_engine
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
@@ -50,7 +51,7 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
             compress=config.bus.compress,
             spares=SPARES,
         ) as producer:
-            asyncio.run(_loop(config, paths, context, engine.client(), producer, events))
+            asyncio.run(_loop(config, paths, context, engine, producer, events))
         members.announce(paths, member._replace(state="GONE"))
     events.emit("end")
 
@@ -59,7 +60,7 @@ async def _loop(
     config: RunConfig,
     paths: RunPaths,
     context: TaskContext,
-    client: EngineClient,
+    engine: EngineProcess,
     producer: Producer,
     events: EventWriter,
 ) -> None:
@@ -81,13 +82,13 @@ async def _loop(
         return reward(tokenizer.decode(response, skip_special_tokens=True), prompt.answer)
 
     count = min(config.eval.num_prompts, len(heldout))
-    async with client:
+    async with engine.generation_client() as client:
         await rollout.run(
             config,
             rollout.Task(context.rank, context.size),
             prompts,
             [heldout[index] for index in range(count)],
-            EngineSampler(config, client, tokenizer.eos_token_id),
+            EngineSampler(config, engine.client(), client, tokenizer.eos_token_id),
             score,
             producer,
             CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
@@ -96,14 +97,16 @@ async def _loop(
 
 
 class EngineSampler:
-    """An engine's client with the run's sampling settings filled in."""
+    """An engine's clients with the run's sampling settings filled in."""
 
-    def __init__(self, config: RunConfig, client: EngineClient, stop_token: int) -> None:
+    def __init__(
+        self, config: RunConfig, control: EngineClient, client: GenerationClient, stop_token: int
+    ) -> None:
         self._max_new_tokens = config.rollout.max_new_tokens
-        self._client, self._stop_token = client, stop_token
+        self._control, self._client, self._stop_token = control, client, stop_token
 
     def version(self) -> int:
-        return self._client.version()
+        return self._control.version()
 
     async def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from relax_hpc.comm.broadcast import BroadcastGroup, open_store
 from relax_hpc.comm.bucket import flatten
-from relax_hpc.engines.client import EngineClient, Generation
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.generation import Generation
 from relax_hpc.engines.process import EngineProcess
 
 VOCAB, EOS = 128, 2
@@ -82,7 +83,7 @@ def generate(served: Served, prompt: list[int], seeds: list[int], **kwargs) -> l
     settings = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True} | kwargs
 
     async def run() -> list[Generation]:
-        async with served.client() as client:
+        async with served.process.generation_client() as client:
             return await client.generate_group(prompt, seeds, **settings)
 
     return asyncio.run(run())

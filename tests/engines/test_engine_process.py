@@ -12,8 +12,9 @@ import pytest
 from conftest import SGLANG_PYTHON
 
 from relax_hpc.config import RolloutConfig
-from relax_hpc.engines.client import EngineClient, _version_runs
+from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.embedded import launch as embedded
+from relax_hpc.engines.generation import _version_runs
 from relax_hpc.engines.process import spawn, start_engine
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError, EngineError
