@@ -140,7 +140,7 @@ def _member(config: RunConfig, context: TaskContext, engine: EngineProcess) -> M
         token=engine.token,
         num_ranks=_tp_size(config.rollout),
         engine=config.rollout.engine,
-        state="READY",
+        state="HEALTHY",
     )
 
 

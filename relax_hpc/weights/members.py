@@ -1,39 +1,46 @@
-"""Engines that can receive weights: each is a record that its owner writes."""
+"""Engines that can receive weights: each is a record that its owner writes, and nobody else."""
 
-from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
+State = Literal["STARTING", "HEALTHY", "DRAINING", "GONE", "FAILED"]
+
 
 class Member(NamedTuple):
-    """One engine, as its rollout task announces it."""
+    """One engine, as its owner announces it."""
 
     id: str
     epoch: str
-    """Changes with every start, so a restarted engine is never taken for the one before."""
+    """Changes with every start of the engine, so a restarted one is never taken for the one
+    before: job attempt, start of the task's step, start of the engine within it."""
     url: str
+    """Empty until the engine answers."""
     token: str
     num_ranks: int
-    """Ranks the engine brings into the weight group (its tensor parallel size)."""
+    """Ranks the engine brings into the weight group."""
     engine: str
     """embedded or sglang."""
-    state: str
-    """READY, or GONE once its owner has stopped it."""
+    state: State
+    """STARTING: of no use yet. HEALTHY: may be updated, and asked once it holds the newest version.
+    DRAINING: finishes what it has and gets nothing new. GONE: its owner stopped it. FAILED: it
+    does not come back by itself."""
+    reason: str = ""
+    """What a STARTING engine is doing; why one is FAILED."""
 
 
 def announce(paths: RunPaths, member: Member) -> None:
-    path = paths.member(member.id)
-    write_json(path, member._asdict())
+    write_json(paths.member(member.id), member._asdict())
 
 
 def read(paths: RunPaths, ids: list[str]) -> list[Member]:
-    """The members among `ids` that are there, in the order of `ids`."""
-    found = (_read(paths.member(member)) for member in ids)
-    return [member for member in found if member is not None and member.state == "READY"]
+    """The healthy members among `ids`, in the order of `ids`."""
+    found = (find(paths, member) for member in ids)
+    return [member for member in found if member is not None and member.state == "HEALTHY"]
 
 
-def _read(path: Path) -> Member | None:
-    record = read_json(path)
+def find(paths: RunPaths, member: str) -> Member | None:
+    """The record of one member in whatever state; None if it never was announced."""
+    record = read_json(paths.member(member))
     return None if record is None else Member(**record)

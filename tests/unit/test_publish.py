@@ -64,7 +64,7 @@ def house(tmp_path):
 
         def start(self, member, epoch="1", version=0):
             engines[member, epoch] = FakeEngine(version)
-            members.announce(paths, Member(member, epoch, "", "", 1, "embedded", "READY"))
+            members.announce(paths, Member(member, epoch, "", "", 1, "embedded", "HEALTHY"))
             return engines[member, epoch]
 
     return House()
