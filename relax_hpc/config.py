@@ -64,6 +64,8 @@ class Resources(Section):
     account: str | None = None
     qos: str | None = None
     nodes: Positive = 1
+    max_nodes: Positive | None = None
+    """Nodes that rollout holds; those beyond `nodes` are idle until `relax-hpc scale out`."""
     gpus_per_node: NonNegative = 0
     cpus_per_task: Positive | None = None
     mem: str | None = None

@@ -69,6 +69,16 @@ class RunPaths:
         return self.control / "launch.json"
 
     @property
+    def scale(self) -> Path:
+        """Requests to add or remove engines, and what came of them."""
+        return self.control / "scale"
+
+    @property
+    def extras(self) -> Path:
+        """Members that were added while the run ran; written by its scaler."""
+        return self.scale / "extras.json"
+
+    @property
     def roster(self) -> Path:
         """Which engine holds which weights; written by the trainer."""
         return self.control / "weights.json"

@@ -25,6 +25,11 @@ class Component:
         return self.resources.nodes
 
     @property
+    def held_nodes(self) -> int:
+        """What it asks Slurm for; those beyond `nodes` are idle until engines are added."""
+        return self.resources.max_nodes or self.nodes
+
+    @property
     def tasks_per_node(self) -> int:
         return self.tasks // self.nodes
 

@@ -213,10 +213,28 @@ def check_component(component: Component) -> None:
                 f'{key}.time = {resources.time!r}: is not a time limit; '
                 'use "D-HH:MM:SS", "HH:MM:SS" or minutes'
             ) from None  # fmt: skip
+    check_max_nodes(component)
     if 0 < resources.gpus_per_node < component.tasks_per_node:
         raise ConfigError(
             f"{key}.gpus_per_node = {resources.gpus_per_node}: {component.tasks_per_node} tasks "
             f"run on each node; ask for {component.tasks_per_node}, or for more nodes"
+        )
+
+
+def check_max_nodes(component: Component) -> None:
+    """Nodes held for engines to come are rollout's, and its own nodes are among them."""
+    resources = component.resources
+    if resources.max_nodes is None:
+        return
+    key = f"{component.role}.resources.max_nodes = {resources.max_nodes}"
+    if component.role != "rollout":
+        raise ConfigError(
+            f"{key}: only rollout can be scaled; remove it (a profile has it in [rollout])"
+        )
+    if resources.max_nodes < resources.nodes:
+        raise ConfigError(
+            f"{key}: is less than rollout.resources.nodes = {resources.nodes}; "
+            "use as many or more, or remove it"
         )
 
 
@@ -237,17 +255,18 @@ def check_partitions(components: Sequence[Component], partitions: Partitions) ->
         gpus = component.resources.gpus_per_node
         key = f"{component.role}.resources"
         fit = sum(have >= gpus for have in nodes.values())
-        if fit < component.nodes:
+        if fit < min(component.held_nodes, len(nodes)):
             most = max(nodes.values(), default=0)
             raise ConfigError(
                 f"{key}.gpus_per_node = {gpus}: {fit} nodes of partition {name} have as many, "
-                f"{component.nodes} are needed; its nodes have up to {most}"
+                f"{component.held_nodes} are needed; its nodes have up to {most}"
             )
-        wanted[name] = wanted.get(name, 0) + component.nodes
+        wanted[name] = wanted.get(name, 0) + component.held_nodes
         if wanted[name] > len(nodes):
+            asked = "nodes" if component.held_nodes == component.nodes else "max_nodes"
             raise ConfigError(
-                f"{key}.nodes = {component.nodes}: partition {name} has {len(nodes)} nodes and "
-                f"the run needs {wanted[name]}, since components do not share a node; "
+                f"{key}.{asked} = {component.held_nodes}: partition {name} has {len(nodes)} nodes "
+                f"and the run needs {wanted[name]}, since components do not share a node; "
                 "ask for fewer"
             )
 

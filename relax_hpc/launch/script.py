@@ -219,7 +219,7 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
     options: dict[str, Any] = {  # None leaves an option out, where submitit has a default
         "wckey": None,
         "job_name": job.name,
-        "nodes": component.nodes,
+        "nodes": component.held_nodes,
         "ntasks_per_node": component.tasks_per_node,
         "gpus_per_node": resources.gpus_per_node or None,
         "additional_parameters": {"output": batch_log(job.folder, "%j")},
@@ -244,6 +244,8 @@ def _srun(job: Job, index: int, component: Component, *, several: bool) -> str:
         "srun",
         *([f"--het-group={index}"] if several else []),
         f"--nodes={component.nodes}",
+        # Its own nodes are the first; the others are for engines that are added later.
+        *(["--relative=0"] if component.held_nodes > component.nodes else []),
         f"--ntasks={component.tasks}",
         f"--ntasks-per-node={component.tasks_per_node}",
         *([f"--cpus-per-task={resources.cpus_per_task}"] if resources.cpus_per_task else []),

@@ -18,6 +18,7 @@ from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
 from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.lead import ActorLead
 from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
 
@@ -85,7 +86,7 @@ def _lead(
     publisher = Publisher(
         config.weights,
         paths,
-        config.producers,
+        lambda: [*config.producers, *members.extras(paths)],
         _connect,
         model_folder=config.model.path,
     )

@@ -1,5 +1,6 @@
 """Engines that can receive weights: each is a record that its owner writes, and nobody else."""
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from relax_hpc.paths import RunPaths
@@ -34,7 +35,7 @@ def announce(paths: RunPaths, member: Member) -> None:
     write_json(paths.member(member.id), member._asdict())
 
 
-def read(paths: RunPaths, ids: list[str]) -> list[Member]:
+def read(paths: RunPaths, ids: Sequence[str]) -> list[Member]:
     """The healthy members among `ids`, in the order of `ids`."""
     found = (find(paths, member) for member in ids)
     return [member for member in found if member is not None and member.state == "HEALTHY"]
@@ -44,3 +45,14 @@ def find(paths: RunPaths, member: str) -> Member | None:
     """The record of one member in whatever state; None if it never was announced."""
     record = read_json(paths.member(member))
     return None if record is None else Member(**record)
+
+
+def announce_extras(paths: RunPaths, ids: Sequence[str]) -> None:
+    """Says which engines there are, or soon will be, besides those the job started with."""
+    write_json(paths.extras, {"ids": list(ids)})
+
+
+def extras(paths: RunPaths) -> list[str]:
+    """The ids last announced. A file of known name: listings of a folder can be stale for long."""
+    record = read_json(paths.extras)
+    return [] if record is None else list(record["ids"])

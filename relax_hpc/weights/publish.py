@@ -8,7 +8,7 @@ it is fenced (left out, and never resumed) until it comes back with another epoc
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +25,9 @@ from relax_hpc.weights.group import MemberGroup, Receiver
 from relax_hpc.weights.members import Member
 
 log = logging.getLogger(__name__)
+
+_THREADS = 1024
+"""At most; one waits in every engine during an update. They are started when needed."""
 
 
 class Published(NamedTuple):
@@ -55,17 +58,17 @@ class Publisher:
         self,
         config: WeightsConfig,
         paths: RunPaths,
-        ids: list[str],
+        ids: Callable[[], Sequence[str]],
         connect: Callable[[Member], Receiver],
         *,
         model_folder: Path,
     ) -> None:
-        """Serves the members `ids`, whether or not they are there yet.
+        """Serves the members that `ids` names, whether or not they are there yet.
 
         Args:
             config: transport, bucket size, deadlines.
             paths: where members announce themselves.
-            ids: members of this run.
+            ids: members of this run; asked before every update, since engines come and go.
             connect: makes the client of a member.
             model_folder: what the `files` transport takes config and tokenizer from.
         """
@@ -76,7 +79,7 @@ class Publisher:
         self._holding: dict[tuple[str, str], int] = {}
         self._clients: dict[tuple[str, str], Receiver] = {}
         self._version, self._staged = -1, list[NamedTensors]()
-        self._threads = ThreadPoolExecutor(max_workers=max(4, 2 * len(ids)))
+        self._threads = ThreadPoolExecutor(max_workers=_THREADS)
         self._next_refresh = 0.0
         self._journal = paths.control / "update.json"
         last = read_json(self._journal)
@@ -106,7 +109,7 @@ class Publisher:
         if self._version < 0 or time.monotonic() < self._next_refresh:
             return []
         self._next_refresh = time.monotonic() + every_s
-        known = members.read(self._paths, self._ids)
+        known = members.read(self._paths, self._ids())
         if all(self._is_current(member) for member in known):
             return []
         live = self._due(self._live())
@@ -134,7 +137,7 @@ class Publisher:
     def _live(self) -> dict[Member, Receiver]:
         candidates = {
             member: self._client(member)
-            for member in members.read(self._paths, self._ids)
+            for member in members.read(self._paths, self._ids())
             if (member.id, member.epoch) not in self._fenced
         }
         answers = list(self._threads.map(lambda r: r.health(5.0), candidates.values()))

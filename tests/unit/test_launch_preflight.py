@@ -112,3 +112,14 @@ def test_tasks_that_would_share_a_gpu_and_times_slurm_cannot_read_are_refused():
         preflight.check_component(Component("actor", 4, Resources(gpus_per_node=2)))
     with pytest.raises(ConfigError, match=r"actor.resources.time = 'tomorrow': is not a time"):
         preflight.check_component(Component("actor", 1, Resources(time="tomorrow")))
+
+
+def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with():
+    with pytest.raises(ConfigError, match=r"actor.resources.max_nodes = 2: only rollout can be"):
+        preflight.check_component(Component("actor", 1, Resources(max_nodes=2)))
+    with pytest.raises(ConfigError, match=r"max_nodes = 1: is less than rollout.resources.nodes"):
+        preflight.check_component(Component("rollout", 2, Resources(nodes=2, max_nodes=1)))
+    nodes = preflight.parse_sinfo("main*|n1|(null)\nmain*|n2|(null)")
+    preflight.check_partitions([Component("rollout", 1, Resources(max_nodes=2))], nodes)
+    with pytest.raises(ConfigError, match=r"rollout.resources.max_nodes = 3"):
+        preflight.check_partitions([Component("rollout", 1, Resources(max_nodes=3))], nodes)

@@ -57,7 +57,7 @@ def house(tmp_path):
             return Publisher(
                 WeightsConfig(transport="files"),
                 paths,
-                ["rollout-0", "rollout-1"],
+                lambda: ["rollout-0", "rollout-1"],
                 lambda member: engines[member.id, member.epoch],
                 model_folder=model,
             )
