@@ -5,6 +5,8 @@ SGLang joins such a group through `PrefixStore(name, TCPStore)`; doing exactly t
 stock server, our embedded one and the trainer members of one communicator.
 """
 
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal
 
@@ -18,11 +20,42 @@ from torch.distributed.distributed_c10d import (
 )
 
 Transport = Literal["gloo", "nccl"]
+_POLL_S = 1e-4
 
 
 def open_store(host: str, size: int, *, timeout_s: float) -> dist.TCPStore:
     """The store of rank 0 on a free port (`.port`), which the members connect to."""
     return dist.TCPStore(host, 0, size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+class Transfer:
+    """A broadcast under way."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def order_after(self) -> None:
+        """What the current stream does next happens after it; on CPU, waits for it."""
+        self._work.wait()
+
+    def wait(self, deadline: float, give_up: Callable[[], None] = lambda: None) -> None:
+        """Blocks until it is over.
+
+        Args:
+            deadline: of time.monotonic().
+            give_up: called again and again meanwhile; what it raises ends the wait.
+
+        Raises:
+            TimeoutError: it is not over; a rank is dead or hangs.
+            RuntimeError: a rank has left.
+        """
+        while not self._work.is_completed():
+            if time.monotonic() > deadline:
+                raise TimeoutError("a broadcast did not end")
+            give_up()
+            time.sleep(_POLL_S)
+        if not self._tensor.is_cuda:
+            self._work.wait()  # raises what went wrong
 
 
 class BroadcastGroup:
@@ -54,7 +87,7 @@ class BroadcastGroup:
         """
         timeout = timedelta(seconds=timeout_s)
         self._store = store or dist.TCPStore(host, port, world_size, rank == 0, timeout)
-        self.rank, self.size, self.name = rank, world_size, name
+        self.rank, self.size, self.name, self.backend = rank, world_size, name, backend
         self._group, _ = _new_process_group_helper(
             world_size,
             rank,
@@ -64,15 +97,39 @@ class BroadcastGroup:
             group_name=name,  # type: ignore[arg-type]  # a NewType only newer torch has
             timeout=timeout,
         )
+        self._shelf: dist.Store = _world.pg_map[self._group][1]
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Sends (rank 0) or overwrites (others) `tensor`; contiguous, on the backend's device."""
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([tensor], options).wait()
+        self.start(tensor).order_after()
         if tensor.is_cuda:
             torch.cuda.current_stream().synchronize()
+
+    def start(self, tensor: torch.Tensor) -> Transfer:
+        """Begins to send (rank 0) or to overwrite (others) `tensor`, after what the current stream
+        has been given so far."""
+        return start_broadcast(self._group, tensor)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the host can do something else until a broadcast has ended."""
+        return self.backend == "nccl"
+
+    def put(self, key: str, text: str) -> None:
+        """Leaves a text for the other ranks."""
+        self._shelf.set(key, text)
+
+    def take(self, key: str, *, timeout_s: float) -> str:
+        """A text that another rank leaves.
+
+        Raises:
+            DistError: nobody left it within `timeout_s`.
+        """
+        self._shelf.wait([key], timedelta(seconds=timeout_s))
+        text = self._shelf.get(key).decode()
+        self._shelf.delete_key(key)
+        return text
 
     def close(self) -> None:
         """Leaves the group. Does not wait for the others, who may be dead."""
@@ -84,4 +141,11 @@ class BroadcastGroup:
         ):
             registry.pop(self._group, None)
         self._group.abort()
-        del self._group, self._store
+        del self._group, self._store, self._shelf
+
+
+def start_broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> Transfer:
+    """Begins a broadcast of `tensor` from rank 0 of `group`."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return Transfer(group.broadcast([tensor], options), tensor)

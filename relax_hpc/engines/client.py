@@ -4,14 +4,17 @@ These calls (pause, weights, checksum) are synchronous: the trainer issues them 
 Generation is in `generation`.
 """
 
+import base64
 import hashlib
 import json
+import pickle
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
 import httpx
 
+from relax_hpc.comm.orders import LOADER, Order
 from relax_hpc.engines.replies import checked, parse_version
 from relax_hpc.errors import EngineError
 
@@ -127,9 +130,6 @@ class EngineClient:
             version: policy version of the weights.
             last: whether this bucket completes the version.
         """
-        if not self._session_open:
-            self._begin_session()
-            self._session_open = True
         body: dict[str, Any] = {
             "names": list(names),
             "dtypes": list(dtypes),
@@ -141,14 +141,27 @@ class EngineClient:
         }
         if last:
             body["weight_version"] = str(version)
-        try:
-            self._post("/update_weights_from_distributed", body)
-        except EngineError:
-            self._session_open = False
-            raise
-        if last:
-            self._session_open = False
-            self._post("/end_weight_update", {}, optional=True)
+        self._in_session("/update_weights_from_distributed", body, last=last)
+
+    def receive_weights(self, order: Order, *, num_ranks: int, version: int) -> None:
+        """Makes a paused SGLang engine carry out an order; see `sglang.receive`.
+
+        That it answers does not say that it succeeded: the receipts do.
+
+        Args:
+            order: every rank gets it.
+            num_ranks: of the engine's tensor parallelism.
+            version: policy version of the weights afterwards; a preparation changes none.
+        """
+        payload = base64.b64encode(pickle.dumps([(order.to_json(), _Blank())])).decode()
+        body: dict[str, Any] = {
+            "serialized_named_tensors": [payload] * num_ranks,
+            "load_format": LOADER,
+            "flush_cache": False,
+        }
+        if order.task != "prepare":
+            body["weight_version"] = str(version)
+        self._in_session("/update_weights_from_tensor", body, last=order.task != "prepare")
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Makes a paused engine load a Hugging Face folder that it can see."""
@@ -156,6 +169,20 @@ class EngineClient:
             "/update_weights_from_disk",
             {"model_path": path, "weight_version": str(version), "flush_cache": False},
         )
+
+    def _in_session(self, endpoint: str, body: dict[str, Any], *, last: bool) -> None:
+        """Posts within an update session, opened before and with `last` closed after it."""
+        if not self._session_open:
+            self._begin_session()
+            self._session_open = True
+        try:
+            self._post(endpoint, body)
+        except EngineError:
+            self._session_open = False
+            raise
+        if last:
+            self._session_open = False
+            self._post("/end_weight_update", {}, optional=True)
 
     def _begin_session(self) -> None:
         """Opens an update session where the server has them (404 is the protocol before them)."""
@@ -185,3 +212,12 @@ class EngineClient:
             return {}
         reply = checked(f"{self.url}{endpoint}", response)
         return reply if isinstance(reply, dict) else {}
+
+
+class _Blank:
+    """Becomes an empty tensor where it is unpickled: SGLang wants one beside the order."""
+
+    def __reduce__(self) -> tuple[type, tuple[list[int]]]:
+        from torch import ByteTensor
+
+        return ByteTensor, ([0],)

@@ -83,7 +83,10 @@ class Trainer(Protocol):
 class Lead(Protocol):
     """What only rank 0 does: decide batches, serve engines, keep the record."""
 
-    def next_portion(self, step: int) -> PlanRecord: ...
+    def next_portion(self, step: int) -> PlanRecord | None:
+        """None if engines have to be given the current weights first."""
+        ...
+
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
     def end_step(self, step: int, fields: dict[str, Any]) -> None:
         """Compares weights if it is time to, and logs."""
@@ -116,14 +119,19 @@ def run(
         save: called after every step; saves when it is time to.
     """
     replica, loss = world.split(trainer.dp_rank), loss_of(config)
-    _publish(trainer, lead)
+    _publish(world, trainer, lead)
     while trainer.step < config.algorithm.num_steps:
         step, timers, batch, last = trainer.step + 1, Timers(), Batch(config, reader), False
         while not last:
             with timers("wait"):
                 record = lead.next_portion(step) if lead else None
             with timers("read"):
-                portion: Portion = world.bcast(batch.deal(record) if record else None)
+                portion: Portion | None = world.bcast(batch.deal(record) if record else None)
+            if portion is None:
+                with timers("publish"):
+                    _publish(world, trainer, lead)
+                continue
+            with timers("read"):
                 share, last = share_of(portion, trainer.dp_rank), portion.record.last
                 trajectories = _read(config, replica, reader, portion, share)
             if reference:
@@ -132,7 +140,7 @@ def run(
             trainer.accumulate(trajectories, share.micro_batches, share.advantages, loss, last=last)
         stats = trainer.update()
         with timers("publish"):
-            _publish(trainer, lead)
+            _publish(world, trainer, lead)
         if reference:
             reference.end_step(step)
         with timers("save"):
@@ -188,10 +196,14 @@ def _read(
     return list(replica.bcast(rows))
 
 
-def _publish(trainer: Trainer, lead: Lead | None) -> None:
-    tensors = trainer.named_weights()
-    if lead:
-        lead.publish(trainer.step, tensors)
-    else:
-        for _ in tensors:  # gathering needs every rank; only rank 0 keeps what comes out
-            pass
+def _publish(world: World, trainer: Trainer, lead: Lead | None) -> None:
+    """Gives the engines the current policy. Bringing tensors together needs every rank."""
+    again = True
+    while again:
+        tensors = trainer.named_weights()
+        if lead:
+            again = lead.publish(trainer.step, tensors).again
+        else:
+            for _ in tensors:  # only rank 0 keeps what comes out
+                pass
+        again = world.bcast(again)

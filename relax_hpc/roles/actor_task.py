@@ -37,7 +37,15 @@ def main(
     )  # fmt: skip
     resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
-    lead = _lead(config, paths, checkpoints, resumed, shards, events) if world.rank == 0 else None
+    specs = trainer.weight_specs()
+    lead = None
+    if world.rank == 0:
+        publisher = Publisher(
+            config.weights, paths, lambda: [*config.producers, *members.extras(paths)],
+            _connect, specs,
+            device=device, model_folder=config.model.path,
+        )  # fmt: skip
+        lead = _lead(config, publisher, paths, checkpoints, resumed, shards, events)
 
     if lead and resumed:  # an earlier incarnation may have died before it did
         lead.release()
@@ -66,6 +74,7 @@ def _reference(
 
 def _lead(
     config: RunConfig,
+    publisher: Publisher,
     paths: RunPaths,
     checkpoints: Checkpoints[PlanPosition],
     resumed: Checkpoint[PlanPosition] | None,
@@ -82,13 +91,6 @@ def _lead(
         max_staleness=config.algorithm.max_staleness,
         keep_steps=config.bus.keep_steps,
         shards=shards,
-    )
-    publisher = Publisher(
-        config.weights,
-        paths,
-        lambda: [*config.producers, *members.extras(paths)],
-        _connect,
-        model_folder=config.model.path,
     )
     return ActorLead(config, sequencer, publisher, checkpoints, events)
 

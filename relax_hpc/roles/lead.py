@@ -1,6 +1,7 @@
 """What only rank 0 of the actor does: decide batches, serve engines, keep the record."""
 
 import logging
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,14 +39,20 @@ class ActorLead:
         self._shards: dict[int, str] = {}
         """guid -> shard, of the prompt groups of this step."""
 
-    def next_portion(self, step: int) -> PlanRecord:
-        """The next part of the batch of `step`, once there is enough of it to start on."""
-        record = self.sequencer.next_portion(
-            step,
-            min_tokens=self._config.actor.tokens_per_portion,
-            timeout_s=self._config.launch.peer_timeout_s,
-            on_wait=self._serve_newcomers,
-        )
+    def next_portion(self, step: int) -> PlanRecord | None:
+        """The next part of the batch of `step`, once there is enough of it to start on.
+
+        None if meanwhile engines came that have to be given the current weights first.
+        """
+        try:
+            record = self.sequencer.next_portion(
+                step,
+                min_tokens=self._config.actor.tokens_per_portion,
+                timeout_s=self._config.launch.peer_timeout_s,
+                on_wait=self._look_for_newcomers,
+            )
+        except _Newcomers:
+            return None
         if record.portion == 0:
             self._shards = {}
         bus = RunPaths(self._config.run_dir).bus
@@ -55,18 +62,16 @@ class ActorLead:
         return record
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
+        """Gives engines the weights; compares them if it is time to."""
         self.sequencer.check_fenced()
-        published = self._publisher.publish(version, tensors)
+        published = self._publisher.publish(version, tensors, check=self._is_checked(version))
         self.sequencer.advance(step=version, policy_version=version)
-        self._events.emit("publish", step=version, **published._asdict())
+        self._note(published)
         return published
 
     def end_step(self, step: int, fields: dict[str, Any]) -> None:
-        """Compares the engines' weights with the trainer's if it is time to, and logs the step."""
+        """Logs the step."""
         num_steps = self._config.algorithm.num_steps
-        every = self._config.weights.checksum_every
-        if step == num_steps or (every and step % every == 0):
-            self._verify(step)
         seconds, eta_s = self._pace.end_step(step, num_steps)
         fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
@@ -89,13 +94,29 @@ class ActorLead:
         self._publisher.close()
         self.sequencer.close()
 
-    def _verify(self, version: int) -> None:
-        verified = self._publisher.verify()
-        self._events.emit("verify", version=version, **verified._asdict())
+    def _is_checked(self, version: int) -> bool:
+        every = self._config.weights.checksum_every
+        is_last = version == self._config.algorithm.num_steps
+        return version > 0 and (is_last or (every > 0 and version % every == 0))
+
+    def _note(self, published: Published) -> None:
+        fields = published._asdict()
+        times = {f"sync/{name}": spent for name, spent in fields.pop("seconds").items()}
+        if published.members:
+            times["sync/paused"] = published.pause_seconds
+            times["sync/gb_per_s"] = published.num_bytes / 1e9 / times.get("sync/wire", math.inf)
+        verified = fields.pop("verified")
+        self._events.emit("publish", step=published.version, **fields, **times)
+        if verified is None:
+            return
+        self._events.emit("verify", version=published.version, **verified._asdict())
         if not verified.equal:
             log.error("engines hold other weights than the trainer: %s", verified)
 
-    def _serve_newcomers(self) -> None:
-        if members := self._publisher.refresh():
-            self._events.emit("refresh", members=members)
-            log.info("brought %s up to date", ", ".join(members))
+    def _look_for_newcomers(self) -> None:
+        if self._publisher.has_newcomers():
+            raise _Newcomers
+
+
+class _Newcomers(Exception):  # noqa: N818
+    """Engines came that do not hold the current weights."""

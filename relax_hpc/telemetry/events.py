@@ -5,8 +5,8 @@ and "world" (kind, size) once the ranks of a component have found each other:
 
     actor    step     step, policy_version, reward/..., staleness/..., loss, loss/..., time/...,
                       num_trajectories, num_tokens, tokens_per_s, logprob_gap/...
-             publish  version, seconds, members, fenced
-             refresh  members: engines that started since, and hold that version now
+             publish  step, version, members, fenced, again: whether others are still to get it,
+                      num_bytes, pause_seconds, sync/...
              verify   version, trainer, members: the digests; equal
              resume   step
              checkpoint         step, wait_s, background_s, bytes
@@ -17,8 +17,7 @@ and "world" (kind, size) once the ranks of a component have found each other:
              step     step, loss, data/..., time/..., num_documents, num_tokens, tokens_per_s
              heldout  step, loss, num_tokens
              export   path
-    rollout  engine   id, epoch, url, engine_pid, kind, version, start_s
-             engine_end   id, epoch, reason: it is started again
+    rollout  engine   url, engine_pid, kind
              shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
                       policy_version_min, policy_version_max
              eval     when, version, step, correct, count: one per rank, to be added up

@@ -28,6 +28,16 @@ def steps(events: Sequence[Event]) -> list[Event]:
     return [newest[step] for step in sorted(newest)]
 
 
+def publications(events: Sequence[Event]) -> list[Event]:
+    """Of each version that engines were given, the newest event's times (`sync/...`), in order."""
+    newest = {e["step"]: e for e in events if e["event"] == "publish" and e["members"]}
+    kept = ("event", "step", "time")
+    return [
+        {key: value for key, value in newest[step].items() if key in kept or key[:5] == "sync/"}
+        for step in sorted(newest)
+    ]
+
+
 def heldout(events: Sequence[Event]) -> list[Heldout]:
     """Evaluations in order of the policy version; a rank's repetition replaces its first try."""
     parts: dict[tuple[str, int], dict[int, Event]] = defaultdict(dict)

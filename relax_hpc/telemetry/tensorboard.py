@@ -28,6 +28,9 @@ def write(run_dir: Path) -> Path:
         for done in history.steps(events):
             for tag, value in history.numbers(done).items():
                 _scalar(writer, tag, value, done["step"], done["time"])
+        for sent in history.publications(events):
+            for tag, value in history.numbers(sent).items():
+                _scalar(writer, tag, value, sent["step"], sent["time"])
         for point in history.heldout(events):
             _scalar(writer, "eval/heldout_reward", point.reward, point.version, point.time)
         for measured in history.heldout_losses(events):

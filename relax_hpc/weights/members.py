@@ -30,6 +30,11 @@ class Member(NamedTuple):
     reason: str = ""
     """What a STARTING engine is doing; why one is FAILED."""
 
+    @property
+    def takes_orders(self) -> bool:
+        """Whether it takes a version in one call (`comm.orders`), or a call per bucket."""
+        return self.engine == "sglang"
+
 
 def announce(paths: RunPaths, member: Member) -> None:
     write_json(paths.member(member.id), member._asdict())

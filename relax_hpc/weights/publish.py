@@ -5,29 +5,41 @@ of members, or one member's epoch, changes. An engine that fails an update holds
 it is fenced (left out, and never resumed) until it comes back with another epoch.
 """
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from relax_hpc.comm.bucket import NamedTensors, buckets, digest
+from relax_hpc.comm.broadcast import Transport
+from relax_hpc.comm.bucket import BucketPlan, Spec
+from relax_hpc.comm.orders import Receipt
 from relax_hpc.config import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json, write_json
+from relax_hpc.records import write_json
+from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights import members, snapshot
-from relax_hpc.weights.group import MemberGroup, Receiver
+from relax_hpc.weights.group import MemberError, MemberGroup, Receiver
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.roster import Holding, HoldingState, Roster
+from relax_hpc.weights.staging import Buffers, Outgoing
+from relax_hpc.weights.verify import Verified, compare
 
 log = logging.getLogger(__name__)
 
+_BUFFERS = 2
+_HEALTH_S = 5.0
+_PAUSED = ("pause", "prepare", "wire", "resume")
+"""The parts of an update during which engines stand still."""
 _THREADS = 1024
 """At most; one waits in every engine during an update. They are started when needed."""
+Key = tuple[str, str]
+"""Id and epoch of a member."""
 
 
 class Published(NamedTuple):
@@ -36,19 +48,14 @@ class Published(NamedTuple):
     version: int
     members: list[str]
     fenced: list[str]
-    seconds: float
-    """From the first gathered tensor to the last engine that resumed."""
+    again: bool
+    """Whether members are left that have to be given it in a further publication."""
+    num_bytes: int
     pause_seconds: float
     """How long engines stood still."""
-
-
-class Verified(NamedTuple):
-    """Digests of one version, as trainer and engines hold it."""
-
-    trainer: str
-    members: dict[str, str]
-    equal: bool
-    """Engines that digest by Hugging Face names equal the trainer; the others each other."""
+    seconds: dict[str, float]
+    """From the first gathered tensor to the last engine that resumed, and the parts of it."""
+    verified: Verified | None
 
 
 class Publisher:
@@ -60,87 +67,101 @@ class Publisher:
         paths: RunPaths,
         ids: Callable[[], Sequence[str]],
         connect: Callable[[Member], Receiver],
+        specs: Iterable[Spec],
         *,
+        device: torch.device,
         model_folder: Path,
     ) -> None:
-        """Serves the members that `ids` names, whether or not they are there yet.
+        """Serves the members `ids()`, whether or not they are there yet.
 
         Args:
             config: transport, bucket size, deadlines.
             paths: where members announce themselves.
             ids: members of this run; asked before every update, since engines come and go.
             connect: makes the client of a member.
+            specs: of all tensors that a publication streams, in its order.
+            device: where these tensors are.
             model_folder: what the `files` transport takes config and tokenizer from.
         """
         self._config, self._paths, self._ids = config, paths, ids
         self._connect, self._model_folder = connect, model_folder
+        self._buffers = Buffers(BucketPlan.of(specs, config.bucket_bytes), device, count=_BUFFERS)
         self._group: MemberGroup | None = None
-        self._fenced: set[tuple[str, str]] = set()
-        self._holding: dict[tuple[str, str], int] = {}
-        self._clients: dict[tuple[str, str], Receiver] = {}
-        self._version, self._staged = -1, list[NamedTensors]()
-        self._threads = ThreadPoolExecutor(max_workers=_THREADS)
-        self._next_refresh = 0.0
-        self._journal = paths.control / "update.json"
-        last = read_json(self._journal)
-        self._interrupted = last is not None and not last["done"]
+        self._holdings: dict[Key, Holding] = {}
+        self._clients: dict[Key, Receiver] = {}
+        self._version = -1
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+        self._next_look = 0.0
+        last = Roster.read(paths)
+        self._interrupted = last is not None and not last.done
 
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
-        """Brings every healthy member to `version`. Gathers first, so engines pause briefly."""
-        start = time.perf_counter()
-        self._version = version
-        self._staged = [list(bucket) for bucket in buckets(tensors, self._config.bucket_bytes)]
-        live = self._due(self._live())
-        pause_start = time.perf_counter()
-        done = self._sync(live)
-        end = time.perf_counter()
-        fenced = sorted(member.id for member in live if member.id not in done)
-        return Published(version, done, fenced, end - start, end - pause_start)
+    def publish(
+        self, version: int, tensors: Iterator[tuple[str, Tensor]], *, check: bool = False
+    ) -> Published:
+        """Brings every healthy member to `version`.
 
-    def refresh(self, *, every_s: float = 1.0) -> list[str]:
-        """Gives the current version to engines that started since; cheap enough to call often.
-
-        Without it a restarted engine would wait for the next version, and the trainer for the
-        batch that only this engine can sample.
-
-        Returns:
-            Members that were brought up to date; usually none.
+        Args:
+            version: of the policy.
+            tensors: all of its weights; taken to the end.
+            check: compares afterwards what members hold with what was sent.
         """
-        if self._version < 0 or time.monotonic() < self._next_refresh:
-            return []
-        self._next_refresh = time.monotonic() + every_s
+        self._version, timers, start = version, Timers(), time.perf_counter()
+        live = self._due(self._live())
+        by_name = check and any(member.engine == "embedded" for member in live)
+        outgoing = Outgoing(self._buffers, tensors, digest=by_name, fingerprints=check)
+        done, receipts = dict[Member, Receiver](), dict[Member, list[Receipt]]()
+        try:
+            if live:
+                done, receipts = self._sync(live, outgoing, timers, check=check)
+        finally:
+            end = time.perf_counter()
+            outgoing.drain()
+        for name in ("idle", "load"):
+            spent = [getattr(r, f"{name}_seconds") for ranks in receipts.values() for r in ranks]
+            timers.seconds[f"time/{name}"] = max(spent, default=0.0)
+        fenced = [m.id for m in live if self._holdings[_key(m)].state == "FENCED"]
+        return Published(
+            version,
+            sorted(member.id for member in done),
+            sorted(fenced),
+            again=len(live) > len(done) + len(fenced),
+            num_bytes=self._buffers.plan.num_bytes,
+            pause_seconds=sum(timers.seconds.get(f"time/{name}", 0.0) for name in _PAUSED),
+            seconds={"total": end - start} | _plain(timers),
+            verified=compare(done, outgoing, receipts) if check and done else None,
+        )
+
+    def has_newcomers(self, *, every_s: float = 1.0) -> bool:
+        """Whether an engine is there that does not hold the current version.
+
+        Without asking, a restarted engine would wait for the next version, and the trainer for the
+        batch that only this engine can sample. Cheap enough to be called often.
+        """
+        if self._version < 0 or time.monotonic() < self._next_look:
+            return False
+        self._next_look = time.monotonic() + every_s
         known = members.read(self._paths, self._ids())
         if all(self._is_current(member) for member in known):
-            return []
-        live = self._due(self._live())
-        return [] if all(self._is_current(member) for member in live) else self._sync(live)
-
-    def verify(self) -> Verified:
-        """Compares the digest of every engine's weights with the trainer's."""
-        trainer = digest(itertools.chain(*self._staged))
-        live = {m: r for m, r in self._live().items() if self._is_current(m)}
-        found: dict[str, str] = {}
-        self._each(live, lambda member, r: found.__setitem__(member.id, r.checksum()))
-        by_name = {found[m.id] for m in live if m.engine == "embedded" and m.id in found}
-        own = {found[m.id] for m in live if m.engine != "embedded" and m.id in found}
-        equal = bool(found) and len(found) == len(live) and by_name <= {trainer} and len(own) <= 1
-        return Verified(trainer, dict(sorted(found.items())), equal)
+            return False
+        return not all(self._is_current(member) for member in self._due(self._live()))
 
     def close(self) -> None:
         self._drop_group()
-        self._threads.shutdown(wait=True)
+        self._threads.shutdown(wait=False)
 
     def _is_current(self, member: Member) -> bool:
-        key = (member.id, member.epoch)
-        return key in self._fenced or self._holding.get(key) == self._version
+        holding = self._holdings.get(_key(member))
+        if holding is None:
+            return False
+        return holding.state == "FENCED" or holding.version == self._version
 
     def _live(self) -> dict[Member, Receiver]:
         candidates = {
             member: self._client(member)
             for member in members.read(self._paths, self._ids())
-            if (member.id, member.epoch) not in self._fenced
+            if (known := self._holdings.get(_key(member))) is None or known.state != "FENCED"
         }
-        answers = list(self._threads.map(lambda r: r.health(5.0), candidates.values()))
+        answers = list(self._threads.map(lambda r: r.health(_HEALTH_S), candidates.values()))
         return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
 
     def _due(self, live: dict[Member, Receiver]) -> dict[Member, Receiver]:
@@ -154,7 +175,7 @@ class Publisher:
         return {m: r for m, r in live.items() if self._interrupted or self._is_due(m, r)}
 
     def _is_due(self, member: Member, receiver: Receiver) -> bool:
-        if (member.id, member.epoch) in self._holding:
+        if _key(member) in self._holdings:
             return True
         try:
             return receiver.version() <= self._version
@@ -162,68 +183,115 @@ class Publisher:
             return False  # it died a moment ago
 
     def _client(self, member: Member) -> Receiver:
-        key = (member.id, member.epoch)
-        if key not in self._clients:
-            self._clients[key] = self._connect(member)
-        return self._clients[key]
+        if _key(member) not in self._clients:
+            self._clients[_key(member)] = self._connect(member)
+        return self._clients[_key(member)]
 
-    def _sync(self, live: dict[Member, Receiver]) -> list[str]:
-        if not live:
-            return []
-        write_json(self._journal, {"version": self._version, "done": False})
-        through = self._through_files if self._config.transport == "files" else self._through_group
-        done = through(live)
-        write_json(self._journal, {"version": self._version, "done": True})
+    def _sync(
+        self, live: dict[Member, Receiver], outgoing: Outgoing, timers: Timers, *, check: bool
+    ) -> tuple[dict[Member, Receiver], dict[Member, list[Receipt]]]:
+        """Those that hold the version now and go on, and what they answered."""
+        if self._config.transport == "collective":
+            with timers("gather"):
+                outgoing.prefetch()
+        for member in live:
+            self._note(member, "SYNCING")
+        self._write_roster(done=False)
+        if self._config.transport == "files":
+            receipts = dict[Member, list[Receipt]]()
+            updated = self._through_files(live, outgoing, timers)
+        else:
+            updated, receipts = self._through_group(live, outgoing, timers, check=check)
+        with timers("resume"):
+            done = self._each(updated, lambda receiver: receiver.resume())
+        for member in done:
+            self._note(member, "ACTIVE")
         self._interrupted = False
-        self._holding |= {(m.id, m.epoch): self._version for m in live if m.id in done}
-        return done
+        self._write_roster(done=True)
+        return done, receipts
 
-    def _through_files(self, live: dict[Member, Receiver]) -> list[str]:
+    def _through_files(
+        self, live: dict[Member, Receiver], outgoing: Outgoing, timers: Timers
+    ) -> dict[Member, Receiver]:
         folder, version = self._paths.weights(self._version), self._version
-        snapshot.write(folder, itertools.chain(*self._staged), self._model_folder)
-
-        def load(_: Member, receiver: Receiver) -> None:
-            receiver.pause()
-            receiver.update_weights_from_disk(str(folder), version)
-            receiver.resume()
-
-        done = self._each(live, load)
+        with timers("gather"):
+            snapshot.write(folder, outgoing.tensors(), self._model_folder)
+        with timers("pause"):
+            paused = self._each(live, lambda receiver: receiver.pause())
+        with timers("wire"):
+            updated = self._each(
+                paused, lambda receiver: receiver.update_weights_from_disk(str(folder), version)
+            )
         snapshot.prune(folder)
-        return done
+        return updated
 
-    def _through_group(self, live: dict[Member, Receiver]) -> list[str]:
+    def _through_group(
+        self, live: dict[Member, Receiver], outgoing: Outgoing, timers: Timers, *, check: bool
+    ) -> tuple[dict[Member, Receiver], dict[Member, list[Receipt]]]:
         if self._group and list(self._group.receivers) != list(live):
             self._drop_group()
         try:
             if self._group is None:
-                device = self._staged[0][0][1].device.type
-                self._group = MemberGroup.form(live, self._config, device, self._threads)
-                write_json(self._paths.rendezvous("weights"), self._group.record())
-            self._group.send(self._version, self._staged, self._threads)
-        except (EngineError, RuntimeError, TimeoutError) as error:
-            # Who received what is unknown, so none of them may sample on; see `_live`.
-            log.error("weights v%d failed, fencing %s: %s", self._version, list(live), error)
-            self._fenced |= {(m.id, m.epoch) for m in live if not live[m].health(5.0)}
+                with timers("join"):
+                    self._group = self._form(live)
+            return live, self._group.send(self._version, outgoing, timers, check=check)
+        except MemberError as error:
             self._drop_group()
-            return []
-        return self._each(live, lambda _, receiver: receiver.resume())
+            self._fence_those_behind(live, error)
+            return {}, {}
+
+    def _form(self, live: dict[Member, Receiver]) -> MemberGroup:
+        backend: Transport = "nccl" if self._buffers.device.type == "cuda" else "gloo"
+        group = MemberGroup.form(live, self._buffers.plan, self._config, backend, self._threads)
+        write_json(self._paths.rendezvous("weights"), group.record())
+        return group
+
+    def _fence_those_behind(self, live: dict[Member, Receiver], error: MemberError) -> None:
+        """Fences who let an update fail; the others are given it in the next attempt.
+
+        One that dies makes the others fail as well, so those that are dead are behind it, if any.
+        """
+        blamed = [member for member in live if member in error.reasons]
+        health = self._threads.map(lambda member: live[member].health(_HEALTH_S), blamed)
+        dead = [member for member, ok in zip(blamed, health, strict=True) if not ok]
+        for member in dead or blamed:
+            self._fence(member, error.reasons[member])
+
+    def _fence(self, member: Member, reason: str) -> None:
+        log.error("engine %s is fenced at v%d: %s", member.id, self._version, reason)
+        self._note(member, "FENCED", reason)
+
+    def _note(self, member: Member, state: HoldingState, reason: str = "") -> None:
+        version = self._version if state == "ACTIVE" else None
+        self._holdings[_key(member)] = Holding(member.epoch, version, state, reason)
+
+    def _write_roster(self, *, done: bool) -> None:
+        newest = {name: holding for (name, _), holding in self._holdings.items()}
+        Roster(self._version, done, newest).write(self._paths)
 
     def _drop_group(self) -> None:
         if self._group:
-            self._group.close(self._threads)
+            self._group.close()
             self._group = None
 
     def _each(
-        self, receivers: dict[Member, Receiver], call: Callable[[Member, Receiver], None]
-    ) -> list[str]:
-        """Calls every receiver at once; returns the ids that succeeded and fences the others."""
-        futures = {m: self._threads.submit(call, m, r) for m, r in receivers.items()}
-        done = []
+        self, receivers: dict[Member, Receiver], call: Callable[[Receiver], None]
+    ) -> dict[Member, Receiver]:
+        """Calls every receiver at once; returns those that succeeded and fences the others."""
+        futures = {m: self._threads.submit(call, r) for m, r in receivers.items()}
+        done = {}
         for member, future in futures.items():
             try:
                 future.result(timeout=self._config.timeout_s)
-                done.append(member.id)
+                done[member] = receivers[member]
             except (EngineError, TimeoutError) as error:
-                log.error("engine %s is fenced: %s", member.id, error)
-                self._fenced.add((member.id, member.epoch))
+                self._fence(member, str(error) or "no answer")
         return done
+
+
+def _key(member: Member) -> Key:
+    return member.id, member.epoch
+
+
+def _plain(timers: Timers) -> dict[str, float]:
+    return {name.removeprefix("time/"): seconds for name, seconds in timers.seconds.items()}

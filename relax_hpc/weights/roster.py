@@ -6,6 +6,8 @@ from typing import Literal, Self
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
+HoldingState = Literal["SYNCING", "ACTIVE", "FENCED"]
+
 
 @dataclass(frozen=True, slots=True)
 class Holding:
@@ -15,7 +17,7 @@ class Holding:
     """Of the member record that this is about."""
     version: int | None
     """Policy version; None while it is undefined."""
-    state: Literal["SYNCING", "ACTIVE", "FENCED"]
+    state: HoldingState
     """FENCED: the weights are undefined, and stay so until its owner has restarted it."""
     reason: str = ""
     """Why it is fenced."""

@@ -23,9 +23,10 @@ from relax_hpc.errors import TrainingError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import actor
 from relax_hpc.roles.lead import ActorLead
+from relax_hpc.roles.portions import Portion
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 from relax_hpc.telemetry.events import EventWriter, read_events
-from relax_hpc.weights.publish import Published, Verified
+from relax_hpc.weights.publish import Published
 
 TP, CP, DP, PP = 4, 2, 16, 2
 RANKS = TP * CP * DP * PP
@@ -73,18 +74,15 @@ class Rollout:
         self.producer = Producer(paths, "rollout-0", {})
         self.commits, self.published = commits, []
 
-    def refresh(self):
+    def has_newcomers(self):
         if self.commits:
             self.producer.put(self.commits.pop(0))
-        return []
+        return False
 
-    def publish(self, version, tensors):
+    def publish(self, version, tensors, *, check):
         list(tensors)
         self.published.append(version)
-        return Published(version, [], [], 0.0, 0.0)
-
-    def verify(self):
-        return Verified("x", {}, True)
+        return Published(version, [], [], False, 0, 0.0, {}, None)
 
     def close(self):
         self.producer.close()
@@ -182,7 +180,7 @@ class Grid:
         class World(StoreWorld):
             def bcast(self, value):
                 value = super().bcast(value)
-                if self.size == RANKS:
+                if self.size == RANKS and isinstance(value, Portion):
                     grid.portions[rank].append(value)
                 return value
 

@@ -4,13 +4,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from relax_hpc.comm.bucket import Spec
 from relax_hpc.config import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
+from relax_hpc.weights.roster import Roster
 
 
 class FakeEngine:
@@ -59,6 +60,8 @@ def house(tmp_path):
                 paths,
                 lambda: ["rollout-0", "rollout-1"],
                 lambda member: engines[member.id, member.epoch],
+                [Spec("w", torch.float32, ())],
+                device=torch.device("cpu"),
                 model_folder=model,
             )
 
@@ -87,11 +90,13 @@ def test_an_engine_that_starts_later_gets_the_current_version_once(house):
     publisher = house.publisher()
     assert publisher.publish(3, weights(7)).members == []
     late = house.start("rollout-1")
-    assert publisher.refresh(every_s=0) == ["rollout-1"]
+    assert publisher.has_newcomers(every_s=0)
+    assert publisher.publish(3, weights(7)).members == ["rollout-1"]
     assert (late.held, late.weight) == (3, 7)
-    assert publisher.refresh(every_s=0) == []
+    assert not publisher.has_newcomers(every_s=0)
     again = house.start("rollout-1", epoch="2")  # restarted, so it holds the first weights again
-    assert publisher.refresh(every_s=0) == ["rollout-1"]
+    assert publisher.has_newcomers(every_s=0)
+    assert publisher.publish(3, weights(7)).members == ["rollout-1"]
     assert again.held == 3
 
 
@@ -123,7 +128,7 @@ def test_engines_do_not_go_back_when_a_trainer_resumes_from_an_older_checkpoint(
 
 def test_after_a_trainer_died_in_an_update_every_engine_is_given_weights_again(house):
     engine = house.start("rollout-0", version=12)
-    write_json(house.paths.control / "update.json", {"version": 13, "done": False})
+    Roster(13, done=False).write(house.paths)
     resumed = house.publisher()
     assert resumed.publish(10, weights(10)).members == ["rollout-0"]
     assert engine.calls == ["pause", "v10", "resume"]

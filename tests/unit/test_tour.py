@@ -25,7 +25,8 @@ from relax_hpc.roles.checkpoints import Checkpoints
 from relax_hpc.roles.lead import ActorLead
 from relax_hpc.schema import FinishReason
 from relax_hpc.telemetry.events import EventWriter, read_events
-from relax_hpc.weights.publish import Published, Verified
+from relax_hpc.weights.publish import Published
+from relax_hpc.weights.verify import Verified
 
 STEPS, PROMPTS, SIBLINGS = 12, 4, 8
 
@@ -111,16 +112,14 @@ class FakePublisher:
     def __init__(self, policy):
         self.policy = policy
 
-    def publish(self, version, tensors):
+    def publish(self, version, tensors, *, check):
         ((_, weight),) = tensors
         self.policy.served = (version, weight.item())
-        return Published(version, ["rollout-0"], [], 0.0, 0.0)
+        verified = Verified("x", {"rollout-0": "x"}, True) if check else None
+        return Published(version, ["rollout-0"], [], False, 4, 0.0, {}, verified)
 
-    def refresh(self):
-        return []
-
-    def verify(self):
-        return Verified("x", {"rollout-0": "x"}, True)
+    def has_newcomers(self):
+        return False
 
     def close(self):
         pass

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
+from relax_hpc.comm.bucket import Spec
 from relax_hpc.engines.megatron.architectures.names import Parameter, Piece, Shape
 from relax_hpc.engines.megatron.hf_names import Owned, Sharing, by_expert, owned
 from relax_hpc.engines.megatron.model import PackedGPT
@@ -90,6 +91,16 @@ def named_weights(
     slots = _slots(owned(chunks, chunks[0].architecture), value_of)
     for bucket in _buckets(slots, bucket_bytes):
         yield from _brought_together(bucket, device)
+
+
+def weight_specs(chunks: Sequence[PackedGPT]) -> list[Spec]:
+    """Of the tensors of `named_weights`, in its order. Collective over pipeline stages."""
+    return [
+        Spec(name.format(expert=expert), slot.dtype, tuple(shape))
+        for slot in _slots(owned(chunks, chunks[0].architecture), nn.Parameter.detach)
+        for expert in range(slot.parameter.num_experts or 1)
+        for name, shape in slot.parameter.hf.items()
+    ]
 
 
 def unpacked(parameter: Parameter, whole: Tensor) -> Iterator[tuple[str, Tensor]]:

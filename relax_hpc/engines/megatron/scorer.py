@@ -9,6 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from torch import Tensor
 
+from relax_hpc.comm.bucket import Spec
 from relax_hpc.comm.world import World
 from relax_hpc.config import JobConfig
 from relax_hpc.engines.megatron import (
@@ -115,6 +116,10 @@ class MegatronScorer:
             for row, document in zip(micro_batch.rows, documents, strict=False):  # last: padding
                 logprobs[row] = document
         return logprobs
+
+    def weight_specs(self) -> list[Spec]:
+        """Of what `named_weights` streams, in its order. Collective."""
+        return hf_stream.weight_specs(self._chunks)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names; every rank must iterate to the end."""

@@ -1,0 +1,65 @@
+"""What a trainer asks of the engines of a weight group, and what they answer.
+
+An order goes to an engine over HTTP; what it refers to, and the answers of its ranks, lie in the
+store of the group. So an answer comes from where the work was done, and a rank can say what failed.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+Task = Literal["prepare", "receive", "check"]
+
+LOADER = "relax_hpc.engines.sglang.receive.receive"
+"""What SGLang's `--custom-weight-loader` and `load_format` call our receiver."""
+PLAN = "plan"
+"""Key of the bucket plan in the store."""
+
+
+@dataclass
+class Order:
+    """What the trainer asks for."""
+
+    serial: str
+    """Names the answer; never used twice."""
+    group: str
+    """A group that the engine has joined by /init_weights_update_group."""
+    task: Task
+    """check: receive, and then read back what was received."""
+    timeout_s: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass
+class Receipt:
+    """What one rank of an engine did."""
+
+    error: str = ""
+    idle_seconds: float = 0.0
+    """Until the GPU had done what was begun before the pause."""
+    wire_seconds: float = 0.0
+    """From the first byte asked for to the last one received."""
+    load_seconds: float = 0.0
+    """From then on, until the last byte was in its place."""
+    fallback: list[str] = field(default_factory=list)
+    """Reasons why buckets go through the model's own loader, which is slow."""
+    fingerprints: list[int] = field(default_factory=list)
+    """Of the buckets; only of a check."""
+    differing: int = 0
+    """Slices of parameters that do not hold what was received; only of a check."""
+
+    @classmethod
+    def from_json(cls, text: str) -> "Receipt":
+        return cls(**json.loads(text))
+
+
+def key_of(serial: str, rank: int) -> str:
+    """Where the receipt of a rank of the group is left in the store."""
+    return f"receipt/{serial}/{rank}"
+
+
+def abort_key(serial: str) -> str:
+    """What the trainer sets in the store when it gives up; ranks that wait look at it."""
+    return f"abort/{serial}"

@@ -1,0 +1,124 @@
+"""Where an engine puts what it is sent: its own loader is watched once, then repeated.
+
+A model's `load_weights` finds a place for every tensor by name, in Python, which takes longer than
+the wire. For weights that are stored as they come, all it does in the end is to copy slices. These
+copies are noted without being made, and made for every update in a few kernels.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from relax_hpc.comm.bucket import Spec, views
+
+Kwargs = dict[str, Any] | None
+LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
+
+
+class Copies(NamedTuple):
+    """The copies that loading a bucket comes down to."""
+
+    targets: list[Tensor]
+    """Views of the engine's parameters."""
+    sources: list[Tensor]
+    """Views of the bucket's buffer, of the same shapes."""
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Copies, in the order of the current stream."""
+        quick = [_is_plain(t) and _is_plain(s) for t, s in zip(*self, strict=True)]
+        if targets := [t for t, plain in zip(self.targets, quick, strict=True) if plain]:
+            sources = [s for s, plain in zip(self.sources, quick, strict=True) if plain]
+            torch._foreach_copy_(targets, sources)
+        for target, source, plain in zip(*self, quick, strict=True):
+            if not plain:
+                target.copy_(source)
+
+    def differing(self) -> int:
+        """How many of the targets do not hold the bits of their source."""
+        pairs = zip(map(_bits, self.targets), map(_bits, self.sources), strict=True)
+        return sum(not torch.equal(target, source) for target, source in pairs)
+
+
+class NotPureError(Exception):
+    """The loader does more than copy."""
+
+
+def record(load_weights: LoadWeights, flat: Tensor, bucket: Sequence[Spec]) -> Copies:
+    """The copies that `load_weights` would make of a bucket whose bytes are `flat`.
+
+    Nothing is changed.
+
+    Raises:
+        NotPureError: it computes with the tensors.
+    """
+    names = [spec.name for spec in bucket]
+    with torch.no_grad():
+        tensors = views(flat, bucket)
+        with _Watch(flat) as watch:
+            load_weights(zip(names, tensors, strict=True))
+    return Copies(watch.targets, watch.sources)
+
+
+def uncovered(model: nn.Module, copies: Iterable[Copies]) -> list[str]:
+    """Names of parameters of which some elements are the target of no copy."""
+    written: dict[int, int] = {}
+    for each in copies:
+        for target in each.targets:
+            storage = target.untyped_storage().data_ptr()
+            written[storage] = written.get(storage, 0) + target.numel()
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if written.get(parameter.untyped_storage().data_ptr(), 0) < parameter.numel()
+    ]
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes copies from a buffer instead of making them; anything else done to it is an error."""
+
+    def __init__(self, flat: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._first = flat.data_ptr()
+        self._end = self._first + flat.nbytes
+        self.targets, self.sources = list[Tensor](), list[Tensor]()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, _: object, args: tuple[Any, ...] = (), kwargs: Kwargs = None
+    ) -> Any:  # noqa: ANN401
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and self._is_ours(args[1]):
+            target, source = args[0], args[1]
+            if target.dtype != source.dtype or target.shape != source.shape:
+                raise NotPureError(f"{source.dtype} {source.shape} becomes {target.dtype}")
+            self.targets.append(target)
+            self.sources.append(source)
+            return target
+        ours = any(self._is_ours(arg) for arg in args)
+        if ours and func._schema.is_mutable:
+            raise NotPureError(f"it does {func} to them")
+        result = func(*args, **kwargs)
+        if ours and not self._is_ours(result):
+            raise NotPureError(f"it does {func} with them")
+        return result
+
+    def _is_ours(self, value: object) -> bool:
+        return (
+            isinstance(value, Tensor)
+            and value.device.type != "meta"
+            and self._first <= value.data_ptr() < self._end
+        )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_contiguous()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its elements as integers: not even NaN differs from itself."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().view(integers[tensor.dtype.itemsize])

@@ -1,0 +1,141 @@
+"""Weights on their way out: flat buckets that are filled ahead of the wire.
+
+There are a few buffers, whatever the size of the model. While one is sent, the next is filled.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from relax_hpc.comm.broadcast import BroadcastGroup, Transfer
+from relax_hpc.comm.bucket import BucketPlan, Digest, fingerprint, views
+from relax_hpc.comm.streams import mark, new_stream
+
+
+class Buffers:
+    """Memory for buckets of a plan, kept from update to update."""
+
+    def __init__(self, plan: BucketPlan, device: torch.device, *, count: int) -> None:
+        self.plan, self.device = plan, device
+        self._count = min(count, len(plan.buckets))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def of(self, index: int) -> Tensor:
+        """[size] uint8, for bucket `index`."""
+        return self._flat[index % self._count][: self.plan.sizes[index]]
+
+    @cached_property
+    def _flat(self) -> list[Tensor]:
+        size = max(self.plan.sizes)
+        return [
+            torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self._count)
+        ]
+
+
+class Outgoing:
+    """One version of the weights, bucket by bucket."""
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        tensors: Iterator[tuple[str, Tensor]],
+        *,
+        digest: bool = False,
+        fingerprints: bool = False,
+    ) -> None:
+        """Takes nothing from `tensors` yet.
+
+        Args:
+            buffers: nothing else may use them meanwhile.
+            tensors: in the order of the plan; taken to the end, one way or the other.
+            digest: makes a digest of all tensors, too, which reads them on the host.
+            fingerprints: makes one of every bucket.
+        """
+        self._buffers, self._tensors = buffers, tensors
+        self._digest = Digest() if digest else None
+        self._fingerprints = list[int]() if fingerprints else None
+        self._filled = 0
+        self._transfers = list[Transfer]()
+        # Else the wire would wait for the bucket that is filled ahead of it.
+        self._stream = new_stream(buffers.device)
+        self._is_full = list[torch.cuda.Event]()
+
+    @property
+    def plan(self) -> BucketPlan:
+        return self._buffers.plan
+
+    def prefetch(self) -> None:
+        """Fills every buffer; returns when they are full."""
+        while self._filled < len(self._buffers):
+            self._fill()
+        if self._stream:
+            torch.cuda.current_stream().synchronize()
+
+    def send(self, group: BroadcastGroup) -> Iterator[Transfer]:
+        """Sends bucket after bucket, each beginning when it is asked for."""
+        for index in range(len(self.plan.buckets)):
+            if index == self._filled:
+                self._fill()
+            flat = self._buffers.of(index)
+            if self._stream:
+                self._stream.wait_event(self._is_full[index])
+                with torch.cuda.stream(self._stream):
+                    self._transfers.append(group.start(flat))
+            else:
+                self._transfers.append(group.start(flat))
+            yield self._transfers[-1]
+            if index + 1 == self._filled < len(self.plan.buckets):
+                self._fill()
+
+    def warm_up(self, group: BroadcastGroup) -> Iterator[Transfer]:
+        """Sends as much as the first buffer holds, whatever it is, for the sake of the wire."""
+        yield group.start(self._buffers.of(0))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors themselves, if nothing was sent or filled yet."""
+        assert not self._filled
+        for name, tensor in self._tensors:
+            self._note(name, tensor)
+            yield name, tensor
+
+    def drain(self) -> None:
+        """Takes what is left of the tensors: bringing them together needs every rank."""
+        for name, tensor in self._tensors:
+            self._note(name, tensor)
+
+    def hexdigest(self) -> str:
+        """Of all tensors, by name."""
+        assert self._digest
+        return self._digest.hexdigest()
+
+    @property
+    def fingerprints(self) -> list[int]:
+        """Of the buckets, in order."""
+        assert self._fingerprints is not None
+        return self._fingerprints
+
+    def _fill(self) -> None:
+        index, bucket = self._filled, self.plan.buckets[self._filled]
+        tensors = []
+        for spec in bucket:
+            name, tensor = next(self._tensors)
+            assert (name, tensor.dtype, tuple(tensor.shape)) == spec, f"{name} is not {spec}"
+            self._note(name, tensor)
+            tensors.append(tensor)
+        if index >= len(self._buffers):
+            self._transfers[index - len(self._buffers)].order_after()
+        flat = self._buffers.of(index)
+        torch._foreach_copy_(views(flat, bucket), tensors)
+        if self._fingerprints is not None:
+            self._fingerprints.append(fingerprint(flat))
+        if self._stream:
+            self._is_full.append(mark())
+        self._filled += 1
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        if self._digest:
+            self._digest.add(name, tensor)
