@@ -10,19 +10,11 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from relax_hpc.config_grid import SETTINGS, GridConfig, NonNegative, Positive
+from relax_hpc.config_grid import SETTINGS, GridConfig, NonNegative, PassThrough, Positive
+from relax_hpc.config_optimizer import OptimizerConfig
 from relax_hpc.schema import COLUMNS, Role
-
-
-def _no_table(value: Any) -> Any:  # noqa: ANN401
-    if isinstance(value, dict):  # said once, not for every type that it might have been
-        raise ValueError("is a table; a number, a string, true, false or a list is expected")
-    return value
-
-
-PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_no_table)]]
 
 
 class Section(BaseModel):
@@ -90,6 +82,8 @@ class RolloutConfig(Section):
     """`sglang` is the production engine; `embedded` runs anywhere torch does."""
     num_engines: Positive = 1
     """Engines of the core job; each is one task of the component, one bus producer."""
+    nodes_per_engine: Positive = 1
+    """Above 1, an engine spans that many nodes, with one task on each; `engine` is sglang then."""
     samples_per_prompt: Positive = 8
     """G, the siblings of a prompt group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
@@ -99,42 +93,33 @@ class RolloutConfig(Section):
     groups_per_shard: Positive = 16
     """A shard is published once it holds that many prompt groups, or when its batch is done."""
     start_timeout_s: Positive = 900
-    """An engine that is not healthy after this many seconds fails its task."""
+    """An engine that is not healthy after this many seconds has failed to start."""
+    hang_timeout_s: Positive = 120
+    """An engine that says nothing for this many seconds, outside an update, is started again."""
+    restart_window_s: Positive = 1800
+    """An engine that has to be started again more than `launch.max_restarts` times within this many
+    seconds fails its task."""
     engine_args: PassThrough = {}
     """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
     resources: Resources = Resources()
 
-
-class OptimizerConfig(Section):
-    lr: Annotated[float, Field(gt=0)] = 1e-6
-    warmup_steps: NonNegative = 0
-    """Steps of linear warm-up."""
-    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Learning rate of the last step, as a fraction of `lr`; 1 does not decay."""
-    decay: Literal["constant", "linear", "cosine", "sqrt"] = "linear"
-    """How it gets there; `sqrt` falls fast at first (1 - sqrt of the decay's progress)."""
-    decay_steps: NonNegative = 0
-    """The decay takes the last steps, that many, and the rate stays before (warm-up, stable,
-    decay); 0 takes all steps after the warm-up."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    clip_grad: Annotated[float, Field(ge=0)] = 1.0
-    """Largest gradient norm; 0 does not clip."""
-    moments: Literal["float32", "bfloat16"] = "float32"
-    """Type of Adam's two moments; bfloat16 halves their memory and rounds stochastically."""
-    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Fraction of the main parameters and moments kept in host memory. They pass through the GPU in
-    every update, which is the same to the last bit."""
-    megatron: PassThrough = {}
-    """Further fields of Megatron-core's OptimizerConfig, e.g. adam_eps = 1e-15."""
+    @property
+    def num_tasks(self) -> int:
+        return self.num_engines * self.nodes_per_engine
 
     @model_validator(mode="after")
-    def _constant_ends_where_it_is(self) -> Self:
-        if self.decay == "constant" and self.final_lr_fraction != 1:
+    def _spans_nodes(self) -> Self:
+        if self.nodes_per_engine == 1:
+            return self
+        if self.engine != "sglang":
             raise ValueError(
-                f"final_lr_fraction = {self.final_lr_fraction}: a constant rate does not fall; "
-                "use linear, cosine or sqrt as decay, or remove it"
+                f"rollout.nodes_per_engine = {self.nodes_per_engine}: the embedded engine is one "
+                "process; use rollout.engine = 'sglang', or 1"
+            )
+        if self.resources.nodes != self.num_tasks:
+            raise ValueError(
+                f"rollout.nodes_per_engine = {self.nodes_per_engine}: {self.num_engines} engines "
+                f"take {self.num_tasks} nodes of their own; set rollout.resources.nodes to it"
             )
         return self
 
@@ -392,7 +377,7 @@ class RunConfig(JobConfig):
     @model_validator(mode="after")
     def _tasks_fill_nodes(self) -> Self:
         rollout = self.rollout
-        _check_nodes("rollout.num_engines", rollout.num_engines, rollout.resources.nodes)
+        _check_nodes("rollout.num_engines", rollout.num_tasks, rollout.resources.nodes)
         ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
         _check_nodes(ranks, self.reference.world_size, self.reference.resources.nodes)
         return self

@@ -130,5 +130,9 @@ class RunPaths:
     def log(self, role: str, name: str) -> Path:
         return self.root / "logs" / f"{role}-{name}.log"
 
+    def engine_log(self, member: str, epoch: str) -> Path:
+        """What one start of an engine says."""
+        return self.log("engine", f"{member}-{epoch}")
+
     def rendezvous(self, name: str) -> Path:
         return self.control / f"rendezvous-{name}.json"

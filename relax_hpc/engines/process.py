@@ -1,34 +1,26 @@
-"""An engine server as a child process: started, watched, and ended with its owner."""
+"""Starts an engine and waits until it can be used, naming what it is doing meanwhile."""
 
-import os
 import shutil
-import socket
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, Self
-
-import psutil
+from typing import Literal, NamedTuple
 
 from relax_hpc.config import RolloutConfig
-from relax_hpc.engines import leash
-from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.child import EngineProcess, spawn
 from relax_hpc.engines.embedded import launch as embedded
-from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.ports import held_port
+from relax_hpc.engines.sglang import diagnosis
 from relax_hpc.engines.sglang import launch as sglang
+from relax_hpc.engines.sglang.launch import ALONE, Share
 from relax_hpc.errors import EngineError
 
 Device = Literal["cpu", "cuda"]
+Progress = Callable[[str], None]
 
-_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_MPI", "SLURM_PMI")
-"""Variables of the owner's MPI rank; an engine that found them would try to join its world."""
-_POLL_S = 0.1
-_SHOWN_LINES = 20
+_POLL_S = 0.25
 _PORT_ATTEMPTS = 5
-_PORT_TAKEN = ("address already in use", "is not available", "already in use")
 
 
 def start_engine(
@@ -42,7 +34,9 @@ def start_engine(
     log_path: Path,
     seed: int,
     python: str | None = None,
-) -> "EngineProcess":
+    share: Share = ALONE,
+    progress: Progress = lambda phase: None,
+) -> EngineProcess:
     """Starts an engine and waits until it is healthy.
 
     It is killed when the calling *thread* ends (that is how Linux defines the owner), so call from
@@ -53,201 +47,140 @@ def start_engine(
         model_path: Hugging Face folder.
         host: address to bind: loopback, or the node's if the trainer runs elsewhere.
         token: bearer token that its callers need.
-        rollout_config: limits, timeout and pass-through arguments.
+        rollout_config: limits, deadline and pass-through arguments.
         dtype: "float32", "bfloat16" or "float16".
         log_path: where its output goes; readable by the user only.
         seed: of its own random numbers, where requests bring none.
         python: interpreter that has the engine; unset is this one.
+        share: which part of an engine that spans several nodes this is.
+        progress: told what the engine is doing, again and again; if it raises, the engine is
+            stopped and the exception goes on to the caller.
 
     Raises:
         ConfigError: `rollout.engine_args` is wrong.
-        EngineError: not healthy in time; says why, with the end of the log.
+        EngineError: not healthy in time; says what it was doing, what may help, and the end of the
+            log.
     """
     start = {"embedded": _start_embedded, "sglang": _start_sglang}[kind]
     folder = Path(tempfile.mkdtemp(prefix="relax-engine-"))  # mode 0700: the token goes there
+    wanted = _Wanted(
+        folder, model_path, host, token, rollout_config, dtype, log_path, seed, python, share,
+        progress, time.monotonic() + rollout_config.start_timeout_s,
+    )  # fmt: skip
     try:
-        return start(folder, model_path, host, token, rollout_config, dtype, log_path, seed, python)
+        return start(wanted)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class EngineProcess:
-    """A running engine. As a context manager it stops the engine at the end."""
+class _Wanted(NamedTuple):
+    """The arguments of `start_engine`, a private folder, and when to give up."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", token: str, log_path: Path) -> None:
-        self.token, self.log_path, self.url = token, log_path, ""
-        self._process = process
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def client(self) -> EngineClient:
-        return EngineClient(self.url, self.token)
-
-    def generation_client(self) -> GenerationClient:
-        return GenerationClient(self.url, self.token)
-
-    def require_alive(self, doing: str) -> None:
-        """Raises EngineError, with the end of the log, if the engine has ended."""
-        if (code := self._process.poll()) is not None:
-            raise EngineError(
-                f"engine {self.url} (pid {self.pid}) ended with code {code} while {doing}; "
-                f"{self._last_lines()}"
-            )
-
-    def wait_for(self, done: Callable[[], bool], doing: str, deadline: float) -> None:
-        """Polls `done` until it holds.
-
-        Raises:
-            EngineError: the engine ended, or `deadline` (time.monotonic) passed.
-        """
-        while not done():
-            self.require_alive(doing)
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"engine {self.url} (pid {self.pid}) ran out of time while {doing}; "
-                    f"{self._last_lines()}"
-                )
-            time.sleep(_POLL_S)
-
-    def stop(self, grace_s: float = 10) -> None:
-        """Ends the engine and the processes it started: first politely, then by SIGKILL."""
-        try:
-            leader = psutil.Process(self.pid)
-            tree = [leader, *leader.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            tree = []
-        if self.alive:
-            self._process.terminate()
-        # psutil compares start times, so a recycled pid is never taken for one of ours.
-        _, left = psutil.wait_procs(tree, timeout=grace_s)
-        for process in left:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(left, timeout=grace_s)
-        self._process.wait(grace_s)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def _last_lines(self) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()[-_SHOWN_LINES:]
-        return "\n".join([f"the end of {self.log_path}:", *lines])
+    folder: Path
+    model_path: Path
+    host: str
+    token: str
+    rollout: RolloutConfig
+    dtype: str
+    log_path: Path
+    seed: int
+    python: str | None
+    share: Share
+    progress: Progress
+    deadline: float
 
 
-def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> EngineProcess:
-    """Starts `argv` on a leash, in a session of its own, with its output in `log_path`."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | dict(environment)
-    log_path.parent.mkdir(parents=True, exist_ok=True)
-    # SGLang logs its arguments, the token among them.
-    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-S", "-E", leash.__file__, str(os.getpid()), *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
-    finally:
-        os.close(log)
-    return EngineProcess(process, "", log_path)
-
-
-def _start_embedded(
-    folder: Path,
-    model_path: Path,
-    host: str,
-    token: str,
-    rollout: RolloutConfig,
-    dtype: str,
-    log_path: Path,
-    seed: int,
-    python: str | None,
-) -> EngineProcess:
-    embedded.check(rollout.engine_args)
-    options, port_file = folder / "options.json", folder / "port"
+def _start_embedded(wanted: _Wanted) -> EngineProcess:
+    embedded.check(wanted.rollout.engine_args)
+    options, port_file = wanted.folder / "options.json", wanted.folder / "port"
     embedded.write_options(
         options,
-        token=token,
+        token=wanted.token,
         port_file=port_file,
         device=_device(),
-        dtype=dtype,
-        max_running_requests=rollout.max_running_requests,
-        engine_args=rollout.engine_args,
+        dtype=wanted.dtype,
+        max_running_requests=wanted.rollout.max_running_requests,
+        engine_args=wanted.rollout.engine_args,
     )
-    engine = spawn(embedded.command(model_path, host, options, python), log_path, {})
-    engine.token = token
-    return _until_healthy(engine, rollout.start_timeout_s, host, port_file=port_file)
+    argv = embedded.command(wanted.model_path, wanted.host, options, wanted.python)
+    engine = spawn(argv, wanted.log_path, {})
+    engine.token = wanted.token
+
+    def is_up() -> bool:
+        if port_file.exists():
+            engine.url = f"http://{wanted.host}:{port_file.read_text()}"
+        return bool(engine.url) and engine.is_healthy()
+
+    return _until(is_up, engine, wanted, lambda _: "loading the model", lambda _: "")
 
 
-def _start_sglang(
-    folder: Path,
-    model_path: Path,
-    host: str,
-    token: str,
-    rollout: RolloutConfig,
-    dtype: str,
-    log_path: Path,
-    seed: int,
-    python: str | None,
-) -> EngineProcess:
-    sglang.check(rollout.engine_args)
-    options, device = folder / "options.yaml", _device()
-    sglang.write_options(options, token)
+def _start_sglang(wanted: _Wanted) -> EngineProcess:
+    args = wanted.rollout.engine_args
+    sglang.check(args)
+    options, device = wanted.folder / "options.yaml", _device()
+    sglang.write_options(options, wanted.token)
     for attempt in range(_PORT_ATTEMPTS):
-        # SGLang cannot report the port it got, so somebody may take ours before it binds.
-        port, log_size = _free_port(host), log_path.stat().st_size if log_path.exists() else 0
-        argv = sglang.arguments(
-            model_path,
-            host=host,
-            port=port,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-            max_running_requests=rollout.max_running_requests,
-            engine_args=rollout.engine_args,
-        )
-        argv = [*sglang.command(python), "--config", str(options), *argv]
-        engine = spawn(argv, log_path, sglang.ENVIRONMENT[device])
-        engine.token = token
-        try:
-            return _until_healthy(engine, rollout.start_timeout_s, host, port=port)
-        except EngineError:
-            said = log_path.read_text(errors="replace")[log_size:].lower()
-            if attempt + 1 == _PORT_ATTEMPTS or not any(text in said for text in _PORT_TAKEN):
-                raise
+        # SGLang cannot report the port it got; and it searches for more, which nobody holds for it.
+        with held_port(wanted.host) as port:
+            argv = sglang.arguments(
+                wanted.model_path,
+                host=wanted.host,
+                port=port,
+                device=device,
+                dtype=wanted.dtype,
+                seed=wanted.seed,
+                max_running_requests=wanted.rollout.max_running_requests,
+                engine_args=args,
+                share=wanted.share,
+            )
+            argv = [*sglang.command(wanted.python), "--config", str(options), *argv]
+            engine = spawn(argv, wanted.log_path, sglang.ENVIRONMENT[device])
+            engine.token, engine.url = wanted.token, f"http://{wanted.host}:{port}"
+            try:
+                return _until(
+                    engine.is_healthy,
+                    engine,
+                    wanted,
+                    diagnosis.phase,
+                    lambda output: diagnosis.remedy(output, args),
+                )
+            except EngineError:
+                last = attempt + 1 == _PORT_ATTEMPTS
+                if last or not diagnosis.port_taken(engine.output()):
+                    raise
     raise AssertionError("the last attempt returns or raises")
 
 
-def _until_healthy(
+def _until(
+    is_up: Callable[[], bool],
     engine: EngineProcess,
-    timeout_s: float,
-    host: str,
-    *,
-    port: int | None = None,
-    port_file: Path | None = None,
+    wanted: _Wanted,
+    phase_of: Callable[[str], str],
+    remedy_for: Callable[[str], str],
 ) -> EngineProcess:
-    deadline = time.monotonic() + timeout_s
+    """Waits; whatever goes wrong, nothing is left behind.
+
+    Args:
+        is_up: whether it can be used.
+        engine: just spawned.
+        wanted: deadline, and who is told of progress.
+        phase_of: its output -> what it is doing.
+        remedy_for: its output -> what may help; "" if nothing is known.
+    """
     try:
-        if port_file is not None:
-            engine.wait_for(port_file.exists, "loading the model", deadline)
-            port = int(port_file.read_text())
-        engine.url = f"http://{host}:{port}"
-        client = engine.client()
-        engine.wait_for(lambda: client.health(5.0), "starting (no answer at /health)", deadline)
-        client.close()
+        while not is_up():
+            end, output = engine.end(), engine.output()
+            phase = phase_of(output)
+            wanted.progress(phase)
+            if not end and time.monotonic() > wanted.deadline:
+                end = f"ran out of time while {phase}, {engine.age_s:.0f} s after its start"
+                end += f" (rollout.start_timeout_s = {wanted.rollout.start_timeout_s})"
+            elif end:
+                end += f" while {phase}"
+            if end:
+                helps = f": {remedy}" if (remedy := remedy_for(output)) else ""
+                raise EngineError(f"{engine} {end}{helps}; {engine.last_lines()}")
+            time.sleep(_POLL_S)
     except BaseException:
         engine.stop()
         raise
@@ -258,8 +191,3 @@ def _device() -> Device:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
-        return int(probe.getsockname()[1])

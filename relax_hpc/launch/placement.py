@@ -47,7 +47,7 @@ def place(config: JobConfig) -> list[Component]:
     components = []
     if isinstance(config, RunConfig):
         resources = profile.resources("rollout", config.rollout.resources)
-        components.append(_component(config, "rollout", config.rollout.num_engines, resources))
+        components.append(_component(config, "rollout", config.rollout.num_tasks, resources))
     resources = profile.resources("actor", config.actor.resources)
     components.append(_component(config, "actor", config.actor.world_size, resources))
     if isinstance(config, RunConfig) and config.reference.placement == "own":

@@ -1,49 +1,43 @@
 """Builds a rollout task: one engine, its producer on the bus, and the loop between them."""
 
 import asyncio
-import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Self
 
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.producer import Producer
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.comm.world import node_address
-from relax_hpc.config import RolloutConfig, RunConfig
+from relax_hpc.config import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import Generation, GenerationClient
-from relax_hpc.engines.process import EngineProcess, start_engine
+from relax_hpc.errors import EngineError, PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.registry import REWARDS
 from relax_hpc.roles import rollout
+from relax_hpc.roles.engine_host import EngineHost, Seat
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.roster import Roster
 
 SPARES = 2
 """Shards that nobody needs any more, kept to be written over."""
+SERVING_POLL_S = 0.5
+NOTICE_S = 5.0
+"""Within it the engine's host has seen that it died."""
 CREDITS_EVERY_S = 1.0
 """They tell what to delete, what to sample again, and the end; pacing goes by the engine."""
 
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
-    """Starts an engine, announces it, samples until the trainer has finished, stops the engine."""
-    with start_engine(
-        config.rollout.engine,
-        config.model.path,
-        host=node_address(),
-        token=secrets.token_hex(16),
-        rollout_config=_on_own_gpus(config.rollout, context),
-        dtype=config.model.dtype,
-        log_path=paths.log("engine", str(context.rank)),
-        seed=config.seed + context.rank,
-        python=None,
-    ) as engine:
-        member = _member(config, context, engine)
-        members.announce(paths, member)
-        events.emit("engine", url=engine.url, engine_pid=engine.pid, kind=config.rollout.engine)
+    """Keeps an engine, and samples with it until the trainer has finished."""
+    seat = Seat(context.name, number=context.rank, local_index=context.local_rank)
+    with EngineHost(config, paths, context, seat, events) as host:
+        host.wait_until_healthy()
         with Producer(
             paths.bus,
             context.name,
@@ -51,16 +45,27 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
             compress=config.bus.compress,
             spares=SPARES,
         ) as producer:
-            asyncio.run(_loop(config, paths, context, engine, producer, events))
-        members.announce(paths, member._replace(state="GONE"))
+            asyncio.run(_while_hosted(host, _loop(config, paths, context, producer, events)))
     events.emit("end")
+
+
+async def _while_hosted(host: EngineHost, loop: Coroutine[Any, Any, None]) -> None:
+    """Runs the loop to its end; ends it if its engine does not come back."""
+    running, failure = asyncio.ensure_future(loop), asyncio.ensure_future(host.failure())
+    await asyncio.wait({running, failure}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (running, failure):
+        if not task.done():
+            task.cancel()
+    # The loop may have failed because the engine did, so what the host says comes first.
+    for outcome in await asyncio.gather(failure, running, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+            raise outcome
 
 
 async def _loop(
     config: RunConfig,
     paths: RunPaths,
     context: TaskContext,
-    engine: EngineProcess,
     producer: Producer,
     events: EventWriter,
 ) -> None:
@@ -82,13 +87,13 @@ async def _loop(
         return reward(tokenizer.decode(response, skip_special_tokens=True), prompt.answer)
 
     count = min(config.eval.num_prompts, len(heldout))
-    async with engine.generation_client() as client:
+    async with EngineSampler(config, paths, context.name, tokenizer.eos_token_id) as sampler:
         await rollout.run(
             config,
             rollout.Task(context.rank, context.size),
             prompts,
             [heldout[index] for index in range(count)],
-            EngineSampler(config, engine.client(), client, tokenizer.eos_token_id),
+            sampler,
             score,
             producer,
             CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
@@ -97,51 +102,85 @@ async def _loop(
 
 
 class EngineSampler:
-    """An engine's clients with the run's sampling settings filled in."""
+    """The clients of one engine, whichever start of it serves now."""
 
-    def __init__(
-        self, config: RunConfig, control: EngineClient, client: GenerationClient, stop_token: int
-    ) -> None:
-        self._max_new_tokens = config.rollout.max_new_tokens
-        self._control, self._client, self._stop_token = control, client, stop_token
+    def __init__(self, config: RunConfig, paths: RunPaths, member: str, stop_token: int) -> None:
+        self._config, self._paths, self._id = config, paths, member
+        self._stop_token = stop_token
+        self._member: Member | None = None
+        self._control: EngineClient | None = None
+        self._client: GenerationClient | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._control:
+            self._control.close()
+        if self._client:
+            await self._client.aclose()
 
     def version(self) -> int:
-        return self._control.version()
+        while True:
+            member = self._serving()
+            try:
+                if self._control is None or self._member != member:
+                    self._member = member
+                    self._control = EngineClient(member.url, member.token)
+                return self._control.version()
+            except EngineError:
+                if self._still_serves(member):
+                    raise
 
     async def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float
     ) -> Sequence[Generation]:
-        return await self._client.generate_batch(
-            prompts,
-            seeds,
-            temperature=temperature,
-            max_new_tokens=self._max_new_tokens,
-            stop_token_ids=[self._stop_token],
-        )
+        while True:
+            member = await asyncio.to_thread(self._serving)
+            if self._client is None or self._client.url != member.url:
+                self._client = GenerationClient(member.url, member.token)
+            try:
+                return await self._client.generate_batch(
+                    prompts,
+                    seeds,
+                    temperature=temperature,
+                    max_new_tokens=self._config.rollout.max_new_tokens,
+                    stop_token_ids=[self._stop_token],
+                )
+            except EngineError:
+                if await asyncio.to_thread(self._still_serves, member):
+                    raise
 
+    def _serving(self) -> Member:
+        """The member record, once it is of an engine with the newest weights.
 
-def _tp_size(rollout: RolloutConfig) -> int:
-    return int(str(rollout.engine_args.get("tp_size", 1)))
+        Raises:
+            EngineError: the engine does not come back.
+            PeerTimeoutError: the trainer gave it no weights.
+        """
+        deadline = time.monotonic() + self._config.launch.peer_timeout_s
+        while True:
+            member, roster = members.find(self._paths, self._id), Roster.read(self._paths)
+            if member and member.state in ("FAILED", "GONE"):
+                raise EngineError(f"engine {self._id} is {member.state}: {member.reason}")
+            if member and member.state == "HEALTHY":
+                if roster is None or roster.serves(member.id, member.epoch):
+                    return member
+                if time.monotonic() > deadline:
+                    raise PeerTimeoutError(f"actor gave {self._id} no weights to sample with")
+            else:
+                deadline = time.monotonic() + self._config.launch.peer_timeout_s
+            time.sleep(SERVING_POLL_S)
 
-
-def _on_own_gpus(rollout: RolloutConfig, context: TaskContext) -> RolloutConfig:
-    """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
-    if rollout.engine != "sglang" or not rollout.resources.gpus_per_node:
-        return rollout
-    first = {"base_gpu_id": context.local_rank * _tp_size(rollout)}
-    return rollout.model_copy(update={"engine_args": first | rollout.engine_args})
-
-
-def _member(config: RunConfig, context: TaskContext, engine: EngineProcess) -> Member:
-    return Member(
-        id=context.name,
-        epoch=f"{context.attempt}-{context.start}",
-        url=engine.url,
-        token=engine.token,
-        num_ranks=_tp_size(config.rollout),
-        engine=config.rollout.engine,
-        state="HEALTHY",
-    )
+    def _still_serves(self, member: Member) -> bool:
+        """Whether a request failed although its engine lives: the watcher needs a moment to see."""
+        deadline = time.monotonic() + NOTICE_S
+        while time.monotonic() < deadline:
+            now = members.find(self._paths, self._id)
+            if now is None or now.epoch != member.epoch or now.state != "HEALTHY":
+                return False
+            time.sleep(SERVING_POLL_S)
+        return True
 
 
 def _provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:

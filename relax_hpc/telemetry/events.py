@@ -17,7 +17,8 @@ and "world" (kind, size) once the ranks of a component have found each other:
              step     step, loss, data/..., time/..., num_documents, num_tokens, tokens_per_s
              heldout  step, loss, num_tokens
              export   path
-    rollout  engine   url, engine_pid, kind
+    rollout  engine   id, epoch, url, engine_pid, kind, version, start_s
+             engine_end   id, epoch, reason: it is started again
              shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
                       policy_version_min, policy_version_max
              eval     when, version, step, correct, count: one per rank, to be added up

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from relax_hpc.comm.broadcast import BroadcastGroup, open_store
 from relax_hpc.comm.bucket import flatten
+from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import Generation
-from relax_hpc.engines.process import EngineProcess
 
 VOCAB, EOS = 128, 2
 

@@ -12,10 +12,11 @@ import pytest
 from conftest import SGLANG_PYTHON
 
 from relax_hpc.config import RolloutConfig
+from relax_hpc.engines.child import spawn
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.generation import _version_runs
-from relax_hpc.engines.process import spawn, start_engine
+from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError, EngineError
 

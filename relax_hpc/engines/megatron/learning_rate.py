@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from relax_hpc.config import OptimizerConfig
+from relax_hpc.config_optimizer import OptimizerConfig
 
 _REMAINING: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,

@@ -7,10 +7,10 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from relax_hpc.comm.orders import LOADER
-from relax_hpc.config import PassThrough
+from relax_hpc.config_grid import PassThrough
 from relax_hpc.errors import ConfigError
 
 ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -28,6 +28,9 @@ _OURS = {
     "dtype": "model.dtype",
     "random_seed": "seed",
     "max_running_requests": "rollout.max_running_requests",
+    "nnodes": "rollout.nodes_per_engine",
+    "node_rank": None,
+    "dist_init_addr": None,
     "host": None,
     "port": None,
     "api_key": None,
@@ -37,6 +40,18 @@ _OURS = {
 }
 """Arguments that the run decides, and the key of the job that decides them."""
 
+_ALIASES = {
+    "model": "model_path",
+    "tensor_parallel_size": "tp_size",
+    "tp": "tp_size",
+    "data_parallel_size": "dp_size",
+    "dp": "dp_size",
+    "pipeline_parallel_size": "pp_size",
+    "pp": "pp_size",
+    "nccl_init_addr": "dist_init_addr",
+}
+"""Other names that SGLang has for arguments that matter here."""
+
 _CPU_DEFAULTS: PassThrough = {
     "device": "cpu",
     "attention_backend": "torch_native",
@@ -44,6 +59,18 @@ _CPU_DEFAULTS: PassThrough = {
     "mem_fraction_static": 0.1,
     "max_total_tokens": 32768,
 }
+
+
+class Share(NamedTuple):
+    """Which part of an engine that spans several nodes one process is."""
+
+    nodes: int = 1
+    rank: int = 0
+    address: str = ""
+    """"host:port" where the parts meet, of the first node; unused by one node alone."""
+
+
+ALONE = Share()
 
 
 def arguments(
@@ -56,6 +83,7 @@ def arguments(
     seed: int,
     max_running_requests: int,
     engine_args: PassThrough,
+    share: Share = ALONE,
 ) -> list[str]:
     """Arguments of `sglang.launch_server`, without the token (see `write_options`).
 
@@ -75,7 +103,39 @@ def arguments(
         "weight_version": "0",
         "max_running_requests": max_running_requests,
     }
+    if share.nodes > 1:
+        settings["nnodes"], settings["node_rank"] = share.nodes, share.rank
+        settings["dist_init_addr"] = share.address
     return as_flags(settings)
+
+
+class Size(NamedTuple):
+    """How many GPUs an engine takes, and how they work together."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    attention_data: bool
+    """Data parallel attention: its ranks are those of tensor parallelism."""
+
+    @property
+    def gpus(self) -> int:
+        replicas = 1 if self.attention_data else self.data
+        return self.tensor * self.pipeline * replicas
+
+
+def size_of(engine_args: PassThrough) -> Size:
+    """What `rollout.engine_args` asks for, by whichever of SGLang's names."""
+    named = {_ALIASES.get(key, key): value for key, value in engine_args.items()}
+
+    def count(key: str) -> int:
+        value = named.get(key, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"rollout.engine_args.{key} = {value!r}: expected 1, 2, ...")
+        return value
+
+    attention = bool(named.get("enable_dp_attention", False))
+    return Size(count("tp_size"), count("pp_size"), count("dp_size"), attention)
 
 
 def write_options(path: Path, token: str) -> None:
@@ -90,7 +150,7 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
     """
     flags: list[str] = []
     for key, value in settings.items():
-        flag = f"--{key.replace('_', '-')}"
+        flag = _flag(key)
         if isinstance(value, bool):
             flags += [flag] if value else []
         elif isinstance(value, list):
@@ -98,6 +158,10 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
         else:
             flags += [flag, str(value)]
     return flags
+
+
+def _flag(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
 def check(engine_args: PassThrough) -> None:
@@ -109,9 +173,10 @@ def check(engine_args: PassThrough) -> None:
         ConfigError: unknown argument, value of the wrong type, or one that the run decides.
     """
     for key in engine_args:
-        if key in _OURS:
-            remedy = f"set {_OURS[key]}" if _OURS[key] else "leave it out"
+        if (name := _ALIASES.get(key, key)) in _OURS:
+            remedy = f"set {_OURS[name]}" if _OURS[name] else "leave it out"
             raise ConfigError(f"rollout.engine_args.{key}: is set by the run; {remedy}")
+    _check_size(size_of(engine_args))
     if importlib.util.find_spec("sglang") is None:
         return
     from sglang.srt.server_args import ServerArgs
@@ -120,12 +185,25 @@ def check(engine_args: PassThrough) -> None:
     ServerArgs.add_cli_args(parser)
     known = [flag for action in parser._actions for flag in action.option_strings]
     for key in engine_args:
-        flag = f"--{key.replace('_', '-')}"
-        if flag not in known:
+        if (flag := _flag(key)) not in known:
             close = difflib.get_close_matches(flag, known, n=1)
             guess = f"; did you mean {close[0][2:].replace('-', '_')}?" if close else ""
             raise ConfigError(f"rollout.engine_args.{key}: SGLang has no {flag}{guess}")
     parser.parse_args(["--model-path", "model", *as_flags(engine_args)])
+
+
+def _check_size(size: Size) -> None:
+    """Weights go to every rank of an engine by its tensor-parallel rank alone."""
+    if size.data > 1 and not size.attention_data:
+        raise ConfigError(
+            f"rollout.engine_args.dp_size = {size.data}: replicas inside an engine cannot be given "
+            f"weights; raise rollout.num_engines, or set enable_dp_attention = true"
+        )
+    if size.pipeline > 1:
+        raise ConfigError(
+            f"rollout.engine_args.pp_size = {size.pipeline}: stages of an engine cannot be given "
+            "weights; raise tp_size, over several nodes with rollout.nodes_per_engine"
+        )
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,43 @@
+"""The optimizer's section of a job."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from relax_hpc.config_grid import SETTINGS, NonNegative, PassThrough
+
+
+class OptimizerConfig(BaseModel):
+    model_config = SETTINGS
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    warmup_steps: NonNegative = 0
+    """Steps of linear warm-up."""
+    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Learning rate of the last step, as a fraction of `lr`; 1 does not decay."""
+    decay: Literal["constant", "linear", "cosine", "sqrt"] = "linear"
+    """How it gets there; `sqrt` falls fast at first (1 - sqrt of the decay's progress)."""
+    decay_steps: NonNegative = 0
+    """The decay takes the last steps, that many, and the rate stays before (warm-up, stable,
+    decay); 0 takes all steps after the warm-up."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    moments: Literal["float32", "bfloat16"] = "float32"
+    """Type of Adam's two moments; bfloat16 halves their memory and rounds stochastically."""
+    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of the main parameters and moments kept in host memory. They pass through the GPU in
+    every update, which is the same to the last bit."""
+    megatron: PassThrough = {}
+    """Further fields of Megatron-core's OptimizerConfig, e.g. adam_eps = 1e-15."""
+
+    @model_validator(mode="after")
+    def _constant_ends_where_it_is(self) -> Self:
+        if self.decay == "constant" and self.final_lr_fraction != 1:
+            raise ValueError(
+                f"final_lr_fraction = {self.final_lr_fraction}: a constant rate does not fall; "
+                "use linear, cosine or sqrt as decay, or remove it"
+            )
+        return self

@@ -1,0 +1,169 @@
+"""An engine server as a child process: tied to its owner, watched, and ended as a whole."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from relax_hpc.engines import leash
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.errors import EngineError
+
+_FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_MPI", "SLURM_PMI")
+"""Variables of the owner's MPI rank; an engine that found them would try to join its world."""
+_SHOWN_LINES = 20
+_READ_BYTES = 1 << 20
+_HEALTH_S = 5.0
+
+
+class EngineProcess:
+    """A running engine. As a context manager it stops the engine at the end."""
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", token: str, log_path: Path, *, said_before: int
+    ) -> None:
+        """Takes over a process that leads a session of its own.
+
+        Args:
+            process: the leader.
+            token: bearer token that its callers need.
+            log_path: where its output goes.
+            said_before: bytes of the log that are not this process's.
+        """
+        self.token, self.log_path, self.url = token, log_path, ""
+        self._process, self._said_before = process, said_before
+        self._leader = _process_of(process.pid)
+        self._started = time.monotonic()
+        self._control: EngineClient | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self._started
+
+    def client(self) -> EngineClient:
+        return EngineClient(self.url, self.token)
+
+    def generation_client(self) -> GenerationClient:
+        return GenerationClient(self.url, self.token)
+
+    def is_healthy(self) -> bool:
+        """Whether it answers at /health; `url` must be known."""
+        if self._control is None:
+            self._control = self.client()
+        return self._control.health(_HEALTH_S)
+
+    def end(self) -> str:
+        """How the process ended, in words; "" while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        if code >= 0:
+            return f"ended with code {code}"
+        by = f"was killed by {signal.Signals(-code).name}"
+        may_be = " (the node may be out of memory)" if code == -signal.SIGKILL else ""
+        return f"{by}{may_be}"
+
+    def require_alive(self, doing: str) -> None:
+        """Raises EngineError, with the end of the log, if the engine has ended."""
+        if end := self.end():
+            raise EngineError(f"{self} {end} while {doing}; {self.last_lines()}")
+
+    def output(self) -> str:
+        """What it has said so far; of much, the newest."""
+        with self.log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._said_before, size - _READ_BYTES))
+            return log.read().decode(errors="replace")
+
+    def last_lines(self) -> str:
+        """The end of its log, for an error message."""
+        lines = self.output().splitlines()[-_SHOWN_LINES:]
+        return "\n".join([f"the end of {self.log_path}:", *lines])
+
+    def stop(self, grace_s: float = 10) -> None:
+        """Ends the engine and the processes it started: first politely, then by SIGKILL.
+
+        What it started is told by the session that it leads, so that children of a leader that is
+        dead already are found, and nobody else's are.
+        """
+        if self._control is not None:
+            self._control.close()
+        if self.alive:
+            self._process.terminate()
+        # psutil compares start times, so a recycled pid is never taken for one of ours.
+        _, left = psutil.wait_procs(self._family(), timeout=grace_s)
+        # The leader may have started more while it ended.
+        left = [*left, *(process for process in self._family() if process not in left)]
+        for process in left:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(left, timeout=grace_s)
+        self._process.wait(grace_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __str__(self) -> str:
+        return f"engine {self.url} (pid {self.pid})" if self.url else f"engine (pid {self.pid})"
+
+    def _family(self) -> list[psutil.Process]:
+        try:
+            found = {self._leader, *self._leader.children(recursive=True)} if self._leader else {}
+        except psutil.NoSuchProcess:
+            found = {}
+        return [*{*found, *filter(self._is_of_session, psutil.process_iter())}]
+
+    def _is_of_session(self, process: psutil.Process) -> bool:
+        # The kernel gives the number of a session to nobody while one of its members lives.
+        try:
+            return os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            return False
+
+
+def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> EngineProcess:
+    """Starts `argv` on a leash, in a session of its own, with its output added to `log_path`."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | dict(environment)
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    # SGLang logs its arguments, the token among them.
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    said_before = os.fstat(log).st_size
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", leash.__file__, str(os.getpid()), *argv],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+    return EngineProcess(process, "", log_path, said_before=said_before)
+
+
+def _process_of(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None

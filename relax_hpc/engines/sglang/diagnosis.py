@@ -1,0 +1,76 @@
+"""What SGLang's log says: how far a start has come, and what to do about one that failed."""
+
+import re
+
+from relax_hpc.config_grid import PassThrough
+
+_PHASES = (
+    ("server_args=", "starting its workers"),
+    ("Init torch distributed begin", "joining its ranks"),
+    ("Init parallel begin", "joining its ranks"),
+    ("Load weight begin", "loading weights"),
+    ("Load weight end", "allocating the key-value cache"),
+    ("CUDA graph begin", "capturing graphs"),
+    ("Capturing batches", "capturing graphs"),
+    ("max_total_num_tokens=", "starting its HTTP server"),
+    ("Uvicorn running on", "warming up"),
+)
+"""Text of 0.5.17 to 0.5.23, in the order of a start, and what goes on from there."""
+
+_PORT_TAKEN = re.compile(r"address already in use|EADDRINUSE|port is already in use", re.IGNORECASE)
+
+_CAUSES = (
+    (
+        r"Not enough memory\. Please try to increase --mem-fraction-static",
+        "the weights leave no room for the key-value cache: raise "
+        "rollout.engine_args.mem_fraction_static ({mem_fraction_static}) or tp_size ({tp_size})",
+    ),
+    (
+        r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
+        "out of memory: lower rollout.engine_args.mem_fraction_static ({mem_fraction_static}), "
+        "max_total_tokens or rollout.max_running_requests, or raise tp_size ({tp_size})",
+    ),
+    (
+        r"tp_size == 0|(?:is not|must be) divisible by .*(?:tp|tensor)|is not divisible by",
+        "the model does not divide by rollout.engine_args.tp_size ({tp_size}): use a divisor of "
+        "its attention heads and of its layers' width",
+    ),
+    (
+        r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device",
+        "there are fewer GPUs than the engines of this node take: each takes tp_size ({tp_size}) "
+        "of them; see rollout.resources.gpus_per_node",
+    ),
+    (
+        r"No module named '?sglang",
+        "rollout.resources.python names an interpreter without SGLang",
+    ),
+    (
+        r"error: unrecognized arguments|error: argument --",
+        "SGLang refused an argument of rollout.engine_args",
+    ),
+)
+"""Patterns, and remedies to be filled in with the engine's arguments; the first that fits counts,
+so what is more special stands above."""
+
+
+def phase(output: str) -> str:
+    """What a server that has said `output` is doing. The newest marker counts: it may repeat."""
+    found = [(output.rfind(marker), doing) for marker, doing in _PHASES if marker in output]
+    return max(found)[1] if found else "importing"
+
+
+def port_taken(output: str) -> bool:
+    """Whether somebody else got hold of a port first; another attempt takes others."""
+    return _PORT_TAKEN.search(output) is not None
+
+
+def remedy(output: str, engine_args: PassThrough) -> str:
+    """What to change about a start that ended with `output`; "" if it says nothing known."""
+    values = {
+        "mem_fraction_static": engine_args.get("mem_fraction_static", "unset"),
+        "tp_size": engine_args.get("tp_size", 1),
+    }
+    for pattern, words in _CAUSES:
+        if re.search(pattern, output, re.IGNORECASE):
+            return words.format(**values)
+    return "a port was taken" if port_taken(output) else ""

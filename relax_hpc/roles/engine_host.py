@@ -1,0 +1,253 @@
+"""Keeps one engine running: starts it, announces it, watches it, and starts it again.
+
+The thread that does so owns the engine, which dies with it. The role's own loop goes on meanwhile:
+it sees in the member record whether there is an engine, and waits or asks another.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Self
+
+from relax_hpc.comm.context import TaskContext
+from relax_hpc.comm.world import node_address
+from relax_hpc.config import RolloutConfig, RunConfig
+from relax_hpc.engines import capabilities
+from relax_hpc.engines.child import EngineProcess
+from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.pulse import Pulse
+from relax_hpc.engines.sglang.launch import size_of
+from relax_hpc.errors import EngineError
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member, State
+from relax_hpc.weights.roster import Roster
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 0.5
+_ROSTER_S = 1.0
+_HUNG_GRACE_S = 1.0
+
+
+class Seat(NamedTuple):
+    """Which engine this is, and where it sits on its node."""
+
+    id: str
+    """Of its member record."""
+    number: int
+    """Among the engines of the run: seeds its random numbers."""
+    local_index: int
+    """Among the engines of its node: says which GPUs are its own."""
+
+
+class EngineHost:
+    """One engine of a task, from the first start to the clean stop. A context manager."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        context: TaskContext,
+        seat: Seat,
+        events: EventWriter,
+    ) -> None:
+        self._config, self._paths, self._context = config, paths, context
+        self._seat, self._events = seat, events
+        self._rollout = _on_own_gpus(config.rollout, seat)
+        self._member = self._new_member(0)
+        self._announcing = threading.Lock()
+        self._healthy, self._stopping = threading.Event(), threading.Event()
+        self._draining = False
+        # A thread of its own, since the kernel ends the engine with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"host of {seat.id}")
+        self._life: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._life = self._thread.submit(self._keep)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stops the engine; it is GONE, unless it FAILED before."""
+        self._stopping.set()
+        self._thread.shutdown(wait=True)
+
+    def wait_until_healthy(self) -> None:
+        """Blocks until the engine can be asked for the first time.
+
+        Raises:
+            EngineError: it could not be started.
+        """
+        assert self._life is not None
+        while not self._healthy.wait(_WATCH_S):
+            if self._life.done():
+                self._life.result()
+                raise EngineError(f"engine {self._seat.id} was stopped before it was healthy")
+
+    async def failure(self) -> None:
+        """Returns only when the engine was stopped.
+
+        Raises:
+            EngineError: it does not come back by itself: the role has to end.
+        """
+        assert self._life is not None
+        await asyncio.shield(asyncio.wrap_future(self._life))
+
+    def drain(self) -> None:
+        """Announces that the engine gets nothing new; stopping it is left to the caller."""
+        self._draining = True
+        self._announce("DRAINING")
+
+    def _keep(self) -> None:
+        """Start after start, until it is stopped or has to be restarted too often."""
+        ends: list[float] = []
+        try:
+            for start in itertools.count(1):
+                reason = self._live(start)
+                if reason is None or self._draining:
+                    self._announce("GONE")
+                    return
+                ends = self._allow_restart([*ends, time.monotonic()], reason)
+                self._announce("STARTING", f"again, since it {reason}".splitlines()[0])
+                self._stopping.wait(self._config.launch.restart_delay_s)
+        except BaseException as error:
+            self._announce("FAILED", str(error).splitlines()[0] if str(error) else repr(error))
+            raise
+
+    def _allow_restart(self, ends: list[float], reason: str) -> list[float]:
+        """The ends that count, if there are not too many of them."""
+        window_s, most = self._rollout.restart_window_s, self._config.launch.max_restarts
+        self._events.emit("engine_end", id=self._seat.id, epoch=self._member.epoch, reason=reason)
+        log.warning("engine %s %s", self._seat.id, reason)
+        recent = [end for end in ends if end > ends[-1] - window_s]
+        if len(recent) > most:
+            raise EngineError(
+                f"engine {self._seat.id} ended {len(recent)} times within {window_s} s "
+                f"(launch.max_restarts = {most}, rollout.restart_window_s); at last it {reason}"
+            )
+        return recent
+
+    def _live(self, start: int) -> str | None:
+        """One start of the engine, to its end.
+
+        Returns:
+            Why it ended; None if it was asked to.
+
+        Raises:
+            EngineError: the very first start failed, for which the reason is the job's rather
+                than bad luck.
+        """
+        self._member = self._new_member(start)
+        if self._stopping.is_set():
+            return None
+        try:
+            engine = self._start()
+        except _Stopped:
+            return None
+        except EngineError as error:
+            if start == 1:
+                raise EngineError(f"engine {self._seat.id}: {error}") from error
+            return f"did not start: {error}"
+        with engine:
+            return self._serve(engine)
+
+    def _start(self) -> EngineProcess:
+        self._announce("STARTING", "starting its process")
+        return start_engine(
+            self._rollout.engine,
+            self._config.model.path,
+            host=node_address(),
+            token=self._member.token,
+            rollout_config=self._rollout,
+            dtype=self._config.model.dtype,
+            log_path=self._paths.engine_log(self._seat.id, self._member.epoch),
+            seed=self._config.seed + self._seat.number,
+            progress=self._progress,
+        )
+
+    def _progress(self, phase: str) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+        if phase != self._member.reason:
+            self._announce("STARTING", phase)
+
+    def _serve(self, engine: EngineProcess) -> str | None:
+        """Announces a healthy engine and watches it; returns as `_live` does."""
+        hang_s = self._rollout.hang_timeout_s
+        try:
+            able = capabilities.probe(engine.url, engine.token, timeout_s=hang_s)
+        except EngineError as error:
+            return f"answered /health and then failed: {error}"
+        self._member = self._member._replace(url=engine.url)
+        self._announce("DRAINING" if self._draining else "HEALTHY")
+        self._events.emit(
+            "engine", url=engine.url, engine_pid=engine.pid, kind=able.engine,
+            version=able.version, id=self._seat.id, epoch=self._member.epoch,
+            start_s=round(engine.age_s, 2),
+        )  # fmt: skip
+        self._healthy.set()
+        every_s = min(5.0, hang_s / 4)
+        with Pulse(engine.url, engine.token, every_s=every_s, timeout_s=hang_s) as pulse:
+            return self._watch(engine, pulse)
+
+    def _watch(self, engine: EngineProcess, pulse: Pulse) -> str | None:
+        read_roster = 0.0
+        while not self._stopping.wait(_WATCH_S):
+            if end := engine.end():
+                return f"{end} while serving; {engine.last_lines()}"
+            if time.monotonic() >= read_roster:
+                read_roster = time.monotonic() + _ROSTER_S
+                roster = Roster.read(self._paths)
+                if roster and not roster.done:  # engines do not answer while weights are loaded
+                    pulse.excuse()
+                if fenced := self._fenced(roster):
+                    return fenced
+            if (silent_s := pulse.silent_s) > self._rollout.hang_timeout_s:
+                engine.stop(_HUNG_GRACE_S)
+                return (
+                    f"hangs: {engine} has said nothing for {silent_s:.0f} s, and no update is "
+                    f"under way (rollout.hang_timeout_s); {engine.last_lines()}"
+                )
+        return None
+
+    def _fenced(self, roster: Roster | None) -> str | None:
+        """Why the weights of this very start are undefined; None if they are not."""
+        holding = roster.members.get(self._seat.id) if roster else None
+        if holding is None or holding.epoch != self._member.epoch or holding.state != "FENCED":
+            return None
+        return f"was fenced: {holding.reason}"
+
+    def _new_member(self, start: int) -> Member:
+        kind, context = self._rollout.engine, self._context
+        return Member(
+            id=self._seat.id,
+            epoch=f"{context.attempt}-{context.start}-{start}",
+            url="",
+            token=secrets.token_hex(16),
+            num_ranks=size_of(self._rollout.engine_args).gpus if kind == "sglang" else 1,
+            engine=kind,
+            state="STARTING",
+        )
+
+    def _announce(self, state: State, reason: str = "") -> None:
+        with self._announcing:
+            self._member = self._member._replace(state=state, reason=reason)
+            members.announce(self._paths, self._member)
+
+
+class _Stopped(Exception):  # noqa: N818
+    """The engine is to be stopped before it has started."""
+
+
+def _on_own_gpus(rollout: RolloutConfig, seat: Seat) -> RolloutConfig:
+    """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
+    if rollout.engine != "sglang" or not rollout.resources.gpus_per_node:
+        return rollout
+    per_node = size_of(rollout.engine_args).gpus // rollout.nodes_per_engine
+    first = {"base_gpu_id": seat.local_index * per_node}
+    return rollout.model_copy(update={"engine_args": first | rollout.engine_args})

@@ -1,0 +1,139 @@
+"""An engine that is lost comes back under another epoch; one that cannot is named."""
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from relax_hpc.comm.context import TaskContext
+from relax_hpc.config import RunConfig
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.errors import EngineError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.engine_host import EngineHost, Seat
+from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.weights import members
+from relax_hpc.weights.roster import Holding, Roster
+
+CONTEXT = TaskContext("rollout", 0, 1, 0, attempt="7.0", start=2, node="here")
+
+
+class Hosted:
+    """A host with its run directory, as the rest of a run sees it."""
+
+    def __init__(self, folder, model, **rollout):
+        self.paths = RunPaths(folder)
+        self.config = RunConfig.model_validate(
+            {
+                "name": "host",
+                "model": {"path": model, "dtype": "float32"},
+                "prompts": {"train": "unused", "heldout": "unused"},
+                "algorithm": {"num_steps": 1},
+                "launch": {"max_restarts": 3, "restart_delay_s": 0},
+                "rollout": {"start_timeout_s": 60, **rollout},
+            }
+        )
+        self.events = EventWriter(self.paths.events("rollout", 0), "rollout", 0)
+        seat = Seat("rollout-0", number=0, local_index=0)
+        self.host = EngineHost(self.config, self.paths, CONTEXT, seat, self.events)
+
+    @property
+    def member(self):
+        return members.find(self.paths, "rollout-0")
+
+    def happened(self, event):
+        return [e for e in read_events(self.paths.root / "events") if e["event"] == event]
+
+    def pid(self):
+        return self.happened("engine")[-1]["engine_pid"]
+
+    def wait_for(self, state, epoch=None):
+        deadline = time.monotonic() + 60
+        while (now := self.member) is None or now.state != state or epoch not in (None, now.epoch):
+            assert time.monotonic() < deadline, now
+            time.sleep(0.05)
+        return now
+
+    def sync(self, *, done, epoch="7.0-2-1", state="ACTIVE", reason=""):
+        holding = Holding(epoch, 1, state, reason)
+        Roster(1, done, {"rollout-0": holding}).write(self.paths)
+
+
+def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tmp_path):
+    hosted = Hosted(tmp_path, checkpoints[0], hang_timeout_s=2)
+    with hosted.host:
+        hosted.host.wait_until_healthy()
+        first = hosted.member
+        assert (first.state, first.epoch) == ("HEALTHY", "7.0-2-1")
+        os.kill(hosted.pid(), signal.SIGKILL)
+        second = hosted.wait_for("HEALTHY", "7.0-2-2")
+        assert first.url != second.url and first.token != second.token
+        assert not EngineClient(first.url, first.token).health(1.0)
+        assert "killed by SIGKILL" in hosted.happened("engine_end")[0]["reason"]
+
+        # Silence during an update says nothing; the same silence without one does.
+        hosted.sync(done=False)
+        silent = psutil.Process(hosted.pid())
+        silent.suspend()
+        time.sleep(5)
+        assert hosted.member == second
+        hosted.sync(done=True)
+        third = hosted.wait_for("HEALTHY", "7.0-2-3")
+        assert not silent.is_running()
+        assert "hangs: engine http" in hosted.happened("engine_end")[1]["reason"]
+
+        hosted.sync(done=True, epoch=second.epoch, state="FENCED", reason="of another start")
+        time.sleep(1.5)
+        assert hosted.member == third
+        hosted.sync(done=True, epoch=third.epoch, state="FENCED", reason="half an update")
+        hosted.wait_for("HEALTHY", "7.0-2-4")
+        assert hosted.happened("engine_end")[2]["reason"] == "was fenced: half an update"
+        last = psutil.Process(hosted.pid())
+    assert hosted.member.state == "GONE"
+    assert not last.is_running()
+    assert len(list((tmp_path / "logs").glob("engine-rollout-0-7.0-2-*.log"))) == 4
+
+
+def test_an_engine_that_ends_again_and_again_ends_its_role_by_name(checkpoints, tmp_path):
+    hosted = Hosted(tmp_path, checkpoints[0])
+    hosted.config = hosted.config.model_copy(
+        update={"launch": hosted.config.launch.model_copy(update={"max_restarts": 0})}
+    )
+    seat = Seat("rollout-0", number=0, local_index=0)
+    host = EngineHost(hosted.config, hosted.paths, CONTEXT, seat, hosted.events)
+
+    async def role():
+        await asyncio.wait_for(host.failure(), 60)
+
+    with host:
+        host.wait_until_healthy()
+        os.kill(hosted.pid(), signal.SIGKILL)
+        with pytest.raises(EngineError, match=r"rollout-0 ended 1 times .* killed by SIGKILL"):
+            asyncio.run(role())
+    assert hosted.member.state == "FAILED"
+    assert "killed by SIGKILL" in hosted.member.reason and "\n" not in hosted.member.reason
+
+
+def test_an_engine_that_cannot_start_fails_at_once_and_says_why(checkpoints, tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    hosted = Hosted(tmp_path, tmp_path)
+    with (
+        hosted.host,
+        pytest.raises(EngineError, match=r"(?s)engine rollout-0: .*dense Qwen3"),
+    ):
+        hosted.host.wait_until_healthy()
+    assert hosted.member.state == "FAILED"
+
+
+def test_a_host_that_is_left_while_its_engine_starts_leaves_nothing_behind(checkpoints, tmp_path):
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    hosted = Hosted(tmp_path, checkpoints[0])
+    with hosted.host:
+        hosted.wait_for("STARTING")
+        while hosted.member.reason != "loading the model":
+            time.sleep(0.01)
+    assert hosted.member.state == "GONE"
+    assert {p.pid for p in psutil.Process().children(recursive=True)} <= before
