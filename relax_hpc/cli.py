@@ -10,6 +10,7 @@ from rich.console import Console
 
 from relax_hpc import job_file
 from relax_hpc.cli_bus import Run, bus, run_dir_of
+from relax_hpc.cli_scale import scale
 from relax_hpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of relax-hpc on this machine.")
 app.add_typer(bench, name="bench")
 app.add_typer(bus, name="bus")
+app.add_typer(scale, name="scale")
 console = Console(soft_wrap=True)
 
 Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]

@@ -74,9 +74,24 @@ class RunPaths:
         return self.control / "scale"
 
     @property
+    def scale_state(self) -> Path:
+        return self.scale / "state.json"
+
+    @property
     def extras(self) -> Path:
-        """Members that were added while the run ran; written by its scaler."""
+        """Ids of the members that were added while the run ran."""
         return self.scale / "extras.json"
+
+    def scale_request(self, number: int) -> Path:
+        return self.scale / f"request-{number:06d}.json"
+
+    def scale_cancel(self, number: int) -> Path:
+        """Says that a request is not wanted any more."""
+        return self.scale / f"cancel-{number:06d}.json"
+
+    def drain(self, member: str) -> Path:
+        """Tells the owner of an added engine to drain and end it."""
+        return self.scale / f"drain-{member}.json"
 
     @property
     def roster(self) -> Path:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,23 @@ def write_json(path: Path, record: object) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def write_json_once(path: Path, record: object) -> bool:
+    """Publishes `record` at `path` unless something is there; whether it did."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
+    with draft.open("w") as file:
+        json.dump(record, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(draft, path)  # of several writers, on several nodes, one succeeds
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
 
 
 def read_json(path: Path) -> Any | None:  # noqa: ANN401

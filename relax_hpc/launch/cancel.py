@@ -17,4 +17,5 @@ def cancel(run_dir: Path) -> None:
         slurm.cancel(launched.leader)
         return
     folders = [component.folder for component in launched.components]
+    folders += sorted((launched.folder / "extra").glob("extra-*"))
     local.cancel(launched.controller, folders, launched.leader)

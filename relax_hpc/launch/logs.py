@@ -36,10 +36,12 @@ def follow(
     Raises:
         ConfigError: not a run directory, or nothing was started in it.
     """
-    tails = [_Tail(source, path) for source, path in sources(run_dir, role)]
+    tails: dict[Path, _Tail] = {}
     while True:
+        for source, path in sources(run_dir, role):  # engines that are added have logs, too
+            tails.setdefault(path, _Tail(source, path))
         over = until()  # asked first, so that lines written before it became true are read
-        for tail in tails:
+        for tail in tails.values():
             yield from tail.read(to_the_end=over)
         if over:
             return
@@ -57,6 +59,9 @@ def sources(run_dir: Path, role: str | None = None) -> list[tuple[str, Path]]:
             paths = JobPaths(component.folder, launched.leader, task)
             source = f"{component.role}-{task}"
             found += [(source, paths.stdout), (source, paths.stderr)]
+    if role in (None, "extra"):
+        for folder in sorted((launched.folder / "extra").glob("extra-*")):
+            found += [(folder.name, folder / "log.out"), (folder.name, folder / "log.err")]
     return found
 
 

@@ -34,6 +34,12 @@ def text(run: RunStatus) -> str:
         + (f", on {c.nodes}" if c.nodes else "")
         for c in run.components
     ]
+    lines += [
+        f"  {row.id:<10}{row.state.lower()} on {row.node}"
+        + (f", v{row.version}" if row.version is not None else "")
+        + (f": {row.reason}" if row.reason else "")
+        for row in run.extras
+    ]
     return "\n".join([*lines, *_achievements(run.progress, RunPaths(run.run_dir))])
 
 

@@ -78,8 +78,24 @@ supervise() {
   done
 }
 
-signals=0 stopping='' components=()
-end_all() { [ "${#components[@]}" -eq 0 ] || kill "${components[@]}" 2>/dev/null; }
+# serve COMMAND...: runs beside the components until it is told to end, and again when it fails.
+serve() {
+  local child='' starts=0 status signals=0 stopping=''
+  trap 'signals=$((signals + 1)); stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
+  while true; do
+    "$@" &
+    child=$! starts=$((starts + 1))
+    join "$child"
+    [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
+    echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
+    [ "$starts" -le "$max_restarts" ] || return 1
+    sleep "$restart_delay_s"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
+  done
+}
+
+signals=0 stopping='' components=() scaler=''
+end_all() { [ -z "${components[*]}$scaler" ] || kill "${components[@]}" $scaler 2>/dev/null; }
 trap 'signals=$((signals + 1)); failed=1; end_all' USR1
 trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
 failed=''
@@ -94,6 +110,10 @@ for component in "${components[@]}"; do
   join "$component"
   [ "$status" -eq 0 ] || exit_code=$status
 done
+if [ -n "$scaler" ]; then
+  kill "$scaler" 2>/dev/null
+  join "$scaler"
+fi
 """
 
 
@@ -129,7 +149,7 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
         "job_id=$SLURM_JOB_ID",
         f"unset {_INHERITED}",
     ]
-    return _assemble(head, prepare, job, components, steps)
+    return _assemble(head, prepare, job, components, steps, [])
 
 
 def local_script(job: Job, components: Sequence[Component]) -> str:
@@ -139,7 +159,7 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
         steps.append(_local_step(job, index, component, first_gpu))
         first_gpu += component.resources.gpus_per_node
     prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1"]
-    return _assemble(["#!/bin/bash"], prepare, job, components, steps)
+    return _assemble(["#!/bin/bash"], prepare, job, components, steps, ["--local"])
 
 
 def minutes(limit: str) -> int:
@@ -168,7 +188,12 @@ def exit_code_file(folder: Path, job_id: str) -> Path:
 
 
 def _assemble(
-    head: list[str], prepare: list[str], job: Job, components: Sequence[Component], steps: list[str]
+    head: list[str],
+    prepare: list[str],
+    job: Job,
+    components: Sequence[Component],
+    steps: list[str],
+    scaler_options: list[str],
 ) -> str:
     lines = [
         *head, "", *prepare,
@@ -185,6 +210,10 @@ def _assemble(
             f"component_{index} & components+=($!)",
             "",
         ]
+    if job.run_dir is not None and any(each.held_nodes > each.nodes for each in components):
+        module = [sys.executable, "-m", "relax_hpc.launch.scaler_main", str(job.run_dir)]
+        scaler = shlex.join([*module, *scaler_options])
+        lines += [f'serve {scaler} --job-id "$job_id" --controller "$$" & scaler=$!', ""]
     lines.append(_WAIT)
     if job.run_dir is not None:
         finish = shlex.join([sys.executable, "-m", "relax_hpc.launch.finish", str(job.run_dir)])
@@ -244,10 +273,10 @@ def _srun(job: Job, index: int, component: Component, *, several: bool) -> str:
         "srun",
         *([f"--het-group={index}"] if several else []),
         f"--nodes={component.nodes}",
-        # Its own nodes are the first; the others are for engines that are added later.
-        *(["--relative=0"] if component.held_nodes > component.nodes else []),
         f"--ntasks={component.tasks}",
         f"--ntasks-per-node={component.tasks_per_node}",
+        # Its own nodes are the first; the others are for engines that are added later.
+        *(["--relative=0"] if component.held_nodes > component.nodes else []),
         *([f"--cpus-per-task={resources.cpus_per_task}"] if resources.cpus_per_task else []),
         *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.gpus_per_node else []),
         f"--mpi={resources.mpi if component.bootstrap == 'mpi' else 'none'}",

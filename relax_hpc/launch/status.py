@@ -8,11 +8,13 @@ from typing import Any
 
 from submitit.core.utils import JobPaths
 
-from relax_hpc.launch import record, states
+from relax_hpc.launch import record, scale_rows, states
 from relax_hpc.launch.entry import succeeded
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
+from relax_hpc.launch.scale_rows import Row
 from relax_hpc.launch.script import exit_code_file
+from relax_hpc.paths import RunPaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class RunStatus:
     state: str
     """Of the job as a whole: that of the component that is worst off."""
     components: tuple[ComponentStatus, ...]
+    extras: tuple[Row, ...]
+    """Engines that were added and are there, or failed."""
     progress: dict[str, Any]
     """Steps, held-out scores, trajectories: `roles.summary.summarize`."""
 
@@ -65,6 +69,7 @@ def collect(run_dir: Path) -> RunStatus:
         job_id=launched.leader,
         state=_state(launched, components),
         components=components,
+        extras=tuple(scale_rows.extras(RunPaths(run_dir))),
         progress=summary.summarize(run_dir),
     )
 

@@ -56,7 +56,9 @@ def _role(role: str) -> RoleMain:
         return _actor
     if role == "reference":
         return _reference
-    raise ConfigError(f"role {role!r}: this version runs rollout, actor and reference")
+    if role == "extra":
+        return _extra
+    raise ConfigError(f"role {role!r}: this version runs rollout, actor, reference and extra")
 
 
 def _rollout(
@@ -69,6 +71,15 @@ def _rollout(
         world = connect(bootstrap, rank=context.rank, size=context.size, rendezvous=paths.control)
         events.emit("world", kind=type(world).__name__, size=world.size)
     rollout_task.main(config, paths, context, events)
+
+
+def _extra(
+    config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
+) -> None:
+    from relax_hpc.roles import extra_engine
+
+    assert isinstance(config, RunConfig)
+    extra_engine.main(config, paths, context, events)
 
 
 def _actor(

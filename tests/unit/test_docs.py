@@ -144,7 +144,7 @@ def test_the_table_of_events_names_what_the_code_emits_and_nothing_else():
     emitted = set(re.findall(r'\.emit\(\s*"(\w+)"', sources))
     text = (ROOT / "docs" / "operations.md").read_text()
     described = set(
-        re.findall(r"^\| (?:all|rollout|actor|reference) \| `(\w+)` \|", text, re.MULTILINE)
+        re.findall(r"^\| (?:all|rollout|extra|actor|reference) \| `(\w+)` \|", text, re.MULTILINE)
     )
     assert described == emitted
 

@@ -17,6 +17,7 @@ COMPONENTS = [
         Resources(
             partition="gpu",
             nodes=2,
+            max_nodes=3,
             gpus_per_node=4,
             cpus_per_task=8,
             mem="200G",

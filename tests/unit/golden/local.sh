@@ -49,8 +49,24 @@ supervise() {
   done
 }
 
-signals=0 stopping='' components=()
-end_all() { [ "${#components[@]}" -eq 0 ] || kill "${components[@]}" 2>/dev/null; }
+# serve COMMAND...: runs beside the components until it is told to end, and again when it fails.
+serve() {
+  local child='' starts=0 status signals=0 stopping=''
+  trap 'signals=$((signals + 1)); stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
+  while true; do
+    "$@" &
+    child=$! starts=$((starts + 1))
+    join "$child"
+    [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
+    echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
+    [ "$starts" -le "$max_restarts" ] || return 1
+    sleep "$restart_delay_s"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
+  done
+}
+
+signals=0 stopping='' components=() scaler=''
+end_all() { [ -z "${components[*]}$scaler" ] || kill "${components[@]}" $scaler 2>/dev/null; }
 trap 'signals=$((signals + 1)); failed=1; end_all' USR1
 trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
 failed=''
@@ -67,6 +83,8 @@ component_1() {
 }
 component_1 & components+=($!)
 
+serve /envs/submit/bin/python -m relax_hpc.launch.scaler_main '/runs/it'"'"'s here' --local --job-id "$job_id" --controller "$$" & scaler=$!
+
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
 
@@ -75,6 +93,10 @@ for component in "${components[@]}"; do
   join "$component"
   [ "$status" -eq 0 ] || exit_code=$status
 done
+if [ -n "$scaler" ]; then
+  kill "$scaler" 2>/dev/null
+  join "$scaler"
+fi
 
 [ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.launch.finish '/runs/it'"'"'s here' || exit_code=1
 [ -z "$stopping" ] || exit_code=143

@@ -4,7 +4,7 @@
 #SBATCH --gpus-per-node=4
 #SBATCH --job-name=my-run
 #SBATCH --mem=200G
-#SBATCH --nodes=2
+#SBATCH --nodes=3
 #SBATCH --ntasks-per-node=2
 #SBATCH --open-mode=append
 #SBATCH --output='/runs/it'"'"'s here/submission/%j_batch.log'
@@ -68,8 +68,24 @@ supervise() {
   done
 }
 
-signals=0 stopping='' components=()
-end_all() { [ "${#components[@]}" -eq 0 ] || kill "${components[@]}" 2>/dev/null; }
+# serve COMMAND...: runs beside the components until it is told to end, and again when it fails.
+serve() {
+  local child='' starts=0 status signals=0 stopping=''
+  trap 'signals=$((signals + 1)); stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
+  while true; do
+    "$@" &
+    child=$! starts=$((starts + 1))
+    join "$child"
+    [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
+    echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
+    [ "$starts" -le "$max_restarts" ] || return 1
+    sleep "$restart_delay_s"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
+  done
+}
+
+signals=0 stopping='' components=() scaler=''
+end_all() { [ -z "${components[*]}$scaler" ] || kill "${components[@]}" $scaler 2>/dev/null; }
 trap 'signals=$((signals + 1)); failed=1; end_all' USR1
 trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
 failed=''
@@ -77,7 +93,7 @@ failed=''
 component_0() {
   module load cuda
   export NCCL_CUMEM_ENABLE=0
-  supervise rollout '/runs/it'"'"'s here/submission/c0' 4 srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c0' --last-start 4
+  supervise rollout '/runs/it'"'"'s here/submission/c0' 4 srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c0' --last-start 4
 }
 component_0 & components+=($!)
 
@@ -85,6 +101,8 @@ component_1() {
   supervise actor '/runs/it'"'"'s here/submission/c1' 2 srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c1' --last-start 4
 }
 component_1 & components+=($!)
+
+serve /envs/submit/bin/python -m relax_hpc.launch.scaler_main '/runs/it'"'"'s here' --job-id "$job_id" --controller "$$" & scaler=$!
 
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
@@ -94,6 +112,10 @@ for component in "${components[@]}"; do
   join "$component"
   [ "$status" -eq 0 ] || exit_code=$status
 done
+if [ -n "$scaler" ]; then
+  kill "$scaler" 2>/dev/null
+  join "$scaler"
+fi
 
 [ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.launch.finish '/runs/it'"'"'s here' || exit_code=1
 [ -z "$stopping" ] || exit_code=143

@@ -1,0 +1,35 @@
+"""Task of an added engine: `python -m relax_hpc.launch.extra_step RUN_DIR --number N ...`."""
+
+import argparse
+import signal
+import socket
+from pathlib import Path
+
+from relax_hpc.comm.context import TaskContext
+
+
+def main() -> None:
+    from relax_hpc.roles import main as roles
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--number", type=int, required=True, help="it is member extra-<number>")
+    parser.add_argument("--slot", type=int, required=True, help="among the engines of its node")
+    parser.add_argument("--attempt", required=True, help="job id and restart count")
+    args = parser.parse_args()
+    # Slurm announces the time limit to every step; those of the job itself act on it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    context = TaskContext(
+        role="extra",
+        rank=args.number,
+        size=1,
+        local_rank=args.slot,
+        attempt=args.attempt,
+        start=1,
+        node=socket.gethostname(),
+    )
+    roles.run(args.run_dir, context, "files")
+
+
+if __name__ == "__main__":
+    main()

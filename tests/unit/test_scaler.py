@@ -1,0 +1,338 @@
+"""Requests to scale and what becomes of them: the real scaler and verbs, steps that only sleep."""
+
+import subprocess
+
+import pytest
+
+from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.job_file import validate
+from relax_hpc.launch import scale, scaler
+from relax_hpc.launch.local import ProcessId
+from relax_hpc.launch.scale_records import ScaleState
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.roster import Holding, Roster
+
+
+class House:
+    """A run with one engine of its own and room for three, and the hands of those around it."""
+
+    def __init__(self, folder):
+        self.nodes, self.processes, self.refuse, self.version = ["n2", "n3", "n4"], {}, set(), 7
+        self.config = validate(
+            {
+                "name": "run",
+                "run_root": str(folder),
+                "model": {"path": "model"},
+                "prompts": {"train": "t", "heldout": "h"},
+                "algorithm": {"num_steps": 9},
+                "rollout": {"start_timeout_s": 60, "resources": {"max_nodes": 4}},
+                "launch": {"max_restarts": 1},
+            },
+            source="test",
+        )
+        self.paths = RunPaths(self.config.run_dir)
+        write_json(self.paths.config, self.config.model_dump(mode="json"))
+        self.roster = Roster(self.version, True)
+        self.roster.write(self.paths)
+
+    def scaler(self, attempt="1.0"):
+        return scaler.Scaler(self.config, self.paths, self, attempt)
+
+    # What the scaler calls.
+
+    def start(self, extra):
+        if extra.id in self.refuse:
+            raise LaunchError("srun: Requested node configuration is not available")
+        self.processes[extra.id] = process = subprocess.Popen(["sleep", "600"])
+        return ProcessId.of(process.pid)
+
+    def end(self, extra):
+        self.kill(extra.id)
+
+    def last_words(self, extra):
+        return "killed"
+
+    # What owners and trainer do.
+
+    def kill(self, *ids):
+        for member in ids:
+            self.processes[member].kill()
+            self.processes[member].wait()
+
+    def announce(self, member, state="HEALTHY", reason=""):
+        record = Member(member, "e1", "", "", 1, "embedded", state, reason)
+        members.announce(self.paths, record)
+
+    def hold(self, member, epoch="e1", version=None, state="ACTIVE"):
+        holding = Holding(epoch, self.version if version is None else version, state)
+        self.roster.members[member] = holding
+        self.roster.write(self.paths)
+
+    def obey(self):
+        """Owners that were told to drain say so, stop their engine and end."""
+        for member, process in self.processes.items():
+            if self.paths.drain(member).exists() and process.poll() is None:
+                self.announce(member, "GONE")
+                self.kill(member)
+
+    def up(self, its, *ids):
+        """Takes engines from STARTING to ACTIVE."""
+        for member in ids:
+            self.announce(member)
+            self.hold(member)
+        its.tick()
+
+    # What can be seen.
+
+    @property
+    def state(self):
+        return ScaleState.read(self.paths)
+
+    @property
+    def states(self):
+        return {extra.id: extra.state for extra in self.state.extras.values()}
+
+    def outcome(self, request):
+        found = self.state.requests[request.id]
+        return found.state, found.reason
+
+    def alive(self):
+        return {member for member, process in self.processes.items() if process.poll() is None}
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    monkeypatch.setattr("relax_hpc.launch.status.job_state", lambda _: "RUNNING")
+    house = House(tmp_path)
+    yield house
+    house.kill(*house.processes)
+
+
+def out(house, engines):
+    return scale.out(house.paths.root, engines)
+
+
+def scale_in(house, engines=None, member=None, drain_s=9.0):
+    return scale.scale_in(house.paths.root, engines=engines, member=member, drain_s=drain_s)
+
+
+def test_a_newcomer_is_active_only_when_that_start_of_it_holds_the_newest_weights(house):
+    its = house.scaler()
+    request = out(house, 2).request
+    its.tick()
+    assert house.states == {"extra-1": "STARTING"} and house.state.extras["extra-1"].node == "n2"
+    assert members.extras(house.paths) == ["extra-1"], "the trainer knows whom to look for"
+    seen = []
+    for announce in (
+        lambda: house.announce("extra-1", "STARTING"),
+        lambda: house.announce("extra-1"),
+        lambda: house.hold("extra-1", version=None, state="SYNCING"),
+        lambda: house.hold("extra-1", epoch="e0"),
+        lambda: house.hold("extra-1", version=house.version - 1),
+        lambda: house.hold("extra-1"),
+    ):
+        announce()
+        its.tick()
+        seen.append(house.states["extra-1"])
+        assert (house.outcome(request)[0] == "DONE") == (seen[-1] == "ACTIVE")
+    assert seen == ["STARTING", "HEALTHY", "SYNCING", "HEALTHY", "HEALTHY", "ACTIVE"]
+
+
+def test_asking_again_changes_nothing(house):
+    its = house.scaler()
+    first = out(house, 3)
+    assert out(house, 3).request == first.request and out(house, 3).repeated
+    its.tick()
+    assert out(house, 3).repeated and sorted(house.alive()) == ["extra-1", "extra-2"]
+    house.up(its, "extra-1", "extra-2")
+    assert out(house, 3).request is None and out(house, 2).request is None
+    gone = scale_in(house, 2)
+    its.tick()
+    assert scale_in(house, 2).request == gone.request
+    house.obey()
+    its.tick()
+    its.tick()
+    assert scale_in(house, 2).request is None and scale_in(house, member="extra-2").request is None
+    assert sorted(house.paths.scale.glob("request-*")) == [
+        house.paths.scale_request(number) for number in (1, 2)
+    ]
+
+
+def test_there_is_one_request_at_a_time(house):
+    house.scaler()
+    out(house, 2)
+    with pytest.raises(ConfigError, match=r"request 1 \(scale out to 2 engines\) is under way"):
+        out(house, 3)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda h: out(h, 0), "--engines 0: is not positive"),
+        (lambda h: out(h, 5), "no idle node for 4 more engines: rollout holds 4 nodes, 1 used by"),
+        (lambda h: out(h, 5), "room is left for 3, so use 4 or less"),
+        (lambda h: scale_in(h), "say either --engines or --member"),
+        (lambda h: scale_in(h, 0), "--engines 0: is not positive"),
+        (lambda h: scale_in(h, member="rollout-0"), "is one that the run started with"),
+        (lambda h: scale_in(h, member="extra-7"), "no such engine; added engines: none"),
+        (lambda h: scale.cancel(h.paths.root), "no request is under way"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(house, ask, message):
+    its = house.scaler()
+    with pytest.raises(ConfigError) as error:
+        ask(house)
+    assert message in str(error.value) and "\n" not in str(error.value)
+    its.tick()
+    assert house.processes == {} and not list(house.paths.scale.glob("request-*"))
+
+
+@pytest.mark.parametrize("state", ["PENDING", "COMPLETED", "CANCELLED"])
+def test_a_run_that_is_not_running_is_not_scaled(house, monkeypatch, state):
+    monkeypatch.setattr("relax_hpc.launch.status.job_state", lambda _: state)
+    with pytest.raises(ConfigError, match=f"is {state.lower()}; only a run that is running"):
+        out(house, 2)
+
+
+def test_a_start_that_fails_is_undone_with_all_that_came_up_for_it_and_says_why(house):
+    its = house.scaler()
+    request = out(house, 3).request
+    its.tick()
+    house.up(its, "extra-1")
+    house.announce("extra-2", "FAILED", "out of memory")
+    house.kill("extra-2")
+    its.tick()
+    assert house.states == {"extra-1": "DRAINING", "extra-2": "FAILED"}
+    assert house.outcome(request)[0] == "PENDING", "not before nothing is left"
+    house.obey()
+    its.tick()
+    assert house.outcome(request) == ("FAILED", "extra-2: out of memory")
+    assert house.states == {"extra-1": "CANCELLED", "extra-2": "FAILED"}
+    assert not house.alive() and house.state.engines == 1 and members.extras(house.paths) == []
+    out(house, 2)  # another try is another request
+    its.tick()
+    assert house.alive() == {"extra-3"}
+
+
+def test_a_step_that_slurm_refuses_fails_the_request(house):
+    house.refuse.add("extra-1")
+    its = house.scaler()
+    request = out(house, 2).request
+    its.tick()
+    its.tick()
+    state, reason = house.outcome(request)
+    assert state == "FAILED" and "node configuration is not available" in reason
+
+
+def test_an_engine_that_is_not_up_in_time_is_ended_and_then_its_step_from_outside(
+    house, monkeypatch
+):
+    monkeypatch.setattr(scaler, "START_MARGIN_S", -61)
+    monkeypatch.setattr(scaler, "END_MARGIN_S", -1)
+    its = house.scaler()
+    request = out(house, 2).request
+    for _ in range(4):  # started; too late; told to end, ended from outside; settled
+        its.tick()
+    assert house.outcome(request) == (
+        "FAILED", "extra-1: its engine was not healthy within -1 s")  # fmt: skip
+    assert not house.alive()
+
+
+def test_cancelling_takes_back_what_was_started(house):
+    its = house.scaler()
+    request = out(house, 3).request
+    its.tick()
+    house.up(its, "extra-1")
+    assert scale.cancel(house.paths.root) == scale.cancel(house.paths.root) == request
+    its.tick()
+    house.obey()
+    its.tick()
+    assert house.outcome(request) == ("CANCELLED", "")
+    assert set(house.states.values()) == {"CANCELLED"} and not house.alive()
+    assert house.state.engines == 1
+
+
+def test_removed_are_those_that_came_last_and_they_drain_first(house):
+    its = house.scaler()
+    out(house, 4)
+    its.tick()
+    house.up(its, "extra-1", "extra-2", "extra-3")
+    request = scale_in(house, 3, drain_s=9).request
+    its.tick()
+    assert house.states == {"extra-1": "ACTIVE", "extra-2": "ACTIVE", "extra-3": "DRAINING"}
+    assert house.alive() == {"extra-1", "extra-2", "extra-3"}
+    with pytest.raises(ConfigError, match="engines that drain do not come back"):
+        scale.cancel(house.paths.root)
+    house.obey()
+    its.tick()
+    assert house.states["extra-3"] == "GONE" and house.outcome(request) == ("DONE", "")
+    scale_in(house, member="extra-1")
+    its.tick()
+    house.obey()
+    its.tick()
+    assert house.alive() == {"extra-2"} and house.state.engines == 2
+    out(house, 3)  # into the place that became free
+    its.tick()
+    assert house.state.extras["extra-4"].node == "n2"
+
+
+def test_an_engine_that_does_not_end_after_its_drain_is_ended_from_outside(house):
+    its = house.scaler()
+    out(house, 2)
+    its.tick()
+    house.up(its, "extra-1")
+    request = scale_in(house, 1, drain_s=-60).request
+    its.tick()
+    its.tick()
+    its.tick()
+    assert not house.alive() and house.outcome(request)[0] == "DONE"
+
+
+def test_a_scaler_that_is_started_again_finds_its_steps_running(house):
+    before = house.scaler()
+    request = out(house, 2).request
+    before.tick()
+    again = house.scaler()
+    again.tick()
+    assert house.alive() == {"extra-1"} and house.states == {"extra-1": "STARTING"}
+    house.up(again, "extra-1")
+    assert house.outcome(request) == ("DONE", "")
+
+
+def test_after_a_requeue_there_are_as_many_engines_as_before(house):
+    before = house.scaler()
+    out(house, 3)
+    before.tick()
+    house.up(before, "extra-1", "extra-2")
+    house.kill("extra-1", "extra-2")  # with the job
+    again = house.scaler("1.1")
+    again.tick()
+    assert house.alive() == {"extra-3", "extra-4"} and house.state.engines == 3
+    assert house.states["extra-1"] == "GONE"
+
+
+def test_an_engine_that_is_lost_in_service_is_replaced_as_often_as_a_step_is_restarted(house):
+    its = house.scaler()
+    out(house, 2)
+    its.tick()
+    house.up(its, "extra-1")
+    house.kill("extra-1")
+    its.tick()
+    assert house.states == {"extra-1": "FAILED", "extra-2": "STARTING"}
+    assert house.state.extras["extra-1"].reason == "killed"
+    house.up(its, "extra-2")
+    house.kill("extra-2")
+    its.tick()
+    its.tick()
+    assert house.alive() == set() and house.state.engines == 1
+
+
+def test_the_end_of_the_run_ends_every_added_engine(house):
+    its = house.scaler()
+    out(house, 2)
+    its.tick()
+    its.end(timeout_s=0.2)
+    assert not house.alive() and house.states == {"extra-1": "GONE"}
