@@ -130,6 +130,11 @@ def _running(run_dir: Path) -> tuple[RunConfig, RunPaths, Callable[[], ScaleStat
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines to scale")
     if found not in ("RUNNING", "RESTARTING"):
         raise ConfigError(f"{run_dir}: is {found.lower()}; only a run that is running is scaled")
+    if config.rollout.nodes_per_engine > 1:
+        raise ConfigError(
+            f"{run_dir}: rollout.nodes_per_engine = {config.rollout.nodes_per_engine}: engines "
+            "that span nodes cannot be added; submit a run with more of them"
+        )
     resources = config.rollout.resources
     if (resources.max_nodes or 0) <= resources.nodes:
         raise ConfigError(

@@ -5,99 +5,69 @@ and only then do rollout tasks send it requests. It is no producer of the bus: t
 those of the tasks that asked.
 """
 
-import logging
-import secrets
 import signal
 import threading
 import time
 from contextlib import suppress
 
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.comm.world import node_address
 from relax_hpc.config import RunConfig
+from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.load import num_requests
-from relax_hpc.engines.process import EngineProcess, start_engine
-from relax_hpc.errors import EngineError, RelaxError
+from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json
-from relax_hpc.roles.rollout_task import _on_own_gpus, _tp_size
+from relax_hpc.roles.engine_host import EngineHost, Seat
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Roster
-
-log = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _NOTICE_S = 3.0
 """Until every router knows that a member drains: they look once a second."""
 _ABORT_S = 5.0
 """For aborted requests to be answered with what there is of them."""
+_UPDATE_S = 10.0
+"""An update takes less, or hangs."""
 
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
-    """Hosts an engine until this task is told to end it, or the run ends."""
+    """Keeps an engine until this task is told to end it, or the run ends."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    member = Member(
-        id=context.name,
-        epoch=f"{context.attempt}-{context.start}-1",
-        url="",
-        token=secrets.token_hex(16),
-        num_ranks=_tp_size(config.rollout),
-        engine=config.rollout.engine,
-        state="STARTING",
-    )
-    members.announce(paths, member)
-    try:
-        with _engine(config, paths, context, member.token) as engine:
-            member = member._replace(url=engine.url, state="HEALTHY")
-            members.announce(paths, member)
-            events.emit("engine", url=engine.url, engine_pid=engine.pid, kind=member.engine)
-            drain_s = _serve(paths, member, engine, ended)
-            member = member._replace(state="DRAINING")
-            members.announce(paths, member)
-            started = time.monotonic()
-            left = _drain(paths, member, engine, ended, drain_s)
-            events.emit("drain", seconds=time.monotonic() - started, aborted=left)
-    except RelaxError as error:
-        reason = str(error).splitlines()[0]
-        members.announce(paths, member._replace(state="FAILED", reason=reason))
-        raise
-    members.announce(paths, member._replace(state="GONE"))
+    # Other random numbers than those of the engines that were there.
+    number = config.rollout.num_engines + context.rank
+    seat = Seat(context.name, number=number, local_index=context.local_rank)
+    with EngineHost(config, paths, context, seat, events) as host:
+        drain_s = _serve(paths, seat.id, ended)
+        host.drain()
+        started = time.monotonic()
+        left = _drain(paths, seat.id, ended, drain_s)
+        _leave_update(paths, seat.id, ended)
+        events.emit("drain", seconds=time.monotonic() - started, aborted=left)
     events.emit("end")
 
 
-def _engine(config: RunConfig, paths: RunPaths, context: TaskContext, token: str) -> EngineProcess:
-    return start_engine(
-        config.rollout.engine,
-        config.model.path,
-        host=node_address(),
-        token=token,
-        rollout_config=_on_own_gpus(config.rollout, context),
-        dtype=config.model.dtype,
-        log_path=paths.log("engine", context.name),
-        # Seeds that requests do not bring: others than those of the engines that were there.
-        seed=config.seed + config.rollout.num_engines + context.rank,
-    )
+def _serve(paths: RunPaths, member: str, ended: threading.Event) -> float:
+    """Waits for the word to end.
 
+    Returns:
+        How long running requests may take then, seconds.
 
-def _serve(paths: RunPaths, member: Member, engine: EngineProcess, ended: threading.Event) -> float:
-    """Waits for the word to end; how long running requests may take then."""
+    Raises:
+        EngineError: the engine does not come back.
+    """
     while not ended.wait(_POLL_S):
-        engine.require_alive("serving")
-        if (order := read_json(paths.drain(member.id))) is not None:
+        now = members.find(paths, member)
+        if now and now.state == "FAILED":
+            raise EngineError(f"engine {member} failed: {now.reason}")
+        if (order := read_json(paths.drain(member))) is not None:
             return float(order["drain_s"])
     return 0.0
 
 
-def _drain(
-    paths: RunPaths,
-    member: Member,
-    engine: EngineProcess,
-    ended: threading.Event,
-    drain_s: float,
-) -> int:
+def _drain(paths: RunPaths, name: str, ended: threading.Event, drain_s: float) -> int:
     """Waits until the engine has nothing to do; at the deadline it hands back what it has.
 
     Returns:
@@ -106,25 +76,30 @@ def _drain(
     if drain_s > 0:
         ended.wait(_NOTICE_S)
     deadline = time.monotonic() + drain_s
-    while time.monotonic() < deadline and not ended.wait(_POLL_S):
-        if _is_idle(member) and not _is_updated(paths, member):
+    while (member := members.find(paths, name)) and member.url:
+        left = num_requests(member.url, member.token) or 0
+        if time.monotonic() > deadline or ended.wait(_POLL_S):
+            if left:
+                _hand_back(member)
+            return left
+        if not left:
             return 0
-    left = num_requests(member.url, member.token) or 0
-    if left:
-        with suppress(EngineError):  # one that died has handed back nothing, and is ended anyway
-            engine.client().abort_all()
-        deadline = time.monotonic() + _ABORT_S
-        while not _is_idle(member) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-    return left
+    return 0  # it never came up
 
 
-def _is_idle(member: Member) -> bool:
-    return not num_requests(member.url, member.token)
+def _hand_back(member: Member) -> None:
+    """Ends its requests; whoever asked has what there is of them."""
+    with suppress(EngineError):  # one that died hands back nothing, and is ended anyway
+        EngineClient(member.url, member.token).abort_all()
+    deadline = time.monotonic() + _ABORT_S
+    while num_requests(member.url, member.token) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
-def _is_updated(paths: RunPaths, member: Member) -> bool:
-    """Whether it takes part in an update right now, which would fail if it left."""
-    roster = Roster.read(paths)
-    holding = roster and roster.members.get(member.id)
-    return bool(roster and not roster.done and holding and holding.epoch == member.epoch)
+def _leave_update(paths: RunPaths, member: str, ended: threading.Event) -> None:
+    """Waits for the end of an update that it takes part in, which would fail if it left."""
+    deadline = time.monotonic() + _UPDATE_S
+    while time.monotonic() < deadline:
+        roster = Roster.read(paths)
+        if roster is None or roster.done or member not in roster.members or ended.wait(_POLL_S):
+            return
