@@ -25,6 +25,10 @@ class EngineError(RelaxError, RuntimeError):
     """A rollout engine refused, failed or cannot be reached. The message names its URL."""
 
 
+class EngineLostError(EngineError):
+    """An engine gave no answer, or broke off: another one, or the same later, may do better."""
+
+
 class TrainingError(RelaxError, RuntimeError):
     """Training cannot go on by itself. The message says what was found, and in which samples."""
 

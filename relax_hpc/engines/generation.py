@@ -1,13 +1,25 @@
-"""Generation by one engine: token ids in and out, hundreds of requests in flight."""
+"""Generation by one engine: token ids in, a stream of sampled tokens out.
 
-from collections.abc import Sequence
+Replies are streamed so that what is there outlives the engine: a response that was cut off goes on
+elsewhere, with its tokens so far as part of the prompt. And streaming is how an engine that reports
+only its newest policy version (SGLang before 0.5.20) can tell which version sampled a token.
+"""
+
+import base64
+import json
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, NamedTuple, Self
 
-import httpx
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
+import numpy as np
+import numpy.typing as npt
 
-from relax_hpc.engines.replies import checked, cut, parse_version
-from relax_hpc.errors import EngineError
+from relax_hpc.engines.connections import Connections
+from relax_hpc.engines.replies import cut, parse_version
+from relax_hpc.errors import EngineError, EngineLostError
 from relax_hpc.schema import FinishReason
 
 _FINISH = {
@@ -15,9 +27,21 @@ _FINISH = {
     "length": FinishReason.LENGTH,
     "abort": FinishReason.ABORT,
 }
-_ATTEMPTS = 4
-_KEEPALIVE_S = 2
-"""Idle connections are dropped before the server does so (uvicorn: 5 s), which is a race."""
+Experts = npt.NDArray[np.int16]
+
+
+class Sampling(NamedTuple):
+    """How to sample."""
+
+    temperature: float
+    """0 is greedy."""
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...] = ()
+    """End a response, as the model's own end-of-sequence tokens do."""
+    ignore_eos: bool = False
+    """Nothing but `max_new_tokens` ends a response."""
+    routed_experts: bool = False
+    """Ask which experts every token went to; the engine must have been told to record them."""
 
 
 class Generation(NamedTuple):
@@ -30,168 +54,230 @@ class Generation(NamedTuple):
     version_runs: list[tuple[int, int]]
     """(first response token, policy version) per run, ascending; empty without tokens."""
     finish: FinishReason
+    routed_experts: Experts | None = None
+    """[prompt and response tokens, layers x experts per token], if asked for. The last token has
+    not been through the model: its row repeats the one before."""
+
+
+class Load(NamedTuple):
+    """How busy an engine is, over all its data-parallel ranks."""
+
+    running: int
+    waiting: int
+    kv_used: float
+    """Fraction of the key-value cache, of the fullest rank."""
+
+
+@dataclass(slots=True)
+class Draft:
+    """What there is of a response; it outlives the engine that sampled it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version_runs: list[tuple[int, int]] = field(default_factory=list)
+    experts: list[Experts] = field(default_factory=list)
+    """Rows from the first prompt token on, in pieces."""
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.token_ids += tokens
+        self.logprobs += logprobs
+
+    def mark(self, first: int, version: int) -> None:
+        """Tokens from `first` on were sampled by `version`."""
+        if not self.version_runs or self.version_runs[-1][1] != version:
+            self.version_runs.append((first, version))
+
+    def finished(self, reason: FinishReason) -> Generation:
+        experts = np.concatenate(self.experts) if self.experts else None
+        if experts is not None:
+            experts = np.concatenate([experts, experts[-1:]])
+        return Generation(self.token_ids, self.logprobs, self.version_runs, reason, experts)
 
 
 class GenerationClient:
     """Asks one engine. Every failure is an EngineError that names URL and endpoint."""
 
-    def __init__(self, url: str, token: str, *, timeout_s: float = 3600) -> None:
+    def __init__(
+        self, url: str, token: str, *, silence_s: float = 3600, tokens_per_chunk: int = 16
+    ) -> None:
         """Connects lazily.
 
         Args:
             url: "http://host:port".
             token: bearer token.
-            timeout_s: of a request, pauses included.
+            silence_s: longest time that a running request may say nothing, pauses included.
+            tokens_per_chunk: tokens of a response that are sent at once, see `sample`.
         """
         self.url = url
-        # trust_env off: a site's HTTP proxy must not see traffic between our own nodes.
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=timeout_s,
-            limits=httpx.Limits(
-                max_connections=None,
-                max_keepalive_connections=None,
-                keepalive_expiry=_KEEPALIVE_S,
-            ),
-            trust_env=False,
-        )
+        self._http = Connections(url, token, silence_s=silence_s)
+        self._tokens_per_chunk = tokens_per_chunk
 
-    async def aclose(self) -> None:
-        await self._http.aclose()
+    def close(self) -> None:
+        """Cuts all connections; requests under way raise EngineLostError."""
+        self._http.close()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        self.close()
 
-    async def generate(
+    async def version(self) -> int:
+        """Policy version of the weights; 0 until the first update."""
+        return parse_version(await self._http.ask("GET", "/model_info"))
+
+    async def load(self) -> Load:
+        """How busy the engine is."""
+        reply = await self._http.ask("GET", "/v1/loads?include=core")
+        ranks = reply["loads"]
+        return Load(
+            running=sum(int(rank["num_running_reqs"]) for rank in ranks),
+            waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
+            kv_used=max((float(rank["token_usage"]) for rank in ranks), default=0.0),
+        )
+
+    async def abort(self, rid: str) -> None:
+        """Ends a request; whoever waits for it gets what there is, finished by ABORT."""
+        await self._http.ask("POST", "/abort_request", {"rid": rid})
+
+    async def sample(
         self,
         prompt: Sequence[int],
-        *,
         seed: int,
-        temperature: float,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
+        sampling: Sampling,
+        *,
+        version: int | None = None,
+        draft: Draft | None = None,
+        rid: str | None = None,
     ) -> Generation:
-        """Samples one response; see `generate_group`."""
-        [generation] = await self.generate_group(
-            prompt,
-            [seed],
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-        )
-        return generation
-
-    async def generate_group(
-        self,
-        prompt: Sequence[int],
-        seeds: Sequence[int],
-        *,
-        temperature: float,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-    ) -> list[Generation]:
-        """Samples the siblings of a prompt, one per seed, in one request; see `generate_batch`."""
-        return await self.generate_batch(
-            [prompt] * len(seeds),
-            seeds,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-        )
-
-    async def generate_batch(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        *,
-        temperature: float,
-        max_new_tokens: int,
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-    ) -> list[Generation]:
-        """Samples one response per prompt in one request; returns when all have ended.
+        """Samples one response, or what is missing of it.
 
         Args:
-            prompts: token ids.
-            seeds: one per prompt, >= 0. SGLang heeds them in deterministic mode only.
-            temperature: 0 is greedy.
-            max_new_tokens: response tokens at most.
-            stop_token_ids: end a response, as the model's own end-of-sequence tokens do.
-            ignore_eos: nothing but `max_new_tokens` ends a response.
+            prompt: token ids.
+            seed: >= 0. SGLang heeds it in deterministic mode only.
+            sampling: how; `max_new_tokens` counts what the draft has.
+            version: policy version that the engine holds now; None asks it. The prefix cache does
+                not know policies: without a key of its own, a prompt seen before an update would
+                be continued from the old policy's cache.
+            draft: what there is already; it grows while the response arrives, so what was sampled
+                is there after an error, too.
+            rid: to abort it by; unique.
 
         Returns:
-            In the order of `prompts`. Servers that report version spans (SGLang from 0.5.2x, ours)
-            attribute each token to its policy. For others, all tokens of a request that saw an
-            update count as the version at its start: staleness is then an upper bound.
+            Where the engine reports version spans, each token has the policy that sampled it.
+            Where it does not, the first chunk after an update counts as the policy before it, which
+            sampled some of its tokens; the error is at most `tokens_per_chunk` tokens.
+
+        Raises:
+            EngineLostError: it broke off; the draft can go on elsewhere.
+            EngineError: refused.
         """
-        started = parse_version(await self._request("GET", "/model_info", None))
-        sampling = {
-            "temperature": temperature,
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": list(stop_token_ids),
-            "ignore_eos": ignore_eos,
-        }
+        draft = Draft() if draft is None else draft
+        known = await self.version() if version is None else version
+        body = self._body(prompt, seed, sampling, draft, known, rid or uuid.uuid4().hex)
+        reply = _Reply(f"{self.url}/generate", draft, len(body["input_ids"]))
+        async with aclosing(self._http.stream("POST", "/generate", body)) as pieces:
+            async for chunk in _events(pieces):
+                reply.add(chunk)
+        return draft.finished(reply.finish())
+
+    def _body(
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        sampling: Sampling,
+        draft: Draft,
+        version: int,
+        rid: str,
+    ) -> dict[str, Any]:
         body = {
-            "input_ids": [list(prompt) for prompt in prompts],
-            "sampling_params": [{**sampling, "sampling_seed": seed} for seed in seeds],
+            "rid": rid,
+            "input_ids": [*prompt, *draft.token_ids],
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_new_tokens": sampling.max_new_tokens - len(draft.token_ids),
+                "stop_token_ids": list(sampling.stop_token_ids),
+                "ignore_eos": sampling.ignore_eos,
+                "sampling_seed": seed,
+                "stream_interval": self._tokens_per_chunk,
+            },
+            "stream": True,
             "return_logprob": True,
-            # The prefix cache does not know policies: without a key of its own, a prompt seen
-            # before an update would be continued from the old policy's cache.
-            "extra_key": [f"v{started}"] * len(prompts),
+            "extra_key": f"v{version}",
         }
-        replies = await self._request("POST", "/generate", body)
-        if not isinstance(replies, list) or len(replies) != len(prompts):
-            raise EngineError(
-                f"{self.url}/generate: expected {len(prompts)} replies: {cut(replies)}"
-            )
-        return [self._parse_reply(reply, started) for reply in replies]
-
-    def _parse_reply(self, reply: dict[str, Any], started: int) -> Generation:
-        meta = reply["meta_info"]
-        pairs = meta.get("output_token_logprobs") or []
-        reason = meta["finish_reason"]
-        if reason["type"] == "abort" and reason.get("status_code"):
-            raise EngineError(f"{self.url}/generate: refused: {reason.get('message')}")
-        return Generation(
-            token_ids=[int(pair[1]) for pair in pairs],
-            logprobs=[float(pair[0]) for pair in pairs],
-            version_runs=_version_runs(meta, started, len(pairs)),
-            finish=_FINISH[reason["type"]],
-        )
-
-    async def _request(self, method: str, endpoint: str, body: Any) -> Any:  # noqa: ANN401
-        # Asking again is safe: a response is a function of prompt, seed and policy.
-        attempts = AsyncRetrying(
-            stop=stop_after_attempt(_ATTEMPTS),
-            wait=wait_exponential(multiplier=0.1),
-            retry=retry_if_exception_type((httpx.NetworkError, httpx.RemoteProtocolError)),
-            reraise=True,
-        )
-        try:
-            response: httpx.Response = await attempts(
-                self._http.request, method, endpoint, json=body
-            )
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self.url}{endpoint}: {error!r}") from error
-        return checked(f"{self.url}{endpoint}", response)
+        if sampling.routed_experts:
+            body["return_routed_experts"] = True
+            body["routed_experts_start_len"] = sum(map(len, draft.experts))
+        return body
 
 
-def _version_runs(meta: dict[str, Any], started: int, num_tokens: int) -> list[tuple[int, int]]:
-    if not num_tokens:
-        return []
-    if (spans := meta.get("weight_versions")) is None:
-        return [(0, started)]  # the version at the end may be newer: an upper bound of staleness
-    runs: list[tuple[int, int]] = []
-    for span in spans:
-        version = parse_version({"weight_version": span["version"]})
-        if not runs or runs[-1][1] != version:
-            runs.append((int(span["start"]), version))
-    return runs
+class _Reply:
+    """Puts the chunks of one streamed reply into a draft."""
+
+    def __init__(self, asked: str, draft: Draft, num_given: int) -> None:
+        self._asked, self._draft, self._num_given = asked, draft, num_given
+        self._first = len(draft.token_ids)
+        self._version: int | None = None
+        self._last: dict[str, Any] | None = None
+
+    def add(self, chunk: dict[str, Any]) -> None:
+        if error := chunk.get("error"):
+            raise EngineError(f"{self._asked}: {cut(error.get('message', error))}")
+        meta = chunk["meta_info"]
+        self._check_accepted(meta.get("finish_reason"))
+        draft = self._draft
+        held = len(draft.token_ids) - self._first
+        new = int(meta["completion_tokens"]) - held
+        if new > 0:  # a chunk has what is new, or (as a server's option) everything so far
+            pairs = meta["output_token_logprobs"][-new:]
+            if len(pairs) != new:
+                raise EngineError(f"{self._asked}: {new} new tokens, {len(pairs)} logprobs")
+            version = parse_version(meta)
+            draft.mark(self._first + held, version if self._version is None else self._version)
+            draft.take([int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs])
+            self._version = version
+        self._last = meta
+
+    def finish(self) -> FinishReason:
+        """Call it at the end of the stream."""
+        if self._last is None or not self._last.get("finish_reason"):
+            raise EngineLostError(f"{self._asked}: the reply broke off")
+        if (spans := self._last.get("weight_versions")) is not None:
+            self._mark_again(spans)
+        if encoded := self._last.get("routed_experts"):
+            self._take_experts(encoded)
+        return _FINISH[self._last["finish_reason"]["type"]]
+
+    def _check_accepted(self, finish: dict[str, Any] | None) -> None:
+        if finish and finish["type"] == "abort" and (status := finish.get("status_code")):
+            kind = EngineError if status == HTTPStatus.BAD_REQUEST else EngineLostError
+            raise kind(f"{self._asked}: refused: {finish.get('message')}")
+
+    def _mark_again(self, spans: Sequence[dict[str, Any]]) -> None:
+        """The engine says precisely which token has which version."""
+        draft = self._draft
+        draft.version_runs = [run for run in draft.version_runs if run[0] < self._first]
+        for span in spans:
+            if span["end"] > span["start"]:
+                version = parse_version({"weight_version": span["version"]})
+                draft.mark(self._first + int(span["start"]), version)
+
+    def _take_experts(self, encoded: str) -> None:
+        """Rows of the tokens that went through the model since the last row of the draft."""
+        draft = self._draft
+        num_sampled = len(draft.token_ids) - self._first
+        rows = self._num_given + num_sampled - 1 - sum(map(len, draft.experts))
+        flat = np.frombuffer(base64.b64decode(encoded), dtype=np.int32)
+        if rows <= 0 or flat.size % rows:
+            raise EngineError(f"{self._asked}: {flat.size} routed experts for {rows} tokens")
+        draft.experts.append(flat.reshape(rows, -1).astype(np.int16))
+
+
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
+    """The JSON of server-sent events, up to the mark that ends them."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line[6:])

@@ -1,10 +1,12 @@
 """What engines answer: JSON, sometimes an error with status 200, and a policy version as text."""
 
+import json
+from http import HTTPStatus
 from typing import Any
 
 import httpx
 
-from relax_hpc.errors import EngineError
+from relax_hpc.errors import EngineError, EngineLostError
 
 _SHOWN_CHARACTERS = 500
 
@@ -25,9 +27,19 @@ def checked(asked: str, response: httpx.Response) -> Any:  # noqa: ANN401
         reply = None
     refused = isinstance(reply, dict) and reply.get("success") is False
     if not response.is_success or refused:
-        said = reply.get("message") if isinstance(reply, dict) else None
-        raise EngineError(f"{asked}: HTTP {response.status_code}: {cut(said or response.text)}")
+        raise refusal(asked, response.status_code, response.content)
     return reply
+
+
+def refusal(asked: str, status: int, content: bytes) -> EngineError:
+    """The error that a reply means; one of the server's own making is an EngineLostError."""
+    try:
+        reply = json.loads(content)
+    except ValueError:
+        reply = None
+    said = reply.get("message") if isinstance(reply, dict) else None
+    kind = EngineLostError if status >= HTTPStatus.INTERNAL_SERVER_ERROR else EngineError
+    return kind(f"{asked}: HTTP {status}: {cut(said or content.decode(errors='replace'))}")
 
 
 def parse_version(reply: dict[str, Any]) -> int:

@@ -11,7 +11,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.config import RunConfig
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import Generation, GenerationClient
+from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 from relax_hpc.errors import EngineError, PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
@@ -118,7 +118,7 @@ class EngineSampler:
         if self._control:
             self._control.close()
         if self._client:
-            await self._client.aclose()
+            self._client.close()
 
     def version(self) -> int:
         while True:
@@ -135,17 +135,16 @@ class EngineSampler:
     async def sample(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float
     ) -> Sequence[Generation]:
+        limit = self._config.rollout.max_new_tokens
+        sampling = Sampling(temperature, limit, (self._stop_token,))
         while True:
             member = await asyncio.to_thread(self._serving)
             if self._client is None or self._client.url != member.url:
                 self._client = GenerationClient(member.url, member.token)
             try:
-                return await self._client.generate_batch(
-                    prompts,
-                    seeds,
-                    temperature=temperature,
-                    max_new_tokens=self._config.rollout.max_new_tokens,
-                    stop_token_ids=[self._stop_token],
+                client = self._client
+                return await asyncio.gather(
+                    *(client.sample(p, s, sampling) for p, s in zip(prompts, seeds, strict=True))
                 )
             except EngineError:
                 if await asyncio.to_thread(self._still_serves, member):

@@ -15,7 +15,7 @@ from relax_hpc.comm.broadcast import BroadcastGroup, open_store
 from relax_hpc.comm.bucket import flatten
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import Generation
+from relax_hpc.engines.generation import Generation, Sampling
 
 VOCAB, EOS = 128, 2
 
@@ -84,7 +84,8 @@ def generate(served: Served, prompt: list[int], seeds: list[int], **kwargs) -> l
 
     async def run() -> list[Generation]:
         async with served.process.generation_client() as client:
-            return await client.generate_group(prompt, seeds, **settings)
+            sampling = Sampling(**settings)
+            return await asyncio.gather(*(client.sample(prompt, seed, sampling) for seed in seeds))
 
     return asyncio.run(run())
 

@@ -63,7 +63,7 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
     expected = free.token_ids[: free.token_ids.index(stop) + 1]
     [stopped] = generate(
         engine, prompt, [1], temperature=0.0, max_new_tokens=8,
-        stop_token_ids=[stop], ignore_eos=False,
+        stop_token_ids=(stop,), ignore_eos=False,
     )  # fmt: skip
     assert stopped.finish is FinishReason.STOP
     assert stopped.token_ids == expected

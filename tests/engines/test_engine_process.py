@@ -15,7 +15,6 @@ from relax_hpc.config import RolloutConfig
 from relax_hpc.engines.child import spawn
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.embedded import launch as embedded
-from relax_hpc.engines.generation import _version_runs
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError, EngineError
@@ -185,22 +184,6 @@ def test_sglangs_own_parser_checks_the_arguments():
     fine = lines.index("fine")
     assert "did you mean mem_fraction_static?" in lines[fine + 1]
     assert "'two'" in lines[fine + 2]
-
-
-def test_a_server_without_version_spans_attributes_a_request_to_the_version_at_its_start():
-    meta = {"weight_version": "5"}
-    assert _version_runs(meta, 3, 10) == [(0, 3)]
-    assert _version_runs(meta, 5, 10) == [(0, 5)]
-    assert _version_runs(meta, 5, 0) == []
-
-
-def test_spans_become_runs_and_the_default_version_is_zero():
-    spans = [
-        {"version": "default", "start": 0, "end": 4},
-        {"version": "0", "start": 4, "end": 6},
-        {"version": "2", "start": 6, "end": 9},
-    ]
-    assert _version_runs({"weight_versions": spans}, 0, 9) == [(0, 0), (6, 2)]
 
 
 def test_two_engines_of_one_node_take_different_ports(checkpoints, tmp_path):

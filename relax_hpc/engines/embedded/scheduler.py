@@ -42,6 +42,17 @@ class Completion(NamedTuple):
     """Version the engine held when the request ended."""
 
 
+class Chunk(NamedTuple):
+    """Tokens that came since the last chunk of a streamed request."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    num_sampled: int
+    """Response tokens up to here."""
+    version: str
+    """Version the engine holds now."""
+
+
 @dataclass(slots=True)
 class Request:
     """One sequence to sample, and what there is of it."""
@@ -56,6 +67,18 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     version_starts: list[tuple[str, int]] = field(default_factory=list)
+    stream: Callable[[Chunk], None] | None = None
+    """Called in the scheduler's thread after the first token, and then every `stream_interval`."""
+    stream_interval: int = 1
+    num_streamed: int = 0
+
+    def emit(self, version: str) -> None:
+        """Streams what there is, if it is time."""
+        sampled = len(self.token_ids)
+        if self.stream and (sampled - 1) % self.stream_interval == 0:
+            new = slice(self.num_streamed, sampled)
+            self.stream(Chunk(self.token_ids[new], self.logprobs[new], sampled, version))
+            self.num_streamed = sampled
 
     def take(self, token: int, logprob: float) -> bool:
         """Appends a token. Returns whether it was the last one."""
@@ -230,6 +253,8 @@ class Scheduler:
                 stopped = token in request.stop_ids
                 reason = FinishReason.STOP if stopped else FinishReason.LENGTH
                 finished.append((slot, reason))
+            else:
+                request.emit(self.version)
         self._retire(finished)
 
     def _retire(self, finished: Sequence[tuple[int, FinishReason]]) -> None:

@@ -12,7 +12,6 @@ import hmac
 import json
 import socket
 import threading
-import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -27,25 +26,27 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from relax_hpc.comm.bucket import digest
+from relax_hpc.engines.embedded.generation import GenerationEndpoint
 from relax_hpc.engines.embedded.model import Qwen3, Shape
-from relax_hpc.engines.embedded.scheduler import Completion, Request, Scheduler
+from relax_hpc.engines.embedded.scheduler import Scheduler
 from relax_hpc.engines.embedded.weight_groups import WeightGroups
 from relax_hpc.errors import EngineError
-from relax_hpc.schema import FinishReason
 
 Body = dict[str, Any]
-_FINISH = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "abort",
-}
 
 
 class Endpoints:
     """What each endpoint does; `routes` gives them their paths."""
 
-    def __init__(self, model_path: str, scheduler: Scheduler, groups: WeightGroups) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        scheduler: Scheduler,
+        groups: WeightGroups,
+        generation: GenerationEndpoint,
+    ) -> None:
         self._model_path, self._scheduler, self._groups = model_path, scheduler, groups
+        self._generation = generation
         self._weights_lock = asyncio.Lock()
 
     def routes(self) -> list[Route]:
@@ -61,27 +62,14 @@ class Endpoints:
             "/flush_cache": self.flush_cache,
             "/model_info": self.model_info,
             "/server_info": self.server_info,
+            "/v1/loads": self.loads,
             "/health": self.health,
         }
         routes = [
             Route(path, _answer(endpoint), methods=["GET", "POST"])
             for path, endpoint in control.items()
         ]
-        return [Route("/generate", _answer(self.generate), methods=["POST"]), *routes]
-
-    async def generate(self, body: Body) -> Body | list[Body]:
-        prompts = body["input_ids"]
-        batched = bool(prompts) and isinstance(prompts[0], list)
-        prompts = prompts if batched else [prompts]
-        sampling = body.get("sampling_params") or {}
-        sampling = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
-        rids = body.get("rid") or [uuid.uuid4().hex for _ in prompts]
-        rids = rids if isinstance(rids, list) else [rids]
-        requests = [self._request(*item) for item in zip(rids, prompts, sampling, strict=True)]
-        self._scheduler.submit(requests)
-        completions = await asyncio.gather(*(asyncio.wrap_future(r.done) for r in requests))
-        replies = [_reply(r, c) for r, c in zip(requests, completions, strict=True)]
-        return replies if batched else replies[0]
+        return [Route("/generate", self._generation.answer, methods=["POST"]), *routes]
 
     async def pause(self, body: Body) -> Body:
         mode = body.get("mode", "abort")
@@ -173,50 +161,17 @@ class Endpoints:
             "paused": self._scheduler.paused,
         }
 
+    async def loads(self, body: Body) -> Body:
+        running, waiting = self._scheduler.load
+        full = 0.0  # never: the cache grows
+        load = {"num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": full}
+        return {"loads": [load]}
+
     async def health(self, body: Body) -> Body:
         return _done("healthy")
 
     async def _call(self, command: Callable[[], Any]) -> Any:  # noqa: ANN401
         return await asyncio.wrap_future(self._scheduler.call(command))
-
-    def _request(self, rid: str, prompt: list[int], sampling: Body) -> Request:
-        shape, limit = self._scheduler.model.shape, sampling.get("max_new_tokens", 128)
-        if not prompt or not all(0 <= token < shape.vocab_size for token in prompt):
-            raise EngineError(f"input_ids: 1 or more token ids below {shape.vocab_size}")
-        if limit < 1 or len(prompt) + limit > shape.max_positions:
-            raise EngineError(
-                f"{len(prompt)} prompt tokens and {limit} new ones: "
-                f"this model has {shape.max_positions} positions"
-            )
-        stop_ids = shape.eos_ids | set(sampling.get("stop_token_ids") or [])
-        seed = sampling.get("sampling_seed")
-        return Request(
-            rid=rid,
-            prompt=prompt,
-            seed=uuid.uuid4().int >> 65 if seed is None else seed,
-            temperature=float(sampling.get("temperature", 1.0)),
-            max_new_tokens=limit,
-            stop_ids=frozenset() if sampling.get("ignore_eos") else frozenset(stop_ids),
-        )
-
-
-def _reply(request: Request, completion: Completion) -> Body:
-    finish: Body = {"type": _FINISH[completion.finish]}
-    if completion.finish is FinishReason.STOP:
-        finish["matched"] = completion.token_ids[-1]
-    pairs = zip(completion.logprobs, completion.token_ids, strict=True)
-    return {
-        "output_ids": completion.token_ids,
-        "meta_info": {
-            "id": request.rid,
-            "finish_reason": finish,
-            "prompt_tokens": len(request.prompt),
-            "completion_tokens": len(completion.token_ids),
-            "weight_version": completion.version,
-            "weight_versions": [span._asdict() for span in completion.spans],
-            "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
-        },
-    }
 
 
 def _done(message: str) -> Body:
@@ -259,7 +214,8 @@ def serve(model_path: Path, host: str, options: Body) -> None:
     model = Qwen3(Shape.read(model_path), getattr(torch, options["dtype"]), device)
     model.load_folder(model_path)
     scheduler = Scheduler(model, max_running=options["max_running_requests"], version="0")
-    endpoints = Endpoints(str(model_path), scheduler, WeightGroups(device))
+    generation = GenerationEndpoint(scheduler, version_spans=options["version_spans"])
+    endpoints = Endpoints(str(model_path), scheduler, WeightGroups(device), generation)
     app = Starlette(
         routes=endpoints.routes(),
         middleware=[Middleware(_BearerToken, token=options["token"])],

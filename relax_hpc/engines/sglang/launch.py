@@ -92,6 +92,7 @@ def arguments(
     settings: PassThrough = {
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
+        "incremental_streaming_output": True,  # else a chunk has everything so far, again and again
         **(_CPU_DEFAULTS if device == "cpu" else {}),
         **engine_args,
         "custom_weight_loader": [LOADER],

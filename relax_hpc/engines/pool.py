@@ -1,0 +1,332 @@
+"""Several engines as one: who gets which request, and what becomes of it if that engine goes.
+
+A sample is taken from exactly one reply: its draft moves from engine to engine, and only the one
+coroutine that owns it ever returns it. So however often it is tried, it is there once.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Load, Sampling
+from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.schema import FinishReason
+
+log = logging.getLogger(__name__)
+
+_VERSION_AGE_S = 0.05
+"""How old may be what is known of an engine's version."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
+"""An engine that failed is left alone, each time twice as long."""
+_ABORT_AGAIN_S = 0.2
+_HOMES = 4096
+"""Prompts whose engine is remembered."""
+
+
+class Endpoint(NamedTuple):
+    """One start of one engine."""
+
+    id: str
+    epoch: str
+    url: str
+    token: str
+
+
+Standing = Literal["serving", "held", "draining", "lost"]
+"""serving: gets requests. held: finishes those it has. draining: hands them over to engines that
+serve, if any do. lost: they go on elsewhere at once."""
+
+
+@dataclass(eq=False, slots=True)
+class _Engine:
+    endpoint: Endpoint
+    client: GenerationClient
+    limit: int
+    """Requests that may be in flight."""
+    standing: Standing = "held"
+    version: int = -1
+    """-1: not known yet."""
+    asked_at: float = 0.0
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    failures: int = 0
+    not_before: float = 0.0
+    in_flight: set[str] = field(default_factory=set)
+    """Their rids."""
+    handed_over: set[str] = field(default_factory=set)
+    """Those that are being aborted."""
+
+    @property
+    def usable(self) -> bool:
+        return self.standing == "serving" and time.monotonic() >= self.not_before
+
+    def takes(self, min_version: int) -> bool:
+        return (
+            self.usable and len(self.in_flight) < self.limit and self.version >= max(min_version, 0)
+        )
+
+
+class _Turn(NamedTuple):
+    """Somebody who waits for room."""
+
+    rid: str
+    home: Hashable
+    """Whoever shares it shares a prefix."""
+    min_version: int
+    granted: "asyncio.Future[_Engine]"
+
+
+class Pool:
+    """Routes samples: to the engine that has their prefix, else to the least loaded."""
+
+    def __init__(
+        self,
+        connect: Callable[[Endpoint], GenerationClient],
+        *,
+        max_in_flight: int,
+        patience_s: float,
+    ) -> None:
+        """Starts without engines, see `enlist`. Use it within one event loop.
+
+        Args:
+            connect: makes the client of an engine.
+            max_in_flight: samples per engine at most; fewer while its cache is full.
+            patience_s: how long a sample may get nowhere before that is an error.
+        """
+        self._connect, self._most, self._patience_s = connect, max_in_flight, patience_s
+        self._engines: dict[tuple[str, str], _Engine] = {}
+        self._homes: OrderedDict[Hashable, _Engine] = OrderedDict()
+        self._turns: deque[_Turn] = deque()
+        self._chores = set[asyncio.Task[None]]()
+
+    # Engines.
+
+    def enlist(self, standings: dict[Endpoint, Standing]) -> None:
+        """States the standing of every engine there is; one that is left out is lost."""
+        known = {(at.id, at.epoch): (at, standing) for at, standing in standings.items()}
+        for key, (endpoint, standing) in known.items():
+            if key not in self._engines and standing != "lost":
+                self._engines[key] = _Engine(endpoint, self._connect(endpoint), self._most)
+        for key, engine in list(self._engines.items()):
+            engine.standing = known[key][1] if key in known else "lost"
+            if engine.standing == "lost":
+                self._forget(engine)
+        self._hand_over()
+        self._grant()
+
+    def drain(self, member: str) -> None:
+        """Sends engine `member` nothing more, and moves what it has if another one serves."""
+        for engine in self._engines.values():
+            if engine.endpoint.id == member:
+                engine.standing = "draining"
+        self._hand_over()
+
+    @property
+    def in_flight(self) -> dict[str, int]:
+        """Samples under way, by engine id."""
+        return {engine.endpoint.id: len(engine.in_flight) for engine in self._engines.values()}
+
+    async def version(self) -> int | None:
+        """The oldest policy version among engines that serve; None if none does."""
+        await asyncio.gather(*(self._look(engine) for engine in self._usable()))
+        return min((e.version for e in self._usable() if e.version >= 0), default=None)
+
+    async def adapt(self) -> None:
+        """Fits the samples in flight to what the engines' caches hold; call it every second or so.
+
+        Not every engine says how full it is; those get `max_in_flight`.
+        """
+
+        async def fit(engine: _Engine) -> None:
+            try:
+                load = await engine.client.load()
+            except EngineError as error:
+                log.debug("%s", error)
+            else:
+                in_flight = len(engine.in_flight)
+                engine.limit = next_limit(engine.limit, load, in_flight, self._most)
+
+        await asyncio.gather(*(fit(engine) for engine in self._usable()))
+        self._grant()
+
+    async def aclose(self) -> None:
+        """Cuts all connections."""
+        for engine in list(self._engines.values()):
+            self._forget(engine)
+        for chore in list(self._chores):
+            chore.cancel()
+        await asyncio.gather(*self._chores, return_exceptions=True)
+
+    # Samples.
+
+    async def sample(
+        self, prompt: Sequence[int], seed: int, sampling: Sampling, *, min_version: int = 0
+    ) -> Generation:
+        """Samples one response, on as many engines one after the other as it takes.
+
+        Args:
+            prompt: token ids; samples of one prompt go to one engine while it has room.
+            seed: >= 0.
+            sampling: how.
+            min_version: oldest policy that may sample a token of it.
+
+        Raises:
+            EngineError: refused, or got nowhere for `patience_s`.
+        """
+        draft, home, since = Draft(), hash(tuple(prompt)), time.monotonic()
+        while True:
+            held = len(draft.token_ids)
+            turn = self._queue(home, min_version, first=held > 0)
+            engine = await self._wait(turn, since)
+            try:
+                await self._look(engine)
+                done = await engine.client.sample(
+                    prompt, seed, sampling, version=engine.version, draft=draft, rid=turn.rid
+                )
+            except EngineLostError as error:
+                self._failed(engine, error)
+            else:
+                engine.failures = 0
+                if done.finish is not FinishReason.ABORT:
+                    return done
+            finally:
+                engine.in_flight.discard(turn.rid)
+                self._grant()
+            if len(draft.token_ids) >= sampling.max_new_tokens:
+                return draft.finished(FinishReason.LENGTH)
+            if len(draft.token_ids) > held:
+                since = time.monotonic()
+
+    def _queue(self, home: Hashable, min_version: int, *, first: bool) -> _Turn:
+        """Lines up; who has something to lose goes first."""
+        granted: asyncio.Future[_Engine] = asyncio.get_running_loop().create_future()
+        turn = _Turn(uuid.uuid4().hex, home, min_version, granted)
+        (self._turns.appendleft if first else self._turns.append)(turn)
+        return turn
+
+    async def _wait(self, turn: _Turn, since: float) -> _Engine:
+        try:
+            if any(engine.version < 0 for engine in self._usable()):
+                await self.version()
+            self._grant()
+            while not turn.granted.done():
+                if any(engine.in_flight for engine in self._engines.values()):
+                    since = time.monotonic()  # they get on, or break off after a silence
+                left = since + self._patience_s - time.monotonic()
+                if left <= 0:
+                    raise EngineError(self._explain(turn.min_version))
+                await asyncio.wait({turn.granted}, timeout=left)
+        except BaseException:
+            turn.granted.cancel()
+            if turn.granted.done() and not turn.granted.cancelled():
+                turn.granted.result().in_flight.discard(turn.rid)
+            raise
+        return turn.granted.result()
+
+    def _grant(self) -> None:
+        """Gives room to those who wait for it, in their order."""
+        kept = deque[_Turn]()
+        while self._turns and any(engine.takes(0) for engine in self._usable()):
+            turn = self._turns.popleft()
+            if turn.granted.done():  # withdrawn
+                continue
+            if engine := self._choose(turn):
+                engine.in_flight.add(turn.rid)
+                turn.granted.set_result(engine)
+            else:
+                kept.append(turn)
+        self._turns.extendleft(reversed(kept))
+
+    def _choose(self, turn: _Turn) -> _Engine | None:
+        home = self._homes.get(turn.home)
+        if home is not None and home.takes(turn.min_version):
+            self._homes.move_to_end(turn.home)
+            return home
+        able = [engine for engine in self._usable() if engine.takes(turn.min_version)]
+        if not able:
+            return None
+        best = min(able, key=lambda e: (len(e.in_flight) / e.limit, len(e.in_flight)))
+        if home is None or not home.usable:
+            self._homes[turn.home] = best
+            if len(self._homes) > _HOMES:
+                self._homes.popitem(last=False)
+        return best
+
+    async def _look(self, engine: _Engine) -> None:
+        """Brings what is known of an engine's version up to date."""
+        async with engine.asking:
+            if time.monotonic() - engine.asked_at < _VERSION_AGE_S:
+                return
+            try:
+                engine.version = await engine.client.version()
+            except EngineError as error:
+                self._failed(engine, error)
+            engine.asked_at = time.monotonic()
+
+    def _failed(self, engine: _Engine, error: EngineError) -> None:
+        if engine.standing == "lost" or time.monotonic() < engine.not_before:
+            return  # what ended with it is no further failure
+        pause = min(_PAUSE_S * 2**engine.failures, _LONGEST_PAUSE_S)
+        engine.failures += 1
+        engine.not_before = time.monotonic() + pause
+        log.warning("engine %s: %s; leaving it alone for %g s", engine.endpoint.id, error, pause)
+        asyncio.get_running_loop().call_later(pause, self._grant)
+
+    def _forget(self, engine: _Engine) -> None:
+        engine.standing = "lost"
+        engine.client.close()
+        del self._engines[engine.endpoint.id, engine.endpoint.epoch]
+        for home in [home for home, its in self._homes.items() if its is engine]:
+            del self._homes[home]
+
+    def _hand_over(self) -> None:
+        """Aborts what draining engines have: their callers go on elsewhere with what there is."""
+
+        async def abort(engine: _Engine, rid: str) -> None:
+            while rid in engine.in_flight and engine.standing == "draining":
+                try:
+                    await engine.client.abort(rid)
+                except EngineError as error:
+                    log.debug("%s", error)
+                await asyncio.sleep(_ABORT_AGAIN_S)  # it may have overtaken its request
+            engine.handed_over.discard(rid)
+
+        if not self._usable():
+            return
+        for engine in self._engines.values():
+            draining = engine.standing == "draining"
+            for rid in engine.in_flight - engine.handed_over if draining else ():
+                engine.handed_over.add(rid)
+                chore = asyncio.get_running_loop().create_task(abort(engine, rid))
+                self._chores.add(chore)
+                chore.add_done_callback(self._chores.discard)
+
+    def _usable(self) -> list[_Engine]:
+        return [engine for engine in self._engines.values() if engine.usable]
+
+    def _explain(self, min_version: int) -> str:
+        states = ", ".join(
+            f"{e.endpoint.id} ({e.endpoint.url}) {e.standing}, version {e.version}"
+            for e in self._engines.values()
+        )
+        return (
+            f"no engine took a request for {self._patience_s:g} s that wants policy version "
+            f"{min_version} or newer: {states or 'there is none'}"
+        )
+
+
+def next_limit(limit: int, load: Load, in_flight: int, most: int) -> int:
+    """How many requests may be in flight at an engine.
+
+    An engine whose cache is full throws requests out and computes them again. So their number falls
+    by a tenth while it is nearly full, and grows by an eighth while there is space and no queue.
+    """
+    if load.kv_used > 0.95:
+        return max(1, min(limit, in_flight) * 9 // 10)
+    if load.kv_used < 0.85 and load.waiting == 0:
+        return min(most, limit + max(1, limit // 8))
+    return min(limit, most)

@@ -1,0 +1,348 @@
+"""Streams of one engine, and several engines as one, with real (embedded) engines."""
+
+import asyncio
+import base64
+import time
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from engine_fixtures import prompt_of, reference_logprobs
+
+from relax_hpc.config import RolloutConfig
+from relax_hpc.engines.generation import Draft, GenerationClient, Load, Sampling, _Reply
+from relax_hpc.engines.pool import Endpoint, Pool, next_limit
+from relax_hpc.engines.process import start_engine
+from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.schema import FinishReason
+
+LONG = Sampling(1.0, 300, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def start(checkpoints, tmp_path_factory):
+    started, logs = [], tmp_path_factory.mktemp("engines")
+
+    def start(**engine_args):
+        engine = start_engine(
+            "embedded",
+            checkpoints[0],
+            host="127.0.0.1",
+            token="right",
+            rollout_config=RolloutConfig(engine_args=engine_args),
+            dtype="float32",
+            log_path=logs / f"{len(started)}.log",
+            seed=0,
+        )
+        started.append(engine)
+        return engine
+
+    yield start
+    for engine in started:
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def engines(start):
+    return start(), start()
+
+
+@pytest.fixture
+def pair(engines, checkpoints):
+    """Two engines with policy 0; they start slowly, so tests share them."""
+    for engine in engines:
+        engine.client().update_weights_from_disk(str(checkpoints[0]), 0)
+    return engines
+
+
+def endpoint(engine, name):
+    return Endpoint(name, "0", engine.url, engine.token)
+
+
+def make_pool(engines, patience_s=20.0, max_in_flight=64, standing="serving"):
+    pool = Pool(
+        lambda at: GenerationClient(at.url, at.token, tokens_per_chunk=4),
+        max_in_flight=max_in_flight,
+        patience_s=patience_s,
+    )
+    pool.enlist({endpoint(e, f"e{i}"): standing for i, e in enumerate(engines)})
+    return pool
+
+
+async def until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.005)
+
+
+async def sample_all(pool, groups, siblings=4, sampling=LONG, **kwargs):
+    return await asyncio.gather(
+        *(
+            pool.sample(prompt_of(9, group), 10 * group + sibling, sampling, **kwargs)
+            for group in range(groups)
+            for sibling in range(siblings)
+        )
+    )
+
+
+async def undisturbed(engine, groups, **kwargs):
+    """What every seed draws: it is a function of prompt and seed."""
+    pool = make_pool([engine])
+    responses = await sample_all(pool, groups, **kwargs)
+    await pool.aclose()
+    return [response.token_ids for response in responses]
+
+
+@pytest.mark.parametrize("tokens_per_chunk", [1, 16])
+def test_no_token_counts_as_newer_than_it_is_where_only_the_newest_version_is_reported(
+    start, checkpoints, tokens_per_chunk
+):
+    engine, prompt = start(version_spans=False), prompt_of(6)
+    control = engine.client()
+
+    async def run():
+        async with GenerationClient(
+            engine.url, engine.token, tokens_per_chunk=tokens_per_chunk
+        ) as client:
+            draft = Draft()
+            task = asyncio.create_task(client.sample(prompt, 1, LONG, draft=draft))
+            await until(lambda: len(draft.token_ids) > 20)
+            await asyncio.to_thread(control.pause)
+            await asyncio.to_thread(control.update_weights_from_disk, str(checkpoints[1]), 1)
+            await asyncio.to_thread(control.resume)
+            return await task
+
+    generation = asyncio.run(run())
+    old = reference_logprobs(checkpoints[0], prompt, generation.token_ids)
+    error = torch.tensor(generation.logprobs).sub(old).abs()
+    truth = int((error > 1e-3).nonzero()[0])  # the first token that policy 0 did not sample
+    assert error[:truth].max() < 1e-4
+    (first, zero), (switch, one) = generation.version_runs
+    assert (first, zero, one) == (0, 0, 1)
+    assert truth <= switch <= truth + tokens_per_chunk
+    assert len(generation.token_ids) == len(generation.logprobs) == 300
+
+
+def test_samples_of_an_engine_that_is_killed_go_on_elsewhere_as_if_nothing_had_happened(
+    start, checkpoints
+):
+    one, two = start(), start()
+
+    async def run():
+        expected = await undisturbed(one, 4)
+        pool = make_pool([one, two])
+        task = asyncio.create_task(sample_all(pool, 4))
+        await until(lambda: pool.in_flight == {"e0": 8, "e1": 8})
+        await asyncio.sleep(0.2)
+        for process in (*psutil.Process(one.pid).children(recursive=True), psutil.Process(one.pid)):
+            process.kill()
+        responses = await task
+        await pool.aclose()
+        return expected, responses
+
+    expected, responses = asyncio.run(run())
+    assert [response.token_ids for response in responses] == expected
+    for index in (0, 5):
+        reference = reference_logprobs(
+            checkpoints[0], prompt_of(9, index // 4), responses[index].token_ids
+        )
+        assert torch.tensor(responses[index].logprobs).sub(reference).abs().max() < 1e-4
+    assert all(response.version_runs == [(0, 0)] for response in responses)
+
+
+def test_an_engine_that_drains_hands_its_samples_over_and_gets_no_more(pair):
+    one, two = pair
+    longer = LONG._replace(max_new_tokens=1000)
+
+    async def run():
+        expected = await undisturbed(two, 4, sampling=longer)
+        pool = make_pool([one, two])
+        task = asyncio.create_task(sample_all(pool, 4, sampling=longer))
+        await until(lambda: pool.in_flight == {"e0": 8, "e1": 8})
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(two.client().pause)
+        pool.drain("e0")
+        await until(lambda: pool.in_flight == {"e0": 0, "e1": 16})
+        late = asyncio.create_task(sample_all(pool, 1, sampling=longer))
+        await until(lambda: pool.in_flight == {"e0": 0, "e1": 20})
+        await asyncio.to_thread(two.client().resume)
+        responses = await task
+        await late
+        await pool.aclose()
+        return expected, responses
+
+    expected, responses = asyncio.run(run())
+    assert [response.token_ids for response in responses] == expected
+    assert {response.finish for response in responses} == {FinishReason.LENGTH}
+
+
+def test_the_last_engine_finishes_what_it_has_while_it_drains(pair):
+    one, _ = pair
+
+    async def run():
+        pool = make_pool([one])
+        task = asyncio.create_task(sample_all(pool, 1))
+        await until(lambda: pool.in_flight == {"e0": 4})
+        pool.enlist({endpoint(one, "e0"): "draining"})
+        responses = await task
+        assert await pool.version() is None
+        await pool.aclose()
+        return responses
+
+    assert all(len(response.token_ids) == 300 for response in asyncio.run(run()))
+
+
+def test_aborted_samples_go_on_where_they_were(pair):
+    one, _ = pair
+
+    async def run():
+        expected = await undisturbed(one, 1)
+        pool = make_pool([one])
+        task = asyncio.create_task(sample_all(pool, 1))
+        await until(lambda: pool.in_flight == {"e0": 4})
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(one.client().abort_all)
+        responses = await task
+        await pool.aclose()
+        return expected, responses
+
+    expected, responses = asyncio.run(run())
+    assert [response.token_ids for response in responses] == expected
+
+
+def test_siblings_share_an_engine_while_it_has_room_and_groups_spread(pair):
+    one, two = pair
+
+    async def run(max_in_flight):
+        pool, seen = make_pool([one, two], max_in_flight=max_in_flight), {}
+        choose = pool._choose
+
+        def spy(turn):
+            if engine := choose(turn):
+                seen.setdefault(turn.home, []).append(engine.endpoint.id)
+            return engine
+
+        pool._choose = spy
+        await sample_all(pool, 2, sampling=LONG._replace(max_new_tokens=100))
+        await pool.aclose()
+        return sorted(seen.values())
+
+    assert asyncio.run(run(64)) == [["e0"] * 4, ["e1"] * 4]
+    # Of the first group, two find no room at home and go next door; so do two of the second.
+    assert [sorted(ids[:4]) for ids in asyncio.run(run(3))] != [["e0"] * 4, ["e1"] * 4]
+
+
+def test_a_sample_waits_for_an_engine_of_a_policy_that_is_new_enough(pair, checkpoints):
+    one, two = pair
+    two.client().update_weights_from_disk(str(checkpoints[1]), 1)
+
+    async def run():
+        pool = make_pool([one, two], patience_s=0.5)
+        assert await pool.version() == 0
+        short = LONG._replace(max_new_tokens=5)
+        responses = await sample_all(pool, 3, sampling=short, min_version=1)
+        with pytest.raises(EngineError, match=r"version 2 or newer: e0 .* version 0, e1"):
+            await sample_all(pool, 1, sampling=short, min_version=2)
+        await pool.aclose()
+        return responses
+
+    assert {tuple(response.version_runs) for response in asyncio.run(run())} == {((0, 1),)}
+
+
+def test_a_refused_sample_is_an_error_at_once_and_no_engine_is_one_after_a_while(pair):
+    one, _ = pair
+
+    async def run():
+        pool = make_pool([one], patience_s=60)
+        with pytest.raises(EngineError, match=r"/generate: .*4096 positions"):
+            await pool.sample([1], 0, Sampling(1.0, 100_000))
+        await pool.aclose()
+        pool = make_pool([], patience_s=0.2)
+        with pytest.raises(EngineError, match=r"for 0\.2 s .* there is none"):
+            await pool.sample([1], 0, LONG)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_is_held_gets_nothing_new_and_loses_nothing(pair):
+    one, _ = pair
+
+    async def run():
+        pool = make_pool([one])
+        first = asyncio.create_task(sample_all(pool, 1))
+        await until(lambda: pool.in_flight == {"e0": 4})
+        pool.enlist({endpoint(one, "e0"): "held"})
+        second = asyncio.create_task(sample_all(pool, 1))
+        await first
+        assert not second.done() and pool.in_flight == {"e0": 0}
+        pool.enlist({endpoint(one, "e0"): "serving"})
+        await second
+        await pool.aclose()
+
+    asyncio.run(run())
+
+
+def test_samples_in_flight_follow_the_cache():
+    assert next_limit(100, Load(100, 0, 0.97), 80, 256) == 72  # a tenth less than there are
+    assert next_limit(100, Load(100, 0, 0.5), 100, 256) == 112  # an eighth more
+    assert next_limit(250, Load(250, 0, 0.5), 250, 256) == 256  # and no more than that
+    assert next_limit(100, Load(90, 10, 0.5), 100, 256) == 100  # the engine queues already
+    assert next_limit(100, Load(100, 0, 0.9), 100, 256) == 100
+    assert next_limit(1, Load(1, 0, 0.99), 1, 256) == 1
+
+
+def chunk(tokens, completion, version="0", finish=None, **meta):
+    pairs = [[-0.5, token, None] for token in tokens]
+    return {
+        "output_ids": tokens,
+        "meta_info": {
+            "completion_tokens": completion,
+            "output_token_logprobs": pairs,
+            "weight_version": version,
+            "finish_reason": finish and {"type": finish},
+            **meta,
+        },
+    }
+
+
+def test_chunks_of_what_is_new_and_of_everything_so_far_are_the_same_response():
+    new, whole = _Reply("x", Draft(), 3), _Reply("x", Draft(), 3)
+    for part, so_far, count in (([5], [5], 1), ([6, 7], [5, 6, 7], 3), ([8], [5, 6, 7, 8], 4)):
+        new.add(chunk(part, count, finish="length" if count == 4 else None))
+        whole.add(chunk(so_far, count, finish="length" if count == 4 else None))
+    assert new.finish() is whole.finish() is FinishReason.LENGTH
+    assert new._draft == whole._draft
+    assert new._draft.token_ids == [5, 6, 7, 8]
+
+
+def test_a_reply_that_breaks_off_is_lost_and_its_draft_keeps_what_came():
+    draft = Draft()
+    reply = _Reply("x", draft, 3)
+    reply.add(chunk([5], 1))
+    with pytest.raises(EngineLostError, match="broke off"):
+        reply.finish()
+    assert draft.token_ids == [5]
+
+
+def test_experts_of_a_response_in_two_pieces_are_those_of_every_token_once():
+    """2 layers x 1 expert; 3 prompt tokens, 2 + 2 response tokens."""
+
+    def encoded(first, rows):
+        values = np.arange(2 * first, 2 * (first + rows), dtype=np.int32)
+        return base64.b64encode(values.tobytes()).decode()
+
+    draft = Draft()
+    reply = _Reply("x", draft, 3)
+    reply.add(chunk([5, 6], 2, finish="abort", routed_experts=encoded(0, 4)))
+    assert reply.finish() is FinishReason.ABORT
+    assert sum(map(len, draft.experts)) == 4  # the last token has not been through the model
+    reply = _Reply("x", draft, 5)
+    reply.add(chunk([7, 8], 2, version="1", finish="stop", routed_experts=encoded(4, 2)))
+    generation = draft.finished(reply.finish())
+    expected = np.arange(12).reshape(6, 2)
+    assert np.array_equal(generation.routed_experts[:6], expected)
+    assert np.array_equal(generation.routed_experts[6], expected[5])
+    assert generation.token_ids == [5, 6, 7, 8]
+    assert generation.version_runs == [(0, 0), (2, 1)]
