@@ -237,6 +237,39 @@ def bench_train(
     typer.echo(train.show(figures, json_file))
 
 
+@bench.command(
+    "sync",
+    epilog="Example:  relax-hpc bench sync --shape qwen3-4b --engines 1 --in-flight 64",
+)
+def bench_sync(
+    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
+    engine: Annotated[str, typer.Option(help="sglang or embedded.")] = "sglang",
+    engines: Annotated[int, typer.Option(help="Engines.", min=1)] = 1,
+    engine_tp: Annotated[int, typer.Option(help="GPUs of an engine.", min=1)] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks of the trainer.", min=1)] = 1,
+    tp: Annotated[int, typer.Option(help="Its tensor-parallel ranks.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Its pipeline stages.", min=1)] = 1,
+    ep: Annotated[int, typer.Option(help="Its ranks that share the experts.", min=1)] = 1,
+    updates: Annotated[int, typer.Option(help="Versions after version 0.", min=1)] = 10,
+    in_flight: Annotated[int, typer.Option(help="Requests per engine.", min=1)] = 64,
+    logprobs: Annotated[bool, typer.Option(help="Compare engine and trainer, too.")] = False,
+    overrides: Annotated[list[str], typer.Option("--set", help="section.key=value of a job.")] = [],  # noqa: B006
+    json_file: JsonFile = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
+) -> None:
+    """Update engines that are sampling: how long they stand still, by part, and GB/s."""
+    from relax_hpc.bench import sync
+    from relax_hpc.bench.train import Grid
+
+    grid = Grid(dp, tp, pp, expert_parallel=ep)
+    figures = sync.measure(
+        shape, grid, kind=engine, engines=engines, engine_tp=engine_tp,
+        updates=updates, in_flight=in_flight, compare_logprobs=logprobs, overrides=overrides,
+        python=python,
+    )  # fmt: skip
+    typer.echo(sync.show(figures, json_file))
+
+
 def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:
     if submission.mode == "local" and not local:
         typer.echo("there is no sbatch here: running on this machine")

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +29,8 @@ _FORMULA = "(6 N T + 6 layers heads head_dim sum(length^2)) / (seconds x 989e12)
 _JOIN_S = 120
 
 _QWEN3 = {
-    "model_type": "qwen3", "hidden_act": "silu", "vocab_size": 151936, "head_dim": 128,
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
+    "vocab_size": 151936, "head_dim": 128,
     "num_key_value_heads": 8, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
 }  # fmt: skip
@@ -37,7 +39,8 @@ SHAPES: dict[str, dict[str, Any]] = {
                           "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072,
                             "num_hidden_layers": 28, "num_attention_heads": 16},
-    "qwen3-30b-a3b": _QWEN3 | {"model_type": "qwen3_moe", "hidden_size": 2048,
+    "qwen3-30b-a3b": _QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"],
+                               "model_type": "qwen3_moe", "hidden_size": 2048,
                                "intermediate_size": 6144, "moe_intermediate_size": 768,
                                "num_experts": 128, "num_experts_per_tok": 8,
                                "norm_topk_prob": True, "decoder_sparse_step": 1,
@@ -228,7 +231,7 @@ def task_of(
     Args:
         folder: an empty one, for what they share.
     """
-    model = _model(shape, folder)
+    model = model_folder(shape, folder)
     config = with_overrides(_tree(model, grid), overrides, source="bench train")
     for work in works:
         _check_micro_batches(work, config.actor)
@@ -236,7 +239,7 @@ def task_of(
     return Task(folder, shape, sizes, tuple(works), config, steps, tuple(overrides), profile)
 
 
-def _model(shape: str, folder: Path) -> Path:
+def model_folder(shape: str, folder: Path) -> Path:
     """Where the model's config.json is: in a folder of the user's, or written to `folder`."""
     if (Path(shape) / "config.json").is_file():
         return Path(shape)
@@ -321,16 +324,21 @@ def _on_ranks(task: Task) -> list[Figures]:
         context.Process(target=train_rank.run, args=(rank, task), daemon=False)
         for rank in range(task.config.actor.world_size)
     ]
+    run_to_end(ranks)
+    if not task.results.exists():
+        raise ConfigError("a rank failed; its error is above")
+    return [Figures(**figures) for figures in json.loads(task.results.read_text())]
+
+
+def run_to_end(ranks: Sequence[SpawnProcess]) -> None:
+    """Starts processes and waits for them; if one fails, ends the others, who would wait for it."""
     for process in ranks:
         process.start()
     while any(process.is_alive() for process in ranks):
         time.sleep(0.2)
-        if any(process.exitcode for process in ranks):  # the others would wait for it
+        if any(process.exitcode for process in ranks):
             break
     for process in ranks:
         if process.is_alive():
             process.join(0 if any(p.exitcode for p in ranks) else _JOIN_S)
             process.kill()
-    if not task.results.exists():
-        raise ConfigError("a rank failed; its error is above")
-    return [Figures(**figures) for figures in json.loads(task.results.read_text())]

@@ -17,10 +17,7 @@ def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float
     can lose a race for one. GPU ranks get NCCL for CUDA tensors and gloo for CPU tensors.
     """
     if device == "cuda":
-        # SGLang sets the same for itself. Without the first, a broadcast between a trainer and an
-        # engine fails in the engine ("invalid argument") and hangs in the trainer.
-        os.environ["NCCL_CUMEM_ENABLE"] = "0"
-        os.environ["NCCL_NVLS_ENABLE"] = "0"
+        settle_nccl()
     timeout = timedelta(seconds=timeout_s)
     store, address = None, None
     if world.rank == 0:
@@ -34,6 +31,16 @@ def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
     )
+
+
+def settle_nccl() -> None:
+    """What trainer and engines must agree on before either uses NCCL.
+
+    SGLang sets the same for itself. Without the first, a broadcast between a trainer and an engine
+    fails in the engine ("invalid argument") and hangs in the trainer.
+    """
+    os.environ["NCCL_CUMEM_ENABLE"] = "0"
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
 
 
 def own_device(local_rank: int) -> torch.device:

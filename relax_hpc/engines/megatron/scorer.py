@@ -117,6 +117,10 @@ class MegatronScorer:
                 logprobs[row] = document
         return logprobs
 
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """This rank's."""
+        return (parameter for chunk in self._chunks for parameter in chunk.parameters())
+
     def weight_specs(self) -> list[Spec]:
         """Of what `named_weights` streams, in its order. Collective."""
         return hf_stream.weight_specs(self._chunks)

@@ -1,0 +1,346 @@
+"""Updates of weights under load: trainer and engines on this machine's GPUs, real on both sides.
+
+A trainer without optimizer (its memory would be of no use here) publishes version after version to
+engines that sample all the time. Of a shape nothing but a config.json is written: both sides draw
+weights, and the engines' are replaced by version 0.
+"""
+
+import asyncio
+import itertools
+import json
+import multiprocessing
+import secrets
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from relax_hpc.bench import train, wire
+from relax_hpc.bench.report import machine
+from relax_hpc.config import RunConfig
+from relax_hpc.engines.child import EngineProcess
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.process import start_engine
+from relax_hpc.errors import ConfigError, EngineError
+from relax_hpc.job_file import with_overrides
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+
+LOGPROB_VERSIONS = (0, 1, 10)
+"""After which the engines' logprobs are compared with the trainer's."""
+_PROMPT_TOKENS = 64
+_TOKEN = secrets.token_hex(16)
+_PARTS = ("gather", "join", "pause", "prepare", "idle", "wire", "load", "resume")
+
+
+class Task(NamedTuple):
+    """What the ranks of the trainer are told."""
+
+    config: RunConfig
+    shape: str
+    updates: int
+    first_gpu_of_engines: int
+    compare_logprobs: bool
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.config.run_dir)
+
+    @property
+    def results(self) -> Path:
+        return self.config.run_dir / "figures.json"
+
+
+@dataclass
+class Update:
+    """One version on its way; seconds."""
+
+    version: int
+    num_bytes: int
+    paused: float
+    """How long engines stood still."""
+    total: float
+    """From the first tensor that was gathered to the last engine that resumed."""
+    parts: dict[str, float]
+    """`sync/...` of docs/architecture.md."""
+
+
+@dataclass
+class Gap:
+    """Trainer's logprob minus the engine's, over sampled tokens, in nats."""
+
+    version: int
+    num_tokens: int
+    mean: float
+    """Of its absolute value."""
+    largest: float
+    k3: float
+    """Mean of exp(d) - 1 - d, an estimate of KL(engine || trainer)."""
+
+
+@dataclass
+class Figures:
+    """One measurement."""
+
+    shape: str
+    trainer: str
+    engines: str
+    in_flight: int
+    updates: list[Update]
+    gaps: list[Gap]
+    equal: bool
+    """Whether engines held what was sent, after the first and the last version."""
+    wire_gb_per_s: float
+    """Of a broadcast of 1 GiB between the same GPUs, with nothing else to do; 0 if not measured."""
+    failed: int = 0
+    """Requests that ended in an error."""
+    tokens_per_s: float = 0.0
+    """That the engines sampled meanwhile."""
+    notes: list[str] = field(default_factory=list)
+
+
+def measure(
+    shape: str,
+    grid: train.Grid,
+    *,
+    kind: str = "sglang",
+    engines: int = 1,
+    engine_tp: int = 1,
+    updates: int = 10,
+    in_flight: int = 64,
+    compare_logprobs: bool = False,
+    overrides: Sequence[str] = (),
+    python: str | None = None,
+) -> Figures:
+    """Publishes `updates` versions after version 0.
+
+    Args:
+        shape: a name of `train.SHAPES`, or a folder with a config.json.
+        grid: of the trainer.
+        kind: of the engines, sglang or embedded.
+        engines: each on `engine_tp` GPUs after the trainer's.
+        in_flight: requests that each engine has all the time.
+        overrides: `section.key=value` of the job.
+        python: interpreter that has the engine; unset is this one.
+
+    Raises:
+        ConfigError: no such shape; not enough GPUs; a rank failed.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    task = _task(shape, grid, kind, engines, engine_tp, updates, compare_logprobs, overrides)
+    needed = task.first_gpu_of_engines + engines * engine_tp
+    if gpus and needed > gpus:
+        raise ConfigError(f"trainer and engines take {needed} GPUs, but {gpus} are here; use fewer")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        config = task.config.model_copy(update={"run_root": folder})
+        task = task._replace(config=_with_model(config, shape, folder))
+        speed = wire.measure(first=0, others=range(grid_size(task), needed)) if gpus else 0.0
+        with _engines(task, python) as running, _load(running, in_flight, task) as load:
+            _run_ranks(task)
+        found = json.loads(task.results.read_text())
+    return Figures(
+        shape,
+        str(grid),
+        f"{engines} {kind}, tp{engine_tp}",
+        in_flight,
+        [Update(**update) for update in found["updates"]],
+        [Gap(**gap) for gap in found["gaps"]],
+        found["equal"],
+        speed,
+        load.failed,
+        load.tokens_per_s,
+    )
+
+
+def show(figures: Figures, json_file: Path | None) -> str:
+    """A line per version, and the medians; if asked for, all of it as JSON."""
+    heads = ("version", "paused", "total", *_PARTS, "GB/s")
+    lines: list[tuple[str, ...]] = [heads]
+    for update in figures.updates:
+        rate = update.num_bytes / 1e9 / update.parts["wire"]
+        parts = [f"{1e3 * update.parts.get(name, 0.0):.1f}" for name in _PARTS]
+        whole = [f"{1e3 * update.paused:.1f}", f"{1e3 * update.total:.1f}"]
+        lines.append((str(update.version), *whole, *parts, f"{rate:.0f}"))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    table = ["  ".join(map(str.rjust, line, widths)) for line in lines]
+    if json_file is not None:
+        write_json(json_file, {"machine": machine(), **asdict(figures)})
+    gaps = [
+        f"logprobs at version {gap.version}, {gap.num_tokens} tokens: mean |d| {gap.mean:.2e}, "
+        f"largest {gap.largest:.2e}, k3 {gap.k3:.2e}"
+        for gap in figures.gaps
+    ]
+    return "\n".join([f"{machine()}; milliseconds", *table, *_summary(figures), *gaps])
+
+
+def _summary(figures: Figures) -> list[str]:
+    later = figures.updates[1:]
+    paused = statistics.median(update.paused for update in later)
+    total = statistics.median(update.total for update in later)
+    size = later[0].num_bytes / 1e9
+    wire_s = statistics.median(update.parts["wire"] for update in later)
+    lines = [
+        f"{figures.shape}, trainer {figures.trainer} -> {figures.engines}, {size:.2f} GB, "
+        f"{figures.in_flight} requests in flight: paused {1e3 * paused:.1f} ms, total "
+        f"{1e3 * total:.1f} ms ({total / paused:.2f} x), {size / wire_s:.0f} GB/s",
+        f"{figures.tokens_per_s:.0f} tokens/s sampled, {figures.failed} requests failed, "
+        f"weights {'equal' if figures.equal else 'DIFFER'}",
+    ]
+    if figures.wire_gb_per_s:
+        share = size / wire_s / figures.wire_gb_per_s
+        lines.append(f"a bare broadcast: {figures.wire_gb_per_s:.0f} GB/s; {share:.0%} of it")
+    return lines
+
+
+def grid_size(task: Task) -> int:
+    return task.config.actor.world_size
+
+
+def _task(
+    shape: str,
+    grid: train.Grid,
+    kind: str,
+    engines: int,
+    engine_tp: int,
+    updates: int,
+    compare_logprobs: bool,
+    overrides: Sequence[str],
+) -> Task:
+    import torch
+
+    args: dict[str, Any] = {}
+    if kind == "sglang":
+        args = {"tp_size": engine_tp, "load_format": "dummy"}
+    tree = {
+        "name": "bench",
+        "model": {
+            "path": "unused",
+            "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        },
+        "prompts": {"train": "unused", "heldout": "unused"},
+        "actor": asdict(grid),
+        "rollout": {"engine": kind, "num_engines": engines, "engine_args": args},
+        "algorithm": {"num_steps": updates},
+    }
+    config = with_overrides(tree, overrides, source="bench sync")
+    assert isinstance(config, RunConfig)
+    return Task(config, shape, updates, config.actor.world_size, compare_logprobs)
+
+
+def _with_model(config: RunConfig, shape: str, folder: Path) -> RunConfig:
+    model = train.model_folder(shape, folder)
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
+
+
+@contextmanager
+def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
+    """Starts them side by side and announces them."""
+    import torch
+
+    rollout = task.config.rollout
+    tp = int(str(rollout.engine_args.get("tp_size", 1)))
+
+    def start(number: int) -> EngineProcess:
+        args = dict(rollout.engine_args)
+        if rollout.engine == "sglang" and torch.cuda.is_available():
+            args["base_gpu_id"] = task.first_gpu_of_engines + number * tp
+        return start_engine(
+            rollout.engine,
+            task.config.model.path,
+            host="127.0.0.1",
+            token=_TOKEN,
+            rollout_config=rollout.model_copy(update={"engine_args": args}),
+            dtype=task.config.model.dtype,
+            log_path=task.paths.log("engine", str(number)),
+            seed=number,
+            python=python,
+        )
+
+    # An engine dies with the thread that started it, so these live until all is done.
+    with ThreadPoolExecutor(rollout.num_engines) as threads, ExitStack() as stack:
+        running = []
+        for number, engine in enumerate(threads.map(start, range(rollout.num_engines))):
+            stack.callback(engine.stop)
+            running.append(engine)
+            name = f"rollout-{number}"
+            member = Member(name, "1", engine.url, _TOKEN, tp, rollout.engine, "HEALTHY")
+            members.announce(task.paths, member)
+        yield running
+
+
+class _Load:
+    """Requests that follow each other, in a thread of their own."""
+
+    def __init__(self, engines: Sequence[EngineProcess], in_flight: int, task: Task) -> None:
+        self._engines, self._in_flight, self._task = engines, in_flight, task
+        self._ended = threading.Event()
+        self._start = time.monotonic()
+        self._num_tokens, self.failed = 0, 0
+        self._seeds = itertools.count()
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._num_tokens / (time.monotonic() - self._start)
+
+    def end(self) -> None:
+        self._ended.set()
+        self.thread.join()
+
+    async def _run(self) -> None:
+        vocabulary = json.loads((self._task.config.model.path / "config.json").read_text())
+        size, length = vocabulary["vocab_size"], self._task.config.rollout.max_new_tokens
+
+        async def ask(client: GenerationClient) -> None:
+            while not self._ended.is_set():
+                seed = next(self._seeds)
+                prompt = np.random.default_rng(seed).integers(0, size, _PROMPT_TOKENS).tolist()
+                try:
+                    sampled = await client.generate(
+                        prompt, seed=seed, temperature=1.0, max_new_tokens=length, ignore_eos=True
+                    )
+                    self._num_tokens += len(sampled.token_ids)
+                except EngineError:
+                    self.failed += 1
+                    await asyncio.sleep(1)
+
+        clients = [GenerationClient(engine.url, _TOKEN) for engine in self._engines]
+        await asyncio.gather(*(ask(c) for c in clients for _ in range(self._in_flight)))
+        for client in clients:
+            await client.aclose()
+
+
+@contextmanager
+def _load(engines: Sequence[EngineProcess], in_flight: int, task: Task) -> Iterator[_Load]:
+    load = _Load(engines, in_flight, task)
+    load.thread.start()
+    try:
+        yield load
+    finally:
+        load.end()
+
+
+def _run_ranks(task: Task) -> None:
+    from relax_hpc.bench import sync_rank
+
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=sync_rank.run, args=(rank, task), daemon=False)
+        for rank in range(grid_size(task))
+    ]
+    train.run_to_end(ranks)
+    if not task.results.exists():
+        raise ConfigError("a rank failed; its error is above")

@@ -1,0 +1,151 @@
+"""One rank of the trainer of `bench.sync`."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from relax_hpc.bench.sync import LOGPROB_VERSIONS, Gap, Task, Update
+from relax_hpc.comm.torch_group import init_torch
+from relax_hpc.comm.world import World, connect
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.generation import Generation, GenerationClient
+from relax_hpc.engines.megatron.scorer import MegatronScorer
+from relax_hpc.records import write_json
+from relax_hpc.schema import Trajectory
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.publish import Published, Publisher
+
+_BETWEEN_S = 1.0
+"""Between two versions, so that engines are at work again."""
+_SAMPLES, _PROMPT, _RESPONSE = 32, 64, 192
+_STEP = 1 + 2.0**-6
+"""Each version's weights are the last one's times it or its inverse: enough for 16 bits to move."""
+
+
+def run(rank: int, task: Task) -> None:
+    """Publishes all versions; rank 0 writes what it found."""
+    logging.basicConfig(level=logging.WARNING)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    else:
+        torch.set_num_threads(1)
+    size, rendezvous = task.config.actor.world_size, task.paths.rendezvous("trainer")
+    world = connect("files", rank=rank, size=size, rendezvous=rendezvous)
+    init_torch(world, device="cuda" if on_gpu else "cpu")
+    has_weights = any(task.config.model.path.glob("*.safetensors"))
+    scorer = MegatronScorer(task.config, world, device, random_weights=not has_weights)
+    specs = scorer.weight_specs()
+    publisher = None
+    if rank == 0:
+        publisher = Publisher(
+            task.config.weights, task.paths, lambda: task.config.producers,
+            lambda member: EngineClient(member.url, member.token), specs,
+            device=device, model_folder=task.config.model.path,
+        )  # fmt: skip
+    published, gaps = list[Published](), list[Gap]()
+    for version in range(task.updates + 1):
+        check = version in (0, task.updates)
+        if done := _publish(scorer, publisher, version, check=check):
+            published.append(done)
+        if task.compare_logprobs and version in LOGPROB_VERSIONS:
+            gaps.append(_compare(task, world, scorer, version))
+        _change(scorer, _STEP if version % 2 else 1 / _STEP)
+        time.sleep(_BETWEEN_S)
+    if publisher:
+        write_json(task.results, {
+            "updates": [asdict(_update_of(each)) for each in published],
+            "gaps": [asdict(gap) for gap in gaps],
+            "equal": all(p.verified.equal for p in published if p.verified),
+        })  # fmt: skip
+        publisher.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _publish(
+    scorer: MegatronScorer, publisher: Publisher | None, version: int, *, check: bool
+) -> Published | None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+    tensors = scorer.named_weights()
+    if publisher:
+        return publisher.publish(version, tensors, check=check)
+    for _ in tensors:
+        pass
+    return None
+
+
+@torch.no_grad()
+def _change(scorer: MegatronScorer, factor: float) -> None:
+    for parameter in scorer.parameters():
+        parameter.mul_(factor)
+
+
+def _update_of(published: Published) -> Update:
+    parts = dict(published.seconds)
+    total = parts.pop("total")
+    return Update(published.version, published.num_bytes, published.pause_seconds, total, parts)
+
+
+def _compare(task: Task, world: World, scorer: MegatronScorer, version: int) -> Gap:
+    """Samples from the first engine, scores with the trainer; collective."""
+    found = None
+    if world.rank == 0:
+        [member] = members.read(task.paths, task.config.producers[:1])
+        found = asyncio.run(_sample(task, member))
+    rows = [_trajectory(*pair) for pair in world.bcast(found)]
+    budget = task.config.actor.tokens_per_micro_batch // (_PROMPT + _RESPONSE)
+    batches = [
+        list(range(first, min(first + budget, len(rows)))) for first in range(0, len(rows), budget)
+    ]
+    scored = scorer.forward_logprobs(rows, batches)
+    pairs = [
+        (logprobs[row.prompt_len :], row.rollout_logprobs[row.prompt_len :])
+        for logprobs, row in zip(scored, rows, strict=True)
+    ]
+    gap = np.concatenate([ours.astype(np.float64) - theirs for ours, theirs in pairs])
+    k3 = float(np.mean(np.expm1(gap) - gap))
+    size = np.abs(gap)
+    return Gap(version, len(gap), float(size.mean()), float(size.max()), k3)
+
+
+async def _sample(task: Task, member: Member) -> list[tuple[list[int], Generation]]:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 300, _PROMPT).tolist() for _ in range(_SAMPLES)]
+    async with GenerationClient(member.url, member.token) as client:
+        sampled = await asyncio.gather(
+            *(
+                client.generate(
+                    prompt, seed=seed, temperature=1.0, max_new_tokens=_RESPONSE, ignore_eos=True
+                )
+                for seed, prompt in enumerate(prompts)
+            )
+        )
+    return list(zip(prompts, sampled, strict=True))
+
+
+def _trajectory(prompt: Sequence[int], sampled: Generation) -> Trajectory:
+    zeros = np.zeros(len(prompt))
+    return Trajectory(
+        guid=0,
+        sibling=0,
+        prompt_index=0,
+        seed=0,
+        token_ids=np.array([*prompt, *sampled.token_ids], np.int32),
+        prompt_len=len(prompt),
+        loss_mask=np.concatenate([zeros, np.ones(len(sampled.token_ids))]).astype(np.uint8),
+        rollout_logprobs=np.concatenate([zeros, sampled.logprobs]).astype(np.float32),
+        version_runs=np.array(sampled.version_runs, np.int32).reshape(-1, 2),
+        finish=sampled.finish,
+        reward=0.0,
+    )
