@@ -27,7 +27,7 @@ from relax_hpc.bench import train, wire
 from relax_hpc.bench.report import machine
 from relax_hpc.config import RunConfig
 from relax_hpc.engines.child import EngineProcess
-from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.job_file import with_overrides
@@ -304,14 +304,14 @@ class _Load:
         vocabulary = json.loads((self._task.config.model.path / "config.json").read_text())
         size, length = vocabulary["vocab_size"], self._task.config.rollout.max_new_tokens
 
+        sampling = Sampling(1.0, length, ignore_eos=True)
+
         async def ask(client: GenerationClient) -> None:
             while not self._ended.is_set():
                 seed = next(self._seeds)
                 prompt = np.random.default_rng(seed).integers(0, size, _PROMPT_TOKENS).tolist()
                 try:
-                    sampled = await client.generate(
-                        prompt, seed=seed, temperature=1.0, max_new_tokens=length, ignore_eos=True
-                    )
+                    sampled = await client.sample(prompt, seed, sampling)
                     self._num_tokens += len(sampled.token_ids)
                 except EngineError:
                     self.failed += 1
@@ -320,7 +320,7 @@ class _Load:
         clients = [GenerationClient(engine.url, _TOKEN) for engine in self._engines]
         await asyncio.gather(*(ask(c) for c in clients for _ in range(self._in_flight)))
         for client in clients:
-            await client.aclose()
+            client.close()
 
 
 @contextmanager

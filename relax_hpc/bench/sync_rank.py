@@ -14,7 +14,7 @@ from relax_hpc.bench.sync import LOGPROB_VERSIONS, Gap, Task, Update
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import Generation, GenerationClient
+from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.records import write_json
 from relax_hpc.schema import Trajectory
@@ -125,9 +125,7 @@ async def _sample(task: Task, member: Member) -> list[tuple[list[int], Generatio
     async with GenerationClient(member.url, member.token) as client:
         sampled = await asyncio.gather(
             *(
-                client.generate(
-                    prompt, seed=seed, temperature=1.0, max_new_tokens=_RESPONSE, ignore_eos=True
-                )
+                client.sample(prompt, seed, Sampling(1.0, _RESPONSE, ignore_eos=True))
                 for seed, prompt in enumerate(prompts)
             )
         )
