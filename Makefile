@@ -3,19 +3,21 @@
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt
 # make demo-sglang   the main job with SGLang as the engine, on CPU
-# make test-sglang   the engine contract against that SGLang, too
+# make test-sglang   what the tests say of SGLang, against two versions of it, on CPU
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-SGLANG ?= .venv-sglang
+# The newest SGLang that is tested, and the oldest.
+SGLANG     ?= .venv-sglang
+SGLANG_OLD ?= .venv-sglang-old
 NAME   ?= demo
 # Test processes; much of the tests is waiting for processes of their own.
 WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check soak setup setup-packages setup-sglang demo-sglang test-sglang clean
+.PHONY: demo test check soak setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -47,15 +49,25 @@ demo-sglang: setup setup-sglang
 	$(BIN)/relax-hpc make-tiny models/tiny
 	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set rollout.engine=sglang --set algorithm.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
 
-test-sglang: setup setup-sglang
-	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest tests/engines -k "engine"
+test-sglang: setup setup-sglang setup-sglang-old
+	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m sglang tests/engines
+	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m sglang tests/engines
 
 setup-sglang: $(SGLANG)/.ready
 
-$(SGLANG)/.ready: pyproject.toml tests/sglang_cpu/setup.sh
-	PYTHON="$(PYTHON)" bash tests/sglang_cpu/setup.sh $(SGLANG)
+setup-sglang-old: $(SGLANG_OLD)/.ready
+
+SGLANG_SETUP := tests/sglang_cpu/setup.sh $(wildcard tests/sglang_cpu/*.py tests/sglang_cpu/stub/*.py)
+
+$(SGLANG)/.ready: pyproject.toml $(SGLANG_SETUP)
+	SGLANG=0.5.23 PYTHON="$(PYTHON)" bash tests/sglang_cpu/setup.sh $(SGLANG)
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
 	touch $@
 
+$(SGLANG_OLD)/.ready: pyproject.toml $(SGLANG_SETUP)
+	SGLANG=0.5.17 PYTHON="$(PYTHON)" bash tests/sglang_cpu/setup.sh $(SGLANG_OLD)
+	$(SGLANG_OLD)/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(SGLANG) models .cache
+	rm -rf $(VENV) $(SGLANG) $(SGLANG_OLD) models .cache

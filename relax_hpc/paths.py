@@ -149,5 +149,13 @@ class RunPaths:
         """What one start of an engine says."""
         return self.log("engine", f"{member}-{epoch}")
 
+    def engine_call(self, member: str) -> Path:
+        """What the host of an engine over several nodes asks its other parts to do."""
+        return self.control / f"engine-{member}.json"
+
+    def engine_part(self, member: str, part: int) -> Path:
+        """How a part of such an engine ended."""
+        return self.control / f"engine-{member}-{part}.json"
+
     def rendezvous(self, name: str) -> Path:
         return self.control / f"rendezvous-{name}.json"

@@ -1,6 +1,7 @@
 """What one engine can do, asked of itself once at its start: endpoints move between versions."""
 
 from http import HTTPStatus
+from importlib import metadata
 from typing import Any, NamedTuple
 
 import httpx
@@ -71,7 +72,7 @@ def probe(url: str, token: str, *, timeout_s: float) -> Capabilities:
 def _probe(url: str, http: httpx.Client) -> Capabilities:
     info = _server_info(url, http)
     embedded = info.get("engine") == "relax_hpc.embedded"
-    version = str(info.get("version", "unknown"))
+    version = metadata.version("relax-hpc") if embedded else str(info.get("version"))
     if missing := [endpoint for endpoint in _NEEDED if not _has(http, endpoint)]:
         raise EngineError(
             f"{url}: SGLang {version} has no {', '.join(missing)}; install 0.5.17 or newer"

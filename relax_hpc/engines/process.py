@@ -119,7 +119,9 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
     sglang.check(args)
     options, device = wanted.folder / "options.yaml", _device()
     sglang.write_options(options, wanted.token)
-    for attempt in range(_PORT_ATTEMPTS):
+    # The parts of an engine over several nodes are started again together, by its host.
+    attempts = _PORT_ATTEMPTS if wanted.share.nodes == 1 else 1
+    for attempt in range(attempts):
         # SGLang cannot report the port it got; and it searches for more, which nobody holds for it.
         with held_port(wanted.host) as port:
             argv = sglang.arguments(
@@ -145,7 +147,7 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
                     lambda output: diagnosis.remedy(output, args),
                 )
             except EngineError:
-                last = attempt + 1 == _PORT_ATTEMPTS
+                last = attempt + 1 == attempts
                 if last or not diagnosis.port_taken(engine.output()):
                     raise
     raise AssertionError("the last attempt returns or raises")

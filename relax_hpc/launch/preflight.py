@@ -131,6 +131,29 @@ def check_engine(rollout: RolloutConfig, shape: Architecture) -> None:
         )
     parser = {"embedded": embedded.check, "sglang": sglang.check}[rollout.engine]
     parser(rollout.engine_args)
+    if rollout.engine == "sglang":
+        _check_size(rollout, shape)
+
+
+def _check_size(rollout: RolloutConfig, shape: Architecture) -> None:
+    size, resources = sglang.size_of(rollout.engine_args), rollout.resources
+    shared_by = size.tensor // size.data if size.attention_data else size.tensor
+    if shared_by == 0 or shape.num_heads % shared_by:
+        raise ConfigError(
+            f"rollout.engine_args.tp_size = {size.tensor}: {shape.num_heads} attention heads do "
+            f"not divide by {shared_by or 'less than one rank'}; use a divisor"
+        )
+    if size.gpus % rollout.nodes_per_engine:
+        raise ConfigError(
+            f"rollout.engine_args.tp_size = {size.tensor}: does not divide over "
+            f"{rollout.nodes_per_engine} nodes (rollout.nodes_per_engine)"
+        )
+    wanted = size.gpus * rollout.num_engines // resources.nodes
+    if 0 < resources.gpus_per_node < wanted:
+        raise ConfigError(
+            f"rollout.resources.gpus_per_node = {resources.gpus_per_node}: the engines of a node "
+            f"take {wanted}; lower rollout.num_engines or tp_size, or raise resources.nodes"
+        )
 
 
 def check_trainer(config: JobConfig) -> None:

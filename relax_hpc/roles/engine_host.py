@@ -11,11 +11,11 @@ import secrets
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Self
+from typing import Self
 
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import node_address
-from relax_hpc.config import RolloutConfig, RunConfig
+from relax_hpc.config import RunConfig
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.process import start_engine
@@ -23,6 +23,7 @@ from relax_hpc.engines.pulse import Pulse
 from relax_hpc.engines.sglang.launch import size_of
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
+from relax_hpc.roles.engine_parts import Parts, Seat, on_own_gpus
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member, State
@@ -33,17 +34,6 @@ log = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _ROSTER_S = 1.0
 _HUNG_GRACE_S = 1.0
-
-
-class Seat(NamedTuple):
-    """Which engine this is, and where it sits on its node."""
-
-    id: str
-    """Of its member record."""
-    number: int
-    """Among the engines of the run: seeds its random numbers."""
-    local_index: int
-    """Among the engines of its node: says which GPUs are its own."""
 
 
 class EngineHost:
@@ -59,7 +49,8 @@ class EngineHost:
     ) -> None:
         self._config, self._paths, self._context = config, paths, context
         self._seat, self._events = seat, events
-        self._rollout = _on_own_gpus(config.rollout, seat)
+        self._rollout = on_own_gpus(config.rollout, seat)
+        self._parts = Parts(paths, seat.id, config.rollout.nodes_per_engine)
         self._member = self._new_member(0)
         self._announcing = threading.Lock()
         self._healthy, self._stopping = threading.Event(), threading.Event()
@@ -118,6 +109,8 @@ class EngineHost:
         except BaseException as error:
             self._announce("FAILED", str(error).splitlines()[0] if str(error) else repr(error))
             raise
+        finally:
+            self._parts.dismiss(self._member.epoch)
 
     def _allow_restart(self, ends: list[float], reason: str) -> list[float]:
         """The ends that count, if there are not too many of them."""
@@ -140,7 +133,7 @@ class EngineHost:
 
         Raises:
             EngineError: the very first start failed, for which the reason is the job's rather
-                than bad luck.
+                than bad luck. (Over several nodes, ports cannot all be held: luck has a part.)
         """
         self._member = self._new_member(start)
         if self._stopping.is_set():
@@ -150,7 +143,7 @@ class EngineHost:
         except _Stopped:
             return None
         except EngineError as error:
-            if start == 1:
+            if start == 1 and self._rollout.nodes_per_engine == 1:
                 raise EngineError(f"engine {self._seat.id}: {error}") from error
             return f"did not start: {error}"
         with engine:
@@ -158,21 +151,25 @@ class EngineHost:
 
     def _start(self) -> EngineProcess:
         self._announce("STARTING", "starting its process")
-        return start_engine(
-            self._rollout.engine,
-            self._config.model.path,
-            host=node_address(),
-            token=self._member.token,
-            rollout_config=self._rollout,
-            dtype=self._config.model.dtype,
-            log_path=self._paths.engine_log(self._seat.id, self._member.epoch),
-            seed=self._config.seed + self._seat.number,
-            progress=self._progress,
-        )
+        with self._parts.called(self._member.epoch) as share:
+            return start_engine(
+                self._rollout.engine,
+                self._config.model.path,
+                host=node_address(),
+                token=self._member.token,
+                rollout_config=self._rollout,
+                dtype=self._config.model.dtype,
+                log_path=self._paths.engine_log(self._seat.id, self._member.epoch),
+                seed=self._config.seed + self._seat.number,
+                share=share,
+                progress=self._progress,
+            )
 
     def _progress(self, phase: str) -> None:
         if self._stopping.is_set():
             raise _Stopped
+        if lost := self._parts.end(self._member.epoch):
+            raise EngineError(f"it {lost}")
         if phase != self._member.reason:
             self._announce("STARTING", phase)
 
@@ -205,8 +202,8 @@ class EngineHost:
                 roster = Roster.read(self._paths)
                 if roster and not roster.done:  # engines do not answer while weights are loaded
                     pulse.excuse()
-                if fenced := self._fenced(roster):
-                    return fenced
+                if why := self._fenced(roster) or self._parts.end(self._member.epoch):
+                    return why
             if (silent_s := pulse.silent_s) > self._rollout.hang_timeout_s:
                 engine.stop(_HUNG_GRACE_S)
                 return (
@@ -242,12 +239,3 @@ class EngineHost:
 
 class _Stopped(Exception):  # noqa: N818
     """The engine is to be stopped before it has started."""
-
-
-def _on_own_gpus(rollout: RolloutConfig, seat: Seat) -> RolloutConfig:
-    """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
-    if rollout.engine != "sglang" or not rollout.resources.gpus_per_node:
-        return rollout
-    per_node = size_of(rollout.engine_args).gpus // rollout.nodes_per_engine
-    first = {"base_gpu_id": seat.local_index * per_node}
-    return rollout.model_copy(update={"engine_args": first | rollout.engine_args})

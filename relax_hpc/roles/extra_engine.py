@@ -17,7 +17,8 @@ from relax_hpc.engines.load import num_requests
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json
-from relax_hpc.roles.engine_host import EngineHost, Seat
+from relax_hpc.roles.engine_host import EngineHost
+from relax_hpc.roles.engine_parts import Seat
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member

@@ -17,8 +17,9 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.registry import REWARDS
-from relax_hpc.roles import rollout
-from relax_hpc.roles.engine_host import EngineHost, Seat
+from relax_hpc.roles import engine_parts, rollout
+from relax_hpc.roles.engine_host import EngineHost
+from relax_hpc.roles.engine_parts import Seat, seat_of
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
@@ -35,18 +36,27 @@ CREDITS_EVERY_S = 1.0
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
     """Keeps an engine, and samples with it until the trainer has finished."""
-    seat = Seat(context.name, number=context.rank, local_index=context.local_rank)
+    seat = seat_of(config.rollout, context)
+    if seat.part:
+        engine_parts.serve(config, paths, context, seat, events)
+    else:
+        _host(config, paths, context, seat, events)
+    events.emit("end")
+
+
+def _host(
+    config: RunConfig, paths: RunPaths, context: TaskContext, seat: Seat, events: EventWriter
+) -> None:
     with EngineHost(config, paths, context, seat, events) as host:
         host.wait_until_healthy()
         with Producer(
             paths.bus,
-            context.name,
+            seat.id,
             _provenance(config, context),
             compress=config.bus.compress,
             spares=SPARES,
         ) as producer:
-            asyncio.run(_while_hosted(host, _loop(config, paths, context, producer, events)))
-    events.emit("end")
+            asyncio.run(_while_hosted(host, _loop(config, paths, seat, producer, events)))
 
 
 async def _while_hosted(host: EngineHost, loop: Coroutine[Any, Any, None]) -> None:
@@ -65,7 +75,7 @@ async def _while_hosted(host: EngineHost, loop: Coroutine[Any, Any, None]) -> No
 async def _loop(
     config: RunConfig,
     paths: RunPaths,
-    context: TaskContext,
+    seat: Seat,
     producer: Producer,
     events: EventWriter,
 ) -> None:
@@ -87,10 +97,10 @@ async def _loop(
         return reward(tokenizer.decode(response, skip_special_tokens=True), prompt.answer)
 
     count = min(config.eval.num_prompts, len(heldout))
-    async with EngineSampler(config, paths, context.name, tokenizer.eos_token_id) as sampler:
+    async with EngineSampler(config, paths, seat.id, tokenizer.eos_token_id) as sampler:
         await rollout.run(
             config,
-            rollout.Task(context.rank, context.size),
+            rollout.Task(seat.number, config.rollout.num_engines),
             prompts,
             [heldout[index] for index in range(count)],
             sampler,

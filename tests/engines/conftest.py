@@ -5,6 +5,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_fixtures import Served, save_checkpoint
@@ -25,15 +26,15 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("served", KINDS, indirect=True, scope="session")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at the markers
 def pytest_collection_modifyitems(config, items):
-    def runs(item):
-        callspec = getattr(item, "callspec", None)
-        return SGLANG_PYTHON or not callspec or callspec.params.get("served") != "sglang"
-
-    deselected = [item for item in items if not runs(item)]
-    if deselected:
+    for item in items:
+        if "sglang" in getattr(item, "callspec", SimpleNamespace(params={})).params.values():
+            item.add_marker("sglang")
+    deselected = [item for item in items if item.get_closest_marker("sglang")]
+    if deselected and not SGLANG_PYTHON:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if runs(item)]
+        items[:] = [item for item in items if item not in deselected]
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +47,7 @@ def checkpoints(tmp_path_factory) -> list[Path]:
 @pytest.fixture(scope="session")
 def served(request, checkpoints, tmp_path_factory):
     """A running engine; servers start slowly, so tests share it and `engine` resets it."""
-    kind = request.param
+    kind, phases = request.param, []
     with start_engine(
         kind,
         checkpoints[0],
@@ -57,8 +58,9 @@ def served(request, checkpoints, tmp_path_factory):
         log_path=tmp_path_factory.mktemp(kind) / "engine.log",
         seed=0,
         python=SGLANG_PYTHON if kind == "sglang" else None,
+        progress=lambda phase: None if phase in phases else phases.append(phase),
     ) as process:
-        yield Served(kind, process, checkpoints)
+        yield Served(kind, process, checkpoints, phases)
 
 
 @pytest.fixture

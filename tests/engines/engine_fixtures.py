@@ -24,6 +24,8 @@ class Served(NamedTuple):
     kind: str
     process: EngineProcess
     checkpoints: list[Path]
+    phases: list[str]
+    """What its start was doing, in this order."""
 
     def client(self) -> EngineClient:
         return self.process.client()

@@ -16,6 +16,7 @@ from engine_fixtures import (
 )
 
 from relax_hpc.comm.bucket import digest
+from relax_hpc.engines import capabilities
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
@@ -155,11 +156,12 @@ def test_an_update_by_broadcast_reaches_requests_in_flight_once(engine):
 
 
 def test_a_failed_update_is_an_error_and_the_next_one_works(engine):
-    client = engine.client()
-    with pytest.raises(EngineError, match="update_weights_from_distributed"):
-        client.update_weights(
-            ["model.norm.weight"], ["float32"], [[64]], group="nobody", version=1, last=True
-        )
+    client, misshapen = engine.client(), [("model.norm.weight", torch.zeros(7))]
+    with weight_group(client, f"first-{engine.kind}") as group:
+        client.pause()
+        with pytest.raises(EngineError, match="update_weights_from_distributed"):
+            send(client, group, [misshapen], 1)
+        client.resume()
     with pytest.raises(EngineError, match="update_weights_from_disk"):
         client.update_weights_from_disk("/nowhere/at/all", 1)
     weights = named_weights(engine.checkpoints[1])
@@ -207,3 +209,28 @@ def test_health_is_answered_while_paused_and_nobody_home_is_not_healthy(engine):
     assert not EngineClient("http://127.0.0.1:1", "x").health(1.0)
     with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:1/model_info"):
         EngineClient("http://127.0.0.1:1", "x").version()
+
+
+def test_an_engine_says_what_it_can_do_when_it_is_asked_at_its_start(engine):
+    able = capabilities.probe(engine.process.url, engine.process.token, timeout_s=60)
+    assert able.engine == engine.kind
+    if engine.kind == "embedded":
+        assert able.version_spans and not able.weight_sessions
+        return
+    newer = tuple(map(int, able.version.split(".")[:3])) > (0, 5, 17)
+    assert (able.version_spans, able.weight_sessions) == (newer, newer)
+    assert able.loads and not able.memory_saver
+    assert able.max_total_tokens == 32768
+    with pytest.raises(EngineError, match="401"):
+        capabilities.probe(engine.process.url, "wrong", timeout_s=60)
+
+
+def test_a_start_names_its_phases_in_the_order_in_which_they_come(engine):
+    expected = ["loading the model"]
+    if engine.kind == "sglang":
+        expected = [
+            "importing", "starting its workers", "joining its ranks", "loading weights",
+            "allocating the key-value cache", "starting its HTTP server", "warming up",
+        ]  # fmt: skip
+        assert engine.phases[:2] == expected[:2]  # some that follow may be shorter than a look
+    assert engine.phases == [phase for phase in expected if phase in engine.phases]

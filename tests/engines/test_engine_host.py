@@ -13,7 +13,8 @@ from relax_hpc.config import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.engine_host import EngineHost, Seat
+from relax_hpc.roles.engine_host import EngineHost
+from relax_hpc.roles.engine_parts import Seat
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.weights import members
 from relax_hpc.weights.roster import Holding, Roster

@@ -49,7 +49,7 @@ def wait_until(condition, timeout_s=30):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("kind", ["embedded", "sglang"] if SGLANG_PYTHON else ["embedded"])
+@pytest.mark.parametrize("kind", ["embedded", "sglang"])
 def test_killing_the_owner_ends_the_engine_and_its_children(kind, checkpoints, tmp_path):
     python = SGLANG_PYTHON if kind == "sglang" else sys.executable
     arguments = [kind, str(checkpoints[0]), str(tmp_path / "log"), python]
@@ -175,7 +175,7 @@ CHECK = """
 """
 
 
-@pytest.mark.skipif(not SGLANG_PYTHON, reason="RELAX_SGLANG_PYTHON names no interpreter")
+@pytest.mark.sglang
 def test_sglangs_own_parser_checks_the_arguments():
     answer = subprocess.run(
         [SGLANG_PYTHON, "-c", textwrap.dedent(CHECK)], capture_output=True, text=True, check=True

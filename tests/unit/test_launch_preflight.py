@@ -123,3 +123,26 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
     preflight.check_partitions([Component("rollout", 1, Resources(max_nodes=2))], nodes)
     with pytest.raises(ConfigError, match=r"rollout.resources.max_nodes = 3"):
         preflight.check_partitions([Component("rollout", 1, Resources(max_nodes=3))], nodes)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "answer"),
+    [
+        ({"engine_args": {"tp_size": 3}}, "tp_size = 3: 4 attention heads do not divide by 3"),
+        (
+            {"engine_args": {"tp_size": 2}, "num_engines": 2, "resources": {"gpus_per_node": 2}},
+            "gpus_per_node = 2: the engines of a node take 4",
+        ),
+        (
+            {"engine_args": {"tp_size": 4}, "nodes_per_engine": 3, "resources": {"nodes": 3}},
+            "tp_size = 4: does not divide over 3 nodes",
+        ),
+    ],
+)
+def test_an_engine_that_does_not_fit_its_gpus_is_refused_before_the_job(tmp_path, rollout, answer):
+    shape = preflight.check_model(model(tmp_path / "model"), ActorConfig())
+    with pytest.raises(ConfigError) as error:
+        preflight.check_engine(RolloutConfig.model_validate({"engine": "sglang", **rollout}), shape)
+    assert answer in str(error.value)
+    fits = {"engine_args": {"tp_size": 2}, "num_engines": 2, "resources": {"gpus_per_node": 4}}
+    preflight.check_engine(RolloutConfig.model_validate({"engine": "sglang", **fits}), shape)

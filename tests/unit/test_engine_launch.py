@@ -1,0 +1,149 @@
+"""What is said to an engine at its start, and what its log says back; nothing is started here."""
+
+import re
+import socket
+
+import pytest
+
+from relax_hpc.comm.context import TaskContext
+from relax_hpc.config import RolloutConfig
+from relax_hpc.engines.ports import held_port
+from relax_hpc.engines.sglang import diagnosis, launch
+from relax_hpc.engines.sglang.launch import Share, size_of
+from relax_hpc.errors import ConfigError
+from relax_hpc.roles.engine_parts import Seat, on_own_gpus, seat_of
+
+# The lines of a start of SGLang 0.5.17 on a GPU that tell how far it is.
+LOG = [
+    ("/site/sglang/launch_server.py:56: UserWarning: 'python -m ...", "importing"),
+    ("[15:25:47] server_args=ServerArgs(model_path='m', port=1)", "starting its workers"),
+    ("[15:26:13] Init torch distributed begin.", "joining its ranks"),
+    ("[15:26:18] Load weight begin. avail mem=139.09 GB", "loading weights"),
+    ("[15:26:18] Load weight end. elapsed=0.39 s", "allocating the key-value cache"),
+    ("[15:26:18] Capture target decode CUDA graph begin. bs=[1]", "capturing graphs"),
+    ("[15:26:54] max_total_num_tokens=769870", "starting its HTTP server"),
+    ("[15:26:54] INFO:     Uvicorn running on http://127.0.0.1:1", "warming up"),
+]
+
+
+def listen(host, port):
+    with socket.create_server((host, port)):
+        return True
+
+
+def test_a_held_port_is_free_for_its_server_and_found_by_nobody_else():
+    with held_port("127.0.0.1") as port:
+        assert listen("127.0.0.1", port)  # create_server sets SO_REUSEADDR, as uvicorn does
+        found = set()
+        for _ in range(2000):
+            with held_port("127.0.0.1") as other:
+                found.add(other)
+        assert port not in found
+        with socket.socket() as careless, pytest.raises(OSError, match="in use"):
+            careless.bind(("127.0.0.1", port))
+
+
+def test_every_line_of_a_start_moves_its_phase_on():
+    said = ""
+    assert diagnosis.phase(said) == "importing"
+    for line, phase in LOG:
+        said += f"{line}\n"
+        assert diagnosis.phase(said) == phase
+
+
+@pytest.mark.parametrize(
+    ("said", "helps"),
+    [
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+            r"lower rollout\.engine_args\.mem_fraction_static \(0\.9\)",
+        ),
+        (
+            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
+            r"raise rollout\.engine_args\.mem_fraction_static \(0\.9\)",
+        ),
+        ("    assert self.total_num_heads % attn_tp_size == 0", r"tp_size \(3\): use a divisor"),
+        ("RuntimeError: CUDA error: invalid device ordinal", r"resources\.gpus_per_node"),
+        ("/bin/python: No module named sglang", "without SGLang"),
+        ("[Errno 98] error while attempting to bind: address already in use", "port was taken"),
+        ("KeyError: 'unheard of'", "^$"),
+    ],
+)
+def test_a_known_cause_is_answered_with_what_to_change(said, helps):
+    args = {"mem_fraction_static": 0.9, "tp_size": 3}
+    assert re.search(helps, diagnosis.remedy(f"much\n{said}\nmore", args))
+
+
+def test_an_engine_takes_as_many_gpus_as_its_ranks_by_whichever_name_they_are_given():
+    assert size_of({}).gpus == 1
+    assert size_of({"tensor_parallel_size": 4, "ep_size": 4}).gpus == 4
+    assert size_of({"tp_size": 4, "dp_size": 2, "enable_dp_attention": True}).gpus == 4
+    with pytest.raises(ConfigError, match=r"tp_size = 'two'"):
+        size_of({"tp_size": "two"})
+
+
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        ({"dp_size": 2}, r"dp_size = 2: .*raise rollout\.num_engines"),
+        ({"pipeline_parallel_size": 2}, r"pp_size = 2: .*raise tp_size"),
+        ({"nnodes": 2}, r"nnodes: is set by the run; set rollout\.nodes_per_engine"),
+        ({"model": "x"}, r"model: is set by the run; set model\.path"),
+        ({"dist_init_addr": "h:1"}, r"dist_init_addr: is set by the run; leave it out"),
+    ],
+)
+def test_what_an_engine_here_cannot_do_is_refused_by_key(args, answer):
+    with pytest.raises(ConfigError, match=rf"rollout\.engine_args\.{answer}"):
+        launch.check(args)
+
+
+def test_a_part_of_an_engine_is_told_its_rank_and_where_to_meet(tmp_path):
+    def argv(share):
+        return launch.arguments(
+            tmp_path, host="h", port=1, device="cuda", dtype="bfloat16", seed=0,
+            max_running_requests=8, engine_args={"tp_size": 16}, share=share,
+        )  # fmt: skip
+
+    text = " ".join(argv(Share(2, 1, "10.0.0.1:777")))
+    assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:777" in text
+    assert "nnodes" not in " ".join(argv(launch.ALONE))
+
+
+def context(rank, local_rank):
+    return TaskContext("rollout", rank, 4, local_rank, attempt="1.0", start=1, node="n")
+
+
+def test_neighbouring_tasks_share_an_engine_that_spans_nodes():
+    spread = RolloutConfig(
+        engine="sglang", num_engines=2, nodes_per_engine=2, resources={"nodes": 4}
+    )
+    seats = [seat_of(spread, context(rank, 0)) for rank in range(4)]
+    assert [(seat.id, seat.number, seat.part) for seat in seats] == [
+        ("rollout-0", 0, 0),
+        ("rollout-0", 0, 1),
+        ("rollout-1", 1, 0),
+        ("rollout-1", 1, 1),
+    ]
+
+
+@pytest.mark.parametrize(("nodes", "first"), [(1, [0, 4, 8, 12]), (2, [0, 2, 4, 6])])
+def test_engines_of_one_node_take_its_gpus_one_after_the_other(nodes, first):
+    rollout = RolloutConfig(
+        engine="sglang", nodes_per_engine=nodes, engine_args={"tp_size": 4},
+        resources={"nodes": nodes, "gpus_per_node": 16},
+    )  # fmt: skip
+    seats = [Seat("rollout-0", 0, local_index) for local_index in range(4)]
+    taken = [on_own_gpus(rollout, seat).engine_args["base_gpu_id"] for seat in seats]
+    assert taken == first
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer"),
+    [
+        ({"engine": "embedded", "resources": {"nodes": 2}}, "use rollout.engine = 'sglang'"),
+        ({"engine": "sglang"}, "1 engines take 2 nodes of their own"),
+    ],
+)
+def test_an_engine_spans_nodes_only_where_it_can(settings, answer):
+    with pytest.raises(ValueError, match=answer):
+        RolloutConfig.model_validate({"nodes_per_engine": 2, **settings})
