@@ -232,7 +232,7 @@ def bench_train(
     from relax_hpc.bench import train
 
     works = train.works(tokens, documents, recompute, micro_batches)
-    grid = train.Grid(dp, tp, pp, vpp, cp, ep, etp)
+    grid = train.grid_of(dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
     figures = train.measure(shape, works, grid, steps=steps, overrides=overrides, profile=profile)
     typer.echo(train.show(figures, json_file))
 
@@ -259,9 +259,9 @@ def bench_sync(
 ) -> None:
     """Update engines that are sampling: how long they stand still, by part, and GB/s."""
     from relax_hpc.bench import sync
-    from relax_hpc.bench.train import Grid
+    from relax_hpc.bench.train import grid_of
 
-    grid = Grid(dp, tp, pp, expert_parallel=ep)
+    grid = grid_of(dp=dp, tp=tp, pp=pp, ep=ep)
     figures = sync.measure(
         shape, grid, kind=engine, engines=engines, engine_tp=engine_tp,
         updates=updates, in_flight=in_flight, compare_logprobs=logprobs, overrides=overrides,

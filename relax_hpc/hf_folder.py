@@ -1,7 +1,6 @@
 """A Hugging Face folder with new weights: it appears whole, or not at all."""
 
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.comm.bucket import NamedTensors, buckets
-from relax_hpc.records import write_json
+from relax_hpc.records import sync, write_json
 
 SHARD_BYTES = 5 << 30
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth",
@@ -49,12 +48,12 @@ def write(
     _set_dtype(draft / "config.json", dtypes)
     if durable:
         for path in (*draft.iterdir(), draft):
-            _flush(path)
+            sync(path)
     if folder.exists():
         folder.rename(old)
     draft.rename(folder)
     if durable:
-        _flush(folder.parent)
+        sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -89,11 +88,3 @@ def _set_dtype(config: Path, dtypes: set[torch.dtype]) -> None:
     (dtype,) = dtypes
     said = {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype")}
     write_json(config, record | {key: said[key] for key in said if key in record})
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

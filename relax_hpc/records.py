@@ -1,4 +1,4 @@
-"""Small JSON records: one writer, published whole, never half seen."""
+"""Small JSON records, published whole and never half seen; files that outlive a power cut."""
 
 import json
 import os
@@ -45,3 +45,12 @@ def read_json(path: Path) -> Any | None:  # noqa: ANN401
         return json.loads(path.read_text())
     except FileNotFoundError:
         return None
+
+
+def sync(path: Path) -> None:
+    """Makes the content of a file, or the names that are in a folder, survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

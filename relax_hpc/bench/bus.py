@@ -18,7 +18,7 @@ import numpy as np
 from relax_hpc.bench.report import Row, compared
 from relax_hpc.bench.workload import GROUPS, Kind, renumbered, routed_columns
 from relax_hpc.bus import layout, shard_write
-from relax_hpc.bus.durable import Buffer, pread_into, pwritev_all, sync_folder
+from relax_hpc.bus.durable import Buffer, pread_into, pwritev_all
 from relax_hpc.bus.encode import to_columns
 from relax_hpc.bus.hdf5 import Attribute
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
@@ -27,6 +27,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.routed import COLUMN as EXPERTS
 from relax_hpc.bus.shard import Shard
 from relax_hpc.paths import BusPaths
+from relax_hpc.records import sync
 from relax_hpc.schema import Columns, PromptGroup
 
 TMPFS = Path("/dev/shm")
@@ -203,7 +204,7 @@ def _write_raw(path: Path, columns: Columns) -> None:
     finally:
         os.close(fd)
     draft.rename(path)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def _read_raw(path: Path, sizes: list[int]) -> list[np.ndarray[tuple[int], np.dtype[np.uint8]]]:

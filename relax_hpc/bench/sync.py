@@ -14,7 +14,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -111,7 +111,7 @@ class Figures:
 
 def measure(
     shape: str,
-    grid: train.Grid,
+    grid: Mapping[str, int],
     *,
     kind: str = "sglang",
     engines: int = 1,
@@ -126,7 +126,7 @@ def measure(
 
     Args:
         shape: a name of `train.SHAPES`, or a folder with a config.json.
-        grid: of the trainer.
+        grid: of the trainer, as `train.measure` takes it.
         kind: of the engines, sglang or embedded.
         engines: each on `engine_tp` GPUs after the trainer's.
         in_flight: requests that each engine has all the time.
@@ -153,7 +153,7 @@ def measure(
         found = json.loads(task.results.read_text())
     return Figures(
         shape,
-        str(grid),
+        train.grid_name(task.config.actor),
         f"{engines} {kind}, tp{engine_tp}",
         in_flight,
         [Update(**update) for update in found["updates"]],
@@ -211,7 +211,7 @@ def grid_size(task: Task) -> int:
 
 def _task(
     shape: str,
-    grid: train.Grid,
+    grid: Mapping[str, int],
     kind: str,
     engines: int,
     engine_tp: int,
@@ -231,7 +231,7 @@ def _task(
             "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         },
         "prompts": {"train": "unused", "heldout": "unused"},
-        "actor": asdict(grid),
+        "actor": dict(grid),
         "rollout": {"engine": kind, "num_engines": engines, "engine_args": args},
         "algorithm": {"num_steps": updates},
     }

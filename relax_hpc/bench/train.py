@@ -9,8 +9,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,9 @@ import numpy as np
 
 from relax_hpc.bench.report import machine
 from relax_hpc.config import ActorConfig, JobConfig
-from relax_hpc.engines.megatron.flops import Sizes, training_flops
+from relax_hpc.config_grid import GridConfig
+from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.engines.megatron.architectures.registry import read_architecture
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides
 from relax_hpc.records import write_json
@@ -65,32 +67,25 @@ class Work(NamedTuple):
     micro_batches: int = 1
 
 
-@dataclass(frozen=True)
-class Grid:
-    """How the ranks share the model and the batch: the keys of `ActorConfig`."""
-
-    data_parallel: int = 1
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    virtual_pipeline: int = 1
-    context_parallel: int = 1
-    expert_parallel: int = 1
-    expert_tensor_parallel: int = 1
-
-    @classmethod
-    def of(cls, actor: ActorConfig) -> "Grid":
-        return cls(**{field.name: getattr(actor, field.name) for field in fields(cls)})
-
-    def __str__(self) -> str:
-        """Data and tensor parallelism, and what else there is: "dp1 tp2 cp2"."""
-        return " ".join(
-            f"{short}{getattr(self, field.name)}"
-            for short, field in zip(_SHORT, fields(self), strict=True)
-            if short in ("dp", "tp") or getattr(self, field.name) > 1
-        )
+_SHORT = {
+    "dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel",
+    "vpp": "virtual_pipeline", "cp": "context_parallel", "ep": "expert_parallel",
+    "etp": "expert_tensor_parallel",
+}  # fmt: skip
 
 
-_SHORT = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
+def grid_of(**sizes: int) -> dict[str, int]:
+    """Keys of `GridConfig`, by their short names."""
+    return {_SHORT[short]: size for short, size in sizes.items()}
+
+
+def grid_name(grid: GridConfig) -> str:
+    """Data and tensor parallelism, and what else there is: "dp1 tp2 cp2"."""
+    return " ".join(
+        f"{short}{size}"
+        for short, name in _SHORT.items()
+        if (size := getattr(grid, name)) > 1 or short in ("dp", "tp")
+    )
 
 
 @dataclass(frozen=True)
@@ -118,17 +113,6 @@ class Figures:
     peak_gib: float
     """Of the rank that has most."""
     loss: float
-
-
-def flops(shape: dict[str, Any], lengths: Sequence[int]) -> float:
-    """`flops.training_flops` of a config.json; all of its layers have experts, or none."""
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
-             "head_dim", "vocab_size")  # fmt: skip
-    layers, hidden, *others = (shape[name] for name in names)
-    ffn = shape["intermediate_size"]
-    if "num_experts" in shape:
-        ffn = shape["moe_intermediate_size"] * shape["num_experts_per_tok"]
-    return training_flops(Sizes(layers, hidden, ffn, *others), lengths)
 
 
 def lengths_of(work: Work, seed: int) -> list[int]:
@@ -188,7 +172,7 @@ def show(figures: Sequence[Figures], json_file: Path | None) -> str:
 def measure(
     shape: str,
     works: Sequence[Work],
-    grid: Grid,
+    grid: Mapping[str, int],
     *,
     steps: int = 5,
     overrides: Sequence[str] = (),
@@ -198,11 +182,13 @@ def measure(
 
     Args:
         shape: a name of `SHAPES`, or a folder with a config.json; its weights are used, if any.
+        grid: keys of `GridConfig`; what is missing is 1.
         overrides: `section.key=value` of the job, for example "actor.attention=varlen".
         profile: gets the table of the profiler for one step of every work, by rank 0.
 
     Raises:
-        ConfigError: no such shape; more ranks than GPUs; micro-batches that do not fit the grid.
+        ConfigError: no such shape; no such grid, or more ranks than GPUs; micro-batches that do not
+            fit the grid.
     """
     import torch
 
@@ -210,16 +196,18 @@ def measure(
         task = task_of(
             shape, works, grid, Path(name), steps=steps, overrides=overrides, profile=profile
         )
-        gpus, ranks = torch.cuda.device_count(), task.config.actor.world_size
-        if gpus and ranks > gpus:
-            raise ConfigError(f"{task.grid}: {ranks} ranks, but {gpus} GPUs are here; use fewer")
+        actor, gpus = task.config.actor, torch.cuda.device_count()
+        if gpus and actor.world_size > gpus:
+            raise ConfigError(
+                f"{grid_name(actor)}: {actor.world_size} ranks, but {gpus} GPUs are here; use fewer"
+            )
         return _on_ranks(task)
 
 
 def task_of(
     shape: str,
     works: Sequence[Work],
-    grid: Grid,
+    grid: Mapping[str, int],
     folder: Path,
     *,
     steps: int = 5,
@@ -235,8 +223,8 @@ def task_of(
     config = with_overrides(_tree(model, grid), overrides, source="bench train")
     for work in works:
         _check_micro_batches(work, config.actor)
-    sizes = json.loads((model / "config.json").read_text())
-    return Task(folder, shape, sizes, tuple(works), config, steps, tuple(overrides), profile)
+    architecture = read_architecture(model)
+    return Task(folder, shape, architecture, tuple(works), config, steps, tuple(overrides), profile)
 
 
 def model_folder(shape: str, folder: Path) -> Path:
@@ -254,8 +242,8 @@ def model_folder(shape: str, folder: Path) -> Path:
 class Task(NamedTuple):
     folder: Path
     shape: str
-    sizes: dict[str, Any]
-    """Its config.json."""
+    architecture: Architecture
+    """That of the shape."""
     works: tuple[Work, ...]
     config: JobConfig
     """Of the job; each work adds what it recomputes."""
@@ -269,10 +257,6 @@ class Task(NamedTuple):
         return any(Path(self.config.model.path).glob("*.safetensors"))
 
     @property
-    def grid(self) -> Grid:
-        return Grid.of(self.config.actor)
-
-    @property
     def results(self) -> Path:
         return self.folder / "figures.json"
 
@@ -283,14 +267,14 @@ class Task(NamedTuple):
         if work.recompute == "mlp":
             transformer |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
         elif work.recompute == "full":
-            layers = self.sizes["num_hidden_layers"] // actor.pipeline_parallel
+            layers = self.architecture.num_layers // actor.pipeline_parallel
             transformer |= {"recompute_granularity": "full", "recompute_method": "block",
                             "recompute_num_layers": layers // actor.virtual_pipeline}  # fmt: skip
         update = {"tokens_per_micro_batch": work.tokens, "transformer": transformer}
         return self.config.model_copy(update={"actor": actor.model_copy(update=update)})
 
 
-def _tree(model: Path, grid: Grid) -> dict[str, Any]:
+def _tree(model: Path, grid: Mapping[str, int]) -> dict[str, Any]:
     """A job."""
     import torch
 
@@ -299,7 +283,7 @@ def _tree(model: Path, grid: Grid) -> dict[str, Any]:
         "name": "bench",
         "model": {"path": str(model), "dtype": dtype},
         "prompts": {"train": "unused", "heldout": "unused"},
-        "actor": asdict(grid),
+        "actor": dict(grid),
         "algorithm": {"num_steps": 1000},
     }
 
@@ -307,8 +291,8 @@ def _tree(model: Path, grid: Grid) -> dict[str, Any]:
 def _check_micro_batches(work: Work, actor: ActorConfig) -> None:
     if rest := work.micro_batches % actor.micro_batches_multiple_of:
         raise ConfigError(
-            f"--micro-batches {work.micro_batches}: {Grid.of(actor)} interleaves chunks of layers, "
-            f"which takes a multiple of {actor.micro_batches_multiple_of}; "
+            f"--micro-batches {work.micro_batches}: {grid_name(actor)} interleaves chunks of "
+            f"layers, which takes a multiple of {actor.micro_batches_multiple_of}; "
             f"use {work.micro_batches - rest + actor.micro_batches_multiple_of}"
         )
 

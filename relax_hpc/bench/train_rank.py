@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.algorithms.losses import LossOutput, grpo
-from relax_hpc.bench.train import Figures, Task, Work, flops, lengths_of
+from relax_hpc.bench.train import Figures, Task, Work, grid_name, lengths_of
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
-from relax_hpc.engines.megatron.flops import PEAK
+from relax_hpc.engines.megatron.flops import PEAK, training_flops
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.schema import FinishReason, Trajectory
@@ -139,7 +139,7 @@ def _note(
     actor = task.config.actor
     tokens = sum(map(sum, batch.lengths)) * actor.data_parallel
     seconds.rates.append(tokens / (end - begin))
-    of_batch = sum(flops(task.sizes, documents) for documents in batch.lengths)
+    of_batch = sum(training_flops(task.architecture, lengths) for lengths in batch.lengths)
     seconds.flops.append(of_batch / actor.replica_size / (end - begin))
 
 
@@ -148,7 +148,7 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
     rate = statistics.median(seconds.rates)
     return Figures(
         shape=task.shape,
-        grid=str(task.grid),
+        grid=grid_name(task.config.actor),
         overrides=" ".join(task.overrides),
         tokens=work.tokens,
         documents=work.documents,
@@ -169,10 +169,10 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
 def _batch(task: Task, work: Work, step: int, dp_rank: int) -> Batch:
     batch = Batch([], [], [])
     for index in range(work.micro_batches):
-        seed = (step * work.micro_batches + index) * task.grid.data_parallel + dp_rank
+        seed = (step * work.micro_batches + index) * task.config.actor.data_parallel + dp_rank
         lengths = lengths_of(work, seed)
         first = len(batch.rows)
-        batch.rows.extend(_trajectories(task.sizes["vocab_size"], lengths, seed))
+        batch.rows.extend(_trajectories(task.architecture.vocab_size, lengths, seed))
         batch.micro_batches.append(list(range(first, len(batch.rows))))
         batch.lengths.append(lengths)
     return batch

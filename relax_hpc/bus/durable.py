@@ -5,7 +5,6 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import cast
 
 import crc32c as _crc32c
@@ -86,15 +85,6 @@ def pread_into(fd: int, out: memoryview, offset: int) -> int:
             break
         got += read
     return got
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes a rename or a new name in `folder` survive a power cut."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def block_checksums(buffers: Sequence[Buffer], block: int) -> list[int]:

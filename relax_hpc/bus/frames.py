@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.bus.durable import checksum, pwrite_all, sync_folder
+from relax_hpc.bus.durable import checksum, pwrite_all
 from relax_hpc.bus.tail import current_size, read_whole
 from relax_hpc.errors import BusError
+from relax_hpc.records import sync
 
 MAGIC = b"\x89RLF"  # cannot occur inside JSON text
 FRAME = struct.Struct("<4sII")
@@ -100,7 +101,7 @@ class FrameWriter:
                 os.fsync(self._fd)
                 self._read()
             if not size:
-                sync_folder(path.parent)
+                sync(path.parent)
         except OSError as error:
             raise BusError(f"{path}: cannot be opened for writing: {error.strerror}") from error
 

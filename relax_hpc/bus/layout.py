@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from relax_hpc.bus.durable import sync_folder
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
-from relax_hpc.records import read_json, write_json
+from relax_hpc.records import read_json, sync, write_json
 from relax_hpc.schema import Role
 
 FORMAT = 1
@@ -48,11 +47,11 @@ def create(
             folder.mkdir(parents=True, exist_ok=True)
         for file in (paths.credits, *map(paths.log, names)):
             os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-            sync_folder(file.parent)
+            sync(file.parent)
         write_json(
             paths.header, BusHeader(FORMAT, list(producers), dict(header), writers)._asdict()
         )
-        sync_folder(paths.root)
+        sync(paths.root)
     except FileExistsError as error:
         raise BusError(
             f"{paths.root}: holds a bus already; a run directory is used once, choose another name"

@@ -4,10 +4,11 @@ import os
 import uuid as uuidlib
 from pathlib import Path
 
-from relax_hpc.bus.durable import is_full, pwrite_all, sync_folder
+from relax_hpc.bus.durable import is_full, pwrite_all
 from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, Epochs, RecordKind, decode, pack
 from relax_hpc.bus.tail import GrowingFile, current_size
 from relax_hpc.errors import BusError, FencedError
+from relax_hpc.records import sync
 
 BALLAST_BYTES = 256 << 10
 
@@ -85,7 +86,7 @@ class LogWriter:
             return
         try:
             self._ballast.write_bytes(bytes(BALLAST_BYTES))
-            sync_folder(self.path.parent)
+            sync(self.path.parent)
             self._has_ballast = True
         except OSError as error:
             if not is_full(error):

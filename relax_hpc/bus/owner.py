@@ -8,12 +8,13 @@ from types import TracebackType
 from typing import Self
 
 from relax_hpc.bus import layout, shard_write
-from relax_hpc.bus.durable import BusFullError, sync_folder
+from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.log import SHARDS, CommitRecord, RecordKind
 from relax_hpc.bus.log_writer import LogWriter
 from relax_hpc.bus.shard_format import ShardInfo
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
+from relax_hpc.records import sync
 from relax_hpc.schema import ColumnPieces, Role
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class Owner:
         """A descriptor of it: to flush its names without looking it up for every shard."""
         try:
             folder.mkdir()
-            sync_folder(folder.parent)
+            sync(folder.parent)
             return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
             raise BusError(f"{folder}: cannot be made: {error.strerror}") from error

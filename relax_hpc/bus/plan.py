@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
-from relax_hpc.bus.durable import sync_folder
 from relax_hpc.bus.frames import Record, read_frames
 from relax_hpc.bus.snapshot import NOTHING, Snapshot, read_snapshots
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
+from relax_hpc.records import sync
 from relax_hpc.schema import Role
 
 
@@ -170,7 +170,7 @@ def claim_epoch(paths: BusPaths) -> int:
         claim = paths.plan_claim(epoch)
         try:
             os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-            sync_folder(paths.plan)
+            sync(paths.plan)
         except FileExistsError:
             continue
         except OSError as error:

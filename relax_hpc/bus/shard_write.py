@@ -27,7 +27,6 @@ from relax_hpc.bus.durable import (
     pwrite_all,
     pwritev_all,
     start_writeback,
-    sync_folder,
 )
 from relax_hpc.bus.hdf5 import Attribute
 from relax_hpc.bus.payload import Payload, payloads
@@ -43,6 +42,7 @@ from relax_hpc.bus.shard_format import (
     ShardInfo,
 )
 from relax_hpc.errors import BusError
+from relax_hpc.records import sync
 from relax_hpc.schema import ColumnPieces
 
 WRITE_BYTES = 4 << 20, 16 << 20
@@ -98,7 +98,7 @@ def write(
         finally:
             os.close(fd)
         if folder is None:
-            sync_folder(path.parent)
+            sync(path.parent)
         else:
             os.fsync(folder)
     except OSError as error:

@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
-from relax_hpc.bus.durable import sync_folder
 from relax_hpc.comm.world import World
 from relax_hpc.errors import BusError, CheckpointError, FencedError
-from relax_hpc.records import read_json, write_json
+from relax_hpc.records import read_json, sync, write_json
 from relax_hpc.roles.pending_save import PendingSave, Saved, Snapshot
 
 log = logging.getLogger(__name__)
@@ -264,9 +263,9 @@ class Checkpoints(Generic[P]):
         self._refuse_to_replace_newer(folder, position)
         # One of this step is torn, or of a superseded trainer: else the run had resumed from it.
         _delete(folder)
-        sync_folder(draft)
+        sync(draft)
         draft.rename(folder)
-        sync_folder(self._root)
+        sync(self._root)
         for old in self.complete()[: -self._keep]:
             if self._keep_every and old.step % self._keep_every == 0:
                 kept = self._root / _KEPT / old.folder.name

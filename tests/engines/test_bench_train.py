@@ -9,28 +9,28 @@ from megatron_worker import Ranks
 from typer.testing import CliRunner
 
 from relax_hpc.bench import train
-from relax_hpc.bench.train import Grid, Work
+from relax_hpc.bench.train import Work
 from relax_hpc.cli import app
+from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.engines.megatron.flops import training_flops
 from relax_hpc.errors import ConfigError
 
 
 def test_operations_are_those_counted_by_hand():
     """One layer of width 4: queries 2 x 3, keys 1 x 3, feed-forward 5, vocabulary 7."""
-    shape = {
-        "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 3,
-        "num_key_value_heads": 1, "intermediate_size": 5, "vocab_size": 7,
-    }  # fmt: skip
+    shape = Architecture("qwen3", 1, 4, 5, 2, 1, 3, 7, 99, 1e-6, 1e4, False)
     weights = 4 * 6 + 2 * (4 * 3) + 6 * 4 + 3 * (4 * 5) + 4 * 7
     # Scores and values: 2 products of 2 x 3 x length^2 operations a head, half of them seen.
     attention = 3 * 2 * 2 * (2 * 3) * (2**2 + 4**2) / 2
-    assert train.flops(shape, [2, 4]) == 6 * weights * 6 + attention
+    assert training_flops(shape, [2, 4]) == 6 * weights * 6 + attention
 
 
-def test_of_experts_those_count_that_a_token_passes_through():
-    shape = train.SHAPES["qwen3-30b-a3b"]
+def test_of_experts_those_count_that_a_token_passes_through(tmp_path):
+    shape = read_architecture(train.model_folder("qwen3-30b-a3b", tmp_path))
     layer = 2048 * (2 * 32 * 128 + 2 * 4 * 128 + 3 * 8 * 768)
     weights = 48 * layer + 151936 * 2048  # 3.03e9
-    assert train.flops(shape, [1]) == 6 * weights + 6 * 48 * 32 * 128
+    assert training_flops(shape, [1]) == 6 * weights + 6 * 48 * 32 * 128
 
 
 def test_mixes_fill_the_micro_batch_and_change_with_the_seed():
@@ -77,15 +77,11 @@ def pair():
 def test_every_grid_finds_the_same_loss_in_the_same_batch(pair, model, tmp_path):
     """Two micro-batches a step, three steps; the loss is the last one's."""
     work = Work(96, "mix", micro_batches=2)
-    shape = train.SHAPES["tiny"]
-    flops = sum(train.flops(shape, train.lengths_of(work, seed)) for seed in (4, 5))
+    shape = read_architecture(model)
+    flops = sum(training_flops(shape, train.lengths_of(work, seed)) for seed in (4, 5))
     overrides = ("actor.optimizer.lr=1e-3", "actor.optimizer.warmup_steps=0")
     found = {}
-    for grid in (
-        Grid(tensor_parallel=2),
-        Grid(context_parallel=2),
-        Grid(pipeline_parallel=2),
-    ):
+    for grid in (train.grid_of(tp=2), train.grid_of(cp=2), train.grid_of(pp=2)):
         task = train.task_of(str(model), [work], grid, tmp_path, steps=1, overrides=overrides)
         first, second = pair.call(worker.bench, task=task, work=work)
         assert first.loss == second.loss != 0
@@ -108,15 +104,15 @@ def test_unknown_words_are_refused(arguments, message):
 
 def test_an_unknown_shape_names_those_there_are():
     with pytest.raises(ConfigError, match="qwen3-4b"):
-        train.measure("gpt", [Work(16)], Grid())
+        train.measure("gpt", [Work(16)], {})
 
 
 def test_interleaved_chunks_want_a_multiple_of_the_stages():
-    grid = Grid(pipeline_parallel=2, virtual_pipeline=2)
+    grid = train.grid_of(pp=2, vpp=2)
     with pytest.raises(ConfigError, match=r"--micro-batches 3: dp1 tp1 pp2 vpp2 .* use 4"):
         train.measure("tiny", [Work(16, micro_batches=3)], grid)
 
 
 def test_a_grid_that_cannot_be_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="virtual_pipeline = 2: needs"):
-        train.measure("tiny", [Work(16)], Grid(virtual_pipeline=2))
+        train.measure("tiny", [Work(16)], train.grid_of(vpp=2))

@@ -6,7 +6,8 @@ import pytest
 from engine_fixtures import save_checkpoint
 from megatron_worker import Ranks, job, trajectories
 
-from relax_hpc.engines.megatron.flops import peak_of
+from relax_hpc.engines.megatron.architecture import Architecture, Experts
+from relax_hpc.engines.megatron.flops import active_channels, peak_of
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,9 @@ def test_the_peak_of_a_gpu_is_known_by_its_name_or_not_at_all(name, peak):
 
 
 def test_a_mixture_counts_the_experts_that_a_token_is_sent_to():
-    from relax_hpc.engines.megatron.architecture import Architecture, Experts
-    from relax_hpc.engines.megatron.costs import active
-
-    experts = Experts(8, 2, 24, True, (1, 2, 3), 0.0)  # of 4 layers
+    experts = Experts(8, 2, 24, True, (1, 2, 3))  # of 4 layers
     shape = Architecture("qwen3_moe", 4, 64, 96, 4, 2, 16, 128, 99, 1e-6, 1e4, False, experts)
-    assert active(shape).ffn_hidden_size == 0.75 * 48 + 0.25 * 96
+    assert active_channels(shape) == 0.75 * 48 + 0.25 * 96
 
 
 @pytest.mark.parametrize(

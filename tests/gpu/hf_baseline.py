@@ -5,17 +5,25 @@ MFU by the formula of `relax-hpc bench train`.
 """
 
 import gc
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from relax_hpc.bench.train import SHAPES, flops
-from relax_hpc.engines.megatron.flops import PEAK
+from relax_hpc.bench.train import SHAPES, model_folder
+from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.engines.megatron.flops import PEAK, training_flops
 
 TOKENS, CHUNK, STEPS = 16384, 2048, 6
+
+
+def architecture():
+    with tempfile.TemporaryDirectory() as folder:
+        return read_architecture(model_folder("qwen3-4b", Path(folder)))
 
 
 def run(name, backend, *, checkpointing, compiled):
@@ -59,7 +67,7 @@ def run(name, backend, *, checkpointing, compiled):
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
     step = sorted(seconds[2:])[len(seconds[2:]) // 2]
-    mfu = flops(SHAPES["qwen3-4b"], [TOKENS]) / step / PEAK
+    mfu = training_flops(architecture(), [TOKENS]) / step / PEAK
     peak = torch.cuda.max_memory_allocated() / 2**30
     print(
         f"{name}: {TOKENS / step:.0f} tokens/s, {1e3 * step:.0f} ms, MFU {mfu:.1%}, {peak:.0f} GiB"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from relax_hpc.bus.audit import used_rows
-from relax_hpc.bus.durable import sync_folder
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.plan import Chain, PlanPosition, read_chain
 from relax_hpc.bus.tools import inventory, tables
@@ -16,6 +15,7 @@ from relax_hpc.bus.tools.deletable import last_reading, oldest_step
 from relax_hpc.bus.tools.inventory import File, Writer, latest_credit
 from relax_hpc.bus.tools.strays import is_orphan
 from relax_hpc.paths import BusPaths
+from relax_hpc.records import sync
 
 
 class Garbage(NamedTuple):
@@ -59,7 +59,7 @@ def delete(garbage: Garbage) -> None:
     for path in files:
         path.unlink(missing_ok=True)
     for folder in sorted({path.parent for path in files}):
-        sync_folder(folder)
+        sync(folder)
 
 
 def text(garbage: Garbage, *, dry_run: bool) -> str:

@@ -19,7 +19,6 @@ from relax_hpc.errors import ConfigError
 _OTHER_NAMES = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-    ("mlp.experts.local_experts.{expert}.", "mlp.experts.experts."),
 )
 """What Megatron calls some parameters in checkpoints, so that all its layer types read them."""
 
@@ -99,7 +98,7 @@ def _boxes(files: HfFiles, every: Iterator[Parameter]) -> Iterator[Box]:
     for parameter in every:
         experts = (parameter.num_experts,) if parameter.num_experts else ()
         whole = torch.empty((*experts, *parameter.shard_shape(1)), dtype=files.dtype())
-        hf_names.fill(files, parameter, [whole], hf_names.Sharing(0, 1))
+        hf_names.fill(files, parameter, whole, hf_names.Sharing(0, 1))
         *_, key = _names(parameter.core[0])
         yield from _as_stored(key, parameter, whole)
 

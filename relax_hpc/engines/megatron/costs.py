@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.flops import Sizes, peak_of, training_flops
+from relax_hpc.engines.megatron.flops import peak_of, training_flops
 from relax_hpc.engines.megatron.nonfinite import Work
 
 _Mark = float | torch.cuda.Event
@@ -19,7 +19,7 @@ class Costs:
     """Collects during a step; waits for the GPU, and for the other ranks, only at its end."""
 
     def __init__(self, shape: Architecture, device: torch.device) -> None:
-        self._shape, self._device = active(shape), device
+        self._shape, self._device = shape, device
         on_gpu = device.type == "cuda"
         self._peak = peak_of(torch.cuda.get_device_name(device)) if on_gpu else None
         self._begin()
@@ -84,19 +84,6 @@ class Costs:
         numbers = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(numbers, kind)
         return [float(value) for value in numbers.tolist()]
-
-
-def active(shape: Architecture) -> Sizes:
-    """The model as one token passes through it: of the experts those that it is sent to."""
-    ffn = float(shape.ffn_hidden_size)
-    if shape.experts is not None:
-        chosen = shape.experts.experts_per_token * shape.experts.ffn_hidden_size
-        share = len(shape.experts.layers) / shape.num_layers
-        ffn = share * chosen + (1 - share) * ffn
-    return Sizes(
-        shape.num_layers, shape.hidden_size, ffn, shape.num_heads, shape.num_kv_heads,
-        shape.head_dim, shape.vocab_size,
-    )  # fmt: skip
 
 
 def _between(begin: _Mark, end: _Mark) -> float:

@@ -1,7 +1,8 @@
 """Operations of a training step, for the utilisation of the hardware (MFU)."""
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+
+from relax_hpc.engines.megatron.architecture import Architecture
 
 PEAK = 989e12
 """Dense bf16 operations per second of an H100 or H200, by its datasheet."""
@@ -26,49 +27,25 @@ def _contains(words: list[str], name: list[str]) -> bool:
     return all(any(part == word.split("-")[0] for word in words) for part in name)
 
 
-class Sizes(NamedTuple):
-    """A `Shape`."""
-
-    num_layers: int
-    hidden_size: int
-    ffn_hidden_size: float
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
+def active_channels(shape: Architecture) -> float:
+    """Feed-forward channels that a token passes through in a layer, the mean over the layers."""
+    if shape.experts is None:
+        return shape.ffn_hidden_size
+    chosen = shape.experts.experts_per_token * shape.experts.ffn_hidden_size
+    share = len(shape.experts.layers) / shape.num_layers
+    return share * chosen + (1 - share) * shape.ffn_hidden_size
 
 
-class Shape(Protocol):
-    """A dense model; `model.Architecture` is one."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def ffn_hidden_size(self) -> float:
-        """Of a mixture of experts: what one token passes through, all its experts together."""
-        ...
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-
-def training_flops(shape: Shape, lengths: Iterable[int]) -> float:
+def training_flops(shape: Architecture, lengths: Iterable[int]) -> float:
     """Of one forward and backward over documents of these lengths, nothing recomputed.
 
-    6 N T for T tokens and N weights in matrix products (the output layer's, not the embedding's),
-    and 3 x 2 x layers x heads x head_dim x length^2 per document: causal attention is half of a
-    square, forward 2 products, backward twice that (its own recomputation does not count).
+    6 N T for T tokens and N weights in matrix products (the output layer's, not the embedding's; of
+    experts those that a token is sent to), and 3 x 2 x layers x heads x head_dim x length^2 per
+    document: causal attention is half of a square, forward 2 products, backward twice that (its own
+    recomputation does not count).
     """
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = shape.hidden_size * (2 * queries + 2 * keys + 3 * shape.ffn_hidden_size)
+    layer = shape.hidden_size * (2 * queries + 2 * keys + 3 * active_channels(shape))
     weights = shape.num_layers * layer + shape.vocab_size * shape.hidden_size
     tokens = square = 0
     for length in lengths:

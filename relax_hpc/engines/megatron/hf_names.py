@@ -47,8 +47,8 @@ class Owned(NamedTuple):
     """A parameter, and what of it this rank holds."""
 
     parameter: Parameter
-    copies: list[list[nn.Parameter]]
-    """Each is one tensor, or one for every expert of this rank; none if it is on another stage."""
+    copies: list[nn.Parameter]
+    """None if it is on another stage; a tied one may be here twice."""
 
 
 def owned(chunks: Sequence[GPTModel], shape: Architecture) -> list[Owned]:
@@ -56,7 +56,7 @@ def owned(chunks: Sequence[GPTModel], shape: Architecture) -> list[Owned]:
     here = _by_name(chunks)
     found = []
     for parameter in parameters(shape):
-        copies = [own for name in parameter.core if (own := _take(here, name))]
+        copies = [here.pop(name) for name in parameter.core if name in here]
         found.append(Owned(parameter, copies))
     assert not here, f"{shape.model_type} has no names for {sorted(here)}"
     return found
@@ -75,23 +75,13 @@ def _by_name(chunks: Sequence[GPTModel]) -> dict[str, nn.Parameter]:
     return named
 
 
-def _take(here: dict[str, nn.Parameter], pattern: str) -> list[nn.Parameter]:
-    """The one of that name, or one for every expert of this rank; taken out of `here`."""
-    taken: list[nn.Parameter] = []
-    while (name := pattern.format(expert=len(taken))) in here:
-        taken.append(here.pop(name))
-    return taken
-
-
-def by_expert(tensors: Sequence[Tensor], parameter: Parameter, size: int) -> list[Tensor]:
+def by_expert(tensor: Tensor, parameter: Parameter, size: int) -> list[Tensor]:
     """Views of the shard of each expert; of one shard, where there are no experts.
 
     Args:
-        tensors: one that stacks them, or one each.
         size: ranks that share a matrix.
     """
-    shape = parameter.shard_shape(size)
-    return [shard for tensor in tensors for shard in tensor.view(-1, *shape)]
+    return list(tensor.view(-1, *parameter.shard_shape(size)))
 
 
 @torch.no_grad()
@@ -107,13 +97,13 @@ def load(chunks: Sequence[GPTModel], folder: Path) -> None:
     with HfFiles(folder) as files:
         check_names(files, shape, parameters(shape))
         for parameter, copies in owned(chunks, shape):
-            for tensors in copies:
-                fill(files, parameter, tensors, Sharing.of(parameter))
+            for own in copies:
+                fill(files, parameter, own, Sharing.of(parameter))
 
 
-def fill(files: HfFiles, parameter: Parameter, tensors: Sequence[Tensor], sharing: Sharing) -> None:
+def fill(files: HfFiles, parameter: Parameter, own: Tensor, sharing: Sharing) -> None:
     """Reads what one of those who share a parameter holds of it."""
-    shards = by_expert(tensors, parameter, sharing.size)
+    shards = by_expert(own, parameter, sharing.size)
     if parameter.fused in files.names:
         files.check_shape(parameter.fused, parameter.fused_shape)
     for number, shard in enumerate(shards, start=sharing.expert_rank * len(shards)):

@@ -21,7 +21,7 @@ from relax_hpc.engines.megatron.model import PackedGPT
 BUCKET_BYTES = 1 << 28
 
 Shard = list[Tensor]
-"""What a rank has of a parameter: one tensor, or one for every expert of the rank."""
+"""What a rank has of a parameter: of every expert, where there are experts."""
 Key = TypeVar("Key", bound=Hashable)
 
 
@@ -107,13 +107,13 @@ def unpacked(parameter: Parameter, whole: Tensor) -> Iterator[tuple[str, Tensor]
     """The tensors that a parameter, or one for all experts, is packed from. Not collective."""
     sharing = Sharing(0, 1)
     slot = _Slot(parameter, 0, whole.dtype, [], sharing)
-    return _whole(slot, [by_expert([whole], parameter, sharing.size)])
+    return _whole(slot, [by_expert(whole, parameter, sharing.size)])
 
 
 def _slots(parameters: Sequence[Owned], value_of: Callable[[nn.Parameter], Tensor]) -> list[_Slot]:
     group = mpu.get_pipeline_model_parallel_group()
-    values = [[value_of(own) for own in copies[0]] if copies else [] for _, copies in parameters]
-    mine = [tensors[0].dtype if tensors else None for tensors in values]
+    values = [value_of(copies[0]) if copies else None for _, copies in parameters]
+    mine = [None if value is None else value.dtype for value in values]
     stages = [mine]
     if group.size() > 1:  # stages may be cut in ways that only their ranks know
         stages = [[] for _ in range(group.size())]
@@ -123,8 +123,8 @@ def _slots(parameters: Sequence[Owned], value_of: Callable[[nn.Parameter], Tenso
         stage, dtype = next((n, stage[number]) for n, stage in enumerate(stages) if stage[number])
         assert dtype
         sharing = Sharing.of(parameter)
-        own = values[number] if stage == group.rank() else []
-        shard = by_expert(own, parameter, sharing.size)
+        own = values[number] if stage == group.rank() else None
+        shard = [] if own is None else by_expert(own, parameter, sharing.size)
         slots.append(_Slot(parameter, stage, dtype, shard, sharing))
     return slots
 

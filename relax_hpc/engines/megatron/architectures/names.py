@@ -33,14 +33,14 @@ class Parameter:
     """A parameter of Megatron-core, and what it is packed from."""
 
     core: tuple[str, ...]
-    """Its names in the model; those a rank has are filled. `{expert}` counts a rank's experts."""
+    """Its names in the model; those a rank has are filled."""
     hf: Mapping[str, Shape]
     """Hugging Face's names, with the whole shapes. `{expert}` counts the model's experts."""
     layout: Layout = "whole"
     groups: int = 1
     """A query group has its queries, key and value side by side."""
     num_experts: int = 0
-    """All of this shape, shared by expert-parallel ranks; stacked if `core` counts none."""
+    """All of this shape, stacked and shared by expert-parallel ranks."""
     fused: str = ""
     """All experts as one tensor [experts, rows of all of `hf`, columns], where a checkpoint has it
     instead."""

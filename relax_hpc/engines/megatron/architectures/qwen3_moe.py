@@ -88,7 +88,7 @@ def _mixture(shape: Architecture) -> Iterator[Parameter]:
     num, hidden, channels = experts.num_experts, shape.hidden_size, experts.ffn_hidden_size
     yield Parameter(("mlp.router.weight",), {"mlp.gate.weight": (num, hidden)})
     yield Parameter(
-        ("mlp.experts.weight1", "mlp.experts.local_experts.{expert}.linear_fc1.weight"),
+        ("mlp.experts.weight1",),
         {
             "mlp.experts.{expert}.gate_proj.weight": (channels, hidden),
             "mlp.experts.{expert}.up_proj.weight": (channels, hidden),
@@ -98,7 +98,7 @@ def _mixture(shape: Architecture) -> Iterator[Parameter]:
         fused="mlp.experts.gate_up_proj",
     )
     yield Parameter(
-        ("mlp.experts.weight2", "mlp.experts.local_experts.{expert}.linear_fc2.weight"),
+        ("mlp.experts.weight2",),
         {"mlp.experts.{expert}.down_proj.weight": (hidden, channels)},
         "columns",
         num_experts=num,
