@@ -53,7 +53,7 @@ def collect(run_dir: Path) -> Listing:
     state, roster = ScaleState.read(paths), Roster.read(paths)
     added = list(state.extras.values()) if state else []
     names = sorted({*config.producers, *(roster.members if roster else ())} - {e.id for e in added})
-    rows = [*_initial(paths, names, roster), *(of_extra(extra, roster) for extra in added)]
+    rows = [*_initial(paths, names, roster), *(of_extra(paths, extra, roster) for extra in added)]
     rows = [_over(row) for row in rows] if over else _with_load(paths, rows)
     number, request = pending(paths, state) if state else (0, None)
     last = request or (Request.read(paths, number) if number else None)

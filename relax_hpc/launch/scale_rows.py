@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from relax_hpc.launch.scale_records import Extra, ScaleState
 from relax_hpc.paths import RunPaths
+from relax_hpc.weights import members
 from relax_hpc.weights.roster import Roster
-from relax_hpc.weights.standing import Standing
+from relax_hpc.weights.standing import Standing, standing
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,15 @@ class Row:
 def extras(paths: RunPaths) -> list[Row]:
     """The added engines that are there, or failed."""
     state, roster = ScaleState.read(paths), Roster.read(paths)
-    rows = [of_extra(extra, roster) for extra in state.extras.values()] if state else []
+    rows = [of_extra(paths, extra, roster) for extra in state.extras.values()] if state else []
     return [row for row in rows if row.state not in ("GONE", "CANCELLED")]
 
 
-def of_extra(extra: Extra, roster: Roster | None) -> Row:
-    holding = roster.members.get(extra.id) if roster else None
-    version = holding.version if holding and not extra.ended else None
-    return Row(extra.id, extra.state, extra.node, version, extra.since, None, extra.reason)
+def of_extra(paths: RunPaths, extra: Extra, roster: Roster | None) -> Row:
+    """The row of an added engine."""
+    state, version = extra.state, None
+    if extra.process and not extra.ended and not extra.ending:
+        state = standing(members.find(paths, extra.id), roster)
+    if roster and extra.id in roster.members and not extra.ended:
+        version = roster.members[extra.id].version
+    return Row(extra.id, state, extra.node, version, extra.since, None, extra.reason)

@@ -105,9 +105,11 @@ class Scaler:
             reason = member.reason or "ended without being told to"
             self._tell_to_end(extra, "FAILED", reason)
         else:
-            found = extra.now(standing(member, roster))
-            self._note(found)
-            self._check_deadline(found)
+            found = standing(member, roster)
+            if extra.state == "ACTIVE" and found in ("SYNCING", "HEALTHY"):
+                return  # a moment of every step: no news
+            self._note(extra.now(found))
+            self._check_deadline(self._state.extras[extra.id])
 
     def _ended(self, extra: Extra, said: str) -> None:
         final = extra.ending or "FAILED"

@@ -102,5 +102,6 @@ def _leave_update(paths: RunPaths, member: str, ended: threading.Event) -> None:
     deadline = time.monotonic() + _UPDATE_S
     while time.monotonic() < deadline:
         roster = Roster.read(paths)
-        if roster is None or roster.done or member not in roster.members or ended.wait(_POLL_S):
+        holding = roster.members.get(member) if roster else None
+        if holding is None or holding.state != "SYNCING" or ended.wait(_POLL_S):
             return

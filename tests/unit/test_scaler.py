@@ -336,3 +336,19 @@ def test_the_end_of_the_run_ends_every_added_engine(house):
     its.tick()
     its.end(timeout_s=0.2)
     assert not house.alive() and house.states == {"extra-1": "GONE"}
+
+
+def test_the_updates_of_every_step_are_no_news(house):
+    its = house.scaler()
+    out(house, 2)
+    its.tick()
+    house.up(its, "extra-1")
+    before = house.paths.scale_state.stat().st_mtime_ns
+    house.hold("extra-1", version=None, state="SYNCING")
+    its.tick()
+    house.hold("extra-1", version=house.version - 1)
+    its.tick()
+    assert house.paths.scale_state.stat().st_mtime_ns == before
+    house.hold("extra-1", version=None, state="FENCED")
+    its.tick()
+    assert house.states == {"extra-1": "FENCED"}
