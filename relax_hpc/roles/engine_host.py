@@ -107,7 +107,7 @@ class EngineHost:
                 self._announce("STARTING", f"again, since it {reason}".splitlines()[0])
                 self._stopping.wait(self._config.launch.restart_delay_s)
         except BaseException as error:
-            self._announce("FAILED", str(error).splitlines()[0] if str(error) else repr(error))
+            self._announce("FAILED", _in_short(error))
             raise
         finally:
             self._parts.dismiss(self._member.epoch)
@@ -235,6 +235,12 @@ class EngineHost:
         with self._announcing:
             self._member = self._member._replace(state=state, reason=reason)
             members.announce(self._paths, self._member)
+
+
+def _in_short(error: BaseException) -> str:
+    """What happened, and the last line of the engine's log if it comes with the error."""
+    first, *log_lines = str(error).splitlines() or [repr(error)]
+    return f"{first} {log_lines[-1].strip()}" if log_lines else first
 
 
 class _Stopped(Exception):  # noqa: N818

@@ -1,0 +1,128 @@
+"""Engines join a run and leave it, and nobody else is started again."""
+
+import json
+import shutil
+import subprocess
+
+import psutil
+import pytest
+from e2e_runs import (
+    CLI,
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    is_over,
+    planned,
+    status,
+    submit,
+    wait_until,
+)
+
+STEPS, PROMPTS, SIBLINGS = 48, 32, 8
+
+
+def submit_small(tiny, run_root, *, local, **settings):
+    small = {
+        "run_root": run_root,
+        "rollout.resources.max_nodes": 2,
+        "algorithm.num_steps": STEPS,
+        "algorithm.prompts_per_step": PROMPTS,
+        "rollout.samples_per_prompt": SIBLINGS,
+        "rollout.groups_per_shard": 8,
+        "actor.save_every": 1000,
+        "eval.every": 0,
+        "eval.num_prompts": 64,
+    }
+    return submit("demo", tiny, local=local, **small | settings).run_dir
+
+
+def listed(run_dir):
+    """Engine id -> row."""
+    rows = json.loads(cli("scale", "list", run_dir, "--json"))["rows"]
+    return {row["id"]: row for row in rows}
+
+
+def scale(*arguments):
+    """Exit code and output of a command that may fail."""
+    answer = subprocess.run([CLI, "scale", *arguments], capture_output=True, text=True, timeout=300)
+    return answer.returncode, answer.stdout + answer.stderr
+
+
+def running_for(run_dir, module):
+    """Processes of a module that work for this run."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = " ".join(process.info["cmdline"] or ())
+        found += [process] if module in words and f"{run_dir} " in words else []
+    return found
+
+
+@pytest.mark.usefixtures("slurm_cluster")
+def test_an_engine_joins_a_run_under_slurm_serves_and_leaves(tiny, tmp_path):
+    run_dir = submit_small(tiny, tmp_path, local=False, **{"launch.profile": "local"})
+    try:
+        wait_until(run_dir, has_done(1), 300)
+        said = cli("scale", "out", run_dir, "--engines", "2", "--wait")
+        assert said.endswith("request 1 (scale out to 2 engines): done\n")
+        row = listed(run_dir)["extra-1"]
+        core = status(run_dir)["components"][0]
+        steps = subprocess.run(["squeue", "-hs", "-o", "%N"], capture_output=True, text=True)
+        assert row["node"] in steps.stdout.split() and row["node"] != listed(run_dir)["rollout-0"][
+            "node"]  # fmt: skip
+        assert core["state"] == "RUNNING"
+        assert cli("scale", "out", run_dir, "--engines", "2").startswith("nothing to do")
+
+        joined = status(run_dir)["progress"]["steps_done"]
+        wait_until(run_dir, has_done(joined + 5), 300)
+        said = cli("scale", "in", run_dir, "--engines", "1", "--wait")
+        assert said.endswith("request 2 (scale in to 1 engines): done\n")
+        assert listed(run_dir)["extra-1"]["state"] == "GONE"
+        left = status(run_dir)["progress"]["steps_done"]
+        assert left < STEPS, "it left while the run went on"
+        after = wait_until(run_dir, is_over, 400)
+    finally:
+        cli("cancel", run_dir)
+    assert after["state"] == "COMPLETED"
+    counts, total = after["progress"]["trajectories"], STEPS * PROMPTS * SIBLINGS
+    assert counts["committed"] == counts["trained"] == total
+    assert counts["trained_twice"] == 0 and set(counts["dropped"].values()) == {0}
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    assert after["progress"]["max_staleness_seen"] <= 1
+    assert after["progress"]["checksums_equal"] is True
+    assert {(e["role"], e["start"]) for e in events_of(run_dir, event="start")} == {
+        ("rollout", 1), ("actor", 1), ("extra", 1)}  # fmt: skip
+    assert len(events_of(run_dir, event="start")) == 3, "nobody was started again"
+
+
+def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
+    own = shutil.copytree(tiny, tmp_path / "tiny")
+    light = {"algorithm.num_steps": 100000, "algorithm.prompts_per_step": 4}
+    run_dir = submit_small(own, tmp_path, local=True, **light)
+    weights, hidden = own / "model" / "model.safetensors", tmp_path / "hidden"
+    try:
+        wait_until(run_dir, has_done(1), 300)
+        code, said = scale("out", run_dir, "--engines", "3")
+        assert (
+            code == 2 and "room is left for 1, so use 2 or less" in said and said.count("\n") == 1
+        )
+
+        weights.rename(hidden)
+        code, said = scale("out", run_dir, "--engines", "2", "--wait")
+        assert code == 1 and "request 1 (scale out to 2 engines): failed: extra-1: " in said, said
+        row = listed(run_dir)["extra-1"]
+        assert row["state"] == "FAILED" and "weights are missing" in row["reason"], row
+        assert not running_for(run_dir, "extra_step")
+
+        hidden.rename(weights)
+        code, said = scale("out", run_dir, "--engines", "2", "--wait")
+        assert code == 0, said
+        assert listed(run_dir)["extra-2"]["state"] in ("ACTIVE", "SYNCING")
+        now = status(run_dir)
+        assert [row["id"] for row in now["extras"]] == ["extra-1", "extra-2"]
+        wait_until(run_dir, has_done(now["progress"]["steps_done"] + 1), 300)
+    finally:
+        cli("cancel", run_dir)
+    assert listed(run_dir)["extra-2"]["state"] == "GONE"
+    starts = [(e["role"], e["rank"]) for e in events_of(run_dir, event="start")]
+    assert sorted(starts) == [("actor", 0), ("extra", 1), ("extra", 2), ("rollout", 0)]
