@@ -1,6 +1,7 @@
 """An engine server as a child process: tied to its owner, watched, and ended as a whole."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,10 @@ from relax_hpc.errors import EngineError
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_MPI", "SLURM_PMI")
 """Variables of the owner's MPI rank; an engine that found them would try to join its world."""
 _SHOWN_LINES = 20
+_SHOWN_CHARACTERS = 300
 _READ_BYTES = 1 << 20
+_EXCEPTION = re.compile(r"^[\w.]+(?:Error|Exception)(?:: .+)?$", re.MULTILINE)
+"""The line that ends a traceback."""
 _HEALTH_S = 5.0
 
 
@@ -74,9 +78,7 @@ class EngineProcess:
             return ""
         if code >= 0:
             return f"ended with code {code}"
-        by = f"was killed by {signal.Signals(-code).name}"
-        may_be = " (the node may be out of memory)" if code == -signal.SIGKILL else ""
-        return f"{by}{may_be}"
+        return f"was killed by {signal.Signals(-code).name}"
 
     def require_alive(self, doing: str) -> None:
         """Raises EngineError, with the end of the log, if the engine has ended."""
@@ -89,6 +91,11 @@ class EngineProcess:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._said_before, size - _READ_BYTES))
             return log.read().decode(errors="replace")
+
+    def last_error(self) -> str:
+        """The exception that stands last in its output, on one line; "" if there is none."""
+        found = _EXCEPTION.findall(self.output())
+        return str(found[-1])[:_SHOWN_CHARACTERS] if found else ""
 
     def last_lines(self) -> str:
         """The end of its log, for an error message."""

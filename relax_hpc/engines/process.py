@@ -180,8 +180,8 @@ def _until(
             elif end:
                 end += f" while {phase}"
             if end:
-                helps = f": {remedy}" if (remedy := remedy_for(output)) else ""
-                raise EngineError(f"{engine} {end}{helps}; {engine.last_lines()}")
+                said = [text for text in (engine.last_error(), remedy_for(output)) if text]
+                raise EngineError(f"{engine} {': '.join([end, *said])}; {engine.last_lines()}")
             time.sleep(_POLL_S)
     except BaseException:
         engine.stop()

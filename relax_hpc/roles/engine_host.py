@@ -196,7 +196,8 @@ class EngineHost:
         read_roster = 0.0
         while not self._stopping.wait(_WATCH_S):
             if end := engine.end():
-                return f"{end} while serving; {engine.last_lines()}"
+                error = f": {said}" if (said := engine.last_error()) else ""
+                return f"{end} while serving{error}; {engine.last_lines()}"
             if time.monotonic() >= read_roster:
                 read_roster = time.monotonic() + _ROSTER_S
                 roster = Roster.read(self._paths)

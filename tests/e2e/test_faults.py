@@ -69,11 +69,17 @@ def assert_complete(run_dir, after):
     assert progress["checksums_equal"] is True
 
 
-def test_a_killed_rollout_and_a_killed_actor_go_on_where_they_were(tiny, tmp_path):
+def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path):
     run_dir = submit_small(tiny, tmp_path, local=True)
     try:
-        wait_until(run_dir, has_done(3), 100)
+        wait_until(run_dir, has_done(2), 100)
         actor = newest(run_dir, "actor", "start")["pid"]
+        os.kill(newest(run_dir, "rollout", "engine")["engine_pid"], signal.SIGKILL)
+        done = status(run_dir)["progress"]["steps_done"]
+        wait_until(run_dir, has_done(done + 3), 100)  # more than was ready: the new engine sampled
+        assert len(events_of(run_dir, "rollout", "engine")) == 2
+        assert len(events_of(run_dir, "rollout", "start")) == 1
+        assert "SIGKILL" in newest(run_dir, "rollout", "engine_end")["reason"]
         kill_rollout(run_dir)
         done = status(run_dir)["progress"]["steps_done"]
         # Two steps more than what was ready: the restarted engine sampled for them.

@@ -26,7 +26,7 @@ _CAUSES = (
         "rollout.engine_args.mem_fraction_static ({mem_fraction_static}) or tp_size ({tp_size})",
     ),
     (
-        r"out of memory|can't allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
+        r"out of memory|can(?:'t|not) allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
         "out of memory: lower rollout.engine_args.mem_fraction_static ({mem_fraction_static}), "
         "max_total_tokens or rollout.max_running_requests, or raise tp_size ({tp_size})",
     ),
@@ -73,4 +73,6 @@ def remedy(output: str, engine_args: PassThrough) -> str:
     for pattern, words in _CAUSES:
         if re.search(pattern, output, re.IGNORECASE):
             return words.format(**values)
-    return "a port was taken" if port_taken(output) else ""
+    if port_taken(output):
+        return "a port was taken by somebody else"
+    return ""

@@ -1,0 +1,104 @@
+"""What goes wrong when an engine starts is named, within its deadline, with what may help."""
+
+import re
+import socket
+import sys
+from contextlib import contextmanager
+
+import pytest
+from conftest import SGLANG_PYTHON
+
+from relax_hpc.config import RolloutConfig
+from relax_hpc.engines import process
+from relax_hpc.engines.ports import held_port
+from relax_hpc.engines.process import start_engine
+from relax_hpc.errors import EngineError
+
+# In place of `python -m sglang.launch_server`: binds what it is told to, and answers /health.
+LISTENER = """\
+#!{python}
+import http.server, socketserver, sys
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+port = int(sys.argv[sys.argv.index("--port") + 1])
+print("Uvicorn running on", port, flush=True)
+socketserver.TCPServer.allow_reuse_address = True
+socketserver.TCPServer(("127.0.0.1", port), Healthy).serve_forever()
+"""
+
+
+def start(kind, model, folder, python, **rollout):
+    return start_engine(
+        kind, model, host="127.0.0.1", token="secret", dtype="float32", seed=0, python=str(python),
+        rollout_config=RolloutConfig.model_validate({"start_timeout_s": 240, **rollout}),
+        log_path=folder / "engine.log",
+    )  # fmt: skip
+
+
+def script(folder, text):
+    path = folder / "python"
+    path.write_text(text.format(python=sys.executable))
+    path.chmod(0o700)
+    return path
+
+
+@pytest.fixture
+def taken():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def giving(monkeypatch, ports):
+    """Lets the search for a port find these first."""
+
+    @contextmanager
+    def found(host):
+        if ports:
+            yield ports.pop(0)
+        else:
+            with held_port(host) as port:
+                yield port
+
+    monkeypatch.setattr(process, "held_port", found)
+
+
+def test_a_port_that_somebody_took_is_left_to_them(tmp_path, monkeypatch, taken):
+    giving(monkeypatch, [taken, taken])
+    with start("sglang", tmp_path, tmp_path, script(tmp_path, LISTENER)) as engine:
+        assert not engine.url.endswith(f":{taken}")
+        assert engine.is_healthy()
+    assert engine.log_path.read_text().count("Address already in use") == 2
+
+
+def test_ports_that_are_all_taken_are_an_error_and_not_an_endless_search(
+    tmp_path, monkeypatch, taken
+):
+    giving(monkeypatch, [taken] * 9)
+    with pytest.raises(EngineError) as error:
+        start("sglang", tmp_path, tmp_path, script(tmp_path, LISTENER))
+    first = str(error.value).splitlines()[0]
+    assert "while warming up: OSError: [Errno 98] Address already in use: a port was" in first
+
+
+def test_a_killed_start_says_what_killed_it_and_when(tmp_path):
+    killed = "#!/bin/sh\necho '[12:00:00] Load weight begin.'\nkill -KILL $$\n"
+    with pytest.raises(EngineError, match=r"killed by SIGKILL while loading weights; the end of"):
+        start("sglang", tmp_path, tmp_path, script(tmp_path, killed))
+
+
+@pytest.mark.sglang
+def test_an_engine_out_of_memory_at_its_start_says_which_setting_to_lower(checkpoints, tmp_path):
+    limited = f'#!/bin/sh\nulimit -v 12000000\nexec {SGLANG_PYTHON} "$@"\n'
+    args = {"mem_fraction_static": 0.9, "max_total_tokens": 100_000_000}
+    with pytest.raises(EngineError) as error:
+        start(
+            "sglang", checkpoints[0], tmp_path, script(tmp_path, limited),
+            engine="sglang", engine_args=args,
+        )  # fmt: skip
+    first = str(error.value).splitlines()[0]
+    assert "while allocating the key-value cache: " in first
+    assert "out of memory: lower rollout.engine_args.mem_fraction_static (0.9)" in first
+    assert re.search(r"RuntimeError: .*alloc", first)
