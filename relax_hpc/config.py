@@ -91,7 +91,11 @@ class RolloutConfig(Section):
     max_running_requests: Positive = 256
     """Trajectories an engine decodes at once."""
     groups_per_shard: Positive = 16
-    """A shard is published once it holds that many prompt groups, or when its batch is done."""
+    """A shard is published once it holds that many prompt groups, its batch is done, or its first
+    group has waited for a second."""
+    over_sampling: Annotated[float, Field(ge=0)] = 0.0
+    """Fraction of a batch that is sampled beyond what `algorithm.max_staleness` admits, so that
+    groups that are ready take the place of stragglers; needs `algorithm.over_age` drop or mask."""
     start_timeout_s: Positive = 900
     """An engine that is not healthy after this many seconds has failed to start."""
     hang_timeout_s: Positive = 120
@@ -362,6 +366,15 @@ class RunConfig(JobConfig):
             raise ValueError(
                 f"algorithm.kl_coefficient = {self.algorithm.kl_coefficient}: needs a reference; "
                 "set reference.placement to 'actor' or 'own'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _over_sampling_needs_free_batches(self) -> Self:
+        if self.rollout.over_sampling and self.algorithm.over_age == "wait":
+            raise ValueError(
+                f"rollout.over_sampling = {self.rollout.over_sampling}: needs batches of the first "
+                "that are ready; set algorithm.over_age to 'drop' or 'mask'"
             )
         return self
 

@@ -2,7 +2,7 @@
 
 Replies are streamed so that what is there outlives the engine: a response that was cut off goes on
 elsewhere, with its tokens so far as part of the prompt. And streaming is how an engine that reports
-only its newest policy version (SGLang before 0.5.20) can tell which version sampled a token.
+only its newest policy version (such as SGLang 0.5.17) can tell which version sampled a token.
 """
 
 import base64

@@ -5,7 +5,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,10 +22,12 @@ from relax_hpc.telemetry.events import EventWriter
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
+READY_S = 1.0
+"""A finished group waits no longer for others to fill its shard."""
+FINAL_VERSION_S = 5.0
+"""After the run's end, for the records to say that the engines hold the last policy."""
 FULL_RETRY_S = 5.0
 """Between attempts to write to a full file system."""
-EVAL_BATCH = 64
-"""Held-out prompts per request."""
 
 
 class Sampled(Protocol):
@@ -44,12 +46,22 @@ class Sampled(Protocol):
 class Sampler(Protocol):
     """What this role needs of an inference engine."""
 
-    def version(self) -> int: ...
+    async def version(self) -> int | None:
+        """The oldest policy that would sample now; None while there is no engine for it."""
+        ...
 
     async def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        min_version: int = 0,
     ) -> Sequence[Sampled]:
-        """One response per prompt and seed; temperature 0 is greedy."""
+        """One response per prompt and seed; temperature 0 is greedy.
+
+        No policy older than `min_version` samples any of their tokens.
+        """
         ...
 
 
@@ -87,20 +99,62 @@ async def run(
     outbox = Outbox(producer, events, groups_per_shard=config.rollout.groups_per_shard)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
     owed = deque(owned_guids(config, task, producer.committed, start=retired))
-    running = set[asyncio.Task[PromptGroup]]()
+    pace = Pace(config)
+    running = dict[asyncio.Task[PromptGroup], int]()
     while not ((credit := credits.latest()) and credit.finished):
-        version = await asyncio.to_thread(sampler.version)
+        version = await sampler.version()
         await evaluator.maybe(version, trained=credit.step if credit else 0)
         owed.extendleft(reversed(producer.owe_again(credit.refill if credit else ())))
-        while owed and not outbox.full and _may_start(config, owed[0], version):
-            running.add(asyncio.create_task(group(owed.popleft())))
-        done, running = await _some(running)
+        while owed and not outbox.full and pace.may_start(owed[0], version):
+            guid = owed.popleft()
+            running[asyncio.create_task(group(guid, pace.min_version(guid, version)))] = guid
+        done = await _some(running)
         outbox.add([task.result() for task in done])
+        running = {started: guid for started, guid in running.items() if started not in done}
         producer.collect(credit.retired_guid_below if credit else 0)
-        outbox.send(rest=not running)
-    version = await asyncio.to_thread(sampler.version)
-    if version == config.algorithm.num_steps:  # else this engine started after the last update
-        await evaluator.finish(version)
+        outbox.send(rest=pace.is_done(outbox.guids, running.values()))
+    for unneeded in running:
+        unneeded.cancel()
+    await evaluator.finish(await _final_version(config, sampler))
+
+
+async def _final_version(config: RunConfig, sampler: Sampler) -> int | None:
+    """The last policy, once the records say that the engines hold it."""
+    deadline = time.monotonic() + FINAL_VERSION_S
+    while (version := await sampler.version()) is None and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S)
+    return version if version == config.algorithm.num_steps else None  # started after the update
+
+
+class Pace:
+    """How far sampling may run ahead of training."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._max_staleness = config.algorithm.max_staleness
+        self._prompts_per_step = config.algorithm.prompts_per_step
+        self._spare = int(config.rollout.over_sampling * self._prompts_per_step)
+
+    def may_start(self, guid: int, version: int | None) -> bool:
+        """Whether a prompt group may be started with engines that hold `version`.
+
+        Groups beyond the staleness bound are over-sampled: if one is ready before a straggler of
+        the batch before, it takes its place there.
+        """
+        return version is not None and may_start_batch(
+            max(guid - self._spare, 0) // self._prompts_per_step + 1,
+            policy_version=version,
+            max_staleness=self._max_staleness,
+        )
+
+    def min_version(self, guid: int, version: int | None) -> int:
+        """The oldest policy that may sample a token of a group which starts with `version`."""
+        bound = guid // self._prompts_per_step - self._max_staleness
+        return max(min(bound, version or 0), 0)
+
+    def is_done(self, ready: Iterable[int], running: Iterable[int]) -> bool:
+        """Whether none of the running groups belongs to a batch of those that are ready."""
+        last = max((guid // self._prompts_per_step for guid in ready), default=-1)
+        return all(guid // self._prompts_per_step > last for guid in running)
 
 
 def owned_guids(config: RunConfig, task: Task, committed: set[int], *, start: int) -> Iterator[int]:
@@ -123,20 +177,29 @@ class Outbox:
         self._producer, self._events = producer, events
         self._groups_per_shard = groups_per_shard
         self._ready: list[PromptGroup] = []
-        self._retry_at = 0.0
+        self._ready_since = self._retry_at = 0.0
 
     @property
     def full(self) -> bool:
         """Whether to start nothing new, because what is finished finds no space."""
         return self._retry_at > 0
 
+    @property
+    def guids(self) -> list[int]:
+        """What is finished and not published yet."""
+        return [group.guid for group in self._ready]
+
     def add(self, groups: Sequence[PromptGroup]) -> None:
+        if groups and not self._ready:
+            self._ready_since = time.monotonic()
         self._ready += groups
 
     def send(self, *, rest: bool) -> None:
-        """Publishes what is enough for a shard, or with `rest`, whatever there is."""
-        enough = len(self._ready) >= self._groups_per_shard or (rest and self._ready)
-        if not enough or time.monotonic() < self._retry_at:
+        """Publishes what is enough for a shard, or has waited; with `rest`, whatever there is."""
+        now = time.monotonic()
+        waited = now - self._ready_since > READY_S
+        enough = len(self._ready) >= self._groups_per_shard or rest or waited
+        if not self._ready or not enough or now < self._retry_at:
             return
         try:
             publish(self._producer, self._ready, self._events)
@@ -172,12 +235,15 @@ class Grouper:
         self._config, self._prompts = config, prompts
         self._sampler, self._score = sampler, score
 
-    async def __call__(self, guid: int) -> PromptGroup:
+    async def __call__(self, guid: int, min_version: int) -> PromptGroup:
         prompt = self._prompts[guid]
         siblings = range(self._config.rollout.samples_per_prompt)
         seeds = [seed_of(self._config.seed, guid, sibling) for sibling in siblings]
         sampled = await self._sampler.sample(
-            [prompt.token_ids] * len(seeds), seeds, temperature=self._config.rollout.temperature
+            [prompt.token_ids] * len(seeds),
+            seeds,
+            temperature=self._config.rollout.temperature,
+            min_version=min_version,
         )
         rows = [
             self._trajectory(guid, sibling, prompt, seed, response)
@@ -223,12 +289,14 @@ class Evaluator:
         self._sampler, self._score, self._events = sampler, score, events
         self._last: int | None = None
 
-    async def maybe(self, version: int, *, trained: int) -> None:
+    async def maybe(self, version: int | None, *, trained: int) -> None:
         """Evaluates the first policy seen, and then one every `eval.every` versions.
 
         An engine that starts when steps have been `trained` holds the first policy only until it
         is brought up to date.
         """
+        if version is None:
+            return
         if self._last is None:
             if trained == 0:
                 await self._evaluate("before", version)
@@ -237,38 +305,29 @@ class Evaluator:
             self._last = version
             await self._evaluate("during", version)
 
-    async def finish(self, version: int) -> None:
-        await self._evaluate("after", version)
+    async def finish(self, version: int | None) -> None:
+        if version is not None:
+            await self._evaluate("after", version)
 
     async def _evaluate(self, when: str, version: int) -> None:
-        async def correct(prompts: Sequence[Prompt]) -> list[float]:
-            tokens = [prompt.token_ids for prompt in prompts]
-            responses = await self._sampler.sample(tokens, [0] * len(tokens), temperature=0.0)
-            return [
-                self._score(response.token_ids, prompt)
-                for response, prompt in zip(responses, prompts, strict=True)
-            ]
-
-        batches = [self._share[i : i + EVAL_BATCH] for i in range(0, len(self._share), EVAL_BATCH)]
-        scores = sum(await asyncio.gather(*map(correct, batches)), start=list[float]())
+        tokens = [prompt.token_ids for prompt in self._share]
+        responses = await self._sampler.sample(tokens, [0] * len(tokens), temperature=0.0)
+        scores = [
+            self._score(response.token_ids, prompt)
+            for response, prompt in zip(responses, self._share, strict=True)
+        ]
         self._events.emit(
             "eval", when=when, version=version, step=version, correct=sum(scores), count=len(scores)
         )
         log.info("held-out %s, policy %d: %.3f", when, version, float(np.mean(scores or [0])))
 
 
-def _may_start(config: RunConfig, guid: int, version: int) -> bool:
-    batch = guid // config.algorithm.prompts_per_step + 1
-    return may_start_batch(
-        batch, policy_version=version, max_staleness=config.algorithm.max_staleness
-    )
-
-
 async def _some(
-    running: set["asyncio.Task[PromptGroup]"],
-) -> tuple[set["asyncio.Task[PromptGroup]"], set["asyncio.Task[PromptGroup]"]]:
-    """Waits briefly for groups to finish: (finished, still running)."""
+    running: Collection["asyncio.Task[PromptGroup]"],
+) -> set["asyncio.Task[PromptGroup]"]:
+    """Waits briefly for groups to finish; returns those that have."""
     if not running:
         await asyncio.sleep(POLL_S)
-        return set(), running
-    return await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        return set()
+    done, _ = await asyncio.wait(running, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+    return done

@@ -1,18 +1,15 @@
 """Builds a rollout task: one engine, its producer on the bus, and the loop between them."""
 
 import asyncio
-import time
+import resource
 from collections.abc import Coroutine, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Self
+from typing import Any
 
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.producer import Producer
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.config import RunConfig
-from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
-from relax_hpc.errors import EngineError, PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.source import Prompt, PromptSource
@@ -20,22 +17,20 @@ from relax_hpc.rewards.registry import REWARDS
 from relax_hpc.roles import engine_parts, rollout
 from relax_hpc.roles.engine_host import EngineHost
 from relax_hpc.roles.engine_parts import Seat, seat_of
+from relax_hpc.roles.routing import EngineSampler
 from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.roster import Roster
 
 SPARES = 2
 """Shards that nobody needs any more, kept to be written over."""
-SERVING_POLL_S = 0.5
-NOTICE_S = 5.0
-"""Within it the engine's host has seen that it died."""
 CREDITS_EVERY_S = 1.0
 """They tell what to delete, what to sample again, and the end; pacing goes by the engine."""
 
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
     """Keeps an engine, and samples with it until the trainer has finished."""
+    # Every sample in flight is a connection, here and in the engine, which inherits the limit.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     seat = seat_of(config.rollout, context)
     if seat.part:
         engine_parts.serve(config, paths, context, seat, events)
@@ -109,87 +104,6 @@ async def _loop(
             CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
             events,
         )
-
-
-class EngineSampler:
-    """The clients of one engine, whichever start of it serves now."""
-
-    def __init__(self, config: RunConfig, paths: RunPaths, member: str, stop_token: int) -> None:
-        self._config, self._paths, self._id = config, paths, member
-        self._stop_token = stop_token
-        self._member: Member | None = None
-        self._control: EngineClient | None = None
-        self._client: GenerationClient | None = None
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._control:
-            self._control.close()
-        if self._client:
-            self._client.close()
-
-    def version(self) -> int:
-        while True:
-            member = self._serving()
-            try:
-                if self._control is None or self._member != member:
-                    self._member = member
-                    self._control = EngineClient(member.url, member.token)
-                return self._control.version()
-            except EngineError:
-                if self._still_serves(member):
-                    raise
-
-    async def sample(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], *, temperature: float
-    ) -> Sequence[Generation]:
-        limit = self._config.rollout.max_new_tokens
-        sampling = Sampling(temperature, limit, (self._stop_token,))
-        while True:
-            member = await asyncio.to_thread(self._serving)
-            if self._client is None or self._client.url != member.url:
-                self._client = GenerationClient(member.url, member.token)
-            try:
-                client = self._client
-                return await asyncio.gather(
-                    *(client.sample(p, s, sampling) for p, s in zip(prompts, seeds, strict=True))
-                )
-            except EngineError:
-                if await asyncio.to_thread(self._still_serves, member):
-                    raise
-
-    def _serving(self) -> Member:
-        """The member record, once it is of an engine with the newest weights.
-
-        Raises:
-            EngineError: the engine does not come back.
-            PeerTimeoutError: the trainer gave it no weights.
-        """
-        deadline = time.monotonic() + self._config.launch.peer_timeout_s
-        while True:
-            member, roster = members.find(self._paths, self._id), Roster.read(self._paths)
-            if member and member.state in ("FAILED", "GONE"):
-                raise EngineError(f"engine {self._id} is {member.state}: {member.reason}")
-            if member and member.state == "HEALTHY":
-                if roster is None or roster.serves(member.id, member.epoch):
-                    return member
-                if time.monotonic() > deadline:
-                    raise PeerTimeoutError(f"actor gave {self._id} no weights to sample with")
-            else:
-                deadline = time.monotonic() + self._config.launch.peer_timeout_s
-            time.sleep(SERVING_POLL_S)
-
-    def _still_serves(self, member: Member) -> bool:
-        """Whether a request failed although its engine lives: the watcher needs a moment to see."""
-        deadline = time.monotonic() + NOTICE_S
-        while time.monotonic() < deadline:
-            now = members.find(self._paths, self._id)
-            if now is None or now.epoch != member.epoch or now.state != "HEALTHY":
-                return False
-            time.sleep(SERVING_POLL_S)
-        return True
 
 
 def _provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:

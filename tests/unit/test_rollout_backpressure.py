@@ -28,10 +28,10 @@ class Sampler:
     def __init__(self, version=0):
         self.now = version
 
-    def version(self):
+    async def version(self):
         return self.now
 
-    async def sample(self, prompts, seeds, *, temperature):
+    async def sample(self, prompts, seeds, *, temperature, min_version=0):
         return [
             SimpleNamespace(
                 token_ids=[1], logprobs=[-0.5], version_runs=[(0, self.now)],

@@ -47,10 +47,10 @@ class FakeSampler:
     def __init__(self, policy):
         self.policy = policy
 
-    def version(self):
+    async def version(self):
         return self.policy.served[0]
 
-    async def sample(self, prompts, seeds, *, temperature):
+    async def sample(self, prompts, seeds, *, temperature, min_version=0):
         await asyncio.sleep(0.001)
         version, weight = self.policy.served
         return [self._response(seed, temperature, version, weight) for seed in seeds]

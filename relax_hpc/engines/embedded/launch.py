@@ -16,8 +16,8 @@ class EngineArgs(NamedTuple):
     num_threads: int = 1
     """Torch threads of the sampler."""
     version_spans: bool = True
-    """Replies name the policy version of every token; off, only the newest, as SGLang did before
-    0.5.20."""
+    """Replies name the policy version of every token; off, only the newest, as SGLang 0.5.17
+    does."""
 
 
 def check(engine_args: PassThrough) -> None:

@@ -1,0 +1,139 @@
+"""Which engines a rollout task may ask: those whose records say that they hold the newest policy.
+
+Its own engine, and engines that were added to the run, which serve every rollout task. The records
+are looked at once a second (four times while an update is under way): the newest roster, and a
+member record per engine.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Self
+
+from relax_hpc.config import RunConfig
+from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
+from relax_hpc.engines.pool import Endpoint, Pool, Standing
+from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.roster import Roster
+
+_LOOK_S, _LOOK_DURING_UPDATE_S = 1.0, 0.25
+_EXTRA = "extra-"
+
+
+class EngineSampler:
+    """The engines of a rollout task, with the run's sampling settings filled in."""
+
+    def __init__(self, config: RunConfig, paths: RunPaths, own: str, stop_token: int) -> None:
+        """Asks nobody before it is entered.
+
+        Args:
+            config: sampling settings and deadlines.
+            paths: where the records are.
+            own: member id of the task's own engine.
+            stop_token: ends a response.
+        """
+        self._config, self._paths, self._own, self._stop_token = config, paths, own, stop_token
+        rollout, patience_s = config.rollout, config.launch.peer_timeout_s
+
+        def connect(at: Endpoint) -> GenerationClient:
+            return GenerationClient(at.url, at.token, silence_s=patience_s)
+
+        self._pool = Pool(
+            connect, max_in_flight=rollout.max_running_requests, patience_s=patience_s
+        )
+        self._watch: asyncio.Task[None] | None = None
+        self._served_at = time.monotonic()
+
+    async def __aenter__(self) -> Self:
+        await self._look()
+        self._watch = asyncio.create_task(self._look_again())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._watch:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._pool.aclose()
+
+    async def version(self) -> int | None:
+        """The oldest policy that a sample may be given to now; None while there is no engine.
+
+        Raises:
+            PeerTimeoutError: there was none for `launch.peer_timeout_s`.
+        """
+        if self._watch and self._watch.done():
+            self._watch.result()
+        version = await self._pool.version()
+        if version is not None:
+            self._served_at = time.monotonic()
+        elif time.monotonic() - self._served_at > (limit := self._config.launch.peer_timeout_s):
+            raise PeerTimeoutError(
+                f"{self._own}: no engine with the newest weights for {limit:g} s; see its log, and "
+                "the actor's for the last update"
+            )
+        return version
+
+    async def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        *,
+        temperature: float,
+        min_version: int = 0,
+    ) -> Sequence[Generation]:
+        limit = self._config.rollout.max_new_tokens
+        sampling = Sampling(temperature, limit, (self._stop_token,))
+        async with asyncio.TaskGroup() as group:
+            samples = [
+                group.create_task(
+                    self._pool.sample(prompt, seed, sampling, min_version=min_version)
+                )
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ]
+        return [sample.result() for sample in samples]
+
+    async def _look_again(self) -> None:
+        while True:
+            updating = await self._look()
+            await asyncio.sleep(_LOOK_DURING_UPDATE_S if updating else _LOOK_S)
+            await self._pool.adapt()
+
+    async def _look(self) -> bool:
+        """Brings the pool up to date. Returns whether an update is under way."""
+        standings, updating = await asyncio.to_thread(self._standings)
+        self._pool.enlist(standings)
+        return updating
+
+    def _standings(self) -> tuple[dict[Endpoint, Standing], bool]:
+        roster = Roster.read(self._paths)
+        extra = [name for name in (roster.members if roster else ()) if name.startswith(_EXTRA)]
+        found = [members.find(self._paths, name) for name in (self._own, *extra)]
+        standings = {
+            Endpoint(member.id, member.epoch, member.url, member.token): standing(
+                member, roster, own=member.id == self._own
+            )
+            for member in found
+            if member is not None and member.url
+        }
+        return standings, roster is not None and not roster.done
+
+
+def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:
+    """What a rollout task may do with an engine.
+
+    Before the first update an engine has the first policy: the task's own engine is used as it is,
+    others are not.
+    """
+    if member.state == "DRAINING":
+        return "draining"
+    if member.state != "HEALTHY":
+        return "lost"
+    if roster is None:
+        return "serving" if own else "held"
+    holding = roster.members.get(member.id)
+    if holding is not None and (holding.epoch, holding.state) == (member.epoch, "FENCED"):
+        return "lost"
+    return "serving" if roster.serves(member.id, member.epoch) else "held"
