@@ -147,7 +147,7 @@ def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = task.config.model_copy(update={"run_root": folder})
         task = task._replace(config=_with_model(config, shape, folder))
-        speed = wire.measure(first=0, others=range(grid_size(task), needed)) if gpus else 0.0
+        speed = wire.measure([0, *range(task.first_gpu_of_engines, needed)]) if gpus else 0.0
         with _engines(task, python) as running, _load(running, in_flight, task) as load:
             _run_ranks(task)
         found = json.loads(task.results.read_text())

@@ -1,0 +1,71 @@
+"""What test_weights_sync runs on the ranks of a pool: a trainer that publishes checkpoints."""
+
+import torch
+from megatron_worker import FixedWorld, _set_grid, _state
+
+
+def open_publisher(config, ids, bucket_bytes, timeout_s):
+    """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`."""
+    import torch.distributed as dist
+
+    from relax_hpc.config import WeightsConfig
+    from relax_hpc.engines.client import EngineClient
+    from relax_hpc.engines.megatron.scorer import MegatronScorer
+    from relax_hpc.paths import RunPaths
+    from relax_hpc.weights.publish import Publisher
+
+    _set_grid(config.actor)
+    device = torch.device("cpu")
+    world = FixedWorld(dist.get_rank(), dist.get_world_size())
+    scorer = _state["scorer"] = MegatronScorer(config, world, device)
+    specs = scorer.weight_specs()
+    if dist.get_rank() == 0:
+        _state["publisher"] = Publisher(
+            WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s),
+            RunPaths(config.run_dir),
+            lambda: ids,
+            lambda member: EngineClient(member.url, member.token, timeout_s=timeout_s),
+            specs,
+            device=device,
+            model_folder=config.model.path,
+        )
+
+
+def publish(version, folder, check):
+    """Publishes a checkpoint as `version`; rank 0 tells what came of it."""
+    import torch.distributed as dist
+
+    from relax_hpc.engines.megatron import hf_names
+
+    scorer = _state["scorer"]
+    hf_names.load(scorer._chunks, folder)
+    tensors = scorer.named_weights()
+    if dist.get_rank():
+        for _ in tensors:
+            pass
+        return None
+    published = _state["publisher"].publish(version, tensors, check=check)
+    return published._asdict() | {"verified": published.verified and published.verified._asdict()}
+
+
+def wrong_shape():
+    """Makes the publisher announce one tensor with another shape than the engines have."""
+    from relax_hpc.comm.bucket import BucketPlan
+
+    publisher = _state.get("publisher")
+    if publisher is None:
+        return
+    plan = publisher._buckets.plan
+    [first, *rest] = plan.buckets[0]
+    bent = first._replace(shape=(first.shape[1], first.shape[0]))
+    publisher._buckets.plan = BucketPlan(((bent, *rest), *plan.buckets[1:]))
+    stream = _state["scorer"].named_weights
+    _state["scorer"].named_weights = lambda: (
+        (name, tensor.reshape(bent.shape) if name == bent.name else tensor)
+        for name, tensor in stream()
+    )
+
+
+def close():
+    if publisher := _state.pop("publisher", None):
+        publisher.close()

@@ -1,0 +1,257 @@
+"""Two engines, a trainer of two ranks, updates while requests run: nothing lost, all of it true."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+import sync_worker
+import torch
+from engine_fixtures import prompt_of
+from megatron_worker import Ranks, job
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from relax_hpc.config import RolloutConfig
+from relax_hpc.engines.generation import Sampling
+from relax_hpc.engines.process import start_engine
+from relax_hpc.paths import RunPaths
+from relax_hpc.schema import FinishReason
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.roster import Roster
+
+SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
+IDS = ["rollout-0", "rollout-1"]
+UPDATES, REQUESTS = 10, 64
+SMALL_BUCKETS = 40_000  # of 411 kB in all
+
+
+class House(NamedTuple):
+    engines: list
+    paths: RunPaths
+    config: object
+    checkpoints: list
+
+    def announce(self, epoch="1"):
+        for name, engine in zip(IDS, self.engines, strict=True):
+            record = Member(name, epoch, engine.url, "right", 1, self.kind, "HEALTHY")
+            members.announce(self.paths, record)
+
+    @property
+    def kind(self):
+        return self.config.rollout.engine
+
+
+@contextmanager
+def house_of(kind, checkpoints, folder):
+    """Two engines of policy 0, announced in a run directory."""
+    config = job(checkpoints[0], tp=2)
+    rollout = config.rollout.model_copy(update={"engine": kind})
+    config = config.model_copy(update={"run_root": folder, "rollout": rollout})
+
+    def start(number):
+        return start_engine(
+            kind, checkpoints[0], host="127.0.0.1", token="right",
+            rollout_config=RolloutConfig(engine=kind, start_timeout_s=300), dtype="float32",
+            log_path=folder / f"engine-{number}.log", seed=number,
+            python=SGLANG_PYTHON if kind == "sglang" else None,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor(2) as threads:  # an engine dies with the thread that started it
+        engines = list(threads.map(start, range(2)))
+        house = House(engines, RunPaths(config.run_dir), config, checkpoints)
+        house.announce()
+        yield house
+        for engine in engines:
+            engine.stop()
+
+
+@pytest.fixture(scope="module", params=["embedded", "sglang"])
+def house(request, checkpoints, tmp_path_factory):
+    with house_of(request.param, checkpoints, tmp_path_factory.mktemp(request.param)) as house:
+        yield house
+
+
+@contextmanager
+def trainer(house, timeout_s=60):
+    ranks = Ranks(2)
+    ranks.call(
+        sync_worker.open_publisher, config=house.config, ids=IDS,
+        bucket_bytes=SMALL_BUCKETS, timeout_s=timeout_s,
+    )  # fmt: skip
+    yield ranks
+    ranks.call(sync_worker.close)
+    ranks.close()
+
+
+def publish(ranks, house, version, *, check=False):
+    """Version v of the weights is checkpoint v modulo 3."""
+    folder = house.checkpoints[version % 3]
+    return ranks.call(sync_worker.publish, version=version, folder=folder, check=check)[0]
+
+
+def sample_all(house, num_tokens, first_token):
+    """REQUESTS responses, half of them by each engine; `first_token` is set when they all run."""
+    sampling = Sampling(1.0, num_tokens, ignore_eos=True)
+    started = set()
+
+    async def ask(client, seed):
+        from relax_hpc.engines.generation import Draft
+
+        draft = Draft()
+        task = asyncio.create_task(client.sample(prompt_of(6, seed), seed, sampling, draft=draft))
+        while not draft.token_ids and not task.done():
+            await asyncio.sleep(0.02)
+        started.add(seed)
+        if len(started) == REQUESTS:
+            first_token.set()
+        return await task
+
+    async def run():
+        clients = [engine.generation_client() for engine in house.engines]
+        try:
+            return await asyncio.gather(*(ask(clients[s % 2], s) for s in range(REQUESTS)))
+        finally:
+            for client in clients:
+                client.close()
+
+    return asyncio.run(run())
+
+
+def recomputed(house, prompt, generation):
+    """Logprobs of a response whose keys and values were made by the policies that it names."""
+    runs = [*generation.version_runs, (len(generation.token_ids), None)]
+    tokens = torch.tensor([prompt + generation.token_ids])
+    cache, at, found = DynamicCache(), 0, []
+    with torch.no_grad():
+        for (_, version), (end, _) in zip(runs, runs[1:], strict=False):
+            folder = house.checkpoints[version % 3]
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            until = len(prompt) + end - 1  # the input that samples the last token of this policy
+            logits = model(tokens[:, at:until], past_key_values=cache).logits[0]
+            found.append(logits)
+            at = until
+    rows = torch.cat(found)[len(prompt) - 1 :].log_softmax(-1)
+    return rows.gather(1, torch.tensor(generation.token_ids)[:, None])[:, 0]
+
+
+def test_ten_updates_under_load_lose_nothing_and_every_token_names_its_policy(house):
+    running = threading.Event()
+    with trainer(house) as ranks, ThreadPoolExecutor(1) as pool:
+        first = publish(ranks, house, 0, check=True)
+        assert first["members"] == IDS
+        assert first["verified"]["equal"]
+        load = pool.submit(sample_all, house, 500, running)
+        assert running.wait(120)
+        for version in range(1, UPDATES + 1):
+            done = publish(ranks, house, version, check=version == UPDATES)
+            assert (done["members"], done["fenced"], done["again"]) == (IDS, [], False)
+        assert done["verified"]["equal"]
+        assert not load.done(), "the requests ended before the last update"
+        sampled = load.result()
+    assert all(g.finish is FinishReason.LENGTH and len(g.token_ids) == 500 for g in sampled)
+    for generation in sampled:
+        firsts, versions = zip(*generation.version_runs, strict=True)
+        assert versions == tuple(sorted(set(versions)))
+        assert (firsts[0], versions[0], versions[-1]) == (0, 0, UPDATES)
+    clients = [engine.client() for engine in house.engines]
+    assert [client.version() for client in clients] == [UPDATES] * 2
+    held = {client.checksum() for client in clients}
+    clients[0].update_weights_from_disk(str(house.checkpoints[UPDATES % 3]), UPDATES)
+    assert held == {clients[0].checksum()}
+    for number in (0, 1, REQUESTS - 1):
+        generation = sampled[number]
+        expected = recomputed(house, prompt_of(6, number), generation)
+        assert torch.tensor(generation.logprobs).sub(expected).abs().max() <= 1e-4
+
+
+def test_a_trainer_killed_in_an_update_leaves_engines_that_the_next_one_can_update(house):
+    before = Roster.read(house.paths).version
+    with trainer(house) as ranks:
+        publish(ranks, house, before)
+        pool = ThreadPoolExecutor(1)
+        pool.submit(publish, ranks, house, before + 1)
+        wait_until(lambda: not Roster.read(house.paths).done)
+        for process in ranks.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        pool.shutdown(wait=True)
+    with trainer(house) as ranks:
+        done = publish(ranks, house, before + 2, check=True)
+        assert (done["members"], done["fenced"]) == (IDS, [])
+        assert done["verified"]["equal"]
+    assert all(engine.client().health(5) for engine in house.engines)
+
+
+def test_a_tensor_of_another_shape_fences_the_engines_and_names_what_is_wrong(house):
+    version = Roster.read(house.paths).version + 1
+    with trainer(house, timeout_s=20) as ranks:
+        ranks.call(sync_worker.wrong_shape)
+        done = publish(ranks, house, version)
+        assert (done["members"], done["fenced"]) == ([], IDS)
+    roster = Roster.read(house.paths)
+    assert all("64" in holding.reason for holding in roster.members.values()), roster
+    assert all(engine.alive for engine in house.engines)
+    house.announce(epoch="2")  # as their owners do
+    with trainer(house) as ranks:
+        assert publish(ranks, house, version, check=True)["verified"]["equal"]
+
+
+def test_an_engine_that_hangs_is_named_in_time_and_the_other_goes_on(house):
+    version = Roster.read(house.paths).version
+    house.announce(epoch="3")
+    with trainer(house, timeout_s=8) as ranks:
+        version += 1
+        assert publish(ranks, house, version)["members"] == IDS
+        hung = house.engines[1].pid
+        done = halted(hung, during=lambda: publish(ranks, house, version + 1))
+        assert done["fenced"] in ([], ["rollout-1"])
+        assert "rollout-1" not in done["members"]
+        again = publish(ranks, house, version + 1)
+        assert again["members"] == ["rollout-0"]
+
+
+def halted(pid, during):
+    """Stops an engine and its children for the time of a call."""
+    import psutil
+
+    tree = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for process in tree:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        return during()
+    finally:
+        for process in tree:
+            process.send_signal(signal.SIGCONT)
+
+
+def test_an_engine_killed_in_an_update_is_fenced_and_the_other_gets_all_of_it(house):
+    """The last test of a house: it has one engine less afterwards."""
+    version = Roster.read(house.paths).version + 1
+    house.announce(epoch="4")
+    with trainer(house, timeout_s=30) as ranks:
+        assert publish(ranks, house, version)["members"] == IDS
+        pool = ThreadPoolExecutor(1)
+        killer = pool.submit(kill_when, house, lambda: not Roster.read(house.paths).done)
+        done = publish(ranks, house, version + 1)
+        killer.result()
+        assert "rollout-1" not in done["members"] or done["fenced"] == []
+        done = publish(ranks, house, version + 2, check=True)
+        assert done["members"] == ["rollout-0"]
+        assert done["verified"]["equal"]
+
+
+def kill_when(house, condition):
+    wait_until(condition)
+    house.engines[1].stop(grace_s=0)
+
+
+def wait_until(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
