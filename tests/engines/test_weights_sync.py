@@ -27,7 +27,7 @@ from relax_hpc.weights.roster import Roster
 
 SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
 IDS = ["rollout-0", "rollout-1"]
-UPDATES, REQUESTS = 10, 64
+UPDATES, REQUESTS, TOKENS = 10, 64, 900
 SMALL_BUCKETS = 40_000  # of 411 kB in all
 
 
@@ -146,7 +146,7 @@ def test_ten_updates_under_load_lose_nothing_and_every_token_names_its_policy(ho
         first = publish(ranks, house, 0, check=True)
         assert first["members"] == IDS
         assert first["verified"]["equal"]
-        load = pool.submit(sample_all, house, 500, running)
+        load = pool.submit(sample_all, house, TOKENS, running)
         assert running.wait(120)
         for version in range(1, UPDATES + 1):
             done = publish(ranks, house, version, check=version == UPDATES)
@@ -154,7 +154,7 @@ def test_ten_updates_under_load_lose_nothing_and_every_token_names_its_policy(ho
         assert done["verified"]["equal"]
         assert not load.done(), "the requests ended before the last update"
         sampled = load.result()
-    assert all(g.finish is FinishReason.LENGTH and len(g.token_ids) == 500 for g in sampled)
+    assert all(g.finish is FinishReason.LENGTH and len(g.token_ids) == TOKENS for g in sampled)
     for generation in sampled:
         firsts, versions = zip(*generation.version_runs, strict=True)
         assert versions == tuple(sorted(set(versions)))
