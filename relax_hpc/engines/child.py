@@ -15,7 +15,6 @@ import psutil
 from relax_hpc.engines import leash
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import GenerationClient
-from relax_hpc.errors import EngineError
 
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_MPI", "SLURM_PMI")
 """Variables of the owner's MPI rank; an engine that found them would try to join its world."""
@@ -79,11 +78,6 @@ class EngineProcess:
         if code >= 0:
             return f"ended with code {code}"
         return f"was killed by {signal.Signals(-code).name}"
-
-    def require_alive(self, doing: str) -> None:
-        """Raises EngineError, with the end of the log, if the engine has ended."""
-        if end := self.end():
-            raise EngineError(f"{self} {end} while {doing}; {self.last_lines()}")
 
     def output(self) -> str:
         """What it has said so far; of much, the newest."""

@@ -181,7 +181,7 @@ def _until(
                 end += f" while {phase}"
             if end:
                 said = [text for text in (engine.last_error(), remedy_for(output)) if text]
-                raise EngineError(f"{engine} {': '.join([end, *said])}; {engine.last_lines()}")
+                raise EngineError(f"{engine} {': '.join([end, *said])}\n{engine.last_lines()}")
             time.sleep(_POLL_S)
     except BaseException:
         engine.stop()

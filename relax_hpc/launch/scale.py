@@ -183,6 +183,11 @@ def _ask(
 def _check_out(config: RunConfig, state: ScaleState, engines: int) -> bool:
     """Whether there is anything to do; raises ConfigError if there is no room for it."""
     missing = engines - config.rollout.num_engines - len(state.staying)
+    if config.rollout.nodes_per_engine > 1:
+        raise ConfigError(
+            f"--engines {engines}: engines over {config.rollout.nodes_per_engine} nodes each "
+            "(rollout.nodes_per_engine) cannot be added to a running job"
+        )
     if missing > len(state.free):
         nodes = config.rollout.resources.nodes
         used = len({extra.node for extra in state.live})

@@ -115,7 +115,10 @@ class EngineHost:
     def _allow_restart(self, ends: list[float], reason: str) -> list[float]:
         """The ends that count, if there are not too many of them."""
         window_s, most = self._rollout.restart_window_s, self._config.launch.max_restarts
-        self._events.emit("engine_end", id=self._seat.id, epoch=self._member.epoch, reason=reason)
+        first_line = reason.splitlines()[0]
+        self._events.emit(
+            "engine_end", id=self._seat.id, epoch=self._member.epoch, reason=first_line
+        )
         log.warning("engine %s %s", self._seat.id, reason)
         recent = [end for end in ends if end > ends[-1] - window_s]
         if len(recent) > most:
@@ -197,7 +200,7 @@ class EngineHost:
         while not self._stopping.wait(_WATCH_S):
             if end := engine.end():
                 error = f": {said}" if (said := engine.last_error()) else ""
-                return f"{end} while serving{error}; {engine.last_lines()}"
+                return f"{end} while serving{error}\n{engine.last_lines()}"
             if time.monotonic() >= read_roster:
                 read_roster = time.monotonic() + _ROSTER_S
                 roster = Roster.read(self._paths)
@@ -209,7 +212,7 @@ class EngineHost:
                 engine.stop(_HUNG_GRACE_S)
                 return (
                     f"hangs: {engine} has said nothing for {silent_s:.0f} s, and no update is "
-                    f"under way (rollout.hang_timeout_s); {engine.last_lines()}"
+                    f"under way (rollout.hang_timeout_s)\n{engine.last_lines()}"
                 )
         return None
 

@@ -116,7 +116,8 @@ def serve(
         reason = part.run(call)
         if reason is not None:
             log.warning("part %d of %s %s", seat.part, seat.id, reason)
-            events.emit("engine_end", id=seat.id, epoch=call.epoch, reason=reason)
+            first_line = reason.splitlines()[0]
+            events.emit("engine_end", id=seat.id, epoch=call.epoch, reason=first_line)
             part.report(call, reason)
         call = part.next_call(call.epoch)
 
@@ -184,7 +185,7 @@ class _Part:
         with engine:
             while self.call() == call:
                 if end := engine.end():
-                    return f"{end}; {engine.last_lines()}"
+                    return f"{end}\n{engine.last_lines()}"
                 time.sleep(_POLL_S)
         return None
 

@@ -85,7 +85,7 @@ def test_ports_that_are_all_taken_are_an_error_and_not_an_endless_search(
 
 def test_a_killed_start_says_what_killed_it_and_when(tmp_path):
     killed = "#!/bin/sh\necho '[12:00:00] Load weight begin.'\nkill -KILL $$\n"
-    with pytest.raises(EngineError, match=r"killed by SIGKILL while loading weights; the end of"):
+    with pytest.raises(EngineError, match=r"killed by SIGKILL while loading weights\nthe end of"):
         start("sglang", tmp_path, tmp_path, script(tmp_path, killed))
 
 

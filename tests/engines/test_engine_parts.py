@@ -1,0 +1,109 @@
+"""An engine over several nodes: its parts meet, serve as one, and are lost and found together."""
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from conftest import SGLANG_PYTHON
+
+from relax_hpc.comm.context import TaskContext
+from relax_hpc.config import RunConfig
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.sglang import launch
+from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import engine_parts
+from relax_hpc.roles.engine_host import EngineHost
+from relax_hpc.roles.engine_parts import Parts, seat_of
+from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.weights import members
+
+
+def config_of(model, **launch_settings):
+    return RunConfig.model_validate(
+        {
+            "name": "parts",
+            "model": {"path": model, "dtype": "float32"},
+            "prompts": {"train": "unused", "heldout": "unused"},
+            "algorithm": {"num_steps": 1},
+            "launch": {"restart_delay_s": 0, **launch_settings},
+            "rollout": {
+                "engine": "sglang",
+                "nodes_per_engine": 2,
+                "start_timeout_s": 600,
+                "engine_args": {"tp_size": 2},
+                "resources": {"nodes": 2},
+            },
+        }
+    )
+
+
+def context(rank, start=1):
+    return TaskContext("rollout", rank, 2, 0, attempt="7.0", start=start, node=f"node{rank}")
+
+
+def test_a_part_hears_the_calls_of_its_own_step_and_no_older_ones(tmp_path):
+    paths, config = RunPaths(tmp_path), config_of(tmp_path, peer_timeout_s=1)
+    host = Parts(paths, "rollout-0", 2)
+    with host.called("7.0-1-4") as share:
+        assert (share.nodes, share.rank) == (2, 0)
+        assert share.address.rpartition(":")[2].isdigit()
+    host.dismiss("7.0-1-4")
+    later = context(1, start=2)
+    seat = seat_of(config.rollout, later)
+    events = EventWriter(paths.events("rollout", 1), "rollout", 1)
+    with pytest.raises(PeerTimeoutError, match="host of rollout-0 called for no start"):
+        engine_parts.serve(config, paths, later, seat, events)
+    engine_parts.serve(config, paths, context(1), seat, events)  # dismissed, so it ends
+
+
+def test_a_lost_part_is_lost_in_its_own_start_only(tmp_path):
+    paths = RunPaths(tmp_path)
+    host = Parts(paths, "rollout-0", 2)
+    assert host.end("7.0-1-1") == ""
+    part = engine_parts._Part(config_of(tmp_path), paths, context(1), seat_of(
+        config_of(tmp_path).rollout, context(1)
+    ), None)  # fmt: skip
+    part.report(engine_parts.Call("7.0-1-1", "h:1", over=False), "ended with code 3\nmuch more")
+    assert host.end("7.0-1-1") == "lost part 1 on node1: it ended with code 3"
+    assert host.end("7.0-1-2") == ""
+
+
+def children_with(word):
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.is_running() and word in " ".join(p.cmdline())]
+
+
+@pytest.mark.sglang
+def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
+    checkpoints, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(launch, "command", lambda _: [SGLANG_PYTHON, "-m", "sglang.launch_server"])
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    config, paths = config_of(checkpoints[0]), RunPaths(tmp_path)
+    events = EventWriter(paths.events("rollout", 0), "rollout", 0)
+    seats = [seat_of(config.rollout, context(rank)) for rank in range(2)]
+
+    def healthy(epoch):
+        deadline = time.monotonic() + 600
+        while (now := members.find(paths, "rollout-0")).state != "HEALTHY" or now.epoch != epoch:
+            assert now.state != "FAILED" and time.monotonic() < deadline, now
+            time.sleep(0.5)
+        client = EngineClient(now.url, now.token)
+        assert client.version() == 0 and now.num_ranks == 2
+        client.close()
+
+    with ThreadPoolExecutor(1) as other_node:
+        other = other_node.submit(engine_parts.serve, config, paths, context(1), seats[1], events)
+        with EngineHost(config, paths, context(0), seats[0], events) as host:
+            host.wait_until_healthy()
+            healthy("7.0-1-1")
+            [second] = children_with("--node-rank 1")[:1]
+            os.kill(second.pid, signal.SIGKILL)
+            healthy("7.0-1-2")
+        other.result(60)
+    assert members.find(paths, "rollout-0").state == "GONE"
+    assert not children_with("sglang.launch_server")
