@@ -128,7 +128,7 @@ def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:
     others are not.
     """
     if member.state == "DRAINING":
-        return "draining"
+        return "held"  # its owner hands back, at a deadline, what it has not finished
     if member.state != "HEALTHY":
         return "lost"
     if roster is None:

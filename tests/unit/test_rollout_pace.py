@@ -97,7 +97,7 @@ def roster(version=3, state="ACTIVE", epoch="a", at=3):
         (member(epoch="b"), roster(state="FENCED", at=None), True, "held"),
         (member(epoch="b"), roster(), True, "held"),
         (member(), Roster(3, True, {}), True, "held"),
-        (member("DRAINING"), roster(), False, "draining"),
+        (member("DRAINING"), roster(), False, "held"),
         (member("STARTING"), roster(), True, "lost"),
         (member("GONE"), roster(), True, "lost"),
         (member("FAILED"), None, True, "lost"),
