@@ -3,7 +3,7 @@
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt
 # make demo-sglang   the main job with SGLang as the engine, on CPU
-# make test-sglang   what the tests say of SGLang, against two versions of it, on CPU
+# make test-sglang   what the tests say of SGLang on CPU; what its versions differ in, of two of them
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -50,7 +50,7 @@ demo-sglang: setup setup-sglang
 	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set rollout.engine=sglang --set algorithm.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
 
 test-sglang: setup setup-sglang setup-sglang-old
-	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m sglang tests/engines
+	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m sglang $(addprefix tests/engines/test_,engine_contract.py engine_process.py)
 	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m sglang tests/engines
 
 setup-sglang: $(SGLANG)/.ready

@@ -11,6 +11,7 @@ import pytest
 from engine_fixtures import Served, save_checkpoint
 
 from relax_hpc.config import RolloutConfig
+from relax_hpc.engines import capabilities
 from relax_hpc.engines.process import start_engine
 
 SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
@@ -60,7 +61,8 @@ def served(request, checkpoints, tmp_path_factory):
         python=SGLANG_PYTHON if kind == "sglang" else None,
         progress=lambda phase: None if phase in phases else phases.append(phase),
     ) as process:
-        yield Served(kind, process, checkpoints, phases)
+        able = capabilities.probe(process.url, process.token, timeout_s=60)
+        yield Served(kind, process, checkpoints, phases, able)
 
 
 @pytest.fixture

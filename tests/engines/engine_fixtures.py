@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from relax_hpc.comm.broadcast import BroadcastGroup, open_store
 from relax_hpc.comm.bucket import flatten
+from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import Generation, Sampling
@@ -26,6 +27,7 @@ class Served(NamedTuple):
     checkpoints: list[Path]
     phases: list[str]
     """What its start was doing, in this order."""
+    able: Capabilities
 
     def client(self) -> EngineClient:
         return self.process.client()

@@ -22,6 +22,7 @@ from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
 
 TOLERANCE = 1e-5
+TOKENS_PER_CHUNK = 16
 
 
 def assert_logprobs_equal(generation, reference):
@@ -100,10 +101,12 @@ def test_a_pause_freezes_requests_which_then_run_to_their_end(engine):
         (first, before), (switch, after) = generation.version_runs
         assert (first, before, after) == (0, 0, 2)
         assert 0 < switch < 1500
-        # Tokens before the switch are policy 0's, exactly; the switch is where it says.
+        # Tokens before the switch are policy 0's, exactly, and the switch is where it says; where
+        # it is told by chunks of the stream alone, it may seem to be late by one of them.
+        late = 0 if engine.able.version_spans else TOKENS_PER_CHUNK
         old = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
         error = torch.tensor(generation.logprobs).sub(old).abs()
-        assert error[:switch].max() <= TOLERANCE * 10
+        assert (error[: max(switch - late, 0)] <= TOLERANCE * 10).all()
         assert error[switch : switch + 20].max() > 0.01
 
 
@@ -212,7 +215,7 @@ def test_health_is_answered_while_paused_and_nobody_home_is_not_healthy(engine):
 
 
 def test_an_engine_says_what_it_can_do_when_it_is_asked_at_its_start(engine):
-    able = capabilities.probe(engine.process.url, engine.process.token, timeout_s=60)
+    able = engine.able
     assert able.engine == engine.kind
     if engine.kind == "embedded":
         assert able.version_spans and not able.weight_sessions

@@ -1,6 +1,7 @@
 """Two engines, a trainer of two ranks, updates while requests run: nothing lost, all of it true."""
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
@@ -129,7 +130,7 @@ def recomputed(house, prompt, generation):
     tokens = torch.tensor([prompt + generation.token_ids])
     cache, at, found = DynamicCache(), 0, []
     with torch.no_grad():
-        for (_, version), (end, _) in zip(runs, runs[1:], strict=False):
+        for (_, version), (end, _) in itertools.pairwise(runs):
             folder = house.checkpoints[version % 3]
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             until = len(prompt) + end - 1  # the input that samples the last token of this policy
