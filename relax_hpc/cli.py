@@ -270,6 +270,35 @@ def bench_sync(
     typer.echo(sync.show(figures, json_file))
 
 
+@bench.command(
+    "generate",
+    epilog="Example:  relax-hpc bench generate --shape qwen3-4b --in-flight 1024",
+)
+def bench_generate(
+    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
+    engine: Annotated[str, typer.Option(help="sglang or embedded.")] = "sglang",
+    in_flight: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 1024,
+    requests: Annotated[int, typer.Option(help="Requests of a turn.", min=1)] = 4096,
+    siblings: Annotated[int, typer.Option(help="Requests that share a prompt.", min=1)] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Of every prompt.", min=1)] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Of a response, on average.", min=1)] = 512,
+    repeats: Annotated[int, typer.Option(help="Rounds of turns.", min=1)] = 3,
+    overrides: Annotated[list[str], typer.Option("--set", help="section.key=value of a job.")] = [],  # noqa: B006
+    json_file: JsonFile = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
+) -> None:
+    """Tokens per second of our client and of plain requests, on the same engine, in turns."""
+    from relax_hpc.bench import generate
+    from relax_hpc.bench.report import machine, show
+
+    before = machine()
+    load = generate.Load(in_flight, requests, siblings, prompt_tokens, new_tokens)
+    turns = generate.measure(
+        shape, kind=engine, load=load, repeats=repeats, overrides=overrides, python=python
+    )
+    show(generate.rows(turns, load), console, json_file, before)
+
+
 def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:
     if submission.mode == "local" and not local:
         typer.echo("there is no sbatch here: running on this machine")

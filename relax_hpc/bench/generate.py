@@ -1,0 +1,187 @@
+"""Throughput of the generation client against plain load on the same engine.
+
+One engine, and three ways to ask it, in turns: the client of a rollout task, plain requests, and
+plain requests whose tokens are streamed one by one, which is how SGLang's bench_serving asks. All
+send the same number of prompts of the same lengths, want the same lengths back, and logprobs, and
+keep the same number in flight. Every turn has prompts of its own, so nobody finds them cached.
+"""
+
+import asyncio
+import resource
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from relax_hpc.bench import plain_load, train
+from relax_hpc.bench.report import Row
+from relax_hpc.config import RunConfig
+from relax_hpc.engines.generation import GenerationClient, Sampling
+from relax_hpc.engines.pool import Endpoint, Pool
+from relax_hpc.engines.process import start_engine
+from relax_hpc.errors import EngineError
+from relax_hpc.job_file import with_overrides
+
+AIM = 0.95
+"""Share of the plain load's tokens per second."""
+_TOKEN = secrets.token_hex(16)
+_SILENCE_S = 600.0
+_VOCABULARY = 100
+"""Token ids of prompts are below: every model has them."""
+
+
+class Load(NamedTuple):
+    """What is asked in a turn."""
+
+    in_flight: int
+    num_requests: int
+    siblings: int
+    """Requests that share a prompt."""
+    prompt_tokens: int
+    new_tokens: int
+    """On average: half to one and a half times as many."""
+
+    def requests(self, turn: int) -> list[tuple[list[int], int]]:
+        """(prompt, response tokens) of a turn; lengths are those of every turn."""
+        random, lengths = np.random.default_rng(turn), np.random.default_rng(0)
+        high = max(self.new_tokens * 3 // 2, 2)
+        wanted = lengths.integers(max(self.new_tokens // 2, 1), high, self.num_requests).tolist()
+        groups = -(-self.num_requests // self.siblings)
+        prompts = random.integers(3, _VOCABULARY, (groups, self.prompt_tokens)).tolist()
+        return [(prompts[i // self.siblings], count) for i, count in enumerate(wanted)]
+
+
+class Turn(NamedTuple):
+    """What one way of asking came to, once."""
+
+    way: str
+    tokens_per_s: float
+    cpu_s: float
+    """Of this process, per 1,000 tokens."""
+
+
+Requests = Sequence[tuple[list[int], int]]
+Way = Callable[[str, str, Requests, int], Coroutine[Any, Any, int]]
+"""(engine's URL, its token, requests, in flight) -> tokens that came."""
+
+
+def measure(
+    shape: str,
+    *,
+    kind: str,
+    load: Load,
+    repeats: int,
+    overrides: Sequence[str],
+    python: str | None = None,
+) -> list[Turn]:
+    """Starts an engine and lets all ways take turns.
+
+    Args:
+        shape: a name of `bench.train.SHAPES` (random weights), or a model's folder.
+        kind: "sglang" or "embedded"; the latter needs a folder with weights.
+        load: what to ask.
+        repeats: rounds of turns.
+        overrides: further settings of a job, "rollout.engine_args.mem_fraction_static=0.8".
+        python: interpreter that has the engine.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    ways: dict[str, Way] = {"ours": _ours, "plain": plain_load.whole, "streamed": plain_load.tokens}
+    with tempfile.TemporaryDirectory() as scratch:
+        config = _config(shape, kind, load.in_flight, Path(scratch), overrides)
+        with start_engine(
+            config.rollout.engine,
+            config.model.path,
+            host="127.0.0.1",
+            token=_TOKEN,
+            rollout_config=config.rollout,
+            dtype=config.model.dtype,
+            log_path=Path(scratch) / "engine.log",
+            seed=0,
+            python=python,
+        ) as engine:
+            warm = load._replace(num_requests=min(load.in_flight, load.num_requests))
+            asyncio.run(_ours(engine.url, _TOKEN, warm.requests(0), load.in_flight))
+            turns, number = [], 0
+            for _ in range(repeats):
+                for name, way in ways.items():
+                    number += 1
+                    turns.append(_take(name, way, engine.url, load, number))
+            return turns
+
+
+def rows(turns: Sequence[Turn], load: Load) -> list[Row]:
+    """Ours against each of the others: the median of the ratios within a round."""
+
+    def of(way: str) -> list[Turn]:
+        return [turn for turn in turns if turn.way == way]
+
+    ours, found = of("ours"), []
+    speed = float(np.median([turn.tokens_per_s for turn in ours]))
+    for way, said in (("plain", "plain requests"), ("streamed", "plain requests, token by token")):
+        theirs = of(way)
+        pairs = zip(ours, theirs, strict=True)
+        ratio = float(np.median([a.tokens_per_s / b.tokens_per_s for a, b in pairs]))
+        baseline = float(np.median([turn.tokens_per_s for turn in theirs]))
+        name = f"{load.in_flight} in flight"
+        said = f"{said} ({plain_load.client_name()})"
+        found.append(Row(name, speed, "tokens/s", said, baseline, ratio, AIM))
+    for way in ("ours", "plain", "streamed"):
+        cpu_ms = float(np.median([1e3 * turn.cpu_s for turn in of(way)]))
+        found.append(Row(f"client's CPU, {way}", cpu_ms, "ms per 1,000 tokens"))
+    return found
+
+
+def _take(name: str, way: Way, url: str, load: Load, number: int) -> Turn:
+    requests = load.requests(number)
+    cpu, start = time.process_time(), time.perf_counter()
+    tokens = asyncio.run(way(url, _TOKEN, requests, load.in_flight))
+    seconds = time.perf_counter() - start
+    wanted = sum(count for _, count in requests)
+    if tokens != wanted:
+        raise EngineError(f"{url}: {name}: asked for {wanted} tokens, got {tokens}")
+    return Turn(name, tokens / seconds, 1e3 * (time.process_time() - cpu) / tokens)
+
+
+async def _ours(url: str, token: str, requests: Requests, in_flight: int) -> int:
+    """As a rollout task asks."""
+
+    def connect(at: Endpoint) -> GenerationClient:
+        return GenerationClient(at.url, at.token, silence_s=_SILENCE_S)
+
+    pool = Pool(connect, max_in_flight=in_flight, patience_s=_SILENCE_S)
+    pool.enlist({Endpoint("engine", "0", url, token): "serving"})
+    async with asyncio.TaskGroup() as group:
+        samples = [
+            group.create_task(pool.sample(prompt, seed, Sampling(1.0, count, ignore_eos=True)))
+            for seed, (prompt, count) in enumerate(requests)
+        ]
+    await pool.aclose()
+    return sum(len(sample.result().token_ids) for sample in samples)
+
+
+def _config(
+    shape: str, kind: str, in_flight: int, scratch: Path, overrides: Sequence[str]
+) -> RunConfig:
+    import torch
+
+    args: dict[str, Any] = {}
+    if kind == "sglang" and shape in train.SHAPES:
+        args = {"load_format": "dummy"}
+    tree = {
+        "name": "bench",
+        "model": {
+            "path": str(train.model_folder(shape, scratch)),
+            "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        },
+        "prompts": {"train": "unused", "heldout": "unused"},
+        "rollout": {"engine": kind, "max_running_requests": in_flight, "engine_args": args},
+        "algorithm": {"num_steps": 1},
+    }
+    config = with_overrides(tree, overrides, source="bench generate")
+    assert isinstance(config, RunConfig)
+    return config
