@@ -35,7 +35,8 @@ class Request:
         return (self.kind, self.engines, self.member) == (other.kind, other.engines, other.member)
 
     def __str__(self) -> str:
-        what = f"without {self.member}" if self.member else f"to {self.engines} engines"
+        engines = f"{self.engines} engine{'s' if self.engines > 1 else ''}"
+        what = f"without {self.member}" if self.member else f"to {engines}"
         return f"request {self.id} (scale {self.kind} {what})"
 
 

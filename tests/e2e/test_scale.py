@@ -92,7 +92,7 @@ def test_an_engine_joins_a_run_under_slurm_serves_and_leaves(tiny, tmp_path):
 
         assert serves(run_dir, "extra-1", timeout_s=100)
         said = cli("scale", "in", run_dir, "--engines", "1", "--wait")
-        assert said.endswith("request 2 (scale in to 1 engines): done\n")
+        assert said.endswith("request 2 (scale in to 1 engine): done\n")
         assert listed(run_dir)["extra-1"]["state"] == "GONE"
         left = status(run_dir)["progress"]["steps_done"]
         assert left < STEPS, "it left while the run went on"

@@ -1,0 +1,44 @@
+"""An engine that leaves: its requests end, or go back with what there is of them."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from engine_fixtures import generate, prompt_of
+
+from relax_hpc.engines.load import num_requests
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import extra_engine
+from relax_hpc.schema import FinishReason
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+
+
+@pytest.mark.parametrize(
+    ("drain_s", "tokens", "aborted"), [(0.0, 3000, 1), (60.0, 300, 0)], ids=["deadline", "idle"]
+)
+def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
+    served, tmp_path, monkeypatch, drain_s, tokens, aborted
+):
+    monkeypatch.setattr(extra_engine, "_NOTICE_S", 0.1)
+    paths, at = RunPaths(tmp_path), served.process
+    members.announce(paths, Member("extra-1", "e", at.url, at.token, 1, served.kind, "DRAINING"))
+    assert num_requests(at.url, at.token) == 0
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(generate, served, prompt_of(8), [1], max_new_tokens=tokens)
+        deadline = time.monotonic() + 30
+        while not num_requests(at.url, at.token):
+            assert time.monotonic() < deadline and not asked.done()
+            time.sleep(0.005)
+        left = extra_engine._drain(paths, "extra-1", threading.Event(), drain_s)
+        [response] = asked.result(timeout=30)
+    assert left == aborted and num_requests(at.url, at.token) == 0
+    if aborted:
+        assert response.finish is FinishReason.ABORT and len(response.token_ids) < tokens
+    else:
+        assert response.finish is FinishReason.LENGTH and len(response.token_ids) == tokens
+
+
+def test_an_engine_that_is_not_there_has_no_known_load():
+    assert num_requests("http://127.0.0.1:9", "token", timeout_s=1) is None
