@@ -311,7 +311,7 @@ class _Load:
                 seed = next(self._seeds)
                 prompt = np.random.default_rng(seed).integers(0, size, _PROMPT_TOKENS).tolist()
                 try:
-                    sampled = await client.sample(prompt, seed, sampling)
+                    sampled = await client.sample(prompt, seed, sampling, version=0)
                     self._num_tokens += len(sampled.token_ids)
                 except EngineError:
                     self.failed += 1

@@ -79,7 +79,7 @@ def _publish(
     dist.barrier()
     tensors = scorer.named_weights()
     if publisher:
-        return publisher.publish(version, tensors, check=check)
+        return publisher.publish(version, tensors, scorer.own_parts(), check=check)
     for _ in tensors:
         pass
     return None

@@ -18,6 +18,7 @@ from relax_hpc.roles.skips import Skip, stop_if_stuck
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published
+from relax_hpc.weights.staging import OwnParts
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class Trainer(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def own_parts(self) -> OwnParts | None:
+        """What they are made of, if this rank has all of it."""
+        ...
 
 
 class Lead(Protocol):
@@ -87,7 +91,9 @@ class Lead(Protocol):
         """None if engines have to be given the current weights first."""
         ...
 
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
+    def publish(
+        self, version: int, tensors: Iterator[tuple[str, Tensor]], own: OwnParts | None
+    ) -> Published: ...
     def end_step(self, step: int, fields: dict[str, Any]) -> None:
         """Compares weights if it is time to, and logs."""
         ...
@@ -202,7 +208,7 @@ def _publish(world: World, trainer: Trainer, lead: Lead | None) -> None:
     while again:
         tensors = trainer.named_weights()
         if lead:
-            again = lead.publish(trainer.step, tensors).again
+            again = lead.publish(trainer.step, tensors, trainer.own_parts()).again
         else:
             for _ in tensors:  # only rank 0 keeps what comes out
                 pass

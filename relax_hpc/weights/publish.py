@@ -27,7 +27,7 @@ from relax_hpc.weights import members, snapshot
 from relax_hpc.weights.group import MemberError, MemberGroup, Receiver
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Holding, HoldingState, Roster
-from relax_hpc.weights.staging import Buffers, Outgoing
+from relax_hpc.weights.staging import Buffers, Outgoing, OwnParts
 from relax_hpc.weights.verify import Verified, compare
 
 log = logging.getLogger(__name__)
@@ -96,19 +96,25 @@ class Publisher:
         self._interrupted = last is not None and not last.done
 
     def publish(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], *, check: bool = False
+        self,
+        version: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        own: OwnParts | None = None,
+        *,
+        check: bool = False,
     ) -> Published:
         """Brings every healthy member to `version`.
 
         Args:
             version: of the policy.
             tensors: all of its weights; taken to the end.
+            own: what they are made of, if all of it is on this rank, which is quicker.
             check: compares afterwards what members hold with what was sent.
         """
         self._version, timers, start = version, Timers(), time.perf_counter()
         live = self._due(self._live())
         by_name = check and any(member.engine == "embedded" for member in live)
-        outgoing = Outgoing(self._buffers, tensors, digest=by_name, fingerprints=check)
+        outgoing = Outgoing(self._buffers, tensors, own, digest=by_name, fingerprints=check)
         done, receipts = dict[Member, Receiver](), dict[Member, list[Receipt]]()
         try:
             if live:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from relax_hpc.comm.broadcast import BroadcastGroup, Transfer
-from relax_hpc.comm.bucket import BucketPlan, Digest, fingerprint, views
+from relax_hpc.comm.bucket import BucketPlan, Digest, Part, Spec, fingerprint, views
 from relax_hpc.comm.streams import mark, new_stream
+
+OwnParts = list[list[Part]]
+"""What each tensor is made of, in the order of the plan."""
 
 
 class Buffers:
@@ -20,6 +23,8 @@ class Buffers:
     def __init__(self, plan: BucketPlan, device: torch.device, *, count: int) -> None:
         self.plan, self.device = plan, device
         self._count = min(count, len(plan.buckets))
+        self._parts: OwnParts | None = None
+        self._copies = list[tuple[list[Tensor], list[Tensor]]]()
 
     def __len__(self) -> int:
         return self._count
@@ -27,6 +32,24 @@ class Buffers:
     def of(self, index: int) -> Tensor:
         """[size] uint8, for bucket `index`."""
         return self._flat[index % self._count][: self.plan.sizes[index]]
+
+    def fill_with(self, index: int, parts: OwnParts) -> None:
+        """Fills bucket `index` with tensors made of `parts`, in a few kernels."""
+        if parts is not self._parts:
+            self._parts, self._copies = parts, self._copies_of(parts)
+        torch._foreach_copy_(*self._copies[index])
+
+    def _copies_of(self, parts: OwnParts) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """For every bucket its places, and what belongs there."""
+        copies, rest = [], iter(parts)
+        for index, bucket in enumerate(self.plan.buckets):
+            pairs = [
+                (part.within(place), part.values)
+                for place, tensor in zip(views(self.of(index), bucket), rest, strict=False)
+                for part in tensor
+            ]
+            copies.append(([place for place, _ in pairs], [values for _, values in pairs]))
+        return copies
 
     @cached_property
     def _flat(self) -> list[Tensor]:
@@ -43,6 +66,7 @@ class Outgoing:
         self,
         buffers: Buffers,
         tensors: Iterator[tuple[str, Tensor]],
+        own: OwnParts | None,
         *,
         digest: bool = False,
         fingerprints: bool = False,
@@ -52,10 +76,11 @@ class Outgoing:
         Args:
             buffers: nothing else may use them meanwhile.
             tensors: in the order of the plan; taken to the end, one way or the other.
+            own: what they are made of, if all of it is here; they are left alone then.
             digest: makes a digest of all tensors, too, which reads them on the host.
             fingerprints: makes one of every bucket.
         """
-        self._buffers, self._tensors = buffers, tensors
+        self._buffers, self._tensors, self._own = buffers, tensors, own
         self._digest = Digest() if digest else None
         self._fingerprints = list[int]() if fingerprints else None
         self._filled = 0
@@ -99,13 +124,15 @@ class Outgoing:
         """The tensors themselves, if nothing was sent or filled yet."""
         assert not self._filled
         for name, tensor in self._tensors:
-            self._note(name, tensor)
+            if self._digest:
+                self._digest.add(name, tensor)
             yield name, tensor
 
     def drain(self) -> None:
         """Takes what is left of the tensors: bringing them together needs every rank."""
-        for name, tensor in self._tensors:
-            self._note(name, tensor)
+        if self._own is None:
+            for _ in self._tensors:
+                pass
 
     def hexdigest(self) -> str:
         """Of all tensors, by name."""
@@ -120,22 +147,25 @@ class Outgoing:
 
     def _fill(self) -> None:
         index, bucket = self._filled, self.plan.buckets[self._filled]
-        tensors = []
-        for spec in bucket:
-            name, tensor = next(self._tensors)
-            assert (name, tensor.dtype, tuple(tensor.shape)) == spec, f"{name} is not {spec}"
-            self._note(name, tensor)
-            tensors.append(tensor)
+        tensors = None if self._own else [self._next(spec) for spec in bucket]
         if index >= len(self._buffers):
             self._transfers[index - len(self._buffers)].order_after()
         flat = self._buffers.of(index)
-        torch._foreach_copy_(views(flat, bucket), tensors)
+        if tensors is None:
+            assert self._own
+            self._buffers.fill_with(index, self._own)
+        else:
+            torch._foreach_copy_(views(flat, bucket), tensors)
+        if self._digest:
+            for spec, tensor in zip(bucket, views(flat, bucket), strict=True):
+                self._digest.add(spec.name, tensor)
         if self._fingerprints is not None:
             self._fingerprints.append(fingerprint(flat))
         if self._stream:
             self._is_full.append(mark())
         self._filled += 1
 
-    def _note(self, name: str, tensor: Tensor) -> None:
-        if self._digest:
-            self._digest.add(name, tensor)
+    def _next(self, spec: Spec) -> Tensor:
+        name, tensor = next(self._tensors)
+        assert (name, tensor.dtype, tuple(tensor.shape)) == spec, f"{name} is not {spec}"
+        return tensor

@@ -44,7 +44,7 @@ def publish(version, folder, check):
         for _ in tensors:
             pass
         return None
-    published = _state["publisher"].publish(version, tensors, check=check)
+    published = _state["publisher"].publish(version, tensors, scorer.own_parts(), check=check)
     return published._asdict() | {"verified": published.verified and published.verified._asdict()}
 
 
@@ -55,10 +55,10 @@ def wrong_shape():
     publisher = _state.get("publisher")
     if publisher is None:
         return
-    plan = publisher._buckets.plan
+    plan = publisher._buffers.plan
     [first, *rest] = plan.buckets[0]
     bent = first._replace(shape=(first.shape[1], first.shape[0]))
-    publisher._buckets.plan = BucketPlan(((bent, *rest), *plan.buckets[1:]))
+    publisher._buffers.plan = BucketPlan(((bent, *rest), *plan.buckets[1:]))
     stream = _state["scorer"].named_weights
     _state["scorer"].named_weights = lambda: (
         (name, tensor.reshape(bent.shape) if name == bent.name else tensor)

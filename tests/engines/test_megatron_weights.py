@@ -129,6 +129,10 @@ def check(ranks, truth, order, **options):
         assert [name for name, _ in weights] == order
         for name, weight in weights:
             assert np.array_equal(weight, truth[name].numpy()), name
+    for specs, own in ranks.call(worker.announced):
+        assert specs == [(name, tuple(truth[name].shape)) for name in order]
+        for (name, _), tensor in zip(specs, own or (), strict=own is not None):
+            assert np.array_equal(tensor, truth[name].numpy()), name
 
 
 @pytest.mark.parametrize("grid", DENSE_GRIDS)

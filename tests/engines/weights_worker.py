@@ -89,6 +89,24 @@ def export(**options):
     return [(name, tensor.numpy().copy()) for name, tensor in stream], sorted(calls)
 
 
+def announced():
+    """What is said of the stream beforehand: (name, type, shape), and if this rank has all of it,
+    the tensors made of its own parts."""
+    import torch
+
+    from relax_hpc.engines.megatron import hf_stream
+
+    specs = hf_stream.weight_specs(_state["chunks"])
+    own = hf_stream.own_parts(_state["chunks"])
+    if own is not None:
+        whole = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+        for tensor, parts in zip(whole, own, strict=True):
+            for part in parts:
+                part.within(tensor).copy_(part.values)
+        own = [tensor.numpy() for tensor in whole]
+    return [(spec.name, spec.shape) for spec in specs], own
+
+
 def export_squares():
     """Other values than the weights, of another type."""
     stream = export(value_of=lambda parameter: parameter.detach().double() ** 2)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
-from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.bucket import Part, Spec
 from relax_hpc.engines.megatron.architectures.names import Parameter, Piece, Shape
 from relax_hpc.engines.megatron.hf_names import Owned, Sharing, by_expert, owned
 from relax_hpc.engines.megatron.model import PackedGPT
@@ -101,6 +101,30 @@ def weight_specs(chunks: Sequence[PackedGPT]) -> list[Spec]:
         for expert in range(slot.parameter.num_experts or 1)
         for name, shape in slot.parameter.hf.items()
     ]
+
+
+def own_parts(chunks: Sequence[PackedGPT]) -> list[list[Part]] | None:
+    """Of what each tensor of `named_weights` is made, where this rank has all of it.
+
+    Views of parameters, so they are good as long as these keep their memory.
+
+    Returns:
+        In the order of `named_weights`; None if other ranks have something that this one has not.
+    """
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        return None
+    tensors: list[list[Part]] = []
+    for slot in _slots(owned(chunks, chunks[0].architecture), nn.Parameter.detach):
+        if slot.group is not None:
+            return None
+        pieces = list(slot.parameter.pieces(0, 1))
+        for shard in slot.shard:
+            for source in range(len(slot.parameter.hf)):
+                mine = [piece for piece in pieces if piece.source == source]
+                tensors.append(
+                    [Part(shard.narrow(p.dim, p.target, p.length), p.dim, p.start) for p in mine]
+                )
+    return tensors
 
 
 def unpacked(parameter: Parameter, whole: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -9,7 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.bucket import Part, Spec
 from relax_hpc.comm.world import World
 from relax_hpc.config import JobConfig
 from relax_hpc.engines.megatron import (
@@ -71,6 +71,8 @@ class MegatronScorer:
         self._config = config
         self._device = device
         self._shape = shape
+        self._addresses = list[int]()
+        self._own_parts: list[list[Part]] | None = None
         attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
         self._chunks = model.build(transformer, shape, device, attend)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
@@ -124,6 +126,16 @@ class MegatronScorer:
     def weight_specs(self) -> list[Spec]:
         """Of what `named_weights` streams, in its order. Collective."""
         return hf_stream.weight_specs(self._chunks)
+
+    def own_parts(self) -> list[list[Part]] | None:
+        """What the tensors of `named_weights` are made of, if this rank has all of it.
+
+        The same object as long as the parameters keep their memory.
+        """
+        addresses = [parameter.data_ptr() for parameter in self.parameters()]
+        if addresses != self._addresses:
+            self._addresses, self._own_parts = addresses, hf_stream.own_parts(self._chunks)
+        return self._own_parts
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names; every rank must iterate to the end."""

@@ -6,7 +6,7 @@ copies are noted without being made, and made for every update in a few kernels.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,29 @@ Kwargs = dict[str, Any] | None
 LoadWeights = Callable[[Iterable[tuple[str, Tensor]]], Any]
 
 
-class Copies(NamedTuple):
+class Copies:
     """The copies that loading a bucket comes down to."""
 
-    targets: list[Tensor]
-    """Views of the engine's parameters."""
-    sources: list[Tensor]
-    """Views of the bucket's buffer, of the same shapes."""
+    def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+        """Of the same shapes.
+
+        Args:
+            targets: views of the engine's parameters.
+            sources: views of the bucket's buffer.
+        """
+        self.targets, self.sources = targets, sources
+        pairs = list(zip(targets, sources, strict=True))
+        self._quick = [pair for pair in pairs if all(map(_is_plain, pair))]
+        self._slow = [pair for pair in pairs if not all(map(_is_plain, pair))]
 
     @torch.no_grad()
     def make(self) -> None:
         """Copies, in the order of the current stream."""
-        quick = [_is_plain(t) and _is_plain(s) for t, s in zip(*self, strict=True)]
-        if targets := [t for t, plain in zip(self.targets, quick, strict=True) if plain]:
-            sources = [s for s, plain in zip(self.sources, quick, strict=True) if plain]
+        if self._quick:
+            targets, sources = zip(*self._quick, strict=True)
             torch._foreach_copy_(targets, sources)
-        for target, source, plain in zip(*self, quick, strict=True):
-            if not plain:
-                target.copy_(source)
+        for target, source in self._slow:
+            target.copy_(source)
 
     def differing(self) -> int:
         """How many of the targets do not hold the bits of their source."""

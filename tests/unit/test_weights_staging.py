@@ -1,0 +1,152 @@
+"""Flat buckets on their way out, and how an engine learns where their contents belong."""
+
+import pytest
+import torch
+from torch import nn
+
+from relax_hpc.comm.bucket import BucketPlan, Part, Spec, fingerprint, views
+from relax_hpc.engines.sglang.copies import NotPureError, record, uncovered
+from relax_hpc.weights.staging import Buffers, Outgoing
+
+
+class Wire:
+    """A group whose broadcasts arrive at once."""
+
+    is_asynchronous = False
+
+    def __init__(self):
+        self.sent = []
+
+    def start(self, flat):
+        self.sent.append(flat.clone())
+        return self
+
+    def order_after(self):
+        pass
+
+
+def model():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in (("a", (4, 3)), ("b", (2, 3)), ("c", (5,)), ("d", (6, 2)))
+    }
+
+
+def plan_of(tensors, max_bytes):
+    return BucketPlan.of([Spec(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], max_bytes)
+
+
+def test_a_plan_keeps_the_order_and_the_limit_and_survives_its_own_text():
+    plan = plan_of(model(), 80)
+    assert [[spec.name for spec in bucket] for bucket in plan.buckets] == [["a", "b"], ["c", "d"]]
+    assert plan.sizes == [72, 68]
+    assert BucketPlan.from_json(plan.to_json()) == plan
+    assert plan_of(model(), 100).hash != plan.hash  # the cut counts, too
+    assert [len(bucket) for bucket in plan_of(model(), 1).buckets] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_what_is_sent_are_the_tensors_whether_they_come_whole_or_in_parts(count):
+    tensors = model()
+    plan = plan_of(tensors, 50)
+    expected = [
+        torch.cat([tensors[s.name].flatten() for s in bucket]).view(torch.uint8)
+        for bucket in plan.buckets
+    ]
+    packed = torch.cat([tensors["b"], tensors["a"]])  # as Megatron packs matrices
+    own = [
+        [Part(packed[2:5], 0, 0), Part(packed[5:], 0, 3)],
+        [Part(packed[:2], 0, 0)],
+        [Part(tensors["c"], 0, 0)],
+        [Part(tensors["d"][:, :1], 1, 0), Part(tensors["d"][:, 1:], 1, 1)],
+    ]
+    buffers = Buffers(plan, torch.device("cpu"), count=count)
+    for parts in (None, own, own):
+        wire, outgoing = Wire(), Outgoing(buffers, iter(tensors.items()), parts, fingerprints=True)
+        outgoing.prefetch()
+        for _ in outgoing.send(wire):
+            pass
+        assert all(map(torch.equal, wire.sent, expected))
+        assert outgoing.fingerprints == [fingerprint(flat) for flat in expected]
+    packed[0] += 1  # parts are views: the next version needs no new list
+    wire = Wire()
+    outgoing = Outgoing(buffers, iter(()), own)
+    for _ in outgoing.send(wire):
+        pass
+    assert torch.equal(wire.sent[0] if count else None, expected[0])
+    sent = torch.cat(wire.sent).view(torch.float32)
+    assert torch.equal(sent[12:18].view(2, 3)[0], tensors["b"][0] + 1)
+
+
+def test_what_was_not_sent_is_taken_all_the_same():
+    taken = []
+    outgoing = Outgoing(
+        Buffers(plan_of(model(), 50), torch.device("cpu"), count=2),
+        (taken.append(name) or (name, tensor) for name, tensor in model().items()),
+        None,
+    )
+    outgoing.drain()
+    assert taken == ["a", "b", "c", "d"]
+
+
+def test_a_fingerprint_sees_every_byte_and_its_place():
+    flat = torch.arange(77, dtype=torch.uint8)
+    base = fingerprint(flat)
+    for place in range(77):
+        changed = flat.clone()
+        changed[place] ^= 1
+        assert fingerprint(changed) != base
+    swapped = flat.clone()
+    swapped[:8], swapped[8:16] = flat[8:16], flat[:8].clone()
+    assert fingerprint(swapped) != base
+    # By hand: one word of value 1 at place 0 counts (0 | 1) x 1.
+    assert fingerprint(torch.tensor([1, 0, 0, 0, 0, 0, 0, 0], dtype=torch.uint8)) == 1
+
+
+class Engine(nn.Module):
+    """Stores q and k in one matrix, of which a rank of two has half, as SGLang does."""
+
+    def __init__(self, scaled=False):
+        super().__init__()
+        self.qk = nn.Parameter(torch.zeros(4, 3), requires_grad=False)
+        self.norm = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.scaled, self.num_calls = scaled, 0
+
+    def load_weights(self, weights):
+        self.num_calls += 1
+        for name, tensor in weights:
+            if name == "norm":
+                self.norm.data.copy_(tensor * 2 if self.scaled else tensor)
+            elif name in "qk":
+                start = 2 * "qk".index(name)
+                self.qk.data.narrow(0, start, 2).copy_(tensor.narrow(0, 2, 2))
+
+
+BUCKET = [Spec("q", torch.float32, (4, 3)), Spec("k", torch.float32, (4, 3))]
+NORM = [Spec("norm", torch.float32, (3,))]
+
+
+def test_a_loader_is_watched_without_writing_and_its_copies_can_be_made_without_it():
+    engine, flat = Engine(), torch.rand(24).view(torch.uint8)
+    copies = record(engine.load_weights, flat, BUCKET)
+    assert not engine.qk.any()
+    assert uncovered(engine, [copies]) == ["norm"]
+    for _ in range(2):
+        flat.view(torch.float32).uniform_()
+        copies.make()
+        q, k = views(flat, BUCKET)
+        assert torch.equal(engine.qk, torch.cat([q[2:], k[2:]]))
+        assert copies.differing() == 0
+    engine.qk.data[3, 1] = float("nan")
+    assert copies.differing() == 1  # slices, of which k's is wrong
+    assert engine.num_calls == 1
+
+
+def test_a_loader_that_computes_is_not_taken_for_one_that_copies():
+    with pytest.raises(NotPureError, match="mul"):
+        record(Engine(scaled=True).load_weights, torch.rand(3).view(torch.uint8), NORM)
+    engine = Engine()
+    engine.norm = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16), requires_grad=False)
+    with pytest.raises(NotPureError, match="bfloat16"):
+        record(engine.load_weights, torch.rand(3).view(torch.uint8), NORM)
