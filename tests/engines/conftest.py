@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_fixtures import Served, save_checkpoint
+from rank_pool import Pools
 
 from relax_hpc.config import RolloutConfig
 from relax_hpc.engines import capabilities
@@ -74,3 +75,11 @@ def engine(served):
     client.resume()
     client.abort_all()
     client.close()
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Ranks of a trainer by their number; each pool is made once and keeps nothing that matters."""
+    pools = Pools()
+    yield pools
+    pools.close()

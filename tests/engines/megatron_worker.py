@@ -1,13 +1,9 @@
-"""Ranks that stay alive over many cases: one process each, told what to run through a pipe."""
+"""What the tests of the trainer run on the ranks of a pool, and what they feed it."""
 
-import importlib
-import multiprocessing
-import os
-import traceback
-from datetime import timedelta
-from multiprocessing.connection import Connection
+import gc
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 
@@ -16,7 +12,6 @@ from relax_hpc.config import RunConfig
 from relax_hpc.schema import FinishReason, Trajectory
 
 VOCAB = 128
-_DEADLINE_S = 120
 _state = {}
 
 
@@ -30,65 +25,6 @@ class FixedWorld:
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
-
-
-class Ranks:
-    """`size` processes with gloo among them; `call` runs a module's function on all."""
-
-    def __init__(self, size):
-        context = multiprocessing.get_context("spawn")
-        ends = [context.Pipe() for _ in range(size)]
-        self.pipes = [mine for mine, _ in ends]
-        self.processes = [
-            context.Process(target=_serve, args=(rank, size, theirs), daemon=False)
-            for rank, (_, theirs) in enumerate(ends)
-        ]
-        for process in self.processes:
-            process.start()
-        port = self._receive(0)
-        for pipe in self.pipes[1:]:
-            pipe.send(port)
-
-    def call(self, function, **kwargs):
-        for pipe in self.pipes:
-            pipe.send((function.__module__, function.__name__, kwargs))
-        return [self._receive(rank) for rank in range(len(self.pipes))]
-
-    def _receive(self, rank):
-        assert self.pipes[rank].poll(_DEADLINE_S), f"rank {rank} did not answer"
-        ok, value = self.pipes[rank].recv()
-        assert ok, f"rank {rank}:\n{value}"
-        return value
-
-    def close(self):
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
-
-
-def _serve(rank, size, pipe: Connection):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    timeout = timedelta(seconds=_DEADLINE_S)
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, size, True, timeout, wait_for_workers=False)
-        pipe.send((True, store.port))
-    else:
-        store = dist.TCPStore("127.0.0.1", pipe.recv(), size, False, timeout)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    while (order := pipe.recv()) is not None:
-        module, name, kwargs = order
-        try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(**kwargs)))
-        except BaseException:  # noqa: BLE001 - outermost frame: the test process reports it
-            pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 def job(folder, *, tp=1, dp=1, budget=64, **tables):
@@ -160,27 +96,39 @@ def open_trainer(config):
 
 def _set_grid(actor):
     """Unmakes the groups of another grid."""
-    from megatron.core import parallel_state as mpu
-
     grid = (
         actor.tensor_parallel, actor.pipeline_parallel, actor.virtual_pipeline,
         actor.context_parallel, actor.expert_parallel, actor.expert_tensor_parallel,
     )  # fmt: skip
     if _state.get("grid") != grid:  # making groups is slow
-        mpu.destroy_model_parallel()
+        leave_grid()
         _state["grid"] = grid
+
+
+def leave_grid():
+    """Unmakes all groups but that of all ranks; Megatron only forgets them, and their threads run.
+
+    Who holds one still, holds a trainer that must not be used again.
+    """
+    import torch.distributed as dist
+    from megatron.core import parallel_state as mpu
+
+    _state.clear()
+    mpu.destroy_model_parallel()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def bench(task, work):
     """The figures of a `bench.train.Task` for one of its works."""
     import torch
     import torch.distributed as dist
-    from megatron.core import parallel_state as mpu
 
     from relax_hpc.bench import train_rank
 
-    mpu.destroy_model_parallel()
-    _state.clear()
+    leave_grid()
     world = FixedWorld(dist.get_rank(), dist.get_world_size())
     return train_rank.measure(task, work, world, torch.device("cpu"))
 
@@ -345,6 +293,11 @@ def load(folder: Path):
     return _state["trainer"].step
 
 
+def _small_chunks(module):
+    """Several, the last one short."""
+    return mock.patch.object(module, "_CHUNK_BYTES", 3 * 2 * VOCAB)
+
+
 def split_vocabulary_logprobs(logits, targets, upstream, temperature):
     """This rank's slice -> logprobs, entropy and the gradient of its slice."""
     import torch
@@ -352,14 +305,14 @@ def split_vocabulary_logprobs(logits, targets, upstream, temperature):
 
     from relax_hpc.engines.megatron import logprobs as module
 
-    module._CHUNK_BYTES = 3 * 2 * VOCAB  # several chunks, the last one short
     group = dist.group.WORLD
     shard = torch.from_numpy(logits).chunk(group.size(), dim=1)[group.rank()]
     shard = shard.clone().requires_grad_()
-    values, entropy = module.token_logprobs(
-        shard, torch.from_numpy(targets), temperature=temperature, group=group
-    )
-    values.backward(torch.from_numpy(upstream))
+    with _small_chunks(module):
+        values, entropy = module.token_logprobs(
+            shard, torch.from_numpy(targets), temperature=temperature, group=group
+        )
+        values.backward(torch.from_numpy(upstream))
     return values.detach().numpy(), entropy.numpy(), shard.grad.numpy()
 
 
@@ -380,8 +333,7 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
 
     cpu.install()
     size = dist.get_world_size() if context_parallel else 1
-    mpu.destroy_model_parallel()
-    _state.pop("grid", None)
+    leave_grid()
     mpu.initialize_model_parallel(context_parallel_size=size)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     device = torch.device("cpu")
@@ -407,7 +359,7 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
         if group:
             dist.all_reduce(parameter.grad, group=group)
         gradients[name] = parameter.grad.numpy().copy()
-    mpu.destroy_model_parallel()
+    leave_grid()
     return values.detach().numpy(), gradients
 
 
@@ -418,14 +370,15 @@ def hidden_logprobs(hidden, weight, targets, upstream, kept_gib):
 
     from relax_hpc.engines.megatron import logprobs as module
 
-    module._CHUNK_BYTES = 3 * 2 * VOCAB
     group = dist.group.WORLD
     slice_ = torch.from_numpy(weight).chunk(group.size())[group.rank()].clone().requires_grad_()
     hidden = torch.from_numpy(hidden).requires_grad_()
-    values, entropy = module.hidden_logprobs(
-        hidden, slice_, torch.from_numpy(targets), temperature=0.7, group=group, kept_gib=kept_gib
-    )
-    values.backward(torch.from_numpy(upstream))
+    with _small_chunks(module):
+        values, entropy = module.hidden_logprobs(
+            hidden, slice_, torch.from_numpy(targets), temperature=0.7, group=group,
+            kept_gib=kept_gib,
+        )  # fmt: skip
+        values.backward(torch.from_numpy(upstream))
     dist.all_reduce(hidden.grad)
     return values.detach().numpy(), entropy.numpy(), hidden.grad.numpy(), slice_.grad.numpy()
 

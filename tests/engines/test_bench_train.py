@@ -5,7 +5,6 @@ import json
 import megatron_worker as worker
 import pytest
 import torch
-from megatron_worker import Ranks
 from typer.testing import CliRunner
 
 from relax_hpc.bench import train
@@ -68,10 +67,8 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def pair():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def pair(ranks):
+    return ranks[2]
 
 
 def test_every_grid_finds_the_same_loss_in_the_same_batch(pair, model, tmp_path):

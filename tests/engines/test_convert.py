@@ -7,7 +7,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
-from megatron_worker import VOCAB, Ranks, job, trajectories
+from megatron_worker import VOCAB, job, trajectories
 from safetensors.torch import load_file
 
 from relax_hpc import cli
@@ -18,10 +18,8 @@ ROWS, ADVANTAGES = trajectories(6)
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def ranks(ranks):
+    return ranks[2]
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
-from megatron_worker import VOCAB, Ranks
+from megatron_worker import VOCAB
 
 from relax_hpc.engines.megatron import attention, attention_cudnn
 from relax_hpc.engines.megatron.attention import PackedRows, Run, runs
@@ -18,10 +18,8 @@ LENGTHS = [13, 1, 30, 4, 16]
 
 
 @pytest.fixture(scope="module")
-def pair():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def pair(ranks):
+    return ranks[2]
 
 
 @pytest.fixture(scope="module")

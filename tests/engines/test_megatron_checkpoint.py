@@ -9,7 +9,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
-from megatron_worker import VOCAB, Ranks, job, trajectories
+from megatron_worker import VOCAB, job, trajectories
 
 from relax_hpc.engines.megatron import checkpoint_write
 from relax_hpc.engines.megatron.boxes import Box, cut
@@ -27,14 +27,6 @@ GRIDS = {
     "cp2": (2, {"context_parallel": 2}),
     "dp2": (2, {"data_parallel": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pools = {size: Ranks(size) for size in (1, 2)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def save_qwen3(folder, *, tied):
@@ -93,7 +85,7 @@ def test_a_checkpoint_is_the_same_on_whatever_grid_it_was_loaded_and_saved_again
     before = first
     for grid in others:
         pool = open_grid(ranks, grid=grid, **options)
-        assert pool.call(worker.load, folder=tmp_path / before) == [2] * len(pool.pipes)
+        assert pool.call(worker.load, folder=tmp_path / before) == [2] * pool.size
         pool.call(worker.save, folder=tmp_path / grid)
         found, common = contents(tmp_path / grid)
         assert set(found) == set(expected)

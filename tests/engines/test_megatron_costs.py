@@ -4,7 +4,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 from engine_fixtures import save_checkpoint
-from megatron_worker import Ranks, job, trajectories
+from megatron_worker import job, trajectories
 
 from relax_hpc.engines.megatron.architecture import Architecture, Experts
 from relax_hpc.engines.megatron.flops import active_channels, peak_of
@@ -16,10 +16,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def ranks(ranks):
+    return ranks[2]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from megatron_reference import clear_gradient, collect, dense
 from megatron_reference import reference as hugging_face
-from megatron_worker import Ranks, job
+from megatron_worker import job
 
 GRIDS = {
     "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": False}),
@@ -19,14 +19,6 @@ GRIDS = {
     "pp2_dp2": (4, {"pipeline_parallel": 2, "data_parallel": 2}),
     "cp2_dp2": (4, {"context_parallel": 2, "data_parallel": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pools = {size: Ranks(size) for size in (2, 4)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])

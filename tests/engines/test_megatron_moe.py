@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from megatron_reference import clear_gradient, collect, mixture
 from megatron_reference import reference as hugging_face
-from megatron_worker import Ranks, job
+from megatron_worker import job
 
 LAYOUTS = {
     "1": (1, {}),
@@ -33,20 +33,6 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    pools = {}
-
-    def pool(size):
-        if size not in pools:
-            pools[size] = Ranks(size)
-        return pools[size]
-
-    yield pool
-    for made in pools.values():
-        made.close()
-
-
-@pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen3_moe")
     return hugging_face(folder, mixture(folder, experts=8, per_token=3), num_steps=1)
@@ -57,7 +43,7 @@ def open_layout(ranks, folder, layout, **more):
     options = dict(options) | {"optimizer": {"weight_decay": 0.1}}
     for table in ("actor", "transformer"):
         options[table] = options.get(table, {}) | more.pop(table, {})
-    pool = ranks(size)
+    pool = ranks[size]
     pool.call(worker.open_trainer, config=job(folder, **(options | more)))
     return pool
 
@@ -136,7 +122,7 @@ def test_a_rank_with_nothing_but_padding_and_experts_without_tokens_change_nothi
 
 def test_the_losses_of_balance_equal_a_hand_worked_case(ranks):
     # Tokens: two of document 0, two of document 1, one of padding; k = 1 of 2 experts.
-    ((whole, slopes), (by_document, _), z) = ranks(1).call(
+    ((whole, slopes), (by_document, _), z) = ranks[1].call(
         worker.balance,
         logits=[[np.log(3.0), 0.0]] * 4 + [[50.0, 50.0]],
         scores=[[0.9, 0.1], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6], [0.0, 1.0]],

@@ -4,7 +4,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 from engine_fixtures import save_checkpoint
-from megatron_worker import Ranks, job, trajectories
+from megatron_worker import job, trajectories
 
 LAYOUTS = {
     "dp2": {"data_parallel": 2},
@@ -20,10 +20,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def ranks(ranks):
+    return ranks[2]
 
 
 def skip_of(ranks, **batch):

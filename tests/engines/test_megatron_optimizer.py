@@ -4,7 +4,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
-from megatron_worker import VOCAB, Ranks, job, trajectories
+from megatron_worker import VOCAB, job, trajectories
 
 from relax_hpc.engines.megatron import adam
 from relax_hpc.engines.megatron.adam import Shard, ShardedAdamW, noise, rounded
@@ -13,10 +13,8 @@ GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def ranks(ranks):
+    return ranks[2]
 
 
 @pytest.fixture(scope="module")

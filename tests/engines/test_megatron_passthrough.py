@@ -6,7 +6,7 @@ import re
 import megatron_worker as worker
 import numpy as np
 import pytest
-from megatron_worker import Ranks, job, trajectories
+from megatron_worker import job, trajectories
 
 from relax_hpc.engines.megatron.optimizer_config import ddp_config, optimizer_config
 from relax_hpc.errors import ConfigError
@@ -129,10 +129,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks(2)
-    yield pool
-    pool.close()
+def ranks(ranks):
+    return ranks[2]
 
 
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 5000}

@@ -5,7 +5,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
-from megatron_worker import VOCAB, Ranks, job, trajectories
+from megatron_worker import VOCAB, job, trajectories
 
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
@@ -18,14 +18,6 @@ ROWS, ADVANTAGES = trajectories(12)
 BATCH = {"rows": ROWS, "advantages": ADVANTAGES}
 
 each_layout = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pools = {2: Ranks(2)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture(scope="module")

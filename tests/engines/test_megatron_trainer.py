@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron_reference import clear_gradient, collect, dense, hf_logprobs
 from megatron_reference import reference as hugging_face
-from megatron_worker import VOCAB, Ranks, job, num_tokens, trajectories
+from megatron_worker import VOCAB, job, num_tokens, trajectories
 from safetensors.torch import load_file, save_file
 
 LAYOUTS = {
@@ -17,14 +17,6 @@ LAYOUTS = {
     "tp2_sequence_parallel": (2, {"tp": 2, "actor": {"sequence_parallel": True}}),
     "dp2": (2, {"dp": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pools = {size: Ranks(size) for size in (1, 2)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +229,7 @@ def test_four_steps_equal_two_and_a_resume_and_two_bitwise(ranks, reference, tmp
     straight, moments = pool.call(worker.weights), pool.call(worker.adam)
 
     pool = open_layout(ranks, reference.folder, layout, **options)
-    assert pool.call(worker.load, folder=tmp_path / "step-2") == [2] * len(pool.pipes)
+    assert pool.call(worker.load, folder=tmp_path / "step-2") == [2] * pool.size
     assert pool.call(worker.train, **batch) == metrics
     assert pool.call(worker.adam) == moments
     assert moments[0][0] == {4.0}

@@ -9,7 +9,7 @@ import torch
 import weights_worker as worker
 from megatron_reference import collect
 from megatron_reference import reference as hugging_face
-from megatron_worker import VOCAB, Ranks, job, trajectories
+from megatron_worker import VOCAB, job, trajectories
 from safetensors.torch import load_file
 
 DENSE_GRIDS = {  # of four ranks; replicas fill them up
@@ -35,10 +35,8 @@ EXPERT_GRIDS = {
 
 
 @pytest.fixture(scope="module")
-def ranks():
-    pool = Ranks(4)
-    yield pool
-    pool.close()
+def ranks(ranks):
+    return ranks[4]
 
 
 SIZES = {

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import sft_worker
 import torch
-from megatron_worker import VOCAB, Ranks
+from megatron_worker import VOCAB
 
 from relax_hpc.config_sft import SftRunConfig
 from relax_hpc.prompts.documents import Document
@@ -18,14 +18,6 @@ LAYOUTS = {
     "pp2": (2, {"pipeline_parallel": 2}),
     "dp2": (2, {"data_parallel": 2}),
 }
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    pools = {size: Ranks(size) for size in (1, 2)}
-    yield pools
-    for pool in pools.values():
-        pool.close()
 
 
 def documents(num=9, seed=0):

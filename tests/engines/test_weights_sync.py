@@ -15,7 +15,8 @@ import pytest
 import sync_worker
 import torch
 from engine_fixtures import prompt_of
-from megatron_worker import Ranks, job
+from megatron_worker import job
+from rank_pool import Ranks
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from relax_hpc.config import RolloutConfig
