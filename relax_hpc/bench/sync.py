@@ -40,7 +40,7 @@ LOGPROB_VERSIONS = (0, 1, 10)
 """After which the engines' logprobs are compared with the trainer's."""
 _PROMPT_TOKENS = 64
 _TOKEN = secrets.token_hex(16)
-_PARTS = ("gather", "join", "pause", "prepare", "idle", "wire", "load", "resume")
+_PARTS = ("gather", "join", "pause", "prepare", "idle", "received", "load", "wire", "resume")
 
 
 class Task(NamedTuple):
@@ -170,7 +170,7 @@ def show(figures: Figures, json_file: Path | None) -> str:
     heads = ("version", "paused", "total", *_PARTS, "GB/s")
     lines: list[tuple[str, ...]] = [heads]
     for update in figures.updates:
-        rate = update.num_bytes / 1e9 / update.parts["wire"]
+        rate = update.num_bytes / 1e9 / _on_the_wire(update)
         parts = [f"{1e3 * update.parts.get(name, 0.0):.1f}" for name in _PARTS]
         whole = [f"{1e3 * update.paused:.1f}", f"{1e3 * update.total:.1f}"]
         lines.append((str(update.version), *whole, *parts, f"{rate:.0f}"))
@@ -191,7 +191,7 @@ def _summary(figures: Figures) -> list[str]:
     paused = statistics.median(update.paused for update in later)
     total = statistics.median(update.total for update in later)
     size = later[0].num_bytes / 1e9
-    wire_s = statistics.median(update.parts["wire"] for update in later)
+    wire_s = statistics.median(map(_on_the_wire, later))
     lines = [
         f"{figures.shape}, trainer {figures.trainer} -> {figures.engines}, {size:.2f} GB, "
         f"{figures.in_flight} requests in flight: paused {1e3 * paused:.1f} ms, total "
@@ -203,6 +203,11 @@ def _summary(figures: Figures) -> list[str]:
         share = size / wire_s / figures.wire_gb_per_s
         lines.append(f"a bare broadcast: {figures.wire_gb_per_s:.0f} GB/s; {share:.0%} of it")
     return lines
+
+
+def _on_the_wire(update: Update) -> float:
+    """Seconds from the first byte to the last, as engines saw it, if they tell."""
+    return update.parts.get("received") or update.parts["wire"]
 
 
 def grid_size(task: Task) -> int:

@@ -122,8 +122,9 @@ class Publisher:
         finally:
             end = time.perf_counter()
             outgoing.drain()
-        for name in ("idle", "load"):
-            spent = [getattr(r, f"{name}_seconds") for ranks in receipts.values() for r in ranks]
+        for name, of_receipt in (("idle", "idle"), ("received", "wire"), ("load", "load")):
+            ranks = [rank for ranks in receipts.values() for rank in ranks]
+            spent = [getattr(rank, f"{of_receipt}_seconds") for rank in ranks]
             timers.seconds[f"time/{name}"] = max(spent, default=0.0)
         fenced = [m.id for m in live if self._holdings[_key(m)].state == "FENCED"]
         return Published(
@@ -272,7 +273,8 @@ class Publisher:
         self._holdings[_key(member)] = Holding(member.epoch, version, state, reason)
 
     def _write_roster(self, *, done: bool) -> None:
-        newest = {name: holding for (name, _), holding in self._holdings.items()}
+        known = set(self._ids())
+        newest = {name: h for (name, _), h in self._holdings.items() if name in known}
         Roster(self._version, done, newest).write(self._paths)
 
     def _drop_group(self) -> None:
