@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from relax_hpc.comm.bucket import BucketPlan, Part, Spec, fingerprint, views
-from relax_hpc.engines.sglang.copies import NotPureError, record, uncovered
+from relax_hpc.engines.sglang.copies import MisfitError, NotPureError, record, uncovered
 from relax_hpc.weights.staging import Buffers, Outgoing
 
 
@@ -141,6 +141,12 @@ def test_a_loader_is_watched_without_writing_and_its_copies_can_be_made_without_
     engine.qk.data[3, 1] = float("nan")
     assert copies.differing() == 1  # slices, of which k's is wrong
     assert engine.num_calls == 1
+
+
+def test_a_tensor_that_a_loader_fails_at_is_named():
+    wrong = [Spec("q", torch.float32, (4, 3)), Spec("k", torch.float32, (3, 4))]
+    with pytest.raises(MisfitError, match=r"^k \[3, 4\] does not fit \(RuntimeError: "):
+        record(Engine().load_weights, torch.rand(24).view(torch.uint8), wrong)
 
 
 def test_a_loader_that_computes_is_not_taken_for_one_that_copies():

@@ -5,7 +5,7 @@ the wire. For weights that are stored as they come, all it does in the end is to
 copies are noted without being made, and made for every update in a few kernels.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,32 @@ class NotPureError(Exception):
     """The loader does more than copy."""
 
 
+class MisfitError(ValueError):
+    """The model has no place for a tensor."""
+
+
+def load(load_weights: LoadWeights, flat: Tensor, bucket: Sequence[Spec]) -> None:
+    """Gives the model a bucket whose bytes are `flat`.
+
+    Raises:
+        MisfitError: names the tensor that its loader fails at.
+        NotPureError: of those who watch.
+    """
+    given = list[Spec]()
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        for spec, tensor in zip(bucket, views(flat, bucket), strict=True):
+            given.append(spec)
+            yield spec.name, tensor
+
+    try:
+        load_weights(tensors())
+    except (RuntimeError, AssertionError, ValueError, LookupError, TypeError) as error:
+        spec = given[-1]
+        said = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise MisfitError(f"{spec.name} {list(spec.shape)} does not fit ({said})") from error
+
+
 def record(load_weights: LoadWeights, flat: Tensor, bucket: Sequence[Spec]) -> Copies:
     """The copies that `load_weights` would make of a bucket whose bytes are `flat`.
 
@@ -60,12 +86,10 @@ def record(load_weights: LoadWeights, flat: Tensor, bucket: Sequence[Spec]) -> C
 
     Raises:
         NotPureError: it computes with the tensors.
+        MisfitError: it fails.
     """
-    names = [spec.name for spec in bucket]
-    with torch.no_grad():
-        tensors = views(flat, bucket)
-        with _Watch(flat) as watch:
-            load_weights(zip(names, tensors, strict=True))
+    with torch.no_grad(), _Watch(flat) as watch:
+        load(load_weights, flat, bucket)
     return Copies(watch.targets, watch.sources)
 
 

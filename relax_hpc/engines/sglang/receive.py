@@ -24,10 +24,17 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 
 from relax_hpc.comm.broadcast import Transfer, start_broadcast
-from relax_hpc.comm.bucket import BucketPlan, Spec, fingerprint, views
+from relax_hpc.comm.bucket import BucketPlan, Spec, fingerprint
 from relax_hpc.comm.orders import PLAN, Order, Receipt, abort_key, key_of
 from relax_hpc.comm.streams import has_happened, mark, new_stream
-from relax_hpc.engines.sglang.copies import Copies, LoadWeights, NotPureError, record, uncovered
+from relax_hpc.engines.sglang.copies import (
+    Copies,
+    LoadWeights,
+    NotPureError,
+    load,
+    record,
+    uncovered,
+)
 
 log = logging.getLogger(__name__)
 
@@ -173,9 +180,7 @@ class Receiver:
         return loads, reasons
 
     def _loader(self, index: int, bucket: tuple[Spec, ...]) -> Callable[[], Any]:
-        names = [spec.name for spec in bucket]
-        tensors = views(self._bucket(index), bucket)
-        return lambda: self._load_weights(zip(names, tensors, strict=True))
+        return lambda: load(self._load_weights, self._bucket(index), bucket)
 
     def _addresses(self) -> list[int]:
         return [parameter.data_ptr() for parameter in self._model.parameters()]
