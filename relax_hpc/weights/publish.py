@@ -214,7 +214,8 @@ class Publisher:
         for member in done:
             self._note(member, "ACTIVE")
         self._interrupted = False
-        self._write_roster(done=True)
+        # Those that are to be given it again hold half of it until then.
+        self._write_roster(done=all(self._holdings[_key(m)].state != "SYNCING" for m in live))
         return done, receipts
 
     def _through_files(
