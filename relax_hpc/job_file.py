@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from relax_hpc.config import JobConfig, RunConfig
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 
 

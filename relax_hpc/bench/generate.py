@@ -19,7 +19,7 @@ import numpy as np
 
 from relax_hpc.bench import plain_load, train
 from relax_hpc.bench.report import Row
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.pool import Endpoint, Pool
 from relax_hpc.engines.process import start_engine

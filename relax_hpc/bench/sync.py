@@ -25,7 +25,7 @@ import numpy as np
 
 from relax_hpc.bench import train, wire
 from relax_hpc.bench.report import machine
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.process import start_engine

@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from relax_hpc.bench.report import machine
-from relax_hpc.config import ActorConfig, JobConfig
-from relax_hpc.config_grid import GridConfig
+from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.grid import GridConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.registry import read_architecture
 from relax_hpc.errors import ConfigError

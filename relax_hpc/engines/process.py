@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from relax_hpc.config import RolloutConfig
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.child import EngineProcess, spawn
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.ports import held_port

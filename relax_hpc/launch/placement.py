@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from relax_hpc.config import JobConfig, Resources, RunConfig
+from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
 

@@ -8,8 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.config import ActorConfig, JobConfig, RolloutConfig, RunConfig
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.megatron import fit
 from relax_hpc.engines.megatron.architecture import Architecture

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from relax_hpc.config import Resources
+from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import read_toml
 

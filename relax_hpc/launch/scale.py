@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from relax_hpc import job_file
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError, LaunchError, PeerTimeoutError
 from relax_hpc.launch import status
 from relax_hpc.launch.scale_records import Kind, Outcome, Request, ScaleState, pending

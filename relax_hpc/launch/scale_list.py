@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from relax_hpc import job_file
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.load import num_requests
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import status

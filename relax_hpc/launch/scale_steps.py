@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch.jobs import output_of
 from relax_hpc.launch.local import ProcessId

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, Protocol
 
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch.local import ProcessId
 from relax_hpc.launch.scale_records import Extra, Outcome, Request, ScaleState

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 from relax_hpc import job_file
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.launch.local import ProcessId
 from relax_hpc.launch.scale_steps import LocalSteps, SlurmSteps
 from relax_hpc.launch.scaler import Scaler

@@ -10,15 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from relax_hpc.bus import layout
-from relax_hpc.config import (
-    JobConfig,
-    PromptsConfig,
-    ReferenceConfig,
-    Resources,
-    RunConfig,
-    Section,
-)
-from relax_hpc.config_sft import SftConfig, SftRunConfig
+from relax_hpc.config.actor import ReferenceConfig
+from relax_hpc.config.run import JobConfig, PromptsConfig, RunConfig
+from relax_hpc.config.sections import Resources, Section
+from relax_hpc.config.sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.launch import component as task

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.config_sft import SftConfig
+from relax_hpc.config.sft import SftConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.chat import ChatTemplate, Masked, Message
 from relax_hpc.prompts.rows import open_rows

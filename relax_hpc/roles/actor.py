@@ -11,7 +11,7 @@ from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.portions import Batch, Floats, Portion, Share, share_of
 from relax_hpc.roles.skips import Skip, stop_if_stuck

@@ -8,7 +8,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.megatron.reference import SwappedReference
 from relax_hpc.engines.megatron.trainer import MegatronTrainer

@@ -15,7 +15,7 @@ from typing import Self
 
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import node_address
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.process import start_engine

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import node_address
-from relax_hpc.config import RolloutConfig, RunConfig
+from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.sglang.launch import ALONE, Share, size_of

@@ -11,7 +11,7 @@ import time
 from contextlib import suppress
 
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.load import num_requests
 from relax_hpc.errors import EngineError

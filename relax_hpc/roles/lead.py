@@ -9,7 +9,7 @@ from torch import Tensor
 
 from relax_hpc.bus.plan import PlanPosition, PlanRecord
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import skips
 from relax_hpc.roles.checkpoints import Checkpoints

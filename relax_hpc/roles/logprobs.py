@@ -19,7 +19,7 @@ from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sidecar import Pending, SidecarWriter
 from relax_hpc.comm.world import World
-from relax_hpc.config import ActorConfig
+from relax_hpc.config.actor import ActorConfig
 from relax_hpc.errors import DamagedError
 from relax_hpc.roles.portions import Portion, lengths_of, shards_of, share_of
 from relax_hpc.schema import Trajectory

@@ -8,7 +8,7 @@ from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import logprobs

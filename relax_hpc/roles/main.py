@@ -7,8 +7,8 @@ from pathlib import Path
 
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import World, connect
-from relax_hpc.config import JobConfig, RunConfig
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths

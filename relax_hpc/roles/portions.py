@@ -11,7 +11,7 @@ from relax_hpc.algorithms.advantages import group_relative
 from relax_hpc.bus.micro_batches import MicroBatches, imbalance, plan_micro_batches
 from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import BatchIndex, Reader
-from relax_hpc.config import AlgorithmConfig, RunConfig
+from relax_hpc.config.run import AlgorithmConfig, RunConfig
 
 Floats = npt.NDArray[np.floating]
 

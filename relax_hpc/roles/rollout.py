@@ -14,7 +14,7 @@ from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.staleness import may_start_batch
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 from relax_hpc.telemetry.events import EventWriter

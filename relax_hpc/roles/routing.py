@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Self
 
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 from relax_hpc.engines.pool import Endpoint, Pool, Standing
 from relax_hpc.errors import PeerTimeoutError

@@ -7,7 +7,7 @@ from typing import Generic, NamedTuple, Protocol
 from torch import Tensor
 
 from relax_hpc.comm.world import World
-from relax_hpc.config import JobConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron.hf_export import save_hf
 from relax_hpc.errors import CheckpointError
 from relax_hpc.paths import RunPaths

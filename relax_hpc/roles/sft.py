@@ -10,7 +10,7 @@ from torch import Tensor
 from relax_hpc.algorithms.losses import LossOutput, cross_entropy
 from relax_hpc.bus.micro_batches import MicroBatches
 from relax_hpc.comm.world import World
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.roles.actor import Tokens, Trainer
 from relax_hpc.roles.skips import Skip, stop_if_stuck
 from relax_hpc.schema import Array, Trajectory

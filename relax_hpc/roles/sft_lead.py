@@ -10,7 +10,7 @@ from torch import Tensor
 
 from relax_hpc import hf_folder
 from relax_hpc.bus.micro_batches import imbalance, plan_micro_batches
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.documents import Document, Documents

@@ -4,7 +4,7 @@ import torch
 
 from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers

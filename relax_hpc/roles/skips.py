@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from relax_hpc.config import ActorConfig
+from relax_hpc.config.actor import ActorConfig
 from relax_hpc.errors import TrainingError
 
 

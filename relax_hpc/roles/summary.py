@@ -6,7 +6,7 @@ from typing import Any
 
 from relax_hpc import job_file
 from relax_hpc.bus.audit import BusAudit, audit
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry import curve, history, tensorboard

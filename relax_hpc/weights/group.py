@@ -13,7 +13,7 @@ from relax_hpc.comm.broadcast import BroadcastGroup, Transfer, Transport, open_s
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.orders import PLAN, Order, Receipt, Task, abort_key, key_of
 from relax_hpc.comm.world import node_address
-from relax_hpc.config import WeightsConfig
+from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.members import Member

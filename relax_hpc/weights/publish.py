@@ -18,7 +18,7 @@ from torch import Tensor
 from relax_hpc.comm.broadcast import Transport
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.orders import Receipt
-from relax_hpc.config import WeightsConfig
+from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json

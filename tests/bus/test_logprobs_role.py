@@ -14,7 +14,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.comm.world import SoloWorld, StoreWorld
-from relax_hpc.config import ActorConfig
+from relax_hpc.config.actor import ActorConfig
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles import logprobs
 from relax_hpc.roles.hybrid import HybridReference

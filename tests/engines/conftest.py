@@ -11,7 +11,7 @@ import pytest
 from engine_fixtures import Served, save_checkpoint
 from rank_pool import Pools
 
-from relax_hpc.config import RolloutConfig
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.process import start_engine
 

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 
 from relax_hpc.bus.micro_batches import plan_micro_batches
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.schema import FinishReason, Trajectory
 
 VOCAB = 128

@@ -8,7 +8,7 @@ def open_publisher(config, ids, bucket_bytes, timeout_s):
     """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`."""
     import torch.distributed as dist
 
-    from relax_hpc.config import WeightsConfig
+    from relax_hpc.config.rollout import WeightsConfig
     from relax_hpc.engines.client import EngineClient
     from relax_hpc.engines.megatron.scorer import MegatronScorer
     from relax_hpc.paths import RunPaths

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from conftest import SGLANG_PYTHON
 
-from relax_hpc.config import RolloutConfig
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines import process
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.process import start_engine

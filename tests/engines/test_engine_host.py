@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths

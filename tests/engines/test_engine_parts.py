@@ -10,7 +10,7 @@ import pytest
 from conftest import SGLANG_PYTHON
 
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.config import RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.sglang import launch
 from relax_hpc.errors import PeerTimeoutError

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import SGLANG_PYTHON
 
-from relax_hpc.config import RolloutConfig
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.child import spawn
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.embedded import launch as embedded
@@ -22,7 +22,7 @@ from relax_hpc.errors import ConfigError, EngineError
 OWNER = """
     import sys, time
     from pathlib import Path
-    from relax_hpc.config import RolloutConfig
+    from relax_hpc.config.rollout import RolloutConfig
     from relax_hpc.engines.process import start_engine
     kind, model, log, python = sys.argv[1:]
     engine = start_engine(

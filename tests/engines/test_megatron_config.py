@@ -5,7 +5,7 @@ import json
 import pytest
 from megatron_worker import job
 
-from relax_hpc.config_optimizer import OptimizerConfig
+from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.engines.megatron.architectures.registry import read_architecture
 from relax_hpc.engines.megatron.learning_rate import learning_rate
 from relax_hpc.engines.megatron.transformer import transformer_config

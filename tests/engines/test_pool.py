@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_fixtures import prompt_of, reference_logprobs
 
-from relax_hpc.config import RolloutConfig
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.generation import Draft, GenerationClient, Load, Sampling, _Reply
 from relax_hpc.engines.pool import Endpoint, Pool, next_limit
 from relax_hpc.engines.process import start_engine

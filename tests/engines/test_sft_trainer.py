@@ -9,7 +9,7 @@ import sft_worker
 import torch
 from megatron_worker import VOCAB
 
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.prompts.documents import Document
 
 LAYOUTS = {

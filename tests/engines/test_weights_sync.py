@@ -19,7 +19,7 @@ from megatron_worker import job
 from rank_pool import Ranks
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from relax_hpc.config import RolloutConfig
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.generation import Sampling
 from relax_hpc.engines.process import start_engine
 from relax_hpc.paths import RunPaths

@@ -13,7 +13,7 @@ import pytest
 from submitit import JobEnvironment
 from submitit.core.utils import FailedJobError
 
-from relax_hpc.config import Resources
+from relax_hpc.config.sections import Resources
 from relax_hpc.launch import component, states
 from relax_hpc.launch.jobs import Call
 from relax_hpc.launch.placement import Component

@@ -11,8 +11,8 @@ import pytest
 import typer.main
 
 from relax_hpc.cli import app
-from relax_hpc.config import RunConfig
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.run import RunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.job_file import validate
 
 ROOT = Path(__file__).parents[2]

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from relax_hpc.config_sft import SftConfig
+from relax_hpc.config.sft import SftConfig
 from relax_hpc.engines.tiny import checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.documents import Documents, batch_end, count_steps

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.config import RolloutConfig
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis, launch
 from relax_hpc.engines.sglang.launch import Share, size_of

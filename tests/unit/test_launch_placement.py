@@ -2,7 +2,7 @@
 
 import pytest
 
-from relax_hpc.config import Resources
+from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import profiles

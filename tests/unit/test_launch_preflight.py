@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from relax_hpc.config import ActorConfig, Resources, RolloutConfig
+from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
 from relax_hpc.launch.placement import Component

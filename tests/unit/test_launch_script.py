@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.config import Resources
+from relax_hpc.config.sections import Resources
 from relax_hpc.launch import script
 from relax_hpc.launch.placement import Component
 

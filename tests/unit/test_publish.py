@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from relax_hpc.comm.bucket import Spec
-from relax_hpc.config import WeightsConfig
+from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.weights import members

@@ -3,7 +3,7 @@
 import pytest
 from hf_checkpoint import QWEN3, write
 
-from relax_hpc.config import Resources
+from relax_hpc.config.sections import Resources
 from relax_hpc.engines.megatron.architectures import registry
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate

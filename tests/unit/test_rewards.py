@@ -1,6 +1,6 @@
 import pytest
 
-from relax_hpc.config import RewardConfig
+from relax_hpc.config.run import RewardConfig
 from relax_hpc.rewards.registry import REWARDS
 
 

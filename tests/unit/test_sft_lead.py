@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from relax_hpc.config_sft import SftRunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.engines.tiny import checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths

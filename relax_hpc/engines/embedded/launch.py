@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Literal, NamedTuple, get_type_hints
 
-from relax_hpc.config_grid import PassThrough
+from relax_hpc.config.sections import PassThrough
 from relax_hpc.errors import ConfigError
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from relax_hpc.config import ActorConfig
+from relax_hpc.config.actor import ActorConfig
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.errors import ConfigError
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from relax_hpc.config import ActorConfig
+from relax_hpc.config.actor import ActorConfig
 from relax_hpc.engines.megatron.transformer import sequence_parallel
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from relax_hpc.config_optimizer import OptimizerConfig
+from relax_hpc.config.optimizer import OptimizerConfig
 
 _REMAINING: dict[str, Callable[[float], float]] = {
     "constant": lambda _: 1.0,

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
-from relax_hpc.config import JobConfig
-from relax_hpc.config_optimizer import OptimizerConfig
+from relax_hpc.config.optimizer import OptimizerConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.adam import Shard, ShardedAdamW
 from relax_hpc.engines.megatron.optimizer_config import ddp_config, optimizer_config

@@ -4,7 +4,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from relax_hpc.config import ActorConfig, JobConfig
+from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron.passthrough import build, refusals
 from relax_hpc.errors import ConfigError
 

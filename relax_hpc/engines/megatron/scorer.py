@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relax_hpc.comm.bucket import Part, Spec
 from relax_hpc.comm.world import World
-from relax_hpc.config import JobConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron import (
     attention,
     checkpoint,

@@ -13,7 +13,7 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from relax_hpc.comm.world import World
-from relax_hpc.config import JobConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron import (
     checkpoint,
     checkpoint_read,

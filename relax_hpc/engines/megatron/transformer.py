@@ -6,7 +6,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from relax_hpc.config import ActorConfig, JobConfig
+from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron import fit, gradient_fusion, moe
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.registry import FAMILIES

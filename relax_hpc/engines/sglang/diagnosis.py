@@ -2,7 +2,7 @@
 
 import re
 
-from relax_hpc.config_grid import PassThrough
+from relax_hpc.config.sections import PassThrough
 
 _PHASES = (
     ("server_args=", "starting its workers"),

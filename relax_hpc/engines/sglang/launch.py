@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from relax_hpc.comm.orders import LOADER
-from relax_hpc.config_grid import PassThrough
+from relax_hpc.config.sections import PassThrough
 from relax_hpc.errors import ConfigError
 
 ENVIRONMENT: dict[str, dict[str, str]] = {

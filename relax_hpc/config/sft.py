@@ -5,8 +5,8 @@ from typing import Literal, Self
 
 from pydantic import model_validator
 
-from relax_hpc.config import JobConfig, Section
-from relax_hpc.config_grid import NonNegative, Positive
+from relax_hpc.config.run import JobConfig
+from relax_hpc.config.sections import NonNegative, Positive, Section
 
 
 class SftConfig(Section):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from relax_hpc.config_grid import SETTINGS, NonNegative, PassThrough
+from relax_hpc.config.sections import SETTINGS, NonNegative, PassThrough
 
 
 class OptimizerConfig(BaseModel):

@@ -1,24 +1,10 @@
-"""What the sections of a job have in common, and the layout of a model over ranks."""
+"""The layout of a model over ranks."""
 
-from typing import Annotated, Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, model_validator
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-
-
-SETTINGS = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-"""Of every section: an unknown key is an error, nothing is changed later."""
-
-
-def _no_table(value: Any) -> Any:  # noqa: ANN401
-    if isinstance(value, dict):  # said once, not for every type that it might have been
-        raise ValueError("is a table; a number, a string, true, false or a list is expected")
-    return value
-
-
-PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_no_table)]]
+from relax_hpc.config.sections import SETTINGS, Positive
 
 
 class GridConfig(BaseModel):

@@ -1,0 +1,88 @@
+"""Who trains, and whose policy it is compared with."""
+
+import math
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relax_hpc.config.grid import GridConfig
+from relax_hpc.config.optimizer import OptimizerConfig
+from relax_hpc.config.sections import NonNegative, PassThrough, Positive, Resources, Section
+
+
+class ActorConfig(Section, GridConfig):
+    _section: ClassVar[str] = "actor"
+
+    tokens_per_micro_batch: Positive = 16384
+    """Budget of one packed micro-batch; a longer trajectory is an error."""
+    portion_micro_batches: NonNegative = 4
+    """Training starts on a part of a batch once every data-parallel rank can fill this many
+    micro-batches; 0 waits for the whole batch. The update is the same."""
+    max_skipped_updates: Positive = 3
+    """An update whose loss or gradient is not finite is skipped; as many in a row stop the run."""
+    save_every: Positive = 10
+    """Steps between checkpoints; shards are kept until the next one."""
+    keep_checkpoints: Positive = 2
+    """The newest ones, which a run can be resumed from."""
+    keep_every: NonNegative = 0
+    """A checkpoint whose step is a multiple of it is kept for good; 0 keeps none."""
+    async_save: bool = True
+    """Train on while a checkpoint is written. It takes host memory for a copy of what a rank saves:
+    about 14 bytes per parameter of the model, divided by the number of ranks."""
+    save_hf_every: NonNegative = 0
+    """Steps between exports of the model as a Hugging Face folder, hf/step_<step>; 0 makes none."""
+    attention: Literal["auto", "cudnn", "varlen", "sdpa"] = "auto"
+    """Kernel of packed attention; auto is the first of them that works on the machine."""
+    float32_logits: bool = False
+    """Do not round logits to the type of the weights."""
+    recomputed_passes: list[Literal["norm", "swiglu"]] = ["norm", "swiglu"]
+    """Outputs that are made again for the gradient instead of kept: a quarter of the activations of
+    a dense layer for 1 % of the time. What else is recomputed, `transformer` says."""
+    kept_logits_gib: Annotated[float, Field(ge=0)] = 0.0
+    """Logits of this size are kept for the gradient; what is beyond is computed a second time."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    transformer: PassThrough = {}
+    """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""
+    ddp: PassThrough = {}
+    """Fields of its DistributedDataParallelConfig, e.g. overlap_grad_reduce = true."""
+    resources: Resources = Resources()
+
+    @property
+    def tokens_per_portion(self) -> float:
+        """Tokens of a batch that are worth starting on before the rest is there."""
+        if not self.portion_micro_batches:
+            return math.inf
+        room = self.data_parallel * self.tokens_per_micro_batch * self.portion_micro_batches
+        return 0.95 * room  # rows seldom fill it to the last token; more would open another one
+
+
+class ReferenceConfig(Section, GridConfig):
+    """The policy that the KL term compares with; its grid counts with placement "own" only."""
+
+    _section: ClassVar[str] = "reference"
+
+    placement: Literal["none", "actor", "own"] = "none"
+    """Who computes ref_logprobs. actor: the trainer, which swaps its weights with a copy in host
+    memory. own: a component of its own, `resources` says where. none: there is no reference."""
+    path: Path | None = None
+    """Hugging Face folder of the reference; unset is model.path, the policy before the first step.
+    Of the same tokenizer, and with placement "actor" of the same shape."""
+    refresh_every: NonNegative = 0
+    """Steps after which the current policy becomes the reference; 0 never. Placement "actor"."""
+    tokens_per_micro_batch: Positive | None = None
+    """As the actor's, which it is if unset. Placement "own"."""
+    resources: Resources = Resources()
+
+    @model_validator(mode="after")
+    def _placement_uses_it(self) -> Self:
+        of = {"path": ("actor", "own"), "refresh_every": ("actor",)}
+        for name in type(self).model_fields:
+            value, places = getattr(self, name), of.get(name, ("own",))
+            unset = value == type(self).model_fields[name].default
+            if name != "placement" and not unset and self.placement not in places:
+                raise ValueError(
+                    f"reference.{name} = {value}: means nothing with reference.placement = "
+                    f"{self.placement!r}; remove it, or use {' or '.join(map(repr, places))}"
+                )
+        return self

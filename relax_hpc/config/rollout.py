@@ -1,0 +1,69 @@
+"""Who samples, and how new weights get there."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relax_hpc.config.sections import NonNegative, PassThrough, Positive, Resources, Section
+
+
+class RolloutConfig(Section):
+    engine: Literal["embedded", "sglang"] = "embedded"
+    """`sglang` is the production engine; `embedded` runs anywhere torch does."""
+    num_engines: Positive = 1
+    """Engines of the core job; each is one task of the component, one bus producer."""
+    nodes_per_engine: Positive = 1
+    """Above 1, an engine spans that many nodes, with one task on each; `engine` is sglang then."""
+    samples_per_prompt: Positive = 8
+    """G, the siblings of a prompt group."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    max_new_tokens: Positive = 256
+    max_running_requests: Positive = 256
+    """Trajectories an engine decodes at once."""
+    groups_per_shard: Positive = 16
+    """A shard is published once it holds that many prompt groups, its batch is done, or its first
+    group has waited for a second."""
+    over_sampling: Annotated[float, Field(ge=0)] = 0.0
+    """Fraction of a batch that is sampled beyond what `algorithm.max_staleness` admits, so that
+    groups that are ready take the place of stragglers; needs `algorithm.over_age` drop or mask."""
+    start_timeout_s: Positive = 900
+    """An engine that is not healthy after this many seconds has failed to start."""
+    hang_timeout_s: Positive = 120
+    """An engine that says nothing for this many seconds, outside an update, is started again."""
+    restart_window_s: Positive = 1800
+    """An engine that has to be started again more than `launch.max_restarts` times within this many
+    seconds fails its task."""
+    engine_args: PassThrough = {}
+    """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
+    resources: Resources = Resources()
+
+    @property
+    def num_tasks(self) -> int:
+        return self.num_engines * self.nodes_per_engine
+
+    @model_validator(mode="after")
+    def _spans_nodes(self) -> Self:
+        if self.nodes_per_engine == 1:
+            return self
+        if self.engine != "sglang":
+            raise ValueError(
+                f"rollout.nodes_per_engine = {self.nodes_per_engine}: the embedded engine is one "
+                "process; use rollout.engine = 'sglang', or 1"
+            )
+        if self.resources.nodes != self.num_tasks:
+            raise ValueError(
+                f"rollout.nodes_per_engine = {self.nodes_per_engine}: {self.num_engines} engines "
+                f"take {self.num_tasks} nodes of their own; set rollout.resources.nodes to it"
+            )
+        return self
+
+
+class WeightsConfig(Section):
+    transport: Literal["collective", "files"] = "collective"
+    """`collective` broadcasts (NCCL or gloo); `files` goes through the run directory."""
+    bucket_bytes: Positive = 1 << 30
+    """Tensors are sent in flat buckets of at most this size."""
+    checksum_every: NonNegative = 10
+    """Steps between comparisons of the engines' weights with the trainer's; 0 only at the end."""
+    timeout_s: Positive = 300
+    """An engine that does not take an update within this time is fenced."""

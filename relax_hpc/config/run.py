@@ -1,0 +1,229 @@
+"""A run of reinforcement learning, and what every job has."""
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from relax_hpc.config.actor import ActorConfig, ReferenceConfig
+from relax_hpc.config.grid import GridConfig
+from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
+from relax_hpc.config.sections import NonNegative, Positive, Section
+from relax_hpc.schema import COLUMNS, Role
+
+
+class ModelConfig(Section):
+    path: Path
+    """Hugging Face folder of a model in docs/models.md: config.json, safetensors, tokenizer."""
+    weights: Path | None = None
+    """A checkpoint, of a run or made by `relax-hpc convert`, whose weights the trainer starts with
+    instead of those in `path`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Type the engines and the trainer compute in; main gradients and Adam stay float32."""
+
+
+class PromptsConfig(Section):
+    train: Path
+    """JSON lines, each with `prompt` (text or chat messages) and `answer`."""
+    heldout: Path
+    """Prompts nothing is trained on; scored before, during and after."""
+    shuffle_seed: int | None = 0
+    """Order of the training prompts, drawn anew each epoch; unset keeps the file's order."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template."""
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt is an error before the job starts."""
+
+
+class RewardConfig(Section):
+    name: Literal["boxed_number", "coin"] = "boxed_number"
+    """Which verifier scores a response; `coin` scores by a hash, to exercise random weights."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    num_steps: Positive
+    """Batches to train on; step b turns policy b-1 into policy b."""
+    prompts_per_step: Positive = 32
+    """Prompt groups of one batch."""
+    max_staleness: NonNegative = 1
+    """Policy versions a sampled token may lag behind: 0 is on-policy, 1 overlaps one step."""
+    over_age: Literal["wait", "drop", "mask"] = "wait"
+    """Which prompt groups make up a batch. wait: its own, so no token is ever over age. drop: those
+    that are ready; a group that grew older than max_staleness is sampled again. mask: likewise, but
+    it is trained on, and its over-age tokens leave the loss."""
+    normalize_std: bool = False
+    """Divide advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
+    epochs_per_step: Positive = 1
+    """Passes over a batch, each an optimizer update; the ratio is to the policy before them."""
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Lower clip: ratio >= 1 - clip_low."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """Upper clip: ratio <= 1 + clip_high (clip-higher)."""
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    """Truncated importance sampling: weight min(pi_old / mu, cap) per token."""
+    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL divergence from the reference in the loss; above 0 needs a reference."""
+
+
+class BusConfig(Section):
+    keep_steps: NonNegative = 0
+    """Steps whose shards are kept longer than any resume needs them, to be replayed or exported."""
+    compress: list[str] = []
+    """Columns to be compressed, e.g. "ragged/routed_experts"; pays only where a writer gets less
+    than about 0.4 GB/s from the file system."""
+
+    @model_validator(mode="after")
+    def _columns_exist(self) -> Self:
+        for name in self.compress:
+            if name not in COLUMNS:
+                raise ValueError(
+                    f"bus.compress names {name}; columns are {', '.join(sorted(COLUMNS))}"
+                )
+        return self
+
+
+class EvalConfig(Section):
+    every: NonNegative = 20
+    """Steps between held-out evaluations; 0 evaluates before and after only."""
+    num_prompts: Positive = 256
+    """Held-out prompts used, from the top of the file."""
+
+
+class LaunchConfig(Section):
+    bootstrap: Literal["auto", "mpi", "files"] = "auto"
+    """How ranks of a component find each other; auto is mpi when `resources.mpi` is set."""
+    profile: str | None = None
+    """Site profile: a name in slurm/profiles, or a path to a TOML file."""
+    max_restarts: NonNegative = 3
+    """Times a component whose step failed is started again in place."""
+    restart_delay_s: Annotated[float, Field(ge=0)] = 2.0
+    peer_timeout_s: Positive = 1800
+    """How long a role waits for another before it gives up, naming it."""
+
+
+class JobConfig(Section):
+    """What every job has: a model, an actor that trains it, and a launcher."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run and of its Slurm job; a run directory is used once."""
+    run_root: Path = Path("runs")
+    """The run directory is made below this one, on a file system every node sees."""
+    seed: int = 0
+    """Root of every random stream of the run."""
+    model: ModelConfig
+    actor: ActorConfig = ActorConfig()
+    launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.run_root / self.name
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """Batches to train on."""
+
+    @property
+    @abstractmethod
+    def epochs_per_step(self) -> int:
+        """Passes over a batch, each an optimizer update."""
+
+    @property
+    @abstractmethod
+    def temperature(self) -> float:
+        """Of the distribution whose logprobs are trained."""
+
+    @model_validator(mode="after")
+    def _ranks_fill_nodes(self) -> Self:
+        ranks = "the actor's ranks (tensor x pipeline x context x data_parallel)"
+        _check_nodes(ranks, self.actor.world_size, self.actor.resources.nodes)
+        return self
+
+
+class RunConfig(JobConfig):
+    """Reinforcement learning; `config.sft.SftRunConfig` is the other kind of job."""
+
+    prompts: PromptsConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+    algorithm: AlgorithmConfig
+    bus: BusConfig = BusConfig()
+    weights: WeightsConfig = WeightsConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @property
+    def num_steps(self) -> int:
+        return self.algorithm.num_steps
+
+    @property
+    def epochs_per_step(self) -> int:
+        return self.algorithm.epochs_per_step
+
+    @property
+    def temperature(self) -> float:
+        return self.rollout.temperature
+
+    @property
+    def producers(self) -> list[str]:
+        """Names of the bus producers; producer r owns the prompt ordinals p with p % R == r."""
+        return [f"rollout-{rank}" for rank in range(self.rollout.num_engines)]
+
+    @property
+    def sidecar_writers(self) -> dict[str, Role]:
+        """Names and roles of those that add columns to what the producers commit."""
+        return {"reference-0": "reference"} if self.reference.placement == "own" else {}
+
+    @property
+    def of_reference(self) -> Self:
+        """The run with the reference in the actor's place: its model and its grid."""
+        its, actor = self.reference, self.actor
+        grid: dict[str, Any] = {name: getattr(its, name) for name in GridConfig.model_fields}
+        grid["tokens_per_micro_batch"] = its.tokens_per_micro_batch or actor.tokens_per_micro_batch
+        model = self.model.model_copy(update={"path": its.path or self.model.path})
+        return self.model_copy(update={"model": model, "actor": actor.model_copy(update=grid)})
+
+    @model_validator(mode="after")
+    def _kl_needs_reference(self) -> Self:
+        if self.algorithm.kl_coefficient and self.reference.placement == "none":
+            raise ValueError(
+                f"algorithm.kl_coefficient = {self.algorithm.kl_coefficient}: needs a reference; "
+                "set reference.placement to 'actor' or 'own'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _over_sampling_needs_free_batches(self) -> Self:
+        if self.rollout.over_sampling and self.algorithm.over_age == "wait":
+            raise ValueError(
+                f"rollout.over_sampling = {self.rollout.over_sampling}: needs batches of the first "
+                "that are ready; set algorithm.over_age to 'drop' or 'mask'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _groups_need_siblings(self) -> Self:
+        if self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt = {self.rollout.samples_per_prompt}: "
+                f"{self.algorithm.name} compares siblings of a prompt; use 2 or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tasks_fill_nodes(self) -> Self:
+        rollout = self.rollout
+        _check_nodes("rollout.num_engines", rollout.num_tasks, rollout.resources.nodes)
+        ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
+        _check_nodes(ranks, self.reference.world_size, self.reference.resources.nodes)
+        return self
+
+
+def _check_nodes(key: str, tasks: int, nodes: int) -> None:
+    if tasks % nodes:
+        raise ValueError(
+            f"{key} = {tasks}: does not divide over {nodes} nodes; "
+            f"use a multiple of {nodes}, or change resources.nodes"
+        )
