@@ -105,6 +105,14 @@ class Lead(Protocol):
     def finish(self) -> None: ...
 
 
+class Helper(Protocol):
+    """What the other ranks do in a publication."""
+
+    def publish(
+        self, version: int, tensors: Iterator[tuple[str, Tensor]], own: OwnParts | None
+    ) -> None: ...
+
+
 def run(
     config: RunConfig,
     world: World,
@@ -113,6 +121,7 @@ def run(
     lead: Lead | None,
     save: Callable[[], None],
     reference: HybridReference | None = None,
+    helper: Helper | None = None,
 ) -> None:
     """Trains until `num_steps`.
 
@@ -123,9 +132,10 @@ def run(
 
     Args:
         save: called after every step; saves when it is time to.
+        helper: of ranks without a lead; unset, they only feed the gather.
     """
     replica, loss = world.split(trainer.dp_rank), loss_of(config)
-    _publish(world, trainer, lead)
+    _publish(world, trainer, lead, helper)
     while trainer.step < config.algorithm.num_steps:
         step, timers, batch, last = trainer.step + 1, Timers(), Batch(config, reader), False
         while not last:
@@ -135,7 +145,7 @@ def run(
                 portion: Portion | None = world.bcast(batch.deal(record) if record else None)
             if portion is None:
                 with timers("publish"):
-                    _publish(world, trainer, lead)
+                    _publish(world, trainer, lead, helper)
                 continue
             with timers("read"):
                 share, last = share_of(portion, trainer.dp_rank), portion.record.last
@@ -146,7 +156,7 @@ def run(
             trainer.accumulate(trajectories, share.micro_batches, share.advantages, loss, last=last)
         stats = trainer.update()
         with timers("publish"):
-            _publish(world, trainer, lead)
+            _publish(world, trainer, lead, helper)
         if reference:
             reference.end_step(step)
         with timers("save"):
@@ -202,13 +212,15 @@ def _read(
     return list(replica.bcast(rows))
 
 
-def _publish(world: World, trainer: Trainer, lead: Lead | None) -> None:
+def _publish(world: World, trainer: Trainer, lead: Lead | None, helper: Helper | None) -> None:
     """Gives the engines the current policy. Bringing tensors together needs every rank."""
     again = True
     while again:
         tensors = trainer.named_weights()
         if lead:
             again = lead.publish(trainer.step, tensors, trainer.own_parts()).again
+        elif helper:
+            helper.publish(trainer.step, tensors, trainer.own_parts())
         else:
             for _ in tensors:  # only rank 0 keeps what comes out
                 pass

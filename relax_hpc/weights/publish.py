@@ -1,8 +1,7 @@
-"""Policy v becomes v + 1 in every engine: pause in place, broadcast, resume.
+"""Policy v becomes v + 1 in every engine: pause in place, deliver, resume.
 
-Rank 0 of the trainer sends. The communicator outlives an update; it is made anew only when the set
-of members, or one member's epoch, changes. An engine that fails an update holds undefined weights:
-it is fenced (left out, and never resumed) until it comes back with another epoch.
+Rank 0 of the trainer leads, whatever the transport. An engine that fails an update holds undefined
+weights: it is fenced (left out, and never resumed) until it comes back with another epoch.
 """
 
 import logging
@@ -15,25 +14,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relax_hpc.comm.broadcast import Transport
+from relax_hpc.comm.broadcast import Transport as Backend
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import write_json
 from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights import members, snapshot
-from relax_hpc.weights.group import MemberError, MemberGroup, Receiver
+from relax_hpc.weights import members
+from relax_hpc.weights.collective import CollectiveTransport
+from relax_hpc.weights.files import FileTransport
+from relax_hpc.weights.group import Receiver
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Holding, HoldingState, Roster
 from relax_hpc.weights.staging import Buffers, Outgoing, OwnParts
+from relax_hpc.weights.transport import HEALTH_S, Transport, each
 from relax_hpc.weights.verify import Verified, compare
 
 log = logging.getLogger(__name__)
 
 _BUFFERS = 2
-_HEALTH_S = 5.0
 _PAUSED = ("pause", "prepare", "wire", "resume")
 """The parts of an update during which engines stand still."""
 _THREADS = 1024
@@ -84,13 +84,13 @@ class Publisher:
             model_folder: what the `files` transport takes config and tokenizer from.
         """
         self._config, self._paths, self._ids = config, paths, ids
-        self._connect, self._model_folder = connect, model_folder
+        self._connect = connect
         self._buffers = Buffers(BucketPlan.of(specs, config.bucket_bytes), device, count=_BUFFERS)
-        self._group: MemberGroup | None = None
         self._holdings: dict[Key, Holding] = {}
         self._clients: dict[Key, Receiver] = {}
         self._version = -1
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+        self._transport = self._make_transport(model_folder)
         self._next_look = 0.0
         last = Roster.read(paths)
         self._interrupted = last is not None and not last.done
@@ -153,8 +153,15 @@ class Publisher:
         return not all(self._is_current(member) for member in self._due(self._live()))
 
     def close(self) -> None:
-        self._drop_group()
+        self._transport.close()
         self._threads.shutdown(wait=False)
+
+    def _make_transport(self, model_folder: Path) -> Transport:
+        config, paths, threads = self._config, self._paths, self._threads
+        if config.transport == "files":
+            return FileTransport(config, paths, threads, model_folder=model_folder)
+        backend: Backend = "nccl" if self._buffers.device.type == "cuda" else "gloo"
+        return CollectiveTransport(config, paths, threads, self._buffers.plan, backend)
 
     def _is_current(self, member: Member) -> bool:
         holding = self._holdings.get(_key(member))
@@ -168,7 +175,7 @@ class Publisher:
             for member in members.read(self._paths, self._ids())
             if (known := self._holdings.get(_key(member))) is None or known.state != "FENCED"
         }
-        answers = list(self._threads.map(lambda r: r.health(_HEALTH_S), candidates.values()))
+        answers = list(self._threads.map(lambda r: r.health(HEALTH_S), candidates.values()))
         return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
 
     def _due(self, live: dict[Member, Receiver]) -> dict[Member, Receiver]:
@@ -198,72 +205,25 @@ class Publisher:
         self, live: dict[Member, Receiver], outgoing: Outgoing, timers: Timers, *, check: bool
     ) -> tuple[dict[Member, Receiver], dict[Member, list[Receipt]]]:
         """Those that hold the version now and go on, and what they answered."""
-        if self._config.transport == "collective":
-            with timers("gather"):
-                outgoing.prefetch()
+        self._transport.stage(self._version, outgoing, timers)
         for member in live:
             self._note(member, "SYNCING")
         self._write_roster(done=False)
-        if self._config.transport == "files":
-            receipts = dict[Member, list[Receipt]]()
-            updated = self._through_files(live, outgoing, timers)
-        else:
-            updated, receipts = self._through_group(live, outgoing, timers, check=check)
+        taken, failed, receipts = self._transport.deliver(
+            live, self._version, outgoing, timers, check=check
+        )
         with timers("resume"):
-            done = self._each(updated, lambda receiver: receiver.resume())
+            done, silent = each(
+                self._threads, taken, lambda its: its.resume(), self._config.timeout_s
+            )
+        for member, reason in (failed | silent).items():
+            self._fence(member, reason)
         for member in done:
             self._note(member, "ACTIVE")
         self._interrupted = False
         # Those that are to be given it again hold half of it until then.
         self._write_roster(done=all(self._holdings[_key(m)].state != "SYNCING" for m in live))
         return done, receipts
-
-    def _through_files(
-        self, live: dict[Member, Receiver], outgoing: Outgoing, timers: Timers
-    ) -> dict[Member, Receiver]:
-        folder, version = self._paths.weights(self._version), self._version
-        with timers("gather"):
-            snapshot.write(folder, outgoing.tensors(), self._model_folder)
-        with timers("pause"):
-            paused = self._each(live, lambda receiver: receiver.pause())
-        with timers("wire"):
-            updated = self._each(
-                paused, lambda receiver: receiver.update_weights_from_disk(str(folder), version)
-            )
-        snapshot.prune(folder)
-        return updated
-
-    def _through_group(
-        self, live: dict[Member, Receiver], outgoing: Outgoing, timers: Timers, *, check: bool
-    ) -> tuple[dict[Member, Receiver], dict[Member, list[Receipt]]]:
-        if self._group and list(self._group.receivers) != list(live):
-            self._drop_group()
-        try:
-            if self._group is None:
-                with timers("join"):
-                    self._group = self._form(live)
-            return live, self._group.send(self._version, outgoing, timers, check=check)
-        except MemberError as error:
-            self._drop_group()
-            self._fence_those_behind(live, error)
-            return {}, {}
-
-    def _form(self, live: dict[Member, Receiver]) -> MemberGroup:
-        backend: Transport = "nccl" if self._buffers.device.type == "cuda" else "gloo"
-        group = MemberGroup.form(live, self._buffers.plan, self._config, backend, self._threads)
-        write_json(self._paths.rendezvous("weights"), group.record())
-        return group
-
-    def _fence_those_behind(self, live: dict[Member, Receiver], error: MemberError) -> None:
-        """Fences who let an update fail; the others are given it in the next attempt.
-
-        One that dies makes the others fail as well, so those that are dead are behind it, if any.
-        """
-        blamed = [member for member in live if member in error.reasons]
-        health = self._threads.map(lambda member: live[member].health(_HEALTH_S), blamed)
-        dead = [member for member, ok in zip(blamed, health, strict=True) if not ok]
-        for member in dead or blamed:
-            self._fence(member, error.reasons[member])
 
     def _fence(self, member: Member, reason: str) -> None:
         log.error("engine %s is fenced at v%d: %s", member.id, self._version, reason)
@@ -277,25 +237,6 @@ class Publisher:
         known = set(self._ids())
         newest = {name: h for (name, _), h in self._holdings.items() if name in known}
         Roster(self._version, done, newest).write(self._paths)
-
-    def _drop_group(self) -> None:
-        if self._group:
-            self._group.close()
-            self._group = None
-
-    def _each(
-        self, receivers: dict[Member, Receiver], call: Callable[[Receiver], None]
-    ) -> dict[Member, Receiver]:
-        """Calls every receiver at once; returns those that succeeded and fences the others."""
-        futures = {m: self._threads.submit(call, r) for m, r in receivers.items()}
-        done = {}
-        for member, future in futures.items():
-            try:
-                future.result(timeout=self._config.timeout_s)
-                done[member] = receivers[member]
-            except (EngineError, TimeoutError) as error:
-                self._fence(member, str(error) or "no answer")
-        return done
 
 
 def _key(member: Member) -> Key:
