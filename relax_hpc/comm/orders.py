@@ -23,10 +23,14 @@ class Order:
     serial: str
     """Names the answer; never used twice."""
     group: str
-    """A group that the engine has joined by /init_weights_update_group."""
+    """A group that the engine has joined by /init_weights_update_group; "" where there is none."""
     task: Task
     """check: receive, and then read back what was received."""
     timeout_s: float
+    store: str = ""
+    """"host:port" of a store, where it is not that of the group; see `comm.lanes`."""
+    lane: int = -1
+    """Of the rank that gets the order."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -86,6 +86,14 @@ class EngineClient:
         """Forgets cached prefixes; refused while requests are running."""
         self._post("/flush_cache", {})
 
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Gives GPU memory back; its contents are lost. The engine is idle, or it may die of it."""
+        self._post("/release_memory_occupation", {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Takes released memory again; weights are garbage until they were updated."""
+        self._post("/resume_memory_occupation", {"tags": list(tags)})
+
     # Weights.
 
     def init_weights_group(
@@ -143,25 +151,24 @@ class EngineClient:
             body["weight_version"] = str(version)
         self._in_session("/update_weights_from_distributed", body, last=last)
 
-    def receive_weights(self, order: Order, *, num_ranks: int, version: int) -> None:
-        """Makes a paused SGLang engine carry out an order; see `sglang.receive`.
+    def receive_weights(self, orders: Sequence[Order], *, version: int) -> None:
+        """Makes a paused engine carry out an order; see `sglang.receive`.
 
         That it answers does not say that it succeeded: the receipts do.
 
         Args:
-            order: every rank gets it.
-            num_ranks: of the engine's tensor parallelism.
+            orders: for each rank of the engine's tensor parallelism; the same task and serial.
             version: policy version of the weights afterwards; a preparation changes none.
         """
-        payload = base64.b64encode(pickle.dumps([(order.to_json(), _Blank())])).decode()
+        is_update = orders[0].task != "prepare"
         body: dict[str, Any] = {
-            "serialized_named_tensors": [payload] * num_ranks,
+            "serialized_named_tensors": [_as_tensors(order) for order in orders],
             "load_format": LOADER,
             "flush_cache": False,
         }
-        if order.task != "prepare":
+        if is_update:
             body["weight_version"] = str(version)
-        self._in_session("/update_weights_from_tensor", body, last=order.task != "prepare")
+        self._in_session("/update_weights_from_tensor", body, last=is_update)
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Makes a paused engine load a Hugging Face folder that it can see."""
@@ -214,8 +221,13 @@ class EngineClient:
         return reply if isinstance(reply, dict) else {}
 
 
+def _as_tensors(order: Order) -> str:
+    """What SGLang takes for tensors: a name, and beside it a tensor that means nothing."""
+    return base64.b64encode(pickle.dumps([(order.to_json(), _Blank())])).decode()
+
+
 class _Blank:
-    """Becomes an empty tensor where it is unpickled: SGLang wants one beside the order."""
+    """Becomes a tensor where it is unpickled."""
 
     def __reduce__(self) -> tuple[type, tuple[list[int]]]:
         from torch import ByteTensor

@@ -8,10 +8,12 @@ from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights.group import MemberError, MemberGroup, Receiver
+from relax_hpc.weights.exchange import MemberError
+from relax_hpc.weights.group import MemberGroup
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Outgoing
-from relax_hpc.weights.transport import HEALTH_S, Delivery
+from relax_hpc.weights.transport import Delivery, behind
 
 
 class CollectiveTransport:
@@ -28,6 +30,9 @@ class CollectiveTransport:
         self._config, self._paths, self._threads = config, paths, threads
         self._plan, self._backend = plan, backend
         self._group: MemberGroup | None = None
+
+    def leaves_receipts(self, member: Member) -> bool:
+        return member.takes_orders
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
         """Fills the buffers."""
@@ -53,7 +58,10 @@ class CollectiveTransport:
             return Delivery(live, {}, self._group.send(version, outgoing, timers, check=check))
         except MemberError as error:
             self.close()
-            return Delivery({}, self._behind(live, error), {})
+            return Delivery({}, behind(self._threads, live, error), {})
+
+    def settle(self) -> None:
+        """Nobody waits."""
 
     def close(self) -> None:
         """Leaves the communicator."""
@@ -65,13 +73,3 @@ class CollectiveTransport:
         group = MemberGroup.form(live, self._plan, self._config, self._backend, self._threads)
         write_json(self._paths.rendezvous("weights"), group.record())
         return group
-
-    def _behind(self, live: dict[Member, Receiver], error: MemberError) -> dict[Member, str]:
-        """Who let an update fail; the others are given it in the next attempt.
-
-        One that dies makes the others fail as well, so those that are dead are behind it, if any.
-        """
-        blamed = [member for member in live if member in error.reasons]
-        health = self._threads.map(lambda member: live[member].health(HEALTH_S), blamed)
-        dead = [member for member, ok in zip(blamed, health, strict=True) if not ok]
-        return {member: error.reasons[member] for member in dead or blamed}

@@ -7,8 +7,8 @@ from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights import snapshot
-from relax_hpc.weights.group import Receiver
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.transport import Delivery, each
 
@@ -26,6 +26,9 @@ class FileTransport:
     ) -> None:
         self._config, self._paths, self._threads = config, paths, threads
         self._model_folder = model_folder
+
+    def leaves_receipts(self, member: Member) -> bool:
+        return False
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
         """Writes the snapshot."""
@@ -54,6 +57,9 @@ class FileTransport:
             )
         snapshot.prune(folder)
         return Delivery(taken, failed | others, {})
+
+    def settle(self) -> None:
+        """Nobody waits."""
 
     def close(self) -> None:
         """Nothing is held."""

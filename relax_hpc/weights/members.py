@@ -29,6 +29,9 @@ class Member(NamedTuple):
     does not come back by itself."""
     reason: str = ""
     """What a STARTING engine is doing; why one is FAILED."""
+    lane: int = -1
+    """Rank of the trainer whose GPU the engine's first rank is on, with the others following; -1:
+    the engine has GPUs of its own."""
 
     @property
     def takes_orders(self) -> bool:

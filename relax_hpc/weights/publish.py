@@ -24,8 +24,9 @@ from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights import members
 from relax_hpc.weights.collective import CollectiveTransport
 from relax_hpc.weights.files import FileTransport
-from relax_hpc.weights.group import Receiver
+from relax_hpc.weights.lanes import LaneLink, LaneTransport
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.roster import Holding, HoldingState, Roster
 from relax_hpc.weights.staging import Buffers, Outgoing, OwnParts
 from relax_hpc.weights.transport import HEALTH_S, Transport, each
@@ -71,6 +72,7 @@ class Publisher:
         *,
         device: torch.device,
         model_folder: Path,
+        link: LaneLink | None = None,
     ) -> None:
         """Serves the members `ids()`, whether or not they are there yet.
 
@@ -82,15 +84,17 @@ class Publisher:
             specs: of all tensors that a publication streams, in its order.
             device: where these tensors are.
             model_folder: what the `files` transport takes config and tokenizer from.
+            link: to members on the trainer's own GPUs, if that is where they are.
         """
         self._config, self._paths, self._ids = config, paths, ids
         self._connect = connect
-        self._buffers = Buffers(BucketPlan.of(specs, config.bucket_bytes), device, count=_BUFFERS)
+        plan = BucketPlan.of(specs, config.bucket_bytes)
+        self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
         self._holdings: dict[Key, Holding] = {}
         self._clients: dict[Key, Receiver] = {}
         self._version = -1
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
-        self._transport = self._make_transport(model_folder)
+        self._transport = self._make_transport(model_folder, link)
         self._next_look = 0.0
         last = Roster.read(paths)
         self._interrupted = last is not None and not last.done
@@ -113,7 +117,9 @@ class Publisher:
         """
         self._version, timers, start = version, Timers(), time.perf_counter()
         live = self._due(self._live())
-        by_name = check and any(member.engine == "embedded" for member in live)
+        by_name = check and any(
+            m.engine == "embedded" and not self._transport.leaves_receipts(m) for m in live
+        )
         outgoing = Outgoing(self._buffers, tensors, own, digest=by_name, fingerprints=check)
         done, receipts = dict[Member, Receiver](), dict[Member, list[Receipt]]()
         try:
@@ -121,6 +127,7 @@ class Publisher:
                 done, receipts = self._sync(live, outgoing, timers, check=check)
         finally:
             end = time.perf_counter()
+            self._transport.settle()
             outgoing.drain()
         for name, of_receipt in (("idle", "idle"), ("received", "wire"), ("load", "load")):
             ranks = [rank for ranks in receipts.values() for rank in ranks]
@@ -156,10 +163,12 @@ class Publisher:
         self._transport.close()
         self._threads.shutdown(wait=False)
 
-    def _make_transport(self, model_folder: Path) -> Transport:
+    def _make_transport(self, model_folder: Path, link: LaneLink | None) -> Transport:
         config, paths, threads = self._config, self._paths, self._threads
         if config.transport == "files":
             return FileTransport(config, paths, threads, model_folder=model_folder)
+        if link:
+            return LaneTransport(link, threads)
         backend: Backend = "nccl" if self._buffers.device.type == "cuda" else "gloo"
         return CollectiveTransport(config, paths, threads, self._buffers.plan, backend)
 

@@ -9,9 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from relax_hpc.comm.broadcast import BroadcastGroup, Transfer
 from relax_hpc.comm.bucket import BucketPlan, Digest, Part, Spec, fingerprint, views
+from relax_hpc.comm.shared_memory import SharedMemory, allocate
 from relax_hpc.comm.streams import mark, new_stream
+from relax_hpc.comm.wire import Sending, Wire
 
 OwnParts = list[list[Part]]
 """What each tensor is made of, in the order of the plan."""
@@ -21,6 +22,7 @@ class Buffers:
     """Memory for buckets of a plan, kept from update to update."""
 
     def __init__(self, plan: BucketPlan, device: torch.device, *, count: int) -> None:
+        """Makes the memory when it is needed first."""
         self.plan, self.device = plan, device
         self._count = min(count, len(plan.buckets))
         self._parts: OwnParts | None = None
@@ -50,6 +52,13 @@ class Buffers:
             ]
             copies.append(([place for place, _ in pairs], [values for _, values in pairs]))
         return copies
+
+    def shared(self) -> list[SharedMemory]:
+        """Memory that other processes can map, from here on; to be called before it is used."""
+        assert "_flat" not in vars(self)
+        shared = [allocate(max(self.plan.sizes), self.device) for _ in range(self._count)]
+        self._flat = [each.tensor for each in shared]
+        return shared
 
     @cached_property
     def _flat(self) -> list[Tensor]:
@@ -84,7 +93,7 @@ class Outgoing:
         self._digest = Digest() if digest else None
         self._fingerprints = list[int]() if fingerprints else None
         self._filled = 0
-        self._transfers = list[Transfer]()
+        self._transfers = list[Sending]()
         # Else the wire would wait for the bucket that is filled ahead of it.
         self._stream = new_stream(buffers.device)
         self._is_full = list[torch.cuda.Event]()
@@ -100,7 +109,7 @@ class Outgoing:
         if self._stream:
             torch.cuda.current_stream().synchronize()
 
-    def send(self, group: BroadcastGroup) -> Iterator[Transfer]:
+    def send(self, wire: Wire) -> Iterator[Sending]:
         """Sends bucket after bucket, each beginning when it is asked for."""
         for index in range(len(self.plan.buckets)):
             if index == self._filled:
@@ -109,16 +118,16 @@ class Outgoing:
             if self._stream:
                 self._stream.wait_event(self._is_full[index])
                 with torch.cuda.stream(self._stream):
-                    self._transfers.append(group.start(flat))
+                    self._transfers.append(wire.start(flat))
             else:
-                self._transfers.append(group.start(flat))
+                self._transfers.append(wire.start(flat))
             yield self._transfers[-1]
             if index + 1 == self._filled < len(self.plan.buckets):
                 self._fill()
 
-    def warm_up(self, group: BroadcastGroup) -> Iterator[Transfer]:
+    def warm_up(self, wire: Wire) -> Iterator[Sending]:
         """Sends as much as the first buffer holds, whatever it is, for the sake of the wire."""
-        yield group.start(self._buffers.of(0))
+        yield wire.start(self._buffers.of(0))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors themselves, if nothing was sent or filled yet."""

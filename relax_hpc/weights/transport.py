@@ -7,8 +7,9 @@ from typing import NamedTuple, Protocol
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.errors import EngineError
 from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights.group import Receiver
+from relax_hpc.weights.exchange import MemberError
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Outgoing
 
 HEALTH_S = 5.0
@@ -53,7 +54,28 @@ class Transport(Protocol):
         """
         ...
 
+    def leaves_receipts(self, member: Member) -> bool:
+        """Whether its ranks say what they received."""
+        ...
+
+    def settle(self) -> None:
+        """Ends a publication, whether or not there was anybody to deliver to."""
+        ...
+
     def close(self) -> None: ...
+
+
+def behind(
+    threads: ThreadPoolExecutor, live: dict[Member, Receiver], error: MemberError
+) -> dict[Member, str]:
+    """Who let an update fail, and how; the others are given it in the next attempt.
+
+    One that dies makes the others fail as well, so those that are dead are behind it, if any.
+    """
+    blamed = [member for member in live if member in error.reasons]
+    health = threads.map(lambda member: live[member].health(HEALTH_S), blamed)
+    dead = [member for member, ok in zip(blamed, health, strict=True) if not ok]
+    return {member: error.reasons[member] for member in dead or blamed}
 
 
 def each(

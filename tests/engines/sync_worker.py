@@ -4,30 +4,57 @@ import torch
 from megatron_worker import FixedWorld, _set_grid, _state
 
 
-def open_publisher(config, ids, bucket_bytes, timeout_s):
-    """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`."""
+class PoolWorld(FixedWorld):
+    """The ranks of a pool, with what a lane's link needs of them."""
+
+    def bcast(self, value):
+        import torch.distributed as dist
+
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def barrier(self):
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
+    """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`.
+
+    With `lanes` the engines are on the ranks' own GPUs, as it were.
+    """
     import torch.distributed as dist
 
+    from relax_hpc.comm.bucket import BucketPlan
     from relax_hpc.config.rollout import WeightsConfig
     from relax_hpc.engines.client import EngineClient
     from relax_hpc.engines.megatron.scorer import MegatronScorer
     from relax_hpc.paths import RunPaths
+    from relax_hpc.weights.lanes import LaneHelper, LaneLink
     from relax_hpc.weights.publish import Publisher
 
     _set_grid(config.actor)
     device = torch.device("cpu")
-    world = FixedWorld(dist.get_rank(), dist.get_world_size())
+    world = PoolWorld(dist.get_rank(), dist.get_world_size())
     scorer = _state["scorer"] = MegatronScorer(config, world, device)
     specs = scorer.weight_specs()
+    weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    link = None
+    if lanes:
+        link = LaneLink(world, BucketPlan.of(specs, bucket_bytes), device, weights)
+        _state["helper"] = LaneHelper(link)
     if dist.get_rank() == 0:
         _state["publisher"] = Publisher(
-            WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s),
+            weights,
             RunPaths(config.run_dir),
             lambda: ids,
             lambda member: EngineClient(member.url, member.token, timeout_s=timeout_s),
             specs,
             device=device,
             model_folder=config.model.path,
+            link=link,
         )
 
 
@@ -40,6 +67,8 @@ def publish(version, folder, check):
     scorer = _state["scorer"]
     hf_names.load(scorer._chunks, folder)
     tensors = scorer.named_weights()
+    if dist.get_rank() and "helper" in _state:
+        return _state["helper"].publish(version, tensors, scorer.own_parts())
     if dist.get_rank():
         for _ in tensors:
             pass
@@ -67,5 +96,6 @@ def wrong_shape():
 
 
 def close():
+    _state.pop("helper", None)
     if publisher := _state.pop("publisher", None):
         publisher.close()

@@ -15,12 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relax_hpc.engines.embedded.memory import Released
 from relax_hpc.engines.embedded.model import KvCache, Qwen3
 from relax_hpc.engines.embedded.sampling import sample, uniforms
 from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
 
 T = TypeVar("T")
+
+MEMORY = ("kv_cache", "weights")
+"""Tags of what can be released."""
 
 
 class Span(NamedTuple):
@@ -117,6 +121,7 @@ class Scheduler:
         """Request i has cache slot i."""
         self._waiting: deque[Request] = deque()
         self._commands: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._released: dict[str, Released] = {}
         self._wake = threading.Condition()
         self._stopping = False
 
@@ -176,6 +181,34 @@ class Scheduler:
         self._retire([(slot, FinishReason.ABORT) for slot in slots])
         return len(waiting) + len(slots)
 
+    def release_memory(self, tags: Iterable[str]) -> None:
+        """Gives memory back; nothing is sampled until all of it is there again.
+
+        Raises:
+            EngineError: requests are running or waiting.
+        """
+        if self._running or self._waiting:
+            raise EngineError(
+                f"{len(self._running)} requests are running and {len(self._waiting)} waiting; only "
+                "an idle engine releases memory"
+            )
+        if "kv_cache" in tags:
+            self._cache = KvCache(self.model.shape, self.model.dtype, self.model.device)
+        for tag in set(tags) - self._released.keys():
+            weights = self.model.weights.values() if tag == "weights" else ()
+            self._released[tag] = Released(weights)
+
+    def resume_memory(self, tags: Iterable[str]) -> None:
+        """Takes memory again; weights are garbage until they are loaded.
+
+        Raises:
+            EngineError: it was not released.
+        """
+        if missing := set(tags) - self._released.keys():
+            raise EngineError(f"memory of {', '.join(sorted(missing))} was not released")
+        for tag in set(tags):
+            self._released.pop(tag).resume()
+
     # The thread.
 
     @torch.inference_mode()
@@ -183,7 +216,7 @@ class Scheduler:
         """Steps until `stop`; sleeps while there is nothing to do."""
         while not self._stopping:
             self._run_commands()
-            if self.paused or not (self._running or self._waiting):
+            if self._stands or not (self._running or self._waiting):
                 with self._wake:
                     self._wake.wait_for(self._has_news, timeout=1.0)
                 continue
@@ -192,7 +225,11 @@ class Scheduler:
                 self._decode()
 
     def _has_news(self) -> bool:
-        return bool(self._stopping or self._commands or (self._waiting and not self.paused))
+        return bool(self._stopping or self._commands or (self._waiting and not self._stands))
+
+    @property
+    def _stands(self) -> bool:
+        return self.paused or bool(self._released)
 
     def _run_commands(self) -> None:
         while self._commands:

@@ -25,10 +25,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from relax_hpc.comm.bucket import digest
+from relax_hpc.comm.bucket import NamedTensors, digest
+from relax_hpc.comm.orders import LOADER
 from relax_hpc.engines.embedded.generation import GenerationEndpoint
+from relax_hpc.engines.embedded.lane_weights import LaneWeights
 from relax_hpc.engines.embedded.model import Qwen3, Shape
-from relax_hpc.engines.embedded.scheduler import Scheduler
+from relax_hpc.engines.embedded.scheduler import MEMORY, Scheduler
 from relax_hpc.engines.embedded.weight_groups import WeightGroups
 from relax_hpc.errors import EngineError
 
@@ -43,10 +45,11 @@ class Endpoints:
         model_path: str,
         scheduler: Scheduler,
         groups: WeightGroups,
+        lane: LaneWeights,
         generation: GenerationEndpoint,
     ) -> None:
         self._model_path, self._scheduler, self._groups = model_path, scheduler, groups
-        self._generation = generation
+        self._lane, self._generation = lane, generation
         self._weights_lock = asyncio.Lock()
 
     def routes(self) -> list[Route]:
@@ -57,7 +60,10 @@ class Endpoints:
             "/init_weights_update_group": self.join_group,
             "/destroy_weights_update_group": self.leave_group,
             "/update_weights_from_distributed": self.update_from_group,
+            "/update_weights_from_tensor": self.update_from_lane,
             "/update_weights_from_disk": self.update_from_disk,
+            "/release_memory_occupation": self.release_memory,
+            "/resume_memory_occupation": self.resume_memory,
             "/weights_checker": self.check_weights,
             "/flush_cache": self.flush_cache,
             "/model_info": self.model_info,
@@ -120,6 +126,31 @@ class Endpoints:
             await self._call(lambda: self._scheduler.update(tensors, body.get("weight_version")))
         return _done(f"updated {len(tensors)} weights")
 
+    async def update_from_lane(self, body: Body) -> Body:
+        if body.get("load_format") != LOADER:
+            raise EngineError(
+                f"load_format {body.get('load_format')!r}: this engine knows {LOADER}"
+            )
+        [payload], model = body["serialized_named_tensors"], self._scheduler.model
+
+        def load(tensors: NamedTensors) -> int:
+            self._scheduler.call(lambda: model.load(tensors)).result()
+            return sum(not torch.equal(model.weights[name], value) for name, value in tensors)
+
+        async with self._weights_lock:
+            await asyncio.to_thread(self._lane.carry_out, payload, load)
+            if (version := body.get("weight_version")) is not None:
+                await self._call(lambda: self._scheduler.set_version(version))
+        return _done("carried out; the receipt says how")
+
+    async def release_memory(self, body: Body) -> Body:
+        await self._call(lambda: self._scheduler.release_memory(_tags(body)))
+        return _done("released")
+
+    async def resume_memory(self, body: Body) -> Body:
+        await self._call(lambda: self._scheduler.resume_memory(_tags(body)))
+        return _done("resumed")
+
     async def update_from_disk(self, body: Body) -> Body:
         folder, version = Path(body["model_path"]), body.get("weight_version")
 
@@ -159,6 +190,7 @@ class Endpoints:
             "num_running_reqs": running,
             "num_waiting_reqs": waiting,
             "paused": self._scheduler.paused,
+            "enable_memory_saver": True,
         }
 
     async def loads(self, body: Body) -> Body:
@@ -172,6 +204,10 @@ class Endpoints:
 
     async def _call(self, command: Callable[[], Any]) -> Any:  # noqa: ANN401
         return await asyncio.wrap_future(self._scheduler.call(command))
+
+
+def _tags(body: Body) -> set[str]:
+    return set(body.get("tags") or MEMORY)
 
 
 def _done(message: str) -> Body:
@@ -215,7 +251,9 @@ def serve(model_path: Path, host: str, options: Body) -> None:
     model.load_folder(model_path)
     scheduler = Scheduler(model, max_running=options["max_running_requests"], version="0")
     generation = GenerationEndpoint(scheduler, version_spans=options["version_spans"])
-    endpoints = Endpoints(str(model_path), scheduler, WeightGroups(device), generation)
+    endpoints = Endpoints(
+        str(model_path), scheduler, WeightGroups(device), LaneWeights(device), generation
+    )
     app = Starlette(
         routes=endpoints.routes(),
         middleware=[Middleware(_BearerToken, token=options["token"])],

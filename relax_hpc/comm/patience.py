@@ -1,0 +1,28 @@
+"""How long a rank of an engine waits for the trainer."""
+
+import time
+
+import torch.distributed as dist
+
+from relax_hpc.comm.orders import Order, abort_key
+
+_LOOK_S = 0.1
+"""Between looks whether the trainer gave up."""
+
+
+class Patience:
+    """Of one order."""
+
+    def __init__(self, order: Order, store: dist.Store) -> None:
+        self.deadline = time.monotonic() + order.timeout_s
+        self._key, self._store, self._next = abort_key(order.serial), store, 0.0
+
+    def check(self) -> None:
+        """Raises an error once there is nothing to wait for: it is late, or the trainer gave up."""
+        now = time.monotonic()
+        if now > self.deadline:
+            raise TimeoutError("the trainer sent nothing more")
+        if now > self._next:
+            self._next = now + _LOOK_S
+            if self._store.check([self._key]):  # an error, too, if the trainer is dead
+                raise TimeoutError("the trainer gave this update up")

@@ -1,0 +1,218 @@
+"""Weights to engines on the trainer's own GPUs: every rank gives its neighbour what it was given.
+
+Engine e's rank t sits on the GPU of the trainer's rank e x ranks + t. Each rank of the trainer is
+given the whole stream of weights, so no bucket crosses a GPU.
+"""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from torch import Tensor
+
+from relax_hpc.comm.bucket import BucketPlan
+from relax_hpc.comm.lanes import Giver, NoWire, Store
+from relax_hpc.comm.orders import PLAN, Order, Receipt, Task, abort_key
+from relax_hpc.comm.world import World
+from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.telemetry.timers import Timers
+from relax_hpc.weights.exchange import Exchange, MemberError, give_orders
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.receiver import Receiver
+from relax_hpc.weights.staging import Buffers, Outgoing, OwnParts
+from relax_hpc.weights.transport import Delivery, behind
+
+_BUFFERS = 2
+_POLL_S = 1e-3
+
+
+@dataclass
+class _Word:
+    """What rank 0 tells the other ranks of an update."""
+
+    lanes: list[int]
+    """That are used; none if no engine is to be given anything."""
+    serial: str = ""
+
+
+class LaneLink:
+    """One rank's part; made by all ranks of the trainer at once, and kept."""
+
+    def __init__(
+        self, world: World, plan: BucketPlan, device: torch.device, config: WeightsConfig
+    ) -> None:
+        self.config, self.lane = config, world.rank
+        self.buffers = Buffers(plan, device, count=_BUFFERS)
+        self.store = Store.of_trainer(world, timeout_s=config.timeout_s)
+        self.giver = Giver(self.store, world.rank, self.buffers.shared())
+        if world.rank == 0:
+            self.store.put(PLAN, plan.to_json())
+        world.barrier()
+        self._others, self._count = range(1, world.size), 0
+
+    def tell(self, word: _Word) -> None:
+        """Rank 0 says what the others do in this update."""
+        for lane in self._others:
+            self.store.put(f"word/{self._count}/{lane}", json.dumps(asdict(word)))
+        self._count += 1
+
+    def hear(self) -> _Word:
+        """What rank 0 says.
+
+        Raises:
+            PeerTimeoutError: nothing, although it has had time to wait for every engine.
+        """
+        key, limit_s = f"word/{self._count}/{self.lane}", 3 * self.config.timeout_s
+        self._count += 1
+        deadline = time.monotonic() + limit_s
+        while not self.store.has(key):
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(f"rank 0 of the trainer said nothing for {limit_s:.0f} s")
+            time.sleep(_POLL_S)
+        return _Word(**json.loads(self.store.take(key, timeout_s=self.config.timeout_s)))
+
+
+class LaneHelper:
+    """What ranks other than 0 do in a publication."""
+
+    def __init__(self, link: LaneLink) -> None:
+        self._link = link
+
+    def publish(
+        self, version: int, tensors: Iterator[tuple[str, Tensor]], own: OwnParts | None
+    ) -> None:
+        """Gives the engine's rank on this GPU the weights, if it is to have them."""
+        link = self._link
+        outgoing = Outgoing(link.buffers, tensors, own)
+        outgoing.prefetch()  # rank 0 does, and they bring the tensors together
+        try:
+            word = link.hear()
+            if link.lane in word.lanes:
+                self._give(word.serial, outgoing)
+        finally:
+            outgoing.drain()
+
+    def _give(self, serial: str, outgoing: Outgoing) -> None:
+        link = self._link
+        deadline = time.monotonic() + link.config.timeout_s
+
+        def check() -> None:
+            if link.store.has(abort_key(serial)) or time.monotonic() > deadline:
+                raise _GivenUpError
+
+        link.giver.begin(serial, check)
+        try:
+            for sent in list(outgoing.send(link.giver)):
+                sent.order_after()
+        except _GivenUpError:
+            return  # rank 0 knows why
+
+
+class _GivenUpError(Exception):
+    """Rank 0 gave the update up, or is dead."""
+
+
+class LaneTransport:
+    """See `transport.Transport`."""
+
+    def __init__(self, link: LaneLink, threads: ThreadPoolExecutor) -> None:
+        self._link, self._threads = link, threads
+        self._exchange = Exchange(link.config.timeout_s)
+        self._prepared = set[Member]()
+        self._has_told = False
+
+    def leaves_receipts(self, member: Member) -> bool:
+        return True
+
+    def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
+        """Fills the buffers."""
+        with timers("gather"):
+            outgoing.prefetch()
+
+    def deliver(
+        self,
+        live: dict[Member, Receiver],
+        version: int,
+        outgoing: Outgoing,
+        timers: Timers,
+        *,
+        check: bool,
+    ) -> Delivery:
+        """All of them, or none, like a broadcast."""
+        deadline = time.monotonic() + self._link.config.timeout_s
+        try:
+            with timers("pause"):
+                pauses = {m: self._threads.submit(r.pause) for m, r in live.items()}
+                self._exchange.run(pauses, lambda _: None, deadline)
+            if new := {m: r for m, r in live.items() if m not in self._prepared}:
+                with timers("prepare"):
+                    self._order("prepare", new, version, lambda serial, give_up: None, deadline)
+                self._prepared |= new.keys()
+            with timers("wire"):
+                task: Task = "check" if check else "receive"
+
+                def transfer(serial: str, give_up: Callable[[], None]) -> None:
+                    self._give(live, serial, outgoing, give_up, deadline)
+
+                return Delivery(live, {}, self._order(task, live, version, transfer, deadline))
+        except MemberError as error:
+            return Delivery({}, behind(self._threads, live, error), {})
+
+    def settle(self) -> None:
+        """Tells the other ranks that nobody is to be given anything, if nobody was."""
+        if not self._has_told:
+            self._link.tell(_Word([]))
+        self._has_told = False
+
+    def close(self) -> None:
+        """Engines let go of the memory when they meet another trainer, or end."""
+
+    def _give(
+        self,
+        live: dict[Member, Receiver],
+        serial: str,
+        outgoing: Outgoing,
+        give_up: Callable[[], None],
+        deadline: float,
+    ) -> None:
+        def check() -> None:
+            give_up()
+            if time.monotonic() > deadline:
+                raise TimeoutError("an engine did not take a bucket")
+
+        lanes = [lane for member in live for lane in _lanes(member)]
+        self._link.tell(_Word(lanes, serial))
+        self._has_told = True
+        giver = self._link.giver
+        giver.begin(serial, check)
+        for sent in list(outgoing.send(giver if self._link.lane in lanes else NoWire())):
+            sent.order_after()
+
+    def _order(
+        self,
+        task: Task,
+        receivers: dict[Member, Receiver],
+        version: int,
+        transfer: Callable[[str, Callable[[], None]], None],
+        deadline: float,
+    ) -> dict[Member, list[Receipt]]:
+        store, serial = self._link.store, uuid.uuid4().hex[:8]
+        order = Order(serial, "", task, self._link.config.timeout_s, store.address)
+        orders = {m: [replace(order, lane=lane) for lane in _lanes(m)] for m in receivers}
+        return self._exchange.carry_out(
+            serial,
+            give_orders(self._threads, receivers, orders, version),
+            lambda give_up: transfer(serial, give_up),
+            deadline,
+            store,
+            {member: _lanes(member) for member in receivers},
+        )
+
+
+def _lanes(member: Member) -> range:
+    return range(member.lane, member.lane + member.num_ranks)
