@@ -85,7 +85,7 @@ class BroadcastGroup:
             store: rank 0's own store, if it opened it with `open_store`.
             timeout_s: of joining and of every broadcast.
         """
-        timeout = timedelta(seconds=timeout_s)
+        timeout, self._timeout_s = timedelta(seconds=timeout_s), timeout_s
         self._store = store or dist.TCPStore(host, port, world_size, rank == 0, timeout)
         self.rank, self.size, self.name, self.backend = rank, world_size, name, backend
         self._group, _ = _new_process_group_helper(
@@ -100,9 +100,23 @@ class BroadcastGroup:
         self._shelf: dist.Store = _world.pg_map[self._group][1]
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Sends (rank 0) or overwrites (others) `tensor`; contiguous, on the backend's device."""
-        self.start(tensor).order_after()
+    def broadcast(self, tensor: torch.Tensor, give_up: Callable[[], None] = lambda: None) -> None:
+        """Sends (rank 0) or overwrites (others) `tensor`; contiguous, on the backend's device.
+
+        Args:
+            tensor: the same size everywhere.
+            give_up: called again and again meanwhile; what it raises ends the wait, and the group.
+
+        Raises:
+            TimeoutError: it did not end within the group's timeout.
+            RuntimeError: a rank has left.
+        """
+        transfer = self.start(tensor)
+        try:
+            transfer.wait(time.monotonic() + self._timeout_s, give_up)
+        except BaseException:
+            self._group.abort()  # else what it waits for would keep it alive
+            raise
         if tensor.is_cuda:
             torch.cuda.current_stream().synchronize()
 

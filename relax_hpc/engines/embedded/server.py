@@ -95,6 +95,7 @@ class Endpoints:
         return _done(f"aborted {await self._call(lambda: self._scheduler.abort(rid))}")
 
     async def join_group(self, body: Body) -> Body:
+        self._groups.give_up()  # there is one trainer
         async with self._weights_lock:
             await asyncio.to_thread(
                 self._groups.join,
@@ -108,8 +109,9 @@ class Endpoints:
         return _done("joined")
 
     async def leave_group(self, body: Body) -> Body:
+        name = body.get("group_name", "weight_update_group")
+        self._groups.give_up(name)
         async with self._weights_lock:
-            name = body.get("group_name", "weight_update_group")
             await asyncio.to_thread(self._groups.leave, name)
         return _done("left")
 

@@ -18,6 +18,15 @@ class WeightGroups:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._groups: dict[str, BroadcastGroup] = {}
+        self._over: set[str] = set()
+
+    def give_up(self, name: str | None = None) -> None:
+        """Ends all waiting for tensors of group `name`, or of any; call it from any thread.
+
+        A trainer that leaves a group, or makes another one, has given an update up, and its end of
+        the connection may outlive that.
+        """
+        self._over.update(self._groups if name is None else self._groups.keys() & {name})
 
     def join(
         self, host: str, port: int, rank: int, world_size: int, name: str, backend: Transport
@@ -38,6 +47,7 @@ class WeightGroups:
         """
         self._get(name)
         self._groups.pop(name).close()
+        self._over.discard(name)
 
     def receive(
         self,
@@ -50,9 +60,14 @@ class WeightGroups:
         """Receives tensors from rank 0: one broadcast of their bytes, or one for each.
 
         Raises:
-            EngineError: not a member.
+            EngineError: not a member, or the trainer gave this update up.
         """
         group = self._get(name)
+
+        def check() -> None:
+            if name in self._over:
+                raise EngineError("the trainer gave this update up")
+
         specs = [
             (weight, getattr(torch, dtype.removeprefix("torch.")), shape)
             for weight, dtype, shape in zip(names, dtypes, shapes, strict=True)
@@ -60,12 +75,12 @@ class WeightGroups:
         if load_format == "flattened_bucket":
             size = sum(num_bytes(dtype, shape) for _, dtype, shape in specs)
             flat = torch.empty(size, dtype=torch.uint8, device=self._device)
-            group.broadcast(flat)
+            group.broadcast(flat, check)
             return unflatten(flat, specs)
         received = []
         for weight, dtype, shape in specs:
             tensor = torch.empty(list(shape), dtype=dtype, device=self._device)
-            group.broadcast(tensor)
+            group.broadcast(tensor, check)
             received.append((weight, tensor))
         return received
 
