@@ -109,7 +109,10 @@ def _reference(
 def _join(
     config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str, events: EventWriter
 ) -> World:
-    """The world of the component's ranks."""
+    """The world of the component's ranks, which are Megatron's."""
+    from relax_hpc.engines.megatron import cpu
+
+    cpu.install()
     # Others outlast rank 0, which gives up on rollout and says whom it waited for.
     world = connect(
         bootstrap,

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from relax_hpc.telemetry import history
 from relax_hpc.telemetry.events import read_events
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 def write(run_dir: Path) -> Path:
@@ -19,12 +20,13 @@ def write(run_dir: Path) -> Path:
     It is built beside the old one and put in its place, so the folder never holds half a run, and
     a step that was trained twice is drawn once.
     """
-    from torch.utils.tensorboard import SummaryWriter  # pulls in torch
+    # What torch.utils.tensorboard writes with; that would take seconds to import torch.
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     paths = RunPaths(run_dir)
     events = read_events(paths.events("any", 0).parent)
     draft = paths.tensorboard.with_name(f".{paths.tensorboard.name}.{os.getpid()}")
-    with SummaryWriter(str(draft)) as writer:
+    with closing(EventFileWriter(str(draft))) as writer:
         for done in history.steps(events):
             for tag, value in history.numbers(done).items():
                 _scalar(writer, tag, value, done["step"], done["time"])
@@ -44,5 +46,9 @@ def write(run_dir: Path) -> Path:
     return paths.tensorboard
 
 
-def _scalar(writer: "SummaryWriter", tag: str, value: float, step: int, time: float) -> None:
-    writer.add_scalar(tag, value, step, walltime=time)
+def _scalar(writer: "EventFileWriter", tag: str, value: float, step: int, time: float) -> None:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    scalar = Summary.Value(tag=tag, simple_value=value)
+    writer.add_event(Event(wall_time=time, step=step, summary=Summary(value=[scalar])))

@@ -1,5 +1,7 @@
 """The tiny policy that every end-to-end run starts from."""
 
+import time
+
 import pytest
 from e2e_runs import REPOSITORY
 
@@ -7,9 +9,25 @@ from relax_hpc.roles.make_tiny import make
 
 
 @pytest.fixture(scope="session")
-def tiny(worker_id):
-    """Folder with a model, training and held-out prompts; made once per checkout and worker."""
-    folder = REPOSITORY / ".cache" / f"tiny-{worker_id}"
+def tiny(worker_id, tmp_path_factory):
+    """Folder with a model, training and held-out prompts; made once per checkout."""
+    folder = REPOSITORY / ".cache" / "tiny"
+    base = tmp_path_factory.getbasetemp()
+    # The first of this session's workers to get here makes it, or sees that it is there.
+    shared = base if worker_id == "master" else base.parent
+    try:
+        (shared / "tiny").mkdir()
+    except FileExistsError:
+        wait_for((shared / "tiny" / "made").exists, 300)
+        return folder
     folder.parent.mkdir(exist_ok=True)
     make(folder, progress=print)
+    (shared / "tiny" / "made").touch()
     return folder
+
+
+def wait_for(condition, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the other worker did not make it"
+        time.sleep(0.1)

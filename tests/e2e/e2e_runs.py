@@ -1,4 +1,4 @@
-"""A run as its user sees it: the console script, the run directory, and nothing else."""
+"""A run as its user sees it: the command line, the run directory, and nothing else."""
 
 import json
 import re
@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from typer.testing import CliRunner
+
 from relax_hpc.bus.plan import read_chain
-from relax_hpc.launch.status import ACTIVE, collect
+from relax_hpc.cli import app
+from relax_hpc.launch.status import ACTIVE
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.events import read_events
 
@@ -22,14 +25,21 @@ class Submitted(NamedTuple):
     said: str
 
 
-def cli(*arguments):
-    """What the command printed; a command that fails, fails the test with its own words."""
+def console(*arguments):
+    """What the console script printed; a command that fails, fails the test in its own words."""
     answer = subprocess.run([CLI, *arguments], capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout
 
 
-def submit(job, model_folder, *, local, **settings):
+def cli(*arguments):
+    """Likewise, of the same commands in this process, which has imported everything already."""
+    answer = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
+    return answer.output
+
+
+def submit(job, model_folder, *, local, run=cli, **settings):
     """Submits jobs/<job>.toml; `algorithm__num_steps=9` sets algorithm.num_steps."""
     settings |= {
         "model.path": model_folder / "model",
@@ -37,7 +47,7 @@ def submit(job, model_folder, *, local, **settings):
         "prompts.heldout": model_folder / "heldout.jsonl",
     }
     overrides = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
-    said = cli("submit", REPOSITORY / "jobs" / f"{job}.toml", *["--local"] * local, *overrides)
+    said = run("submit", REPOSITORY / "jobs" / f"{job}.toml", *["--local"] * local, *overrides)
     return Submitted(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]), said)
 
 
@@ -48,16 +58,11 @@ def status(run_dir):
 def wait_until(run_dir, predicate, timeout_s):
     """The first status of which `predicate` holds; a run that ended will not get there."""
     deadline = time.monotonic() + timeout_s
-    while not predicate(now := look(run_dir)):
+    while not predicate(now := status(run_dir)):
         assert now["state"] in ACTIVE, f"{now}\n{cli('logs', run_dir)[-4000:]}"
         assert time.monotonic() < deadline, f"{now}\n{cli('logs', run_dir)[-4000:]}"
         time.sleep(0.2)
     return now
-
-
-def look(run_dir):
-    """As `status`, without a process that has to import everything first."""
-    return json.loads(collect(run_dir).to_json())
 
 
 def is_over(now):

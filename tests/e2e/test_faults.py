@@ -8,6 +8,7 @@ import psutil
 import pytest
 from e2e_runs import (
     cli,
+    console,
     events_of,
     every_prompt_once,
     has_done,
@@ -21,7 +22,7 @@ from e2e_runs import (
 from relax_hpc.launch import record
 from relax_hpc.launch.local import processes
 
-STEPS, PROMPTS, SIBLINGS = 32, 16, 8
+STEPS, PROMPTS, SIBLINGS = 24, 8, 4
 
 
 def submit_small(tiny, run_root, *, local, **settings):
@@ -34,7 +35,7 @@ def submit_small(tiny, run_root, *, local, **settings):
         "actor.save_every": 4,
         "launch.restart_delay_s": 0.2,
         "eval.every": 0,
-        "eval.num_prompts": 64,
+        "eval.num_prompts": 16,
     }
     return submit("demo", tiny, local=local, **small | settings).run_dir
 
@@ -127,7 +128,7 @@ def test_cancel_ends_all_of_a_run_and_nothing_else(tiny, tmp_path):
         wait_until(bystander, has_done(1), 150)
         started = started_by(run_dir)
         assert len(started) >= 6, "script, two supervised steps, rollout, engine, actor"
-        cli("cancel", run_dir)
+        console("cancel", run_dir)
         _, alive = psutil.wait_procs(started, timeout=5)
         assert alive == []
         assert not [process for process in psutil.process_iter() if names(process, run_dir)]

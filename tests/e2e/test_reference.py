@@ -21,7 +21,7 @@ from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
 from relax_hpc.paths import RunPaths
 
-STEPS, PROMPTS, SIBLINGS = 8, 8, 4
+STEPS, PROMPTS, SIBLINGS = 8, 4, 4
 
 
 def submit_small(tiny, run_root, **settings):

@@ -26,17 +26,15 @@ _FACTORIES = (
 
 
 def install() -> None:
-    """Patches the loaded `megatron.core` modules, and those imported later. Idempotent."""
+    """Patches the loaded `megatron.core` modules, and those imported later. Idempotent.
+
+    Called before the first of them is imported, it saves a process the import of torch's compiler,
+    which Megatron-core would not use here: a second or two.
+    """
     if torch.cuda.is_available() or any(isinstance(x, _PatchOnImport) for x in sys.meta_path):
         return
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron insists under TP
     warnings.filterwarnings("ignore", module=r"megatron\..*")
-    from megatron.core import jit
-    from megatron.core.tensor_parallel import random
-
-    jit.disable_jit_fuser()
-    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     torch.Tensor.type = _type_as_megatron_spells_it(torch.Tensor.type)  # type: ignore[method-assign]
     proxy = _TorchProxy()
@@ -44,9 +42,15 @@ def install() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core"):
             _patch(module, proxy)
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
 def _patch(module: types.ModuleType, proxy: "_TorchProxy") -> None:
+    if module.__name__ == "megatron.core.jit":
+        module.disable_jit_fuser()
     if vars(module).get("torch") is torch:
         vars(module)["torch"] = proxy
 

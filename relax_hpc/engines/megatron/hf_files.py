@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from relax_hpc.engines.megatron.architecture import Architecture
@@ -15,7 +14,7 @@ from relax_hpc.engines.megatron.architectures.names import Parameter, Shape
 from relax_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -56,12 +55,12 @@ class HfFiles:
     def shape(self, name: str) -> Shape:
         return tuple(self._slice(name).get_shape())
 
-    def read(self, name: str, *ranges: slice) -> "Tensor":
+    def read(self, name: str, *ranges: slice) -> "torch.Tensor":
         """Those ranges of the first dimensions; no other bytes are read."""
-        part: Tensor = self._slice(name)[ranges]
+        part: torch.Tensor = self._slice(name)[ranges]
         return part
 
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """Of the first tensor."""
         name = min(self.names)
         return self.read(name, slice(0, 1)).dtype
