@@ -21,6 +21,7 @@ from relax_hpc.schema import Trajectory
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Published, Publisher
+from relax_hpc.weights.staging import Gather, Giver
 
 _BETWEEN_S = 1.0
 """Between two versions, so that engines are at work again."""
@@ -43,18 +44,18 @@ def run(rank: int, task: Task) -> None:
     init_torch(world, device="cuda" if on_gpu else "cpu")
     has_weights = any(task.config.model.path.glob("*.safetensors"))
     scorer = MegatronScorer(task.config, world, device, random_weights=not has_weights)
-    specs = scorer.weight_specs()
+    specs, gather = scorer.weight_specs(), scorer.gather(task.config.weights.bucket_bytes)
     publisher = None
     if rank == 0:
         publisher = Publisher(
             task.config.weights, task.paths, lambda: task.config.producers,
             lambda member: EngineClient(member.url, member.token), specs,
-            device=device, model_folder=task.config.model.path,
+            device=device, model_folder=task.config.model.path, gather=gather,
         )  # fmt: skip
     published, gaps = list[Published](), list[Gap]()
     for version in range(task.updates + 1):
         check = version in (0, task.updates)
-        if done := _publish(scorer, publisher, version, check=check):
+        if done := _publish(scorer, gather, publisher, version, check=check):
             published.append(done)
         if task.compare_logprobs and version in LOGPROB_VERSIONS:
             gaps.append(_compare(task, world, scorer, version))
@@ -72,16 +73,20 @@ def run(rank: int, task: Task) -> None:
 
 
 def _publish(
-    scorer: MegatronScorer, publisher: Publisher | None, version: int, *, check: bool
+    scorer: MegatronScorer,
+    gather: Gather,
+    publisher: Publisher | None,
+    version: int,
+    *,
+    check: bool,
 ) -> Published | None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     dist.barrier()
     tensors = scorer.named_weights()
     if publisher:
-        return publisher.publish(version, tensors, scorer.own_parts(), check=check)
-    for _ in tensors:
-        pass
+        return publisher.publish(version, tensors, check=check)
+    Giver(gather).publish(version, tensors)
     return None
 
 

@@ -32,18 +32,6 @@ class Spec(NamedTuple):
         return num_bytes(self.dtype, self.shape)
 
 
-class Part(NamedTuple):
-    """A range of one dimension of a tensor, all of the others."""
-
-    values: Tensor
-    dim: int
-    start: int
-
-    def within(self, tensor: Tensor) -> Tensor:
-        """The view of `tensor` that it is."""
-        return tensor.narrow(self.dim, self.start, self.values.shape[self.dim])
-
-
 @dataclass(frozen=True)
 class BucketPlan:
     """Which tensors travel together, in which order: fixed for a run, equal on all sides."""

@@ -18,7 +18,6 @@ from relax_hpc.roles.skips import Skip, stop_if_stuck
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published
-from relax_hpc.weights.staging import OwnParts
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +78,6 @@ class Trainer(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
-    def own_parts(self) -> OwnParts | None:
-        """What they are made of, if this rank has all of it."""
-        ...
 
 
 class Lead(Protocol):
@@ -91,9 +87,7 @@ class Lead(Protocol):
         """None if engines have to be given the current weights first."""
         ...
 
-    def publish(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], own: OwnParts | None
-    ) -> Published: ...
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
     def end_step(self, step: int, fields: dict[str, Any]) -> None:
         """Compares weights if it is time to, and logs."""
         ...
@@ -108,9 +102,7 @@ class Lead(Protocol):
 class Helper(Protocol):
     """What the other ranks do in a publication."""
 
-    def publish(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], own: OwnParts | None
-    ) -> None: ...
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
 
 
 def run(
@@ -218,9 +210,9 @@ def _publish(world: World, trainer: Trainer, lead: Lead | None, helper: Helper |
     while again:
         tensors = trainer.named_weights()
         if lead:
-            again = lead.publish(trainer.step, tensors, trainer.own_parts()).again
+            again = lead.publish(trainer.step, tensors).again
         elif helper:
-            helper.publish(trainer.step, tensors, trainer.own_parts())
+            helper.publish(trainer.step, tensors)
         else:
             for _ in tensors:  # only rank 0 keeps what comes out
                 pass

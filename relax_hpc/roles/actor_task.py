@@ -21,6 +21,7 @@ from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
+from relax_hpc.weights.staging import Giver
 
 
 def main(
@@ -38,12 +39,15 @@ def main(
     resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
     specs = trainer.weight_specs()
-    lead = None
+    gather = helper = lead = None
+    if config.weights.transport == "collective":
+        gather = trainer.gather(config.weights.bucket_bytes)
+        helper = Giver(gather) if world.rank else None
     if world.rank == 0:
         publisher = Publisher(
             config.weights, paths, lambda: [*config.producers, *members.extras(paths)],
             _connect, specs,
-            device=device, model_folder=config.model.path,
+            device=device, model_folder=config.model.path, gather=gather,
         )  # fmt: skip
         lead = _lead(config, publisher, paths, checkpoints, resumed, shards, events)
 
@@ -55,7 +59,9 @@ def main(
         sequencer = lead.sequencer
         duties = saving.Lead(lambda: sequencer.position, sequencer.check_fenced, lead.release)
     save = saving.Saving(config, paths, world, trainer, checkpoints, duties, events)
-    actor.run(config, world, trainer, Reader(paths.bus, shards=shards), lead, save, reference)
+    actor.run(
+        config, world, trainer, Reader(paths.bus, shards=shards), lead, save, reference, helper
+    )
     if lead:
         lead.close()
     world.barrier()

@@ -18,7 +18,6 @@ from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
 from relax_hpc.weights.publish import Published, Publisher
-from relax_hpc.weights.staging import OwnParts
 
 log = logging.getLogger(__name__)
 
@@ -62,12 +61,10 @@ class ActorLead:
             self._shards[guid] = str(shard.relative_to(self._config.run_dir))
         return record
 
-    def publish(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], own: OwnParts | None
-    ) -> Published:
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
         """Gives engines the weights; compares them if it is time to."""
         self.sequencer.check_fenced()
-        published = self._publisher.publish(version, tensors, own, check=self._is_checked(version))
+        published = self._publisher.publish(version, tensors, check=self._is_checked(version))
         self.sequencer.advance(step=version, policy_version=version)
         self._note(published)
         return published

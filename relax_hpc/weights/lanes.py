@@ -24,7 +24,7 @@ from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.receiver import Receiver
-from relax_hpc.weights.staging import Buffers, Outgoing, OwnParts
+from relax_hpc.weights.staging import Buffers, Gather, Outgoing
 from relax_hpc.weights.transport import Delivery, behind
 
 _BUFFERS = 2
@@ -80,15 +80,14 @@ class LaneLink:
 class LaneHelper:
     """What ranks other than 0 do in a publication."""
 
-    def __init__(self, link: LaneLink) -> None:
-        self._link = link
+    def __init__(self, link: LaneLink, gather: Gather | None = None) -> None:
+        """As the publisher has them; the gather is one to all ranks."""
+        self._link, self._gather = link, gather
 
-    def publish(
-        self, version: int, tensors: Iterator[tuple[str, Tensor]], own: OwnParts | None
-    ) -> None:
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Gives the engine's rank on this GPU the weights, if it is to have them."""
         link = self._link
-        outgoing = Outgoing(link.buffers, tensors, own)
+        outgoing = Outgoing(link.buffers, tensors, self._gather)
         outgoing.prefetch()  # rank 0 does, and they bring the tensors together
         try:
             word = link.hear()

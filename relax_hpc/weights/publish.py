@@ -28,7 +28,7 @@ from relax_hpc.weights.lanes import LaneLink, LaneTransport
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.roster import Holding, HoldingState, Roster
-from relax_hpc.weights.staging import Buffers, Outgoing, OwnParts
+from relax_hpc.weights.staging import Buffers, Gather, Outgoing
 from relax_hpc.weights.transport import HEALTH_S, Transport, each
 from relax_hpc.weights.verify import Verified, compare
 
@@ -73,6 +73,7 @@ class Publisher:
         device: torch.device,
         model_folder: Path,
         link: LaneLink | None = None,
+        gather: Gather | None = None,
     ) -> None:
         """Serves the members `ids()`, whether or not they are there yet.
 
@@ -85,9 +86,11 @@ class Publisher:
             device: where these tensors are.
             model_folder: what the `files` transport takes config and tokenizer from.
             link: to members on the trainer's own GPUs, if that is where they are.
+            gather: brings buckets of at most `config.bucket_bytes` here, which is quicker than to
+                take tensors one by one.
         """
         self._config, self._paths, self._ids = config, paths, ids
-        self._connect = connect
+        self._connect, self._gather = connect, gather
         plan = BucketPlan.of(specs, config.bucket_bytes)
         self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
         self._holdings: dict[Key, Holding] = {}
@@ -103,7 +106,6 @@ class Publisher:
         self,
         version: int,
         tensors: Iterator[tuple[str, Tensor]],
-        own: OwnParts | None = None,
         *,
         check: bool = False,
     ) -> Published:
@@ -111,8 +113,7 @@ class Publisher:
 
         Args:
             version: of the policy.
-            tensors: all of its weights; taken to the end.
-            own: what they are made of, if all of it is on this rank, which is quicker.
+            tensors: all of its weights; taken to the end, unless there is a `gather`.
             check: compares afterwards what members hold with what was sent.
         """
         self._version, timers, start = version, Timers(), time.perf_counter()
@@ -120,7 +121,9 @@ class Publisher:
         by_name = check and any(
             m.engine == "embedded" and not self._transport.leaves_receipts(m) for m in live
         )
-        outgoing = Outgoing(self._buffers, tensors, own, digest=by_name, fingerprints=check)
+        outgoing = Outgoing(
+            self._buffers, tensors, self._gather, digest=by_name, fingerprints=check
+        )
         done, receipts = dict[Member, Receiver](), dict[Member, list[Receipt]]()
         try:
             if live:

@@ -5,17 +5,43 @@ There are a few buffers, whatever the size of the model. While one is sent, the 
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from relax_hpc.comm.bucket import BucketPlan, Digest, Part, Spec, fingerprint, views
+from relax_hpc.comm.bucket import BucketPlan, Digest, Spec, fingerprint, views
 from relax_hpc.comm.shared_memory import SharedMemory, allocate
 from relax_hpc.comm.streams import mark, new_stream
 from relax_hpc.comm.wire import Sending, Wire
 
-OwnParts = list[list[Part]]
-"""What each tensor is made of, in the order of the plan."""
+
+class Gather(Protocol):
+    """Brings weights together on rank 0; every rank of the trainer has its end of it."""
+
+    def begin(self) -> None:
+        """Call it before every version."""
+        ...
+
+    def fill(self, index: int, flat: Tensor) -> None:
+        """Rank 0: puts bucket `index` into `flat`, in the order of the current stream."""
+        ...
+
+    def give(self) -> None:
+        """The others: sends what rank 0 lacks of all buckets."""
+        ...
+
+
+class Giver:
+    """What ranks other than 0 have to do with a publication whose weights are gathered."""
+
+    def __init__(self, gather: Gather) -> None:
+        self._gather = gather
+
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Leaves the tensors alone: nobody else takes any."""
+        self._gather.begin()
+        self._gather.give()
 
 
 class Buffers:
@@ -25,8 +51,6 @@ class Buffers:
         """Makes the memory when it is needed first."""
         self.plan, self.device = plan, device
         self._count = min(count, len(plan.buckets))
-        self._parts: OwnParts | None = None
-        self._copies = list[tuple[list[Tensor], list[Tensor]]]()
 
     def __len__(self) -> int:
         return self._count
@@ -34,24 +58,6 @@ class Buffers:
     def of(self, index: int) -> Tensor:
         """[size] uint8, for bucket `index`."""
         return self._flat[index % self._count][: self.plan.sizes[index]]
-
-    def fill_with(self, index: int, parts: OwnParts) -> None:
-        """Fills bucket `index` with tensors made of `parts`, in a few kernels."""
-        if parts is not self._parts:
-            self._parts, self._copies = parts, self._copies_of(parts)
-        torch._foreach_copy_(*self._copies[index])
-
-    def _copies_of(self, parts: OwnParts) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """For every bucket its places, and what belongs there."""
-        copies, rest = [], iter(parts)
-        for index, bucket in enumerate(self.plan.buckets):
-            pairs = [
-                (part.within(place), part.values)
-                for place, tensor in zip(views(self.of(index), bucket), rest, strict=False)
-                for part in tensor
-            ]
-            copies.append(([place for place, _ in pairs], [values for _, values in pairs]))
-        return copies
 
     def shared(self) -> list[SharedMemory]:
         """Memory that other processes can map, from here on; to be called before it is used."""
@@ -75,7 +81,7 @@ class Outgoing:
         self,
         buffers: Buffers,
         tensors: Iterator[tuple[str, Tensor]],
-        own: OwnParts | None,
+        gather: Gather | None = None,
         *,
         digest: bool = False,
         fingerprints: bool = False,
@@ -85,11 +91,13 @@ class Outgoing:
         Args:
             buffers: nothing else may use them meanwhile.
             tensors: in the order of the plan; taken to the end, one way or the other.
-            own: what they are made of, if all of it is here; they are left alone then.
+            gather: what brings buckets of them here; the tensors are left alone then.
             digest: makes a digest of all tensors, too, which reads them on the host.
             fingerprints: makes one of every bucket.
         """
-        self._buffers, self._tensors, self._own = buffers, tensors, own
+        self._buffers, self._tensors, self._gather = buffers, tensors, gather
+        if gather:
+            gather.begin()
         self._digest = Digest() if digest else None
         self._fingerprints = list[int]() if fingerprints else None
         self._filled = 0
@@ -138,8 +146,11 @@ class Outgoing:
             yield name, tensor
 
     def drain(self) -> None:
-        """Takes what is left of the tensors: bringing them together needs every rank."""
-        if self._own is None:
+        """Takes what is left of them: the other ranks are bringing it here."""
+        if self._gather:
+            for index in range(self._filled, len(self.plan.buckets)):
+                self._gather.fill(index, self._buffers.of(index))
+        else:
             for _ in self._tensors:
                 pass
 
@@ -156,13 +167,12 @@ class Outgoing:
 
     def _fill(self) -> None:
         index, bucket = self._filled, self.plan.buckets[self._filled]
-        tensors = None if self._own else [self._next(spec) for spec in bucket]
+        tensors = [] if self._gather else [self._next(spec) for spec in bucket]
         if index >= len(self._buffers):
             self._transfers[index - len(self._buffers)].order_after()
         flat = self._buffers.of(index)
-        if tensors is None:
-            assert self._own
-            self._buffers.fill_with(index, self._own)
+        if self._gather:
+            self._gather.fill(index, flat)
         else:
             torch._foreach_copy_(views(flat, bucket), tensors)
         if self._digest:

@@ -34,6 +34,7 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
     from relax_hpc.paths import RunPaths
     from relax_hpc.weights.lanes import LaneHelper, LaneLink
     from relax_hpc.weights.publish import Publisher
+    from relax_hpc.weights.staging import Giver
 
     _set_grid(config.actor)
     device = torch.device("cpu")
@@ -41,10 +42,11 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
     scorer = _state["scorer"] = MegatronScorer(config, world, device)
     specs = scorer.weight_specs()
     weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
-    link = None
+    link, gather = None, scorer.gather(bucket_bytes, to_all=lanes)
+    _state["helper"] = Giver(gather)
     if lanes:
         link = LaneLink(world, BucketPlan.of(specs, bucket_bytes), device, weights)
-        _state["helper"] = LaneHelper(link)
+        _state["helper"] = LaneHelper(link, gather)
     if dist.get_rank() == 0:
         _state["publisher"] = Publisher(
             weights,
@@ -55,6 +57,7 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
             device=device,
             model_folder=config.model.path,
             link=link,
+            gather=gather,
         )
 
 
@@ -67,13 +70,9 @@ def publish(version, folder, check):
     scorer = _state["scorer"]
     hf_names.load(scorer._chunks, folder)
     tensors = scorer.named_weights()
-    if dist.get_rank() and "helper" in _state:
-        return _state["helper"].publish(version, tensors, scorer.own_parts())
     if dist.get_rank():
-        for _ in tensors:
-            pass
-        return None
-    published = _state["publisher"].publish(version, tensors, scorer.own_parts(), check=check)
+        return _state["helper"].publish(version, tensors)
+    published = _state["publisher"].publish(version, tensors, check=check)
     return published._asdict() | {"verified": published.verified and published.verified._asdict()}
 
 
@@ -88,11 +87,6 @@ def wrong_shape():
     [first, *rest] = plan.buckets[0]
     bent = first._replace(shape=(first.shape[1], first.shape[0]))
     publisher._buffers.plan = BucketPlan(((bent, *rest), *plan.buckets[1:]))
-    stream = _state["scorer"].named_weights
-    _state["scorer"].named_weights = lambda: (
-        (name, tensor.reshape(bent.shape) if name == bent.name else tensor)
-        for name, tensor in stream()
-    )
 
 
 def close():

@@ -127,10 +127,14 @@ def check(ranks, truth, order, **options):
         assert [name for name, _ in weights] == order
         for name, weight in weights:
             assert np.array_equal(weight, truth[name].numpy()), name
-    for specs, own in ranks.call(worker.announced):
-        assert specs == [(name, tuple(truth[name].shape)) for name in order]
-        for (name, _), tensor in zip(specs, own or (), strict=own is not None):
-            assert np.array_equal(tensor, truth[name].numpy()), name
+    for to_all in (False, True):
+        answers = ranks.call(worker.gathered, bucket_bytes=20_000, to_all=to_all)
+        assert [len(versions) for _, versions in answers] == [2, *[2 * to_all] * 3]
+        for specs, versions in answers:
+            assert specs == [(name, tuple(truth[name].shape)) for name in order]
+            for factor, found in enumerate(versions, start=1):
+                for (name, _), tensor in zip(specs, found, strict=True):
+                    assert np.array_equal(tensor, factor * truth[name].numpy()), name
 
 
 @pytest.mark.parametrize("grid", DENSE_GRIDS)

@@ -89,22 +89,35 @@ def export(**options):
     return [(name, tensor.numpy().copy()) for name, tensor in stream], sorted(calls)
 
 
-def announced():
-    """What is said of the stream beforehand: (name, type, shape), and if this rank has all of it,
-    the tensors made of its own parts."""
+def gathered(bucket_bytes, to_all):
+    """What is said of the stream beforehand, and what this rank is brought of it, twice: the
+    second version has every weight doubled."""
     import torch
+    import torch.distributed as dist
 
+    from relax_hpc.comm.bucket import BucketPlan, views
     from relax_hpc.engines.megatron import hf_stream
+    from relax_hpc.engines.megatron.hf_gather import HfGather
 
-    specs = hf_stream.weight_specs(_state["chunks"])
-    own = hf_stream.own_parts(_state["chunks"])
-    if own is not None:
-        whole = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-        for tensor, parts in zip(whole, own, strict=True):
-            for part in parts:
-                part.within(tensor).copy_(part.values)
-        own = [tensor.numpy() for tensor in whole]
-    return [(spec.name, spec.shape) for spec in specs], own
+    chunks = _state["chunks"]
+    plan = BucketPlan.of(hf_stream.weight_specs(chunks), bucket_bytes)
+    gather, versions = HfGather(chunks, plan, to_all=to_all), []
+    for factor in (2, 0.5):
+        gather.begin()
+        if dist.get_rank() and not to_all:
+            gather.give()
+        else:
+            found = []
+            for index, bucket in enumerate(plan.buckets):
+                flat = torch.empty(plan.sizes[index], dtype=torch.uint8)
+                gather.fill(index, flat)
+                found += [tensor.numpy().copy() for tensor in views(flat, bucket)]
+            versions.append(found)
+        with torch.no_grad():
+            for parameter in {id(p): p for chunk in chunks for p in chunk.parameters()}.values():
+                parameter *= factor
+    specs = [(spec.name, spec.shape) for bucket in plan.buckets for spec in bucket]
+    return specs, versions
 
 
 def export_squares():

@@ -79,7 +79,7 @@ class Rollout:
             self.producer.put(self.commits.pop(0))
         return False
 
-    def publish(self, version, tensors, own, *, check):
+    def publish(self, version, tensors, *, check):
         list(tensors)
         self.published.append(version)
         return Published(version, [], [], False, 0, 0.0, {}, None)
@@ -114,9 +114,6 @@ class Trainer:
     def update(self):
         self.step += 1
         return {"loss": 0.0}
-
-    def own_parts(self):
-        return None
 
     def named_weights(self):
         yield "weight", torch.zeros(1)

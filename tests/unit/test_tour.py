@@ -101,9 +101,6 @@ class FakeTrainer:
         self.sums = []
         return {"loss": value / max(tokens, 1), "loss/approx_kl": approx_kl / max(tokens, 1)}
 
-    def own_parts(self):
-        return None
-
     def named_weights(self):
         yield "weight", self.policy.weight
 
@@ -115,7 +112,7 @@ class FakePublisher:
     def __init__(self, policy):
         self.policy = policy
 
-    def publish(self, version, tensors, own, *, check):
+    def publish(self, version, tensors, *, check):
         ((_, weight),) = tensors
         self.policy.served = (version, weight.item())
         verified = Verified("x", {"rollout-0": "x"}, True) if check else None

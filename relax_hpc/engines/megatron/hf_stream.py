@@ -13,9 +13,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
-from relax_hpc.comm.bucket import Part, Spec
+from relax_hpc.comm.bucket import Spec
 from relax_hpc.engines.megatron.architectures.names import Parameter, Piece, Shape
-from relax_hpc.engines.megatron.hf_names import Owned, Sharing, by_expert, owned
+from relax_hpc.engines.megatron.hf_names import Sharing, by_expert, owned
 from relax_hpc.engines.megatron.model import PackedGPT
 
 BUCKET_BYTES = 1 << 28
@@ -25,8 +25,8 @@ Shard = list[Tensor]
 Key = TypeVar("Key", bound=Hashable)
 
 
-class _Slot(NamedTuple):
-    """A parameter on its way."""
+class Slot(NamedTuple):
+    """A parameter, and who has what of it."""
 
     parameter: Parameter
     stage: int
@@ -88,7 +88,7 @@ def named_weights(
         bucket_bytes: of whole tensors that are gathered at a time; a larger parameter is alone.
     """
     device = next(chunks[0].parameters()).device
-    slots = _slots(owned(chunks, chunks[0].architecture), value_of)
+    slots = slots_of(chunks, value_of)
     for bucket in _buckets(slots, bucket_bytes):
         yield from _brought_together(bucket, device)
 
@@ -97,44 +97,33 @@ def weight_specs(chunks: Sequence[PackedGPT]) -> list[Spec]:
     """Of the tensors of `named_weights`, in its order. Collective over pipeline stages."""
     return [
         Spec(name.format(expert=expert), slot.dtype, tuple(shape))
-        for slot in _slots(owned(chunks, chunks[0].architecture), nn.Parameter.detach)
+        for slot in slots_of(chunks)
         for expert in range(slot.parameter.num_experts or 1)
         for name, shape in slot.parameter.hf.items()
     ]
 
 
-def own_parts(chunks: Sequence[PackedGPT]) -> list[list[Part]] | None:
-    """Of what each tensor of `named_weights` is made, where this rank has all of it.
-
-    Views of parameters, so they are good as long as these keep their memory.
-
-    Returns:
-        In the order of `named_weights`; None if other ranks have something that this one has not.
-    """
-    if mpu.get_pipeline_model_parallel_world_size() > 1:
-        return None
-    tensors: list[list[Part]] = []
-    for slot in _slots(owned(chunks, chunks[0].architecture), nn.Parameter.detach):
-        if slot.group is not None:
-            return None
-        pieces = list(slot.parameter.pieces(0, 1))
-        for shard in slot.shard:
-            for source in range(len(slot.parameter.hf)):
-                mine = [piece for piece in pieces if piece.source == source]
-                tensors.append(
-                    [Part(shard.narrow(p.dim, p.target, p.length), p.dim, p.start) for p in mine]
-                )
-    return tensors
+def own_shards(chunks: Sequence[PackedGPT]) -> list[Shard]:
+    """This rank's, of every parameter of the model in the order of `named_weights`."""
+    return [
+        by_expert(copies[0].detach(), parameter, Sharing.of(parameter).size) if copies else []
+        for parameter, copies in owned(chunks, chunks[0].architecture)
+    ]
 
 
 def unpacked(parameter: Parameter, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a parameter, or one for all experts, is packed from. Not collective."""
     sharing = Sharing(0, 1)
-    slot = _Slot(parameter, 0, whole.dtype, [], sharing)
+    slot = Slot(parameter, 0, whole.dtype, [], sharing)
     return _whole(slot, [by_expert(whole, parameter, sharing.size)])
 
 
-def _slots(parameters: Sequence[Owned], value_of: Callable[[nn.Parameter], Tensor]) -> list[_Slot]:
+def slots_of(
+    chunks: Sequence[PackedGPT],
+    value_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
+) -> list[Slot]:
+    """Of every parameter of the model, in its order. Collective over pipeline stages."""
+    parameters = owned(chunks, chunks[0].architecture)
     group = mpu.get_pipeline_model_parallel_group()
     values = [value_of(copies[0]) if copies else None for _, copies in parameters]
     mine = [None if value is None else value.dtype for value in values]
@@ -149,12 +138,12 @@ def _slots(parameters: Sequence[Owned], value_of: Callable[[nn.Parameter], Tenso
         sharing = Sharing.of(parameter)
         own = values[number] if stage == group.rank() else None
         shard = [] if own is None else by_expert(own, parameter, sharing.size)
-        slots.append(_Slot(parameter, stage, dtype, shard, sharing))
+        slots.append(Slot(parameter, stage, dtype, shard, sharing))
     return slots
 
 
-def _buckets(slots: Sequence[_Slot], max_bytes: int) -> Iterator[list[_Slot]]:
-    bucket: list[_Slot] = []
+def _buckets(slots: Sequence[Slot], max_bytes: int) -> Iterator[list[Slot]]:
+    bucket: list[Slot] = []
     for slot in slots:
         if bucket and sum(other.nbytes for other in bucket) + slot.nbytes > max_bytes:
             yield bucket
@@ -163,16 +152,14 @@ def _buckets(slots: Sequence[_Slot], max_bytes: int) -> Iterator[list[_Slot]]:
     yield bucket
 
 
-def _brought_together(
-    bucket: Sequence[_Slot], device: torch.device
-) -> Iterator[tuple[str, Tensor]]:
+def _brought_together(bucket: Sequence[Slot], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a bucket. In a function of its own, so that nothing of it outlives it."""
     shards = _gather(bucket, _pass_on(bucket, device))
     for slot, ranks in zip(bucket, shards, strict=True):
         yield from _whole(slot, ranks)
 
 
-def _pass_on(bucket: Sequence[_Slot], device: torch.device) -> list[Shard]:
+def _pass_on(bucket: Sequence[Slot], device: torch.device) -> list[Shard]:
     """Every slot's shard, on all stages."""
     shards = [slot.shard for slot in bucket]
     group = mpu.get_pipeline_model_parallel_group()
@@ -191,7 +178,7 @@ def _pass_on(bucket: Sequence[_Slot], device: torch.device) -> list[Shard]:
     return shards
 
 
-def _gather(bucket: Sequence[_Slot], shards: Sequence[Shard]) -> list[list[Shard]]:
+def _gather(bucket: Sequence[Slot], shards: Sequence[Shard]) -> list[list[Shard]]:
     """Every slot's shards of all ranks that share it, by their rank."""
     gathered = [[shard] for shard in shards]
     for (group, dtype), numbers in _kinds([(slot.group, slot.dtype) for slot in bucket]).items():
@@ -222,7 +209,7 @@ def _flat(shards: Sequence[Shard], numbers: Sequence[int]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)  # a large one is alone: no copy
 
 
-def _whole(slot: _Slot, ranks: Sequence[Shard]) -> Iterator[tuple[str, Tensor]]:
+def _whole(slot: Slot, ranks: Sequence[Shard]) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a parameter is packed from.
 
     Args:

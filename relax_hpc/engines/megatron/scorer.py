@@ -9,7 +9,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from relax_hpc.comm.bucket import Part, Spec
+from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron import (
@@ -25,6 +25,7 @@ from relax_hpc.engines.megatron import (
     schedule,
 )
 from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.engines.megatron.hf_gather import HfGather
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
@@ -71,8 +72,6 @@ class MegatronScorer:
         self._config = config
         self._device = device
         self._shape = shape
-        self._addresses = list[int]()
-        self._own_parts: list[list[Part]] | None = None
         attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
         self._chunks = model.build(transformer, shape, device, attend)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
@@ -127,15 +126,10 @@ class MegatronScorer:
         """Of what `named_weights` streams, in its order. Collective."""
         return hf_stream.weight_specs(self._chunks)
 
-    def own_parts(self) -> list[list[Part]] | None:
-        """What the tensors of `named_weights` are made of, if this rank has all of it.
-
-        The same object as long as the parameters keep their memory.
-        """
-        addresses = [parameter.data_ptr() for parameter in self.parameters()]
-        if addresses != self._addresses:
-            self._addresses, self._own_parts = addresses, hf_stream.own_parts(self._chunks)
-        return self._own_parts
+    def gather(self, bucket_bytes: int, *, to_all: bool = False) -> HfGather:
+        """What brings buckets of at most that size to rank 0, or to all. Collective."""
+        plan = BucketPlan.of(self.weight_specs(), bucket_bytes)
+        return HfGather(self._chunks, plan, to_all=to_all)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full tensors under Hugging Face names; every rank must iterate to the end."""
