@@ -152,8 +152,14 @@ class BroadcastGroup:
             _world.pg_names,
             _world.pg_group_ranks,
             _world.pg_backend_config,
+            _world.pg_to_tag,
         ):
             registry.pop(self._group, None)
+        # A group that is held anywhere keeps its connections, and peers that wait for bytes of a
+        # broadcast that was given up wait on.
+        for tagged in _world.tags_to_pg.values():
+            while self._group in tagged:
+                tagged.remove(self._group)
         self._group.abort()
         del self._group, self._store, self._shelf
 

@@ -1,5 +1,8 @@
 """What test_weights_sync runs on the ranks of a pool: a trainer that publishes checkpoints."""
 
+import threading
+import time
+
 import torch
 from megatron_worker import FixedWorld, _set_grid, _state
 
@@ -87,6 +90,40 @@ def wrong_shape():
     [first, *rest] = plan.buckets[0]
     bent = first._replace(shape=(first.shape[1], first.shape[0]))
     publisher._buffers.plan = BucketPlan(((bent, *rest), *plan.buckets[1:]))
+
+
+def hold(place, reached, released):
+    """Makes the next publication stop at a place: it makes the file `reached` there, and goes on
+    when `released` is there."""
+    from relax_hpc.engines.client import EngineClient
+    from relax_hpc.weights.staging import Outgoing
+
+    owner, name = {
+        "in": (Outgoing, "send"),  # when the first of its buckets has been sent
+        "resuming": (EngineClient, "resume"),  # when all of them are in their places
+    }[place]
+    plain, lock = getattr(owner, name), threading.Lock()
+
+    def stop():
+        with lock:
+            reached.touch()
+            deadline = time.monotonic() + 60
+            while not released.exists():
+                assert time.monotonic() < deadline, "nobody let it go on"
+                time.sleep(0.01)
+            setattr(owner, name, plain)
+
+    def send(*args):
+        for index, transfer in enumerate(plain(*args)):
+            if index == 1:
+                stop()
+            yield transfer
+
+    def resume(*args):
+        stop()
+        return plain(*args)
+
+    setattr(owner, name, {"in": send, "resuming": resume}[place])
 
 
 def close():

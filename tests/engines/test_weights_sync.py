@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -39,11 +40,23 @@ class House(NamedTuple):
     paths: RunPaths
     config: object
     checkpoints: list
+    start: Callable
+    """number -> an engine of policy 0."""
+
+    def start_again(self, number):
+        self.engines[number].stop()
+        self.engines[number] = self.start(number)
 
     def announce(self, epoch="1"):
         for name, engine in zip(IDS, self.engines, strict=True):
             record = Member(name, epoch, engine.url, "right", 1, self.kind, "HEALTHY")
             members.announce(self.paths, record)
+
+    @property
+    def version(self):
+        """The last one that was published; 0 before the first."""
+        roster = Roster.read(self.paths)
+        return roster.version if roster else 0
 
     @property
     def kind(self):
@@ -66,11 +79,13 @@ def house_of(kind, checkpoints, folder):
         )  # fmt: skip
 
     with ThreadPoolExecutor(2) as threads:  # an engine dies with the thread that started it
-        engines = list(threads.map(start, range(2)))
-        house = House(engines, RunPaths(config.run_dir), config, checkpoints)
+        house = House(
+            list(threads.map(start, range(2))), RunPaths(config.run_dir), config, checkpoints,
+            lambda number: threads.submit(start, number).result(),
+        )  # fmt: skip
         house.announce()
         yield house
-        for engine in engines:
+        for engine in house.engines:
             engine.stop()
 
 
@@ -175,7 +190,7 @@ def test_ten_updates_under_load_lose_nothing_and_every_token_names_its_policy(ho
 
 
 def test_a_trainer_killed_in_an_update_leaves_engines_that_the_next_one_can_update(house):
-    before = Roster.read(house.paths).version
+    before = house.version
     with trainer(house) as ranks:
         publish(ranks, house, before)
         pool = ThreadPoolExecutor(1)
@@ -193,7 +208,7 @@ def test_a_trainer_killed_in_an_update_leaves_engines_that_the_next_one_can_upda
 
 
 def test_a_tensor_of_another_shape_fences_the_engines_and_names_what_is_wrong(house):
-    version = Roster.read(house.paths).version + 1
+    version = house.version + 1
     fenced, again = [], True
     with trainer(house, timeout_s=20) as ranks:
         ranks.call(sync_worker.wrong_shape)
@@ -211,11 +226,11 @@ def test_a_tensor_of_another_shape_fences_the_engines_and_names_what_is_wrong(ho
 
 
 def test_an_engine_that_hangs_in_an_update_is_named_in_time_and_the_other_goes_on(house):
-    version = Roster.read(house.paths).version
+    version = house.version
     house.announce(epoch="3")
     with trainer(house, timeout_s=8) as ranks:
         assert publish(ranks, house, version + 1)["members"] == IDS
-        with in_the_next_update(house, signal.SIGSTOP):
+        with at_that_moment(ranks, house, "in", stop):
             done = publish(ranks, house, version + 2)
         assert done["fenced"] == ["rollout-1"]
         assert "rollout-1" in Roster.read(house.paths).members
@@ -226,33 +241,61 @@ def test_an_engine_that_hangs_in_an_update_is_named_in_time_and_the_other_goes_o
         process.send_signal(signal.SIGCONT)
 
 
-def test_an_engine_killed_in_an_update_is_fenced_and_the_other_gets_all_of_it(house):
-    """The last test of a house: it has one engine less afterwards."""
-    version = Roster.read(house.paths).version + 1
-    house.announce(epoch="4")
+@pytest.mark.parametrize("moment", ["between", "in", "resuming"])
+def test_an_engine_that_is_killed_at_an_update_does_not_keep_the_other_from_it(house, moment):
+    """Between two updates it is left out; in one it is fenced, and the other is given all of it."""
+    version = house.version + 1
+    if not house.engines[1].alive:
+        house.start_again(1)
+    house.announce(epoch=f"killed {moment}")
     with trainer(house, timeout_s=30) as ranks:
         assert publish(ranks, house, version)["members"] == IDS
-        with in_the_next_update(house, signal.SIGKILL):
+        if moment == "between":
+            kill(house.engines[1])
             done = publish(ranks, house, version + 1)
-        assert done["fenced"] == ["rollout-1"]
-        done = publish(ranks, house, version + 2, check=True)
+        else:
+            with at_that_moment(ranks, house, moment, kill):
+                done = publish(ranks, house, version + 1)
+        assert done["fenced"] == ([] if moment == "between" else ["rollout-1"])
+        if moment == "in":  # half of it has come, so all of it comes again
+            assert (done["members"], done["again"]) == ([], True)
+            done = publish(ranks, house, version + 1)
         assert done["members"] == ["rollout-0"]
+        done = publish(ranks, house, version + 2, check=True)
+        assert (done["members"], done["fenced"], done["again"]) == (["rollout-0"], [], False)
         assert done["verified"]["equal"]
 
 
 @contextmanager
-def in_the_next_update(house, sent):
-    """Sends a signal to the second engine once an update has begun."""
+def at_that_moment(ranks, house, moment, act):
+    """Acts on the second engine while the next publication stands still at a moment of it."""
+    reached, released = (house.paths.root / name for name in ("reached", "released"))
+    for file in (reached, released):
+        file.unlink(missing_ok=True)
+    ranks.call(sync_worker.hold, place=moment, reached=reached, released=released)
 
-    def send():
-        wait_until(lambda: not Roster.read(house.paths).done)
-        for process in tree_of(house.engines[1]):
-            process.send_signal(sent)
+    def run():
+        wait_until(reached.exists)
+        act(house.engines[1])
+        released.touch()
 
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(send)
+        acting = pool.submit(run)
         yield
-        sending.result()
+        acting.result()
+
+
+def stop(engine):
+    for process in tree_of(engine):
+        process.send_signal(signal.SIGSTOP)
+
+
+def kill(engine):
+    family = tree_of(engine)
+    for process in family:
+        process.kill()
+    psutil.wait_procs(family[:-1], timeout=30)
+    wait_until(lambda: not engine.alive)
 
 
 def tree_of(engine):

@@ -144,9 +144,15 @@ def receive(port, name, out):
         group.broadcast(received)
         out.put(received.tolist())
         group.close()
+    group = BroadcastGroup("127.0.0.1", port, 1, 2, f"{name}-left", "gloo", timeout_s=60)
+    out.put("waits")
+    try:
+        group.broadcast(torch.zeros(4))
+    except RuntimeError as error:
+        out.put(str(error))
 
 
-def test_groups_can_follow_each_other_between_the_same_processes():
+def test_groups_can_follow_each_other_and_who_leaves_one_keeps_nobody_waiting():
     spawn = multiprocessing.get_context("spawn")
     out, store = spawn.Queue(), open_store("127.0.0.1", 2, timeout_s=60)
     member = spawn.Process(target=receive, args=(store.port, "group", out))
@@ -158,5 +164,11 @@ def test_groups_can_follow_each_other_between_the_same_processes():
         group.broadcast(torch.full((4,), float(index + 1)))
         assert out.get(timeout=60) == [index + 1.0] * 4
         group.close()
+    group = BroadcastGroup(
+        "127.0.0.1", store.port, 0, 2, "group-left", "gloo", store=store, timeout_s=60
+    )
+    assert out.get(timeout=60) == "waits"
+    group.close()
+    assert "Connection" in out.get(timeout=30)  # reset, or closed by peer
     member.join(30)
     assert member.exitcode == 0
