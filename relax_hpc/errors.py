@@ -37,6 +37,10 @@ class CheckpointError(RelaxError, RuntimeError):
     """A checkpoint cannot be written, or is not whole. The message names the file."""
 
 
+class SnapshotError(RelaxError, RuntimeError):
+    """Weights cannot be written for engines that load files. The message names the folder."""
+
+
 class LaunchError(RelaxError, RuntimeError):
     """Slurm, MPI or the local launcher did not do what was asked."""
 

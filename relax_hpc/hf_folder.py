@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -41,11 +41,9 @@ def write(
     for left_over in (draft, old):
         shutil.rmtree(left_over, ignore_errors=True)
     draft.mkdir(parents=True)
-    for path in source.iterdir():
-        if path.is_file() and not path.name.endswith(_WEIGHTS):
-            shutil.copy(path, draft)
+    copy_all_but_weights(source, draft)
     dtypes = _write_weights(draft, buckets(tensors, shard_bytes))
-    _set_dtype(draft / "config.json", dtypes)
+    set_dtype(draft, dtypes)
     if durable:
         for path in (*draft.iterdir(), draft):
             sync(path)
@@ -55,6 +53,34 @@ def write(
     if durable:
         sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def copy_all_but_weights(source: Path, folder: Path) -> None:
+    for path in source.iterdir():
+        if path.is_file() and not path.name.endswith(_WEIGHTS):
+            shutil.copy(path, folder)
+
+
+def write_index(folder: Path, files: Mapping[str, Iterable[str]], num_bytes: int) -> None:
+    """Says which file each tensor is in.
+
+    Args:
+        files: names of the tensors in each.
+        num_bytes: of all tensors.
+    """
+    weight_map = {name: file for file, names in files.items() for name in names}
+    write_json(folder / _INDEX, {"metadata": {"total_size": num_bytes}, "weight_map": weight_map})
+
+
+def set_dtype(folder: Path, dtypes: Collection[torch.dtype]) -> None:
+    """What loads the folder goes by what config.json says, so it has to say what is there."""
+    config = folder / "config.json"
+    if len(dtypes) != 1 or not config.exists():
+        return
+    record = json.loads(config.read_text())
+    (dtype,) = dtypes
+    said = {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype")}
+    write_json(config, record | {key: said[key] for key in said if key in record})
 
 
 def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> set[torch.dtype]:
@@ -71,20 +97,10 @@ def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> set[torch.dt
     if len(contents) == 1:
         (folder / "1.safetensors").rename(folder / "model.safetensors")
         return dtypes
-    weight_map: dict[str, str] = {}
+    files: dict[str, list[str]] = {}
     for number, names in enumerate(contents, start=1):
         file = f"model-{number:05}-of-{len(contents):05}.safetensors"
         (folder / f"{number}.safetensors").rename(folder / file)
-        weight_map |= dict.fromkeys(names, file)
-    write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+        files[file] = names
+    write_index(folder, files, total)
     return dtypes
-
-
-def _set_dtype(config: Path, dtypes: set[torch.dtype]) -> None:
-    """What loads the folder goes by what config.json says, so it has to say what is there."""
-    if len(dtypes) != 1 or not config.exists():
-        return
-    record = json.loads(config.read_text())
-    (dtype,) = dtypes
-    said = {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype")}
-    write_json(config, record | {key: said[key] for key in said if key in record})

@@ -133,8 +133,10 @@ class RunPaths:
         """The model of a step as a Hugging Face folder."""
         return self.root / "hf" / f"step_{step}"
 
-    def weights(self, version: int) -> Path:
-        return self.root / "weights" / f"v{version:06d}"
+    @property
+    def weights(self) -> Path:
+        """Folder of the snapshots that engines load."""
+        return self.root / "weights"
 
     def member(self, member: str) -> Path:
         return self.root / "members" / f"{member}.json"

@@ -21,7 +21,9 @@ from relax_hpc.schema import Trajectory
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Published, Publisher
-from relax_hpc.weights.staging import Gather, Giver
+from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.staging import Giver
 
 _BETWEEN_S = 1.0
 """Between two versions, so that engines are at work again."""
@@ -45,17 +47,19 @@ def run(rank: int, task: Task) -> None:
     has_weights = any(task.config.model.path.glob("*.safetensors"))
     scorer = MegatronScorer(task.config, world, device, random_weights=not has_weights)
     specs, gather = scorer.weight_specs(), scorer.gather(task.config.weights.bucket_bytes)
+    snapshots = SnapshotWriter(task.paths.weights, specs, world, task.config.model.path)
+    ranks = TrainerRanks(world, snapshots, {"collective": Giver(gather)})
     publisher = None
     if rank == 0:
         publisher = Publisher(
             task.config.weights, task.paths, lambda: task.config.producers,
             lambda member: EngineClient(member.url, member.token), specs,
-            device=device, model_folder=task.config.model.path, gather=gather,
+            device=device, ranks=ranks, gather=gather,
         )  # fmt: skip
     published, gaps = list[Published](), list[Gap]()
     for version in range(task.updates + 1):
         check = version in (0, task.updates)
-        if done := _publish(scorer, gather, publisher, version, check=check):
+        if done := _publish(scorer, ranks, publisher, version, check=check):
             published.append(done)
         if task.compare_logprobs and version in LOGPROB_VERSIONS:
             gaps.append(_compare(task, world, scorer, version))
@@ -74,7 +78,7 @@ def run(rank: int, task: Task) -> None:
 
 def _publish(
     scorer: MegatronScorer,
-    gather: Gather,
+    ranks: TrainerRanks,
     publisher: Publisher | None,
     version: int,
     *,
@@ -86,7 +90,7 @@ def _publish(
     tensors = scorer.named_weights()
     if publisher:
         return publisher.publish(version, tensors, check=check)
-    Giver(gather).publish(version, tensors)
+    ranks.publish(version, tensors)
     return None
 
 

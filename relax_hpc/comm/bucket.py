@@ -167,6 +167,12 @@ class Digest:
         content = hashlib.sha256(cpu.view(-1).view(torch.uint8).numpy().data).hexdigest()
         self._lines.append(f"{name} {cpu.dtype} {tuple(cpu.shape)} {content}\n")
 
+    def of_all(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, each added as it goes by."""
+        for name, tensor in tensors:
+            self.add(name, tensor)
+            yield name, tensor
+
     def hexdigest(self) -> str:
         return hashlib.sha256("".join(sorted(self._lines)).encode()).hexdigest()
 

@@ -6,6 +6,8 @@ from pydantic import Field, model_validator
 
 from relax_hpc.config.sections import NonNegative, PassThrough, Positive, Resources, Section
 
+Transport = Literal["collective", "files"]
+
 
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
@@ -59,7 +61,7 @@ class RolloutConfig(Section):
 
 
 class WeightsConfig(Section):
-    transport: Literal["collective", "files"] = "collective"
+    transport: Transport = "collective"
     """`collective` broadcasts (NCCL or gloo); `files` goes through the run directory."""
     bucket_bytes: Positive = 1 << 30
     """Tensors are sent in flat buckets of at most this size."""

@@ -158,7 +158,7 @@ class EngineClient:
 
         Args:
             orders: for each rank of the engine's tensor parallelism; the same task and serial.
-            version: policy version of the weights afterwards; a preparation changes none.
+            version: policy version of the weights; noted where the orders change them.
         """
         is_update = orders[0].task != "prepare"
         body: dict[str, Any] = {
@@ -166,7 +166,7 @@ class EngineClient:
             "load_format": LOADER,
             "flush_cache": False,
         }
-        if is_update:
+        if orders[0].task in ("receive", "check"):
             body["weight_version"] = str(version)
         self._in_session("/update_weights_from_tensor", body, last=is_update)
 
@@ -174,7 +174,13 @@ class EngineClient:
         """Makes a paused engine load a Hugging Face folder that it can see."""
         self._post(
             "/update_weights_from_disk",
-            {"model_path": path, "weight_version": str(version), "flush_cache": False},
+            {
+                "model_path": path,
+                "weight_version": str(version),
+                "flush_cache": False,
+                # Not what the engine was started with, which may be a format without files.
+                "load_format": "auto",
+            },
         )
 
     def _in_session(self, endpoint: str, body: dict[str, Any], *, last: bool) -> None:

@@ -124,7 +124,7 @@ def run(
 
     Args:
         save: called after every step; saves when it is time to.
-        helper: of ranks without a lead; unset, they only feed the gather.
+        helper: of ranks without a lead.
     """
     replica, loss = world.split(trainer.dp_rank), loss_of(config)
     _publish(world, trainer, lead, helper)

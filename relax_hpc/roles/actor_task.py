@@ -19,8 +19,9 @@ from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.lead import ActorLead
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
+from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver
 
 
@@ -39,15 +40,14 @@ def main(
     resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
     specs = trainer.weight_specs()
-    gather = helper = lead = None
-    if config.weights.transport == "collective":
-        gather = trainer.gather(config.weights.bucket_bytes)
-        helper = Giver(gather) if world.rank else None
+    gather, lead = trainer.gather(config.weights.bucket_bytes), None
+    snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path)
+    ranks = TrainerRanks(world, snapshots, {"collective": Giver(gather)})
     if world.rank == 0:
         publisher = Publisher(
             config.weights, paths, lambda: [*config.producers, *members.extras(paths)],
-            _connect, specs,
-            device=device, model_folder=config.model.path, gather=gather,
+            lambda its: EngineClient(its.url, its.token, timeout_s=config.weights.timeout_s), specs,
+            device=device, ranks=ranks, gather=gather,
         )  # fmt: skip
         lead = _lead(config, publisher, paths, checkpoints, resumed, shards, events)
 
@@ -60,7 +60,7 @@ def main(
         duties = saving.Lead(lambda: sequencer.position, sequencer.check_fenced, lead.release)
     save = saving.Saving(config, paths, world, trainer, checkpoints, duties, events)
     actor.run(
-        config, world, trainer, Reader(paths.bus, shards=shards), lead, save, reference, helper
+        config, world, trainer, Reader(paths.bus, shards=shards), lead, save, reference, ranks
     )
     if lead:
         lead.close()
@@ -99,7 +99,3 @@ def _lead(
         shards=shards,
     )
     return ActorLead(config, sequencer, publisher, checkpoints, events)
-
-
-def _connect(member: Member) -> EngineClient:
-    return EngineClient(member.url, member.token)

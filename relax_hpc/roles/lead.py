@@ -104,7 +104,10 @@ class ActorLead:
         times = {f"sync/{name}": spent for name, spent in fields.pop("seconds").items()}
         if published.members:
             times["sync/paused"] = published.pause_seconds
-            times["sync/gb_per_s"] = published.num_bytes / 1e9 / times.get("sync/wire", math.inf)
+            moved = times.get("sync/wire") or times.get("sync/load") or math.inf
+            times["sync/gb_per_s"] = published.num_bytes / 1e9 / moved
+        if "sync/write" in times:
+            times["sync/write_gb_per_s"] = published.num_bytes / 1e9 / times["sync/write"]
         verified = fields.pop("verified")
         self._events.emit("publish", step=published.version, **fields, **times)
         if verified is None:

@@ -5,8 +5,8 @@ and "world" (kind, size) once the ranks of a component have found each other:
 
     actor    step     step, policy_version, reward/..., staleness/..., loss, loss/..., time/...,
                       num_trajectories, num_tokens, tokens_per_s, logprob_gap/...
-             publish  step, version, members, fenced, again: whether others are still to get it,
-                      num_bytes, pause_seconds, sync/...
+             publish  step, version, transport, members, fenced, again: whether others are still to
+                      get it, num_bytes, pause_seconds, error, sync/...
              verify   version, trainer, members: the digests; equal
              resume   step
              checkpoint         step, wait_s, background_s, bytes

@@ -29,8 +29,13 @@ def steps(events: Sequence[Event]) -> list[Event]:
 
 
 def publications(events: Sequence[Event]) -> list[Event]:
-    """Of each version that engines were given, the newest event's times (`sync/...`), in order."""
-    newest = {e["step"]: e for e in events if e["event"] == "publish" and e["members"]}
+    """Of each version that engines were given, the newest event's times (`sync/...`), in order.
+
+    Where some had a broadcast and others loaded files, the broadcast's.
+    """
+    given = [e for e in events if e["event"] == "publish" and e["members"]]
+    given.sort(key=lambda event: event.get("transport") != "files")
+    newest = {event["step"]: event for event in given}
     kept = ("event", "step", "time")
     return [
         {key: value for key, value in newest[step].items() if key in kept or key[:5] == "sync/"}

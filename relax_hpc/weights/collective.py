@@ -11,9 +11,11 @@ from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import MemberError
 from relax_hpc.weights.group import MemberGroup
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.ranks import Serve, TrainerRanks
 from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.transport import Delivery, behind
+from relax_hpc.weights.verify import Sent
 
 
 class CollectiveTransport:
@@ -24,11 +26,12 @@ class CollectiveTransport:
         config: WeightsConfig,
         paths: RunPaths,
         threads: ThreadPoolExecutor,
+        ranks: TrainerRanks,
         plan: BucketPlan,
         backend: Backend,
     ) -> None:
         self._config, self._paths, self._threads = config, paths, threads
-        self._plan, self._backend = plan, backend
+        self._ranks, self._plan, self._backend = ranks, plan, backend
         self._group: MemberGroup | None = None
 
     def leaves_receipts(self, member: Member) -> bool:
@@ -36,6 +39,7 @@ class CollectiveTransport:
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
         """Fills the buffers."""
+        self._ranks.tell(Serve("collective"))
         with timers("gather"):
             outgoing.prefetch()
 
@@ -55,13 +59,15 @@ class CollectiveTransport:
             if self._group is None:
                 with timers("join"):
                     self._group = self._form(live)
-            return Delivery(live, {}, self._group.send(version, outgoing, timers, check=check))
+            receipts = self._group.send(version, outgoing, timers, check=check)
+            return Delivery(live, {}, receipts, Sent(outgoing.fingerprints, outgoing.by_name))
         except MemberError as error:
             self.close()
-            return Delivery({}, behind(self._threads, live, error), {})
+            return Delivery({}, behind(self._threads, live, error), {}, Sent([], ""))
 
-    def settle(self) -> None:
-        """Nobody waits."""
+    def settle(self, outgoing: Outgoing) -> None:
+        """Other ranks feed the gather to its end."""
+        outgoing.drain()
 
     def close(self) -> None:
         """Leaves the communicator."""

@@ -1,39 +1,76 @@
-"""Weights through the run directory: a snapshot that every engine loads."""
+"""Weights through the run directory: a snapshot that engines load, each by itself."""
 
+import itertools
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
+from typing import NamedTuple
 
+from relax_hpc.comm.orders import Order, Receipt, receipt_file
 from relax_hpc.config.rollout import WeightsConfig
-from relax_hpc.paths import RunPaths
+from relax_hpc.errors import EngineError
+from relax_hpc.records import read_json
 from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights import snapshot
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.ranks import Rest, TrainerRanks
 from relax_hpc.weights.receiver import Receiver
+from relax_hpc.weights.snapshot import Snapshot
 from relax_hpc.weights.staging import Outgoing
-from relax_hpc.weights.transport import Delivery, each
+from relax_hpc.weights.transport import Delivery, answers
+from relax_hpc.weights.verify import Sent
+
+
+class Load(NamedTuple):
+    """How one member loaded a snapshot, in seconds."""
+
+    pause: float
+    """Until it stood still."""
+    load: float
+    resume: float
+    receipts: list[Receipt]
+    """Of its ranks, if they were asked and can tell."""
 
 
 class FileTransport:
-    """See `transport.Transport`; nobody but engines and a file system take part."""
+    """See `transport.Transport`; nobody but engines and a file system take part.
+
+    Every rank of the trainer writes its share. A version is written once, so engines that come
+    later cost nobody anything but themselves.
+    """
 
     def __init__(
-        self,
-        config: WeightsConfig,
-        paths: RunPaths,
-        threads: ThreadPoolExecutor,
-        *,
-        model_folder: Path,
+        self, config: WeightsConfig, threads: ThreadPoolExecutor, ranks: TrainerRanks
     ) -> None:
-        self._config, self._paths, self._threads = config, paths, threads
-        self._model_folder = model_folder
+        self._config, self._threads, self._ranks = config, threads, ranks
+        self._newest: Snapshot | None = None
+        self._by_name = ""
+        self._in_use, self._lock = Counter[Path](), Lock()
 
     def leaves_receipts(self, member: Member) -> bool:
-        return False
+        return member.takes_orders
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
-        """Writes the snapshot."""
-        with timers("gather"):
-            snapshot.write(self._paths.weights(version), outgoing.tensors(), self._model_folder)
+        """Writes the snapshot, unless it is there.
+
+        Only what this trainer has written counts: one that was killed may have made this version
+        otherwise.
+
+        Raises:
+            SnapshotError: it cannot be written.
+        """
+        if self._newest and self._newest.version == version:
+            self._ranks.tell(Rest())
+            return
+        with self._lock:
+            in_use = [folder for folder, users in self._in_use.items() if users]
+        with timers("write"):
+            self._newest = self._ranks.write_snapshot(version, outgoing.tensors(), in_use=in_use)
+        self._by_name = outgoing.by_name
 
     def deliver(
         self,
@@ -44,22 +81,67 @@ class FileTransport:
         *,
         check: bool,
     ) -> Delivery:
-        """Every engine loads the snapshot; those that fail do not keep the others from it."""
-        folder, limit_s = self._paths.weights(version), self._config.timeout_s
-        with timers("pause"):
-            paused, failed = each(self._threads, live, lambda its: its.pause(), limit_s)
-        with timers("wire"):
-            taken, others = each(
-                self._threads,
-                paused,
-                lambda its: its.update_weights_from_disk(str(folder), version),
-                limit_s,
-            )
-        snapshot.prune(folder)
-        return Delivery(taken, failed | others, {})
+        """Every engine pauses, loads the snapshot and goes on; nobody waits for another."""
+        snapshot = self._newest
+        assert snapshot
+        loads, failed = answers(
+            self._threads,
+            live,
+            lambda member: self._load(member, live[member], snapshot, check=check),
+            self._config.timeout_s,
+        )
+        for part in ("pause", "load", "resume"):
+            spent = [getattr(load, part) for load in loads.values()]
+            timers.seconds[f"time/{part}"] = max(spent, default=0.0)
+        taken = {member: live[member] for member in loads}
+        receipts = {member: load.receipts for member, load in loads.items() if load.receipts}
+        sent = Sent(snapshot.manifest.checksums, self._by_name)
+        return Delivery(taken, failed, receipts, sent, resumed=True)
 
-    def settle(self) -> None:
-        """Nobody waits."""
+    def settle(self, outgoing: Outgoing) -> None:
+        """What was begun was taken to the end."""
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _load(self, member: Member, its: Receiver, snapshot: Snapshot, *, check: bool) -> Load:
+        receipts = list[Receipt]()
+        times = [time.perf_counter()]
+        with self._used(snapshot.folder):
+            its.pause()
+            times.append(time.perf_counter())
+            its.update_weights_from_disk(str(snapshot.folder), snapshot.version)
+            times.append(time.perf_counter())
+            if check and member.takes_orders:
+                receipts = self._compare(member, its, snapshot)
+            times.append(time.perf_counter())
+            its.resume()
+        times.append(time.perf_counter())
+        pause, load, _, resume = (end - start for start, end in itertools.pairwise(times))
+        return Load(pause, load, resume, receipts)
+
+    def _compare(self, member: Member, its: Receiver, snapshot: Snapshot) -> list[Receipt]:
+        """Makes the ranks of a paused member tell what they hold. Their answers come as files:
+        there need be no other way from them to here."""
+        serial, timeout_s = uuid.uuid4().hex[:8], self._config.timeout_s
+        order = Order(serial, "", "compare", timeout_s, folder=str(snapshot.folder))
+        its.receive_weights([order] * member.num_ranks, version=snapshot.version)
+        receipts = []
+        for rank in range(member.num_ranks):
+            path = receipt_file(order.folder, order.serial, rank)
+            record = read_json(path)
+            if record is None:
+                raise EngineError(f"its rank {rank} left no {path}")
+            receipts.append(Receipt(**record))
+            path.unlink()
+        return receipts
+
+    @contextmanager
+    def _used(self, folder: Path) -> Iterator[None]:
+        with self._lock:
+            self._in_use[folder] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._in_use[folder] -= 1

@@ -23,9 +23,11 @@ from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders
 from relax_hpc.weights.members import Member
+from relax_hpc.weights.ranks import Serve, TrainerRanks
 from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Buffers, Gather, Outgoing
 from relax_hpc.weights.transport import Delivery, behind
+from relax_hpc.weights.verify import Sent
 
 _BUFFERS = 2
 _POLL_S = 1e-3
@@ -119,8 +121,8 @@ class _GivenUpError(Exception):
 class LaneTransport:
     """See `transport.Transport`."""
 
-    def __init__(self, link: LaneLink, threads: ThreadPoolExecutor) -> None:
-        self._link, self._threads = link, threads
+    def __init__(self, link: LaneLink, threads: ThreadPoolExecutor, ranks: TrainerRanks) -> None:
+        self._link, self._threads, self._ranks = link, threads, ranks
         self._exchange = Exchange(link.config.timeout_s)
         self._prepared = set[Member]()
         self._has_told = False
@@ -130,6 +132,7 @@ class LaneTransport:
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
         """Fills the buffers."""
+        self._ranks.tell(Serve("lanes"))
         with timers("gather"):
             outgoing.prefetch()
 
@@ -158,15 +161,17 @@ class LaneTransport:
                 def transfer(serial: str, give_up: Callable[[], None]) -> None:
                     self._give(live, serial, outgoing, give_up, deadline)
 
-                return Delivery(live, {}, self._order(task, live, version, transfer, deadline))
+                receipts = self._order(task, live, version, transfer, deadline)
+            return Delivery(live, {}, receipts, Sent(outgoing.fingerprints, outgoing.by_name))
         except MemberError as error:
-            return Delivery({}, behind(self._threads, live, error), {})
+            return Delivery({}, behind(self._threads, live, error), {}, Sent([], ""))
 
-    def settle(self) -> None:
+    def settle(self, outgoing: Outgoing) -> None:
         """Tells the other ranks that nobody is to be given anything, if nobody was."""
         if not self._has_told:
             self._link.tell(_Word([]))
         self._has_told = False
+        outgoing.drain()
 
     def close(self) -> None:
         """Engines let go of the memory when they meet another trainer, or end."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from relax_hpc.config.rollout import Transport
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
@@ -32,6 +33,8 @@ class Member(NamedTuple):
     lane: int = -1
     """Rank of the trainer whose GPU the engine's first rank is on, with the others following; -1:
     the engine has GPUs of its own."""
+    transport: Transport = "collective"
+    """How weights get to it."""
 
     @property
     def takes_orders(self) -> bool:

@@ -1,22 +1,154 @@
-"""Weights as Hugging Face folders in the run directory: the `files` transport."""
+"""Snapshots: the weights of a version as a Hugging Face folder that engines load.
+
+All ranks of the trainer write, each its share. A folder gets its name by a rename once it is
+complete, and is never changed afterwards.
+"""
 
 import shutil
-from collections.abc import Iterable
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
 from relax_hpc import hf_folder
+from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.world import World
+from relax_hpc.errors import SnapshotError
+from relax_hpc.weight_files import (
+    FILE_BYTES,
+    MANIFEST,
+    FileRecord,
+    FileWriter,
+    Manifest,
+    plan_files,
+)
+
+_KEPT = 2
+_TORN = ".tmp"
+_RECEIPT = ".receipt"
 
 
-def write(folder: Path, tensors: Iterable[tuple[str, Tensor]], model_folder: Path) -> Path:
-    """Publishes `tensors` as a folder that loads like `model_folder`, and is never changed."""
-    # A restarted run publishes again, so nothing has to outlive a crash of the machine.
-    hf_folder.write(folder, tensors, model_folder, durable=False)
-    return folder
+class Snapshot(NamedTuple):
+    """A complete one."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
 
 
-def prune(newest: Path, *, keep: int = 2) -> None:
-    """Deletes all but the `keep` newest snapshots beside `newest`."""
-    for old in sorted(newest.parent.glob("v*"))[:-keep]:
-        shutil.rmtree(old)
+class SnapshotWriter:
+    """What each rank of the trainer has of the writing; rank 0 begins and ends it.
+
+    `begin` on rank 0, `write` on all, `finish` on rank 0.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        specs: Iterable[Spec],
+        world: World,
+        model_folder: Path,
+        *,
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        """Touches nothing yet.
+
+        Args:
+            root: of all snapshots of the run; only the trainer writes there.
+            specs: of all tensors that `write` will be given, in their order.
+            world: all ranks of the trainer.
+            model_folder: lends config.json, the tokenizer and what else is small.
+            file_bytes: of a file at most; a larger tensor is alone.
+        """
+        self._root, self._world, self._model_folder = root, world, model_folder
+        self._files = plan_files(specs, world.size, max_bytes=file_bytes)
+        self._own = [file for file in self._files if file.writer == world.rank]
+
+    def begin(self, version: int, *, in_use: Collection[Path]) -> str:
+        """Makes room, and a folder that nobody looks at yet.
+
+        Args:
+            version: of the policy.
+            in_use: snapshots that engines are loading.
+
+        Returns:
+            The name of the folder-to-be, never used before: one that was restarted makes a version
+            again, while engines may still read what it made the first time.
+
+        Raises:
+            SnapshotError: that cannot be written.
+        """
+        self._clean_up(in_use)
+        name = f"v{version:06d}-{uuid.uuid4().hex[:8]}"
+        draft = self._draft(name)
+        try:
+            draft.mkdir(parents=True)
+            hf_folder.copy_all_but_weights(self._model_folder, draft)
+            hf_folder.set_dtype(draft, {spec.dtype for file in self._files for spec in file.specs})
+        except OSError as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise self._error(version, [str(error)]) from error
+        return name
+
+    def write(self, name: str, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, FileRecord]:
+        """Writes this rank's share; collective, over the tensors and the ranks that write.
+
+        Raises:
+            SnapshotError: on all ranks, if one of them could not.
+        """
+        records, problem = dict[str, FileRecord](), ""
+        try:
+            records = FileWriter(self._draft(name), self._own).write(tensors)
+        except OSError as error:
+            problem = f"rank {self._world.rank}: {error}"
+        outcomes = self._world.allgather((records, problem))
+        if problems := [problem for _, problem in outcomes if problem]:
+            raise self._error(int(name[1:7]), problems)
+        return {file: record for records, _ in outcomes for file, record in records.items()}
+
+    def finish(self, name: str, records: dict[str, FileRecord]) -> Snapshot:
+        """Makes the folder visible, after all ranks have written.
+
+        Raises:
+            SnapshotError: the last of it cannot be written.
+        """
+        draft, folder = self._draft(name), self._root / name
+        manifest = Manifest(int(name[1:7]), records)
+        names = {file.name: [spec.name for spec in file.specs] for file in self._files}
+        try:
+            hf_folder.write_index(draft, names, sum(file.num_bytes for file in self._files))
+            manifest.write(draft)
+            draft.rename(folder)
+        except OSError as error:
+            raise self._error(manifest.version, [str(error)]) from error
+        return Snapshot(folder, manifest)
+
+    def discard(self, name: str) -> None:
+        """Removes what could not be finished."""
+        shutil.rmtree(self._draft(name), ignore_errors=True)
+
+    def _draft(self, name: str) -> Path:
+        return self._root / f".{name}{_TORN}"
+
+    def _clean_up(self, in_use: Collection[Path]) -> None:
+        """Deletes snapshots that are too old, and what a killed trainer left half-written."""
+        if not self._root.is_dir():
+            return
+        found = list(self._root.iterdir())
+        complete = [path for path in found if path.name.startswith("v")]
+        complete.sort(key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
+        torn = [path for path in found if path.name.endswith(_TORN)]
+        for path in found:
+            if path.name.startswith(_RECEIPT):
+                path.unlink()
+        for path in [*torn, *complete[: 1 - _KEPT]]:
+            if path not in in_use:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _error(self, version: int, problems: Sequence[str]) -> SnapshotError:
+        return SnapshotError(f"{self._root}: v{version} was not written: {'; '.join(problems)}")

@@ -140,10 +140,7 @@ class Outgoing:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors themselves, if nothing was sent or filled yet."""
         assert not self._filled
-        for name, tensor in self._tensors:
-            if self._digest:
-                self._digest.add(name, tensor)
-            yield name, tensor
+        return self._digest.of_all(self._tensors) if self._digest else self._tensors
 
     def drain(self) -> None:
         """Takes what is left of them: the other ranks are bringing it here."""
@@ -154,16 +151,15 @@ class Outgoing:
             for _ in self._tensors:
                 pass
 
-    def hexdigest(self) -> str:
-        """Of all tensors, by name."""
-        assert self._digest
-        return self._digest.hexdigest()
+    @property
+    def by_name(self) -> str:
+        """Digest of all tensors by name; empty if none was asked for."""
+        return self._digest.hexdigest() if self._digest else ""
 
     @property
     def fingerprints(self) -> list[int]:
-        """Of the buckets, in order."""
-        assert self._fingerprints is not None
-        return self._fingerprints
+        """Of the buckets, in order, if they were asked for."""
+        return self._fingerprints or []
 
     def _fill(self) -> None:
         index, bucket = self._filled, self.plan.buckets[self._filled]

@@ -1,8 +1,9 @@
 """What every way of bringing weights to engines has in common."""
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.errors import EngineError
@@ -11,8 +12,13 @@ from relax_hpc.weights.exchange import MemberError
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Outgoing
+from relax_hpc.weights.verify import Sent
 
 HEALTH_S = 5.0
+Way = Literal["lanes", "collective", "files"]
+WAYS: tuple[Way, ...] = get_args(Way)
+"""The quickest first."""
+Answer = TypeVar("Answer")
 
 
 class Delivery(NamedTuple):
@@ -20,18 +26,26 @@ class Delivery(NamedTuple):
     given all of it again."""
 
     taken: dict[Member, Receiver]
-    """Hold it, and are paused."""
+    """Hold it, and are paused, unless `resumed`."""
     failed: dict[Member, str]
     """Are to be fenced, and why."""
     receipts: dict[Member, list[Receipt]]
     """What the ranks of those answered that take a version in one call."""
+    sent: Sent
+    """What `receipts` are compared with."""
+    resumed: bool = False
+    """Whether those that hold it go on already."""
 
 
 class Transport(Protocol):
     """One way. Lives in rank 0 of the trainer, and from update to update."""
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
-        """Does what can be done before engines stand still; times `gather`."""
+        """Does what can be done before engines stand still; times `gather` or `write`.
+
+        Raises:
+            SnapshotError: this transport is of no use at present.
+        """
         ...
 
     def deliver(
@@ -49,7 +63,7 @@ class Transport(Protocol):
             live: at least one.
             version: of the policy.
             outgoing: as staged.
-            timers: get `pause`, `wire` and what else engines wait for.
+            timers: get `pause`, `wire` or `load`, and what else engines wait for.
             check: whether receivers tell what they hold afterwards, where they can.
         """
         ...
@@ -58,8 +72,8 @@ class Transport(Protocol):
         """Whether its ranks say what they received."""
         ...
 
-    def settle(self) -> None:
-        """Ends a publication, whether or not there was anybody to deliver to."""
+    def settle(self, outgoing: Outgoing) -> None:
+        """Ends a publication, whatever came of it; takes the stream to its end if it was begun."""
         ...
 
     def close(self) -> None: ...
@@ -85,14 +99,23 @@ def each(
     timeout_s: float,
 ) -> tuple[dict[Member, Receiver], dict[Member, str]]:
     """Calls all receivers at once; returns those that succeeded, and why others did not."""
-    futures: dict[Member, Future[None]] = {
-        member: threads.submit(call, receiver) for member, receiver in receivers.items()
-    }
-    done, failed = {}, {}
+    done, failed = answers(threads, receivers, lambda member: call(receivers[member]), timeout_s)
+    return {member: receivers[member] for member in done}, failed
+
+
+def answers(
+    threads: ThreadPoolExecutor,
+    members: Iterable[Member],
+    call: Callable[[Member], Answer],
+    timeout_s: float,
+) -> tuple[dict[Member, Answer], dict[Member, str]]:
+    """Makes a call for all members at once; what came of it, and why others failed."""
+    deadline = time.monotonic() + timeout_s
+    futures = {member: threads.submit(call, member) for member in members}
+    found, failed = {}, {}
     for member, future in futures.items():
         try:
-            future.result(timeout=timeout_s)
-            done[member] = receivers[member]
+            found[member] = future.result(timeout=max(0.0, deadline - time.monotonic()))
         except (EngineError, TimeoutError) as error:
-            failed[member] = str(error) or "no answer"
-    return done, failed
+            failed[member] = str(error) or f"no answer within {timeout_s:.0f} s"
+    return found, failed

@@ -7,41 +7,51 @@ from typing import NamedTuple
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.receiver import Receiver
-from relax_hpc.weights.staging import Outgoing
+
+
+class Sent(NamedTuple):
+    """What the trainer knows of what it sent."""
+
+    fingerprints: list[int]
+    """Of buckets or files, in order."""
+    by_name: str
+    """Digest by name, if it was made."""
 
 
 class Verified(NamedTuple):
     """Digests of one version, as trainer and engines hold it."""
 
     trainer: str
+    """One for each way in which engines tell what they hold."""
     members: dict[str, str]
     equal: bool
 
 
 def compare(
-    updated: dict[Member, Receiver], outgoing: Outgoing, receipts: dict[Member, list[Receipt]]
+    updated: dict[Member, Receiver], sent: Sent, receipts: dict[Member, list[Receipt]]
 ) -> Verified:
     """Compares the engines that were just updated with what was sent to them.
 
     Those that left receipts have compared every slice of their parameters with what they received,
     so what they received is compared with what was sent. Embedded engines digest by name what they
-    hold. Others digest it in a layout of their own, and are compared with each other.
+    hold.
     """
-    sent = _digest_of(outgoing.fingerprints)
-    held = {member.id: _of_receipts(ranks) for member, ranks in receipts.items()}
-    asked = [member for member in updated if member not in receipts]
-    held |= {member.id: updated[member].checksum() for member in asked}
-    by_name = [member.id for member in asked if member.engine == "embedded"]
-    if by_name:
-        sent = outgoing.hexdigest()
-    own = {held[member.id] for member in asked if member.engine != "embedded"}
-    compared = {held[member.id] for member in receipts} | {held[name] for name in by_name}
-    equal = compared <= {sent} and len(own) <= 1
-    return Verified(sent, dict(sorted(held.items())), equal)
+    expected, held = {}, {}
+    for member, receiver in updated.items():
+        if member in receipts:
+            expected[member.id] = _digest_of(sent.fingerprints)
+            held[member.id] = _of_receipts(receipts[member])
+        elif sent.by_name:
+            expected[member.id], held[member.id] = sent.by_name, receiver.checksum()
+    trainer = " ".join(sorted(set(expected.values())))
+    return Verified(trainer, dict(sorted(held.items())), held == expected)
 
 
 def _of_receipts(ranks: Iterable[Receipt]) -> str:
-    """The digest that all ranks agree on."""
+    """The digest that all ranks agree on; else what is wrong."""
+    ranks = list(ranks)
+    if errors := [receipt.error for receipt in ranks if receipt.error]:
+        return errors[0]
     wrong = sum(receipt.differing for receipt in ranks)
     if wrong:
         return f"{wrong} slices differ from what was received"

@@ -1,5 +1,7 @@
 """What test_weights_sync runs on the ranks of a pool: a trainer that publishes checkpoints."""
 
+import resource
+import signal
 import threading
 import time
 
@@ -8,7 +10,7 @@ from megatron_worker import FixedWorld, _set_grid, _state
 
 
 class PoolWorld(FixedWorld):
-    """The ranks of a pool, with what a lane's link needs of them."""
+    """The ranks of a pool, by the group that they have anyway."""
 
     def bcast(self, value):
         import torch.distributed as dist
@@ -16,6 +18,13 @@ class PoolWorld(FixedWorld):
         box = [value]
         dist.broadcast_object_list(box)
         return box[0]
+
+    def allgather(self, value):
+        import torch.distributed as dist
+
+        values = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self):
         import torch.distributed as dist
@@ -37,35 +46,42 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
     from relax_hpc.paths import RunPaths
     from relax_hpc.weights.lanes import LaneHelper, LaneLink
     from relax_hpc.weights.publish import Publisher
+    from relax_hpc.weights.ranks import TrainerRanks
+    from relax_hpc.weights.snapshot import SnapshotWriter
     from relax_hpc.weights.staging import Giver
 
     _set_grid(config.actor)
     device = torch.device("cpu")
     world = PoolWorld(dist.get_rank(), dist.get_world_size())
     scorer = _state["scorer"] = MegatronScorer(config, world, device)
-    specs = scorer.weight_specs()
+    specs, paths = scorer.weight_specs(), RunPaths(config.run_dir)
     weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     link, gather = None, scorer.gather(bucket_bytes, to_all=lanes)
-    _state["helper"] = Giver(gather)
+    helpers = {"collective": Giver(gather)}
     if lanes:
         link = LaneLink(world, BucketPlan.of(specs, bucket_bytes), device, weights)
-        _state["helper"] = LaneHelper(link, gather)
+        helpers = {"lanes": LaneHelper(link, gather)}
+    snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path)
+    ranks = _state["ranks"] = TrainerRanks(world, snapshots, helpers)
     if dist.get_rank() == 0:
         _state["publisher"] = Publisher(
             weights,
-            RunPaths(config.run_dir),
+            paths,
             lambda: ids,
             lambda member: EngineClient(member.url, member.token, timeout_s=timeout_s),
             specs,
             device=device,
-            model_folder=config.model.path,
+            ranks=ranks,
             link=link,
             gather=gather,
         )
 
 
 def publish(version, folder, check):
-    """Publishes a checkpoint as `version`; rank 0 tells what came of it."""
+    """Publishes a checkpoint as `version`; rank 0 tells what came of it.
+
+    Once, though members may be left for a further publication.
+    """
     import torch.distributed as dist
 
     from relax_hpc.engines.megatron import hf_names
@@ -74,7 +90,7 @@ def publish(version, folder, check):
     hf_names.load(scorer._chunks, folder)
     tensors = scorer.named_weights()
     if dist.get_rank():
-        return _state["helper"].publish(version, tensors)
+        return _state["ranks"].publish(version, tensors)
     published = _state["publisher"].publish(version, tensors, check=check)
     return published._asdict() | {"verified": published.verified and published.verified._asdict()}
 
@@ -101,6 +117,7 @@ def hold(place, reached, released):
     owner, name = {
         "in": (Outgoing, "send"),  # when the first of its buckets has been sent
         "resuming": (EngineClient, "resume"),  # when all of them are in their places
+        "loading": (EngineClient, "update_weights_from_disk"),  # when they stand still
     }[place]
     plain, lock = getattr(owner, name), threading.Lock()
 
@@ -119,14 +136,25 @@ def hold(place, reached, released):
                 stop()
             yield transfer
 
-    def resume(*args):
+    def call(*args):
         stop()
         return plain(*args)
 
-    setattr(owner, name, {"in": send, "resuming": resume}[place])
+    setattr(owner, name, send if place == "in" else call)
+
+
+def limit_files(num_bytes):
+    """The last rank cannot write files that are larger; None lifts that."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == dist.get_world_size() - 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limit = resource.RLIM_INFINITY if num_bytes is None else num_bytes
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most))
 
 
 def close():
-    _state.pop("helper", None)
+    _state.pop("ranks", None)
     if publisher := _state.pop("publisher", None):
         publisher.close()

@@ -47,9 +47,13 @@ class House(NamedTuple):
         self.engines[number].stop()
         self.engines[number] = self.start(number)
 
-    def announce(self, epoch="1"):
-        for name, engine in zip(IDS, self.engines, strict=True):
-            record = Member(name, epoch, engine.url, "right", 1, self.kind, "HEALTHY")
+    def announce(self, epoch="1", transports=("collective", "collective"), ids=IDS):
+        for name, engine, way in zip(IDS, self.engines, transports, strict=True):
+            if name not in ids:
+                continue
+            record = Member(
+                name, epoch, engine.url, "right", 1, self.kind, "HEALTHY", transport=way
+            )
             members.announce(self.paths, record)
 
     @property

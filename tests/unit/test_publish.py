@@ -1,17 +1,22 @@
 """Who gets which weights: the real publisher over the `files` transport, fake engines."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
-from relax_hpc.weights.roster import Roster
+from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.roster import Holding, Roster
+from relax_hpc.weights.snapshot import SnapshotWriter
 
 
 class FakeEngine:
@@ -37,7 +42,8 @@ class FakeEngine:
     def update_weights_from_disk(self, path, version):
         if self.broken:
             raise EngineError("broken")
-        self.weight = load_file(f"{path}/model.safetensors")["w"].item()
+        [file] = Path(path).glob("*.safetensors")
+        self.weight = load_file(file)["w"].item()
         self.held = version
         self.calls.append(f"v{version}")
 
@@ -55,19 +61,21 @@ def house(tmp_path):
             self.engines, self.paths = engines, paths
 
         def publisher(self):
+            specs, world = [Spec("w", torch.float32, ())], SoloWorld()
             return Publisher(
-                WeightsConfig(transport="files"),
+                WeightsConfig(),
                 paths,
                 lambda: ["rollout-0", "rollout-1"],
                 lambda member: engines[member.id, member.epoch],
-                [Spec("w", torch.float32, ())],
+                specs,
                 device=torch.device("cpu"),
-                model_folder=model,
+                ranks=TrainerRanks(world, SnapshotWriter(paths.weights, specs, world, model), {}),
             )
 
         def start(self, member, epoch="1", version=0):
             engines[member, epoch] = FakeEngine(version)
-            members.announce(paths, Member(member, epoch, "", "", 1, "embedded", "HEALTHY"))
+            record = Member(member, epoch, "", "", 1, "embedded", "HEALTHY", transport="files")
+            members.announce(paths, record)
             return engines[member, epoch]
 
     return House()
@@ -128,7 +136,8 @@ def test_engines_do_not_go_back_when_a_trainer_resumes_from_an_older_checkpoint(
 
 def test_after_a_trainer_died_in_an_update_every_engine_is_given_weights_again(house):
     engine = house.start("rollout-0", version=12)
-    Roster(13, done=False).write(house.paths)
+    torn = Holding("1", None, "SYNCING")
+    Roster(13, done=False, members={"rollout-0": torn}).write(house.paths)
     resumed = house.publisher()
     assert resumed.publish(10, weights(10)).members == ["rollout-0"]
     assert engine.calls == ["pause", "v10", "resume"]

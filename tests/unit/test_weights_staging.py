@@ -136,7 +136,7 @@ def test_a_loader_is_watched_without_writing_and_its_copies_can_be_made_without_
     engine, flat = Engine(), torch.rand(24).view(torch.uint8)
     copies = record(engine.load_weights, flat, BUCKET)
     assert not engine.qk.any()
-    assert uncovered(engine, [copies]) == ["norm"]
+    assert uncovered(engine, copies.targets) == ["norm"]
     for _ in range(2):
         flat.view(torch.float32).uniform_()
         copies.make()

@@ -93,13 +93,12 @@ def record(load_weights: LoadWeights, flat: Tensor, bucket: Sequence[Spec]) -> C
     return Copies(watch.targets, watch.sources)
 
 
-def uncovered(model: nn.Module, copies: Iterable[Copies]) -> list[str]:
-    """Names of parameters of which some elements are the target of no copy."""
+def uncovered(model: nn.Module, targets: Iterable[Tensor]) -> list[str]:
+    """Names of parameters of which some elements are in none of the targets of copies."""
     written: dict[int, int] = {}
-    for each in copies:
-        for target in each.targets:
-            storage = target.untyped_storage().data_ptr()
-            written[storage] = written.get(storage, 0) + target.numel()
+    for target in targets:
+        storage = target.untyped_storage().data_ptr()
+        written[storage] = written.get(storage, 0) + target.numel()
     return [
         name
         for name, parameter in model.named_parameters()

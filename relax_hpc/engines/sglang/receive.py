@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,9 +29,10 @@ from torch.distributed.distributed_c10d import _world
 from relax_hpc.comm.broadcast import Transfer, start_broadcast
 from relax_hpc.comm.bucket import BucketPlan, Spec, fingerprint
 from relax_hpc.comm.lanes import Taker
-from relax_hpc.comm.orders import PLAN, Order, Receipt, key_of
+from relax_hpc.comm.orders import PLAN, Order, Receipt, key_of, receipt_file
 from relax_hpc.comm.patience import Patience
 from relax_hpc.comm.streams import has_happened, mark, new_stream
+from relax_hpc.engines.sglang.compare import compare
 from relax_hpc.engines.sglang.copies import (
     Copies,
     LoadWeights,
@@ -39,6 +41,7 @@ from relax_hpc.engines.sglang.copies import (
     record,
     uncovered,
 )
+from relax_hpc.records import write_json
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +52,9 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """See the top of this file."""
     [(text, _)] = named_tensors
     order = Order(**json.loads(text))
+    if order.task == "compare":
+        _compare(model, order)
+        return
     key = order.group or order.store
     receiver = _receivers.get(key) if order.task != "prepare" else None
     try:
@@ -70,6 +76,18 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
         source.store.set(key_of(order.serial, source.rank), json.dumps(asdict(receipt)))
     except dist.DistError:
         log.exception("the trainer is gone; the weights are undefined")
+
+
+def _compare(model: nn.Module, order: Order) -> None:
+    try:
+        receipt = compare(model, Path(order.folder))
+    except (RuntimeError, ValueError, OSError) as error:
+        log.exception("weights could not be compared with %s", order.folder)
+        receipt = Receipt(error=f"{type(error).__name__}: {error}")
+    try:
+        write_json(receipt_file(order.folder, order.serial, dist.get_rank()), asdict(receipt))
+    except OSError:
+        log.exception("the trainer is not told")
 
 
 class Source(Protocol):
@@ -245,7 +263,8 @@ class Receiver:
                 self._copies[index] = record(self._load_weights, flat, bucket)
             except NotPureError as error:
                 reasons.append(f"{bucket[0].name} and on: {error}")
-        if missing := uncovered(self._model, self._copies.values()) if not reasons else []:
+        targets = (target for copies in self._copies.values() for target in copies.targets)
+        if missing := uncovered(self._model, targets) if not reasons else []:
             reasons.append(f"nothing is known to be copied to {', '.join(missing[:3])}")
             self._copies = {}
         loads: list[Callable[[], Any]] = [
