@@ -67,11 +67,15 @@ class MpiWorld:
         self.rank, self.size = comm.rank, comm.size
 
     @classmethod
-    def of_step(cls, expected_size: int) -> Self:
-        """COMM_WORLD of the step that Slurm started."""
+    def of_step(cls, expected_size: int, role: str | None = None) -> Self:
+        """COMM_WORLD of the step that Slurm started; of it, the ranks that give the same `role`."""
         from mpi4py import MPI  # initialises MPI: only ranks of an MPI step may import it
 
-        world = cls(MPI.COMM_WORLD)
+        comm: MPI.Comm = MPI.COMM_WORLD
+        if role is not None:
+            roles = comm.allgather(role)
+            comm = comm.Split(roles.index(role), comm.rank)
+        world = cls(comm)
         if world.size != expected_size:
             raise LaunchError(
                 f"MPI sees {world.size} ranks where the launcher started {expected_size}: "
@@ -193,15 +197,23 @@ class StoreWorld:
 
 
 def connect(
-    bootstrap: str, *, rank: int, size: int, rendezvous: Path, timeout_s: float = 300
+    bootstrap: str,
+    *,
+    rank: int,
+    size: int,
+    rendezvous: Path,
+    timeout_s: float = 300,
+    role: str = "",
 ) -> World:
     """Joins the ranks of this component.
 
     Args:
-        bootstrap: "mpi" or "files".
+        bootstrap: "mpi"; "mpi_job", where other components are in the same world; or "files".
         rank: what the launcher says; with MPI the communicator decides.
         size: tasks the launcher started; a world of another size is an error.
         rendezvous: record that rank 0 writes; its name must be new for every start.
+        timeout_s: how long a rank may be silent.
+        role: of this component, which tells it from the others in the world of the job.
 
     Raises:
         LaunchError: MPI made worlds of the wrong size.
@@ -209,6 +221,8 @@ def connect(
     """
     if bootstrap == "mpi":
         return MpiWorld.of_step(size)
+    if bootstrap == "mpi_job":
+        return MpiWorld.of_step(size, role)
     return (
         SoloWorld() if size == 1 else StoreWorld.join(rank, size, rendezvous, timeout_s=timeout_s)
     )

@@ -92,8 +92,9 @@ class EvalConfig(Section):
 
 
 class LaunchConfig(Section):
-    bootstrap: Literal["auto", "mpi", "files"] = "auto"
-    """How ranks of a component find each other; auto is mpi when `resources.mpi` is set."""
+    bootstrap: Literal["auto", "mpi", "mpi_job", "files"] = "auto"
+    """How ranks of a component find each other; auto is mpi when `resources.mpi` is set. mpi_job:
+    all components are one step and one MPI world, so that a rank that dies restarts all of them."""
     profile: str | None = None
     """Site profile: a name in slurm/profiles, or a path to a TOML file."""
     max_restarts: NonNegative = 3

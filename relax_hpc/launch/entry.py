@@ -7,6 +7,7 @@ import argparse
 import logging
 import os
 import pickle
+import sys
 from pathlib import Path
 
 from submitit import JobEnvironment
@@ -23,10 +24,28 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="submitit folder of the component")
     parser.add_argument("--start", type=int, required=True, help="starts of the step, from 1")
     parser.add_argument("--last-start", type=int, required=True, help="start that is not repeated")
+    parser.add_argument("--first-rank", type=int, help="where several components are one step")
+    parser.add_argument("--tasks", type=int, help="likewise: those of this component")
     args = parser.parse_args()
+    if args.tasks is not None:
+        within_component(args.folder, args.first_rank, args.tasks)
     component.start_count.set(args.start)
     component.last_start.set(args.last_start)
     run(args.folder)
+
+
+def within_component(folder: Path, first_rank: int, tasks: int) -> None:
+    """Tells submitit of this component what Slurm says of a step over several components.
+
+    Slurm names logs by ranks of the step, too: what is printed from here on goes to those that are
+    named by ranks of the component, where everybody looks.
+    """
+    rank = int(os.environ["SLURM_PROCID"]) - first_rank
+    os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"] = str(rank), str(tasks)
+    for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
+        log_path = folder / f"{os.environ['SLURM_JOB_ID']}_{rank}_log.{kind}"
+        with log_path.open("ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
 
 
 def run(folder: Path) -> None:

@@ -8,7 +8,7 @@ from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
 
-Bootstrap = Literal["mpi", "files"]
+Bootstrap = Literal["mpi", "mpi_job", "files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,17 @@ def _component(config: JobConfig, role: str, tasks: int, resources: Resources) -
             f"{role}.resources.nodes = {resources.nodes}: {tasks} tasks do not divide over them; "
             f"use a divisor of {tasks}"
         )
-    if config.launch.bootstrap == "mpi" and resources.mpi is None:
+    wanted = config.launch.bootstrap
+    if wanted in ("mpi", "mpi_job") and resources.mpi is None:
         raise ConfigError(
-            f"launch.bootstrap = 'mpi': {role}.resources.mpi is not set; "
+            f"launch.bootstrap = {wanted!r}: {role}.resources.mpi is not set; "
             "use pmix for Open MPI, pmi2 for MPICH (srun --mpi=list)"
         )
-    use_mpi = resources.mpi is not None and config.launch.bootstrap != "files"
-    return Component(role, tasks, resources, "mpi" if use_mpi else "files")
+    if wanted == "mpi_job" and resources.mpi != "pmix":  # pmi2 hangs in some layouts of nodes
+        raise ConfigError(
+            f"launch.bootstrap = 'mpi_job': {role}.resources.mpi = {resources.mpi!r}; one world "
+            "over several components needs 'pmix'"
+        )
+    if wanted == "auto":
+        wanted = "files" if resources.mpi is None else "mpi"
+    return Component(role, tasks, resources, wanted)

@@ -5,10 +5,11 @@ The two differ in the `#SBATCH` lines and in the word that starts a step: `srun`
 `local_step`. Restarting, ending the others and the last report are the same lines of bash.
 """
 
+import itertools
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,24 +45,30 @@ join() {
 }
 
 # srun has been seen to say 0 after a node failed; a task that returned has left its result.
-all_returned() { # all_returned FOLDER TASKS
-  local result count=0
-  for result in "$1/$job_id"_*_result.pkl; do
-    [ -e "$result" ] && count=$((count + 1))
+all_returned() { # all_returned TASKS FOLDER...
+  local result count=0 tasks=$1 folder
+  shift
+  for folder in "$@"; do
+    for result in "$folder/$job_id"_*_result.pkl; do
+      [ -e "$result" ] && count=$((count + 1))
+    done
   done
-  [ "$count" -ge "$2" ]
+  [ "$count" -ge "$tasks" ]
 }
 
-# supervise ROLE FOLDER TASKS COMMAND...: runs a component's step, and again when it fails.
+# supervise ROLE TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
+# again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
-  local role=$1 folder=$2 tasks=$3 start=1 step='' status signals=0 stopping=''
-  shift 3
+  local role=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping=''
+  shift 2
+  while [ "$1" != -- ]; do folders+=("$1"); shift; done
+  shift
   trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
   while true; do
-    "$@" --start "$start" &
+    "${@//@start@/$start}" &
     step=$!
     join "$step"
-    [ "$status" -ne 0 ] || all_returned "$folder" "$tasks" || status=1
+    [ "$status" -ne 0 ] || all_returned "$tasks" "${folders[@]}" || status=1
     echo "$(date +%FT%T) $role: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
     [ -z "$stopping" ] || exit "$status"
@@ -72,7 +79,7 @@ supervise() {
     fi
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all results there.
-    rm -f "$folder/$job_id"_*_result.pkl
+    for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_result.pkl; done
     sleep "$restart_delay_s"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
@@ -143,7 +150,11 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
         head += ["#SBATCH hetjob"] if index else []
         head += [f"# component {index}: {component.role}", *_directives(job, index, component)]
     several = len(components) > 1
-    steps = [_srun(job, k, component, several=several) for k, component in enumerate(components)]
+    before = itertools.accumulate((component.tasks for component in components), initial=0)
+    steps = [
+        _srun(job, k, component, first_rank, several=several)
+        for k, (component, first_rank) in enumerate(zip(components, before, strict=False))
+    ]
     prepare = [
         "export SUBMITIT_EXECUTOR=hetslurm",
         "job_id=$SLURM_JOB_ID",
@@ -200,16 +211,11 @@ def _assemble(
         f"max_restarts={job.max_restarts} restart_delay_s={job.restart_delay_s}", "",
         _SUPERVISION,
     ]  # fmt: skip
-    for index, (component, step) in enumerate(zip(components, steps, strict=True)):
-        told = [component.role, str(job.component_folder(index)), str(component.tasks)]
-        lines += [
-            f"component_{index}() {{",
-            *(f"  {line}" for line in [*_environment(component), *component.resources.setup]),
-            f"  supervise {shlex.join(told)} {step}",
-            "}",
-            f"component_{index} & components+=($!)",
-            "",
-        ]
+    groups = [[index] for index in range(len(components))]
+    if components[0].bootstrap == "mpi_job":
+        groups, steps = [[*range(len(components))]], [" : ".join(steps)]
+    for group, step in zip(groups, steps, strict=True):
+        lines += _supervised(job, {index: components[index] for index in group}, step)
     if job.run_dir is not None and any(each.held_nodes > each.nodes for each in components):
         module = [sys.executable, "-m", "relax_hpc.launch.scaler_main", str(job.run_dir)]
         scaler = shlex.join([*module, *scaler_options])
@@ -228,6 +234,23 @@ def _assemble(
     return "\n".join(lines)
 
 
+def _supervised(job: Job, components: Mapping[int, Component], step: str) -> list[str]:
+    """A function that keeps one step going, and a line that begins it."""
+    role = "+".join(component.role for component in components.values())
+    tasks = sum(component.tasks for component in components.values())
+    folders = [str(job.component_folder(index)) for index in components]
+    setup = [line for component in components.values() for line in component.resources.setup]
+    name = f"component_{min(components)}"
+    return [
+        f"{name}() {{",
+        *(f"  {line}" for line in setup),
+        f"  supervise {shlex.join([role, str(tasks), *folders])} -- {step}",
+        "}",
+        f"{name} & components+=($!)",
+        "",
+    ]
+
+
 def _environment(component: Component) -> list[str]:
     """What CUDA and torch read when a trainer starts, unless the submitter says otherwise.
 
@@ -238,8 +261,9 @@ def _environment(component: Component) -> list[str]:
     if component.role != "actor" or not component.resources.gpus_per_node:
         return []
     return [
-        'export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',
-        'export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"',
+        "env",
+        'CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',
+        'PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"',
     ]
 
 
@@ -267,10 +291,10 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
     return [*lines, *(f"#SBATCH {option}" for option in resources.sbatch)]
 
 
-def _srun(job: Job, index: int, component: Component, *, several: bool) -> str:
+def _srun(job: Job, index: int, component: Component, first_rank: int, *, several: bool) -> str:
     resources = component.resources
     options = [
-        "srun",
+        *(["srun"] if component.bootstrap != "mpi_job" or not index else []),
         *([f"--het-group={index}"] if several else []),
         f"--nodes={component.nodes}",
         f"--ntasks={component.tasks}",
@@ -279,14 +303,15 @@ def _srun(job: Job, index: int, component: Component, *, several: bool) -> str:
         *(["--relative=0"] if component.held_nodes > component.nodes else []),
         *([f"--cpus-per-task={resources.cpus_per_task}"] if resources.cpus_per_task else []),
         *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.gpus_per_node else []),
-        f"--mpi={resources.mpi if component.bootstrap == 'mpi' else 'none'}",
+        f"--mpi={'none' if component.bootstrap == 'files' else resources.mpi}",
         # A step is restarted whole: a dead task must end it.
         "--kill-on-bad-exit=1",
         "--unbuffered",
         "--open-mode=append",
         *resources.srun,
     ]
-    return f"{shlex.join(options)} {_logs(job, index)} {_entry(job, index, component)}"
+    command = _entry(job, index, component, first_rank)
+    return f"{shlex.join(options)} {_logs(job, index)} {command}"
 
 
 def _local_step(job: Job, index: int, component: Component, first_gpu: int) -> str:
@@ -297,7 +322,9 @@ def _local_step(job: Job, index: int, component: Component, first_gpu: int) -> s
     ]
     folder = shlex.quote(str(job.component_folder(index)))
     process = f'--controller "$$" --job-id "$job_id" --processes {folder}/"$job_id"_processes.json'
-    return f"{shlex.join(options)} {process} {_logs(job, index)} -- {_entry(job, index, component)}"
+    return (
+        f"{shlex.join(options)} {process} {_logs(job, index)} -- {_entry(job, index, component, 0)}"
+    )
 
 
 def _logs(job: Job, index: int) -> str:
@@ -307,10 +334,12 @@ def _logs(job: Job, index: int) -> str:
     return f"--output={prefix}.out --error={prefix}.err"
 
 
-def _entry(job: Job, index: int, component: Component) -> str:
+def _entry(job: Job, index: int, component: Component, first_rank: int) -> str:
     command = [
         component.resources.python or sys.executable,
         *("-u", "-m", "relax_hpc.launch.entry", str(job.component_folder(index))),
-        *("--last-start", str(job.max_restarts + 1)),
+        *("--start", "@start@", "--last-start", str(job.max_restarts + 1)),
     ]
-    return shlex.join(command)
+    if component.bootstrap == "mpi_job":
+        command += ["--first-rank", str(first_rank), "--tasks", str(component.tasks)]
+    return " ".join([*_environment(component), shlex.join(command)])

@@ -67,8 +67,11 @@ def _rollout(
     from relax_hpc.roles import rollout_task
 
     assert isinstance(config, RunConfig)
-    if bootstrap == "mpi":  # tasks of this role work alone; joining only proves the world's size
-        world = connect(bootstrap, rank=context.rank, size=context.size, rendezvous=paths.control)
+    if bootstrap != "files":  # tasks of this role work alone; joining proves the world's size
+        world = connect(
+            bootstrap, role=context.role, rank=context.rank, size=context.size,
+            rendezvous=paths.control,
+        )  # fmt: skip
         events.emit("world", kind=type(world).__name__, size=world.size)
     rollout_task.main(config, paths, context, events)
 
@@ -116,6 +119,7 @@ def _join(
     # Others outlast rank 0, which gives up on rollout and says whom it waited for.
     world = connect(
         bootstrap,
+        role=context.role,
         rank=context.rank,
         size=context.size,
         rendezvous=paths.rendezvous(context.start_id),

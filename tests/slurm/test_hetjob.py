@@ -191,3 +191,34 @@ def test_each_component_is_one_mpi_world_of_its_own(tmp_path):
     assert [(rank, size) for rank, size, _ in rollout] == [(0, 2), (1, 2)]
     assert [(rank, size) for rank, size, _ in actor] == [(0, 3), (1, 3), (2, 3)]
     assert len(set(rollout[0][2])) == 2, "one world over two nodes"
+
+
+def world_of_the_job(role):
+    from mpi4py import MPI
+
+    from relax_hpc.comm.world import MpiWorld
+
+    context = component.task_context(role)
+    if context.role == "actor" and context.rank == 0 and context.start == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world = MpiWorld.of_step(context.size, role)
+    print(f"this is {context.name}")
+    return context.name, context.start, MPI.COMM_WORLD.size, world.rank, world.allgather(role)
+
+
+@pytest.mark.skipif(shutil.which("ompi_info") is None, reason="Open MPI is not installed")
+def test_components_can_be_one_mpi_world_which_is_restarted_whole(tmp_path):
+    parts = {
+        "rollout": tasks("rollout", 2, "mpi_job", nodes=2, mpi="pmix"),
+        "actor": tasks("actor", 3, "mpi_job", mpi="pmix"),
+    }
+    calls = [Call(part, world_of_the_job, (role,)) for role, part in parts.items()]
+    job = submit(tmp_path, calls, max_restarts=1)
+    rollout, actor = job.results()
+    assert rollout == [(f"rollout-{n}", 2, 5, n, ["rollout"] * 2) for n in range(2)]
+    assert actor == [(f"actor-{n}", 2, 5, n, ["actor"] * 3) for n in range(3)]
+    for folder, role, count in (("c0", "rollout", 2), ("c1", "actor", 3)):
+        for rank in range(count):
+            printed = (tmp_path / folder / f"{job.job_id}_{rank}_log.out").read_text()
+            assert f"this is {role}-{rank}" in printed
+    assert "rollout+actor: start 1 ended" in (tmp_path / f"{job.job_id}_batch.log").read_text()

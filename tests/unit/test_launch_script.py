@@ -96,14 +96,32 @@ def test_what_slurm_would_not_read_is_no_time_limit(limit):
 
 
 @pytest.mark.parametrize("mode", ["slurm", "local"])
-def test_a_trainer_on_gpus_has_its_environment_before_the_jobs_own_lines(mode):
+def test_a_trainer_on_gpus_has_its_environment_unless_the_jobs_own_lines_say_otherwise(mode):
     write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
     own = "export CUDA_DEVICE_MAX_CONNECTIONS=32"
     trainer = Component("actor", 2, Resources(gpus_per_node=2, setup=[own]))
     text = write(job("/runs/it"), [COMPONENTS[0], trainer])
     rollout, actor = text.split("component_1() {")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in rollout
-    lines = [line.strip() for line in actor.splitlines()]
-    default = 'export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"'
-    assert lines.index(default) < lines.index(own)
-    assert any("expandable_segments:True" in line for line in lines)
+    own, default = (
+        actor.index(own),
+        'env CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',
+    )
+    assert own < actor.index(default), "what is set by then stays"
+    assert "expandable_segments:True" in actor
+
+
+def test_components_of_one_mpi_world_are_one_step_that_is_restarted_whole():
+    resources = Resources(mpi="pmix", nodes=2)
+    parts = [
+        Component("rollout", 2, resources, "mpi_job"),
+        Component("actor", 4, resources, "mpi_job"),
+    ]
+    text = script.slurm_script(job("/runs/it"), parts)
+    [line] = [line for line in text.splitlines() if line.strip().startswith("supervise ")]
+    told, step = line.split(" -- ")
+    assert told.split() == ["supervise", "rollout+actor", "6", "/runs/it/c0", "/runs/it/c1"]
+    first, second = step.split(" : ")
+    assert first.startswith("srun --het-group=0 ") and second.startswith("--het-group=1 ")
+    assert first.endswith("--first-rank 0 --tasks 2") and "--mpi=pmix" in first
+    assert second.endswith("--first-rank 2 --tasks 4") and "--mpi=pmix" in second

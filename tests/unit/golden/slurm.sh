@@ -34,24 +34,30 @@ join() {
 }
 
 # srun has been seen to say 0 after a node failed; a task that returned has left its result.
-all_returned() { # all_returned FOLDER TASKS
-  local result count=0
-  for result in "$1/$job_id"_*_result.pkl; do
-    [ -e "$result" ] && count=$((count + 1))
+all_returned() { # all_returned TASKS FOLDER...
+  local result count=0 tasks=$1 folder
+  shift
+  for folder in "$@"; do
+    for result in "$folder/$job_id"_*_result.pkl; do
+      [ -e "$result" ] && count=$((count + 1))
+    done
   done
-  [ "$count" -ge "$2" ]
+  [ "$count" -ge "$tasks" ]
 }
 
-# supervise ROLE FOLDER TASKS COMMAND...: runs a component's step, and again when it fails.
+# supervise ROLE TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
+# again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
-  local role=$1 folder=$2 tasks=$3 start=1 step='' status signals=0 stopping=''
-  shift 3
+  local role=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping=''
+  shift 2
+  while [ "$1" != -- ]; do folders+=("$1"); shift; done
+  shift
   trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
   while true; do
-    "$@" --start "$start" &
+    "${@//@start@/$start}" &
     step=$!
     join "$step"
-    [ "$status" -ne 0 ] || all_returned "$folder" "$tasks" || status=1
+    [ "$status" -ne 0 ] || all_returned "$tasks" "${folders[@]}" || status=1
     echo "$(date +%FT%T) $role: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
     [ -z "$stopping" ] || exit "$status"
@@ -62,7 +68,7 @@ supervise() {
     fi
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all results there.
-    rm -f "$folder/$job_id"_*_result.pkl
+    for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_result.pkl; done
     sleep "$restart_delay_s"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
@@ -93,12 +99,12 @@ failed=''
 component_0() {
   module load cuda
   export NCCL_CUMEM_ENABLE=0
-  supervise rollout '/runs/it'"'"'s here/submission/c0' 4 srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c0' --last-start 4
+  supervise rollout 4 '/runs/it'"'"'s here/submission/c0' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c0' --start @start@ --last-start 4
 }
 component_0 & components+=($!)
 
 component_1() {
-  supervise actor '/runs/it'"'"'s here/submission/c1' 2 srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c1' --last-start 4
+  supervise actor 2 '/runs/it'"'"'s here/submission/c1' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c1' --start @start@ --last-start 4
 }
 component_1 & components+=($!)
 
