@@ -21,18 +21,22 @@ Wait = Annotated[bool, typer.Option("--wait", help="Return when it is done; exit
 @scale.command(
     "out",
     epilog="Examples:  relax-hpc scale out arithmetic --engines 4  |  "
-    "relax-hpc scale out arithmetic --engines 4 --wait",
+    "relax-hpc scale out arithmetic --engines 4 --transport files --wait",
 )
 def scale_out(
     run: Run,
     engines: Annotated[int, typer.Option(help="That the run shall have in all.")],
+    transport: Annotated[
+        str | None,
+        typer.Option(help="collective, or files without a fabric; else weights.transport."),
+    ] = None,
     wait: Wait = False,
 ) -> None:
     """Add engines in nodes that the run holds and does not use (rollout.resources.max_nodes)."""
     from relax_hpc.launch import scale as scaling
 
     run_dir = run_dir_of(run)
-    _tell(run_dir, scaling.out(run_dir, engines), wait=wait)
+    _tell(run_dir, scaling.out(run_dir, engines, transport), wait=wait)
 
 
 @scale.command(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from relax_hpc.config.rollout import Transport
+
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
@@ -19,6 +21,8 @@ class TaskContext:
     start: int
     """Counts the starts of this component's step within the attempt, from 1."""
     node: str
+    transport: Transport | None = None
+    """How weights get to an engine that was added, if not as `weights.transport` says."""
 
     @property
     def name(self) -> str:

@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, required=True, help="it is member extra-<number>")
     parser.add_argument("--slot", type=int, required=True, help="among the engines of its node")
     parser.add_argument("--attempt", required=True, help="job id and restart count")
+    parser.add_argument("--transport", help="of weights, if not weights.transport")
     args = parser.parse_args()
     # Slurm announces the time limit to every step; those of the job itself act on it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
@@ -27,6 +28,7 @@ def main() -> None:
         attempt=args.attempt,
         start=1,
         node=socket.gethostname(),
+        transport=args.transport,
     )
     roles.run(args.run_dir, context, "files")
 

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from relax_hpc import job_file
+from relax_hpc.config.rollout import Transport
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError, LaunchError, PeerTimeoutError
 from relax_hpc.launch import status
@@ -36,8 +37,13 @@ class Asked:
     """That the run has, or shall have once its requests are settled."""
 
 
-def out(run_dir: Path, engines: int) -> Asked:
+def out(run_dir: Path, engines: int, transport: str | None = None) -> Asked:
     """Asks for engines to be added until the run has `engines` in all.
+
+    Args:
+        run_dir: of a run that is running.
+        engines: how many there shall be.
+        transport: how weights get to those that are added, if not as the run's setting says.
 
     Raises:
         ConfigError: it cannot be; nothing was changed.
@@ -45,7 +51,8 @@ def out(run_dir: Path, engines: int) -> Asked:
     if engines < 1:
         raise ConfigError(f"--engines {engines}: is not positive; say how many there shall be")
     config, paths, state = _running(run_dir)
-    return _ask(paths, _wanted("out", engines), lambda: _check_out(config, state(), engines), state)
+    wanted = replace(_wanted("out", engines), transport=_transport(transport))
+    return _ask(paths, wanted, lambda: _check_out(config, state(), engines), state)
 
 
 def scale_in(
@@ -115,6 +122,12 @@ def wait(run_dir: Path, request: Request) -> Settled:
                 f"see relax-hpc logs {run_dir} for lines of job: scaler"
             )
         time.sleep(_POLL_S)
+
+
+def _transport(name: str | None) -> Transport | None:
+    if name is None or name in get_args(Transport):
+        return name  # type: ignore[return-value]
+    raise ConfigError(f"--transport {name}: unknown; it is one of {', '.join(get_args(Transport))}")
 
 
 def _wanted(kind: Kind, engines: int) -> Request:

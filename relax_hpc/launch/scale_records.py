@@ -4,6 +4,7 @@ import time
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
+from relax_hpc.config.rollout import Transport
 from relax_hpc.launch.local import ProcessId
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
@@ -25,6 +26,8 @@ class Request:
     drain_s: float
     """How long requests that run in a removed engine may take to end there."""
     time: float
+    transport: Transport | None = None
+    """How weights get to engines that are added; None: as `weights.transport` says."""
 
     @classmethod
     def read(cls, paths: RunPaths, number: int) -> Self | None:
@@ -32,12 +35,16 @@ class Request:
         return None if record is None else cls(**record)
 
     def asks_the_same(self, other: "Request") -> bool:
-        return (self.kind, self.engines, self.member) == (other.kind, other.engines, other.member)
+        mine, its = (
+            (each.kind, each.engines, each.member, each.transport) for each in (self, other)
+        )
+        return mine == its
 
     def __str__(self) -> str:
         engines = f"{self.engines} engine{'s' if self.engines > 1 else ''}"
         what = f"without {self.member}" if self.member else f"to {engines}"
-        return f"request {self.id} (scale {self.kind} {what})"
+        how = f", weights by {self.transport}" if self.transport else ""
+        return f"request {self.id} (scale {self.kind} {what}{how})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,8 @@ class Extra:
     end_by: float = 0.0
     """When patience with that ends."""
     was_active: bool = False
+    transport: Transport | None = None
+    """How weights get to it, if not as `weights.transport` says."""
 
     @property
     def ended(self) -> bool:
@@ -106,6 +115,8 @@ class ScaleState:
     """Engines that fit on one."""
     requests: dict[int, Outcome] = field(default_factory=dict)
     extras: dict[str, Extra] = field(default_factory=dict)
+    transport: Transport | None = None
+    """Of engines that are added from here on, those that replace others included."""
 
     @property
     def live(self) -> list[Extra]:

@@ -58,6 +58,7 @@ class _Steps:
             *("-u", "-m", "relax_hpc.launch.extra_step", str(self._paths.root)),
             *("--number", str(extra.number), "--slot", str(extra.slot)),
             *("--attempt", self._attempt),
+            *(("--transport", extra.transport) if extra.transport else ()),
         ]
         command = shlex.join([*launcher, *logs, *separator, *task])
         # As in the job script: what these lines export reaches the task.

@@ -151,6 +151,7 @@ class Scaler:
         if request.kind == "in":
             return self._remove(request)
         count = request.engines - self._initial - len(self._state.staying)
+        self._state.transport = request.transport
         self._state.engines = max(request.engines, self._state.engines)
         try:
             self._add(count, request.id)
@@ -164,7 +165,8 @@ class Scaler:
             raise LaunchError(f"{count} more engines asked for, there is room for {len(free)}")
         next_number = max((e.number for e in self._state.extras.values()), default=0) + 1
         for number, (node, slot) in enumerate(free[: max(count, 0)], start=next_number):
-            self._note(Extra(f"extra-{number}", request, node, slot, "PENDING", time.time()))
+            extra = Extra(f"extra-{number}", request, node, slot, "PENDING", time.time())
+            self._note(replace(extra, transport=self._state.transport))
 
     def _remove(self, request: Request) -> None:
         """Those that came last go first."""

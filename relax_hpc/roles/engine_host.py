@@ -233,7 +233,7 @@ class EngineHost:
             num_ranks=size_of(self._rollout.engine_args).gpus if kind == "sglang" else 1,
             engine=kind,
             state="STARTING",
-            transport=self._config.weights.transport,
+            transport=context.transport or self._config.weights.transport,
         )
 
     def _announce(self, state: State, reason: str = "") -> None:

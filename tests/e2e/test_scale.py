@@ -134,12 +134,18 @@ def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
         assert not running_for(run_dir, "extra_step")
 
         hidden.rename(weights)
-        code, said = scale("out", run_dir, "--engines", "2", "--wait")
+        code, said = scale("out", run_dir, "--engines", "2", "--transport", "files", "--wait")
         assert code == 0, said
-        assert listed(run_dir)["extra-2"]["state"] in ("ACTIVE", "SYNCING")
+        assert said.startswith("request 2 (scale out to 2 engines, weights by files): is begun\n")
+        # HEALTHY between the broadcast to the other and its own turn.
+        assert listed(run_dir)["extra-2"]["state"] in ("ACTIVE", "SYNCING", "HEALTHY")
         now = status(run_dir)
         assert [row["id"] for row in now["extras"]] == ["extra-1", "extra-2"]
         wait_until(run_dir, has_done(now["progress"]["steps_done"] + 1), 300)
+        given = events_of(run_dir, "actor", "publish")
+        assert [e for e in given if (e["transport"], e["members"]) == ("files", ["extra-2"])]
+        assert all(e["members"] == ["rollout-0"] for e in given if e["transport"] == "collective")
+        assert all(e["equal"] for e in events_of(run_dir, "actor", "verify"))
     finally:
         cli("cancel", run_dir)
     assert listed(run_dir)["extra-2"]["state"] == "GONE"

@@ -161,6 +161,24 @@ def test_asking_again_changes_nothing(house):
     ]
 
 
+def test_engines_that_load_files_are_replaced_by_such(house):
+    its = house.scaler()
+    request = scale.out(house.paths.root, 2, "files").request
+    assert str(request) == "request 1 (scale out to 2 engines, weights by files)"
+    with pytest.raises(ConfigError, match=r"weights by files\) is under way"):
+        out(house, 2)  # is another wish
+    its.tick()
+    house.up(its, "extra-1")
+    house.kill("extra-1")
+    its.tick()
+    assert house.states == {"extra-1": "FAILED", "extra-2": "STARTING"}
+    assert {extra.transport for extra in house.state.extras.values()} == {"files"}
+    house.up(its, "extra-2")
+    out(house, 3)
+    its.tick()
+    assert house.state.extras["extra-3"].transport is None
+
+
 def test_there_is_one_request_at_a_time(house):
     house.scaler()
     out(house, 2)
@@ -172,6 +190,10 @@ def test_there_is_one_request_at_a_time(house):
     ("ask", "message"),
     [
         (lambda h: out(h, 0), "--engines 0: is not positive"),
+        (
+            lambda h: scale.out(h.paths.root, 2, "file"),
+            "--transport file: unknown; it is one of collective, files",
+        ),
         (lambda h: out(h, 5), "no idle node for 4 more engines: rollout holds 4 nodes, 1 used by"),
         (lambda h: out(h, 5), "room is left for 3, so use 4 or less"),
         (lambda h: scale_in(h), "say either --engines or --member"),
