@@ -99,6 +99,11 @@ class RunPaths:
         return self.control / "weights.json"
 
     @property
+    def turn(self) -> Path:
+        """Who may use GPUs that trainer and engines share; written by the trainer."""
+        return self.control / "turn.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 

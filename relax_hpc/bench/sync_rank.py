@@ -22,6 +22,7 @@ from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Published, Publisher
 from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.register import Register
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver
 
@@ -51,9 +52,13 @@ def run(rank: int, task: Task) -> None:
     ranks = TrainerRanks(world, snapshots, {"collective": Giver(gather)})
     publisher = None
     if rank == 0:
+        register = Register(
+            task.paths,
+            lambda: task.config.producers,
+            lambda member: EngineClient(member.url, member.token),
+        )
         publisher = Publisher(
-            task.config.weights, task.paths, lambda: task.config.producers,
-            lambda member: EngineClient(member.url, member.token), specs,
+            task.config.weights, register, specs,
             device=device, ranks=ranks, gather=gather,
         )  # fmt: skip
     published, gaps = list[Published](), list[Gap]()

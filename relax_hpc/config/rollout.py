@@ -12,6 +12,9 @@ Transport = Literal["collective", "files"]
 class RolloutConfig(Section):
     engine: Literal["embedded", "sglang"] = "embedded"
     """`sglang` is the production engine; `embedded` runs anywhere torch does."""
+    placement: Literal["own", "actor"] = "own"
+    """own: a component with nodes of its own. actor: on the actor's GPUs, which the two use in
+    turn; `algorithm.max_staleness` is 0 then, and `resources` are the actor's."""
     num_engines: Positive = 1
     """Engines of the core job; each is one task of the component, one bus producer."""
     nodes_per_engine: Positive = 1

@@ -1,5 +1,6 @@
 """A run of reinforcement learning, and what every job has."""
 
+import math
 from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -11,6 +12,9 @@ from relax_hpc.config.grid import GridConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.config.sections import NonNegative, Positive, Section
 from relax_hpc.schema import COLUMNS, Role
+
+OWN_IN_TURN = ("python", "setup", "srun", "cpus_per_task")
+"""Fields of `rollout.resources` that are its own where it shares the actor's GPUs."""
 
 
 class ModelConfig(Section):
@@ -186,6 +190,43 @@ class RunConfig(JobConfig):
         model = self.model.model_copy(update={"path": its.path or self.model.path})
         return self.model_copy(update={"model": model, "actor": actor.model_copy(update=grid)})
 
+    @property
+    def tokens_per_portion(self) -> float:
+        """Tokens of a batch that are worth starting on before the rest is there."""
+        if self.rollout.placement == "actor":
+            return math.inf  # engines sample the rest with the memory that training takes
+        return self.actor.tokens_per_portion
+
+    @model_validator(mode="after")
+    def _turns_are_possible(self) -> Self:
+        """An actor and a rollout that share GPUs wait for each other."""
+        rollout, key = self.rollout, 'rollout.placement = "actor"'
+        if rollout.placement == "own":
+            return self
+        if self.algorithm.max_staleness:
+            raise ValueError(
+                f"algorithm.max_staleness = {self.algorithm.max_staleness}: with {key} nothing is "
+                "sampled while the actor trains; set it to 0"
+            )
+        if rollout.nodes_per_engine > 1:
+            raise ValueError(
+                f"rollout.nodes_per_engine = {rollout.nodes_per_engine}: with {key} an engine is "
+                "on one node; use 1"
+            )
+        if self.launch.bootstrap == "mpi_job":
+            raise ValueError(
+                f"launch.bootstrap = 'mpi_job': with {key} there are two steps on the same nodes; "
+                "use 'mpi'"
+            )
+        asked, its = rollout.resources, self.actor.resources
+        for name in asked.model_fields_set - set(OWN_IN_TURN):
+            if getattr(asked, name) != getattr(its, name):
+                raise ValueError(
+                    f"rollout.resources.{name} = {getattr(asked, name)!r}: with {key} it is "
+                    f"actor.resources.{name} = {getattr(its, name)!r}; remove it"
+                )
+        return self
+
     @model_validator(mode="after")
     def _kl_needs_reference(self) -> Self:
         if self.algorithm.kl_coefficient and self.reference.placement == "none":
@@ -216,7 +257,8 @@ class RunConfig(JobConfig):
     @model_validator(mode="after")
     def _tasks_fill_nodes(self) -> Self:
         rollout = self.rollout
-        _check_nodes("rollout.num_engines", rollout.num_tasks, rollout.resources.nodes)
+        nodes = (self.actor if rollout.placement == "actor" else rollout).resources.nodes
+        _check_nodes("rollout.num_engines", rollout.num_tasks, nodes)
         ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
         _check_nodes(ranks, self.reference.world_size, self.reference.resources.nodes)
         return self

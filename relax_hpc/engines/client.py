@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from relax_hpc.comm.orders import LOADER, Order
+from relax_hpc.engines.load import num_requests
 from relax_hpc.engines.replies import checked, parse_version
 from relax_hpc.errors import EngineError
 
@@ -30,7 +31,7 @@ class EngineClient:
             token: bearer token, SGLang's --api-key.
             timeout_s: of every call; joining a weight group waits for its peers.
         """
-        self.url = url
+        self.url, self._token = url, token
         # trust_env off: a site's HTTP proxy must not see traffic between our own nodes.
         self._http = httpx.Client(
             base_url=url,
@@ -55,6 +56,13 @@ class EngineClient:
     def version(self) -> int:
         """Policy version of the weights; 0 until the first update."""
         return parse_version(self._get("/model_info"))
+
+    def num_requests(self) -> int:
+        """That run or wait."""
+        found = num_requests(self.url, self._token)
+        if found is None:
+            raise EngineError(f"{self.url}: does not say how many requests it has")
+        return found
 
     def checksum(self) -> str:
         """Digest of the weights.

@@ -1,9 +1,10 @@
 """Which components a run has, and what each asks Slurm for. Pure: nothing is looked up."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.run import OWN_IN_TURN, JobConfig, RunConfig
 from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
@@ -13,13 +14,15 @@ Bootstrap = Literal["mpi", "mpi_job", "files"]
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One component of the heterogeneous job: the tasks of one role."""
+    """The tasks of one role, and as a rule one component of the heterogeneous job."""
 
     role: str
     tasks: int
     resources: Resources
     bootstrap: Bootstrap = "files"
     """How its tasks find each other."""
+    on: str | None = None
+    """Role of the component whose nodes and GPUs it uses; it has none of its own then."""
 
     @property
     def nodes(self) -> int:
@@ -38,24 +41,41 @@ class Component:
 def place(config: JobConfig) -> list[Component]:
     """The components of a run, in the order of the heterogeneous job.
 
-    Rollout, if there is one, comes first: the time limit of component 0 ends the whole job, and
-    without engines nothing goes on.
+    Rollout, if it is a component of its own, comes first: the time limit of component 0 ends the
+    whole job, and without engines nothing goes on.
 
     Raises:
         ConfigError: tasks do not divide over the nodes, or MPI is wanted but not said which.
     """
     profile = profiles.load(config.launch.profile)
     components = []
-    if isinstance(config, RunConfig):
+    if isinstance(config, RunConfig) and config.rollout.placement == "own":
         resources = profile.resources("rollout", config.rollout.resources)
         components.append(_component(config, "rollout", config.rollout.num_tasks, resources))
     resources = profile.resources("actor", config.actor.resources)
     components.append(_component(config, "actor", config.actor.world_size, resources))
+    if isinstance(config, RunConfig) and config.rollout.placement == "actor":
+        components.append(_beside_actor(config, components[-1]))
     if isinstance(config, RunConfig) and config.reference.placement == "own":
         resources = profile.resources("reference", config.reference.resources)
         ranks = config.reference.world_size
         components.append(_component(config, "reference", ranks, resources))
     return components
+
+
+def _beside_actor(config: RunConfig, actor: Component) -> Component:
+    """Rollout on the actor's nodes; what it runs may be its own, what Slurm is asked for is not."""
+    its = {name: getattr(config.rollout.resources, name) for name in OWN_IN_TURN}
+    said = {name: value for name, value in its.items() if value}
+    resources = actor.resources.model_copy(update=said)
+    rollout = _component(config, "rollout", config.rollout.num_tasks, resources)
+    return replace(rollout, on=actor.role, bootstrap="files")
+
+
+def groups(components: Sequence[Component]) -> list[int]:
+    """For each which component of the heterogeneous job it runs in."""
+    hosts = [component.role for component in components if component.on is None]
+    return [hosts.index(component.on or component.role) for component in components]
 
 
 def _component(config: JobConfig, role: str, tasks: int, resources: Resources) -> Component:

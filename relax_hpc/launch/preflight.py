@@ -48,6 +48,7 @@ def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool
     check_weights(config.model.path, shape)
     if isinstance(config, RunConfig):
         check_engine(config.rollout, shape)
+        check_turns(config)
         check_reference(config, shape)
     check_trainer(config)
     if isinstance(config, RunConfig):
@@ -57,7 +58,7 @@ def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool
     for component in components:
         check_component(component)
     if use_slurm:
-        check_partitions(components, _partitions())
+        check_partitions([each for each in components if not each.on], _partitions())
     return config
 
 
@@ -155,6 +156,28 @@ def _check_size(rollout: RolloutConfig, shape: Architecture) -> None:
         raise ConfigError(
             f"rollout.resources.gpus_per_node = {resources.gpus_per_node}: the engines of a node "
             f"take {wanted}; lower rollout.num_engines or tp_size, or raise resources.nodes"
+        )
+
+
+def check_turns(config: RunConfig) -> None:
+    """Engines that share the actor's GPUs cover them: each of their ranks is beside one of its."""
+    rollout, actor = config.rollout, config.actor
+    if rollout.placement != "actor":
+        return
+    on_gpus = rollout.engine == "sglang"
+    size = sglang.size_of(rollout.engine_args).gpus if on_gpus else 1
+    if size * rollout.num_engines != actor.world_size:
+        each = f" of tp_size {size}" if on_gpus else ""
+        raise ConfigError(
+            f"rollout.num_engines = {rollout.num_engines}: engines{each} have "
+            f"{size * rollout.num_engines} ranks, the actor has {actor.world_size}; with "
+            'rollout.placement = "actor" there are as many of both'
+        )
+    unsaid = "mem_fraction_static" not in rollout.engine_args
+    if on_gpus and actor.resources.gpus_per_node and unsaid:
+        raise ConfigError(
+            'rollout.engine_args.mem_fraction_static: is not set; with rollout.placement = "actor" '
+            "say which part of what the actor leaves free engines may take, e.g. 0.7"
         )
 
 

@@ -112,7 +112,7 @@ class LocalSteps(_Steps):
         self._controller = controller
         count = (self._resources.max_nodes or 0) - self._resources.nodes
         self.nodes = [f"local-{number}" for number in range(1, count + 1)]
-        self._first_gpu = sum(component.resources.gpus_per_node for component in place(config))
+        self._first_gpu = sum(each.resources.gpus_per_node for each in place(config) if not each.on)
 
     def start(self, extra: Extra) -> ProcessId:
         """Starts a process that ends with the job's script."""

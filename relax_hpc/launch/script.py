@@ -16,7 +16,7 @@ from typing import Any
 
 from submitit.slurm.slurm import _make_sbatch_string
 
-from relax_hpc.launch.placement import Component
+from relax_hpc.launch.placement import Component, groups
 
 # Options that only mean something once in a heterogeneous job: component 0 says them.
 _LEADER_ONLY = {"output", "error", "open-mode", "job-name"}
@@ -145,14 +145,16 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
 
     Its log is FOLDER/<job id>_batch.log.
     """
-    head = ["#!/bin/bash"]
+    head, its = ["#!/bin/bash"], groups(components)
     for index, component in enumerate(components):
-        head += ["#SBATCH hetjob"] if index else []
-        head += [f"# component {index}: {component.role}", *_directives(job, index, component)]
-    several = len(components) > 1
+        if component.on is None:
+            head += ["#SBATCH hetjob"] if its[index] else []
+            head += [f"# component {its[index]}: {component.role}"]
+            head += _directives(job, index, component)
+    several = max(its) > 0
     before = itertools.accumulate((component.tasks for component in components), initial=0)
     steps = [
-        _srun(job, k, component, first_rank, several=several)
+        _srun(job, k, component, first_rank, group=its[k] if several else None)
         for k, (component, first_rank) in enumerate(zip(components, before, strict=False))
     ]
     prepare = [
@@ -165,10 +167,15 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
 
 def local_script(job: Job, components: Sequence[Component]) -> str:
     """The same without Slurm: run as `bash SCRIPT JOB_ID`."""
-    steps, first_gpu = [], 0
-    for index, component in enumerate(components):
-        steps.append(_local_step(job, index, component, first_gpu))
-        first_gpu += component.resources.gpus_per_node
+    first, first_gpu = dict[str, int](), 0
+    for component in components:
+        if component.on is None:
+            first[component.role] = first_gpu
+            first_gpu += component.resources.gpus_per_node
+    steps = [
+        _local_step(job, index, component, first[component.on or component.role])
+        for index, component in enumerate(components)
+    ]
     prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1"]
     return _assemble(["#!/bin/bash"], prepare, job, components, steps, ["--local"])
 
@@ -291,11 +298,12 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
     return [*lines, *(f"#SBATCH {option}" for option in resources.sbatch)]
 
 
-def _srun(job: Job, index: int, component: Component, first_rank: int, *, several: bool) -> str:
+def _srun(job: Job, index: int, component: Component, first_rank: int, *, group: int | None) -> str:
     resources = component.resources
     options = [
         *(["srun"] if component.bootstrap != "mpi_job" or not index else []),
-        *([f"--het-group={index}"] if several else []),
+        *([] if group is None else [f"--het-group={group}"]),
+        *(["--overlap"] if component.on else []),
         f"--nodes={component.nodes}",
         f"--ntasks={component.tasks}",
         f"--ntasks-per-node={component.tasks_per_node}",

@@ -31,6 +31,7 @@ from submitit.slurm.slurm import (
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch import script, states
 from relax_hpc.launch.jobs import Call, HetJob, dump, name_pickles, output_of
+from relax_hpc.launch.placement import groups
 
 _CHECKPOINT_WAIT_S = 20
 # From the requeue until Slurm ends us; leaving before would look like a failed step.
@@ -107,7 +108,8 @@ class HetSlurmExecutor(SlurmExecutor):
         name_pickles(pickles, leader)
         draft.rename(job.folder / f"{leader}_submission.sh")
         # Slurm numbers the components only where there are several.
-        ids = [f"{leader}+{index}" for index in range(len(calls))] if len(calls) > 1 else [leader]
+        its = groups([call.component for call in calls])
+        ids = [f"{leader}+{group}" if max(its) else leader for group in its]
         components: list[HetComponentJob[Any]] = [
             HetComponentJob(job.component_folder(index), job_id, range(call.component.tasks))
             for index, (job_id, call) in enumerate(zip(ids, calls, strict=True))

@@ -15,6 +15,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.portions import Batch, Floats, Portion, Share, share_of
 from relax_hpc.roles.skips import Skip, stop_if_stuck
+from relax_hpc.roles.turns import OWN_GPUS, OwnGpus, Turns
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published
@@ -79,6 +80,12 @@ class Trainer(Protocol):
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
+    def lend(self) -> None:
+        """Gives up memory that it needs only while it trains."""
+        ...
+
+    def reclaim(self) -> None: ...
+
 
 class Lead(Protocol):
     """What only rank 0 does: decide batches, serve engines, keep the record."""
@@ -114,6 +121,7 @@ def run(
     save: Callable[[], None],
     reference: HybridReference | None = None,
     helper: Helper | None = None,
+    turns: Turns | OwnGpus = OWN_GPUS,
 ) -> None:
     """Trains until `num_steps`.
 
@@ -125,8 +133,10 @@ def run(
     Args:
         save: called after every step; saves when it is time to.
         helper: of ranks without a lead.
+        turns: with engines on the same GPUs.
     """
     replica, loss = world.split(trainer.dp_rank), loss_of(config)
+    turns.to_engines(trainer)
     _publish(world, trainer, lead, helper)
     while trainer.step < config.algorithm.num_steps:
         step, timers, batch, last = trainer.step + 1, Timers(), Batch(config, reader), False
@@ -142,11 +152,14 @@ def run(
             with timers("read"):
                 share, last = share_of(portion, trainer.dp_rank), portion.record.last
                 trajectories = _read(config, replica, reader, portion, share)
+            with timers("turn"):
+                turns.to_trainer(trainer)
             if reference:
                 with timers("reference"):
                     trajectories = reference.fill(trajectories, share.micro_batches)
             trainer.accumulate(trajectories, share.micro_batches, share.advantages, loss, last=last)
         stats = trainer.update()
+        turns.to_engines(trainer)
         with timers("publish"):
             _publish(world, trainer, lead, helper)
         if reference:

@@ -6,6 +6,8 @@ from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.plan import PlanPosition, is_planned
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.comm.bucket import BucketPlan, Spec
+from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import RunConfig
@@ -17,19 +19,30 @@ from relax_hpc.roles import actor, saving
 from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
 from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.lead import ActorLead
+from relax_hpc.roles.turns import OWN_GPUS, OwnGpus, Turns
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
+from relax_hpc.weights.lanes import LaneHelper, LaneLink
 from relax_hpc.weights.publish import Publisher
-from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.ranks import Helper, TrainerRanks
+from relax_hpc.weights.register import Register
+from relax_hpc.weights.sleep import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
-from relax_hpc.weights.staging import Giver
+from relax_hpc.weights.staging import Gather, Giver
 
 
 def main(
-    config: RunConfig, paths: RunPaths, world: World, local_rank: int, events: EventWriter
+    config: RunConfig, paths: RunPaths, world: World, context: TaskContext, events: EventWriter
 ) -> None:
     """Resumes from the newest checkpoint, if there is one, and trains to the end."""
-    device = own_device(local_rank)
+    register = Register(
+        paths,
+        lambda: [*config.producers, *members.extras(paths)],
+        lambda its: EngineClient(its.url, its.token, timeout_s=config.weights.timeout_s),
+    )
+    sleep = _sleep(config, register, context) if world.rank == 0 else None
+    turns = _turns(config, world, sleep, events)
+    device = own_device(context.local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = MegatronTrainer(config, world, device)
     reference = _reference(config, trainer, events if world.rank == 0 else None)
@@ -40,14 +53,14 @@ def main(
     resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
     specs = trainer.weight_specs()
-    gather, lead = trainer.gather(config.weights.bucket_bytes), None
+    link, lead = _link(config, world, specs, device), None
+    gather = trainer.gather(config.weights.bucket_bytes, to_all=link is not None)
     snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path)
-    ranks = TrainerRanks(world, snapshots, {"collective": Giver(gather)})
+    ranks = TrainerRanks(world, snapshots, _helpers(gather, link))
     if world.rank == 0:
         publisher = Publisher(
-            config.weights, paths, lambda: [*config.producers, *members.extras(paths)],
-            lambda its: EngineClient(its.url, its.token, timeout_s=config.weights.timeout_s), specs,
-            device=device, ranks=ranks, gather=gather,
+            config.weights, register, specs,
+            device=device, ranks=ranks, gather=gather, link=link,
         )  # fmt: skip
         lead = _lead(config, publisher, paths, checkpoints, resumed, shards, events)
 
@@ -59,13 +72,53 @@ def main(
         sequencer = lead.sequencer
         duties = saving.Lead(lambda: sequencer.position, sequencer.check_fenced, lead.release)
     save = saving.Saving(config, paths, world, trainer, checkpoints, duties, events)
-    actor.run(
-        config, world, trainer, Reader(paths.bus, shards=shards), lead, save, reference, ranks
-    )
+    reader = Reader(paths.bus, shards=shards)
+    actor.run(config, world, trainer, reader, lead, save, reference, ranks, turns)
     if lead:
         lead.close()
+    if sleep:
+        sleep.close()
     world.barrier()
     torch.distributed.destroy_process_group()
+
+
+def _sleep(config: RunConfig, register: Register, context: TaskContext) -> Sleep | None:
+    """Of engines that share the actor's GPUs."""
+    if config.rollout.placement != "actor":
+        return None
+    return Sleep(
+        register,
+        context.attempt,
+        timeout_s=config.weights.timeout_s,
+        start_timeout_s=config.rollout.start_timeout_s,
+    )
+
+
+def _turns(
+    config: RunConfig, world: World, sleep: Sleep | None, events: EventWriter
+) -> Turns | OwnGpus:
+    """Returns when the GPUs are free for the trainer. Collective."""
+    if config.rollout.placement != "actor":
+        return OWN_GPUS
+    turns = Turns(world, sleep, events)
+    turns.begin()
+    return turns
+
+
+def _link(
+    config: RunConfig, world: World, specs: list[Spec], device: torch.device
+) -> LaneLink | None:
+    """To engines that share the actor's GPUs."""
+    if config.rollout.placement != "actor" or config.weights.transport != "collective":
+        return None
+    return LaneLink(
+        world, BucketPlan.of(specs, config.weights.bucket_bytes), device, config.weights
+    )
+
+
+def _helpers(gather: Gather, link: LaneLink | None) -> dict[str, Helper]:
+    """What ranks without a lead do, by the way that weights go."""
+    return {"lanes": LaneHelper(link, gather)} if link else {"collective": Giver(gather)}
 
 
 def _reference(

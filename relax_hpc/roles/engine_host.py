@@ -17,6 +17,7 @@ from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import node_address
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines import capabilities
+from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.pulse import Pulse
@@ -25,7 +26,7 @@ from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.engine_parts import Parts, Seat, on_own_gpus
 from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.weights import members
+from relax_hpc.weights import members, turn
 from relax_hpc.weights.members import Member, State
 from relax_hpc.weights.roster import Roster
 
@@ -154,6 +155,8 @@ class EngineHost:
 
     def _start(self) -> EngineProcess:
         self._announce("STARTING", "starting its process")
+        if self._rollout.placement == "actor":
+            self._wait_for_turn()
         with self._parts.called(self._member.epoch) as share:
             return start_engine(
                 self._rollout.engine,
@@ -168,6 +171,17 @@ class EngineHost:
                 progress=self._progress,
             )
 
+    def _wait_for_turn(self) -> None:
+        """Returns when the engine may take memory of the trainer's GPUs; see `weights.turn`."""
+        attempt = self._context.attempt
+        while not turn.is_of_engines(self._paths, attempt):
+            if self._member.state != "WAITING":
+                self._announce("WAITING", "for the trainer to lend its GPUs")
+            if self._stopping.wait(_WATCH_S):
+                raise _Stopped
+            if turn.is_of_engines(self._paths, attempt):
+                self._announce("STARTING", "starting its process")
+
     def _progress(self, phase: str) -> None:
         if self._stopping.is_set():
             raise _Stopped
@@ -181,6 +195,7 @@ class EngineHost:
         hang_s = self._rollout.hang_timeout_s
         try:
             able = capabilities.probe(engine.url, engine.token, timeout_s=hang_s)
+            self._check_memory(able)
         except EngineError as error:
             return f"answered /health and then failed: {error}"
         self._member = self._member._replace(url=engine.url)
@@ -194,6 +209,14 @@ class EngineHost:
         every_s = min(5.0, hang_s / 4)
         with Pulse(engine.url, engine.token, every_s=every_s, timeout_s=hang_s) as pulse:
             return self._watch(engine, pulse)
+
+    def _check_memory(self, able: Capabilities) -> None:
+        shared = self._rollout.placement == "actor" and self._rollout.resources.gpus_per_node
+        if shared and not able.memory_saver:
+            raise EngineError(
+                f"{able.engine} {able.version} cannot release its memory, and shares its GPUs with "
+                "the trainer; it needs torch_memory_saver"
+            )
 
     def _watch(self, engine: EngineProcess, pulse: Pulse) -> str | None:
         read_roster = 0.0
@@ -230,11 +253,23 @@ class EngineHost:
             epoch=f"{context.attempt}-{context.start}-{start}",
             url="",
             token=secrets.token_hex(16),
-            num_ranks=size_of(self._rollout.engine_args).gpus if kind == "sglang" else 1,
+            num_ranks=self._num_ranks,
             engine=kind,
             state="STARTING",
             transport=context.transport or self._config.weights.transport,
+            lane=self._lane,
         )
+
+    @property
+    def _num_ranks(self) -> int:
+        if self._rollout.engine == "embedded":
+            return 1
+        return size_of(self._rollout.engine_args).gpus
+
+    @property
+    def _lane(self) -> int:
+        """Engines lie on the trainer's GPUs side by side, in the order of its ranks."""
+        return self._seat.number * self._num_ranks if self._rollout.placement == "actor" else -1
 
     def _announce(self, state: State, reason: str = "") -> None:
         with self._announcing:

@@ -15,6 +15,7 @@ from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import node_address
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.config.run import RunConfig
+from relax_hpc.config.sections import PassThrough
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.sglang.launch import ALONE, Share, size_of
@@ -52,8 +53,10 @@ def on_own_gpus(rollout: RolloutConfig, seat: Seat) -> RolloutConfig:
     if rollout.engine != "sglang" or not rollout.resources.gpus_per_node:
         return rollout
     per_node = size_of(rollout.engine_args).gpus // rollout.nodes_per_engine
-    first = {"base_gpu_id": seat.local_index * per_node}
-    return rollout.model_copy(update={"engine_args": first | rollout.engine_args})
+    own: PassThrough = {"base_gpu_id": seat.local_index * per_node}
+    if rollout.placement == "actor":
+        own["enable_memory_saver"] = True
+    return rollout.model_copy(update={"engine_args": own | rollout.engine_args})
 
 
 class Call(NamedTuple):

@@ -47,7 +47,7 @@ class ActorLead:
         try:
             record = self.sequencer.next_portion(
                 step,
-                min_tokens=self._config.actor.tokens_per_portion,
+                min_tokens=self._config.tokens_per_portion,
                 timeout_s=self._config.launch.peer_timeout_s,
                 on_wait=self._look_for_newcomers,
             )

@@ -96,7 +96,7 @@ def _actor(
     elif isinstance(config, RunConfig):
         from relax_hpc.roles import actor_task
 
-        actor_task.main(config, paths, world, context.local_rank, events)
+        actor_task.main(config, paths, world, context, events)
 
 
 def _reference(

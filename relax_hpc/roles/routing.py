@@ -102,23 +102,27 @@ class EngineSampler:
             await self._pool.adapt()
 
     async def _look(self) -> bool:
-        """Brings the pool up to date. Returns whether an update is under way."""
-        standings, updating = await asyncio.to_thread(self._standings)
-        self._pool.enlist(standings)
-        return updating
+        """Brings the pool up to date. Returns whether its own engine will soon serve again."""
+        roster = await asyncio.to_thread(Roster.read, self._paths)
+        self._pool.enlist(await asyncio.to_thread(self._standings, roster))
+        if roster is None:
+            return False
+        own = roster.members.get(self._own)
+        asleep = own is not None and own.state == "ASLEEP"
+        if asleep:
+            self._served_at = time.monotonic()  # the trainer has its GPUs, and gives them back
+        return asleep or not roster.done
 
-    def _standings(self) -> tuple[dict[Endpoint, Standing], bool]:
-        roster = Roster.read(self._paths)
+    def _standings(self, roster: Roster | None) -> dict[Endpoint, Standing]:
         extra = [name for name in (roster.members if roster else ()) if name.startswith(_EXTRA)]
         found = [members.find(self._paths, name) for name in (self._own, *extra)]
-        standings = {
+        return {
             Endpoint(member.id, member.epoch, member.url, member.token): standing(
                 member, roster, own=member.id == self._own
             )
             for member in found
             if member is not None and member.url
         }
-        return standings, roster is not None and not roster.done
 
 
 def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:

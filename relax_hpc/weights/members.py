@@ -7,7 +7,7 @@ from relax_hpc.config.rollout import Transport
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
-State = Literal["STARTING", "HEALTHY", "DRAINING", "GONE", "FAILED"]
+State = Literal["WAITING", "STARTING", "HEALTHY", "DRAINING", "GONE", "FAILED"]
 
 
 class Member(NamedTuple):
@@ -25,9 +25,10 @@ class Member(NamedTuple):
     engine: str
     """embedded or sglang."""
     state: State
-    """STARTING: of no use yet. HEALTHY: may be updated, and asked once it holds the newest version.
-    DRAINING: finishes what it has and gets nothing new. GONE: its owner stopped it. FAILED: it
-    does not come back by itself."""
+    """WAITING: has nothing of its GPUs, which are the trainer's for now. STARTING: of no use yet.
+    HEALTHY: may be updated, and asked once it holds the newest version. DRAINING: finishes what it
+    has and gets nothing new. GONE: its owner stopped it. FAILED: it does not come back by
+    itself."""
     reason: str = ""
     """What a STARTING engine is doing; why one is FAILED."""
     lane: int = -1
@@ -40,6 +41,11 @@ class Member(NamedTuple):
     def takes_orders(self) -> bool:
         """Whether it takes a version in one call (`comm.orders`), or a call per bucket."""
         return self.engine == "sglang"
+
+
+def attempt_of(member: Member) -> str:
+    """The attempt of the job in which it was started."""
+    return member.epoch.rsplit("-", 2)[0]
 
 
 def announce(paths: RunPaths, member: Member) -> None:

@@ -6,7 +6,7 @@ weights: it is fenced (left out, and never resumed) until it comes back with ano
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -18,19 +18,17 @@ from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, SnapshotError
-from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights import members
 from relax_hpc.weights.collective import CollectiveTransport
 from relax_hpc.weights.files import FileTransport
 from relax_hpc.weights.lanes import LaneLink, LaneTransport
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.ranks import Rest, TrainerRanks
 from relax_hpc.weights.receiver import Receiver
-from relax_hpc.weights.roster import Holding, HoldingState, Roster
+from relax_hpc.weights.register import MEMORY, Register
 from relax_hpc.weights.staging import Buffers, Gather, Outgoing
-from relax_hpc.weights.transport import HEALTH_S, WAYS, Delivery, Transport, Way, each
-from relax_hpc.weights.verify import Verified, compare
+from relax_hpc.weights.transport import WAYS, Delivery, Transport, Way, each
+from relax_hpc.weights.verify import Sent, Verified, compare
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +37,6 @@ _RETRY_S = 30.0
 """After a transport was found to be of no use."""
 _THREADS = 1024
 """At most; one waits in every engine during an update. They are started when needed."""
-Key = tuple[str, str]
-"""Id and epoch of a member."""
 
 
 class Published(NamedTuple):
@@ -69,9 +65,7 @@ class Publisher:
     def __init__(
         self,
         config: WeightsConfig,
-        paths: RunPaths,
-        ids: Callable[[], Sequence[str]],
-        connect: Callable[[Member], Receiver],
+        register: Register,
         specs: Iterable[Spec],
         *,
         device: torch.device,
@@ -79,13 +73,11 @@ class Publisher:
         link: LaneLink | None = None,
         gather: Gather | None = None,
     ) -> None:
-        """Serves the members `ids()`, whether or not they are there yet.
+        """Serves the members in `register`, whether or not they are there yet.
 
         Args:
             config: bucket size, deadlines.
-            paths: where members announce themselves.
-            ids: members of this run; asked before every update, since engines come and go.
-            connect: makes the client of a member.
+            register: nobody else changes it during an update.
             specs: of all tensors that a publication streams, in its order.
             device: where these tensors are.
             ranks: of the trainer; the others do what this publisher says.
@@ -93,23 +85,14 @@ class Publisher:
             gather: brings buckets of at most `config.bucket_bytes` here, which is quicker than to
                 take tensors one by one.
         """
-        self._config, self._paths, self._ids = config, paths, ids
-        self._connect, self._ranks, self._link, self._gather = connect, ranks, link, gather
+        self._config, self._register = config, register
+        self._ranks, self._link, self._gather = ranks, link, gather
         plan = BucketPlan.of(specs, config.bucket_bytes)
         self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
-        self._holdings: dict[Key, Holding] = {}
-        self._clients: dict[Key, Receiver] = {}
-        self._version = -1
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
         self._transports = dict[Way, Transport]()
         self._failing_since, self._not_before = dict[Way, float](), dict[Way, float]()
         self._next_look = 0.0
-        last = Roster.read(paths)
-        self._torn = set[Key]()
-        """Were being updated when the trainer before died: what they hold is undefined."""
-        if last:
-            its = last.members.items()
-            self._torn = {(name, h.epoch) for name, h in its if h.state == "SYNCING"}
 
     def publish(
         self,
@@ -130,8 +113,9 @@ class Publisher:
         Raises:
             SnapshotError: engines take files only, and none could be written for `timeout_s`.
         """
-        self._version, timers, start = version, Timers(), time.perf_counter()
-        live = self._due(self._live())
+        register, timers, start = self._register, Timers(), time.perf_counter()
+        register.version = version
+        live = self._due(register.live(self._threads))
         way = next(iter(self._open(live)), None)
         its = {m: r for m, r in live.items() if self._way_of(m) == way}
         outgoing = self._outgoing(way, its, tensors, check=check)
@@ -153,7 +137,7 @@ class Publisher:
             _add_times(timers, delivery.receipts)
             if check and done:
                 verified = compare(done, delivery.sent, delivery.receipts)
-        fenced = [member.id for member in live if self._is_fenced(member)]
+        fenced = [member.id for member in live if register.state(member) == "FENCED"]
         return Published(
             version,
             sorted(member.id for member in done),
@@ -173,13 +157,13 @@ class Publisher:
         Without asking, a restarted engine would wait for the next version, and the trainer for the
         batch that only this engine can sample. Cheap enough to be called often.
         """
-        if self._version < 0 or time.monotonic() < self._next_look:
+        register = self._register
+        if register.version < 0 or time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + every_s
-        known = members.read(self._paths, self._ids())
-        if all(self._is_current(member) for member in known):
+        if all(map(register.is_current, register.known())):
             return False
-        return bool(self._open(self._due(self._live())))
+        return bool(self._open(self._due(register.live(self._threads))))
 
     def close(self) -> None:
         for transport in self._transports.values():
@@ -211,7 +195,7 @@ class Publisher:
         return self._transports[way]
 
     def _make_transport(self, way: Way) -> Transport:
-        config, paths, threads = self._config, self._paths, self._threads
+        config, paths, threads = self._config, self._register.paths, self._threads
         if way == "files":
             return FileTransport(config, threads, self._ranks)
         if way == "lanes":
@@ -222,7 +206,8 @@ class Publisher:
 
     def _open(self, live: Iterable[Member]) -> list[Way]:
         """Ways in which somebody is still to be given the version, the quickest first."""
-        wanted = {self._way_of(member) for member in live if not self._is_current(member)}
+        is_current = self._register.is_current
+        wanted = {self._way_of(member) for member in live if not is_current(member)}
         now = time.monotonic()
         return [way for way in WAYS if way in wanted and now >= self._not_before.get(way, now)]
 
@@ -235,30 +220,11 @@ class Publisher:
         now = time.monotonic()
         self._not_before[way] = now + _RETRY_S
         since = self._failing_since.setdefault(way, now)
-        holds = [h.version for h in self._holdings.values() if h.state == "ACTIVE"]
-        if now - since > self._config.timeout_s and self._version not in holds:
+        register = self._register
+        if now - since > self._config.timeout_s and register.version not in register.holds():
             raise problem
         log.error("%s; engines keep what they have; tried again in %.0f s", problem, _RETRY_S)
         return str(problem)
-
-    def _is_fenced(self, member: Member) -> bool:
-        holding = self._holdings.get(_key(member))
-        return holding is not None and holding.state == "FENCED"
-
-    def _is_current(self, member: Member) -> bool:
-        holding = self._holdings.get(_key(member))
-        if holding is None:
-            return False
-        return holding.state == "FENCED" or holding.version == self._version
-
-    def _live(self) -> dict[Member, Receiver]:
-        candidates = {
-            member: self._client(member)
-            for member in members.read(self._paths, self._ids())
-            if not self._is_fenced(member)
-        }
-        answers = list(self._threads.map(lambda r: r.health(HEALTH_S), candidates.values()))
-        return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
 
     def _due(self, live: dict[Member, Receiver]) -> dict[Member, Receiver]:
         """Those that are not ahead of this trainer.
@@ -271,17 +237,12 @@ class Publisher:
         return {m: r for m, r in live.items() if self._is_due(m, r)}
 
     def _is_due(self, member: Member, receiver: Receiver) -> bool:
-        if _key(member) in self._torn or _key(member) in self._holdings:
+        if self._register.is_torn(member) or self._register.state(member):
             return True
         try:
-            return receiver.version() <= self._version
+            return receiver.version() <= self._register.version
         except EngineError:
             return False  # it died a moment ago
-
-    def _client(self, member: Member) -> Receiver:
-        if _key(member) not in self._clients:
-            self._clients[_key(member)] = self._connect(member)
-        return self._clients[_key(member)]
 
     def _sync(
         self,
@@ -293,45 +254,55 @@ class Publisher:
         check: bool,
     ) -> tuple[dict[Member, Receiver], Delivery]:
         """Those that hold the version now and go on, and how it got there."""
-        transport = self._transport(way)
-        transport.stage(self._version, outgoing, timers)
+        transport, register = self._transport(way), self._register
+        transport.stage(register.version, outgoing, timers)
         self._failing_since.pop(way, None)
         if way == "files":  # each for itself, so those that have it are left alone
-            its = {m: r for m, r in its.items() if not self._is_current(m)}
+            its = {m: r for m, r in its.items() if not register.is_current(m)}
         for member in its:
-            self._note(member, "SYNCING")
-        self._write_roster(done=False)
-        delivery = transport.deliver(its, self._version, outgoing, timers, check=check)
-        done, silent = delivery.taken, dict[Member, str]()
+            register.note(member, "SYNCING")
+        register.write(done=False)
+        delivery = Delivery({}, {}, {}, Sent([], ""))
+        # Where each goes on by itself it needs all of its memory before.
+        first = MEMORY if way == "files" else MEMORY[:1]
+        if awake := self._with_memory(first, its, timers):
+            delivery = transport.deliver(awake, register.version, outgoing, timers, check=check)
+        done, silent = self._with_memory(MEMORY, delivery.taken, timers), dict[Member, str]()
         if not delivery.resumed:
             with timers("resume"):
                 done, silent = each(
                     self._threads, done, lambda its: its.resume(), self._config.timeout_s
                 )
         for member, reason in (delivery.failed | silent).items():
-            self._fence(member, reason)
+            register.fence(member, reason)
         for member in done:
-            self._note(member, "ACTIVE")
+            register.note(member, "ACTIVE")
         # Those that are to be given it again hold half of it until then.
-        self._write_roster(done=all(self._holdings[_key(m)].state != "SYNCING" for m in its))
+        register.write(done=all(register.state(member) != "SYNCING" for member in its))
         return done, delivery
 
-    def _fence(self, member: Member, reason: str) -> None:
-        log.error("engine %s is fenced at v%d: %s", member.id, self._version, reason)
-        self._note(member, "FENCED", reason)
+    def _with_memory(
+        self, tags: Sequence[str], its: dict[Member, Receiver], timers: Timers
+    ) -> dict[Member, Receiver]:
+        """Gives those of `its` memory back that released it; fences who does not take it."""
+        for tag in tags:
+            asleep = {m: r for m, r in its.items() if self._register.lacks(m, tag)}
+            failed = self._resume_memory(tag, asleep, timers) if asleep else {}
+            its = {m: r for m, r in its.items() if m not in failed}
+        return its
 
-    def _note(self, member: Member, state: HoldingState, reason: str = "") -> None:
-        version = self._version if state == "ACTIVE" else None
-        self._holdings[_key(member)] = Holding(member.epoch, version, state, reason)
-
-    def _write_roster(self, *, done: bool) -> None:
-        known = set(self._ids())
-        newest = {name: h for (name, _), h in self._holdings.items() if name in known}
-        Roster(self._version, done, newest).write(self._paths)
-
-
-def _key(member: Member) -> Key:
-    return member.id, member.epoch
+    def _resume_memory(
+        self, tag: str, asleep: dict[Member, Receiver], timers: Timers
+    ) -> dict[Member, str]:
+        with timers(f"wake_{tag}"):
+            woken, failed = each(
+                self._threads, asleep, lambda its: its.resume_memory([tag]), self._config.timeout_s
+            )
+        for member in woken:
+            self._register.note_back(member, tag)
+        for member, reason in failed.items():
+            self._register.fence(member, reason)
+        return failed
 
 
 def _plain(timers: Timers) -> dict[str, float]:

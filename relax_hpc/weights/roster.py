@@ -6,7 +6,7 @@ from typing import Literal, Self
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
-HoldingState = Literal["SYNCING", "ACTIVE", "FENCED"]
+HoldingState = Literal["SYNCING", "ACTIVE", "ASLEEP", "FENCED"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,9 @@ class Holding:
     version: int | None
     """Policy version; None while it is undefined."""
     state: HoldingState
-    """FENCED: the weights are undefined, and stay so until its owner has restarted it."""
+    """SYNCING: its weights or its memory are being changed. ASLEEP: it has given its memory to the
+    trainer on its GPUs. FENCED: the weights are undefined, and stay so until its owner has
+    restarted it."""
     reason: str = ""
     """Why it is fenced."""
 

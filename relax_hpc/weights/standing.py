@@ -6,7 +6,7 @@ from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Roster
 
 Standing = Literal[
-    "PENDING", "STARTING", "HEALTHY", "SYNCING", "ACTIVE", "FENCED",
+    "PENDING", "WAITING", "STARTING", "HEALTHY", "SYNCING", "ACTIVE", "ASLEEP", "FENCED",
     "DRAINING", "GONE", "FAILED", "CANCELLED",
 ]  # fmt: skip
 """PENDING and CANCELLED are known to the scaler only: there is no engine to speak for itself."""

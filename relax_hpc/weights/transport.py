@@ -11,10 +11,10 @@ from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import MemberError
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.receiver import Receiver
+from relax_hpc.weights.register import HEALTH_S
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.verify import Sent
 
-HEALTH_S = 5.0
 Way = Literal["lanes", "collective", "files"]
 WAYS: tuple[Way, ...] = get_args(Way)
 """The quickest first."""

@@ -200,6 +200,21 @@ def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_
     return metrics
 
 
+def lend():
+    """Bytes of gradient buffers before, while they are lent, and after."""
+
+    def held():
+        buffers = [b for c in trainer._wrapped for b in (*c.buffers, *c.expert_parallel_buffers)]
+        return sum(buffer.grad_data.untyped_storage().nbytes() for buffer in buffers)
+
+    trainer = _state["trainer"]
+    sizes = [held()]
+    trainer.lend()
+    sizes.append(held())
+    trainer.reclaim()
+    return [*sizes, held()]
+
+
 def logprobs(rows):
     """The rank's own rows -> {row: logprobs}."""
     ((_, micro_batches),) = _shares(rows)

@@ -47,6 +47,7 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
     from relax_hpc.weights.lanes import LaneHelper, LaneLink
     from relax_hpc.weights.publish import Publisher
     from relax_hpc.weights.ranks import TrainerRanks
+    from relax_hpc.weights.register import Register
     from relax_hpc.weights.snapshot import SnapshotWriter
     from relax_hpc.weights.staging import Giver
 
@@ -66,9 +67,11 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
     if dist.get_rank() == 0:
         _state["publisher"] = Publisher(
             weights,
-            paths,
-            lambda: ids,
-            lambda member: EngineClient(member.url, member.token, timeout_s=timeout_s),
+            Register(
+                paths,
+                lambda: ids,
+                lambda member: EngineClient(member.url, member.token, timeout_s=timeout_s),
+            ),
             specs,
             device=device,
             ranks=ranks,

@@ -28,9 +28,11 @@ def scheduling(folder, max_running=8):
     scheduler = Scheduler(load(folder), max_running=max_running, version="0")
     thread = threading.Thread(target=scheduler.run)
     thread.start()
-    yield scheduler
-    scheduler.stop()
-    thread.join(30)
+    try:
+        yield scheduler
+    finally:
+        scheduler.stop()
+        thread.join(30)
     assert not thread.is_alive()
 
 
@@ -202,3 +204,41 @@ def test_uniforms_are_uniform_over_seeds_and_positions_and_do_not_repeat():
     for other in (np.roll(grid, 1, 0), np.roll(grid, 1, 1), np.roll(grid, (1, 1), (0, 1))):
         assert abs((grid * other).mean()) < 5 / 12 / np.sqrt(40_000)
     assert (uniforms(np.array([-1]), np.array([0])) < 1).all()
+
+
+def test_released_memory_comes_back_as_garbage_until_weights_are_loaded(checkpoints):
+    with scheduling(checkpoints[0]) as scheduler:
+        model = scheduler.model
+        before = digest((name, weight.clone()) for name, weight in model.weights.items())
+        scheduler.call(lambda: scheduler.release_memory(["kv_cache", "weights"])).result(10)
+        assert sum(each.untyped_storage().nbytes() for each in model.weights.values()) == 0
+        scheduler.call(lambda: scheduler.resume_memory(["weights"])).result(10)
+        assert all(bool(each.isnan().all()) for each in model.weights.values())
+        scheduler.call(lambda: model.load_folder(checkpoints[0])).result(10)
+        scheduler.call(lambda: scheduler.resume_memory(["kv_cache"])).result(10)
+        assert digest(model.weights.items()) == before
+        asked = request(prompt_of(5))
+        scheduler.submit([asked])
+        assert len(asked.done.result(30).token_ids) == 20
+
+
+def test_a_busy_engine_keeps_its_memory_and_a_sleeping_one_keeps_requests_waiting(checkpoints):
+    with scheduling(checkpoints[0]) as scheduler:
+        scheduler.call(lambda: scheduler.set_paused(True)).result(10)
+        asked = request(prompt_of(5))
+        scheduler.submit([asked])
+        release = scheduler.call(lambda: scheduler.release_memory(["kv_cache"]))
+        with pytest.raises(EngineError, match="1 waiting; only an idle engine releases memory"):
+            release.result(10)
+        scheduler.call(lambda: scheduler.set_paused(False)).result(10)
+        assert asked.done.result(30).finish is FinishReason.LENGTH
+        scheduler.call(lambda: scheduler.release_memory(["kv_cache"])).result(10)
+        late = request(prompt_of(5))
+        scheduler.submit([late])
+        with pytest.raises(TimeoutError):
+            late.done.result(0.3)
+        scheduler.call(lambda: scheduler.resume_memory(["kv_cache"])).result(10)
+        assert late.done.result(30).token_ids == asked.done.result().token_ids
+        again = scheduler.call(lambda: scheduler.resume_memory(["kv_cache"]))
+        with pytest.raises(EngineError, match="memory of kv_cache was not released"):
+            again.result(10)

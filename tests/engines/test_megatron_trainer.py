@@ -141,6 +141,22 @@ def test_a_batch_in_portions_gives_the_update_of_the_whole(ranks, reference, lay
             assert np.abs(weights[name] - other[name])[clear].max() < 1e-5, name
 
 
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_what_is_lent_between_two_steps_changes_nothing(ranks, reference, layout):
+    batch = {"rows": reference.rows, "advantages": reference.advantages}
+    weights = []
+    for lends in (False, True):
+        pool = open_layout(ranks, reference.folder, layout)
+        pool.call(worker.train, **batch)
+        if lends:
+            before, meanwhile, after = pool.call(worker.lend)[0]
+            assert (before, meanwhile) == (after, 0)
+            assert before > 0
+        pool.call(worker.train, **batch)
+        weights.append(pool.call(worker.weights)[0])
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_a_batch_with_fewer_rows_than_ranks_is_an_update_like_any(ranks, reference, num_rows):
     rows, advantages = reference.rows[:num_rows], reference.advantages[:num_rows]

@@ -15,6 +15,7 @@ from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.register import Register
 from relax_hpc.weights.roster import Holding, Roster
 from relax_hpc.weights.snapshot import SnapshotWriter
 
@@ -64,9 +65,11 @@ def house(tmp_path):
             specs, world = [Spec("w", torch.float32, ())], SoloWorld()
             return Publisher(
                 WeightsConfig(),
-                paths,
-                lambda: ["rollout-0", "rollout-1"],
-                lambda member: engines[member.id, member.epoch],
+                Register(
+                    paths,
+                    lambda: ["rollout-0", "rollout-1"],
+                    lambda member: engines[member.id, member.epoch],
+                ),
                 specs,
                 device=torch.device("cpu"),
                 ranks=TrainerRanks(world, SnapshotWriter(paths.weights, specs, world, model), {}),

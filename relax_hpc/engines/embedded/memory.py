@@ -16,10 +16,12 @@ class Released:
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in weights}
         self._sizes = [(storage, storage.nbytes()) for storage in storages.values()]
         for storage, _ in self._sizes:
-            storage.resize_(0)
+            if storage.resizable():  # on a CPU not, once numpy has looked at it
+                storage.resize_(0)
 
     def resume(self) -> None:
         """Takes the memory again. What it held is lost, and shows: nothing but NaN is computed."""
         for storage, size in self._sizes:
-            storage.resize_(size)
+            if storage.nbytes() != size:
+                storage.resize_(size)
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(_GARBAGE)

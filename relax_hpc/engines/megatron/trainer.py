@@ -129,6 +129,23 @@ class MegatronTrainer(MegatronScorer):
         }
         return means | {"lr": rate}
 
+    def lend(self) -> None:
+        """Gives up the gradient buffers, and what torch keeps for itself, until `reclaim`.
+
+        Between two steps. Weights stay, and of the optimizer what is not in host memory.
+        """
+        assert not self._works, "a batch is being trained on"
+        on_gpu = self._device.type == "cuda"
+        for chunk in self._wrapped:
+            chunk.offload_grad_buffers(synchronize=on_gpu, empty_cache=False)
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def reclaim(self) -> None:
+        """Takes back what was lent; gradients are zero."""
+        for chunk in self._wrapped:
+            chunk.restore_grad_buffers(synchronize=False)
+
     def snapshot(self, *, copy: bool) -> checkpoint.Snapshot:
         """What this rank saves of a checkpoint; a copy lets training go on meanwhile.
 

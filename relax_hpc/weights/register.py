@@ -1,0 +1,131 @@
+"""What rank 0 of the trainer knows of the engines, and says in the roster."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from relax_hpc.paths import RunPaths
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.receiver import Receiver
+from relax_hpc.weights.roster import Holding, HoldingState, Roster
+
+log = logging.getLogger(__name__)
+
+HEALTH_S = 5.0
+MEMORY = ("weights", "kv_cache")
+"""Tags of what an engine releases."""
+Key = tuple[str, str]
+"""Id and epoch of a member."""
+
+
+class Register:
+    """Members of a run, by id and epoch: one that was restarted is another one."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        ids: Callable[[], Sequence[str]],
+        connect: Callable[[Member], Receiver],
+    ) -> None:
+        """Takes nothing over from the trainer before, see `take_over`.
+
+        Args:
+            paths: where members announce themselves.
+            ids: members of this run; asked every time, since engines come and go.
+            connect: makes the client of a member.
+        """
+        self.paths, self._ids, self._connect = paths, ids, connect
+        self.version = -1
+        """The newest that engines were given, or are being given."""
+        self._holdings: dict[Key, Holding] = {}
+        self._clients: dict[Key, Receiver] = {}
+        self._released: dict[Key, list[str]] = {}
+        last = Roster.read(paths)
+        its = last.members.items() if last else ()
+        self._torn = {(name, h.epoch) for name, h in its if h.state == "SYNCING"}
+
+    def take_over(self) -> None:
+        """Believes the last roster as far as it says who sleeps.
+
+        Of an engine that was being changed nobody knows which memory it has: it is fenced.
+        """
+        last = Roster.read(self.paths)
+        if last is None:
+            return
+        self.version = last.version
+        for name, holding in last.members.items():
+            key = name, holding.epoch
+            if holding.state == "ASLEEP":
+                self._holdings[key], self._released[key] = holding, list(MEMORY)
+            elif holding.state == "SYNCING":
+                reason = "the trainer died while it was updated, fell asleep or woke"
+                self._holdings[key] = Holding(holding.epoch, None, "FENCED", reason)
+
+    def known(self) -> list[Member]:
+        """All that are healthy, as their owners say."""
+        return members.read(self.paths, self._ids())
+
+    def announced(self) -> list[Member]:
+        """All there are records of, in whatever state."""
+        found = (members.find(self.paths, member) for member in self._ids())
+        return [member for member in found if member is not None]
+
+    def live(self, threads: ThreadPoolExecutor) -> dict[Member, Receiver]:
+        """Those that answer, without the fenced ones."""
+        candidates = {m: self.client(m) for m in self.known() if self.state(m) != "FENCED"}
+        answers = list(threads.map(lambda r: r.health(HEALTH_S), candidates.values()))
+        return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
+
+    def client(self, member: Member) -> Receiver:
+        if _key(member) not in self._clients:
+            self._clients[_key(member)] = self._connect(member)
+        return self._clients[_key(member)]
+
+    def state(self, member: Member) -> HoldingState | None:
+        """None if it was never given anything."""
+        holding = self._holdings.get(_key(member))
+        return holding.state if holding else None
+
+    def is_torn(self, member: Member) -> bool:
+        """Whether the trainer before died while it updated it: what it holds is undefined."""
+        return _key(member) in self._torn
+
+    def holds(self) -> list[int | None]:
+        """Versions of those that are active."""
+        return [h.version for h in self._holdings.values() if h.state == "ACTIVE"]
+
+    def is_current(self, member: Member) -> bool:
+        """Whether nothing is to be done about it until the next version."""
+        holding = self._holdings.get(_key(member))
+        if holding is None:
+            return False
+        return holding.state == "FENCED" or holding.version == self.version
+
+    def note(self, member: Member, state: HoldingState, reason: str = "") -> None:
+        version = self.version if state == "ACTIVE" else None
+        self._holdings[_key(member)] = Holding(member.epoch, version, state, reason)
+        if state == "ASLEEP":
+            self._released[_key(member)] = list(MEMORY)
+
+    def fence(self, member: Member, reason: str) -> None:
+        """Leaves it out until its owner has started it again."""
+        log.error("engine %s is fenced at v%d: %s", member.id, self.version, reason)
+        self.note(member, "FENCED", reason)
+
+    def lacks(self, member: Member, tag: str) -> bool:
+        """Whether it has released that memory, and not taken it back."""
+        return tag in self._released.get(_key(member), ())
+
+    def note_back(self, member: Member, tag: str) -> None:
+        self._released[_key(member)].remove(tag)
+
+    def write(self, *, done: bool) -> None:
+        """Publishes the roster."""
+        known = set(self._ids())
+        newest = {name: h for (name, _), h in self._holdings.items() if name in known}
+        Roster(self.version, done, newest).write(self.paths)
+
+
+def _key(member: Member) -> Key:
+    return member.id, member.epoch

@@ -1,0 +1,127 @@
+"""Engines that share the trainer's GPUs give their memory back while it trains.
+
+They take it again in the next publication: first that of the weights, which are then updated, then
+that of the cache, which is empty.
+"""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from relax_hpc.errors import EngineError, PeerTimeoutError
+from relax_hpc.weights import members, turn
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.receiver import Receiver
+from relax_hpc.weights.register import MEMORY, Register
+from relax_hpc.weights.transport import each
+
+_POLL_S = 0.1
+NOTICE_S = 3.0
+"""Until every router knows that an engine is not to be asked: they look once a second."""
+_END_S = 60.0
+"""For the owner of an engine to end it."""
+
+
+class Sleep:
+    """Lives in rank 0 of the trainer."""
+
+    def __init__(
+        self, register: Register, attempt: str, *, timeout_s: float, start_timeout_s: float
+    ) -> None:
+        """Takes over what the last roster says.
+
+        Args:
+            register: the publisher's.
+            attempt: of the job.
+            timeout_s: of falling asleep.
+            start_timeout_s: of an engine's start, which cannot be put to sleep before.
+        """
+        self._register, self._attempt = register, attempt
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._threads = ThreadPoolExecutor(thread_name_prefix="sleep")
+        register.take_over()
+
+    def wake(self) -> None:
+        """Lets engines that are not there yet start; the others wake when they get weights."""
+        turn.give(self._register.paths, self._attempt, "engines")
+
+    def fall_asleep(self, *, notice_s: float = 0.0) -> None:
+        """Returns when no engine has more memory than it cannot do without.
+
+        What they still have to do is handed back to those who asked, and goes on afterwards.
+
+        Args:
+            notice_s: how long an engine has to be idle before that is believed.
+
+        Raises:
+            PeerTimeoutError: an engine neither starts nor fails, or is fenced and does not end.
+        """
+        register = self._register
+        turn.give(register.paths, self._attempt, "trainer")
+        self._wait_for_starts()
+        awake = {
+            member: register.client(member)
+            for member in self._of_attempt()
+            if member.state == "HEALTHY" and register.state(member) not in ("ASLEEP", "FENCED")
+        }
+        for member in awake:
+            register.note(member, "SYNCING")
+        register.write(done=not awake)
+        slept, failed = each(
+            self._threads, awake, lambda its: self._release(its, notice_s), 2 * self._timeout_s
+        )
+        for member in slept:
+            register.note(member, "ASLEEP")
+        for member, reason in failed.items():
+            register.fence(member, reason)
+        register.write(done=True)
+        self._wait_for_ends()
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
+    def _release(self, engine: Receiver, notice_s: float) -> None:
+        deadline, idle_since = time.monotonic() + self._timeout_s, None
+        while idle_since is None or time.monotonic() < idle_since + notice_s:
+            left = engine.num_requests()
+            if left:
+                engine.abort_all()
+                idle_since, notice_s = None, NOTICE_S
+            elif idle_since is None:
+                idle_since = time.monotonic()
+                continue
+            if time.monotonic() > deadline:
+                raise EngineError(
+                    f"does not release its memory: {left} requests still run after "
+                    f"{self._timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        engine.pause()
+        engine.release_memory(MEMORY)
+
+    def _wait_for_starts(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        while starting := [m for m in self._of_attempt() if m.state == "STARTING"]:
+            if time.monotonic() > deadline:
+                names = ", ".join(f"{member.id} ({member.reason})" for member in starting)
+                raise PeerTimeoutError(
+                    f"still starting after {self._start_timeout_s:g} s, and no GPU to train on "
+                    f"before: {names}"
+                )
+            time.sleep(_POLL_S)
+
+    def _wait_for_ends(self) -> None:
+        """Of fenced engines, which have memory that nobody can make them release."""
+        deadline = time.monotonic() + _END_S
+        register = self._register
+        while left := [m for m in register.known() if register.state(m) == "FENCED"]:
+            if time.monotonic() > deadline:
+                names = ", ".join(member.id for member in left)
+                raise PeerTimeoutError(f"fenced, and not ended within {_END_S:g} s: {names}")
+            time.sleep(_POLL_S)
+
+    def _of_attempt(self) -> list[Member]:
+        return [
+            member
+            for member in self._register.announced()
+            if members.attempt_of(member) == self._attempt
+        ]

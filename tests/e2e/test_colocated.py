@@ -1,0 +1,59 @@
+"""Actor and engines on the same GPUs, as far as that can be seen without one: they take turns."""
+
+from e2e_runs import cli, events_of, is_over, submit, wait_until
+
+STEPS, PROMPTS, SIBLINGS = 6, 8, 4
+
+
+def submit_colocated(tiny, run_root, *, local, steps=STEPS, ranks=2, **settings):
+    small = {
+        "run_root": run_root,
+        "rollout.placement": "actor",
+        "rollout.num_engines": ranks,
+        "actor.data_parallel": ranks,
+        "algorithm.max_staleness": 0,
+        "algorithm.num_steps": steps,
+        "algorithm.prompts_per_step": PROMPTS,
+        "rollout.samples_per_prompt": SIBLINGS,
+        "actor.save_every": 2,
+        "launch.restart_delay_s": 0.2,
+        "weights.checksum_every": 1,
+        "weights.bucket_bytes": 100_000,
+        "eval.every": 3,
+        "eval.num_prompts": 16,
+    }
+    return submit("demo", tiny, local=local, **small | settings).run_dir
+
+
+def assert_turns_were_taken(run_dir, steps):
+    """No sample and no evaluation in a turn of the trainer, and no step in one of the engines."""
+    events = events_of(run_dir)
+    turns = [(event["time"], event["holder"]) for event in events if event["event"] == "turn"]
+    assert [holder for _, holder in turns] == ["trainer", "engines"] * (steps + 1)
+    for event in events:
+        holder = next((holder for at, holder in reversed(turns) if at < event["time"]), None)
+        if event["event"] in ("shard", "eval"):
+            assert holder == "engines", event
+
+
+def assert_complete(run_dir, after, steps):
+    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    progress, total = after["progress"], steps * PROMPTS * SIBLINGS
+    assert progress["trajectories"]["trained"] == total
+    assert progress["trajectories"]["trained_twice"] == 0
+    assert progress["checksums_equal"] is True
+    verified = {event["version"] for event in events_of(run_dir, "actor", "verify")}
+    assert verified >= set(range(1, steps + 1))
+
+
+def test_a_run_on_shared_gpus_samples_and_trains_in_turn(tiny, tmp_path):
+    run_dir = submit_colocated(tiny, tmp_path, local=True)
+    after = wait_until(run_dir, is_over, 120)
+    assert_complete(run_dir, after, STEPS)
+    assert_turns_were_taken(run_dir, STEPS)
+    held = {"rollout-0": STEPS, "rollout-1": STEPS, "trainer": STEPS}
+    assert after["progress"]["weight_versions"] == held
+    versions = [event["version"] for event in events_of(run_dir, "rollout", "eval")]
+    assert set(versions) == {0, 3, STEPS}
+    published = events_of(run_dir, "actor", "publish")[-1]
+    assert published["sync/wake_weights"] > 0 and published["sync/wake_kv_cache"] > 0

@@ -1,0 +1,129 @@
+"""A rollout on the actor's GPUs: one component, two steps, and what can be wrong about it."""
+
+import re
+
+import pytest
+
+from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import validate
+from relax_hpc.launch import preflight, script
+from relax_hpc.launch.placement import groups, place
+
+
+def job(rollout=None, actor=None, reference=None, **algorithm):
+    return validate(
+        {
+            "name": "run",
+            "model": {"path": "m"},
+            "prompts": {"train": "t", "heldout": "h"},
+            "algorithm": {"num_steps": 1, "max_staleness": 0, **algorithm},
+            "rollout": {"placement": "actor", "num_engines": 4, **(rollout or {})},
+            "actor": {"data_parallel": 4, **(actor or {})},
+            "reference": reference or {},
+        },
+        source="test",
+    )
+
+
+def test_rollout_is_a_step_on_the_actors_nodes_with_what_runs_of_its_own():
+    config = job(
+        rollout={"resources": {"python": "/sglang/python", "cpus_per_task": 2}},
+        actor={"resources": {"nodes": 2, "gpus_per_node": 2, "mpi": "pmix", "time": "60"}},
+    )
+    actor, rollout = place(config)
+    assert (actor.on, rollout.on) == (None, "actor")
+    assert (rollout.tasks, rollout.nodes, rollout.bootstrap) == (4, 2, "files")
+    mine, its = rollout.resources, actor.resources
+    assert (mine.python, mine.cpus_per_task) == ("/sglang/python", 2)
+    assert (mine.gpus_per_node, mine.time, mine.mpi) == (2, its.time, its.mpi)
+
+
+def test_slurm_is_asked_for_one_component_with_two_steps_that_share_its_gpus(tmp_path):
+    components = place(job(actor={"resources": {"gpus_per_node": 4}}))
+    text = script.slurm_script(script.Job("run", tmp_path), components)
+    assert "#SBATCH hetjob" not in text and "--het-group" not in text
+    assert text.count("#SBATCH --gpus-per-node=4") == 1
+    actor, rollout = re.findall(r"srun --.*", text)
+    assert "--overlap" not in actor
+    assert "--overlap" in rollout
+    assert all("--ntasks=4" in step and "--gpus-per-node=4" in step for step in (actor, rollout))
+    # The memory saver of engines does not work with what trainers want of torch.
+    functions = re.split(r"^component_\d\(\)", text, flags=re.MULTILINE)
+    assert "expandable_segments" in functions[1] and "expandable_segments" not in functions[2]
+
+
+def test_further_components_are_numbered_as_slurm_numbers_them(tmp_path):
+    components = place(job(reference={"placement": "own"}, kl_coefficient=0.1))
+    assert [each.role for each in components] == ["actor", "rollout", "reference"]
+    assert groups(components) == [0, 0, 1]
+    text = script.slurm_script(script.Job("run", tmp_path), components)
+    steps = re.findall(r"srun --het-group=(\d)", text)
+    assert steps == ["0", "0", "1"]
+
+
+def test_on_this_machine_both_see_the_same_gpus(tmp_path):
+    config = job(actor={"resources": {"gpus_per_node": 4}}, reference={"placement": "own"})
+    text = script.local_script(script.Job("run", tmp_path), place(config))
+    assert re.findall(r"--first-gpu (\d)", text) == ["0", "0", "4"]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "algorithm", "message"),
+    [
+        ({}, {"max_staleness": 1}, "algorithm.max_staleness = 1: with rollout.placement = .*to 0"),
+        (
+            {"resources": {"gpus_per_node": 2}},
+            {},
+            "rollout.resources.gpus_per_node = 2: .*it is actor.resources.gpus_per_node = 0",
+        ),
+        (
+            {"resources": {"max_nodes": 2}},
+            {},
+            "rollout.resources.max_nodes = 2: .*remove it",
+        ),
+        (
+            {"engine": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 8}},
+            {},
+            "rollout.nodes_per_engine = 2: .*on one node",
+        ),
+    ],
+)
+def test_what_taking_turns_rules_out_is_refused(rollout, algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        job(rollout=rollout, **algorithm)
+
+
+def test_a_resolved_job_is_accepted_again():
+    config = job(actor={"resources": {"gpus_per_node": 4}})
+    [_, rollout] = place(config)
+    resolved = config.rollout.model_copy(update={"resources": rollout.resources})
+    whole = config.model_copy(update={"rollout": resolved}).model_dump(mode="json")
+    assert RunConfig.model_validate(whole).rollout.resources.gpus_per_node == 4
+
+
+@pytest.mark.parametrize(
+    ("rollout", "actor", "message"),
+    [
+        ({"num_engines": 2}, {}, "num_engines = 2: engines have 2 ranks, the actor has 4"),
+        (
+            {"engine": "sglang", "engine_args": {"tp_size": 2}},
+            {},
+            "engines of tp_size 2 have 8 ranks, the actor has 4",
+        ),
+        (
+            {"engine": "sglang", "num_engines": 2, "engine_args": {"tp_size": 2}},
+            {"resources": {"gpus_per_node": 4}},
+            "mem_fraction_static: is not set; .*e.g. 0.7",
+        ),
+    ],
+)
+def test_engines_that_do_not_cover_the_actors_ranks_are_refused(rollout, actor, message):
+    with pytest.raises(ConfigError, match=message):
+        preflight.check_turns(job(rollout=rollout, actor=actor))
+
+
+def test_engines_that_cover_them_are_accepted():
+    args = {"tp_size": 2, "mem_fraction_static": 0.7}
+    rollout = {"engine": "sglang", "num_engines": 2, "engine_args": args}
+    preflight.check_turns(job(rollout=rollout, actor={"resources": {"gpus_per_node": 4}}))

@@ -1,0 +1,183 @@
+"""Engines on the trainer's GPUs fall asleep and wake: the real register, publisher and records."""
+
+import pytest
+import torch
+from test_publish import FakeEngine, weights
+
+from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.errors import EngineError, PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.weights import members, sleep, turn
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.publish import Publisher
+from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.register import Register
+from relax_hpc.weights.roster import Roster
+from relax_hpc.weights.sleep import Sleep
+from relax_hpc.weights.snapshot import SnapshotWriter
+
+ATTEMPT = "17.0"
+
+
+class FakeSleeper(FakeEngine):
+    """Has requests that end when they are aborted, unless it is stubborn."""
+
+    def __init__(self, requests=0, *, stubborn=False):
+        super().__init__()
+        self.requests, self.stubborn = requests, stubborn
+
+    def num_requests(self):
+        if not self.alive:
+            raise EngineError("no answer")
+        return self.requests
+
+    def abort_all(self):
+        self.calls.append("abort")
+        self.requests = self.requests if self.stubborn else 0
+
+    def release_memory(self, tags):
+        self.calls.append(f"release {' '.join(tags)}")
+
+    def resume_memory(self, tags):
+        self.calls.append(f"take {' '.join(tags)}")
+
+
+@pytest.fixture
+def house(tmp_path, monkeypatch):
+    """Engines of a run, and the parts of trainers that follow each other."""
+    monkeypatch.setattr(sleep, "NOTICE_S", 0.2)
+    monkeypatch.setattr(sleep, "_END_S", 0.5)
+    model, paths, engines = tmp_path / "model", RunPaths(tmp_path / "run"), {}
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+
+    class House:
+        def __init__(self):
+            self.engines, self.paths = engines, paths
+
+        def trainer(self):
+            ids = ["rollout-0", "rollout-1"]
+            register = Register(paths, lambda: ids, lambda m: engines[m.id, m.epoch])
+            specs, world = [Spec("w", torch.float32, ())], SoloWorld()
+            snapshots = SnapshotWriter(paths.weights, specs, world, model)
+            publisher = Publisher(
+                WeightsConfig(), register, specs,
+                device=torch.device("cpu"), ranks=TrainerRanks(world, snapshots, {}),
+            )  # fmt: skip
+            asleep = Sleep(register, ATTEMPT, timeout_s=1, start_timeout_s=0.5)
+            return asleep, publisher
+
+        def start(self, member, engine, start=1):
+            epoch = f"{ATTEMPT}-1-{start}"
+            engines[member, epoch] = engine
+            self.announce(member, "HEALTHY", start)
+            return engine
+
+        def announce(self, member, state, start=1):
+            epoch = f"{ATTEMPT}-1-{start}"
+            record = Member(member, epoch, "", "", 1, "embedded", state, transport="files")
+            members.announce(paths, record)
+
+        def state(self, member):
+            return Roster.read(paths).members[member].state
+
+    return House()
+
+
+def test_memory_is_given_back_and_taken_again_before_weights_are_loaded(house):
+    engine = house.start("rollout-0", FakeSleeper())
+    asleep, publisher = house.trainer()
+    asleep.fall_asleep()
+    assert engine.calls == ["pause", "release weights kv_cache"]
+    assert house.state("rollout-0") == "ASLEEP"
+    assert not turn.is_of_engines(house.paths, ATTEMPT)
+    engine.calls.clear()
+    asleep.wake()
+    assert turn.is_of_engines(house.paths, ATTEMPT)
+    assert publisher.publish(3, weights(7)).members == ["rollout-0"]
+    assert engine.calls == ["take weights", "take kv_cache", "pause", "v3", "resume"]
+    assert Roster.read(house.paths).serves("rollout-0", f"{ATTEMPT}-1-1")
+
+
+def test_an_engine_is_not_asked_to_release_twice(house):
+    engine = house.start("rollout-0", FakeSleeper())
+    asleep, _ = house.trainer()
+    asleep.fall_asleep()
+    asleep.fall_asleep()
+    assert engine.calls.count("release weights kv_cache") == 1
+
+
+def test_what_an_engine_still_has_to_do_is_handed_back_first(house):
+    engine = house.start("rollout-0", FakeSleeper(requests=2))
+    house.trainer()[0].fall_asleep()
+    assert engine.calls == ["abort", "pause", "release weights kv_cache"]
+
+
+def test_an_engine_that_does_not_stop_is_fenced_and_named_until_its_owner_ends_it(house):
+    house.start("rollout-0", FakeSleeper(requests=2, stubborn=True))
+    with pytest.raises(PeerTimeoutError, match=r"not ended within 0\.5 s: rollout-0"):
+        house.trainer()[0].fall_asleep()
+    assert house.state("rollout-0") == "FENCED"
+    reason = Roster.read(house.paths).members["rollout-0"].reason
+    assert "2 requests still run" in reason
+    house.announce("rollout-0", "WAITING", start=2)
+    asleep, _ = house.trainer()
+    asleep.fall_asleep()  # nobody has memory any more
+
+
+def test_an_engine_that_starts_is_waited_for_and_named(house):
+    house.announce("rollout-1", "STARTING")
+    with pytest.raises(PeerTimeoutError, match=r"still starting after 0\.5 s.*rollout-1"):
+        house.trainer()[0].fall_asleep()
+    house.announce("rollout-1", "WAITING")
+    house.trainer()[0].fall_asleep()
+
+
+def test_the_trainer_that_follows_wakes_who_sleeps_and_gives_it_weights_although_they_are_older(
+    house,
+):
+    engine = house.start("rollout-0", FakeSleeper())
+    asleep, publisher = house.trainer()
+    publisher.publish(12, weights(12))
+    asleep.fall_asleep()
+    asleep, publisher = house.trainer()
+    asleep.fall_asleep()
+    engine.calls.clear()
+    asleep.wake()
+    assert publisher.publish(10, weights(10)).members == ["rollout-0"]
+    assert engine.calls == ["take weights", "take kv_cache", "pause", "v10", "resume"]
+
+
+def test_an_engine_whose_trainer_died_while_it_fell_asleep_is_fenced(house):
+    engine = house.start("rollout-0", FakeSleeper())
+    asleep, _ = house.trainer()
+    asleep._register.note(members.find(house.paths, "rollout-0"), "SYNCING")
+    asleep._register.write(done=False)
+    follower, _ = house.trainer()
+    with pytest.raises(PeerTimeoutError, match="rollout-0"):
+        follower.fall_asleep()
+    assert house.state("rollout-0") == "FENCED"
+    assert engine.calls == []
+
+
+def test_an_engine_that_does_not_wake_is_fenced_and_the_other_goes_on(house):
+    bad = house.start("rollout-0", FakeSleeper())
+    house.start("rollout-1", FakeSleeper())
+    asleep, publisher = house.trainer()
+    asleep.fall_asleep()
+
+    def refuse(tags):
+        raise EngineError("out of memory")
+
+    bad.resume_memory = refuse
+    published = publisher.publish(1, weights(1))
+    assert (published.members, published.fenced) == (["rollout-1"], ["rollout-0"])
+    assert bad.calls[-1] == "release weights kv_cache"
+
+
+def test_a_turn_of_an_earlier_attempt_lets_nobody_start(house):
+    turn.give(house.paths, "17.0", "engines")
+    assert turn.is_of_engines(house.paths, "17.0")
+    assert not turn.is_of_engines(house.paths, "17.1")
