@@ -253,6 +253,7 @@ def bench_sync(
     updates: Annotated[int, typer.Option(help="Versions after version 0.", min=1)] = 10,
     in_flight: Annotated[int, typer.Option(help="Requests per engine.", min=1)] = 64,
     logprobs: Annotated[bool, typer.Option(help="Compare engine and trainer, too.")] = False,
+    colocated: Annotated[bool, typer.Option(help="On the same GPUs, in turn.")] = False,
     overrides: Annotated[list[str], typer.Option("--set", help="section.key=value of a job.")] = [],  # noqa: B006
     json_file: JsonFile = None,
     python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
@@ -265,7 +266,7 @@ def bench_sync(
     figures = sync.measure(
         shape, grid, kind=engine, engines=engines, engine_tp=engine_tp,
         updates=updates, in_flight=in_flight, compare_logprobs=logprobs, overrides=overrides,
-        python=python,
+        colocated=colocated, python=python,
     )  # fmt: skip
     typer.echo(sync.show(figures, json_file))
 

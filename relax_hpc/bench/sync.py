@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import secrets
 import statistics
 import tempfile
@@ -31,6 +32,7 @@ from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.job_file import with_overrides
+from relax_hpc.launch import preflight
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.weights import members
@@ -39,6 +41,9 @@ from relax_hpc.weights.members import Member
 LOGPROB_VERSIONS = (0, 1, 10)
 """After which the engines' logprobs are compared with the trainer's."""
 _PROMPT_TOKENS = 64
+ATTEMPT = "1"
+"""Of the engines' start."""
+_SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF"
 _TOKEN = secrets.token_hex(16)
 _PARTS = ("gather", "join", "pause", "prepare", "idle", "received", "load", "wire", "resume")
 
@@ -51,6 +56,11 @@ class Task(NamedTuple):
     updates: int
     first_gpu_of_engines: int
     compare_logprobs: bool
+
+    @property
+    def is_colocated(self) -> bool:
+        """Engines are on the trainer's GPUs."""
+        return self.config.rollout.placement == "actor"
 
     @property
     def paths(self) -> RunPaths:
@@ -73,6 +83,10 @@ class Update:
     """From the first tensor that was gathered to the last engine that resumed."""
     parts: dict[str, float]
     """`sync/...` of docs/architecture.md."""
+    falling_asleep: float = 0.0
+    """Before it, of engines on the trainer's GPUs."""
+    free_gib: tuple[float, float] | None = None
+    """Of the first of these GPUs, before and after that."""
 
 
 @dataclass
@@ -119,6 +133,7 @@ def measure(
     updates: int = 10,
     in_flight: int = 64,
     compare_logprobs: bool = False,
+    colocated: bool = False,
     overrides: Sequence[str] = (),
     python: str | None = None,
 ) -> Figures:
@@ -130,6 +145,8 @@ def measure(
         kind: of the engines, sglang or embedded.
         engines: each on `engine_tp` GPUs after the trainer's.
         in_flight: requests that each engine has all the time.
+        colocated: engines are on the trainer's GPUs, sleep before every version, and have no
+            requests.
         overrides: `section.key=value` of the job.
         python: interpreter that has the engine; unset is this one.
 
@@ -139,7 +156,12 @@ def measure(
     import torch
 
     gpus = torch.cuda.device_count()
-    task = _task(shape, grid, kind, engines, engine_tp, updates, compare_logprobs, overrides)
+    task = _task(
+        shape, grid, kind, engines, engine_tp, updates, compare_logprobs, colocated, overrides
+    )
+    if colocated:
+        preflight.check_turns(task.config)
+        in_flight = 0
     needed = task.first_gpu_of_engines + engines * engine_tp
     if gpus and needed > gpus:
         raise ConfigError(f"trainer and engines take {needed} GPUs, but {gpus} are here; use fewer")
@@ -147,7 +169,8 @@ def measure(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = task.config.model_copy(update={"run_root": folder})
         task = task._replace(config=_with_model(config, shape, folder))
-        speed = wire.measure([0, *range(task.first_gpu_of_engines, needed)]) if gpus else 0.0
+        has_wire = gpus and not colocated
+        speed = wire.measure([0, *range(task.first_gpu_of_engines, needed)]) if has_wire else 0.0
         with _engines(task, python) as running, _load(running, in_flight, task) as load:
             _run_ranks(task)
         found = json.loads(task.results.read_text())
@@ -199,6 +222,18 @@ def _summary(figures: Figures) -> list[str]:
         f"{figures.tokens_per_s:.0f} tokens/s sampled, {figures.failed} requests failed, "
         f"weights {'equal' if figures.equal else 'DIFFER'}",
     ]
+    if memory := [update.free_gib for update in later if update.free_gib]:
+        before, after = memory[-1]
+        parts = {
+            name: statistics.median(update.parts.get(f"wake_{name}", 0.0) for update in later)
+            for name in ("weights", "kv_cache")
+        }
+        slept = statistics.median(update.falling_asleep for update in later)
+        lines.append(
+            f"engines fall asleep in {1e3 * slept:.0f} ms, take memory of weights back in "
+            f"{1e3 * parts['weights']:.0f} ms, of the cache in {1e3 * parts['kv_cache']:.0f} ms; "
+            f"GiB free on the GPU: {before:.1f} while they are awake, {after:.1f} asleep"
+        )
     if figures.wire_gb_per_s:
         share = size / wire_s / figures.wire_gb_per_s
         lines.append(f"a bare broadcast: {figures.wire_gb_per_s:.0f} GB/s; {share:.0%} of it")
@@ -206,7 +241,10 @@ def _summary(figures: Figures) -> list[str]:
 
 
 def _on_the_wire(update: Update) -> float:
-    """Seconds from the first byte to the last, as engines saw it, if they tell."""
+    """Seconds from the first byte to the last, as engines saw it, if they tell. Where nothing is on
+    a wire, until the last one is in its place."""
+    if "wake_weights" in update.parts:
+        return update.parts["wire"]
     return update.parts.get("received") or update.parts["wire"]
 
 
@@ -222,6 +260,7 @@ def _task(
     engine_tp: int,
     updates: int,
     compare_logprobs: bool,
+    colocated: bool,
     overrides: Sequence[str],
 ) -> Task:
     import torch
@@ -229,7 +268,9 @@ def _task(
     args: dict[str, Any] = {}
     if kind == "sglang":
         args = {"tp_size": engine_tp, "load_format": "dummy"}
-    tree = {
+        if colocated:
+            args["mem_fraction_static"] = 0.5
+    tree: dict[str, Any] = {
         "name": "bench",
         "model": {
             "path": "unused",
@@ -240,9 +281,13 @@ def _task(
         "rollout": {"engine": kind, "num_engines": engines, "engine_args": args},
         "algorithm": {"num_steps": updates},
     }
+    if colocated:
+        tree["rollout"] |= {"placement": "actor"}
+        tree["algorithm"] |= {"max_staleness": 0}
     config = with_overrides(tree, overrides, source="bench sync")
     assert isinstance(config, RunConfig)
-    return Task(config, shape, updates, config.actor.world_size, compare_logprobs)
+    first = 0 if colocated else config.actor.world_size
+    return Task(config, shape, updates, first, compare_logprobs)
 
 
 def _with_model(config: RunConfig, shape: str, folder: Path) -> RunConfig:
@@ -262,6 +307,7 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
         args = dict(rollout.engine_args)
         if rollout.engine == "sglang" and torch.cuda.is_available():
             args["base_gpu_id"] = task.first_gpu_of_engines + number * tp
+            args["enable_memory_saver"] = task.is_colocated
         return start_engine(
             rollout.engine,
             task.config.model.path,
@@ -281,8 +327,9 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
             stack.callback(engine.stop)
             running.append(engine)
             name = f"rollout-{number}"
-            member = Member(name, "1", engine.url, _TOKEN, tp, rollout.engine, "HEALTHY")
-            members.announce(task.paths, member)
+            member = Member(name, ATTEMPT, engine.url, _TOKEN, tp, rollout.engine, "HEALTHY")
+            lane = number * tp if task.is_colocated else -1
+            members.announce(task.paths, member._replace(lane=lane))
         yield running
 
 
@@ -341,6 +388,8 @@ def _load(engines: Sequence[EngineProcess], in_flight: int, task: Task) -> Itera
 def _run_ranks(task: Task) -> None:
     from relax_hpc.bench import sync_rank
 
+    # As in a job: engines, which run already, could not release memory with it.
+    os.environ.setdefault(_SEGMENTS, "expandable_segments:True")
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=sync_rank.run, args=(rank, task), daemon=False)

@@ -5,12 +5,14 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from relax_hpc.bench.sync import LOGPROB_VERSIONS, Gap, Task, Update
+from relax_hpc.bench.sync import ATTEMPT, LOGPROB_VERSIONS, Gap, Task, Update
+from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.client import EngineClient
@@ -19,10 +21,12 @@ from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.records import write_json
 from relax_hpc.schema import Trajectory
 from relax_hpc.weights import members
+from relax_hpc.weights.lanes import LaneHelper, LaneLink
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Published, Publisher
-from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.ranks import Helper, TrainerRanks
 from relax_hpc.weights.register import Register
+from relax_hpc.weights.sleep import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver
 
@@ -47,23 +51,11 @@ def run(rank: int, task: Task) -> None:
     init_torch(world, device="cuda" if on_gpu else "cpu")
     has_weights = any(task.config.model.path.glob("*.safetensors"))
     scorer = MegatronScorer(task.config, world, device, random_weights=not has_weights)
-    specs, gather = scorer.weight_specs(), scorer.gather(task.config.weights.bucket_bytes)
-    snapshots = SnapshotWriter(task.paths.weights, specs, world, task.config.model.path)
-    ranks = TrainerRanks(world, snapshots, {"collective": Giver(gather)})
-    publisher = None
-    if rank == 0:
-        register = Register(
-            task.paths,
-            lambda: task.config.producers,
-            lambda member: EngineClient(member.url, member.token),
-        )
-        publisher = Publisher(
-            task.config.weights, register, specs,
-            device=device, ranks=ranks, gather=gather,
-        )  # fmt: skip
-    published, gaps = list[Published](), list[Gap]()
+    ranks, publisher, sleep = _parts(task, world, scorer, device)
+    published, gaps, naps = list[Published](), list[Gap](), list[_Nap]()
     for version in range(task.updates + 1):
         check = version in (0, task.updates)
+        naps.append(_put_to_sleep(sleep, device) if sleep and version else _Nap())
         if done := _publish(scorer, ranks, publisher, version, check=check):
             published.append(done)
         if task.compare_logprobs and version in LOGPROB_VERSIONS:
@@ -72,13 +64,61 @@ def run(rank: int, task: Task) -> None:
         time.sleep(_BETWEEN_S)
     if publisher:
         write_json(task.results, {
-            "updates": [asdict(_update_of(each)) for each in published],
+            "updates": [asdict(_update_of(*each)) for each in zip(published, naps, strict=True)],
             "gaps": [asdict(gap) for gap in gaps],
             "equal": all(p.verified.equal for p in published if p.verified),
         })  # fmt: skip
         publisher.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _parts(
+    task: Task, world: World, scorer: MegatronScorer, device: torch.device
+) -> tuple[TrainerRanks, Publisher | None, Sleep | None]:
+    """What this rank has of a publication; collective."""
+    specs, weights, link = scorer.weight_specs(), task.config.weights, None
+    gather = scorer.gather(weights.bucket_bytes, to_all=task.is_colocated)
+    helpers: dict[str, Helper] = {"collective": Giver(gather)}
+    if task.is_colocated:
+        link = LaneLink(world, BucketPlan.of(specs, weights.bucket_bytes), device, weights)
+        helpers = {"lanes": LaneHelper(link, gather)}
+    snapshots = SnapshotWriter(task.paths.weights, specs, world, task.config.model.path)
+    ranks = TrainerRanks(world, snapshots, helpers)
+    if world.rank:
+        return ranks, None, None
+    register = Register(
+        task.paths,
+        lambda: task.config.producers,
+        lambda member: EngineClient(member.url, member.token),
+    )
+    publisher = Publisher(
+        weights, register, specs, device=device, ranks=ranks, link=link, gather=gather
+    )
+    if not task.is_colocated:
+        return ranks, publisher, None
+    return ranks, publisher, Sleep(register, ATTEMPT, timeout_s=60, start_timeout_s=60)
+
+
+class _Nap(NamedTuple):
+    """How engines fell asleep."""
+
+    seconds: float = 0.0
+    free_gib: tuple[float, float] | None = None
+    """Before and after."""
+
+
+def _put_to_sleep(sleep: Sleep, device: torch.device) -> _Nap:
+    start, before = time.perf_counter(), _free_gib(device)
+    sleep.fall_asleep()
+    seconds = time.perf_counter() - start
+    nap = _Nap(seconds, (before, _free_gib(device)))
+    sleep.wake()
+    return nap
+
+
+def _free_gib(device: torch.device) -> float:
+    return torch.cuda.mem_get_info(device)[0] / 2**30 if device.type == "cuda" else 0.0
 
 
 def _publish(
@@ -105,10 +145,12 @@ def _change(scorer: MegatronScorer, factor: float) -> None:
         parameter.mul_(factor)
 
 
-def _update_of(published: Published) -> Update:
+def _update_of(published: Published, nap: _Nap) -> Update:
     parts = dict(published.seconds)
     total = parts.pop("total")
-    return Update(published.version, published.num_bytes, published.pause_seconds, total, parts)
+    return Update(
+        published.version, published.num_bytes, published.pause_seconds, total, parts, *nap
+    )
 
 
 def _compare(task: Task, world: World, scorer: MegatronScorer, version: int) -> Gap:

@@ -1,6 +1,14 @@
 """Actor and engines on the same GPUs, as far as that can be seen without one: they take turns."""
 
-from e2e_runs import cli, events_of, is_over, submit, wait_until
+import os
+import signal
+import time
+
+from e2e_runs import cli, events_of, has_done, is_over, status, submit, wait_until
+from test_faults import newest
+
+from relax_hpc.paths import RunPaths
+from relax_hpc.weights.roster import Roster
 
 STEPS, PROMPTS, SIBLINGS = 6, 8, 4
 
@@ -57,3 +65,59 @@ def test_a_run_on_shared_gpus_samples_and_trains_in_turn(tiny, tmp_path):
     assert set(versions) == {0, 3, STEPS}
     published = events_of(run_dir, "actor", "publish")[-1]
     assert published["sync/wake_weights"] > 0 and published["sync/wake_kv_cache"] > 0
+
+
+def test_slurm_runs_both_as_steps_of_one_component(slurm_cluster, tiny, tmp_path):
+    settings = {"launch.profile": "local", "actor.resources.gpus_per_node": 2}
+    run_dir = submit_colocated(tiny, tmp_path, local=False, steps=2, **settings)
+    try:
+        during = wait_until(run_dir, has_done(1), 200)
+        after = wait_until(run_dir, is_over, 100)
+    finally:
+        cli("cancel", run_dir)
+    job_id = during["job_id"]
+    assert [(each["role"], each["job_id"]) for each in during["components"]] == [
+        ("actor", job_id),
+        ("rollout", job_id),
+    ]
+    assert_complete(run_dir, after, 2)
+    assert_turns_were_taken(run_dir, 2)
+    starts = events_of(run_dir, event="start")
+    assert len({event["node"] for event in starts}) == 1
+    assert {event["attempt"] for event in starts} == {f"{job_id}.0"}
+
+
+def test_an_engine_killed_in_its_sleep_and_an_actor_killed_while_engines_sleep_come_back(
+    tiny, tmp_path
+):
+    steps = 6
+    longer = {"algorithm.epochs_per_step": 6}
+    run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, ranks=1, **longer)
+    try:
+        wait_until(run_dir, has_done(1), 100)
+        wait_until_asleep(run_dir)
+        kill(newest(run_dir, "rollout", "engine"), "engine_pid")
+        done = status(run_dir)["progress"]["steps_done"]
+        wait_until(run_dir, has_done(done + 2), 100)
+        wait_until_asleep(run_dir)
+        for actor in [event for event in events_of(run_dir, "actor", "start") if not event["rank"]]:
+            kill(actor, "pid")
+        after = wait_until(run_dir, is_over, 150)
+    finally:
+        cli("cancel", run_dir)
+    assert_complete(run_dir, after, steps)
+    assert len(events_of(run_dir, "rollout", "engine")) == 2  # the actor's end did it nothing
+    assert max(event["start"] for event in events_of(run_dir, "actor", "start")) == 2
+
+
+def kill(event, pid):
+    os.kill(event[pid], signal.SIGKILL)
+
+
+def wait_until_asleep(run_dir):
+    deadline = time.monotonic() + 60
+    while {holding.state for holding in Roster.read(RunPaths(run_dir)).members.values()} != {
+        "ASLEEP"
+    }:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
