@@ -51,6 +51,7 @@ demo-sglang: setup setup-sglang
 
 test-sglang: setup setup-sglang setup-sglang-old
 	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m sglang $(addprefix tests/engines/test_,engine_contract.py engine_process.py)
+	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m sglang tests/engines/test_weights_sync.py -k "ten_updates or keys_of"
 	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m sglang tests/engines
 
 setup-sglang: $(SGLANG)/.ready

@@ -98,6 +98,10 @@ class RunPaths:
         """Which engine holds which weights; written by the trainer."""
         return self.control / "weights.json"
 
+    def switch(self, member: str, epoch: str, version: int) -> Path:
+        """How far the requests of one start of an engine were when it got a version."""
+        return self.control / "switches" / f"{member}-{epoch}" / f"{version}.json"
+
     @property
     def turn(self) -> Path:
         """Who may use GPUs that trainer and engines share; written by the trainer."""

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Task = Literal["prepare", "receive", "check", "compare"]
+Task = Literal["prepare", "receive", "check", "compare", "count"]
 
 LOADER = "relax_hpc.engines.sglang.receive.receive"
 """What SGLang's `--custom-weight-loader` and `load_format` call our receiver."""
@@ -28,7 +28,7 @@ class Order:
     """A group that the engine has joined by /init_weights_update_group; "" where there is none."""
     task: Task
     """check: receive, and then read back what was received. compare: receive nothing, and tell
-    whether the weights are those of a folder."""
+    whether the weights are those of a folder. count: nothing but what every receipt says."""
     timeout_s: float
     store: str = ""
     """"host:port" of a store, where it is not that of the group; see `comm.lanes`."""
@@ -58,6 +58,8 @@ class Receipt:
     """Of the buckets, if it is a check; checksums of the files that were compared with."""
     differing: int = 0
     """Slices of parameters that do not hold what they should; of a check or a comparison."""
+    num_sampled: dict[str, int] | None = None
+    """Response tokens of the requests that stood still meanwhile; None if it cannot be told."""
 
     @classmethod
     def from_json(cls, text: str) -> "Receipt":

@@ -66,6 +66,10 @@ class RolloutConfig(Section):
 class WeightsConfig(Section):
     transport: Transport = "collective"
     """`collective` broadcasts (NCCL or gloo); `files` goes through the run directory."""
+    kv_cache: Literal["keep", "recompute"] = "keep"
+    """What becomes of the key-value cache of running requests in an update. keep: they go on with
+    keys and values of the policy before. recompute: it is thrown away, and the new policy reads
+    their tokens again, which takes a prefill of all of them."""
     bucket_bytes: Positive = 1 << 30
     """Tensors are sent in flat buckets of at most this size."""
     checksum_every: NonNegative = 10

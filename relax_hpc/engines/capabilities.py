@@ -1,5 +1,6 @@
 """What one engine can do, asked of itself once at its start: endpoints move between versions."""
 
+import re
 from http import HTTPStatus
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -24,6 +25,10 @@ _NEEDED = (
 latest."""
 
 
+_FLUSHES_PAUSED = (0, 5, 23)
+"""The release of SGLang that was seen to; 0.5.17 does not."""
+
+
 class Capabilities(NamedTuple):
     """What differs between the engines, and the versions of SGLang, that serve here."""
 
@@ -37,6 +42,8 @@ class Capabilities(NamedTuple):
     """Updates stand between /begin_weight_update and /end_weight_update."""
     loads: bool
     """/v1/loads says how many requests run and how full the key-value cache is."""
+    flushes_paused: bool
+    """The cache of prefixes can be thrown away while requests wait, as they do in a pause."""
     memory_saver: bool
     """Engine memory can be released and resumed."""
     custom_weight_loaders: tuple[str, ...]
@@ -83,6 +90,7 @@ def _probe(url: str, http: httpx.Client) -> Capabilities:
         version_spans=_names_policies(url, http),
         weight_sessions=_has(http, "/begin_weight_update"),
         loads=_has(http, "/v1/loads"),
+        flushes_paused=embedded or _release(version) >= _FLUSHES_PAUSED,
         memory_saver=bool(info.get("enable_memory_saver")),
         custom_weight_loaders=tuple(info.get("custom_weight_loader") or ()),
         max_total_tokens=info.get("max_total_num_tokens"),
@@ -97,6 +105,10 @@ def _server_info(url: str, http: httpx.Client) -> dict[str, Any]:
             reply = checked(f"{url}{endpoint}", response)
             return reply if isinstance(reply, dict) else {}
     raise EngineError(f"{url}: has neither /server_info nor /get_server_info; is it SGLang?")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def _has(http: httpx.Client, endpoint: str) -> bool:

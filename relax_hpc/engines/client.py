@@ -23,13 +23,23 @@ from relax_hpc.errors import EngineError
 class EngineClient:
     """Speaks to one engine. Every failure is an EngineError that names URL and endpoint."""
 
-    def __init__(self, url: str, token: str, *, timeout_s: float = 300) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        timeout_s: float = 300,
+        recompute: bool = False,
+        has_prefix_cache: bool = True,
+    ) -> None:
         """Connects lazily.
 
         Args:
             url: "http://host:port".
             token: bearer token, SGLang's --api-key.
             timeout_s: of every call; joining a weight group waits for its peers.
+            recompute: a pause throws the caches of requests away.
+            has_prefix_cache: then a pause throws that away, too.
         """
         self.url, self._token = url, token
         # trust_env off: a site's HTTP proxy must not see traffic between our own nodes.
@@ -40,6 +50,7 @@ class EngineClient:
             trust_env=False,
         )
         self._session_open = False
+        self._recompute, self._has_prefix_cache = recompute, has_prefix_cache
 
     def close(self) -> None:
         self._http.close()
@@ -79,8 +90,13 @@ class EngineClient:
     # Control.
 
     def pause(self) -> None:
-        """Freezes all requests where they are; their caches stay."""
-        self._post("/pause_generation", {"mode": "in_place"})
+        """Freezes all requests where they are."""
+        if not self._recompute:
+            self._post("/pause_generation", {"mode": "in_place"})
+            return
+        self._post("/pause_generation", {"mode": "retract"})
+        if self._has_prefix_cache:  # else they would find their own beginnings there
+            self.flush_cache()
 
     def resume(self) -> None:
         """Lets the frozen requests go on."""

@@ -1,18 +1,17 @@
 """Generation by one engine: token ids in, a stream of sampled tokens out.
 
 Replies are streamed so that what is there outlives the engine: a response that was cut off goes on
-elsewhere, with its tokens so far as part of the prompt. And streaming is how an engine that reports
-only its newest policy version (such as SGLang 0.5.17) can tell which version sampled a token.
+elsewhere, with its tokens so far as part of the prompt.
 """
 
 import base64
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -87,18 +86,39 @@ class Draft:
         if not self.version_runs or self.version_runs[-1][1] != version:
             self.version_runs.append((first, version))
 
+    def remark(self, first: int, version: int) -> None:
+        """As `mark`, whatever was said of those tokens before."""
+        self.version_runs = [run for run in self.version_runs if run[0] < first]
+        self.mark(first, version)
+
     def finished(self, reason: FinishReason) -> Generation:
         experts = np.concatenate(self.experts) if self.experts else None
         if experts is not None:
             experts = np.concatenate([experts, experts[-1:]])
-        return Generation(self.token_ids, self.logprobs, self.version_runs, reason, experts)
+        runs = [run for run in self.version_runs if run[0] < len(self.token_ids)]
+        return Generation(self.token_ids, self.logprobs, runs, reason, experts)
+
+
+class Switches(Protocol):
+    """What is known of an engine's changes of policy, by others than the engine's replies."""
+
+    async def between(self, before: int, now: int) -> Mapping[int, Mapping[str, int]] | None:
+        """Response tokens that each request had when the engine was given a version, for those
+        after `before` up to `now`; None if they are not known."""
+        ...
 
 
 class GenerationClient:
     """Asks one engine. Every failure is an EngineError that names URL and endpoint."""
 
     def __init__(
-        self, url: str, token: str, *, silence_s: float = 3600, tokens_per_chunk: int = 16
+        self,
+        url: str,
+        token: str,
+        *,
+        silence_s: float = 3600,
+        tokens_per_chunk: int = 16,
+        switches: Switches | None = None,
     ) -> None:
         """Connects lazily.
 
@@ -107,10 +127,11 @@ class GenerationClient:
             token: bearer token.
             silence_s: longest time that a running request may say nothing, pauses included.
             tokens_per_chunk: tokens of a response that are sent at once, see `sample`.
+            switches: of this engine.
         """
         self.url = url
         self._http = Connections(url, token, silence_s=silence_s)
-        self._tokens_per_chunk = tokens_per_chunk
+        self._tokens_per_chunk, self._switches = tokens_per_chunk, switches
 
     def close(self) -> None:
         """Cuts all connections; requests under way raise EngineLostError."""
@@ -164,9 +185,9 @@ class GenerationClient:
             rid: to abort it by; unique.
 
         Returns:
-            Where the engine reports version spans, each token has the policy that sampled it.
-            Where it does not, the first chunk after an update counts as the policy before it, which
-            sampled some of its tokens; the error is at most `tokens_per_chunk` tokens.
+            Each token has the policy that sampled it, as `switches` tells. Where they do not, it is
+            what the engine says; and where that says nothing either, the first chunk after an
+            update counts as the policy before it, which sampled some of its tokens.
 
         Raises:
             EngineLostError: it broke off; the draft can go on elsewhere.
@@ -175,11 +196,17 @@ class GenerationClient:
         draft = Draft() if draft is None else draft
         known = await self.version() if version is None else version
         body = self._body(prompt, seed, sampling, draft, known, rid or uuid.uuid4().hex)
-        reply = _Reply(f"{self.url}/generate", draft, len(body["input_ids"]))
+        reply = _Reply(f"{self.url}/generate", draft, len(body["input_ids"]), known)
         async with aclosing(self._http.stream("POST", "/generate", body)) as pieces:
             async for chunk in _events(pieces):
+                before = reply.version
                 reply.add(chunk)
+                if reply.version != before:
+                    reply.settle(body["rid"], await self._between(before, reply.version))
         return draft.finished(reply.finish())
+
+    async def _between(self, before: int, now: int) -> Mapping[int, Mapping[str, int]] | None:
+        return await self._switches.between(before, now) if self._switches else None
 
     def _body(
         self,
@@ -214,10 +241,13 @@ class GenerationClient:
 class _Reply:
     """Puts the chunks of one streamed reply into a draft."""
 
-    def __init__(self, asked: str, draft: Draft, num_given: int) -> None:
+    def __init__(self, asked: str, draft: Draft, num_given: int, version: int = 0) -> None:
+        """`version` is that of the engine when it was asked."""
         self._asked, self._draft, self._num_given = asked, draft, num_given
         self._first = len(draft.token_ids)
-        self._version: int | None = None
+        draft.version_runs = [run for run in draft.version_runs if run[0] < self._first]
+        self.version, self._settled = version, True
+        """Of the newest token; whether it is known exactly which token is whose."""
         self._last: dict[str, Any] | None = None
 
     def add(self, chunk: dict[str, Any]) -> None:
@@ -232,17 +262,23 @@ class _Reply:
             pairs = meta["output_token_logprobs"][-new:]
             if len(pairs) != new:
                 raise EngineError(f"{self._asked}: {new} new tokens, {len(pairs)} logprobs")
-            version = parse_version(meta)
-            draft.mark(self._first + held, version if self._version is None else self._version)
+            draft.mark(self._first + held, self.version)
             draft.take([int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs])
-            self._version = version
+            self.version = parse_version(meta)
         self._last = meta
+
+    def settle(self, rid: str, switches: Mapping[int, Mapping[str, int]] | None) -> None:
+        """Puts the changes of policy that the last chunk spans where they were."""
+        if switches is None:
+            self._settled = False
+        for version, num_sampled in (switches or {}).items():
+            self._draft.remark(self._first + num_sampled.get(rid, 0), version)
 
     def finish(self) -> FinishReason:
         """Call it at the end of the stream."""
         if self._last is None or not self._last.get("finish_reason"):
             raise EngineLostError(f"{self._asked}: the reply broke off")
-        if (spans := self._last.get("weight_versions")) is not None:
+        if not self._settled and (spans := self._last.get("weight_versions")) is not None:
             self._mark_again(spans)
         if encoded := self._last.get("routed_experts"):
             self._take_experts(encoded)

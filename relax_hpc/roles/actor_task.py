@@ -1,5 +1,7 @@
 """Builds an actor rank: trainer, checkpoints, and on rank 0 the lead."""
 
+from functools import partial
+
 import torch
 
 from relax_hpc.bus.open_shards import OpenShards
@@ -23,6 +25,7 @@ from relax_hpc.roles.turns import OWN_GPUS, OwnGpus, Turns
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.lanes import LaneHelper, LaneLink
+from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.ranks import Helper, TrainerRanks
 from relax_hpc.weights.register import Register
@@ -38,7 +41,7 @@ def main(
     register = Register(
         paths,
         lambda: [*config.producers, *members.extras(paths)],
-        lambda its: EngineClient(its.url, its.token, timeout_s=config.weights.timeout_s),
+        partial(_connect, config),
     )
     sleep = _sleep(config, register, context) if world.rank == 0 else None
     turns = _turns(config, world, sleep, events)
@@ -152,3 +155,13 @@ def _lead(
         shards=shards,
     )
     return ActorLead(config, sequencer, publisher, checkpoints, events)
+
+
+def _connect(config: RunConfig, member: Member) -> EngineClient:
+    return EngineClient(
+        member.url,
+        member.token,
+        timeout_s=config.weights.timeout_s,
+        recompute=config.weights.kv_cache == "recompute",
+        has_prefix_cache=not config.rollout.engine_args.get("disable_radix_cache"),
+    )

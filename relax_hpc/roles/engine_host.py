@@ -21,7 +21,7 @@ from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.pulse import Pulse
-from relax_hpc.engines.sglang.launch import size_of
+from relax_hpc.engines.sglang.launch import check_recompute, size_of
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.engine_parts import Parts, Seat, on_own_gpus
@@ -198,6 +198,10 @@ class EngineHost:
             self._check_memory(able)
         except EngineError as error:
             return f"answered /health and then failed: {error}"
+        if self._config.weights.kv_cache == "recompute":
+            check_recompute(
+                self._rollout.engine_args, flushes_paused=able.flushes_paused, version=able.version
+            )
         self._member = self._member._replace(url=engine.url)
         self._announce("DRAINING" if self._draining else "HEALTHY")
         self._events.emit(

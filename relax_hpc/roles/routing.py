@@ -18,6 +18,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Roster
+from relax_hpc.weights.switches import Switches
 
 _LOOK_S, _LOOK_DURING_UPDATE_S = 1.0, 0.25
 _EXTRA = "extra-"
@@ -39,7 +40,8 @@ class EngineSampler:
         rollout, patience_s = config.rollout, config.launch.peer_timeout_s
 
         def connect(at: Endpoint) -> GenerationClient:
-            return GenerationClient(at.url, at.token, silence_s=patience_s)
+            switches = Switches(paths, at.id, at.epoch) if rollout.engine == "sglang" else None
+            return GenerationClient(at.url, at.token, silence_s=patience_s, switches=switches)
 
         self._pool = Pool(
             connect, max_in_flight=rollout.max_running_requests, patience_s=patience_s

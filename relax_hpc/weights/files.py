@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from relax_hpc.comm.orders import Order, Receipt, receipt_file
+from relax_hpc.comm.orders import Order, Receipt, Task, receipt_file
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.records import read_json
@@ -112,19 +112,22 @@ class FileTransport:
             times.append(time.perf_counter())
             its.update_weights_from_disk(str(snapshot.folder), snapshot.version)
             times.append(time.perf_counter())
-            if check and member.takes_orders:
-                receipts = self._compare(member, its, snapshot)
+            if member.takes_orders:
+                task: Task = "compare" if check else "count"
+                receipts = self._receipts(task, member, its, snapshot)
             times.append(time.perf_counter())
             its.resume()
         times.append(time.perf_counter())
         pause, load, _, resume = (end - start for start, end in itertools.pairwise(times))
         return Load(pause, load, resume, receipts)
 
-    def _compare(self, member: Member, its: Receiver, snapshot: Snapshot) -> list[Receipt]:
+    def _receipts(
+        self, task: Task, member: Member, its: Receiver, snapshot: Snapshot
+    ) -> list[Receipt]:
         """Makes the ranks of a paused member tell what they hold. Their answers come as files:
         there need be no other way from them to here."""
         serial, timeout_s = uuid.uuid4().hex[:8], self._config.timeout_s
-        order = Order(serial, "", "compare", timeout_s, folder=str(snapshot.folder))
+        order = Order(serial, "", task, timeout_s, folder=str(snapshot.folder))
         its.receive_weights([order] * member.num_ranks, version=snapshot.version)
         receipts = []
         for rank in range(member.num_ranks):

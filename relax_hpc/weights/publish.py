@@ -19,6 +19,7 @@ from relax_hpc.comm.orders import Receipt
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, SnapshotError
 from relax_hpc.telemetry.timers import Timers
+from relax_hpc.weights import switches
 from relax_hpc.weights.collective import CollectiveTransport
 from relax_hpc.weights.files import FileTransport
 from relax_hpc.weights.lanes import LaneLink, LaneTransport
@@ -277,9 +278,20 @@ class Publisher:
             register.fence(member, reason)
         for member in done:
             register.note(member, "ACTIVE")
+        self._note_switches(done, delivery.receipts)
         # Those that are to be given it again hold half of it until then.
         register.write(done=all(register.state(member) != "SYNCING" for member in its))
         return done, delivery
+
+    def _note_switches(self, done: Iterable[Member], receipts: dict[Member, list[Receipt]]) -> None:
+        paths, version = self._register.paths, self._register.version
+        notes = [
+            self._threads.submit(switches.note, paths, its, version, receipts.get(its, ()))
+            for its in done
+            if its.takes_orders
+        ]
+        for note in notes:
+            note.result()
 
     def _with_memory(
         self, tags: Sequence[str], its: dict[Member, Receiver], timers: Timers

@@ -4,6 +4,7 @@
 """
 
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +17,11 @@ from relax_hpc.engines import capabilities
 from relax_hpc.engines.process import start_engine
 
 SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
+_SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))"
+SGLANG_VERSION = (
+    SGLANG_PYTHON
+    and subprocess.check_output([SGLANG_PYTHON, "-c", _SAY_VERSION], text=True).strip()
+)
 KINDS = ("embedded", "sglang")
 
 

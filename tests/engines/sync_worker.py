@@ -32,10 +32,10 @@ class PoolWorld(FixedWorld):
         dist.barrier()
 
 
-def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
+def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, **control):
     """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`.
 
-    With `lanes` the engines are on the ranks' own GPUs, as it were.
+    With `lanes` the engines are on the ranks' own GPUs, as it were. `control` is for clients.
     """
     import torch.distributed as dist
 
@@ -70,7 +70,9 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False):
             Register(
                 paths,
                 lambda: ids,
-                lambda member: EngineClient(member.url, member.token, timeout_s=timeout_s),
+                lambda member: EngineClient(
+                    member.url, member.token, timeout_s=timeout_s, **control
+                ),
             ),
             specs,
             device=device,

@@ -167,7 +167,8 @@ CHECK = """
     from relax_hpc.engines.sglang.launch import check
     from relax_hpc.errors import ConfigError
     for args in ({"tp_size": 2, "mem_fraction_static": 0.5}, {"mem_fraction_statik": 0.5},
-                 {"tp_size": "two"}):
+                 {"tp_size": "two"}, {"disable_overlap_schedule": False}, {"dllm_fdfo": False},
+                 {"enable_multimodal": False}, {"tp_size": False}, {"no_dllm_fdfo": True}):
         try:
             print("fine" if check(args) is None else "")
         except ConfigError as error:
@@ -184,6 +185,14 @@ def test_sglangs_own_parser_checks_the_arguments():
     fine = lines.index("fine")
     assert "did you mean mem_fraction_static?" in lines[fine + 1]
     assert "'two'" in lines[fine + 2]
+    assert lines[fine + 3 :] == [
+        "fine",
+        "rollout.engine_args.dllm_fdfo = false: set no_dllm_fdfo = true",  # on unless that is said
+        "rollout.engine_args.enable_multimodal = false: SGLang can only be told to turn it on; "
+        "leave it out",
+        "rollout.engine_args.tp_size = False: expected 1, 2, ...",
+        "fine",
+    ]
 
 
 def test_two_engines_of_one_node_take_different_ports(checkpoints, tmp_path):

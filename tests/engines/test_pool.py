@@ -338,6 +338,32 @@ def test_a_reply_that_breaks_off_is_lost_and_its_draft_keeps_what_came():
     assert draft.token_ids == [5]
 
 
+def test_tokens_are_counted_to_the_policy_that_sampled_them_where_the_changes_are_known():
+    draft, ours = Draft(), {"rid": 5}
+    reply = _Reply("x", draft, 3)
+    reply.add(chunk([5] * 4, 4))
+    reply.add(chunk([5] * 16, 20, version="3"))  # in which policy 1, 2 and 3 came
+    assert draft.version_runs == [(0, 0)]  # the oldest, until they are known
+    reply.settle("rid", {1: ours, 2: {"rid": 19}, 3: {"rid": 20}})
+    reply.add(chunk([5] * 4, 24, version="3"))
+    spans = [{"version": "3", "start": 0, "end": 24}]  # of no account
+    reply.add(chunk([5], 25, version="4", finish="length", weight_versions=spans))
+    reply.settle("rid", {4: {"rid": 25}})  # it was sampled, and booked after the change
+    expected = [(0, 0), (5, 1), (19, 2), (20, 3)]
+    assert draft.finished(reply.finish()).version_runs == expected
+
+    goes_on = _Reply("x", draft, 28, version=3)
+    goes_on.add(chunk([5], 1, version="4"))
+    goes_on.settle("another", {4: {}})  # the engine had not begun with it
+    assert draft.version_runs == [*expected, (25, 4)]
+    goes_on.add(chunk([5] * 9, 10, version="6"))
+    goes_on.settle("another", None)
+    spans = [{"version": "4", "start": 0, "end": 7}, {"version": "6", "start": 7, "end": 10}]
+    goes_on.add(chunk([], 10, version="6", finish="length", weight_versions=spans))
+    goes_on.finish()
+    assert draft.version_runs == [*expected, (25, 4), (32, 6)]
+
+
 def test_experts_of_a_response_in_two_pieces_are_those_of_every_token_once():
     """2 layers x 1 expert; 3 prompt tokens, 2 + 2 response tokens."""
 
@@ -350,7 +376,7 @@ def test_experts_of_a_response_in_two_pieces_are_those_of_every_token_once():
     reply.add(chunk([5, 6], 2, finish="abort", routed_experts=encoded(0, 4)))
     assert reply.finish() is FinishReason.ABORT
     assert sum(map(len, draft.experts)) == 4  # the last token has not been through the model
-    reply = _Reply("x", draft, 5)
+    reply = _Reply("x", draft, 5, version=1)
     reply.add(chunk([7, 8], 2, version="1", finish="stop", routed_experts=encoded(4, 2)))
     generation = draft.finished(reply.finish())
     expected = np.arange(12).reshape(6, 2)

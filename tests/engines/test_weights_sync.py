@@ -15,22 +15,29 @@ import psutil
 import pytest
 import sync_worker
 import torch
-from engine_fixtures import prompt_of
+from conftest import SGLANG_PYTHON, SGLANG_VERSION
+from engine_fixtures import prompt_of, reference_logprobs
 from megatron_worker import job
 from rank_pool import Ranks
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from relax_hpc.config.rollout import RolloutConfig
-from relax_hpc.engines.generation import Sampling
+from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
 from relax_hpc.engines.process import start_engine
 from relax_hpc.paths import RunPaths
 from relax_hpc.schema import FinishReason
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Roster
+from relax_hpc.weights.switches import Switches
 
-SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
 IDS = ["rollout-0", "rollout-1"]
+ENGINE_ARGS = {
+    "embedded": {},
+    "sglang": {"disable_overlap_schedule": False},  # as on GPUs: a step ends after the next began
+}
+if SGLANG_VERSION == "0.5.17":
+    ENGINE_ARGS["sglang"]["disable_radix_cache"] = True  # it cannot be emptied in a pause
 UPDATES, REQUESTS, TOKENS = 10, 64, 900
 SMALL_BUCKETS = 40_000  # of 411 kB in all
 
@@ -56,6 +63,16 @@ class House(NamedTuple):
             )
             members.announce(self.paths, record)
 
+    def client(self, number):
+        """As rollout tasks ask."""
+        engine, name = self.engines[number], IDS[number]
+        switches = Switches(self.paths, name, self.epoch) if self.kind == "sglang" else None
+        return GenerationClient(engine.url, engine.token, switches=switches)
+
+    @property
+    def epoch(self):
+        return members.find(self.paths, IDS[0]).epoch
+
     @property
     def version(self):
         """The last one that was published; 0 before the first."""
@@ -77,7 +94,10 @@ def house_of(kind, checkpoints, folder):
     def start(number):
         return start_engine(
             kind, checkpoints[0], host="127.0.0.1", token="right",
-            rollout_config=RolloutConfig(engine=kind, start_timeout_s=300), dtype="float32",
+            rollout_config=RolloutConfig(
+                engine=kind, start_timeout_s=300, engine_args=ENGINE_ARGS[kind]
+            ),
+            dtype="float32",
             log_path=folder / f"engine-{number}.log", seed=number,
             python=SGLANG_PYTHON if kind == "sglang" else None,
         )  # fmt: skip
@@ -100,11 +120,11 @@ def house(request, checkpoints, tmp_path_factory):
 
 
 @contextmanager
-def trainer(house, timeout_s=60):
+def trainer(house, timeout_s=60, **control):
     ranks = Ranks(2)
     ranks.call(
         sync_worker.open_publisher, config=house.config, ids=IDS,
-        bucket_bytes=SMALL_BUCKETS, timeout_s=timeout_s,
+        bucket_bytes=SMALL_BUCKETS, timeout_s=timeout_s, **control,
     )  # fmt: skip
     yield ranks
     if all(process.is_alive() for process in ranks.processes):
@@ -118,27 +138,25 @@ def publish(ranks, house, version, *, check=False):
     return ranks.call(sync_worker.publish, version=version, folder=folder, check=check)[0]
 
 
-def sample_all(house, num_tokens, first_token):
-    """REQUESTS responses, half of them by each engine; `first_token` is set when they all run."""
+def sample_all(house, num_tokens, first_token, requests=REQUESTS):
+    """Responses, half of them by each engine; `first_token` is set when they all run."""
     sampling = Sampling(1.0, num_tokens, ignore_eos=True)
     started = set()
 
     async def ask(client, seed):
-        from relax_hpc.engines.generation import Draft
-
         draft = Draft()
         task = asyncio.create_task(client.sample(prompt_of(6, seed), seed, sampling, draft=draft))
         while not draft.token_ids and not task.done():
             await asyncio.sleep(0.02)
         started.add(seed)
-        if len(started) == REQUESTS:
+        if len(started) == requests:
             first_token.set()
         return await task
 
     async def run():
-        clients = [engine.generation_client() for engine in house.engines]
+        clients = [house.client(number) for number in range(2)]
         try:
-            return await asyncio.gather(*(ask(clients[s % 2], s) for s in range(REQUESTS)))
+            return await asyncio.gather(*(ask(clients[s % 2], s) for s in range(requests)))
         finally:
             for client in clients:
                 client.close()
@@ -148,15 +166,17 @@ def sample_all(house, num_tokens, first_token):
 
 def recomputed(house, prompt, generation):
     """Logprobs of a response whose keys and values were made by the policies that it names."""
+    models = [
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        for folder in house.checkpoints
+    ]
     runs = [*generation.version_runs, (len(generation.token_ids), None)]
     tokens = torch.tensor([prompt + generation.token_ids])
     cache, at, found = DynamicCache(), 0, []
     with torch.no_grad():
         for (_, version), (end, _) in itertools.pairwise(runs):
-            folder = house.checkpoints[version % 3]
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
             until = len(prompt) + end - 1  # the input that samples the last token of this policy
-            logits = model(tokens[:, at:until], past_key_values=cache).logits[0]
+            logits = models[version % 3](tokens[:, at:until], past_key_values=cache).logits[0]
             found.append(logits)
             at = until
     rows = torch.cat(found)[len(prompt) - 1 :].log_softmax(-1)
@@ -187,10 +207,38 @@ def test_ten_updates_under_load_lose_nothing_and_every_token_names_its_policy(ho
     held = {client.checksum() for client in clients}
     clients[0].update_weights_from_disk(str(house.checkpoints[UPDATES % 3]), UPDATES)
     assert held == {clients[0].checksum()}
-    for number in (0, 1, REQUESTS - 1):
+    for number in range(0, REQUESTS, 5):  # of both engines
         generation = sampled[number]
         expected = recomputed(house, prompt_of(6, number), generation)
         assert torch.tensor(generation.logprobs).sub(expected).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_requests_go_on_with_keys_of_the_policy_before_or_of_the_new_one_as_is_asked(
+    house, recompute
+):
+    version, running = house.version + 1, threading.Event()
+    has_prefix_cache = "disable_radix_cache" not in ENGINE_ARGS[house.kind]
+    settings = {"recompute": recompute, "has_prefix_cache": has_prefix_cache}
+    with trainer(house, **settings) as ranks, ThreadPoolExecutor(1) as pool:
+        publish(ranks, house, version)
+        load = pool.submit(sample_all, house, 300, running, 8)
+        assert running.wait(120)
+        publish(ranks, house, version + 1)
+        assert not load.done(), "the requests ended before the update"
+        sampled = load.result()
+    for number, generation in enumerate(sampled):
+        assert len(generation.token_ids) == 300
+        (_, old), (switch, new) = generation.version_runs
+        assert (old, new) == (version, version + 1)
+        found, prompt = torch.tensor(generation.logprobs), prompt_of(6, number)
+        for_old, for_new = (
+            reference_logprobs(house.checkpoints[v % 3], prompt, generation.token_ids)
+            for v in (old, new)
+        )
+        assert (found - for_old)[:switch].abs().max() <= 1e-4
+        error = (found - for_new)[switch:].abs().max()
+        assert error <= 1e-4 if recompute else error > 1e-2
 
 
 def test_a_trainer_killed_in_an_update_leaves_engines_that_the_next_one_can_update(house):

@@ -43,6 +43,14 @@ def test_a_held_port_is_free_for_its_server_and_found_by_nobody_else():
             careless.bind(("127.0.0.1", port))
 
 
+def test_keys_are_recomputed_only_where_no_prefix_of_an_old_policy_can_be_found():
+    old = {"flushes_paused": False, "version": "0.5.17"}
+    launch.check_recompute({"disable_radix_cache": True}, **old)
+    launch.check_recompute({}, flushes_paused=True, version="0.5.23")
+    with pytest.raises(ConfigError, match=r"0\.5\.17 .*disable_radix_cache = true"):
+        launch.check_recompute({}, **old)
+
+
 def test_every_line_of_a_start_moves_its_phase_on():
     said = ""
     assert diagnosis.phase(said) == "importing"

@@ -76,6 +76,11 @@ class Request:
     stream_interval: int = 1
     num_streamed: int = 0
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """What the model has to read: the prompt and, after a retraction, the response so far."""
+        return (*self.prompt, *self.token_ids)
+
     def emit(self, version: str) -> None:
         """Streams what there is, if it is time."""
         sampled = len(self.token_ids)
@@ -157,6 +162,12 @@ class Scheduler:
     def set_paused(self, paused: bool) -> None:
         """Freezes or thaws all requests; their cache stays as it is."""
         self.paused = paused
+
+    def retract(self) -> None:
+        """Lets running requests wait, without their cache: it is computed again when they run."""
+        with self._wake:
+            self._waiting.extendleft(reversed(self._running))
+        self._running = []
 
     def update(self, tensors: Iterable[tuple[str, Tensor]], version: str | None) -> None:
         """Loads weights; running requests go on with the cache they have."""
@@ -242,14 +253,14 @@ class Scheduler:
                 future.set_exception(error)  # the caller answers; the running requests go on
 
     def _admit(self) -> None:
-        """Takes in what fits, one prefill per prompt length, siblings sharing their prompt's."""
+        """Takes in what fits, one prefill per length, siblings sharing their prompt's."""
         batch: list[Request] = []
         with self._wake:
             while self._waiting and len(self._running) + len(batch) < self._max_running:
                 batch.append(self._waiting.popleft())
         by_length: dict[int, list[Request]] = {}
         for request in batch:
-            by_length.setdefault(len(request.prompt), []).append(request)
+            by_length.setdefault(len(request.tokens), []).append(request)
         for length, requests in by_length.items():
             self._prefill(length, requests)
 
@@ -258,13 +269,13 @@ class Scheduler:
         self._running += requests
         for request in requests:
             request.mark(self.version)
-        distinct = {tuple(r.prompt): None for r in requests}
-        index = {prompt: i for i, prompt in enumerate(distinct)}
-        source = self._tensor([index[tuple(r.prompt)] for r in requests])
+        given = [r.tokens for r in requests]
+        index = {tokens: i for i, tokens in enumerate(dict.fromkeys(given))}
+        source = self._tensor([index[tokens] for tokens in given])
         slots = torch.arange(first, len(self._running), device=self.model.device)
         # Room for some decoding, so that growing is rare.
         self._cache.reserve(len(self._running), length + 64)
-        logits = self.model.prefill(self._tensor(list(distinct)), self._cache, slots, source)
+        logits = self.model.prefill(self._tensor(list(index)), self._cache, slots, source)
         self._sample(logits[source], requests, first)
 
     def _decode(self) -> None:

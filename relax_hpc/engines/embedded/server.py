@@ -79,11 +79,13 @@ class Endpoints:
 
     async def pause(self, body: Body) -> Body:
         mode = body.get("mode", "abort")
-        if mode not in ("abort", "in_place"):
-            raise EngineError(f"mode {mode!r}: this engine pauses in_place, or aborts")
+        if mode not in ("abort", "in_place", "retract"):
+            raise EngineError(f"mode {mode!r}: this engine pauses in_place, retracts, or aborts")
         await self._call(lambda: self._scheduler.set_paused(True))
         if mode == "abort":
             await self._call(lambda: self._scheduler.abort(None))
+        if mode == "retract":
+            await self._call(self._scheduler.retract)
         return _done("paused")
 
     async def resume(self, body: Body) -> Body:
@@ -173,9 +175,9 @@ class Endpoints:
         return {**_done("Success."), "per_engine_checksum": checksum}
 
     async def flush_cache(self, body: Body) -> Body:
-        running, waiting = self._scheduler.load
-        if running or waiting:
-            raise EngineError(f"{running} requests are running and {waiting} waiting")
+        running, _ = self._scheduler.load
+        if running:
+            raise EngineError(f"{running} requests are running")
         return _done("nothing is cached between requests")
 
     async def model_info(self, body: Body) -> Body:

@@ -184,13 +184,43 @@ def check(engine_args: PassThrough) -> None:
 
     parser = _Parser(allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
-    known = [flag for action in parser._actions for flag in action.option_strings]
-    for key in engine_args:
+    known = {flag: action for action in parser._actions for flag in action.option_strings}
+    for key, value in engine_args.items():
         if (flag := _flag(key)) not in known:
             close = difflib.get_close_matches(flag, known, n=1)
             guess = f"; did you mean {close[0][2:].replace('-', '_')}?" if close else ""
             raise ConfigError(f"rollout.engine_args.{key}: SGLang has no {flag}{guess}")
+        if value is False:
+            _check_off(key, known[flag])
     parser.parse_args(["--model-path", "model", *as_flags(engine_args)])
+
+
+def _check_off(key: str, action: argparse.Action) -> None:
+    """A switch is turned off by leaving it out; that has to be what false means."""
+    if action.nargs == 0 and action.default is False:
+        return
+    opposite = f"--no-{_flag(key)[2:]}"
+    if opposite in action.option_strings:
+        remedy = f"set {opposite[2:].replace('-', '_')} = true"
+    elif action.nargs == 0:
+        remedy = "SGLang can only be told to turn it on; leave it out"
+    else:
+        remedy = "it takes a value"
+    raise ConfigError(f"rollout.engine_args.{key} = false: {remedy}")
+
+
+def check_recompute(engine_args: PassThrough, *, flushes_paused: bool, version: str) -> None:
+    """Checks that a pause can throw all caches away, so that nothing of an old policy is found.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if not flushes_paused and not engine_args.get("disable_radix_cache"):
+        raise ConfigError(
+            f"weights.kv_cache = 'recompute': SGLang {version} keeps its cache of prefixes while "
+            "requests wait; set rollout.engine_args.disable_radix_cache = true, use 0.5.23 or "
+            "newer, or keep the cache"
+        )
 
 
 def _check_size(size: Size) -> None:

@@ -41,6 +41,7 @@ from relax_hpc.engines.sglang.copies import (
     record,
     uncovered,
 )
+from relax_hpc.engines.sglang.in_flight import num_sampled
 from relax_hpc.records import write_json
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     """See the top of this file."""
     [(text, _)] = named_tensors
     order = Order(**json.loads(text))
-    if order.task == "compare":
-        _compare(model, order)
+    if order.task in ("compare", "count"):
+        _report(model, order)
         return
     key = order.group or order.store
     receiver = _receivers.get(key) if order.task != "prepare" else None
@@ -68,6 +69,8 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
             receiver = _receivers[key] = Receiver(model, source)
         run = {"prepare": receiver.prepare, "receive": receiver.receive, "check": receiver.check}
         receipt = run[order.task](order, Patience(order, source.store))
+        if order.task != "prepare":
+            receipt.num_sampled = num_sampled()
     except (RuntimeError, OSError, ValueError, KeyError, AssertionError) as error:
         log.exception("weights of the trainer were not received")
         _receivers.pop(key, None)
@@ -78,9 +81,10 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
         log.exception("the trainer is gone; the weights are undefined")
 
 
-def _compare(model: nn.Module, order: Order) -> None:
+def _report(model: nn.Module, order: Order) -> None:
     try:
-        receipt = compare(model, Path(order.folder))
+        receipt = compare(model, Path(order.folder)) if order.task == "compare" else Receipt()
+        receipt.num_sampled = num_sampled()
     except (RuntimeError, ValueError, OSError) as error:
         log.exception("weights could not be compared with %s", order.folder)
         receipt = Receipt(error=f"{type(error).__name__}: {error}")
