@@ -31,6 +31,9 @@ class RolloutConfig(Section):
     over_sampling: Annotated[float, Field(ge=0)] = 0.0
     """Fraction of a batch that is sampled beyond what `algorithm.max_staleness` admits, so that
     groups that are ready take the place of stragglers; needs `algorithm.over_age` drop or mask."""
+    routed_experts: bool = False
+    """Record which experts each token went to, in the bus column ragged/routed_experts; needs a
+    mixture of experts, and `engine` sglang."""
     start_timeout_s: Positive = 900
     """An engine that is not healthy after this many seconds has failed to start."""
     hang_timeout_s: Positive = 120
@@ -45,6 +48,15 @@ class RolloutConfig(Section):
     @property
     def num_tasks(self) -> int:
         return self.num_engines * self.nodes_per_engine
+
+    @model_validator(mode="after")
+    def _records_experts(self) -> Self:
+        if self.routed_experts and self.engine != "sglang":
+            raise ValueError(
+                "rollout.routed_experts = true: the embedded engine has no experts; use "
+                "rollout.engine = 'sglang', or false"
+            )
+        return self
 
     @model_validator(mode="after")
     def _spans_nodes(self) -> Self:

@@ -197,12 +197,16 @@ class GenerationClient:
         known = await self.version() if version is None else version
         body = self._body(prompt, seed, sampling, draft, known, rid or uuid.uuid4().hex)
         reply = _Reply(f"{self.url}/generate", draft, len(body["input_ids"]), known)
-        async with aclosing(self._http.stream("POST", "/generate", body)) as pieces:
-            async for chunk in _events(pieces):
-                before = reply.version
-                reply.add(chunk)
-                if reply.version != before:
-                    reply.settle(body["rid"], await self._between(before, reply.version))
+        try:
+            async with aclosing(self._http.stream("POST", "/generate", body)) as pieces:
+                async for chunk in _events(pieces):
+                    before = reply.version
+                    reply.add(chunk)
+                    if reply.version != before:
+                        reply.settle(body["rid"], await self._between(before, reply.version))
+        except EngineLostError:
+            if not reply.is_complete:  # else there is nothing that could go on elsewhere
+                raise
         return draft.finished(reply.finish())
 
     async def _between(self, before: int, now: int) -> Mapping[int, Mapping[str, int]] | None:
@@ -274,9 +278,14 @@ class _Reply:
         for version, num_sampled in (switches or {}).items():
             self._draft.remark(self._first + num_sampled.get(rid, 0), version)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether its last chunk has come."""
+        return self._last is not None and bool(self._last.get("finish_reason"))
+
     def finish(self) -> FinishReason:
         """Call it at the end of the stream."""
-        if self._last is None or not self._last.get("finish_reason"):
+        if self._last is None or not self.is_complete:
             raise EngineLostError(f"{self._asked}: the reply broke off")
         if not self._settled and (spans := self._last.get("weight_versions")) is not None:
             self._mark_again(spans)
@@ -311,9 +320,13 @@ class _Reply:
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[dict[str, Any]]:
     """The JSON of server-sent events, up to the mark that ends them."""
-    rest = b""
+    begun = list[bytes]()  # of a line, which may be megabytes of routed experts
     async for piece in pieces:
-        *lines, rest = (rest + piece).split(b"\n")
+        first, *more = piece.split(b"\n")
+        begun.append(first)
+        if not more:
+            continue
+        lines, begun = [b"".join(begun), *more[:-1]], [more[-1]]
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield json.loads(line[6:])

@@ -133,6 +133,7 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
                 seed=wanted.seed,
                 max_running_requests=wanted.rollout.max_running_requests,
                 engine_args=args,
+                routed_experts=wanted.rollout.routed_experts,
                 share=wanted.share,
             )
             argv = [*sglang.command(wanted.python), "--config", str(options), *argv]

@@ -132,6 +132,11 @@ def check_engine(rollout: RolloutConfig, shape: Architecture) -> None:
             f"rollout.engine = 'embedded': does not compute models of model_type "
             f"{shape.model_type!r}; use 'sglang'"
         )
+    if rollout.routed_experts and shape.experts is None:
+        raise ConfigError(
+            f"rollout.routed_experts = true: a model of model_type {shape.model_type!r} has no "
+            "experts; leave it out"
+        )
     parser = {"embedded": embedded.check, "sglang": sglang.check}[rollout.engine]
     parser(rollout.engine_args)
     if rollout.engine == "sglang":

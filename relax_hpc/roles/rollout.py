@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.durable import BusFullError
@@ -41,6 +42,10 @@ class Sampled(Protocol):
     def version_runs(self) -> Sequence[tuple[int, int]]: ...
     @property
     def finish(self) -> FinishReason: ...
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """[prompt and response tokens, layers x experts per token], if asked for."""
+        ...
 
 
 class Sampler(Protocol):
@@ -57,6 +62,7 @@ class Sampler(Protocol):
         *,
         temperature: float,
         min_version: int = 0,
+        routed_experts: bool = False,
     ) -> Sequence[Sampled]:
         """One response per prompt and seed; temperature 0 is greedy.
 
@@ -244,6 +250,7 @@ class Grouper:
             seeds,
             temperature=self._config.rollout.temperature,
             min_version=min_version,
+            routed_experts=self._config.rollout.routed_experts,
         )
         rows = [
             self._trajectory(guid, sibling, prompt, seed, response)
@@ -269,6 +276,7 @@ class Grouper:
             version_runs=np.array(runs, dtype=np.int32).reshape(-1, 2),
             finish=response.finish,
             reward=self._score(response.token_ids, prompt),
+            routed_experts=response.routed_experts,
         )
 
 

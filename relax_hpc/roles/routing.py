@@ -85,9 +85,10 @@ class EngineSampler:
         *,
         temperature: float,
         min_version: int = 0,
+        routed_experts: bool = False,
     ) -> Sequence[Generation]:
         limit = self._config.rollout.max_new_tokens
-        sampling = Sampling(temperature, limit, (self._stop_token,))
+        sampling = Sampling(temperature, limit, (self._stop_token,), routed_experts=routed_experts)
         async with asyncio.TaskGroup() as group:
             samples = [
                 group.create_task(

@@ -82,6 +82,9 @@ SETTINGS = {
     "model.dtype=float64": "model.dtype = 'float64': input should be 'float32', 'bfloat16' or",
     "name=a/b": "name = 'a/b': string should match pattern",
     "rollout.engine_args.x={a=1}": "engine_args.x = {'a': 1}: is a table; a number, a string",
+    "rollout.routed_experts=true": (
+        "rollout.routed_experts = true: the embedded engine has no experts; use rollout.engine"
+    ),
     "rollout.resources.nodes=3": (
         "rollout.num_engines = 1: does not divide over 3 nodes; use a multiple of 3"
     ),

@@ -130,6 +130,11 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
 @pytest.mark.parametrize(
     ("rollout", "answer"),
     [
+        ({"routed_experts": True}, "routed_experts = true: a model of model_type 'qwen3' has no"),
+        (
+            {"engine_args": {"enable_return_routed_experts": True}},
+            "is set by the run; set rollout.routed_experts",
+        ),
         ({"engine_args": {"tp_size": 3}}, "tp_size = 3: 4 attention heads do not divide by 3"),
         (
             {"engine_args": {"tp_size": 2}, "num_engines": 2, "resources": {"gpus_per_node": 2}},
@@ -141,7 +146,9 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
         ),
     ],
 )
-def test_an_engine_that_does_not_fit_its_gpus_is_refused_before_the_job(tmp_path, rollout, answer):
+def test_an_engine_that_does_not_fit_its_gpus_or_its_model_is_refused_before_the_job(
+    tmp_path, rollout, answer
+):
     shape = preflight.check_model(model(tmp_path / "model"), ActorConfig())
     with pytest.raises(ConfigError) as error:
         preflight.check_engine(RolloutConfig.model_validate({"engine": "sglang", **rollout}), shape)

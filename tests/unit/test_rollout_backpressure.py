@@ -5,6 +5,8 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
+
 from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
@@ -20,24 +22,26 @@ from relax_hpc.roles import rollout
 from relax_hpc.schema import FinishReason
 
 PROMPTS, SIBLINGS = 4, 2
+EXPERTS = np.arange(8, dtype=np.int16).reshape(2, 4)  # 2 tokens, 2 layers x 2 experts
 
 
 class Sampler:
     """Answers every prompt with one token; the policy version is whatever the test says."""
 
     def __init__(self, version=0):
-        self.now = version
+        self.now, self.asked = version, []
 
     async def version(self):
         return self.now
 
-    async def sample(self, prompts, seeds, *, temperature, min_version=0):
+    async def sample(self, prompts, seeds, *, temperature, min_version=0, routed_experts=False):
+        self.asked.append((temperature, routed_experts))
         return [
             SimpleNamespace(
                 token_ids=[1], logprobs=[-0.5], version_runs=[(0, self.now)],
-                finish=FinishReason.STOP,
+                finish=FinishReason.STOP, routed_experts=EXPERTS + i if routed_experts else None,
             )
-            for _ in seeds
+            for i, _ in enumerate(seeds)
         ]  # fmt: skip
 
 
@@ -98,6 +102,24 @@ def test_groups_that_the_trainer_will_not_use_are_sampled_again(tmp_path):
     counts = audit(paths)
     assert (counts.planned, counts.damaged, counts.dropped) == (8, lost, 0)
     assert counts.committed == 8 + lost
+
+
+def test_routed_experts_reach_the_bus_and_are_asked_for_only_where_something_is_learnt(tmp_path):
+    paths, sampler, settings = make_bus(tmp_path), Sampler(), config()
+    wanted = settings.rollout.model_copy(update={"routed_experts": True})
+    settings = settings.model_copy(update={"rollout": wanted})
+    with (
+        Producer(paths, "rollout-0", {}) as producer,
+        Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer,
+    ):
+        thread = start(paths, producer, sampler, settings)
+        record = sequencer.next_batch(1, timeout_s=20)
+        sequencer.finish()
+        thread.join(timeout=20)
+        assert not thread.is_alive()
+    for row in Reader(paths).rows(record, range(PROMPTS * SIBLINGS)):
+        assert np.array_equal(row.routed_experts, EXPERTS + row.sibling)
+    assert set(sampler.asked) == {(1.0, True), (0.0, False)}
 
 
 def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypatch):

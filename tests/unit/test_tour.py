@@ -50,7 +50,7 @@ class FakeSampler:
     async def version(self):
         return self.policy.served[0]
 
-    async def sample(self, prompts, seeds, *, temperature, min_version=0):
+    async def sample(self, prompts, seeds, *, temperature, min_version=0, routed_experts=False):
         await asyncio.sleep(0.001)
         version, weight = self.policy.served
         return [self._response(seed, temperature, version, weight) for seed in seeds]
@@ -62,7 +62,7 @@ class FakeSampler:
         logprob = Policy.logprobs(torch.tensor(token), torch.tensor(weight)).item()
         return SimpleNamespace(
             token_ids=[token], logprobs=[logprob], version_runs=[(0, version)],
-            finish=FinishReason.STOP,
+            finish=FinishReason.STOP, routed_experts=None,
         )  # fmt: skip
 
 

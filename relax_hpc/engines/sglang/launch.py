@@ -28,6 +28,7 @@ _OURS = {
     "dtype": "model.dtype",
     "random_seed": "seed",
     "max_running_requests": "rollout.max_running_requests",
+    "enable_return_routed_experts": "rollout.routed_experts",
     "nnodes": "rollout.nodes_per_engine",
     "node_rank": None,
     "dist_init_addr": None,
@@ -83,6 +84,7 @@ def arguments(
     seed: int,
     max_running_requests: int,
     engine_args: PassThrough,
+    routed_experts: bool = False,
     share: Share = ALONE,
 ) -> list[str]:
     """Arguments of `sglang.launch_server`, without the token (see `write_options`).
@@ -95,6 +97,7 @@ def arguments(
         "incremental_streaming_output": True,  # else a chunk has everything so far, again and again
         **(_CPU_DEFAULTS if device == "cpu" else {}),
         **engine_args,
+        "enable_return_routed_experts": routed_experts,
         "custom_weight_loader": [LOADER],
         "model_path": str(model_path),
         "host": host,

@@ -1,0 +1,94 @@
+"""The experts that SGLang says tokens went to are those that a recomputation chooses."""
+
+import asyncio
+
+import megatron_reference
+import numpy as np
+import pytest
+import torch
+from conftest import SGLANG_PYTHON
+
+from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.engines.generation import Draft, Sampling
+from relax_hpc.engines.process import start_engine
+from relax_hpc.schema import FinishReason
+
+LAYERS, EXPERTS, PER_TOKEN = 3, 8, 2
+CUT = {1: "aborted", 2: "lost"}
+"""What becomes of the request of a seed."""
+SAMPLING = Sampling(1.0, 60, ignore_eos=True, routed_experts=True)
+
+
+@pytest.fixture(scope="module", params=["sglang"])
+def engine(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    model = megatron_reference.mixture(
+        folder / "model", layers=LAYERS, experts=EXPERTS, per_token=PER_TOKEN
+    )
+    with start_engine(
+        request.param, folder / "model", host="127.0.0.1", token="right", dtype="float32", seed=0,
+        rollout_config=RolloutConfig(engine="sglang", routed_experts=True, start_timeout_s=300),
+        log_path=folder / "engine.log", python=SGLANG_PYTHON,
+    ) as process:  # fmt: skip
+        yield process, model.eval()
+
+
+def chosen(model, tokens):
+    """[tokens, layers, experts per token], in ascending order."""
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    best = torch.stack([layer.topk(PER_TOKEN).indices for layer in logits], 1)
+    return best.sort(-1).values.numpy()
+
+
+def test_every_token_names_its_experts_also_where_a_response_goes_on_after_an_interruption(engine):
+    process, model = engine
+    prompts = [list(range(5, 5 + length)) for length in (1, 7, 7, 30)]
+
+    async def sample(client, prompt, seed):
+        draft = Draft()
+        if seed in CUT:
+            task = asyncio.create_task(
+                client.sample(prompt, seed, SAMPLING, draft=draft, rid=f"cut-{seed}")
+            )
+            while len(draft.token_ids) < 10:
+                await asyncio.sleep(0.005)
+            if CUT[seed] == "aborted":
+                await client.abort(f"cut-{seed}")
+                assert (await task).finish is FinishReason.ABORT
+                held = sum(map(len, draft.experts))
+                assert held == len(prompt) + len(draft.token_ids) - 1
+            else:  # as if the engine had died, and with it what it knew of the experts
+                task.cancel()
+                await asyncio.wait({task})
+                assert not draft.experts
+        return await client.sample(prompt, seed, SAMPLING, draft=draft)
+
+    async def run():
+        async with process.generation_client() as client:
+            samples = [sample(client, prompt, seed) for seed, prompt in enumerate(prompts)]
+            return await asyncio.gather(*samples)
+
+    for prompt, response in zip(prompts, asyncio.run(run()), strict=True):
+        tokens = prompt + response.token_ids
+        rows = response.routed_experts
+        assert rows.shape == (len(tokens), LAYERS * PER_TOKEN)
+        assert rows.dtype == np.int16
+        found = np.sort(rows.reshape(len(tokens), LAYERS, PER_TOKEN), -1)
+        expected = chosen(model, tokens)
+        assert np.array_equal(found[:-1], expected[:-1])
+        assert np.array_equal(found[-1], found[-2])  # it has not been through the model
+
+
+def test_a_prompt_from_the_cache_of_prefixes_has_its_experts_as_well(engine):
+    process, model = engine
+    prompt = list(range(40, 60))
+    expected = chosen(model, prompt)
+
+    async def ask(seed):
+        async with process.generation_client() as client:
+            return await client.sample(prompt, seed, SAMPLING._replace(max_new_tokens=1))
+
+    for seed in range(2):
+        rows = asyncio.run(ask(seed)).routed_experts[:-1]
+        assert np.array_equal(np.sort(rows.reshape(-1, LAYERS, PER_TOKEN), -1), expected)
