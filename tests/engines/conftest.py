@@ -3,25 +3,18 @@
 `tests/sglang_cpu/setup.sh VENV` builds it; RELAX_SGLANG_PYTHON=VENV/bin/python turns it on.
 """
 
-import os
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from engine_fixtures import Served, save_checkpoint
 from rank_pool import Pools
+from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.process import start_engine
 
-SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
-_SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))"
-SGLANG_VERSION = (
-    SGLANG_PYTHON
-    and subprocess.check_output([SGLANG_PYTHON, "-c", _SAY_VERSION], text=True).strip()
-)
 KINDS = ("embedded", "sglang")
 
 

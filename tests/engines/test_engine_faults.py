@@ -6,7 +6,7 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from conftest import SGLANG_PYTHON
+from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines import process

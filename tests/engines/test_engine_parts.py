@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
-from conftest import SGLANG_PYTHON
+from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.config.run import RunConfig

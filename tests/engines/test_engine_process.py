@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import SGLANG_PYTHON
+from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.child import spawn

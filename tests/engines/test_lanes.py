@@ -11,6 +11,7 @@ import torch
 from engine_fixtures import EOS, prompt_of, reference_logprobs
 from megatron_worker import job
 from rank_pool import Ranks
+from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.generation import Sampling
@@ -20,7 +21,6 @@ from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Roster
 
-SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
 SMALL_BUCKETS = 40_000  # of 411 kB in all
 LAYOUTS = {"embedded": (2, 1), "sglang": (1, 2)}
 """Engines, and ranks of each, beside the two ranks of the trainer."""

@@ -15,10 +15,10 @@ import psutil
 import pytest
 import sync_worker
 import torch
-from conftest import SGLANG_PYTHON, SGLANG_VERSION
 from engine_fixtures import prompt_of, reference_logprobs
 from megatron_worker import job
 from rank_pool import Ranks
+from sglang_under_test import SGLANG_PYTHON, SGLANG_VERSION
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from relax_hpc.config.rollout import RolloutConfig

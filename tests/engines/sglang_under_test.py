@@ -1,0 +1,11 @@
+"""Which SGLang is tested, if any: that of the interpreter RELAX_SGLANG_PYTHON."""
+
+import os
+import subprocess
+
+SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
+_SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))"
+SGLANG_VERSION = (
+    SGLANG_PYTHON
+    and subprocess.check_output([SGLANG_PYTHON, "-c", _SAY_VERSION], text=True).strip()
+)
