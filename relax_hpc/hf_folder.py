@@ -83,6 +83,13 @@ def set_dtype(folder: Path, dtypes: Collection[torch.dtype]) -> None:
     write_json(config, record | {key: said[key] for key in said if key in record})
 
 
+def set_quantization(folder: Path, quantization: Mapping[str, object]) -> None:
+    """Says in config.json how the weights are quantised."""
+    config = folder / "config.json"
+    record = json.loads(config.read_text())
+    write_json(config, record | {"quantization_config": quantization})
+
+
 def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> set[torch.dtype]:
     """Writes the files and, if they are several, their index; returns the types of the tensors."""
     contents: list[list[str]] = []

@@ -318,6 +318,7 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
             log_path=task.paths.log("engine", str(number)),
             seed=number,
             python=python,
+            quantization=task.config.weights.quantization_config,
         )
 
     # An engine dies with the thread that started it, so these live until all is done.

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from relax_hpc.bench.sync import ATTEMPT, LOGPROB_VERSIONS, Gap, Task, Update
-from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.client import EngineClient
@@ -20,10 +19,11 @@ from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.records import write_json
 from relax_hpc.schema import Trajectory
-from relax_hpc.weights import members
+from relax_hpc.weights import members, quantize
 from relax_hpc.weights.lanes import LaneHelper, LaneLink
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Published, Publisher
+from relax_hpc.weights.quantize import Quantizer
 from relax_hpc.weights.ranks import Helper, TrainerRanks
 from relax_hpc.weights.register import Register
 from relax_hpc.weights.sleep import Sleep
@@ -78,12 +78,14 @@ def _parts(
 ) -> tuple[TrainerRanks, Publisher | None, Sleep | None]:
     """What this rank has of a publication; collective."""
     specs, weights, link = scorer.weight_specs(), task.config.weights, None
-    gather = scorer.gather(weights.bucket_bytes, to_all=task.is_colocated)
+    plain = scorer.gather(weights.bucket_bytes, to_all=task.is_colocated)
+    plan, gather = quantize.gathered(weights, specs, plain)
     helpers: dict[str, Helper] = {"collective": Giver(gather)}
     if task.is_colocated:
-        link = LaneLink(world, BucketPlan.of(specs, weights.bucket_bytes), device, weights)
+        link = LaneLink(world, plan, device, weights)
         helpers = {"lanes": LaneHelper(link, gather)}
-    snapshots = SnapshotWriter(task.paths.weights, specs, world, task.config.model.path)
+    folder, quantizer = task.config.model.path, Quantizer.of(weights)
+    snapshots = SnapshotWriter(task.paths.weights, specs, world, folder, quantizer=quantizer)
     ranks = TrainerRanks(world, snapshots, helpers)
     if world.rank:
         return ranks, None, None
@@ -93,7 +95,7 @@ def _parts(
         lambda member: EngineClient(member.url, member.token),
     )
     publisher = Publisher(
-        weights, register, specs, device=device, ranks=ranks, link=link, gather=gather
+        weights, register, plan, device=device, ranks=ranks, link=link, gather=gather
     )
     if not task.is_colocated:
         return ranks, publisher, None

@@ -1,11 +1,13 @@
 """Who samples, and how new weights get there."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from relax_hpc.config.sections import NonNegative, PassThrough, Positive, Resources, Section
 
+FP8_BLOCK = 128
+"""Rows and columns of a weight that share a scale."""
 Transport = Literal["collective", "files"]
 
 
@@ -82,9 +84,27 @@ class WeightsConfig(Section):
     """What becomes of the key-value cache of running requests in an update. keep: they go on with
     keys and values of the policy before. recompute: it is thrown away, and the new policy reads
     their tokens again, which takes a prefill of all of them."""
+    quantize: Literal["none", "fp8"] = "none"
+    """`fp8` gives SGLang engines linear layers in 8 bits, with a scale per block of 128 x 128: the
+    trainer quantises what it sends, which is half as much, and trains as before."""
+    modules_to_not_convert: list[str] = []
+    """With `quantize`: modules that engines keep as they are, e.g. "model.layers.0" or "o_proj"."""
     bucket_bytes: Positive = 1 << 30
     """Tensors are sent in flat buckets of at most this size."""
     checksum_every: NonNegative = 10
     """Steps between comparisons of the engines' weights with the trainer's; 0 only at the end."""
     timeout_s: Positive = 300
     """An engine that does not take an update within this time is fenced."""
+
+    @property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """What config.json says of a model whose weights are such; None if they are plain."""
+        if self.quantize == "none":
+            return None
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "modules_to_not_convert": self.modules_to_not_convert,
+        }

@@ -13,7 +13,7 @@ from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis
 from relax_hpc.engines.sglang import launch as sglang
-from relax_hpc.engines.sglang.launch import ALONE, Share
+from relax_hpc.engines.sglang.launch import ALONE, Quantization, Share
 from relax_hpc.errors import EngineError
 
 Device = Literal["cpu", "cuda"]
@@ -35,6 +35,7 @@ def start_engine(
     seed: int,
     python: str | None = None,
     share: Share = ALONE,
+    quantization: Quantization | None = None,
     progress: Progress = lambda phase: None,
 ) -> EngineProcess:
     """Starts an engine and waits until it is healthy.
@@ -53,6 +54,7 @@ def start_engine(
         seed: of its own random numbers, where requests bring none.
         python: interpreter that has the engine; unset is this one.
         share: which part of an engine that spans several nodes this is.
+        quantization: of SGLang's weights, as config.json has it; they are garbage until an update.
         progress: told what the engine is doing, again and again; if it raises, the engine is
             stopped and the exception goes on to the caller.
 
@@ -65,7 +67,7 @@ def start_engine(
     folder = Path(tempfile.mkdtemp(prefix="relax-engine-"))  # mode 0700: the token goes there
     wanted = _Wanted(
         folder, model_path, host, token, rollout_config, dtype, log_path, seed, python, share,
-        progress, time.monotonic() + rollout_config.start_timeout_s,
+        quantization, progress, time.monotonic() + rollout_config.start_timeout_s,
     )  # fmt: skip
     try:
         return start(wanted)
@@ -86,6 +88,7 @@ class _Wanted(NamedTuple):
     seed: int
     python: str | None
     share: Share
+    quantization: Quantization | None
     progress: Progress
     deadline: float
 
@@ -135,6 +138,7 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
                 engine_args=args,
                 routed_experts=wanted.rollout.routed_experts,
                 share=wanted.share,
+                quantization=wanted.quantization,
             )
             argv = [*sglang.command(wanted.python), "--config", str(options), *argv]
             engine = spawn(argv, wanted.log_path, sglang.ENVIRONMENT[device])

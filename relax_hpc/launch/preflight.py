@@ -19,7 +19,7 @@ from relax_hpc.engines.megatron.architectures import registry
 from relax_hpc.engines.megatron.hf_files import HfFiles, check_names, check_shapes
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import documents, script
+from relax_hpc.launch import documents, quantized, script
 from relax_hpc.launch.jobs import output_of
 from relax_hpc.launch.placement import Component
 from relax_hpc.prompts.source import PromptSource, read_records
@@ -49,6 +49,7 @@ def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool
     if isinstance(config, RunConfig):
         check_engine(config.rollout, shape)
         check_turns(config)
+        quantized.check(config, shape)
         check_reference(config, shape)
     check_trainer(config)
     if isinstance(config, RunConfig):

@@ -8,7 +8,6 @@ from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.plan import PlanPosition, is_planned
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
@@ -23,10 +22,11 @@ from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.lead import ActorLead
 from relax_hpc.roles.turns import OWN_GPUS, OwnGpus, Turns
 from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.weights import members
+from relax_hpc.weights import members, quantize
 from relax_hpc.weights.lanes import LaneHelper, LaneLink
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
+from relax_hpc.weights.quantize import Quantizer
 from relax_hpc.weights.ranks import Helper, TrainerRanks
 from relax_hpc.weights.register import Register
 from relax_hpc.weights.sleep import Sleep
@@ -56,14 +56,16 @@ def main(
     resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
     specs = trainer.weight_specs()
-    link, lead = _link(config, world, specs, device), None
-    gather = trainer.gather(config.weights.bucket_bytes, to_all=link is not None)
-    snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path)
+    shares_gpus = config.rollout.placement == "actor" and config.weights.transport == "collective"
+    plain = trainer.gather(config.weights.bucket_bytes, to_all=shares_gpus)
+    plan, gather = quantize.gathered(config.weights, specs, plain)
+    link = LaneLink(world, plan, device, config.weights) if shares_gpus else None
+    quantizer, lead = Quantizer.of(config.weights), None
+    snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path, quantizer=quantizer)
     ranks = TrainerRanks(world, snapshots, _helpers(gather, link))
     if world.rank == 0:
         publisher = Publisher(
-            config.weights, register, specs,
-            device=device, ranks=ranks, gather=gather, link=link,
+            config.weights, register, plan, device=device, ranks=ranks, gather=gather, link=link,
         )  # fmt: skip
         lead = _lead(config, publisher, paths, checkpoints, resumed, shards, events)
 
@@ -106,17 +108,6 @@ def _turns(
     turns = Turns(world, sleep, events)
     turns.begin()
     return turns
-
-
-def _link(
-    config: RunConfig, world: World, specs: list[Spec], device: torch.device
-) -> LaneLink | None:
-    """To engines that share the actor's GPUs."""
-    if config.rollout.placement != "actor" or config.weights.transport != "collective":
-        return None
-    return LaneLink(
-        world, BucketPlan.of(specs, config.weights.bucket_bytes), device, config.weights
-    )
 
 
 def _helpers(gather: Gather, link: LaneLink | None) -> dict[str, Helper]:

@@ -168,6 +168,7 @@ class EngineHost:
                 log_path=self._paths.engine_log(self._seat.id, self._member.epoch),
                 seed=self._config.seed + self._seat.number,
                 share=share,
+                quantization=self._config.weights.quantization_config,
                 progress=self._progress,
             )
 

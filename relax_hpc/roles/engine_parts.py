@@ -180,6 +180,7 @@ class _Part:
                 log_path=self._paths.engine_log(f"{seat.id}.part{seat.part}", call.epoch),
                 seed=self._config.seed + seat.number,
                 share=Share(rollout.nodes_per_engine, seat.part, call.address),
+                quantization=self._config.weights.quantization_config,
                 progress=check,
             )
         except _CalledOff:

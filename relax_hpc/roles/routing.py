@@ -37,6 +37,7 @@ class EngineSampler:
             stop_token: ends a response.
         """
         self._config, self._paths, self._own, self._stop_token = config, paths, own, stop_token
+        self._has_policy_0 = config.weights.quantize == "none"  # else it begins without weights
         rollout, patience_s = config.rollout, config.launch.peer_timeout_s
 
         def connect(at: Endpoint) -> GenerationClient:
@@ -121,7 +122,7 @@ class EngineSampler:
         found = [members.find(self._paths, name) for name in (self._own, *extra)]
         return {
             Endpoint(member.id, member.epoch, member.url, member.token): standing(
-                member, roster, own=member.id == self._own
+                member, roster, own=member.id == self._own and self._has_policy_0
             )
             for member in found
             if member is not None and member.url
@@ -131,8 +132,8 @@ class EngineSampler:
 def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:
     """What a rollout task may do with an engine.
 
-    Before the first update an engine has the first policy: the task's own engine is used as it is,
-    others are not.
+    Before the first update an engine has the first policy: the task's own engine is used as it is
+    (`own`), others are not.
     """
     if member.state == "DRAINING":
         return "held"  # its owner hands back, at a deadline, what it has not finished

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.comm.broadcast import Transport as Backend
-from relax_hpc.comm.bucket import BucketPlan, Spec
+from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, SnapshotError
@@ -67,7 +67,7 @@ class Publisher:
         self,
         config: WeightsConfig,
         register: Register,
-        specs: Iterable[Spec],
+        plan: BucketPlan,
         *,
         device: torch.device,
         ranks: TrainerRanks,
@@ -77,18 +77,17 @@ class Publisher:
         """Serves the members in `register`, whether or not they are there yet.
 
         Args:
-            config: bucket size, deadlines.
+            config: deadlines.
             register: nobody else changes it during an update.
-            specs: of all tensors that a publication streams, in its order.
+            plan: of what engines get: which tensors travel together, in which order.
             device: where these tensors are.
             ranks: of the trainer; the others do what this publisher says.
             link: to members on the trainer's own GPUs, if that is where they are.
-            gather: brings buckets of at most `config.bucket_bytes` here, which is quicker than to
-                take tensors one by one.
+            gather: brings buckets of the plan here, which is quicker than to take tensors one by
+                one.
         """
         self._config, self._register = config, register
         self._ranks, self._link, self._gather = ranks, link, gather
-        plan = BucketPlan.of(specs, config.bucket_bytes)
         self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
         self._transports = dict[Way, Transport]()

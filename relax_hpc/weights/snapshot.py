@@ -24,6 +24,7 @@ from relax_hpc.weight_files import (
     Manifest,
     plan_files,
 )
+from relax_hpc.weights.quantize import Quantizer
 
 _KEPT = 2
 _TORN = ".tmp"
@@ -54,6 +55,7 @@ class SnapshotWriter:
         world: World,
         model_folder: Path,
         *,
+        quantizer: Quantizer | None = None,
         file_bytes: int = FILE_BYTES,
     ) -> None:
         """Touches nothing yet.
@@ -63,10 +65,14 @@ class SnapshotWriter:
             specs: of all tensors that `write` will be given, in their order.
             world: all ranks of the trainer.
             model_folder: lends config.json, the tokenizer and what else is small.
+            quantizer: makes of these tensors what is written.
             file_bytes: of a file at most; a larger tensor is alone.
         """
         self._root, self._world, self._model_folder = root, world, model_folder
-        self._files = plan_files(specs, world.size, max_bytes=file_bytes)
+        self._quantizer, specs = quantizer, list(specs)
+        self._dtypes = {spec.dtype for spec in specs}
+        written = quantizer.specs(specs) if quantizer else specs
+        self._files = plan_files(written, world.size, max_bytes=file_bytes)
         self._own = [file for file in self._files if file.writer == world.rank]
 
     def begin(self, version: int, *, in_use: Collection[Path]) -> str:
@@ -89,7 +95,9 @@ class SnapshotWriter:
         try:
             draft.mkdir(parents=True)
             hf_folder.copy_all_but_weights(self._model_folder, draft)
-            hf_folder.set_dtype(draft, {spec.dtype for file in self._files for spec in file.specs})
+            hf_folder.set_dtype(draft, self._dtypes)
+            if self._quantizer and self._quantizer.config_json:
+                hf_folder.set_quantization(draft, self._quantizer.config_json)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise self._error(version, [str(error)]) from error
@@ -102,6 +110,9 @@ class SnapshotWriter:
             SnapshotError: on all ranks, if one of them could not.
         """
         records, problem = dict[str, FileRecord](), ""
+        if self._quantizer:
+            own = {spec.name for file in self._own for spec in file.specs}
+            tensors = self._quantizer.tensors(tensors, own)
         try:
             records = FileWriter(self._draft(name), self._own).write(tensors)
         except OSError as error:

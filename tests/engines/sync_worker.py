@@ -74,7 +74,7 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, **control)
                     member.url, member.token, timeout_s=timeout_s, **control
                 ),
             ),
-            specs,
+            BucketPlan.of(specs, bucket_bytes),
             device=device,
             ranks=ranks,
             link=link,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
@@ -70,7 +70,7 @@ def house(tmp_path):
                     lambda: ["rollout-0", "rollout-1"],
                     lambda member: engines[member.id, member.epoch],
                 ),
-                specs,
+                BucketPlan.of(specs, 1 << 30),
                 device=torch.device("cpu"),
                 ranks=TrainerRanks(world, SnapshotWriter(paths.weights, specs, world, model), {}),
             )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_publish import FakeEngine, weights
 
-from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, PeerTimeoutError
@@ -63,7 +63,7 @@ def house(tmp_path, monkeypatch):
             specs, world = [Spec("w", torch.float32, ())], SoloWorld()
             snapshots = SnapshotWriter(paths.weights, specs, world, model)
             publisher = Publisher(
-                WeightsConfig(), register, specs,
+                WeightsConfig(), register, BucketPlan.of(specs, 1 << 30),
                 device=torch.device("cpu"), ranks=TrainerRanks(world, snapshots, {}),
             )  # fmt: skip
             asleep = Sleep(register, ATTEMPT, timeout_s=1, start_timeout_s=0.5)

@@ -26,8 +26,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from relax_hpc import weight_files
 from relax_hpc.comm.bucket import Spec
 from relax_hpc.comm.world import SoloWorld, connect
+from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import SnapshotError
 from relax_hpc.weight_files import FileReader, FileRecord, Manifest, checksum, plan_files
+from relax_hpc.weights.quantize import Quantizer, quantize
 from relax_hpc.weights.ranks import Rest, TrainerRanks
 from relax_hpc.weights.snapshot import SnapshotWriter
 
@@ -140,6 +142,22 @@ def test_a_file_that_was_changed_or_is_missing_is_damaged(tmp_path, source):
     # By hand: the CRC-32 of "123456789", as every table of them has it.
     (tmp_path / "x").write_bytes(b"123456789")
     assert checksum(tmp_path / "x") == FileRecord(9, 0xCBF43926)
+
+
+def test_a_quantised_snapshot_has_weights_and_scales_and_says_so(tmp_path, source):
+    weight = torch.randn(130, 260, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    tensors = {"0.q_proj.weight": weight, "0.norm.weight": weight[0], "1.q_proj.weight": weight}
+    config = WeightsConfig(quantize="fp8", modules_to_not_convert=["1"])
+    done = with_ranks(
+        3,
+        tmp_path,
+        lambda w: write(w, source, 1, tensors, tmp_path / "w", quantizer=Quantizer(config)),
+    )
+    quantized, scales = quantize(weight)
+    wanted = tensors | {"0.q_proj.weight": quantized, "0.q_proj.weight_scale_inv": scales}
+    assert_equal(loaded(done[0].folder), wanted)
+    said = json.loads((done[0].folder / "config.json").read_text())
+    assert said == {"dtype": "bfloat16", "quantization_config": config.quantization_config}
 
 
 def test_transformers_loads_it(tmp_path):

@@ -30,7 +30,7 @@ class Copies:
             sources: views of the bucket's buffer.
         """
         self.targets, self.sources = targets, sources
-        pairs = list(zip(targets, sources, strict=True))
+        pairs = list(zip(map(_as_is, targets), map(_as_is, sources), strict=True))
         self._quick = [pair for pair in pairs if all(map(_is_plain, pair))]
         self._slow = [pair for pair in pairs if not all(map(_is_plain, pair))]
 
@@ -140,6 +140,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             and value.device.type != "meta"
             and self._first <= value.data_ptr() < self._end
         )
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    """What kernels that copy many tensors can take: they do not know numbers of 8 bits."""
+    return _bits(tensor) if tensor.dtype.itemsize == 1 else tensor
+
+
+def scales_are_converted(model: nn.Module) -> bool:
+    """Whether SGLang has rewritten scales of FP8 for DeepGEMM on Blackwell, at its start; scales
+    that are copied to their place would not be what its kernels expect there."""
+    return any(getattr(parameter, "format_ue8m0", False) for parameter in model.parameters())
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -62,6 +62,10 @@ _CPU_DEFAULTS: PassThrough = {
 }
 
 
+Quantization = Mapping[str, Any]
+"""What config.json calls quantization_config."""
+
+
 class Share(NamedTuple):
     """Which part of an engine that spans several nodes one process is."""
 
@@ -86,6 +90,7 @@ def arguments(
     engine_args: PassThrough,
     routed_experts: bool = False,
     share: Share = ALONE,
+    quantization: Quantization | None = None,
 ) -> list[str]:
     """Arguments of `sglang.launch_server`, without the token (see `write_options`).
 
@@ -107,6 +112,9 @@ def arguments(
         "weight_version": "0",
         "max_running_requests": max_running_requests,
     }
+    if quantization is not None:  # the folder's weights are plain: the trainer sends the first ones
+        settings["load_format"] = "dummy"
+        settings["json_model_override_args"] = json.dumps({"quantization_config": quantization})
     if share.nodes > 1:
         settings["nnodes"], settings["node_rank"] = share.nodes, share.rank
         settings["dist_init_addr"] = share.address

@@ -39,6 +39,7 @@ from relax_hpc.engines.sglang.copies import (
     NotPureError,
     load,
     record,
+    scales_are_converted,
     uncovered,
 )
 from relax_hpc.engines.sglang.in_flight import num_sampled
@@ -208,6 +209,11 @@ class Receiver:
         self._model = model
         self._load_weights: LoadWeights = getattr(model, "load_weights")  # noqa: B009
         self._is_cuda = next(model.parameters()).is_cuda
+        if scales_are_converted(model):
+            raise ValueError(
+                "SGLang keeps scales of FP8 as powers of two for DeepGEMM; "
+                "start it with rollout.engine_args.fp8_gemm_backend = 'triton'"
+            )
         self._loads, self._fallback = self._recorded()
         self._places = self._addresses()
 

@@ -1,0 +1,178 @@
+"""FP8 with a scale per block of 128 x 128: what engines hold, made before it is sent.
+
+A weight w of [n, k] becomes q of [n, k] in float8_e4m3fn and `scale_inv` of [n / 128, k / 128],
+rounded up, in float32, so that w is about q times its block's scale_inv. Names and layout are those
+of DeepSeek-V3's checkpoints, which SGLang loads as they are.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from relax_hpc.comm.bucket import BucketPlan, Spec, views
+from relax_hpc.config.rollout import FP8_BLOCK, WeightsConfig
+from relax_hpc.weights.staging import Gather
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+_LINEAR, _SCALE = "_proj.weight", "_scale_inv"
+_CHUNK = 1 << 26
+"""Elements that are computed with at a time, in float32."""
+
+
+def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., n, k] of any type -> ([..., n, k] float8_e4m3fn, [..., n / 128, k / 128] float32).
+
+    A block's scale is its largest magnitude over 448, the largest number of the type; 1 where all
+    is zero. An element is wrong by at most 1/16 of itself, or the scale over 1024 if that is more
+    (half of the type's smallest step). What is not finite makes its block NaN.
+    """
+    *batch, n, k = weights.shape
+    rows, columns = -(-n // FP8_BLOCK), -(-k // FP8_BLOCK)
+    padding = (0, columns * FP8_BLOCK - k, 0, rows * FP8_BLOCK - n)
+    blocks = torch.nn.functional.pad(weights.float(), padding)
+    blocks = blocks.view(*batch, rows, FP8_BLOCK, columns, FP8_BLOCK)
+    largest = blocks.abs().amax((-3, -1))
+    scales = torch.where(largest == 0, 1.0, (largest / _LARGEST).clamp(min=_SMALLEST_SCALE))
+    scaled = blocks / scales[..., :, None, :, None]
+    scaled = scaled.clamp(-_LARGEST, _LARGEST)  # the quotient may have been rounded up
+    flat = scaled.view(*batch, rows * FP8_BLOCK, columns * FP8_BLOCK)
+    return flat[..., :n, :k].to(torch.float8_e4m3fn), scales
+
+
+class Quantizer:
+    """Which tensors of a model are quantised, and what becomes of its stream and its buckets."""
+
+    def __init__(self, config: WeightsConfig) -> None:
+        self._kept = config.modules_to_not_convert
+        self.config_json = config.quantization_config
+
+    @classmethod
+    def of(cls, config: WeightsConfig) -> Self | None:
+        """None if weights are sent as they are."""
+        return None if config.quantize == "none" else cls(config)
+
+    def applies_to(self, spec: Spec) -> bool:
+        """Linear layers are; embeddings, the output matrix, norms and routers are not."""
+        module = spec.name.removesuffix(".weight")
+        kept = any(f".{name.strip('.')}." in f".{module}." for name in self._kept)
+        return spec.name.endswith(_LINEAR) and len(spec.shape) == 2 and not kept
+
+    def specs(self, specs: Iterable[Spec]) -> list[Spec]:
+        """Of the stream that `tensors` makes."""
+        return [made for spec in specs for made in self._made_of(spec)]
+
+    @torch.no_grad()
+    def tensors(
+        self, stream: Iterator[tuple[str, Tensor]], only: Collection[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The stream, with weights quantised, each before its scale.
+
+        Args:
+            stream: taken to the end.
+            only: names of its own; what they do not need is left out.
+        """
+        for name, tensor in stream:
+            if name not in only and name + _SCALE not in only:
+                continue
+            if not self.applies_to(Spec(name, tensor.dtype, tuple(tensor.shape))):
+                yield name, tensor
+                continue
+            quantized, scales = quantize(tensor)
+            yield name, quantized
+            yield name + _SCALE, scales
+
+    def plan(self, plan: BucketPlan) -> BucketPlan:
+        """What becomes of each bucket; the widest types come first, so that all are aligned."""
+        buckets = [self.specs(bucket) for bucket in plan.buckets]
+        return BucketPlan(
+            tuple(
+                tuple(sorted(bucket, key=lambda spec: -spec.dtype.itemsize)) for bucket in buckets
+            )
+        )
+
+    @torch.no_grad()
+    def fill(
+        self, flat: Tensor, bucket: Sequence[Spec], source: Tensor, source_bucket: Sequence[Spec]
+    ) -> None:
+        """Makes a bucket of `plan`, with bytes `flat`, from the one that it is made of."""
+        places = {s.name: v for s, v in zip(bucket, views(flat, bucket), strict=True)}
+        kept, by_shape = list[Spec](), dict[tuple[int, ...], list[Spec]]()
+        given = {}
+        for spec, tensor in zip(source_bucket, views(source, source_bucket), strict=True):
+            given[spec.name] = tensor
+            (by_shape.setdefault(spec.shape, []) if self.applies_to(spec) else kept).append(spec)
+        _copy([places[s.name] for s in kept], [given[s.name] for s in kept])
+        for shape, specs in by_shape.items():  # many experts in a few kernels
+            size = max(1, _CHUNK // torch.Size(shape).numel())
+            for first in range(0, len(specs), size):
+                some = specs[first : first + size]
+                quantized, scales = quantize(torch.stack([given[spec.name] for spec in some]))
+                bits = [places[spec.name].view(torch.uint8) for spec in some]
+                _copy(bits, list(quantized.view(torch.uint8)))
+                _copy([places[spec.name + _SCALE] for spec in some], list(scales))
+
+    def _made_of(self, spec: Spec) -> list[Spec]:
+        if not self.applies_to(spec):
+            return [spec]
+        scales = tuple(-(-size // FP8_BLOCK) for size in spec.shape)
+        return [
+            Spec(spec.name, torch.float8_e4m3fn, spec.shape),
+            Spec(spec.name + _SCALE, torch.float32, scales),
+        ]
+
+
+class QuantizedGather:
+    """A gather of weights that are quantised where they were brought together."""
+
+    def __init__(self, gather: Gather, plan: BucketPlan, quantizer: Quantizer) -> None:
+        """Of the rank, or ranks, that fill buckets; the others give as they do to `gather`.
+
+        Args:
+            gather: of buckets of `plan`.
+            plan: of weights as the trainer has them.
+            quantizer: whose `plan(plan)` the filled buckets are of.
+        """
+        self._gather, self._source, self._quantizer = gather, plan, quantizer
+        self._plan = quantizer.plan(plan)
+        self._scratch: Tensor | None = None
+
+    def begin(self) -> None:
+        self._gather.begin()
+
+    def give(self) -> None:
+        self._gather.give()
+
+    def fill(self, index: int, flat: Tensor) -> None:
+        """Gathers bucket `index`, and quantises it into `flat`."""
+        if self._scratch is None:
+            size = max(self._source.sizes)
+            self._scratch = torch.empty(size, dtype=torch.uint8, device=flat.device)
+        source = self._scratch[: self._source.sizes[index]]
+        self._gather.fill(index, source)
+        buckets = self._plan.buckets[index], self._source.buckets[index]
+        self._quantizer.fill(flat, buckets[0], source, buckets[1])
+
+
+def gathered(
+    config: WeightsConfig, specs: Iterable[Spec], gather: Gather
+) -> tuple[BucketPlan, Gather]:
+    """What engines get, in which buckets, and what fills them: quantised, if it is to be.
+
+    Args:
+        config: says so, and how large buckets are.
+        specs: of the weights as the trainer has them, in the order of the model.
+        gather: of buckets of at most `config.bucket_bytes`; this rank's end of it.
+    """
+    plan = BucketPlan.of(specs, config.bucket_bytes)
+    quantizer = Quantizer.of(config)
+    if quantizer is None:
+        return plan, gather
+    return quantizer.plan(plan), QuantizedGather(gather, plan, quantizer)
+
+
+def _copy(places: list[Tensor], values: list[Tensor]) -> None:
+    if places:
+        torch._foreach_copy_(places, values)

@@ -1,0 +1,50 @@
+"""Quantised weights meet SGLang's own loader, of a model that was told of them as engines are."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+SHAPE = {
+    "vocab_size": 128, "hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_every_tensor_has_a_place_of_its_type_and_loading_is_nothing_but_copying(kind, tmp_path):
+    torch.manual_seed(0)
+    if kind == "dense":
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    else:
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **EXPERTS))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    script = Path(__file__).with_name("fp8_loader.py")
+    answer = subprocess.run(
+        [os.environ["RELAX_SGLANG_PYTHON"], script, tmp_path], capture_output=True, text=True,
+        timeout=120, env={**os.environ, "SGLANG_USE_CPU_ENGINE": "1"},
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr[-2000:]
+    found = json.loads(answer.stdout.splitlines()[-1])
+    assert (found["wrong"], found["uncovered"]) == ([], [])
+    types = {name: dtype.removeprefix("torch.") for name, dtype in found["types"].items()}
+    kept = {name for name, dtype in types.items() if dtype == "bfloat16"}
+    linear = ("_proj.weight", "w13_weight", "w2_weight")
+    assert {name for name in kept if name.endswith(linear)} == {
+        name for name in types if name.startswith("model.layers.1.") and name.endswith(linear)
+    }
+    for name in set(types) - kept:
+        assert types[name] == ("float32" if name.endswith("_scale_inv") else "float8_e4m3fn")
+    assert sum(dtype == "float8_e4m3fn" for dtype in types.values()) == 4

@@ -1,0 +1,260 @@
+"""Weights in 8 bits: numbers by hand, bounds, which are quantised, and how they travel."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from relax_hpc.comm.bucket import BucketPlan, Spec, views
+from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.engines.megatron.architecture import Architecture, Experts
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import validate
+from relax_hpc.launch import quantized
+from relax_hpc.weights.quantize import QuantizedGather, Quantizer, quantize
+
+FP8 = torch.float8_e4m3fn
+
+
+def dequantized(quantized, scales):
+    whole = scales.repeat_interleave(128, -2).repeat_interleave(128, -1)
+    n, k = quantized.shape[-2:]
+    return quantized.float() * whole[..., :n, :k]
+
+
+def test_the_largest_of_a_block_becomes_448_and_the_others_follow():
+    weight = torch.zeros(128, 256)
+    weight[0, 0], weight[5, 7], weight[127, 127] = 896.0, -2.0, 3.1
+    weight[3, 128] = -7.0
+    q, scales = quantize(weight)
+    assert (q.dtype, scales.dtype) == (FP8, torch.float32)
+    assert scales.tolist() == [[2.0, 7.0 / 448]]
+    # 3.1 / 2 = 1.55; numbers of three bits between 1 and 2 are 1.5, 1.625: it becomes 1.5.
+    assert [q[0, 0].item(), q[5, 7].item(), q[127, 127].item()] == [448.0, -1.0, 1.5]
+    assert q[3, 128].item() == -448.0
+    assert q.float().count_nonzero() == 4
+
+
+def test_a_block_of_zeros_stays_zero_and_has_a_scale_that_is_a_number():
+    q, scales = quantize(torch.zeros(130, 3, dtype=torch.bfloat16))
+    assert scales.tolist() == [[1.0], [1.0]]
+    assert not q.float().any()
+
+
+def test_blocks_at_the_edge_are_of_what_is_there():
+    weight = torch.full((130, 129), 4.48)
+    weight[129, 128] = 44.8
+    q, scales = quantize(weight)
+    assert q.shape == (130, 129)
+    assert scales.shape == (2, 2)
+    assert torch.allclose(scales, torch.tensor([[0.01, 0.01], [0.01, 0.1]]))
+    assert q[129, 127].item() == 448.0
+    assert q[128, 128].item() == 44.0  # 44.8 has 44 and 48 beside it
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 1e30])
+def test_what_comes_back_is_within_the_bound(dtype, size):
+    generator = torch.Generator().manual_seed(0)
+    weight = (size * torch.randn(3, 200, 300, generator=generator) ** 3).to(dtype)
+    q, scales = quantize(weight)
+    assert scales.shape == (3, 2, 3)
+    error = (dequantized(q, scales) - weight.float()).abs()
+    scale = dequantized(torch.ones_like(weight.float()), scales)
+    bound = torch.maximum(weight.float().abs() / 16, scale / 1024)
+    assert (error <= bound * (1 + 1e-5)).all()
+    again, same = quantize(dequantized(q, scales))
+    assert torch.equal(again.view(torch.uint8), q.view(torch.uint8))
+    assert torch.allclose(same, scales, rtol=1e-6)
+
+
+def test_magnitudes_near_the_end_of_what_float32_has_make_no_nan():
+    weight = torch.full((128, 128), 1e-38, dtype=torch.bfloat16)
+    q, scales = quantize(weight)
+    assert torch.isfinite(q.float()).all() and (scales > 0).all()
+
+
+def test_what_is_not_finite_is_seen():
+    for bad in (float("nan"), float("inf")):
+        weight = torch.ones(128, 256)
+        weight[1, 1] = bad
+        found = dequantized(*quantize(weight))
+        assert found[:, :128].isnan().any()
+        assert torch.equal(found[:, 128:], torch.ones(128, 128))
+
+
+NAMES = {
+    "model.embed_tokens.weight": (300, 256),
+    "model.layers.0.input_layernorm.weight": (256,),
+    "model.layers.0.self_attn.q_proj.weight": (256, 256),
+    "model.layers.0.self_attn.q_norm.weight": (128,),
+    "model.layers.0.mlp.gate.weight": (4, 256),
+    "model.layers.0.mlp.experts.0.gate_proj.weight": (130, 256),
+    "model.layers.0.mlp.experts.0.down_proj.weight": (256, 130),
+    "model.layers.0.mlp.experts.1.gate_proj.weight": (130, 256),
+    "model.layers.1.self_attn.o_proj.weight": (256, 256),
+    "model.layers.11.self_attn.o_proj.weight": (256, 256),
+    "model.norm.weight": (256,),
+    "lm_head.weight": (300, 256),
+}
+SPECS = [Spec(name, torch.bfloat16, shape) for name, shape in NAMES.items()]
+
+
+def quantizer(*kept):
+    return Quantizer(WeightsConfig(quantize="fp8", modules_to_not_convert=list(kept)))
+
+
+def quantised_names(of):
+    return [spec.name for spec in SPECS if of.applies_to(spec)]
+
+
+def test_linear_layers_are_quantised_but_those_that_are_to_be_kept():
+    every = [name for name in NAMES if "_proj" in name]
+    assert quantised_names(quantizer()) == every
+    kept = quantizer("model.layers.1", "mlp.experts")
+    assert quantised_names(kept) == [every[0], every[-1]]
+    assert quantised_names(quantizer("o_proj")) == every[:-2]
+    assert Quantizer.of(WeightsConfig()) is None
+
+
+def model():
+    generator = torch.Generator().manual_seed(0)
+    return {s.name: torch.randn(s.shape, generator=generator).to(s.dtype) for s in SPECS}
+
+
+def expected():
+    found = {}
+    for name, tensor in model().items():
+        if "_proj" in name:
+            found[name], found[name + "_scale_inv"] = quantize(tensor)
+        else:
+            found[name] = tensor
+    return found
+
+
+def same(found, wanted):
+    return found.dtype == wanted.dtype and torch.equal(
+        found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)
+    )
+
+
+def test_the_stream_has_what_its_specs_say_and_a_rank_makes_no_more_than_it_needs():
+    made = dict(quantizer().tensors(iter(model().items()), only=expected()))
+    assert [Spec(n, t.dtype, tuple(t.shape)) for n, t in made.items()] == quantizer().specs(SPECS)
+    assert all(same(made[name], wanted) for name, wanted in expected().items())
+    scale = "model.layers.1.self_attn.o_proj.weight_scale_inv"
+    few = dict(quantizer().tensors(iter(model().items()), only={scale, "model.norm.weight"}))
+    assert set(few) == {scale, scale.removesuffix("_scale_inv"), "model.norm.weight"}
+
+
+class Plain:
+    """A gather that has everything here."""
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def begin(self):
+        pass
+
+    def fill(self, index, flat):
+        tensors = model()
+        for spec, place in zip(
+            self.plan.buckets[index], views(flat, self.plan.buckets[index]), strict=True
+        ):
+            place.copy_(tensors[spec.name])
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200_000, 1 << 30])
+def test_buckets_are_gathered_plain_and_leave_quantised_at_half_the_size(bucket_bytes):
+    source = BucketPlan.of(SPECS, bucket_bytes)
+    plan = quantizer().plan(source)
+    gather = QuantizedGather(Plain(source), source, quantizer())
+    gather.begin()
+    found = {}
+    for index, bucket in enumerate(plan.buckets):
+        flat = torch.zeros(plan.sizes[index], dtype=torch.uint8)
+        gather.fill(index, flat)
+        found |= {s.name: v for s, v in zip(bucket, views(flat, bucket), strict=True)}
+    assert found.keys() == expected().keys()
+    assert all(same(found[name], wanted) for name, wanted in expected().items())
+    assert BucketPlan.from_json(plan.to_json()) == plan
+    linear = sum(s.nbytes for s in SPECS if "_proj" in s.name)
+    rest = sum(s.nbytes for s in SPECS if "_proj" not in s.name)
+    assert plan.num_bytes - rest <= 0.502 * linear
+
+
+def job(**tables):
+    tree = {
+        "name": "run",
+        "model": {"path": "model", "dtype": "bfloat16"},
+        "prompts": {"train": "t", "heldout": "h"},
+        "algorithm": {"num_steps": 9},
+        "rollout": {"engine": "sglang", "engine_args": {"tp_size": 2}},
+        "weights": {"quantize": "fp8"},
+    }
+    return validate({**tree, **tables}, source="test")
+
+
+SHAPE = Architecture(
+    model_type="qwen3", num_layers=2, hidden_size=256, ffn_hidden_size=512, num_heads=8,
+    num_kv_heads=4, head_dim=64, vocab_size=100, max_positions=64, norm_epsilon=1e-6,
+    rope_base=1e4, tied_embeddings=False,
+)  # fmt: skip
+
+
+def weights(**settings):
+    return {"quantize": "fp8", **settings}
+
+
+def test_a_job_whose_engines_can_take_it_is_left_alone():
+    quantized.check(job(), SHAPE)
+    kept = ["model.layers.0", "lm_head", "mlp.experts", "gate_proj", "up_proj"]
+    quantized.check(job(weights=weights(modules_to_not_convert=kept)), SHAPE)
+    quantized.check(job(weights={}), SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"rollout": {}}, "weights.quantize = 'fp8': the embedded engine takes plain weights"),
+        ({"model": {"path": "m", "dtype": "float32"}}, "model.dtype to 'bfloat16'"),
+        (
+            {"rollout": {"engine": "sglang", "engine_args": {"quantization": "fp8"}}},
+            "rollout.engine_args.quantization: is set by the run with weights.quantize = 'fp8'",
+        ),
+        (
+            {"rollout": {"engine": "sglang", "engine_args": {"tp_size": 4}}},
+            "tp_size = 4 has 64 rows of k_proj, which is no multiple of 128",
+        ),
+        (
+            {"weights": {"modules_to_not_convert": ["lm_head"]}},
+            "nothing is converted; set weights.quantize",
+        ),
+        (
+            {"weights": weights(modules_to_not_convert=["model.layers.1.self_attn.q_proj"])},
+            "in one matrix with model.layers.1.self_attn.k_proj, model.layers.1.self_attn.v_proj",
+        ),
+        (
+            {"weights": weights(modules_to_not_convert=["layers.0.mlp.experts.7"])},
+            "the experts of a layer are converted together",
+        ),
+    ],
+)
+def test_what_engines_cannot_take_is_refused_before_anything_is_queued(tables, message):
+    with pytest.raises(ConfigError) as refused:
+        quantized.check(job(**tables), SHAPE)
+    assert message in str(refused.value)
+
+
+def test_experts_are_cut_by_the_ranks_that_share_one():
+    shape = SimpleNamespace(
+        num_heads=8, num_kv_heads=4, head_dim=128, num_layers=2, ffn_hidden_size=1,
+        experts=Experts(8, 2, 192, True, (0, 1)),
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"has 96 rows of an expert's gate_proj"):
+        quantized.check(job(), shape)
+    args = {"tp_size": 2, "ep_size": 2}
+    with pytest.raises(ConfigError, match="has 192 rows"):
+        quantized.check(job(rollout={"engine": "sglang", "engine_args": args}), shape)
+    shape.experts = Experts(8, 2, 384, True, (0, 1))
+    quantized.check(job(rollout={"engine": "sglang", "engine_args": args}), shape)
