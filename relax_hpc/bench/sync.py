@@ -45,7 +45,18 @@ ATTEMPT = "1"
 """Of the engines' start."""
 _SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF"
 _TOKEN = secrets.token_hex(16)
-_PARTS = ("gather", "join", "pause", "prepare", "idle", "received", "load", "wire", "resume")
+_PARTS = (
+    "gather",
+    "write",
+    "join",
+    "pause",
+    "prepare",
+    "idle",
+    "received",
+    "load",
+    "wire",
+    "resume",
+)
 
 
 class Task(NamedTuple):
@@ -243,6 +254,8 @@ def _summary(figures: Figures) -> list[str]:
 def _on_the_wire(update: Update) -> float:
     """Seconds from the first byte to the last, as engines saw it, if they tell. Where nothing is on
     a wire, until the last one is in its place."""
+    if "wire" not in update.parts:  # engines load files
+        return update.parts["load"]
     if "wake_weights" in update.parts:
         return update.parts["wire"]
     return update.parts.get("received") or update.parts["wire"]
@@ -330,7 +343,8 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
             name = f"rollout-{number}"
             member = Member(name, ATTEMPT, engine.url, _TOKEN, tp, rollout.engine, "HEALTHY")
             lane = number * tp if task.is_colocated else -1
-            members.announce(task.paths, member._replace(lane=lane))
+            transport = task.config.weights.transport
+            members.announce(task.paths, member._replace(lane=lane, transport=transport))
         yield running
 
 

@@ -1,12 +1,13 @@
 """What is said to an engine at its start, and what its log says back; nothing is started here."""
 
+import json
 import re
 import socket
 
 import pytest
 
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis, launch
 from relax_hpc.engines.sglang.launch import Share, size_of
@@ -115,6 +116,21 @@ def test_a_part_of_an_engine_is_told_its_rank_and_where_to_meet(tmp_path):
     text = " ".join(argv(Share(2, 1, "10.0.0.1:777")))
     assert "--nnodes 2 --node-rank 1 --dist-init-addr 10.0.0.1:777" in text
     assert "nnodes" not in " ".join(argv(launch.ALONE))
+
+
+def test_an_engine_that_is_sent_8_bits_is_told_so_and_reads_no_weights(tmp_path):
+    config = WeightsConfig(quantize="fp8", modules_to_not_convert=["lm_head"])
+    argv = launch.arguments(
+        tmp_path, host="h", port=1, device="cuda", dtype="bfloat16", seed=0,
+        max_running_requests=8, engine_args={}, quantization=config.quantization_config,
+    )  # fmt: skip
+    assert argv[argv.index("--load-format") + 1] == "dummy"
+    said = json.loads(argv[argv.index("--json-model-override-args") + 1])["quantization_config"]
+    assert said == {
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+    }  # fmt: skip
+    assert WeightsConfig().quantization_config is None
 
 
 def context(rank, local_rank):
