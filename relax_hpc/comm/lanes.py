@@ -9,6 +9,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
 from typing import Literal
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from relax_hpc.comm.broadcast import open_store
 from relax_hpc.comm.bucket import BucketPlan
-from relax_hpc.comm.orders import PLAN, Order
+from relax_hpc.comm.orders import PLAN, Order, abort_key
 from relax_hpc.comm.patience import Patience
 from relax_hpc.comm.shared_memory import SharedMemory, attach
 from relax_hpc.comm.world import World, node_address
@@ -192,6 +193,11 @@ class Taker:
         if self._buffers[0].is_cuda:
             torch.cuda.current_stream().synchronize()
         self.store.put(_key("taken", order.serial, self._lane, index), "")
+
+    def give_up(self, serial: str) -> None:
+        """Ends the order for everybody: nobody waits for this rank, which takes nothing more."""
+        with suppress(dist.DistError):  # the trainer is gone
+            self.store.put(abort_key(serial), "")
 
     @cached_property
     def _buffers(self) -> list[Tensor]:

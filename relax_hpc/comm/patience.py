@@ -8,6 +8,7 @@ from relax_hpc.comm.orders import Order, abort_key
 
 _LOOK_S = 0.1
 """Between looks whether the trainer gave up."""
+GIVEN_UP = "the trainer gave this update up"
 
 
 class Patience:
@@ -25,4 +26,4 @@ class Patience:
         if now > self._next:
             self._next = now + _LOOK_S
             if self._store.check([self._key]):  # an error, too, if the trainer is dead
-                raise TimeoutError("the trainer gave this update up")
+                raise TimeoutError(GIVEN_UP)

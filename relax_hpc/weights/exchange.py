@@ -8,6 +8,7 @@ from typing import Protocol
 from torch.distributed import DistError
 
 from relax_hpc.comm.orders import Order, Receipt, abort_key, key_of
+from relax_hpc.comm.patience import GIVEN_UP
 from relax_hpc.errors import EngineError
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.receiver import Receiver
@@ -91,6 +92,14 @@ class Exchange:
         Raises:
             MemberError: as `run`, or what ranks say that failed. Nobody waits for more then.
         """
+
+        def give_up(reply: "Future[None]") -> None:
+            if reply.exception():
+                shelf.put(abort_key(serial), "")
+
+        # At once: a rank of the trainer that waits for this engine keeps the others waiting, too.
+        for reply in replies.values():
+            reply.add_done_callback(give_up)
         try:
             self.run(replies, transfer, deadline)
         except MemberError as error:
@@ -99,7 +108,8 @@ class Exchange:
             wait(replies.values(), timeout=_GRACE_S)
             answered = [m for m, reply in replies.items() if reply.done() and not reply.exception()]
             told = _receipts(serial, shelf, {member: ranks[member] for member in answered})
-            raise MemberError(error.reasons | _errors(told)) from error
+            own = {m: why for m, why in _errors(told).items() if not why.endswith(GIVEN_UP)}
+            raise MemberError(error.reasons | own) from error
         receipts = _receipts(serial, shelf, {member: ranks[member] for member in replies})
         if errors := _errors(receipts):
             shelf.put(abort_key(serial), "")
@@ -144,6 +154,9 @@ def _receipts(
 
 
 def _errors(receipts: dict[Member, list[Receipt]]) -> dict[Member, str]:
-    """The first error of each member that had one."""
-    found = {m: next((r.error for r in ranks if r.error), "") for m, ranks in receipts.items()}
-    return {member: error for member, error in found.items() if error}
+    """The first error of each member that had one, without those that gave up for another's sake,
+    unless there is no other."""
+    found = {m: [r.error for r in ranks if r.error] for m, ranks in receipts.items()}
+    own = {m: [each for each in its if not each.endswith(GIVEN_UP)] for m, its in found.items()}
+    errors = own if any(own.values()) else found
+    return {member: its[0] for member, its in errors.items() if its}

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.comm.lanes import Giver, NoWire, Store
 from relax_hpc.comm.orders import PLAN, Order, Receipt, Task, abort_key
+from relax_hpc.comm.wire import Wire
 from relax_hpc.comm.world import World
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import PeerTimeoutError
@@ -78,6 +80,35 @@ class LaneLink:
             time.sleep(_POLL_S)
         return _Word(**json.loads(self.store.take(key, timeout_s=self.config.timeout_s)))
 
+    def give(
+        self,
+        serial: str,
+        outgoing: Outgoing,
+        wire: Wire,
+        deadline: float,
+        give_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Gives all buckets to the engine's rank beside this one, unless somebody gives up.
+
+        Args:
+            serial: of the order.
+            outgoing: nothing of it was sent yet.
+            wire: to that rank, if it has one.
+            deadline: of time.monotonic().
+            give_up: called again and again; what it raises ends it.
+        """
+
+        def check() -> None:
+            give_up()
+            if self.store.has(abort_key(serial)) or time.monotonic() > deadline:
+                raise _GivenUpError
+
+        self.giver.begin(serial, check)
+        # Whoever gave up, or did not take a bucket, will be named by rank 0.
+        with suppress(_GivenUpError):
+            for sent in list(outgoing.send(wire)):
+                sent.order_after()
+
 
 class LaneHelper:
     """What ranks other than 0 do in a publication."""
@@ -94,24 +125,10 @@ class LaneHelper:
         try:
             word = link.hear()
             if link.lane in word.lanes:
-                self._give(word.serial, outgoing)
+                deadline = time.monotonic() + link.config.timeout_s
+                link.give(word.serial, outgoing, link.giver, deadline)
         finally:
             outgoing.drain()
-
-    def _give(self, serial: str, outgoing: Outgoing) -> None:
-        link = self._link
-        deadline = time.monotonic() + link.config.timeout_s
-
-        def check() -> None:
-            if link.store.has(abort_key(serial)) or time.monotonic() > deadline:
-                raise _GivenUpError
-
-        link.giver.begin(serial, check)
-        try:
-            for sent in list(outgoing.send(link.giver)):
-                sent.order_after()
-        except _GivenUpError:
-            return  # rank 0 knows why
 
 
 class _GivenUpError(Exception):
@@ -184,18 +201,11 @@ class LaneTransport:
         give_up: Callable[[], None],
         deadline: float,
     ) -> None:
-        def check() -> None:
-            give_up()
-            if time.monotonic() > deadline:
-                raise TimeoutError("an engine did not take a bucket")
-
         lanes = [lane for member in live for lane in _lanes(member)]
         self._link.tell(_Word(lanes, serial))
         self._has_told = True
-        giver = self._link.giver
-        giver.begin(serial, check)
-        for sent in list(outgoing.send(giver if self._link.lane in lanes else NoWire())):
-            sent.order_after()
+        wire = self._link.giver if self._link.lane in lanes else NoWire()
+        self._link.give(serial, outgoing, wire, deadline, give_up)
 
     def _order(
         self,

@@ -1,6 +1,7 @@
 """Weights through shared memory, from each rank of a trainer to the engine's rank beside it."""
 
 import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from engine_fixtures import EOS, prompt_of, reference_logprobs
 from megatron_worker import job
 from rank_pool import Ranks
 from sglang_under_test import SGLANG_PYTHON
+from test_weights_sync import at_that_moment, kill, stop, tree_of
 
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.generation import Sampling
@@ -127,3 +129,23 @@ def test_weights_of_a_trainer_that_follows_are_taken_although_the_first_one_vani
         assert publish(ranks, house, version, check=True)["verified"]["equal"]
     with trainer(house, "1") as ranks:
         assert publish(ranks, house, version + 1, check=True)["verified"]["equal"]
+
+
+@pytest.mark.parametrize("house", ["embedded"], indirect=True)
+@pytest.mark.parametrize(("act", "timeout_s"), [(stop, 4), (kill, 30)])
+def test_an_engine_that_stops_in_an_update_is_fenced_and_the_other_gets_all_of_it(
+    house, act, timeout_s
+):
+    """The last test of a house: it has one engine less afterwards."""
+    version = Roster.read(house.paths).version + 1
+    with trainer(house, act.__name__, timeout_s) as ranks:
+        assert publish(ranks, house, version)["members"] == house.ids
+        with at_that_moment(ranks, house, "in", act):
+            done = publish(ranks, house, version + 1)
+        assert (done["members"], done["fenced"], done["again"]) == ([], ["rollout-1"], True)
+        done = publish(ranks, house, version + 1, check=True)
+        assert (done["members"], done["again"]) == (["rollout-0"], False)
+        assert done["verified"]["equal"]
+    if act is stop:
+        for process in tree_of(house.engines[1]):
+            process.send_signal(signal.SIGCONT)

@@ -45,6 +45,7 @@ class LaneWeights:
             receipt = self._receive(taker, order, load)
         except (RuntimeError, OSError, ValueError, EngineError) as error:
             self._taker = None
+            taker.give_up(order.serial)
             receipt = Receipt(error=f"{type(error).__name__}: {error}")
         taker.store.put(key_of(order.serial, order.lane), json.dumps(asdict(receipt)))
 
