@@ -18,7 +18,10 @@ class RolloutConfig(Section):
     """own: a component with nodes of its own. actor: on the actor's GPUs, which the two use in
     turn; `algorithm.max_staleness` is 0 then, and `resources` are the actor's."""
     num_engines: Positive = 1
-    """Engines of the core job; each is one task of the component, one bus producer."""
+    """Engines of the core job."""
+    engines_per_task: Positive = 1
+    """Engines that a task of the component keeps, each on GPUs of its own: with all of a node, the
+    node has one task, which is one bus producer. An engine over several nodes has tasks alone."""
     nodes_per_engine: Positive = 1
     """Above 1, an engine spans that many nodes, with one task on each; `engine` is sglang then."""
     samples_per_prompt: Positive = 8
@@ -48,8 +51,27 @@ class RolloutConfig(Section):
     resources: Resources = Resources()
 
     @property
+    def num_producers(self) -> int:
+        """Tasks that sample: of an engine over several nodes it is the first."""
+        return self.num_engines // self.engines_per_task
+
+    @property
     def num_tasks(self) -> int:
-        return self.num_engines * self.nodes_per_engine
+        return self.num_producers * self.nodes_per_engine
+
+    @model_validator(mode="after")
+    def _fills_tasks(self) -> Self:
+        key = f"rollout.engines_per_task = {self.engines_per_task}"
+        if self.num_engines % self.engines_per_task:
+            raise ValueError(
+                f"{key}: does not divide rollout.num_engines = {self.num_engines}; use a divisor"
+            )
+        if self.engines_per_task > 1 and self.nodes_per_engine > 1:
+            raise ValueError(
+                f"{key}: an engine over {self.nodes_per_engine} nodes (rollout.nodes_per_engine) "
+                "has a task on each of them for itself; use 1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _records_experts(self) -> Self:

@@ -174,7 +174,13 @@ class RunConfig(JobConfig):
     @property
     def producers(self) -> list[str]:
         """Names of the bus producers; producer r owns the prompt ordinals p with p % R == r."""
-        return [f"rollout-{rank}" for rank in range(self.rollout.num_engines)]
+        return [f"rollout-{rank}" for rank in range(self.rollout.num_producers)]
+
+    @property
+    def engines(self) -> list[str]:
+        """Names of the engines that the job starts with, in the order of their GPUs."""
+        count = self.rollout.engines_per_task
+        return [name for task in self.producers for name in engines_of(task, count)]
 
     @property
     def sidecar_writers(self) -> dict[str, Role]:
@@ -258,10 +264,17 @@ class RunConfig(JobConfig):
     def _tasks_fill_nodes(self) -> Self:
         rollout = self.rollout
         nodes = (self.actor if rollout.placement == "actor" else rollout).resources.nodes
-        _check_nodes("rollout.num_engines", rollout.num_tasks, nodes)
+        several = rollout.engines_per_task > 1
+        key = "rollout.num_engines" + " / rollout.engines_per_task" * several
+        _check_nodes(key, rollout.num_tasks, nodes)
         ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
         _check_nodes(ranks, self.reference.world_size, self.reference.resources.nodes)
         return self
+
+
+def engines_of(task: str, count: int) -> list[str]:
+    """Names of the engines that a rollout task keeps."""
+    return [task] if count == 1 else [f"{task}.{index}" for index in range(count)]
 
 
 def _check_nodes(key: str, tasks: int, nodes: int) -> None:

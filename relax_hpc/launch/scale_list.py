@@ -52,7 +52,7 @@ def collect(run_dir: Path) -> Listing:
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines")
     state, roster = ScaleState.read(paths), Roster.read(paths)
     added = list(state.extras.values()) if state else []
-    names = sorted({*config.producers, *(roster.members if roster else ())} - {e.id for e in added})
+    names = sorted({*config.engines, *(roster.members if roster else ())} - {e.id for e in added})
     rows = [*_initial(paths, names, roster), *(of_extra(paths, extra, roster) for extra in added)]
     rows = [_over(row) for row in rows] if over else _with_load(paths, rows)
     number, request = pending(paths, state) if state else (0, None)

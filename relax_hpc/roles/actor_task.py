@@ -40,7 +40,7 @@ def main(
     """Resumes from the newest checkpoint, if there is one, and trains to the end."""
     register = Register(
         paths,
-        lambda: [*config.producers, *members.extras(paths)],
+        lambda: [*config.engines, *members.extras(paths)],
         partial(_connect, config),
     )
     sleep = _sleep(config, register, context) if world.rank == 0 else None

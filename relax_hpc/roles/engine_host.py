@@ -66,8 +66,12 @@ class EngineHost:
 
     def __exit__(self, *_: object) -> None:
         """Stops the engine; it is GONE, unless it FAILED before."""
-        self._stopping.set()
+        self.ask_to_stop()
         self._thread.shutdown(wait=True)
+
+    def ask_to_stop(self) -> None:
+        """Lets several be stopped at the same time; leaving the context waits for it."""
+        self._stopping.set()
 
     def wait_until_healthy(self) -> None:
         """Blocks until the engine can be asked for the first time.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import node_address
 from relax_hpc.config.rollout import RolloutConfig
-from relax_hpc.config.run import RunConfig
+from relax_hpc.config.run import RunConfig, engines_of
 from relax_hpc.config.sections import PassThrough
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.process import start_engine
@@ -30,22 +30,27 @@ _POLL_S = 0.5
 
 
 class Seat(NamedTuple):
-    """Which engine a task serves, and where it sits on its node."""
+    """An engine that a task keeps, and where it sits on its node."""
 
     id: str
     """Of the engine's member record."""
     number: int
     """Among the engines of the run: seeds its random numbers."""
     local_index: int
-    """Among the tasks of its node: says which GPUs are its own."""
+    """Among the engines of its node: says which GPUs are its own."""
     part: int = 0
     """Of an engine over several nodes; 0 is its host."""
 
 
-def seat_of(rollout: RolloutConfig, context: TaskContext) -> Seat:
-    """Neighbouring tasks share an engine, as Slurm fills nodes in order of rank."""
-    number, part = divmod(context.rank, rollout.nodes_per_engine)
-    return Seat(f"{context.role}-{number}", number, context.local_rank, part)
+def seats_of(rollout: RolloutConfig, context: TaskContext) -> list[Seat]:
+    """A task has one or several engines, or neighbouring tasks have one together: Slurm fills nodes
+    in order of rank."""
+    task, part = divmod(context.rank, rollout.nodes_per_engine)
+    count = rollout.engines_per_task
+    return [
+        Seat(name, task * count + index, context.local_rank * count + index, part)
+        for index, name in enumerate(engines_of(f"{context.role}-{task}", count))
+    ]
 
 
 def on_own_gpus(rollout: RolloutConfig, seat: Seat) -> RolloutConfig:

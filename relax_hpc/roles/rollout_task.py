@@ -1,8 +1,9 @@
-"""Builds a rollout task: one engine, its producer on the bus, and the loop between them."""
+"""Builds a rollout task: its engines, a producer on the bus, and the loop between them."""
 
 import asyncio
 import resource
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -16,7 +17,7 @@ from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.registry import REWARDS
 from relax_hpc.roles import engine_parts, rollout
 from relax_hpc.roles.engine_host import EngineHost
-from relax_hpc.roles.engine_parts import Seat, seat_of
+from relax_hpc.roles.engine_parts import Seat, seats_of
 from relax_hpc.roles.routing import EngineSampler
 from relax_hpc.telemetry.events import EventWriter
 
@@ -27,42 +28,63 @@ CREDITS_EVERY_S = 1.0
 
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
-    """Keeps an engine, and samples with it until the trainer has finished."""
+    """Keeps one or several engines, and samples with them until the trainer has finished."""
     # Every sample in flight is a connection, here and in the engine, which inherits the limit.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    seat = seat_of(config.rollout, context)
-    if seat.part:
-        engine_parts.serve(config, paths, context, seat, events)
+    seats = seats_of(config.rollout, context)
+    if seats[0].part:
+        engine_parts.serve(config, paths, context, seats[0], events)
     else:
-        _host(config, paths, context, seat, events)
+        _host(config, paths, context, seats, events)
     events.emit("end")
 
 
 def _host(
-    config: RunConfig, paths: RunPaths, context: TaskContext, seat: Seat, events: EventWriter
+    config: RunConfig,
+    paths: RunPaths,
+    context: TaskContext,
+    seats: Sequence[Seat],
+    events: EventWriter,
 ) -> None:
-    with EngineHost(config, paths, context, seat, events) as host:
-        host.wait_until_healthy()
+    number = context.rank // config.rollout.nodes_per_engine
+    with _hosts(EngineHost(config, paths, context, seat, events) for seat in seats) as hosts:
+        for host in hosts:
+            host.wait_until_healthy()
+        own = [seat.id for seat in seats]
         with Producer(
             paths.bus,
-            seat.id,
+            config.producers[number],
             _provenance(config, context),
             compress=config.bus.compress,
             spares=SPARES,
         ) as producer:
-            asyncio.run(_while_hosted(host, _loop(config, paths, seat, producer, events)))
+            loop = _loop(config, paths, number, own, producer, events)
+            asyncio.run(_while_hosted(hosts, loop))
 
 
-async def _while_hosted(host: EngineHost, loop: Coroutine[Any, Any, None]) -> None:
-    """Runs the loop to its end; ends it if its engine does not come back."""
-    running, failure = asyncio.ensure_future(loop), asyncio.ensure_future(host.failure())
-    await asyncio.wait({running, failure}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (running, failure):
+@contextmanager
+def _hosts(made: Iterable[EngineHost]) -> Iterator[list[EngineHost]]:
+    """Starts them all at once, and stops them so."""
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(host) for host in made]
+        try:
+            yield hosts
+        finally:
+            for host in hosts:
+                host.ask_to_stop()
+
+
+async def _while_hosted(hosts: Sequence[EngineHost], loop: Coroutine[Any, Any, None]) -> None:
+    """Runs the loop to its end; ends it if one of its engines does not come back."""
+    running = asyncio.ensure_future(loop)
+    failures = [asyncio.ensure_future(host.failure()) for host in hosts]
+    await asyncio.wait({running, *failures}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (running, *failures):
         if not task.done():
             task.cancel()
-    # The loop may have failed because the engine did, so what the host says comes first.
-    for outcome in await asyncio.gather(failure, running, return_exceptions=True):
+    # The loop may have failed because an engine did, so what its host says comes first.
+    for outcome in await asyncio.gather(*failures, running, return_exceptions=True):
         if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
             raise outcome
 
@@ -70,7 +92,8 @@ async def _while_hosted(host: EngineHost, loop: Coroutine[Any, Any, None]) -> No
 async def _loop(
     config: RunConfig,
     paths: RunPaths,
-    seat: Seat,
+    number: int,
+    own: Sequence[str],
     producer: Producer,
     events: EventWriter,
 ) -> None:
@@ -92,10 +115,10 @@ async def _loop(
         return reward(tokenizer.decode(response, skip_special_tokens=True), prompt.answer)
 
     count = min(config.eval.num_prompts, len(heldout))
-    async with EngineSampler(config, paths, seat.id, tokenizer.eos_token_id) as sampler:
+    async with EngineSampler(config, paths, own, tokenizer.eos_token_id) as sampler:
         await rollout.run(
             config,
-            rollout.Task(seat.number, config.rollout.num_engines),
+            rollout.Task(number, config.rollout.num_producers),
             prompts,
             [heldout[index] for index in range(count)],
             sampler,

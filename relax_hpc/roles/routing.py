@@ -1,6 +1,6 @@
 """Which engines a rollout task may ask: those whose records say that they hold the newest policy.
 
-Its own engine, and engines that were added to the run, which serve every rollout task. The records
+Its own engines, and engines that were added to the run, which serve every rollout task. The records
 are looked at once a second (four times while an update is under way): the newest roster, and a
 member record per engine.
 """
@@ -27,13 +27,15 @@ _EXTRA = "extra-"
 class EngineSampler:
     """The engines of a rollout task, with the run's sampling settings filled in."""
 
-    def __init__(self, config: RunConfig, paths: RunPaths, own: str, stop_token: int) -> None:
+    def __init__(
+        self, config: RunConfig, paths: RunPaths, own: Sequence[str], stop_token: int
+    ) -> None:
         """Asks nobody before it is entered.
 
         Args:
             config: sampling settings and deadlines.
             paths: where the records are.
-            own: member id of the task's own engine.
+            own: member ids of the task's own engines.
             stop_token: ends a response.
         """
         self._config, self._paths, self._own, self._stop_token = config, paths, own, stop_token
@@ -74,8 +76,8 @@ class EngineSampler:
             self._served_at = time.monotonic()
         elif time.monotonic() - self._served_at > (limit := self._config.launch.peer_timeout_s):
             raise PeerTimeoutError(
-                f"{self._own}: no engine with the newest weights for {limit:g} s; see its log, and "
-                "the actor's for the last update"
+                f"{', '.join(self._own)}: no engine with the newest weights for {limit:g} s; "
+                "see its log, and the actor's for the last update"
             )
         return version
 
@@ -106,23 +108,23 @@ class EngineSampler:
             await self._pool.adapt()
 
     async def _look(self) -> bool:
-        """Brings the pool up to date. Returns whether its own engine will soon serve again."""
+        """Brings the pool up to date. Returns whether its own engines will soon serve again."""
         roster = await asyncio.to_thread(Roster.read, self._paths)
         self._pool.enlist(await asyncio.to_thread(self._standings, roster))
         if roster is None:
             return False
-        own = roster.members.get(self._own)
-        asleep = own is not None and own.state == "ASLEEP"
+        own = [roster.members[name] for name in self._own if name in roster.members]
+        asleep = any(holding.state == "ASLEEP" for holding in own)
         if asleep:
             self._served_at = time.monotonic()  # the trainer has its GPUs, and gives them back
         return asleep or not roster.done
 
     def _standings(self, roster: Roster | None) -> dict[Endpoint, Standing]:
         extra = [name for name in (roster.members if roster else ()) if name.startswith(_EXTRA)]
-        found = [members.find(self._paths, name) for name in (self._own, *extra)]
+        found = [members.find(self._paths, name) for name in (*self._own, *extra)]
         return {
             Endpoint(member.id, member.epoch, member.url, member.token): standing(
-                member, roster, own=member.id == self._own and self._has_policy_0
+                member, roster, own=member.id in self._own and self._has_policy_0
             )
             for member in found
             if member is not None and member.url
@@ -132,8 +134,8 @@ class EngineSampler:
 def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:
     """What a rollout task may do with an engine.
 
-    Before the first update an engine has the first policy: the task's own engine is used as it is
-    (`own`), others are not.
+    Before the first update an engine has the first policy: the task's own engines are used as
+    they are (`own`), others are not.
     """
     if member.state == "DRAINING":
         return "held"  # its owner hands back, at a deadline, what it has not finished

@@ -57,7 +57,7 @@ def shards_since(run_dir, start):
     return [event for event in events_of(run_dir, "rollout", "shard") if event["time"] > begun]
 
 
-def assert_complete(run_dir, after):
+def assert_complete(run_dir, after, engines=("rollout-0",)):
     """Nothing lost, nothing doubled, everybody at the last policy."""
     assert after["state"] == "COMPLETED"
     progress, total = after["progress"], STEPS * PROMPTS * SIBLINGS
@@ -66,7 +66,7 @@ def assert_complete(run_dir, after):
     assert progress["trajectories"]["trained_twice"] == 0
     assert set(progress["trajectories"]["dropped"].values()) == {0}
     assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
-    assert progress["weight_versions"] == {"trainer": STEPS, "rollout-0": STEPS}
+    assert progress["weight_versions"] == dict.fromkeys(["trainer", *engines], STEPS)
     assert progress["checksums_equal"] is True
 
 
@@ -99,6 +99,28 @@ def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path)
         assert_complete(run_dir, after)
     finally:
         cli("cancel", run_dir)
+
+
+def test_of_several_engines_in_a_task_one_is_killed_and_the_others_go_on(tiny, tmp_path):
+    several = {"rollout.num_engines": 3, "rollout.engines_per_task": 3}
+    run_dir = submit_small(tiny, tmp_path, local=True, **several)
+    names = [f"rollout-0.{index}" for index in range(3)]
+    try:
+        wait_until(run_dir, has_done(2), 100)
+        started = {event["id"]: event for event in events_of(run_dir, "rollout", "engine")}
+        assert sorted(started) == names
+        os.kill(started["rollout-0.1"]["engine_pid"], signal.SIGKILL)
+        after = wait_until(run_dir, is_over, 200)
+        [end] = events_of(run_dir, "rollout", "engine_end")
+        assert end["id"] == "rollout-0.1" and "SIGKILL" in end["reason"]
+        again = [event["id"] for event in events_of(run_dir, "rollout", "engine")[3:]]
+        assert again == ["rollout-0.1"]
+        assert len(events_of(run_dir, "rollout", "start")) == 1
+        assert_complete(run_dir, after, engines=names)
+    finally:
+        cli("cancel", run_dir)
+    logs = {path.name for path in (run_dir / "logs").glob("engine-*")}
+    assert len(logs) == 4 and sum("rollout-0.1-" in name for name in logs) == 2
 
 
 @pytest.mark.usefixtures("slurm_cluster")

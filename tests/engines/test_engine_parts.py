@@ -17,7 +17,7 @@ from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import engine_parts
 from relax_hpc.roles.engine_host import EngineHost
-from relax_hpc.roles.engine_parts import Parts, seat_of
+from relax_hpc.roles.engine_parts import Parts, seats_of
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 
@@ -53,7 +53,7 @@ def test_a_part_hears_the_calls_of_its_own_step_and_no_older_ones(tmp_path):
         assert share.address.rpartition(":")[2].isdigit()
     host.dismiss("7.0-1-4")
     later = context(1, start=2)
-    seat = seat_of(config.rollout, later)
+    [seat] = seats_of(config.rollout, later)
     events = EventWriter(paths.events("rollout", 1), "rollout", 1)
     with pytest.raises(PeerTimeoutError, match="host of rollout-0 called for no start"):
         engine_parts.serve(config, paths, later, seat, events)
@@ -64,9 +64,9 @@ def test_a_lost_part_is_lost_in_its_own_start_only(tmp_path):
     paths = RunPaths(tmp_path)
     host = Parts(paths, "rollout-0", 2)
     assert host.end("7.0-1-1") == ""
-    part = engine_parts._Part(config_of(tmp_path), paths, context(1), seat_of(
+    part = engine_parts._Part(config_of(tmp_path), paths, context(1), seats_of(
         config_of(tmp_path).rollout, context(1)
-    ), None)  # fmt: skip
+    )[0], None)  # fmt: skip
     part.report(engine_parts.Call("7.0-1-1", "h:1", over=False), "ended with code 3\nmuch more")
     assert host.end("7.0-1-1") == "lost part 1 on node1: it ended with code 3"
     assert host.end("7.0-1-2") == ""
@@ -85,7 +85,7 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     config, paths = config_of(checkpoints[0]), RunPaths(tmp_path)
     events = EventWriter(paths.events("rollout", 0), "rollout", 0)
-    seats = [seat_of(config.rollout, context(rank)) for rank in range(2)]
+    seats = [seats_of(config.rollout, context(rank))[0] for rank in range(2)]
 
     def healthy(epoch):
         deadline = time.monotonic() + 600

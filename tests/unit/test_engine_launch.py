@@ -12,7 +12,7 @@ from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis, launch
 from relax_hpc.engines.sglang.launch import Share, size_of
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.engine_parts import Seat, on_own_gpus, seat_of
+from relax_hpc.roles.engine_parts import Seat, on_own_gpus, seats_of
 
 # The lines of a start of SGLang 0.5.17 on a GPU that tell how far it is.
 LOG = [
@@ -141,13 +141,44 @@ def test_neighbouring_tasks_share_an_engine_that_spans_nodes():
     spread = RolloutConfig(
         engine="sglang", num_engines=2, nodes_per_engine=2, resources={"nodes": 4}
     )
-    seats = [seat_of(spread, context(rank, 0)) for rank in range(4)]
+    seats = [seats_of(spread, context(rank, 0))[0] for rank in range(4)]
     assert [(seat.id, seat.number, seat.part) for seat in seats] == [
         ("rollout-0", 0, 0),
         ("rollout-0", 0, 1),
         ("rollout-1", 1, 0),
         ("rollout-1", 1, 1),
     ]
+
+
+def test_a_task_with_several_engines_has_a_seat_for_each_and_gpus_in_their_order():
+    """2 nodes of 8 GPUs, a task on each, 4 engines of 2 GPUs in it."""
+    rollout = RolloutConfig(
+        engine="sglang", num_engines=8, engines_per_task=4, engine_args={"tp_size": 2},
+        resources={"nodes": 2, "gpus_per_node": 8},
+    )  # fmt: skip
+    assert (rollout.num_tasks, rollout.num_producers) == (2, 2)
+    seats = [seat for rank in range(2) for seat in seats_of(rollout, context(rank, 0))]
+    names = [f"rollout-{task}.{index}" for task in range(2) for index in range(4)]
+    assert [seat.id for seat in seats] == names
+    assert [seat.number for seat in seats] == list(range(8))
+    taken = [on_own_gpus(rollout, seat).engine_args["base_gpu_id"] for seat in seats]
+    assert taken == [0, 2, 4, 6] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "answer"),
+    [
+        ({"num_engines": 3}, "does not divide rollout.num_engines = 3"),
+        (
+            {"engine": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 2}},
+            r"over 2 nodes .* use 1",
+        ),
+    ],
+)
+def test_engines_share_a_task_only_where_they_can(settings, answer):
+    settings = {"num_engines": 2, "engines_per_task": 2, **settings}
+    with pytest.raises(ValueError, match=answer):
+        RolloutConfig.model_validate(settings)
 
 
 @pytest.mark.parametrize(("nodes", "first"), [(1, [0, 4, 8, 12]), (2, [0, 2, 4, 6])])
