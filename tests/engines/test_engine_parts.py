@@ -81,6 +81,7 @@ def children_with(word):
 def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
     checkpoints, tmp_path, monkeypatch
 ):
+    before = children_with("sglang.launch_server")  # the engine that other tests share
     monkeypatch.setattr(launch, "command", lambda _: [SGLANG_PYTHON, "-m", "sglang.launch_server"])
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     config, paths = config_of(checkpoints[0]), RunPaths(tmp_path)
@@ -106,4 +107,4 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
             healthy("7.0-1-2")
         other.result(60)
     assert members.find(paths, "rollout-0").state == "GONE"
-    assert not children_with("sglang.launch_server")
+    assert children_with("sglang.launch_server") == before
