@@ -1,7 +1,8 @@
 """The tokenizer of a Hugging Face folder, without asking any network."""
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.errors import ConfigError
 
@@ -10,6 +11,15 @@ if TYPE_CHECKING:
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
+_MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+_CLASSES = {
+    "Qwen2Tokenizer": "Qwen2Tokenizer",
+    "Qwen2TokenizerFast": "Qwen2Tokenizer",
+    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+    "TokenizersBackend": "PreTrainedTokenizerFast",
+}
+"""For models above: what tokenizer_config.json names -> the class that AutoTokenizer chooses."""
+
 
 def load(model_path: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer that `model.path` names.
@@ -17,8 +27,6 @@ def load(model_path: Path) -> "PreTrainedTokenizerBase":
     Raises:
         ConfigError: no such folder, or it holds no tokenizer that transformers can read.
     """
-    from transformers import AutoTokenizer  # seconds of import, which reading a job does not need
-
     if not model_path.is_dir():
         raise ConfigError(f"model.path = {model_path}: no such folder; give a Hugging Face folder")
     if not any((model_path / name).is_file() for name in FILES):
@@ -27,6 +35,27 @@ def load(model_path: Path) -> "PreTrainedTokenizerBase":
             "copy the tokenizer's files next to config.json"
         )
     try:
-        return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        return _tokenizer_class(model_path).from_pretrained(model_path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path = {model_path}: unreadable tokenizer: {error}") from error
+
+
+def _tokenizer_class(model_path: Path) -> Any:  # noqa: ANN401
+    """AutoTokenizer, or what it would choose: it imports torch, for which a task would wait."""
+    import transformers  # a second of import, which reading a job does not need
+
+    found = _read(model_path / "tokenizer_config.json")
+    model_type = _read(model_path / "config.json").get("model_type")
+    name = _CLASSES.get(str(found.get("tokenizer_class")))
+    if name is None or model_type not in _MODELS or "auto_map" in found:
+        return transformers.AutoTokenizer
+    return getattr(transformers, name)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none that could be read, of which others complain."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,4 +1,7 @@
 import json
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,6 +50,36 @@ def test_a_prompt_of_the_task_is_twelve_tokens_and_its_answer_five(folder):
     assert text == "<|im_start|>user\n17+58=<|im_end|>\n<|im_start|>assistant\n"
     assert len(loaded.encode(text)) == 12
     assert len(loaded.encode("\\boxed{75}<|im_end|>")) == 5
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize(
+    "name", ["TokenizersBackend", "PreTrainedTokenizerFast", "Qwen2Tokenizer", "Qwen2TokenizerFast"]
+)
+def test_a_tokenizer_is_the_one_that_transformers_chooses(folder, tmp_path, name, model_type):
+    stored = shutil.copytree(folder, tmp_path / "model")
+    for file, change in (
+        ("tokenizer_config.json", {"tokenizer_class": name}),
+        ("config.json", {"model_type": model_type}),
+    ):
+        content = json.loads((stored / file).read_text()) | change
+        (stored / file).write_text(json.dumps(content))
+    ours, theirs = tokenizer.load(stored), AutoTokenizer.from_pretrained(stored)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+
+
+def test_a_task_that_only_needs_the_tokenizer_imports_no_torch(folder):
+    program = (
+        "import sys; from pathlib import Path; from relax_hpc.prompts import tokenizer\n"
+        "tokens = tokenizer.load(Path(sys.argv[1]))\n"
+        "message = {'role': 'user', 'content': '17+58='}\n"
+        "tokens.decode(tokens.apply_chat_template([message], return_dict=True)['input_ids'])\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, folder], timeout=60).returncode == 0
 
 
 def test_the_usual_classes_load_the_very_weights_and_the_end_of_turn(folder, tokens):
