@@ -225,6 +225,11 @@ class RunConfig(JobConfig):
                 "use 'mpi'"
             )
         asked, its = rollout.resources, self.actor.resources
+        if asked.max_nodes is not None:
+            raise ValueError(
+                f"rollout.resources.max_nodes = {asked.max_nodes}: with {key} engines are on the "
+                "actor's GPUs, and none can be added; remove it"
+            )
         for name in asked.model_fields_set - set(OWN_IN_TURN):
             if getattr(asked, name) != getattr(its, name):
                 raise ValueError(

@@ -143,6 +143,12 @@ def _running(run_dir: Path) -> tuple[RunConfig, RunPaths, Callable[[], ScaleStat
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines to scale")
     if found not in ("RUNNING", "RESTARTING"):
         raise ConfigError(f"{run_dir}: is {found.lower()}; only a run that is running is scaled")
+    if config.rollout.placement == "actor":
+        raise ConfigError(
+            f'{run_dir}: rollout.placement = "actor": its engines are those on the actor\'s GPUs, '
+            "however weights get to them; to add others, submit a run whose rollout.placement is "
+            '"own"'
+        )
     if config.rollout.nodes_per_engine > 1:
         raise ConfigError(
             f"{run_dir}: rollout.nodes_per_engine = {config.rollout.nodes_per_engine}: engines "

@@ -67,6 +67,27 @@ def test_a_run_on_shared_gpus_samples_and_trains_in_turn(tiny, tmp_path):
     assert published["sync/wake_weights"] > 0 and published["sync/wake_kv_cache"] > 0
 
 
+def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_and_comes_back(
+    tiny, tmp_path
+):
+    steps, several = 4, {"rollout.engines_per_task": 2}
+    run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, **several)
+    try:
+        wait_until(run_dir, has_done(1), 100)
+        started = {event["id"]: event for event in events_of(run_dir, "rollout", "engine")}
+        assert sorted(started) == ["rollout-0.0", "rollout-0.1"]
+        kill(started["rollout-0.1"], "engine_pid")
+        after = wait_until(run_dir, is_over, 150)
+    finally:
+        cli("cancel", run_dir)
+    assert_complete(run_dir, after, steps)
+    assert_turns_were_taken(run_dir, steps)
+    assert [event["id"] for event in events_of(run_dir, "rollout", "engine")[2:]] == ["rollout-0.1"]
+    assert [event["rank"] for event in events_of(run_dir, "rollout", "start")] == [0]
+    held = dict.fromkeys(["rollout-0.0", "rollout-0.1", "trainer"], steps)
+    assert after["progress"]["weight_versions"] == held
+
+
 def test_slurm_runs_both_as_steps_of_one_component(slurm_cluster, tiny, tmp_path):
     settings = {"launch.profile": "local", "actor.resources.gpus_per_node": 2}
     run_dir = submit_colocated(tiny, tmp_path, local=False, steps=2, **settings)

@@ -1,4 +1,4 @@
-"""What test_weights_sync runs on the ranks of a pool: a trainer that publishes checkpoints."""
+"""What `houses` runs on the ranks of a pool: a trainer that publishes checkpoints."""
 
 import resource
 import signal
@@ -32,10 +32,11 @@ class PoolWorld(FixedWorld):
         dist.barrier()
 
 
-def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, **control):
+def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, bend=None, **control):
     """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`.
 
-    With `lanes` the engines are on the ranks' own GPUs, as it were. `control` is for clients.
+    With `lanes` the engines are on the ranks' own GPUs, as it were. With `bend` the first tensor is
+    announced by another "shape" or "name" than engines know. `control` is for clients.
     """
     import torch.distributed as dist
 
@@ -57,10 +58,11 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, **control)
     scorer = _state["scorer"] = MegatronScorer(config, world, device)
     specs, paths = scorer.weight_specs(), RunPaths(config.run_dir)
     weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    plan = bent(BucketPlan.of(specs, bucket_bytes), bend)
     link, gather = None, scorer.gather(bucket_bytes, to_all=lanes)
     helpers = {"collective": Giver(gather)}
     if lanes:
-        link = LaneLink(world, BucketPlan.of(specs, bucket_bytes), device, weights)
+        link = LaneLink(world, plan, device, weights)
         helpers = {"lanes": LaneHelper(link, gather)}
     snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path)
     ranks = _state["ranks"] = TrainerRanks(world, snapshots, helpers)
@@ -74,12 +76,22 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, **control)
                     member.url, member.token, timeout_s=timeout_s, **control
                 ),
             ),
-            BucketPlan.of(specs, bucket_bytes),
+            plan,
             device=device,
             ranks=ranks,
             link=link,
             gather=gather,
         )
+
+
+def bent(plan, how):
+    """The plan with another first tensor, of as many bytes."""
+    [[first, *rest], *others] = plan.buckets
+    if how == "shape":
+        first = first._replace(shape=first.shape[::-1])
+    if how == "name":
+        first = first._replace(name="model.nothing.weight")
+    return type(plan)(((first, *rest), *others))
 
 
 def publish(version, folder, check):
@@ -98,19 +110,6 @@ def publish(version, folder, check):
         return _state["ranks"].publish(version, tensors)
     published = _state["publisher"].publish(version, tensors, check=check)
     return published._asdict() | {"verified": published.verified and published.verified._asdict()}
-
-
-def wrong_shape():
-    """Makes the publisher announce one tensor with another shape than the engines have."""
-    from relax_hpc.comm.bucket import BucketPlan
-
-    publisher = _state.get("publisher")
-    if publisher is None:
-        return
-    plan = publisher._buffers.plan
-    [first, *rest] = plan.buckets[0]
-    bent = first._replace(shape=(first.shape[1], first.shape[0]))
-    publisher._buffers.plan = BucketPlan(((bent, *rest), *plan.buckets[1:]))
 
 
 def hold(place, reached, released):

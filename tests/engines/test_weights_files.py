@@ -4,28 +4,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sync_worker
-from test_weights_sync import (
-    IDS,
-    at_that_moment,
-    house_of,
-    kill,
-    publish,
-    trainer,
-    wait_until,
-)
+from houses import at_that_moment, house_of, kill, publish, trainer, wait_until
 
 from relax_hpc.weight_files import Manifest
-from relax_hpc.weights.roster import Roster
 
 
 @pytest.fixture(scope="module", params=["embedded", "sglang"])
-def house(request, checkpoints, tmp_path_factory):
+def shared(request, checkpoints, tmp_path_factory):
     with house_of(request.param, checkpoints, tmp_path_factory.mktemp(request.param)) as house:
         yield house
 
 
-def versions(house):
-    return [engine.client().version() for engine in house.engines]
+@pytest.fixture
+def house(shared):
+    shared.reset()
+    return shared
 
 
 def listing(house):
@@ -37,15 +30,15 @@ def snapshots(house):
 
 
 def test_all_ranks_write_and_every_engine_loads_what_was_written(house):
-    house.announce("f1", ("files", "files"))
+    house.announce("files", "files")
     with trainer(house) as ranks:
         for version in range(4):
             done = publish(ranks, house, version, check=version > 1)
-            assert (done["members"], done["fenced"], done["again"]) == (IDS, [], False)
+            assert (done["members"], done["fenced"], done["again"]) == (house.ids, [], False)
             assert done["transport"] == "files"
             assert {"write", "pause", "load", "resume", "total"} <= done["seconds"].keys()
             assert version < 2 or done["verified"]["equal"], done["verified"]
-            assert versions(house) == [version] * 2
+            assert house.versions == [version] * 2
     assert snapshots(house) == ["v000002", "v000003"]
     for folder in house.paths.weights.iterdir():
         manifest = Manifest.read(folder)
@@ -57,78 +50,82 @@ def test_all_ranks_write_and_every_engine_loads_what_was_written(house):
 
 
 def test_an_engine_that_holds_something_else_than_the_snapshot_is_found_out(house):
-    house.announce("f2", ("files", "files"))
+    house.announce("files", "files")
     with trainer(house) as ranks:
         assert publish(ranks, house, 4, check=True)["verified"]["equal"]
         [folder] = [path for path in house.paths.weights.iterdir() if path.name[:7] == "v000004"]
-        house.announce("f3", ("files", "files"))
+        house.announce("files", "files")
         file = min(folder.glob("*.safetensors"))
         content = bytearray(file.read_bytes())
         content[-3] ^= 1
         file.write_bytes(content)
         done = publish(ranks, house, 4, check=True)
-    assert done["members"] == IDS
+    assert done["members"] == house.ids
     assert not done["verified"]["equal"]
 
 
 def test_one_without_fabric_is_served_by_files_after_the_other_had_its_broadcast(house):
-    house.announce("m1", ("collective", "files"))
+    epoch = house.announce("collective", "files")
     with trainer(house) as ranks:
         for version in (5, 6):
             done = publish(ranks, house, version, check=True)
-            assert (done["members"], done["transport"]) == (IDS[:1], "collective")
+            assert (done["members"], done["transport"]) == (house.ids[:1], "collective")
             assert (done["again"], done["verified"]["equal"]) == (True, True)
-            assert not Roster.read(house.paths).serves(IDS[1], "m1")
+            assert not house.roster.serves(house.ids[1], epoch)
             done = publish(ranks, house, version, check=True)
-            assert (done["members"], done["transport"]) == (IDS[1:], "files")
+            assert (done["members"], done["transport"]) == (house.ids[1:], "files")
             assert (done["again"], done["verified"]["equal"]) == (False, True)
-            assert versions(house) == [version] * 2
-            assert Roster.read(house.paths).serves(IDS[1], "m1")
+            assert house.versions == [version] * 2
+            assert house.roster.serves(house.ids[1], epoch)
         written = snapshots(house)
-        house.announce("m2", ("collective", "collective"))
-        assert publish(ranks, house, 7)["members"] == IDS
+        house.announce("collective", "collective")
+        assert publish(ranks, house, 7)["members"] == house.ids
         assert snapshots(house) == written  # nobody is there to load one
 
 
 def test_a_late_joiner_that_loads_files_costs_the_others_nothing(house):
-    house.announce("l1", ("collective", "files"))
+    epoch = house.announce("collective", "files")
     with trainer(house) as ranks:
         publish(ranks, house, 8)
         publish(ranks, house, 8)
         written = sorted(house.paths.weights.iterdir())
-        house.announce("l2", ("collective", "files"), ids=IDS[1:])
+        house.announce("collective", "files", ids=house.ids[1:])
         done = publish(ranks, house, 8)
-        assert (done["members"], done["transport"], done["again"]) == (IDS[1:], "files", False)
+        assert (done["members"], done["transport"], done["again"]) == (
+            house.ids[1:],
+            "files",
+            False,
+        )
         assert "write" not in done["seconds"]
         assert sorted(house.paths.weights.iterdir()) == written
-        assert Roster.read(house.paths).serves(IDS[0], "l1")
+        assert house.roster.serves(house.ids[0], epoch)
         assert publish(ranks, house, 8)["members"] == []
 
 
 def test_a_snapshot_that_cannot_be_written_leaves_engines_as_they_are(house):
-    house.announce("e1", ("collective", "files"))
+    house.announce("collective", "files")
     with trainer(house) as ranks:
         publish(ranks, house, 9)
         publish(ranks, house, 9)
         ranks.call(sync_worker.limit_files, num_bytes=20_000)
-        assert publish(ranks, house, 10)["members"] == IDS[:1]
+        assert publish(ranks, house, 10)["members"] == house.ids[:1]
         done = publish(ranks, house, 10)
         assert (done["members"], done["fenced"], done["again"]) == ([], [], False)
         assert str(house.paths.weights) in done["error"]
         assert "rank 1" in done["error"]
         assert "File too large" in done["error"]
-        assert versions(house) == [10, 9]
+        assert house.versions == [10, 9]
         assert not any(path.name.startswith(".") for path in house.paths.weights.iterdir())
         ranks.call(sync_worker.limit_files, num_bytes=None)
         assert publish(ranks, house, 11)["transport"] == "collective"
     with trainer(house) as ranks:  # it would try again by itself, after a while
         publish(ranks, house, 11)
-        assert publish(ranks, house, 11)["members"] == IDS[1:]
-        assert versions(house) == [11, 11]
+        assert publish(ranks, house, 11)["members"] == house.ids[1:]
+        assert house.versions == [11, 11]
 
 
 def test_a_trainer_killed_while_it_publishes_is_followed_by_one_that_can(house):
-    house.announce("k1", ("files", "files"))
+    house.announce("files", "files")
     with trainer(house) as ranks:
         publish(ranks, house, 12)
         pool = ThreadPoolExecutor(1)
@@ -142,19 +139,18 @@ def test_a_trainer_killed_while_it_publishes_is_followed_by_one_that_can(house):
         assert Manifest.read(folder).damaged(folder) == []
     with trainer(house) as ranks:
         done = publish(ranks, house, 14, check=True)
-        assert (done["members"], done["fenced"]) == (IDS, [])
+        assert (done["members"], done["fenced"]) == (house.ids, [])
         assert done["verified"]["equal"]
     assert not list(house.paths.weights.glob(".*"))
 
 
 def test_an_engine_killed_while_it_loads_is_fenced_and_the_other_goes_on(house):
-    """The last test of a house: it has one engine less afterwards."""
-    house.announce("x1", ("files", "files"))
+    house.announce("files", "files")
     with trainer(house, timeout_s=30) as ranks:
-        assert publish(ranks, house, 15)["members"] == IDS
+        assert publish(ranks, house, 15)["members"] == house.ids
         with at_that_moment(ranks, house, "loading", kill):
             done = publish(ranks, house, 16)
-        assert (done["members"], done["fenced"]) == (IDS[:1], IDS[1:])
+        assert (done["members"], done["fenced"]) == (house.ids[:1], house.ids[1:])
         done = publish(ranks, house, 17, check=True)
-        assert (done["members"], done["again"]) == (IDS[:1], False)
+        assert (done["members"], done["again"]) == (house.ids[:1], False)
         assert done["verified"]["equal"]

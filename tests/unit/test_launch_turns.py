@@ -4,11 +4,16 @@ import re
 
 import pytest
 
+from relax_hpc.comm.context import TaskContext
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight, script
 from relax_hpc.launch.placement import groups, place
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.engine_host import EngineHost
+from relax_hpc.roles.engine_parts import on_own_gpus, seats_of
+from relax_hpc.telemetry.events import EventWriter
 
 
 def job(rollout=None, actor=None, reference=None, **algorithm):
@@ -68,6 +73,32 @@ def test_on_this_machine_both_see_the_same_gpus(tmp_path):
     assert re.findall(r"--first-gpu (\d)", text) == ["0", "0", "4"]
 
 
+@pytest.mark.parametrize("engines_per_task", [1, 2, 4])
+def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, engines_per_task):
+    """2 nodes of 8 GPUs, 8 engines of 2: however many of them a task keeps."""
+    config = job(
+        rollout={
+            "engine": "sglang",
+            "num_engines": 8,
+            "engines_per_task": engines_per_task,
+            "engine_args": {"tp_size": 2},
+            "resources": {"gpus_per_node": 8, "nodes": 2},
+        },
+        actor={"data_parallel": 16, "resources": {"gpus_per_node": 8, "nodes": 2}},
+    )
+    [_, rollout], paths = place(config), RunPaths(tmp_path)
+    events, found = EventWriter(tmp_path / "events.jsonl", "rollout", 0), []
+    for rank in range(rollout.tasks):
+        node, local_rank = divmod(rank, rollout.tasks_per_node)
+        context = TaskContext("rollout", rank, rollout.tasks, local_rank, "1.0", 1, f"n{node}")
+        for seat in seats_of(config.rollout, context):
+            member = EngineHost(config, paths, context, seat, events)._new_member(1)
+            gpu = on_own_gpus(config.rollout, seat).engine_args["base_gpu_id"]
+            assert divmod(member.lane, 8) == (node, gpu)  # as the actor's ranks fill nodes
+            found.append((member.id, member.lane))
+    assert found == list(zip(config.engines, range(0, 16, 2), strict=True))
+
+
 @pytest.mark.parametrize(
     ("rollout", "algorithm", "message"),
     [
@@ -80,7 +111,7 @@ def test_on_this_machine_both_see_the_same_gpus(tmp_path):
         (
             {"resources": {"max_nodes": 2}},
             {},
-            "rollout.resources.max_nodes = 2: .*remove it",
+            "rollout.resources.max_nodes = 2: .*none can be added; remove it",
         ),
         (
             {"engine": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 8}},

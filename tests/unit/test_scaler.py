@@ -219,6 +219,16 @@ def test_a_run_that_is_not_running_is_not_scaled(house, monkeypatch, state):
         out(house, 2)
 
 
+@pytest.mark.parametrize("transport", [None, "collective", "files"])
+def test_engines_cannot_be_added_to_those_on_the_actors_gpus(house, transport):
+    changes = {"rollout": {"placement": "actor"}, "algorithm": {"num_steps": 9, "max_staleness": 0}}
+    config = validate(house.config.model_dump(mode="json") | changes, source="test")
+    write_json(house.paths.config, config.model_dump(mode="json"))
+    with pytest.raises(ConfigError, match=r'placement = "actor": its engines are those') as error:
+        scale.out(house.paths.root, 2, transport)
+    assert "\n" not in str(error.value) and not house.paths.scale.exists()
+
+
 def test_a_start_that_fails_is_undone_with_all_that_came_up_for_it_and_says_why(house):
     its = house.scaler()
     request = out(house, 3).request
