@@ -100,7 +100,6 @@ def _start_embedded(wanted: _Wanted) -> EngineProcess:
         options,
         token=wanted.token,
         port_file=port_file,
-        device=_device(),
         dtype=wanted.dtype,
         max_running_requests=wanted.rollout.max_running_requests,
         engine_args=wanted.rollout.engine_args,

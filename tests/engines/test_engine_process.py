@@ -29,7 +29,7 @@ OWNER = """
         kind, Path(model), host="127.0.0.1", token="t", dtype="float32", log_path=Path(log),
         rollout_config=RolloutConfig(start_timeout_s=240), seed=0, python=python,
     )
-    print(engine.pid, engine.url, flush=True)
+    print(engine.pid, engine.url, "torch" in sys.modules, flush=True)
     time.sleep(600)
 """
 
@@ -58,11 +58,12 @@ def test_killing_the_owner_ends_the_engine_and_its_children(kind, checkpoints, t
         stdout=subprocess.PIPE,
         text=True,
     ) as owner:
-        pid, url = owner.stdout.readline().split()
+        pid, url, imported_torch = owner.stdout.readline().split()
         engine = psutil.Process(int(pid))
         tree = [engine, *engine.children(recursive=True)]
         assert EngineClient(url, "t").health(5.0)
         owner.kill()
+        assert kind == "sglang" or imported_torch == "False", "seconds before the engine's own"
     wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in tree))
 
 

@@ -4,7 +4,7 @@ import difflib
 import json
 import sys
 from pathlib import Path
-from typing import Literal, NamedTuple, get_type_hints
+from typing import NamedTuple, get_type_hints
 
 from relax_hpc.config.sections import PassThrough
 from relax_hpc.errors import ConfigError
@@ -45,7 +45,6 @@ def write_options(
     *,
     token: str,
     port_file: Path,
-    device: Literal["cpu", "cuda"],
     dtype: str,
     max_running_requests: int,
     engine_args: PassThrough,
@@ -55,7 +54,6 @@ def write_options(
         **engine_args,
         "token": token,
         "port_file": str(port_file),
-        "device": device,
         "dtype": dtype,
         "max_running_requests": max_running_requests,
     }

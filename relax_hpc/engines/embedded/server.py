@@ -250,7 +250,7 @@ class _BearerToken:
 def serve(model_path: Path, host: str, options: Body) -> None:
     """Loads the model, binds a free port, writes it to `options["port_file"]`, and serves."""
     torch.set_num_threads(options["num_threads"])
-    device = torch.device(options["device"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Qwen3(Shape.read(model_path), getattr(torch, options["dtype"]), device)
     model.load_folder(model_path)
     scheduler = Scheduler(model, max_running=options["max_running_requests"], version="0")
