@@ -114,6 +114,31 @@ def logs(
         typer.echo(f"{line.source}: {line.text}")
 
 
+@app.command(epilog="Example:  relax-hpc timeline arithmetic --steps 10:20 --out timeline.png")
+def timeline(
+    run: Run,
+    steps: Annotated[str, typer.Option(help="FIRST:LAST; either may be left out.")] = ":",
+    out: Annotated[
+        Path | None, typer.Option(help="The picture; timeline.png in the run if not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Where the time of a run goes: a table, and a picture of who worked and who waited."""
+    import json
+
+    from relax_hpc.paths import RunPaths
+    from relax_hpc.telemetry import timeline as timelines
+    from relax_hpc.telemetry import timeline_plot
+
+    run_dir = run_dir_of(run)
+    first, last = timelines.parse_steps(steps)
+    found = timelines.read(run_dir, first=first, last=last)
+    numbers = timelines.summary(found)
+    typer.echo(json.dumps(numbers._asdict()) if as_json else timelines.text(numbers))
+    picture = timeline_plot.plot(found, out or RunPaths(run_dir).timeline)
+    typer.echo(f"picture: {picture}", err=as_json)
+
+
 @app.command(epilog="Example:  relax-hpc cancel arithmetic")
 def cancel(run: Run) -> None:
     """End everything a run started, and nothing else."""

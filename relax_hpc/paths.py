@@ -134,6 +134,10 @@ class RunPaths:
         return self.root / "loss.png"
 
     @property
+    def timeline(self) -> Path:
+        return self.root / "timeline.png"
+
+    @property
     def submission(self) -> Path:
         """Folder of submitit: scripts, pickles, results and logs, one subfolder per component."""
         return self.root / "submission"

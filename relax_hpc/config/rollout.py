@@ -46,6 +46,8 @@ class RolloutConfig(Section):
     restart_window_s: Positive = 1800
     """An engine that has to be started again more than `launch.max_restarts` times within this many
     seconds fails its task."""
+    load_every_s: NonNegative = 5
+    """Seconds between two `load` events of an engine: tokens sampled, requests, cache; 0 never."""
     engine_args: PassThrough = {}
     """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
     resources: Resources = Resources()

@@ -130,6 +130,8 @@ class GenerationClient:
             switches: of this engine.
         """
         self.url = url
+        self.num_tokens = 0
+        """Sampled tokens that came, so far."""
         self._http = Connections(url, token, silence_s=silence_s)
         self._tokens_per_chunk, self._switches = tokens_per_chunk, switches
 
@@ -200,8 +202,9 @@ class GenerationClient:
         try:
             async with aclosing(self._http.stream("POST", "/generate", body)) as pieces:
                 async for chunk in _events(pieces):
-                    before = reply.version
+                    before, held = reply.version, len(draft.token_ids)
                     reply.add(chunk)
+                    self.num_tokens += len(draft.token_ids) - held
                     if reply.version != before:
                         reply.settle(body["rid"], await self._between(before, reply.version))
         except EngineLostError:

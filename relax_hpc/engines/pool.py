@@ -42,6 +42,19 @@ Standing = Literal["serving", "held", "draining", "lost"]
 serve, if any do. lost: they go on elsewhere at once."""
 
 
+class EngineLoad(NamedTuple):
+    """What an engine does for this pool."""
+
+    id: str
+    num_tokens: int
+    """Sampled since it was enlisted."""
+    in_flight: int
+    version: int
+    """As last seen; -1 if it never said."""
+    kv_used: float | None
+    """Of its key-value cache, by whomever; None if it does not say."""
+
+
 @dataclass(eq=False, slots=True)
 class _Engine:
     endpoint: Endpoint
@@ -59,6 +72,7 @@ class _Engine:
     """Their rids."""
     handed_over: set[str] = field(default_factory=set)
     """Those that are being aborted."""
+    kv_used: float | None = None
 
     @property
     def usable(self) -> bool:
@@ -130,6 +144,14 @@ class Pool:
         """Samples under way, by engine id."""
         return {engine.endpoint.id: len(engine.in_flight) for engine in self._engines.values()}
 
+    @property
+    def loads(self) -> list[EngineLoad]:
+        """What every engine does for this pool."""
+        return [
+            EngineLoad(e.endpoint.id, e.client.num_tokens, len(e.in_flight), e.version, e.kv_used)
+            for e in self._engines.values()
+        ]
+
     async def version(self) -> int | None:
         """The oldest policy version among engines that serve; None if none does."""
         await asyncio.gather(*(self._look(engine) for engine in self._usable()))
@@ -147,7 +169,7 @@ class Pool:
             except EngineError as error:
                 log.debug("%s", error)
             else:
-                in_flight = len(engine.in_flight)
+                in_flight, engine.kv_used = len(engine.in_flight), load.kv_used
                 engine.limit = next_limit(engine.limit, load, in_flight, self._most)
 
         await asyncio.gather(*(fit(engine) for engine in self._usable()))

@@ -17,7 +17,7 @@ from relax_hpc.roles.portions import Batch, Floats, Portion, Share, share_of
 from relax_hpc.roles.skips import Skip, stop_if_stuck
 from relax_hpc.roles.turns import OWN_GPUS, OwnGpus, Turns
 from relax_hpc.schema import Trajectory
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.telemetry.timers import Phase, Timers
 from relax_hpc.weights.publish import Published
 
 log = logging.getLogger(__name__)
@@ -95,8 +95,8 @@ class Lead(Protocol):
         ...
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
-    def end_step(self, step: int, fields: dict[str, Any]) -> None:
-        """Compares weights if it is time to, and logs."""
+    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
+        """Logs the step, and its phases as they happened."""
         ...
 
     def skipped(self, step: int, skip: Skip) -> None:
@@ -157,8 +157,12 @@ def run(
             if reference:
                 with timers("reference"):
                     trajectories = reference.fill(trajectories, share.micro_batches)
-            trainer.accumulate(trajectories, share.micro_batches, share.advantages, loss, last=last)
-        stats = trainer.update()
+            with timers.phase("train"):
+                trainer.accumulate(
+                    trajectories, share.micro_batches, share.advantages, loss, last=last
+                )
+        with timers.phase("train"):
+            stats = trainer.update()
         turns.to_engines(trainer)
         with timers("publish"):
             _publish(world, trainer, lead, helper)
@@ -167,10 +171,7 @@ def run(
         with timers("save"):
             save()
         if lead:
-            spent = {**trainer.costs, **timers.seconds}
-            lead.end_step(step, batch.describe(step) | stats | spent)
-            if trainer.skip:
-                lead.skipped(step, trainer.skip)
+            _note(lead, trainer, step, batch.describe(step) | stats, timers)
         stop_if_stuck(trainer.skip, config.actor)
     if lead:
         lead.finish()
@@ -215,6 +216,12 @@ def _read(
         step, limit = portion.record.step, config.algorithm.max_staleness
         rows = [mask_over_age(row, step=step, max_staleness=limit) for row in rows]
     return list(replica.bcast(rows))
+
+
+def _note(lead: Lead, trainer: Trainer, step: int, fields: dict[str, Any], timers: Timers) -> None:
+    lead.end_step(step, {**fields, **trainer.costs, **timers.seconds}, timers.phases)
+    if trainer.skip:
+        lead.skipped(step, trainer.skip)
 
 
 def _publish(world: World, trainer: Trainer, lead: Lead | None, helper: Helper | None) -> None:

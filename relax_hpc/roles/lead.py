@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from relax_hpc.roles.skips import Skip
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
+from relax_hpc.telemetry.timers import Phase
 from relax_hpc.weights.publish import Published, Publisher
 
 log = logging.getLogger(__name__)
@@ -69,12 +70,13 @@ class ActorLead:
         self._note(published)
         return published
 
-    def end_step(self, step: int, fields: dict[str, Any]) -> None:
+    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
         """Logs the step."""
         num_steps = self._config.algorithm.num_steps
         seconds, eta_s = self._pace.end_step(step, num_steps)
         fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
+        self._events.emit("phases", step=step, phases=phases)
         log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
 
     def skipped(self, step: int, skip: Skip) -> None:

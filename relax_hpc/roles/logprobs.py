@@ -135,7 +135,7 @@ class SidecarLead:
     def put(self, scored: Sequence[Floats]) -> None:
         """Commits a sidecar per shard of the last portion, or keeps it until there is space."""
         shards, timers, begin = self._round
-        timers.seconds["time/score"] = time.perf_counter() - begin
+        timers.add("score", begin)
         ends = np.cumsum([pending.record.rows for pending in shards])
         parts = [part for part in np.split(np.arange(len(scored)), ends[:-1]) if len(part)]
         for pending, rows in zip(shards, parts, strict=True):
@@ -217,6 +217,7 @@ class SidecarLead:
             first_guid=min(record.guid_min for record in records),
             **timers.seconds,
         )
+        self._events.emit("phases", phases=timers.phases)
         log.info(
             "scored %d shards from prompt %d on | %d tokens | %s",
             len(records), records[0].guid_min, num_tokens, timers,

@@ -115,7 +115,7 @@ async def _loop(
         return reward(tokenizer.decode(response, skip_special_tokens=True), prompt.answer)
 
     count = min(config.eval.num_prompts, len(heldout))
-    async with EngineSampler(config, paths, own, tokenizer.eos_token_id) as sampler:
+    async with EngineSampler(config, paths, own, tokenizer.eos_token_id, events) as sampler:
         await rollout.run(
             config,
             rollout.Task(number, config.rollout.num_producers),

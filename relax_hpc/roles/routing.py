@@ -12,9 +12,10 @@ from typing import Self
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
-from relax_hpc.engines.pool import Endpoint, Pool, Standing
+from relax_hpc.engines.pool import Endpoint, EngineLoad, Pool, Standing
 from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Roster
@@ -28,7 +29,12 @@ class EngineSampler:
     """The engines of a rollout task, with the run's sampling settings filled in."""
 
     def __init__(
-        self, config: RunConfig, paths: RunPaths, own: Sequence[str], stop_token: int
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        own: Sequence[str],
+        stop_token: int,
+        events: EventWriter,
     ) -> None:
         """Asks nobody before it is entered.
 
@@ -37,6 +43,7 @@ class EngineSampler:
             paths: where the records are.
             own: member ids of the task's own engines.
             stop_token: ends a response.
+            events: get the load of the engines now and then.
         """
         self._config, self._paths, self._own, self._stop_token = config, paths, own, stop_token
         self._has_policy_0 = config.weights.quantize == "none"  # else it begins without weights
@@ -49,6 +56,7 @@ class EngineSampler:
         self._pool = Pool(
             connect, max_in_flight=rollout.max_running_requests, patience_s=patience_s
         )
+        self._meter = LoadMeter(events, every_s=rollout.load_every_s)
         self._watch: asyncio.Task[None] | None = None
         self._served_at = time.monotonic()
 
@@ -61,6 +69,7 @@ class EngineSampler:
         if self._watch:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        self._meter.note(self._pool.loads, last=True)
         await self._pool.aclose()
 
     async def version(self) -> int | None:
@@ -106,6 +115,7 @@ class EngineSampler:
             updating = await self._look()
             await asyncio.sleep(_LOOK_DURING_UPDATE_S if updating else _LOOK_S)
             await self._pool.adapt()
+            self._meter.note(self._pool.loads)
 
     async def _look(self) -> bool:
         """Brings the pool up to date. Returns whether its own engines will soon serve again."""
@@ -129,6 +139,29 @@ class EngineSampler:
             for member in found
             if member is not None and member.url
         }
+
+
+class LoadMeter:
+    """Writes down what engines did since the last time."""
+
+    def __init__(self, events: EventWriter, *, every_s: float) -> None:
+        """`every_s` 0: never."""
+        self._events, self._every_s = events, every_s
+        self._since = time.monotonic()
+        self._num_tokens: dict[str, int] = {}
+
+    def note(self, loads: Sequence[EngineLoad], *, last: bool = False) -> None:
+        """A `load` event per engine, if it is time to or there is no other time."""
+        seconds = time.monotonic() - self._since
+        if not self._every_s or (seconds < self._every_s and not last):
+            return
+        for load in loads:
+            # An engine that was started again counts from 0.
+            before = self._num_tokens.get(load.id, 0)
+            new = load.num_tokens - (before if before <= load.num_tokens else 0)
+            self._events.emit("load", seconds=seconds, **load._asdict() | {"num_tokens": new})
+        self._num_tokens = {load.id: load.num_tokens for load in loads}
+        self._since = time.monotonic()
 
 
 def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:

@@ -14,7 +14,7 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.roles.actor import Tokens, Trainer
 from relax_hpc.roles.skips import Skip, stop_if_stuck
 from relax_hpc.schema import Array, Trajectory
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.telemetry.timers import Phase, Timers
 
 
 class Share(NamedTuple):
@@ -49,7 +49,7 @@ class Lead(Protocol):
 
     def heldout(self) -> list[Share]: ...
     def measured(self, step: int, heldout: HeldoutLoss) -> None: ...
-    def end_step(self, step: int, fields: dict[str, Any]) -> None: ...
+    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None: ...
     def skipped(self, step: int, skip: Skip) -> None: ...
     def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
 
@@ -75,15 +75,16 @@ def run(
         with timers("read"):
             share: Share = world.bcast(lead.next_batch() if lead else None)[trainer.dp_rank]
         unused = np.zeros(len(share.rows))
-        trainer.accumulate(share.rows, share.micro_batches, unused, loss, last=True)
-        stats = trainer.update()
+        with timers.phase("train"):
+            trainer.accumulate(share.rows, share.micro_batches, unused, loss, last=True)
+            stats = trainer.update()
         if last or _is_due(step, config.sft.heldout_every):
             with timers("heldout"):
                 _measure(world, trainer, heldout, lead)
         with timers("save"):
             save()
         if lead:
-            lead.end_step(step, {**stats, **trainer.costs, **timers.seconds})
+            lead.end_step(step, {**stats, **trainer.costs, **timers.seconds}, timers.phases)
             if trainer.skip:
                 lead.skipped(step, trainer.skip)
         stop_if_stuck(trainer.skip, config.actor)

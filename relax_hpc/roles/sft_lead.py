@@ -21,6 +21,7 @@ from relax_hpc.schema import FinishReason, Trajectory
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
+from relax_hpc.telemetry.timers import Phase
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class SftLead:
         self._events.emit("heldout", step=step, **heldout._asdict())
         log.info("held-out, step %d: loss %.4f", step, heldout.loss)
 
-    def end_step(self, step: int, fields: dict[str, Any]) -> None:
+    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
         """Logs the step."""
         # Nobody sampled the documents, so there is no sampler to differ from.
         own = {key: value for key, value in fields.items() if not key.startswith("logprob_gap/")}
@@ -105,6 +106,7 @@ class SftLead:
         speed = {"time/step": seconds, "tokens_per_s": self._batch["num_tokens"] / seconds}
         fields = {**self._batch, **own, **speed}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
+        self._events.emit("phases", step=step, phases=phases)
         log.info("%s", step_line({"step": step, **fields}, self._config.num_steps, eta_s))
 
     def skipped(self, step: int, skip: Skip) -> None:

@@ -5,8 +5,9 @@ and "world" (kind, size) once the ranks of a component have found each other:
 
     actor    step     step, policy_version, reward/..., staleness/..., loss, loss/..., time/...,
                       num_trajectories, num_tokens, tokens_per_s, logprob_gap/...
+             phases   step, phases: (name, start, seconds) each; reference has them, too
              publish  step, version, transport, members, fenced, again: whether others are still to
-                      get it, num_bytes, pause_seconds, error, sync/...
+                      get it, num_bytes, pause_seconds, error, phases, sync/...
              verify   version, trainer, members: the digests; equal
              resume   step
              checkpoint         step, wait_s, background_s, bytes
@@ -19,6 +20,7 @@ and "world" (kind, size) once the ranks of a component have found each other:
              export   path
     rollout  engine   id, epoch, url, engine_pid, kind, version, start_s
              engine_end   id, epoch, reason: it is started again
+             load     id, seconds, num_tokens, in_flight, version, kv_used
              shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
                       policy_version_min, policy_version_max
              eval     when, version, step, correct, count: one per rank, to be added up

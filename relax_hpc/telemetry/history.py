@@ -69,6 +69,21 @@ def shards(events: Sequence[Event]) -> list[Event]:
     return [e for e in events if e["event"] == "shard" and e["num_trajectories"]]
 
 
+def loads(events: Sequence[Event]) -> list[Event]:
+    """What engines did, in order of time."""
+    return [e for e in events if e["event"] == "load"]
+
+
+def load_numbers(load: Event) -> dict[str, float]:
+    """What can be plotted of one of them."""
+    found = {
+        "tokens_per_s": load["num_tokens"] / load["seconds"],
+        "in_flight": load["in_flight"],
+        "version": load["version"],
+    }
+    return found if load["kv_used"] is None else {**found, "kv_used": load["kv_used"]}
+
+
 def newest(events: Sequence[Event], event: str) -> Event | None:
     return next((e for e in reversed(events) if e["event"] == event), None)
 

@@ -2,20 +2,22 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry import history
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.telemetry.events import Event, read_events
 
 if TYPE_CHECKING:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 
 def write(run_dir: Path) -> Path:
-    """Makes `tensorboard/` anew: scalars of every step, held-out rewards or losses, shard rewards.
+    """Makes `tensorboard/` anew: scalars of every step, held-out rewards or losses, shard rewards,
+    and, over seconds instead of steps, what engines did.
 
     It is built beside the old one and put in its place, so the folder never holds half a run, and
     a step that was trained twice is drawn once.
@@ -38,12 +40,21 @@ def write(run_dir: Path) -> Path:
         for measured in history.heldout_losses(events):
             loss, step = measured["loss"], measured["step"]
             _scalar(writer, "eval/heldout_loss", loss, step, measured["time"])
+        _write_loads(writer, events)
         for number, shard in enumerate(history.shards(events)):
             reward = shard["reward/mean"]
             _scalar(writer, "rollout/shard_reward", reward, number, shard["time"])
     shutil.rmtree(paths.tensorboard, ignore_errors=True)
     draft.rename(paths.tensorboard)
     return paths.tensorboard
+
+
+def _write_loads(writer: "EventFileWriter", events: Sequence[Event]) -> None:
+    for load in history.loads(events):
+        seconds = load["time"] - events[0]["time"]
+        for name, value in history.load_numbers(load).items():
+            tag = f"engines/{load['id']}/task{load['rank']}/{name}"
+            _scalar(writer, tag, value, round(seconds), load["time"])
 
 
 def _scalar(writer: "EventFileWriter", tag: str, value: float, step: int, time: float) -> None:

@@ -3,22 +3,55 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
+
+_SHORTEST_S = 1e-3
+
+
+class Phase(NamedTuple):
+    """What a process did for a while."""
+
+    name: str
+    start: float
+    """Seconds since the epoch."""
+    seconds: float
 
 
 class Timers:
-    """`with timers("train"): ...` adds to `time/train`, in seconds."""
+    """`with timers("train"): ...` adds to `time/train`, in seconds, and notes when it was."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.phases: list[Phase] = []
+        """In order; what is too short to be seen in a picture is left out."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        begin = time.perf_counter()
         try:
             yield
         finally:
-            key = f"time/{name}"
-            self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
+            self.add(name, begin)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Notes when it was, and nothing else: of what is measured more precisely elsewhere."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._note(name, time.perf_counter() - begin)
+
+    def add(self, name: str, begin: float) -> None:
+        """As a block would that began at `begin` of `time.perf_counter` and ends now."""
+        seconds = time.perf_counter() - begin
+        key = f"time/{name}"
+        self.seconds[key] = self.seconds.get(key, 0.0) + seconds
+        self._note(name, seconds)
+
+    def _note(self, name: str, seconds: float) -> None:
+        if seconds >= _SHORTEST_S:
+            self.phases.append(Phase(name, time.time() - seconds, seconds))
 
     def __str__(self) -> str:
         return " ".join(f"{k.removeprefix('time/')} {v:.1f}" for k, v in self.seconds.items())

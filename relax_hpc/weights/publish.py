@@ -18,7 +18,7 @@ from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, SnapshotError
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.telemetry.timers import Phase, Timers
 from relax_hpc.weights import switches
 from relax_hpc.weights.collective import CollectiveTransport
 from relax_hpc.weights.files import FileTransport
@@ -58,6 +58,8 @@ class Published(NamedTuple):
     """How; None if every engine that is there holds the version."""
     error: str = ""
     """Why no engine could be given it in this way, for the present."""
+    phases: Sequence[Phase] = ()
+    """When the parts were."""
 
 
 class Publisher:
@@ -149,6 +151,7 @@ class Publisher:
             verified=verified,
             transport=way,
             error=error,
+            phases=timers.phases,
         )
 
     def has_newcomers(self, *, every_s: float = 1.0) -> bool:

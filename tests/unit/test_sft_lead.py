@@ -78,8 +78,9 @@ def test_what_was_cut_and_what_was_left_out_is_counted(make, tmp_path):
     lead = make(max_tokens=16, too_long="truncate", batch_size=COUNT, num_steps=1)
     shares = lead.next_batch()
     assert lines(shares) == list(range(9))
-    lead.end_step(1, {"loss": 1.0, "logprob_gap/mean": 3.0})
-    [step] = read_events(tmp_path / "run" / "events")
+    lead.end_step(1, {"loss": 1.0, "logprob_gap/mean": 3.0}, [])
+    step, phases = read_events(tmp_path / "run" / "events")
+    assert phases["event"] == "phases"
     assert (step["data/truncated"], step["data/left_out"], step["num_documents"]) == (3, 1, 9)
     assert step["num_trained_tokens"] == 8 * 2 + 1
     assert step["data/epoch"] == 1.0 and "logprob_gap/mean" not in step

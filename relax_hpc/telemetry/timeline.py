@@ -1,0 +1,197 @@
+"""When each part of a run did what, from its events: trainer, reference and engines."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry import history
+from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.timers import Phase
+
+_STANDSTILL = ("pause", "prepare", "wire", "resume")
+"""Parts of a publication in which engines do not sample."""
+
+
+class Rate(NamedTuple):
+    """What an engine did for a while."""
+
+    start: float
+    seconds: float
+    num_tokens: float
+    in_flight: float
+    """Requests at the end of it."""
+
+
+class Timeline(NamedTuple):
+    """Steps of a run, and what happened meanwhile; times in seconds since the epoch."""
+
+    name: str
+    begin: float
+    end: float
+    steps: list[Event]
+    """The `step` events, in order."""
+    phases: dict[str, list[Phase]]
+    """By process, "actor" first."""
+    engines: dict[str, list[Rate]]
+    """By engine: what all rollout tasks had of it."""
+    pauses: dict[str, list[Phase]]
+    """By engine: updates of its weights."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+class Summary(NamedTuple):
+    """A timeline in numbers."""
+
+    first_step: int
+    last_step: int
+    seconds_per_step: float
+    phases: dict[str, float]
+    """Median seconds of a step, by phase of the actor."""
+    engines: int
+    tokens_per_s: float
+    """Of all engines, over the whole time."""
+    in_flight: float
+    """Requests of all engines, on average."""
+    updates: int
+    paused_s: float
+    """Median of an update."""
+    paused_share: float
+    """Of the time, of the engine that stood still for longest."""
+
+
+def parse_steps(text: str) -> tuple[int | None, int | None]:
+    """First and last step of "FIRST:LAST", "FIRST:", ":LAST" or ":".
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    first, colon, last = text.partition(":")
+    if not colon or any(part and not part.isdecimal() for part in (first, last)):
+        raise ConfigError(f"--steps {text}: use FIRST:LAST, e.g. 10:20, 10: or :20")
+    return (int(first) if first else None, int(last) if last else None)
+
+
+def read(run_dir: Path, *, first: int | None = None, last: int | None = None) -> Timeline:
+    """The timeline from the beginning of step `first` to the end of step `last`.
+
+    Args:
+        first: unset is the first step there is.
+        last: unset is the newest.
+
+    Raises:
+        ConfigError: nothing was trained yet, or not these steps.
+    """
+    events = read_events(RunPaths(run_dir).events("any", 0).parent)
+    done = history.steps(events)
+    steps = [e for e in done if (first or 0) <= e["step"] and (last is None or e["step"] <= last)]
+    if not steps:
+        there = f"steps {done[0]['step']} to {done[-1]['step']} are" if done else "no step is"
+        raise ConfigError(
+            f"{run_dir.name}: no steps from {first or 1} to {last or 'the newest'}; {there} done"
+        )
+    begin, end = steps[0]["time"] - steps[0]["time/step"], steps[-1]["time"]
+    phases, pauses = _phases(events), _pauses(events)
+    for its in (phases, pauses):
+        for name, noted in its.items():
+            its[name] = [p for p in noted if p.start < end and p.start + p.seconds > begin]
+    rates = _rates(
+        [e for e in events if begin < e["time"] and e["time"] - e.get("seconds", 0) < end]
+    )
+    return Timeline(run_dir.name, begin, end, steps, phases, rates, pauses)
+
+
+def summary(timeline: Timeline) -> Summary:
+    names = dict.fromkeys(key for e in timeline.steps for key in e if key.startswith("time/"))
+    spent = {
+        name.removeprefix("time/"): statistics.median(e.get(name, 0.0) for e in timeline.steps)
+        for name in names
+    }
+    rates = [rate for engine in timeline.engines.values() for rate in engine]
+    pauses = {id: sum(p.seconds for p in its) for id, its in timeline.pauses.items()}
+    updates = {(p.start, p.seconds) for its in timeline.pauses.values() for p in its}
+    return Summary(
+        timeline.steps[0]["step"],
+        timeline.steps[-1]["step"],
+        spent.pop("step"),
+        spent,
+        len(timeline.engines),
+        sum(rate.num_tokens for rate in rates) / timeline.seconds,
+        sum(rate.in_flight * rate.seconds for rate in rates) / timeline.seconds,
+        len(updates),
+        statistics.median(seconds for _, seconds in updates) if updates else 0.0,
+        max(pauses.values(), default=0.0) / timeline.seconds,
+    )
+
+
+def text(found: Summary) -> str:
+    """A table of the phases, and a line on the engines."""
+    whole = found.seconds_per_step
+    lines = [
+        f"steps {found.first_step} to {found.last_step}: {whole:.2f} s each (medians)",
+        f"  {'phase':<18}{'s/step':>8}{'share':>8}",
+    ]
+    lines += [
+        f"  {name:<18}{seconds:>8.2f}{seconds / whole:>8.1%}"
+        for name, seconds in found.phases.items()
+    ]
+    if found.engines:
+        lines.append(
+            f"engines: {found.engines}, {found.tokens_per_s:,.0f} tokens/s, "
+            f"{found.in_flight:.0f} requests in flight"
+        )
+    if found.updates:
+        lines.append(
+            f"updates of weights: {found.updates}, engines paused {1e3 * found.paused_s:.0f} ms "
+            f"each, {found.paused_share:.2%} of the time"
+        )
+    return "\n".join(lines)
+
+
+def _phases(events: Sequence[Event]) -> dict[str, list[Phase]]:
+    """What processes noted of themselves; of a step that was trained again, the newest."""
+    newest: dict[str, dict[object, list[Phase]]] = defaultdict(dict)
+    for number, event in enumerate(events):
+        if event["event"] == "phases":
+            name = event["role"] if event["rank"] == 0 else f"{event['role']} {event['rank']}"
+            newest[name][event.get("step", -number)] = [Phase(*p) for p in event["phases"]]
+    order = sorted(newest, key=lambda name: (name != "actor", name))
+    return {name: [p for its in newest[name].values() for p in its] for name in order}
+
+
+def _rates(events: Sequence[Event]) -> dict[str, list[Rate]]:
+    found: dict[str, list[Rate]] = defaultdict(list)
+    for event in events:
+        if event["event"] == "load":
+            seconds = event["seconds"]
+            start = event["time"] - seconds
+            rate = Rate(start, seconds, event["num_tokens"], event["in_flight"])
+            found[event["id"]].append(rate)
+    return {name: found[name] for name in sorted(found)}
+
+
+def _pauses(events: Sequence[Event]) -> dict[str, list[Phase]]:
+    found: dict[str, list[Phase]] = defaultdict(list)
+    for event in events:
+        if event["event"] != "publish" or not (pause := _pause(event)):
+            continue
+        for member in event["members"]:
+            found[member].append(pause)
+    return found
+
+
+def _pause(event: Mapping[str, object]) -> Phase | None:
+    """From the first call to pause to the last reply to resume."""
+    noted = event.get("phases")
+    assert isinstance(noted, list | None)
+    parts = [phase for phase in (Phase(*p) for p in noted or ()) if phase.name in _STANDSTILL]
+    if not parts:
+        return None
+    start = min(phase.start for phase in parts)
+    return Phase("update", start, max(p.start + p.seconds for p in parts) - start)
