@@ -59,6 +59,7 @@ _CPU_DEFAULTS: PassThrough = {
     "disable_overlap_schedule": True,
     "mem_fraction_static": 0.1,
     "max_total_tokens": 32768,
+    "sleep_on_idle": True,  # else an engine with nothing to do takes a core
 }
 
 
