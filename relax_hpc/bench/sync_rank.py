@@ -29,6 +29,7 @@ from relax_hpc.weights.register import Register
 from relax_hpc.weights.sleep import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver
+from relax_hpc.weights.transport import call_timeout_s
 
 _BETWEEN_S = 1.0
 """Between two versions, so that engines are at work again."""
@@ -92,7 +93,9 @@ def _parts(
     register = Register(
         task.paths,
         lambda: task.config.producers,
-        lambda member: EngineClient(member.url, member.token),
+        lambda member: EngineClient(
+            member.url, member.token, timeout_s=call_timeout_s(weights.timeout_s)
+        ),
     )
     publisher = Publisher(
         weights, register, plan, device=device, ranks=ranks, link=link, gather=gather

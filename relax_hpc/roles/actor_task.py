@@ -32,6 +32,7 @@ from relax_hpc.weights.register import Register
 from relax_hpc.weights.sleep import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Gather, Giver
+from relax_hpc.weights.transport import call_timeout_s
 
 
 def main(
@@ -152,7 +153,7 @@ def _connect(config: RunConfig, member: Member) -> EngineClient:
     return EngineClient(
         member.url,
         member.token,
-        timeout_s=config.weights.timeout_s,
+        timeout_s=call_timeout_s(config.weights.timeout_s),
         recompute=config.weights.kv_cache == "recompute",
         has_prefix_cache=not config.rollout.engine_args.get("disable_radix_cache"),
     )

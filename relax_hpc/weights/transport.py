@@ -19,6 +19,7 @@ Way = Literal["lanes", "collective", "files"]
 WAYS: tuple[Way, ...] = get_args(Way)
 """The quickest first."""
 Answer = TypeVar("Answer")
+_CALL_GRACE_S = 5.0
 
 
 class Delivery(NamedTuple):
@@ -84,12 +85,19 @@ def behind(
 ) -> dict[Member, str]:
     """Who let an update fail, and how; the others are given it in the next attempt.
 
-    One that dies makes the others fail as well, so those that are dead are behind it, if any.
+    One that dies or hangs makes the others fail as well, and they may be the first to say so; so
+    whoever does not answer is behind it, if anybody.
     """
+    health = threads.map(lambda receiver: receiver.health(HEALTH_S), live.values())
+    silent = [member for member, ok in zip(live, health, strict=True) if not ok]
     blamed = [member for member in live if member in error.reasons]
-    health = threads.map(lambda member: live[member].health(HEALTH_S), blamed)
-    dead = [member for member, ok in zip(blamed, health, strict=True) if not ok]
-    return {member: error.reasons[member] for member in dead or blamed}
+    return {member: error.reasons.get(member, "does not answer") for member in silent or blamed}
+
+
+def call_timeout_s(timeout_s: float) -> float:
+    """Of a call that is part of an update: who is late is found at the update's own deadline, where
+    all are looked at, and not by whose call happens to end first."""
+    return timeout_s + _CALL_GRACE_S
 
 
 def each(

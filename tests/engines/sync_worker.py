@@ -51,6 +51,7 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, bend=None,
     from relax_hpc.weights.register import Register
     from relax_hpc.weights.snapshot import SnapshotWriter
     from relax_hpc.weights.staging import Giver
+    from relax_hpc.weights.transport import call_timeout_s
 
     _set_grid(config.actor)
     device = torch.device("cpu")
@@ -73,7 +74,7 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, bend=None,
                 paths,
                 lambda: ids,
                 lambda member: EngineClient(
-                    member.url, member.token, timeout_s=timeout_s, **control
+                    member.url, member.token, timeout_s=call_timeout_s(timeout_s), **control
                 ),
             ),
             plan,

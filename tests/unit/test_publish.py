@@ -1,5 +1,6 @@
 """Who gets which weights: the real publisher over the `files` transport, fake engines."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.weights import members
+from relax_hpc.weights.exchange import MemberError
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.ranks import TrainerRanks
 from relax_hpc.weights.register import Register
 from relax_hpc.weights.roster import Holding, Roster
 from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.transport import behind
 
 
 class FakeEngine:
@@ -150,3 +153,24 @@ def test_a_dead_engine_is_left_out_without_waiting_for_it(house):
     house.start("rollout-0")
     house.start("rollout-1").alive = False
     assert house.publisher().publish(1, weights(1)).members == ["rollout-0"]
+
+
+def test_whoever_does_not_answer_is_behind_a_failed_update_not_whoever_said_so_first():
+    class Engine:
+        def __init__(self, healthy):
+            self.healthy = healthy
+
+        def health(self, timeout_s):
+            return self.healthy
+
+    def member(id):
+        return Member(id, "1", "http://x", "t", 1, "sglang", "HEALTHY")
+
+    with ThreadPoolExecutor(3) as threads:
+        waited, hangs, well = map(member, ("waited", "hangs", "well"))
+        live = {waited: Engine(True), hangs: Engine(False), well: Engine(True)}
+        error = MemberError({waited: "timed out"})
+        assert behind(threads, live, error) == {hangs: "does not answer"}
+        assert behind(threads, live, MemberError({hangs: "timed out"})) == {hangs: "timed out"}
+        live[hangs] = Engine(True)  # everybody answers, so who said that it failed is taken at it
+        assert behind(threads, live, error) == {waited: "timed out"}
