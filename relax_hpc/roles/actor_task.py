@@ -67,6 +67,7 @@ def main(
     if world.rank == 0:
         publisher = Publisher(
             config.weights, register, plan, device=device, ranks=ranks, gather=gather, link=link,
+            waits_for_loads=config.rollout.placement == "actor",
         )  # fmt: skip
         lead = _lead(config, publisher, paths, checkpoints, resumed, shards, events)
 

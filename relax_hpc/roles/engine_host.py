@@ -28,7 +28,7 @@ from relax_hpc.roles.engine_parts import Parts, Seat, on_own_gpus
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members, turn
 from relax_hpc.weights.members import Member, State
-from relax_hpc.weights.roster import Roster
+from relax_hpc.weights.roster import HoldingState, Roster
 
 log = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class EngineHost:
             if time.monotonic() >= read_roster:
                 read_roster = time.monotonic() + _ROSTER_S
                 roster = Roster.read(self._paths)
-                if roster and not roster.done:  # engines do not answer while weights are loaded
+                if self._holding_state(roster) == "SYNCING":  # it need not answer
                     pulse.excuse()
                 if why := self._fenced(roster) or self._parts.end(self._member.epoch):
                     return why
@@ -248,12 +248,16 @@ class EngineHost:
                 )
         return None
 
+    def _holding_state(self, roster: Roster | None) -> HoldingState | None:
+        """Of this very start."""
+        holding = roster.members.get(self._seat.id) if roster else None
+        return holding.state if holding and holding.epoch == self._member.epoch else None
+
     def _fenced(self, roster: Roster | None) -> str | None:
         """Why the weights of this very start are undefined; None if they are not."""
-        holding = roster.members.get(self._seat.id) if roster else None
-        if holding is None or holding.epoch != self._member.epoch or holding.state != "FENCED":
+        if roster is None or self._holding_state(roster) != "FENCED":
             return None
-        return f"was fenced: {holding.reason}"
+        return f"was fenced: {roster.members[self._seat.id].reason}"
 
     def _new_member(self, start: int) -> Member:
         kind, context = self._rollout.engine, self._context

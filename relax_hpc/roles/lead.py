@@ -19,6 +19,7 @@ from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
 from relax_hpc.telemetry.timers import Phase
 from relax_hpc.weights.publish import Published, Publisher
+from relax_hpc.weights.verify import Verified
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class ActorLead:
         self._config, self._events = config, events
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
         self._pace = PaceMeter()
+        self._num_bytes = 0
         self._shards: dict[int, str] = {}
         """guid -> shard, of the prompt groups of this step."""
 
@@ -67,7 +69,12 @@ class ActorLead:
         self.sequencer.check_fenced()
         published = self._publisher.publish(version, tensors, check=self._is_checked(version))
         self.sequencer.advance(step=version, policy_version=version)
+        self._num_bytes = published.num_bytes
         self._note(published)
+        if version == self._config.algorithm.num_steps and not published.again:
+            # Nobody looks for newcomers any more, and the last policy is to be evaluated.
+            published = published._replace(again=self._publisher.wait_for_loads())
+        self._note_loads()
         return published
 
     def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
@@ -110,15 +117,35 @@ class ActorLead:
             times["sync/gb_per_s"] = published.num_bytes / 1e9 / moved
         if "sync/write" in times:
             times["sync/write_gb_per_s"] = published.num_bytes / 1e9 / times["sync/write"]
-        verified = fields.pop("verified")
+        del fields["verified"]
         self._events.emit("publish", step=published.version, **fields, **times)
+        self._note_verified(published.version, published.verified)
+
+    def _note_loads(self) -> None:
+        for loaded in self._publisher.ended_loads():
+            times = {f"sync/{name}": spent for name, spent in loaded.seconds.items()}
+            if times:
+                times["sync/paused"] = sum(loaded.seconds.values())
+                times["sync/gb_per_s"] = self._num_bytes / 1e9 / times["sync/load"]
+            members, fenced = [loaded.member.id], list[str]()
+            if loaded.reason:
+                members, fenced = fenced, members
+            self._events.emit(
+                "loaded", step=loaded.version, version=loaded.version, members=members,
+                fenced=fenced, num_bytes=self._num_bytes, error=loaded.reason,
+                phases=loaded.phases, **times,
+            )  # fmt: skip
+            self._note_verified(loaded.version, loaded.verified)
+
+    def _note_verified(self, version: int, verified: Verified | None) -> None:
         if verified is None:
             return
-        self._events.emit("verify", version=published.version, **verified._asdict())
+        self._events.emit("verify", version=version, **verified._asdict())
         if not verified.equal:
             log.error("engines hold other weights than the trainer: %s", verified)
 
     def _look_for_newcomers(self) -> None:
+        self._note_loads()
         if self._publisher.has_newcomers():
             raise _Newcomers
 

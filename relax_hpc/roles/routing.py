@@ -123,11 +123,10 @@ class EngineSampler:
         self._pool.enlist(await asyncio.to_thread(self._standings, roster))
         if roster is None:
             return False
-        own = [roster.members[name] for name in self._own if name in roster.members]
-        asleep = any(holding.state == "ASLEEP" for holding in own)
-        if asleep:
+        own = {roster.members[name].state for name in self._own if name in roster.members}
+        if "ASLEEP" in own:
             self._served_at = time.monotonic()  # the trainer has its GPUs, and gives them back
-        return asleep or not roster.done
+        return not own.isdisjoint({"ASLEEP", "SYNCING"})
 
     def _standings(self, roster: Roster | None) -> dict[Endpoint, Standing]:
         extra = [name for name in (roster.members if roster else ()) if name.startswith(_EXTRA)]

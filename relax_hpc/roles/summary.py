@@ -112,18 +112,26 @@ def _weight_versions(events: Sequence[Event]) -> dict[str, int]:
     """Newest policy the trainer published, and the newest each member is known to hold."""
     versions: dict[str, int] = {}
     for event in events:
-        if event["event"] in ("publish", "verify"):
-            versions |= dict.fromkeys(["trainer", *event["members"]], event["version"])
+        if event["event"] == "publish":
+            versions["trainer"] = event["version"]
+        if event["event"] in ("publish", "loaded", "verify"):
+            versions |= dict.fromkeys(event["members"], event["version"])
         elif event["event"] == "refresh":  # engines that started since the last publication
             versions |= dict.fromkeys(event["members"], versions.get("trainer", 0))
     return versions
 
 
 def _checksums_equal(events: Sequence[Event]) -> bool | None:
-    """Of the last comparison; a trainer that also knows how engines digest says so itself."""
-    verify = history.newest(events, "verify")
-    if verify is None:
-        return None
+    """Of the last comparison of every engine; None if there was none."""
+    found = dict[str, bool]()
+    for event in events:
+        if event["event"] == "verify":
+            found |= dict.fromkeys(event["members"] or [""], _is_equal(event))
+    return all(found.values()) if found else None
+
+
+def _is_equal(verify: Event) -> bool:
+    """A trainer that also knows how engines digest says so itself."""
     if "equal" in verify:
         return bool(verify["equal"])
     return set(verify["members"].values()) == {verify["trainer"]}

@@ -33,8 +33,8 @@ def publications(events: Sequence[Event]) -> list[Event]:
 
     Where some had a broadcast and others loaded files, the broadcast's.
     """
-    given = [e for e in events if e["event"] == "publish" and e["members"]]
-    given.sort(key=lambda event: event.get("transport") != "files")
+    given = [e for e in events if e["event"] in ("publish", "loaded") and e["members"]]
+    given.sort(key=lambda e: e["event"] == "publish" and e.get("transport") != "files")
     newest = {event["step"]: event for event in given}
     kept = ("event", "step", "time")
     return [

@@ -12,7 +12,7 @@ from relax_hpc.telemetry import history
 from relax_hpc.telemetry.events import Event, read_events
 from relax_hpc.telemetry.timers import Phase
 
-_STANDSTILL = ("pause", "prepare", "wire", "resume")
+_STANDSTILL = ("pause", "prepare", "wire", "load", "resume")
 """Parts of a publication in which engines do not sample."""
 
 
@@ -179,7 +179,7 @@ def _rates(events: Sequence[Event]) -> dict[str, list[Rate]]:
 def _pauses(events: Sequence[Event]) -> dict[str, list[Phase]]:
     found: dict[str, list[Phase]] = defaultdict(list)
     for event in events:
-        if event["event"] != "publish" or not (pause := _pause(event)):
+        if event["event"] not in ("publish", "loaded") or not (pause := _pause(event)):
             continue
         for member in event["members"]:
             found[member].append(pause)

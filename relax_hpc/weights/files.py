@@ -6,7 +6,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -15,14 +15,15 @@ from relax_hpc.comm.orders import Order, Receipt, Task, receipt_file
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
 from relax_hpc.records import read_json
-from relax_hpc.telemetry.timers import Timers
+from relax_hpc.telemetry.timers import Phase, Timers
+from relax_hpc.weights.loads import Loaded, Loads
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.ranks import Rest, TrainerRanks
 from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.snapshot import Snapshot
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.transport import Delivery, answers
-from relax_hpc.weights.verify import Sent
+from relax_hpc.weights.verify import Sent, compare
 
 
 class Load(NamedTuple):
@@ -44,8 +45,14 @@ class FileTransport:
     """
 
     def __init__(
-        self, config: WeightsConfig, threads: ThreadPoolExecutor, ranks: TrainerRanks
+        self,
+        config: WeightsConfig,
+        threads: ThreadPoolExecutor,
+        ranks: TrainerRanks,
+        loads: Loads | None = None,
     ) -> None:
+        """Without `loads`, every delivery waits until engines have loaded."""
+        self._loads = loads
         self._config, self._threads, self._ranks = config, threads, ranks
         self._newest: Snapshot | None = None
         self._by_name = ""
@@ -84,6 +91,11 @@ class FileTransport:
         """Every engine pauses, loads the snapshot and goes on; nobody waits for another."""
         snapshot = self._newest
         assert snapshot
+        sent = Sent(snapshot.manifest.checksums, self._by_name)
+        if self._loads:
+            for member, its in live.items():
+                self._begin(self._loads, member, its, snapshot, sent if check else None)
+            return Delivery({}, {}, {}, sent, resumed=True, begun=list(live))
         loads, failed = answers(
             self._threads,
             live,
@@ -95,7 +107,6 @@ class FileTransport:
             timers.seconds[f"time/{part}"] = max(spent, default=0.0)
         taken = {member: live[member] for member in loads}
         receipts = {member: load.receipts for member, load in loads.items() if load.receipts}
-        sent = Sent(snapshot.manifest.checksums, self._by_name)
         return Delivery(taken, failed, receipts, sent, resumed=True)
 
     def settle(self, outgoing: Outgoing) -> None:
@@ -103,6 +114,25 @@ class FileTransport:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _begin(
+        self, loads: Loads, member: Member, its: Receiver, snapshot: Snapshot, sent: Sent | None
+    ) -> None:
+        """The snapshot stays at least until its end; `sent` is what is to be compared."""
+
+        def load() -> Loaded:
+            start = time.time()
+            with held:
+                done = self._load(member, its, snapshot, check=sent is not None)
+            phases = [Phase("load", start, time.time() - start)]
+            receipts = {member: done.receipts} if done.receipts else {}
+            verified = compare({member: its}, sent, receipts) if sent else None
+            seconds = {"pause": done.pause, "load": done.load, "resume": done.resume}
+            return Loaded(member, snapshot.version, seconds, done.receipts, verified, phases=phases)
+
+        held = ExitStack()
+        held.enter_context(self._used(snapshot.folder))
+        loads.begin(member, snapshot.version, load)
 
     def _load(self, member: Member, its: Receiver, snapshot: Snapshot, *, check: bool) -> Load:
         receipts = list[Receipt]()

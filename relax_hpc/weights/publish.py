@@ -23,6 +23,7 @@ from relax_hpc.weights import switches
 from relax_hpc.weights.collective import CollectiveTransport
 from relax_hpc.weights.files import FileTransport
 from relax_hpc.weights.lanes import LaneLink, LaneTransport
+from relax_hpc.weights.loads import Loaded, Loads
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.ranks import Rest, TrainerRanks
 from relax_hpc.weights.receiver import Receiver
@@ -60,6 +61,8 @@ class Published(NamedTuple):
     """Why no engine could be given it in this way, for the present."""
     phases: Sequence[Phase] = ()
     """When the parts were."""
+    loading: Sequence[str] = ()
+    """Members that have begun to load it, each by itself; see `Publisher.ended_loads`."""
 
 
 class Publisher:
@@ -75,6 +78,7 @@ class Publisher:
         ranks: TrainerRanks,
         link: LaneLink | None = None,
         gather: Gather | None = None,
+        waits_for_loads: bool = True,
     ) -> None:
         """Serves the members in `register`, whether or not they are there yet.
 
@@ -87,11 +91,15 @@ class Publisher:
             link: to members on the trainer's own GPUs, if that is where they are.
             gather: brings buckets of the plan here, which is quicker than to take tensors one by
                 one.
+            waits_for_loads: a publication ends when members have loaded their files, and not when
+                they have begun to.
         """
         self._config, self._register = config, register
         self._ranks, self._link, self._gather = ranks, link, gather
         self._buffers = link.buffers if link else Buffers(plan, device, count=_BUFFERS)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="weights")
+        self._loads = Loads(register, config.timeout_s)
+        self._waits_for_loads = waits_for_loads
         self._transports = dict[Way, Transport]()
         self._failing_since, self._not_before = dict[Way, float](), dict[Way, float]()
         self._next_look = 0.0
@@ -117,7 +125,8 @@ class Publisher:
         """
         register, timers, start = self._register, Timers(), time.perf_counter()
         register.version = version
-        live = self._due(register.live(self._threads))
+        self._loads.expire()
+        live = self._candidates()
         way = next(iter(self._open(live)), None)
         its = {m: r for m, r in live.items() if self._way_of(m) == way}
         outgoing = self._outgoing(way, its, tensors, check=check)
@@ -136,10 +145,12 @@ class Publisher:
                 self._transport(way).settle(outgoing)
         verified = None
         if delivery:
-            _add_times(timers, delivery.receipts)
+            if not delivery.begun:
+                _add_times(timers, delivery.receipts)
             if check and done:
                 verified = compare(done, delivery.sent, delivery.receipts)
-        fenced = [member.id for member in live if register.state(member) == "FENCED"]
+        begun = delivery.begun if delivery else ()
+        fenced = [m.id for m in live if register.state(m) == "FENCED" and m not in begun]
         return Published(
             version,
             sorted(member.id for member in done),
@@ -152,6 +163,7 @@ class Publisher:
             transport=way,
             error=error,
             phases=timers.phases,
+            loading=sorted(member.id for member in begun),
         )
 
     def has_newcomers(self, *, every_s: float = 1.0) -> bool:
@@ -164,9 +176,22 @@ class Publisher:
         if register.version < 0 or time.monotonic() < self._next_look:
             return False
         self._next_look = time.monotonic() + every_s
-        if all(map(register.is_current, register.known())):
+        self._loads.expire()
+        if not any(map(self._lacks, register.known())):
             return False
-        return bool(self._open(self._due(register.live(self._threads))))
+        return bool(self._open(self._candidates()))
+
+    def ended_loads(self) -> list[Loaded]:
+        """How loads ended that publications had begun: all since it was last asked."""
+        return self._loads.ended()
+
+    def wait_for_loads(self) -> bool:
+        """Returns when no member loads any more.
+
+        Returns:
+            Whether some do not hold the version, and have to be given it in a further publication.
+        """
+        return self._loads.wait() and bool(self._open(self._candidates()))
 
     def close(self) -> None:
         for transport in self._transports.values():
@@ -200,7 +225,8 @@ class Publisher:
     def _make_transport(self, way: Way) -> Transport:
         config, paths, threads = self._config, self._register.paths, self._threads
         if way == "files":
-            return FileTransport(config, threads, self._ranks)
+            loads = None if self._waits_for_loads else self._loads
+            return FileTransport(config, threads, self._ranks, loads)
         if way == "lanes":
             assert self._link
             return LaneTransport(self._link, threads, self._ranks)
@@ -209,8 +235,7 @@ class Publisher:
 
     def _open(self, live: Iterable[Member]) -> list[Way]:
         """Ways in which somebody is still to be given the version, the quickest first."""
-        is_current = self._register.is_current
-        wanted = {self._way_of(member) for member in live if not is_current(member)}
+        wanted = {self._way_of(member) for member in live if self._lacks(member)}
         now = time.monotonic()
         return [way for way in WAYS if way in wanted and now >= self._not_before.get(way, now)]
 
@@ -228,6 +253,15 @@ class Publisher:
             raise problem
         log.error("%s; engines keep what they have; tried again in %.0f s", problem, _RETRY_S)
         return str(problem)
+
+    def _lacks(self, member: Member) -> bool:
+        """Whether it is to be given the version, and does not get it already."""
+        # In this order: what the register says is true as soon as it does not load any more.
+        return not self._loads.has(member) and not self._register.is_current(member)
+
+    def _candidates(self) -> dict[Member, Receiver]:
+        """Those that could be given the version now."""
+        return self._due(self._register.live(self._threads, without=self._loads.has))
 
     def _due(self, live: dict[Member, Receiver]) -> dict[Member, Receiver]:
         """Those that are not ahead of this trainer.
@@ -261,10 +295,10 @@ class Publisher:
         transport.stage(register.version, outgoing, timers)
         self._failing_since.pop(way, None)
         if way == "files":  # each for itself, so those that have it are left alone
-            its = {m: r for m, r in its.items() if not register.is_current(m)}
+            its = {m: r for m, r in its.items() if self._lacks(m)}
         for member in its:
             register.note(member, "SYNCING")
-        register.write(done=False)
+        register.write()
         delivery = Delivery({}, {}, {}, Sent([], ""))
         # Where each goes on by itself it needs all of its memory before.
         first = MEMORY if way == "files" else MEMORY[:1]
@@ -281,8 +315,7 @@ class Publisher:
         for member in done:
             register.note(member, "ACTIVE")
         self._note_switches(done, delivery.receipts)
-        # Those that are to be given it again hold half of it until then.
-        register.write(done=all(register.state(member) != "SYNCING" for member in its))
+        register.write()  # those that are to be given it again stay SYNCING until then
         return done, delivery
 
     def _note_switches(self, done: Iterable[Member], receipts: dict[Member, list[Receipt]]) -> None:

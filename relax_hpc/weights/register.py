@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import RLock
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.weights import members
@@ -20,7 +21,10 @@ Key = tuple[str, str]
 
 
 class Register:
-    """Members of a run, by id and epoch: one that was restarted is another one."""
+    """Members of a run, by id and epoch: one that was restarted is another one.
+
+    Threads in which members load (`weights.loads`) note how that ended.
+    """
 
     def __init__(
         self,
@@ -41,6 +45,7 @@ class Register:
         self._holdings: dict[Key, Holding] = {}
         self._clients: dict[Key, Receiver] = {}
         self._released: dict[Key, list[str]] = {}
+        self._lock = RLock()
         last = Roster.read(paths)
         its = last.members.items() if last else ()
         self._torn = {(name, h.epoch) for name, h in its if h.state == "SYNCING"}
@@ -71,42 +76,55 @@ class Register:
         found = (members.find(self.paths, member) for member in self._ids())
         return [member for member in found if member is not None]
 
-    def live(self, threads: ThreadPoolExecutor) -> dict[Member, Receiver]:
-        """Those that answer, without the fenced ones."""
-        candidates = {m: self.client(m) for m in self.known() if self.state(m) != "FENCED"}
+    def live(
+        self, threads: ThreadPoolExecutor, *, without: Callable[[Member], bool] = lambda _: False
+    ) -> dict[Member, Receiver]:
+        """Those that answer, without the fenced ones, and others that are not to be asked."""
+        candidates = {
+            member: self.client(member)
+            for member in self.known()
+            if self.state(member) != "FENCED" and not without(member)
+        }
         answers = list(threads.map(lambda r: r.health(HEALTH_S), candidates.values()))
         return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
 
     def client(self, member: Member) -> Receiver:
-        if _key(member) not in self._clients:
-            self._clients[_key(member)] = self._connect(member)
-        return self._clients[_key(member)]
+        if key_of(member) not in self._clients:
+            self._clients[key_of(member)] = self._connect(member)
+        return self._clients[key_of(member)]
 
     def state(self, member: Member) -> HoldingState | None:
         """None if it was never given anything."""
-        holding = self._holdings.get(_key(member))
+        holding = self._holdings.get(key_of(member))
         return holding.state if holding else None
 
     def is_torn(self, member: Member) -> bool:
         """Whether the trainer before died while it updated it: what it holds is undefined."""
-        return _key(member) in self._torn
+        return key_of(member) in self._torn
 
     def holds(self) -> list[int | None]:
         """Versions of those that are active."""
-        return [h.version for h in self._holdings.values() if h.state == "ACTIVE"]
+        with self._lock:
+            return [h.version for h in self._holdings.values() if h.state == "ACTIVE"]
 
     def is_current(self, member: Member) -> bool:
         """Whether nothing is to be done about it until the next version."""
-        holding = self._holdings.get(_key(member))
+        holding = self._holdings.get(key_of(member))
         if holding is None:
             return False
         return holding.state == "FENCED" or holding.version == self.version
 
-    def note(self, member: Member, state: HoldingState, reason: str = "") -> None:
-        version = self.version if state == "ACTIVE" else None
-        self._holdings[_key(member)] = Holding(member.epoch, version, state, reason)
+    def note(
+        self, member: Member, state: HoldingState, reason: str = "", *, version: int | None = None
+    ) -> None:
+        """`version` is that of an ACTIVE one, if it is not the newest."""
+        held = self.version if version is None else version
+        with self._lock:
+            self._holdings[key_of(member)] = Holding(
+                member.epoch, held if state == "ACTIVE" else None, state, reason
+            )
         if state == "ASLEEP":
-            self._released[_key(member)] = list(MEMORY)
+            self._released[key_of(member)] = list(MEMORY)
 
     def fence(self, member: Member, reason: str) -> None:
         """Leaves it out until its owner has started it again."""
@@ -115,17 +133,19 @@ class Register:
 
     def lacks(self, member: Member, tag: str) -> bool:
         """Whether it has released that memory, and not taken it back."""
-        return tag in self._released.get(_key(member), ())
+        return tag in self._released.get(key_of(member), ())
 
     def note_back(self, member: Member, tag: str) -> None:
-        self._released[_key(member)].remove(tag)
+        self._released[key_of(member)].remove(tag)
 
-    def write(self, *, done: bool) -> None:
+    def write(self) -> None:
         """Publishes the roster."""
         known = set(self._ids())
-        newest = {name: h for (name, _), h in self._holdings.items() if name in known}
-        Roster(self.version, done, newest).write(self.paths)
+        with self._lock:
+            newest = {name: h for (name, _), h in self._holdings.items() if name in known}
+            done = all(holding.state != "SYNCING" for holding in newest.values())
+            Roster(self.version, done, newest).write(self.paths)
 
 
-def _key(member: Member) -> Key:
+def key_of(member: Member) -> Key:
     return member.id, member.epoch

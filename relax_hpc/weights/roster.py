@@ -16,7 +16,8 @@ class Holding:
     epoch: str
     """Of the member record that this is about."""
     version: int | None
-    """Policy version; None while it is undefined."""
+    """Policy version; None while it is undefined. That of an engine which takes long to load may
+    be older than the roster's."""
     state: HoldingState
     """SYNCING: its weights or its memory are being changed. ASLEEP: it has given its memory to the
     trainer on its GPUs. FENCED: the weights are undefined, and stay so until its owner has
@@ -27,12 +28,12 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The state after, or during, the last update of weights."""
+    """The state after, or during, updates of weights."""
 
     version: int
     """The newest policy version that engines were given."""
     done: bool
-    """False while that update is under way: engines may not answer, and pause."""
+    """False while an engine is SYNCING: it pauses, and may not answer."""
     members: dict[str, Holding] = field(default_factory=dict)
 
     def serves(self, member: str, epoch: str) -> bool:

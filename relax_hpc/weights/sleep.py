@@ -65,7 +65,7 @@ class Sleep:
         }
         for member in awake:
             register.note(member, "SYNCING")
-        register.write(done=not awake)
+        register.write()
         slept, failed = each(
             self._threads, awake, lambda its: self._release(its, notice_s), 2 * self._timeout_s
         )
@@ -73,7 +73,7 @@ class Sleep:
             register.note(member, "ASLEEP")
         for member, reason in failed.items():
             register.fence(member, reason)
-        register.write(done=True)
+        register.write()
         self._wait_for_ends()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """What every way of bringing weights to engines has in common."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -36,6 +36,8 @@ class Delivery(NamedTuple):
     """What `receipts` are compared with."""
     resumed: bool = False
     """Whether those that hold it go on already."""
+    begun: Sequence[Member] = ()
+    """Take it by themselves, and `weights.loads` knows of it."""
 
 
 class Transport(Protocol):

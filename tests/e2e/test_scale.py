@@ -143,7 +143,8 @@ def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
         assert [row["id"] for row in now["extras"]] == ["extra-1", "extra-2"]
         wait_until(run_dir, has_done(now["progress"]["steps_done"] + 1), 300)
         given = events_of(run_dir, "actor", "publish")
-        assert [e for e in given if (e["transport"], e["members"]) == ("files", ["extra-2"])]
+        assert [e for e in given if (e["transport"], e["loading"]) == ("files", ["extra-2"])]
+        assert [e for e in events_of(run_dir, "actor", "loaded") if e["members"] == ["extra-2"]]
         assert all(e["members"] == ["rollout-0"] for e in given if e["transport"] == "collective")
         assert all(e["equal"] for e in events_of(run_dir, "actor", "verify"))
     finally:

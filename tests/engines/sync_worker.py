@@ -32,7 +32,9 @@ class PoolWorld(FixedWorld):
         dist.barrier()
 
 
-def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, bend=None, **control):
+def open_publisher(
+    config, ids, bucket_bytes, timeout_s, lanes=False, bend=None, waits_for_loads=True, **control
+):
     """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`.
 
     With `lanes` the engines are on the ranks' own GPUs, as it were. With `bend` the first tensor is
@@ -82,6 +84,7 @@ def open_publisher(config, ids, bucket_bytes, timeout_s, lanes=False, bend=None,
             ranks=ranks,
             link=link,
             gather=gather,
+            waits_for_loads=waits_for_loads,
         )
 
 
@@ -113,9 +116,20 @@ def publish(version, folder, check):
     return published._asdict() | {"verified": published.verified and published.verified._asdict()}
 
 
-def hold(place, reached, released):
+def wait_for_loads():
+    """On rank 0: whether somebody lacks the version; (id, version, equal) of loads that ended."""
+    if publisher := _state.get("publisher"):
+        lacks = publisher.wait_for_loads()
+        return lacks, [
+            (ended.member.id, ended.version, ended.verified and ended.verified.equal)
+            for ended in publisher.ended_loads()
+        ]
+    return None
+
+
+def hold(place, reached, released, url=None):
     """Makes the next publication stop at a place: it makes the file `reached` there, and goes on
-    when `released` is there."""
+    when `released` is there. With `url` only what is done with that engine."""
     from relax_hpc.engines.client import EngineClient
     from relax_hpc.weights.staging import Outgoing
 
@@ -141,9 +155,10 @@ def hold(place, reached, released):
                 stop()
             yield transfer
 
-    def call(*args):
-        stop()
-        return plain(*args)
+    def call(client, *args):
+        if url in (None, client.url):
+            stop()
+        return plain(client, *args)
 
     setattr(owner, name, send if place == "in" else call)
 

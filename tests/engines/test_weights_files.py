@@ -154,3 +154,39 @@ def test_an_engine_killed_while_it_loads_is_fenced_and_the_other_goes_on(house):
         done = publish(ranks, house, 17, check=True)
         assert (done["members"], done["again"]) == (house.ids[:1], False)
         assert done["verified"]["equal"]
+
+
+def test_one_that_loads_slowly_holds_up_neither_the_trainer_nor_the_other(house):
+    epoch = house.announce("collective", "files")
+    fast, slow = house.ids
+    reached, released = (house.paths.root / name for name in ("reached", "released"))
+    for file in (reached, released):
+        file.unlink(missing_ok=True)
+    with trainer(house, waits_for_loads=False) as ranks:
+        ranks.call(
+            sync_worker.hold, place="loading", reached=reached, released=released,
+            url=house.engines[1].url,
+        )  # fmt: skip
+        assert publish(ranks, house, 1)["members"] == [fast]
+        done = publish(ranks, house, 1)
+        assert (done["members"], done["loading"], done["again"]) == ([], [slow], False)
+        wait_until(reached.exists)
+        for version in (2, 3):
+            done = publish(ranks, house, version)
+            assert (done["members"], done["loading"], done["again"]) == ([fast], [], False)
+            assert house.roster.serves(fast, epoch)
+            assert house.roster.members[slow].state == "SYNCING"
+        assert snapshots(house) == ["v000001"]  # nobody is there to load another one
+        released.touch()
+        lacks, ended = ranks.call(sync_worker.wait_for_loads)[0]
+        assert (lacks, ended) == (True, [(slow, 1, None)])
+        assert house.versions == [3, 1]
+        held = house.roster.members[slow]
+        assert (held.state, held.version, house.roster.serves(slow, epoch)) == ("ACTIVE", 1, False)
+        done = publish(ranks, house, 3, check=True)
+        assert (done["members"], done["loading"]) == ([], [slow])
+        assert ranks.call(sync_worker.wait_for_loads)[0] == (False, [(slow, 3, True)])
+    assert house.versions == [3, 3]
+    assert house.roster.serves(slow, epoch)
+    checksums = {engine.client().checksum() for engine in house.engines}
+    assert len(checksums) == 1

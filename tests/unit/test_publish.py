@@ -1,5 +1,7 @@
 """Who gets which weights: the real publisher over the `files` transport, fake engines."""
 
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,6 +29,9 @@ class FakeEngine:
     def __init__(self, version=0):
         self.held, self.calls, self.alive, self.broken = version, [], True, False
         self.weight = None
+        self.gate = threading.Event()
+        """Of loading."""
+        self.gate.set()
 
     def health(self, timeout_s):
         return self.alive
@@ -44,6 +49,7 @@ class FakeEngine:
         return "x"
 
     def update_weights_from_disk(self, path, version):
+        assert self.gate.wait(60)
         if self.broken:
             raise EngineError("broken")
         [file] = Path(path).glob("*.safetensors")
@@ -64,10 +70,10 @@ def house(tmp_path):
         def __init__(self):
             self.engines, self.paths = engines, paths
 
-        def publisher(self):
+        def publisher(self, *, timeout_s=300, waits_for_loads=True):
             specs, world = [Spec("w", torch.float32, ())], SoloWorld()
             return Publisher(
-                WeightsConfig(),
+                WeightsConfig(timeout_s=timeout_s),
                 Register(
                     paths,
                     lambda: ["rollout-0", "rollout-1"],
@@ -76,7 +82,22 @@ def house(tmp_path):
                 BucketPlan.of(specs, 1 << 30),
                 device=torch.device("cpu"),
                 ranks=TrainerRanks(world, SnapshotWriter(paths.weights, specs, world, model), {}),
+                waits_for_loads=waits_for_loads,
             )
+
+        def holds(self, member):
+            holding = Roster.read(paths).members[member]
+            return holding.state, holding.version
+
+        def wait_for(self, member, *state):
+            deadline = time.monotonic() + 30
+            while self.holds(member) != state:
+                assert time.monotonic() < deadline, self.holds(member)
+                time.sleep(0.01)
+
+        @property
+        def snapshots(self):
+            return sorted(path.name[:7] for path in paths.weights.iterdir())
 
         def start(self, member, epoch="1", version=0):
             engines[member, epoch] = FakeEngine(version)
@@ -174,3 +195,53 @@ def test_whoever_does_not_answer_is_behind_a_failed_update_not_whoever_said_so_f
         assert behind(threads, live, MemberError({hangs: "timed out"})) == {hangs: "timed out"}
         live[hangs] = Engine(True)  # everybody answers, so who said that it failed is taken at it
         assert behind(threads, live, error) == {waited: "timed out"}
+
+
+def test_versions_go_on_while_one_loads_and_it_skips_to_the_newest_when_it_is_done(house):
+    fast, slow = house.start("rollout-0"), house.start("rollout-1")
+    slow.gate.clear()
+    publisher = house.publisher(waits_for_loads=False)
+    for version in range(1, 6):
+        published = publisher.publish(version, weights(version))
+        names = ["rollout-0", "rollout-1"] if version == 1 else ["rollout-0"]
+        assert (published.loading, published.members, published.again) == (names, [], False)
+        house.wait_for("rollout-0", "ACTIVE", version)  # although the publisher does nothing
+        assert house.holds("rollout-1") == ("SYNCING", None)
+        assert not publisher.has_newcomers(every_s=0)
+    assert house.snapshots == ["v000001", "v000004", "v000005"]  # that of the slow one stays
+    slow.gate.set()
+    house.wait_for("rollout-1", "ACTIVE", 1)
+    assert not Roster.read(house.paths).serves("rollout-1", "1")
+    assert publisher.has_newcomers(every_s=0)
+    assert publisher.publish(5, weights(5)).loading == ["rollout-1"]
+    assert not publisher.wait_for_loads()
+    assert slow.calls == ["pause", "v1", "resume", "pause", "v5", "resume"]
+    assert (slow.weight, fast.weight, fast.calls.count("v5")) == (5, 5, 1)
+    ended = [(each.member.id, each.version, each.reason) for each in publisher.ended_loads()]
+    others = [("rollout-0", version, "") for version in range(1, 6)]
+    assert ended == [*others, ("rollout-1", 1, ""), ("rollout-1", 5, "")]
+    publisher.publish(6, weights(6))
+    assert house.snapshots == ["v000005", "v000006"]
+
+
+def test_a_load_that_fails_or_takes_too_long_fences_its_engine_and_nobody_waits_for_it(house):
+    bad, slow = house.start("rollout-0"), house.start("rollout-1")
+    bad.broken = True
+    slow.gate.clear()
+    publisher = house.publisher(timeout_s=2, waits_for_loads=False)
+    assert publisher.publish(1, weights(1)).loading == ["rollout-0", "rollout-1"]
+    house.wait_for("rollout-0", "FENCED", None)
+    assert not publisher.wait_for_loads()
+    assert house.holds("rollout-1") == ("FENCED", None)
+    reasons = {each.member.id: each.reason for each in publisher.ended_loads()}
+    assert reasons == {"rollout-0": "broken", "rollout-1": "has not loaded v1 within 2 s"}
+    slow.gate.set()
+    while slow.calls != ["pause", "v1", "resume"]:
+        time.sleep(0.01)
+    assert publisher.ended_loads() == []  # too late
+    assert house.holds("rollout-1") == ("FENCED", None)
+    house.start("rollout-1", epoch="2")
+    assert publisher.has_newcomers(every_s=0)
+    assert publisher.publish(1, weights(1)).loading == ["rollout-1"]
+    assert not publisher.wait_for_loads()
+    assert house.holds("rollout-1") == ("ACTIVE", 1)

@@ -154,7 +154,7 @@ def test_an_engine_whose_trainer_died_while_it_fell_asleep_is_fenced(house):
     engine = house.start("rollout-0", FakeSleeper())
     asleep, _ = house.trainer()
     asleep._register.note(members.find(house.paths, "rollout-0"), "SYNCING")
-    asleep._register.write(done=False)
+    asleep._register.write()
     follower, _ = house.trainer()
     with pytest.raises(PeerTimeoutError, match="rollout-0"):
         follower.fall_asleep()

@@ -135,6 +135,28 @@ def test_the_last_comparison_of_weights_counts(paths, members, told, equal):
     assert summary.summarize(paths.root)["checksums_equal"] is equal
 
 
+def test_every_engine_counts_that_loads_by_itself_and_a_late_one_does_not_turn_the_trainer_back(
+    paths,
+):
+    def loaded(version, member, equal):
+        told = {"version": version, "trainer": "x", "members": {member: "x" if equal else "y"}}
+        return ("loaded", {"version": version, "members": [member]}), ("verify", told)
+
+    emit(
+        paths, "actor",
+        ("publish", {"version": 1, "members": [], "loading": ["fast", "slow"]}),
+        *loaded(1, "fast", True),
+        ("publish", {"version": 2, "members": [], "loading": ["fast"]}),
+        *loaded(1, "slow", False),
+        *loaded(2, "fast", True),
+    )  # fmt: skip
+    found = summary.summarize(paths.root)
+    assert found["weight_versions"] == {"trainer": 2, "fast": 2, "slow": 1}
+    assert found["checksums_equal"] is False
+    emit(paths, "actor", *loaded(2, "slow", True))
+    assert summary.summarize(paths.root)["checksums_equal"] is True
+
+
 def test_what_is_written_is_what_is_returned_with_both_pictures(paths):
     write_json(paths.summary, {"old": True})
     emit(paths, "actor", ("step", {"step": 1, "reward/mean": 0.5}))

@@ -85,6 +85,17 @@ def test_of_a_step_that_was_trained_again_the_newest_phases_count(run_dir):
     assert [tuple(pause) for pause in whole.pauses["b"]] == [("update", 9.1, pytest.approx(0.7))]
 
 
+def test_an_engine_that_loads_by_itself_stands_still_meanwhile(tmp_path):
+    run = tmp_path / "run"
+    write(run, [
+        timed(1, 10.0, step=5.0),
+        publish(1, 6.0, [], ("write", 5.5, 0.4)),
+        event("loaded", 9.0, step=1, members=["slow"], phases=[["load", 6.0, 2.5]]),
+    ])  # fmt: skip
+    [pause] = timeline.read(run).pauses["slow"]
+    assert tuple(pause) == ("update", 6.0, 2.5)
+
+
 def test_steps_that_are_not_there_are_named_with_those_that_are(run_dir, tmp_path):
     with pytest.raises(ConfigError, match="no steps from 7 to the newest; steps 1 to 3 are done"):
         timeline.read(run_dir, first=7)

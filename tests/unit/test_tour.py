@@ -121,6 +121,12 @@ class FakePublisher:
     def has_newcomers(self):
         return False
 
+    def ended_loads(self):
+        return []
+
+    def wait_for_loads(self):
+        return False
+
     def close(self):
         pass
 

@@ -1,0 +1,107 @@
+"""Loads of snapshots that nobody waits for: an engine on a slow network keeps nobody else."""
+
+import time
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import NamedTuple
+
+from relax_hpc.comm.orders import Receipt
+from relax_hpc.errors import EngineError
+from relax_hpc.telemetry.timers import Phase
+from relax_hpc.weights import switches
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.register import Key, Register, key_of
+from relax_hpc.weights.verify import Verified
+
+_POLL_S = 0.05
+
+
+class Loaded(NamedTuple):
+    """How a load ended."""
+
+    member: Member
+    version: int
+    """That was loaded, which need not be the newest any more."""
+    seconds: dict[str, float]
+    """Of its parts."""
+    receipts: list[Receipt]
+    """Of the member's ranks, if they were asked and can tell."""
+    verified: Verified | None
+    reason: str = ""
+    """Why the member is fenced; empty if it holds the version."""
+    phases: Sequence[Phase] = ()
+    """When it was."""
+
+
+class _UnderWay(NamedTuple):
+    member: Member
+    version: int
+    deadline: float
+
+
+class Loads:
+    """Each is made by a thread, which says in the roster at once how it ended: engines that have
+    loaded are of use while the trainer trains. Lives in rank 0 of the trainer."""
+
+    def __init__(self, register: Register, timeout_s: float) -> None:
+        """Changes what is said there of members that load, and of nobody else."""
+        self._register, self._timeout_s = register, timeout_s
+        self._under_way = dict[Key, _UnderWay]()
+        self._lock = Lock()
+        self._ended: SimpleQueue[Loaded] = SimpleQueue()
+
+    def begin(self, member: Member, version: int, load: Callable[[], Loaded]) -> None:
+        """Has a member that is SYNCING load `version`; what fails in `load` fences it."""
+        deadline = time.monotonic() + self._timeout_s
+        with self._lock:
+            self._under_way[key_of(member)] = _UnderWay(member, version, deadline)
+        # A trainer that fails does not stay for the sake of a load.
+        Thread(target=self._run, args=(member, version, load), daemon=True).start()
+
+    def has(self, member: Member) -> bool:
+        """Whether it loads at present."""
+        with self._lock:  # not between the end of a load and what the register says of it
+            return key_of(member) in self._under_way
+
+    def expire(self) -> None:
+        """Fences members that have loaded for too long."""
+        with self._lock:
+            now = time.monotonic()
+            for late in [each for each in self._under_way.values() if now > each.deadline]:
+                reason = f"has not loaded v{late.version} within {self._timeout_s:.0f} s"
+                self._end(Loaded(late.member, late.version, {}, [], None, reason))
+
+    def wait(self) -> bool:
+        """Returns when nobody loads, after `timeout_s` at most; whether there was anybody."""
+        waited = False
+        while self._under_way:
+            waited = True
+            self.expire()
+            time.sleep(_POLL_S)
+        return waited
+
+    def ended(self) -> list[Loaded]:
+        """Those that ended since it was last asked."""
+        return [self._ended.get() for _ in range(self._ended.qsize())]
+
+    def _run(self, member: Member, version: int, load: Callable[[], Loaded]) -> None:
+        try:
+            loaded = load()
+            if member.takes_orders:
+                switches.note(self._register.paths, member, version, loaded.receipts)
+        except (EngineError, OSError) as error:
+            loaded = Loaded(member, version, {}, [], None, str(error))
+        with self._lock:
+            if key_of(member) in self._under_way:  # else it came too late
+                self._end(loaded)
+
+    def _end(self, loaded: Loaded) -> None:
+        register, member = self._register, loaded.member
+        if loaded.reason:
+            register.fence(member, loaded.reason)
+        else:
+            register.note(member, "ACTIVE", version=loaded.version)
+        register.write()
+        self._ended.put(loaded)
+        del self._under_way[key_of(member)]
