@@ -24,7 +24,7 @@ demo: setup
 	$(BIN)/relax-hpc submit jobs/demo.toml --local --follow --set name=$$($(BIN)/python tests/free_name.py runs $(NAME))
 
 test: setup setup-packages check
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 soak: setup
 	$(BIN)/pytest -m soak -s tests/bus

@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 
 LOCAL_SLURM = Path(__file__).parents[1] / "slurm" / "local_slurm.sh"
+LONGEST_FIRST = ("e2e", "slurm", "bus", "engines", "unit")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first: at the end, no worker waits for the one that has the last."""
+    folders = Path(__file__).parent
+    places = {folders / name: place for place, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: places.get(item.path.parent, len(places)))
 
 
 @pytest.fixture(scope="session")

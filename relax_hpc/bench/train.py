@@ -302,17 +302,25 @@ def _on_ranks(task: Task) -> list[Figures]:
     # Megatron's tensor parallelism overlaps only if kernels start in the order they were launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    from relax_hpc.bench import train_rank
-
     context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=train_rank.run, args=(rank, task), daemon=False)
+        context.Process(target=_on_rank, args=(rank, task), daemon=False)
         for rank in range(task.config.actor.world_size)
     ]
     run_to_end(ranks)
     if not task.results.exists():
         raise ConfigError("a rank failed; its error is above")
     return [Figures(**figures) for figures in json.loads(task.results.read_text())]
+
+
+def _on_rank(rank: int, task: Task) -> None:
+    """Imports Megatron-core as a task of a run does, and only here."""
+    from relax_hpc.engines.megatron import cpu
+
+    cpu.install()
+    from relax_hpc.bench import train_rank
+
+    train_rank.run(rank, task)
 
 
 def run_to_end(ranks: Sequence[SpawnProcess]) -> None:

@@ -24,7 +24,7 @@ from relax_hpc.engines.load import num_requests
 from relax_hpc.paths import RunPaths
 from relax_hpc.weights import members
 
-STEPS, PROMPTS, SIBLINGS = 48, 32, 8
+STEPS, PROMPTS, SIBLINGS = 36, 32, 8
 
 
 def submit_small(tiny, run_root, *, local, **settings):
@@ -33,6 +33,7 @@ def submit_small(tiny, run_root, *, local, **settings):
         "rollout.resources.max_nodes": 2,
         "algorithm.num_steps": STEPS,
         "algorithm.prompts_per_step": PROMPTS,
+        "algorithm.epochs_per_step": 1,
         "rollout.samples_per_prompt": SIBLINGS,
         "rollout.groups_per_shard": 8,
         "actor.save_every": 1000,

@@ -52,6 +52,7 @@ def engines(start):
 def pair(engines, checkpoints):
     """Two engines with policy 0; they start slowly, so tests share them."""
     for engine in engines:
+        engine.client().resume()  # a test that fails may leave one paused
         engine.client().update_weights_from_disk(str(checkpoints[0]), 0)
     return engines
 
