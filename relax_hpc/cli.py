@@ -278,6 +278,10 @@ def bench_sync(
     updates: Annotated[int, typer.Option(help="Versions after version 0.", min=1)] = 10,
     in_flight: Annotated[int, typer.Option(help="Requests per engine.", min=1)] = 64,
     logprobs: Annotated[bool, typer.Option(help="Compare engine and trainer, too.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between updates.", min=0)] = 1.0,
+    undisturbed: Annotated[
+        bool, typer.Option(help="Compare tokens/s with as long without updates.")
+    ] = False,
     colocated: Annotated[bool, typer.Option(help="On the same GPUs, in turn.")] = False,
     overrides: Annotated[list[str], typer.Option("--set", help="section.key=value of a job.")] = [],  # noqa: B006
     json_file: JsonFile = None,
@@ -290,8 +294,8 @@ def bench_sync(
     grid = grid_of(dp=dp, tp=tp, pp=pp, ep=ep)
     figures = sync.measure(
         shape, grid, kind=engine, engines=engines, engine_tp=engine_tp,
-        updates=updates, in_flight=in_flight, compare_logprobs=logprobs, overrides=overrides,
-        colocated=colocated, python=python,
+        updates=updates, in_flight=in_flight, compare_logprobs=logprobs, every_s=every,
+        compare_load=undisturbed, overrides=overrides, colocated=colocated, python=python,
     )  # fmt: skip
     typer.echo(sync.show(figures, json_file))
 

@@ -5,15 +5,12 @@ engines that sample all the time. Of a shape nothing but a config.json is writte
 weights, and the engines' are replaced by version 0.
 """
 
-import asyncio
-import itertools
 import json
 import multiprocessing
 import os
 import secrets
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,15 +19,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from relax_hpc.bench import train, wire
 from relax_hpc.bench.report import machine
+from relax_hpc.bench.steady_load import SteadyLoad, steady_load
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.child import EngineProcess
-from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.process import start_engine
-from relax_hpc.errors import ConfigError, EngineError
+from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides
 from relax_hpc.launch import preflight
 from relax_hpc.paths import RunPaths
@@ -40,7 +35,8 @@ from relax_hpc.weights.members import Member
 
 LOGPROB_VERSIONS = (0, 1, 10)
 """After which the engines' logprobs are compared with the trainer's."""
-_PROMPT_TOKENS = 64
+_FEWEST = 3
+"""Updates between which engines are looked at."""
 ATTEMPT = "1"
 """Of the engines' start."""
 _SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF"
@@ -67,6 +63,8 @@ class Task(NamedTuple):
     updates: int
     first_gpu_of_engines: int
     compare_logprobs: bool
+    every_s: float
+    """From the end of an update to the next."""
 
     @property
     def is_colocated(self) -> bool:
@@ -94,6 +92,8 @@ class Update:
     """From the first tensor that was gathered to the last engine that resumed."""
     parts: dict[str, float]
     """`sync/...` of docs/architecture.md."""
+    began: float = 0.0
+    """Seconds since the epoch."""
     falling_asleep: float = 0.0
     """Before it, of engines on the trainer's GPUs."""
     free_gib: tuple[float, float] | None = None
@@ -130,7 +130,9 @@ class Figures:
     failed: int = 0
     """Requests that ended in an error."""
     tokens_per_s: float = 0.0
-    """That the engines sampled meanwhile."""
+    """That the engines sampled meanwhile, from the second update to the last; 0 if not measured."""
+    undisturbed_tokens_per_s: float = 0.0
+    """And for as long without updates."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -144,6 +146,8 @@ def measure(
     updates: int = 10,
     in_flight: int = 64,
     compare_logprobs: bool = False,
+    every_s: float = 1.0,
+    compare_load: bool = False,
     colocated: bool = False,
     overrides: Sequence[str] = (),
     python: str | None = None,
@@ -156,6 +160,9 @@ def measure(
         kind: of the engines, sglang or embedded.
         engines: each on `engine_tp` GPUs after the trainer's.
         in_flight: requests that each engine has all the time.
+        compare_logprobs: of engine and trainer, after some versions.
+        every_s: from the end of an update to the next.
+        compare_load: lets the engines sample for as long again without updates.
         colocated: engines are on the trainer's GPUs, sleep before every version, and have no
             requests.
         overrides: `section.key=value` of the job.
@@ -168,8 +175,9 @@ def measure(
 
     gpus = torch.cuda.device_count()
     task = _task(
-        shape, grid, kind, engines, engine_tp, updates, compare_logprobs, colocated, overrides
-    )
+        shape, grid, kind, engines, engine_tp, updates, compare_logprobs, every_s, colocated,
+        overrides,
+    )  # fmt: skip
     if colocated:
         preflight.check_turns(task.config)
         in_flight = 0
@@ -182,20 +190,25 @@ def measure(
         task = task._replace(config=_with_model(config, shape, folder))
         has_wire = gpus and not colocated
         speed = wire.measure([0, *range(task.first_gpu_of_engines, needed)]) if has_wire else 0.0
-        with _engines(task, python) as running, _load(running, in_flight, task) as load:
+        with (
+            _engines(task, python) as running,
+            steady_load(_load_of(task, running, in_flight)) as load,
+        ):
             _run_ranks(task)
-        found = json.loads(task.results.read_text())
+            found = json.loads(task.results.read_text())
+            done = [Update(**update) for update in found["updates"]]
+            speeds = _speeds(load, done, every_s) if compare_load and in_flight else _NO_SPEEDS
     return Figures(
         shape,
         train.grid_name(task.config.actor),
         f"{engines} {kind}, tp{engine_tp}",
         in_flight,
-        [Update(**update) for update in found["updates"]],
+        done,
         [Gap(**gap) for gap in found["gaps"]],
         found["equal"],
         speed,
         load.failed,
-        load.tokens_per_s,
+        *speeds,
     )
 
 
@@ -230,9 +243,14 @@ def _summary(figures: Figures) -> list[str]:
         f"{figures.shape}, trainer {figures.trainer} -> {figures.engines}, {size:.2f} GB, "
         f"{figures.in_flight} requests in flight: paused {1e3 * paused:.1f} ms, total "
         f"{1e3 * total:.1f} ms ({total / paused:.2f} x), {size / wire_s:.0f} GB/s",
-        f"{figures.tokens_per_s:.0f} tokens/s sampled, {figures.failed} requests failed, "
-        f"weights {'equal' if figures.equal else 'DIFFER'}",
+        f"{figures.failed} requests failed, weights {'equal' if figures.equal else 'DIFFER'}",
     ]
+    if calm := figures.undisturbed_tokens_per_s:
+        span = (later[-1].began - later[0].began) / (len(later) - 1)
+        lines.append(
+            f"engines: {figures.tokens_per_s:.0f} tokens/s with an update every {span:.1f} s, "
+            f"{calm:.0f} without: {figures.tokens_per_s / calm:.3f}"
+        )
     if memory := [update.free_gib for update in later if update.free_gib]:
         before, after = memory[-1]
         parts = {
@@ -273,6 +291,7 @@ def _task(
     engine_tp: int,
     updates: int,
     compare_logprobs: bool,
+    every_s: float,
     colocated: bool,
     overrides: Sequence[str],
 ) -> Task:
@@ -300,7 +319,7 @@ def _task(
     config = with_overrides(tree, overrides, source="bench sync")
     assert isinstance(config, RunConfig)
     first = 0 if colocated else config.actor.world_size
-    return Task(config, shape, updates, first, compare_logprobs)
+    return Task(config, shape, updates, first, compare_logprobs, every_s)
 
 
 def _with_model(config: RunConfig, shape: str, folder: Path) -> RunConfig:
@@ -348,56 +367,38 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
         yield running
 
 
-class _Load:
-    """Requests that follow each other, in a thread of their own."""
-
-    def __init__(self, engines: Sequence[EngineProcess], in_flight: int, task: Task) -> None:
-        self._engines, self._in_flight, self._task = engines, in_flight, task
-        self._ended = threading.Event()
-        self._start = time.monotonic()
-        self._num_tokens, self.failed = 0, 0
-        self._seeds = itertools.count()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self._run()))
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self._num_tokens / (time.monotonic() - self._start)
-
-    def end(self) -> None:
-        self._ended.set()
-        self.thread.join()
-
-    async def _run(self) -> None:
-        vocabulary = json.loads((self._task.config.model.path / "config.json").read_text())
-        size, length = vocabulary["vocab_size"], self._task.config.rollout.max_new_tokens
-
-        sampling = Sampling(1.0, length, ignore_eos=True)
-
-        async def ask(client: GenerationClient) -> None:
-            while not self._ended.is_set():
-                seed = next(self._seeds)
-                prompt = np.random.default_rng(seed).integers(0, size, _PROMPT_TOKENS).tolist()
-                try:
-                    sampled = await client.sample(prompt, seed, sampling, version=0)
-                    self._num_tokens += len(sampled.token_ids)
-                except EngineError:
-                    self.failed += 1
-                    await asyncio.sleep(1)
-
-        clients = [GenerationClient(engine.url, _TOKEN) for engine in self._engines]
-        await asyncio.gather(*(ask(c) for c in clients for _ in range(self._in_flight)))
-        for client in clients:
-            client.close()
+def _load_of(task: Task, engines: Sequence[EngineProcess], in_flight: int) -> SteadyLoad:
+    config = json.loads((task.config.model.path / "config.json").read_text())
+    return SteadyLoad(
+        [(engine.url, _TOKEN) for engine in engines],
+        in_flight,
+        vocabulary=config["vocab_size"],
+        length=task.config.rollout.max_new_tokens,
+    )
 
 
-@contextmanager
-def _load(engines: Sequence[EngineProcess], in_flight: int, task: Task) -> Iterator[_Load]:
-    load = _Load(engines, in_flight, task)
-    load.thread.start()
-    try:
-        yield load
-    finally:
-        load.end()
+class _Speeds(NamedTuple):
+    """Tokens per second of the engines; 0 where there was too little time to tell."""
+
+    updated: float
+    undisturbed: float
+
+
+_NO_SPEEDS = _Speeds(0.0, 0.0)
+
+
+def _speeds(load: SteadyLoad, updates: Sequence[Update], every_s: float) -> _Speeds:
+    """While versions came, and for as long after them.
+
+    From the second version on, since the first forms the communicator, to where the last one
+    begins, whose contents are compared.
+    """
+    if len(updates) < _FEWEST:
+        return _NO_SPEEDS
+    begin, end = updates[1].began, updates[-1].began
+    calm = time.time() + every_s
+    time.sleep(every_s + end - begin + 1)
+    return _Speeds(load.tokens_per_s(begin, end), load.tokens_per_s(calm, calm + end - begin))
 
 
 def _run_ranks(task: Task) -> None:

@@ -31,8 +31,6 @@ from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver
 from relax_hpc.weights.transport import call_timeout_s
 
-_BETWEEN_S = 1.0
-"""Between two versions, so that engines are at work again."""
 _SAMPLES, _PROMPT, _RESPONSE = 32, 64, 192
 _STEP = 1 + 2.0**-6
 """Each version's weights are the last one's times it or its inverse: enough for 16 bits to move."""
@@ -53,19 +51,22 @@ def run(rank: int, task: Task) -> None:
     has_weights = any(task.config.model.path.glob("*.safetensors"))
     scorer = MegatronScorer(task.config, world, device, random_weights=not has_weights)
     ranks, publisher, sleep = _parts(task, world, scorer, device)
-    published, gaps, naps = list[Published](), list[Gap](), list[_Nap]()
+    published, gaps, naps, began = list[Published](), list[Gap](), list[_Nap](), list[float]()
     for version in range(task.updates + 1):
         check = version in (0, task.updates)
         naps.append(_put_to_sleep(sleep, device) if sleep and version else _Nap())
+        began.append(time.time())
         if done := _publish(scorer, ranks, publisher, version, check=check):
             published.append(done)
         if task.compare_logprobs and version in LOGPROB_VERSIONS:
             gaps.append(_compare(task, world, scorer, version))
         _change(scorer, _STEP if version % 2 else 1 / _STEP)
-        time.sleep(_BETWEEN_S)
+        time.sleep(task.every_s)  # so that engines are at work again
     if publisher:
         write_json(task.results, {
-            "updates": [asdict(_update_of(*each)) for each in zip(published, naps, strict=True)],
+            "updates": [
+                asdict(_update_of(*each)) for each in zip(published, began, naps, strict=True)
+            ],
             "gaps": [asdict(gap) for gap in gaps],
             "equal": all(p.verified.equal for p in published if p.verified),
         })  # fmt: skip
@@ -150,11 +151,11 @@ def _change(scorer: MegatronScorer, factor: float) -> None:
         parameter.mul_(factor)
 
 
-def _update_of(published: Published, nap: _Nap) -> Update:
+def _update_of(published: Published, began: float, nap: _Nap) -> Update:
     parts = dict(published.seconds)
     total = parts.pop("total")
     return Update(
-        published.version, published.num_bytes, published.pause_seconds, total, parts, *nap
+        published.version, published.num_bytes, published.pause_seconds, total, parts, began, *nap
     )
 
 

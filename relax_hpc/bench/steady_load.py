@@ -1,0 +1,95 @@
+"""Requests that follow each other at engines, and how many tokens came when."""
+
+import asyncio
+import itertools
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from relax_hpc.engines.generation import GenerationClient, Sampling
+from relax_hpc.errors import EngineError
+
+_PROMPT_TOKENS = 64
+_LOOK_S = 0.05
+
+
+class SteadyLoad:
+    """As many requests in flight at every engine all the time, in a thread of its own."""
+
+    def __init__(
+        self, engines: Sequence[tuple[str, str]], in_flight: int, *, vocabulary: int, length: int
+    ) -> None:
+        """Starts nothing.
+
+        Args:
+            engines: URL and token of each.
+            in_flight: requests per engine.
+            vocabulary: prompts are random ids below it.
+            length: tokens of every response.
+        """
+        self._engines, self._in_flight = engines, in_flight
+        self._vocabulary, self._length = vocabulary, length
+        self.failed = 0
+        """Requests that ended in an error."""
+        self._seen: list[tuple[float, int]] = []
+        self._seeds = itertools.count()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def tokens_per_s(self, begin: float, end: float) -> float:
+        """Of all engines between two points of `time.time()`."""
+        return tokens_per_s(list(self._seen), begin, end)
+
+    async def _run(self) -> None:
+        sampling = Sampling(1.0, self._length, ignore_eos=True)
+        clients = [GenerationClient(url, token) for url, token in self._engines]
+
+        async def ask(client: GenerationClient) -> None:
+            while not self._ended.is_set():
+                seed = next(self._seeds)
+                random = np.random.default_rng(seed)
+                prompt = random.integers(0, self._vocabulary, _PROMPT_TOKENS).tolist()
+                try:
+                    await client.sample(prompt, seed, sampling, version=0)
+                except EngineError:
+                    self.failed += 1
+                    await asyncio.sleep(1)
+
+        async def look() -> None:
+            while not self._ended.is_set():
+                self._seen.append((time.time(), sum(client.num_tokens for client in clients)))
+                await asyncio.sleep(_LOOK_S)
+
+        await asyncio.gather(look(), *(ask(c) for c in clients for _ in range(self._in_flight)))
+        for client in clients:
+            client.close()
+
+
+def tokens_per_s(seen: Sequence[tuple[float, int]], begin: float, end: float) -> float:
+    """From counts at some times; 0 if they do not reach so far."""
+    times = [at for at, _ in seen]
+    first, last = bisect_left(times, begin), bisect_left(times, end)
+    if last >= len(seen) or first >= last:
+        return 0.0
+    return (seen[last][1] - seen[first][1]) / (seen[last][0] - seen[first][0])
+
+
+@contextmanager
+def steady_load(load: SteadyLoad) -> Iterator[SteadyLoad]:
+    """The load runs for the length of the block."""
+    load.start()
+    try:
+        yield load
+    finally:
+        load.end()
