@@ -1,8 +1,8 @@
 """`make_qwen3.py FOLDER [SHAPE]`: a checkpoint of Qwen3's shape with random weights, and prompts.
 
-SHAPE is a name that `relax-hpc bench train` knows; qwen3-0.6b if left out. The tokenizer is the tiny
-one: its 320 ids are the first of the vocabulary, which is all that prompts need; the model answers
-with any of its ids.
+SHAPE is a name that `relax-hpc bench train` knows; qwen3-0.6b if left out. The tokenizer is the
+tiny one: its 320 ids are the first of the vocabulary, which is all that prompts need; the model
+answers with any of its ids.
 """
 
 import sys
