@@ -7,9 +7,7 @@ import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
-# Ranks are forked from a server that has imported this once: seconds for each of them.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["relax_hpc.engines.megatron.trainer"])
 _DEADLINE_S = 120
 _LEFT_ALONE_S = 5
 """What ranks may still take when another has failed, which they may wait for."""
@@ -60,6 +58,9 @@ class Ranks:
         return answers, failures
 
     def _start(self):
+        # Ranks are forked from a server that has imported this once: seconds for each of them. It
+        # is the process's only one: said at import, it would be what the last test file said.
+        _CONTEXT.set_forkserver_preload(["relax_hpc.engines.megatron.trainer"])
         ends = [_CONTEXT.Pipe() for _ in range(self.size)]
         self._pipes = [mine for mine, _ in ends]
         self.processes = [

@@ -15,13 +15,13 @@ from relax_hpc.errors import SnapshotError
 from relax_hpc.weights.ranks import TrainerRanks
 from relax_hpc.weights.snapshot import SnapshotWriter
 
-# Forked from one that has imported this once: seconds for each of them.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["relax_hpc.weights.ranks"])
 
 
 def in_a_process(call, *args):
     """Runs it in a process of its own, which may be killed; returns how that ended."""
+    # Forked from one that has imported this once, or more before: seconds for each of them.
+    _CONTEXT.set_forkserver_preload(["relax_hpc.weights.ranks"])
     process = _CONTEXT.Process(target=call, args=args)
     process.start()
     process.join(60)

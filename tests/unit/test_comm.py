@@ -47,6 +47,13 @@ def test_a_digest_sees_one_bit_and_one_name_but_not_the_order():
     assert bucket.digest([("A", tensors()[0][1]), *tensors()[1:]]) != base
 
 
+def forking():
+    """A context whose processes are forked from one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["relax_hpc.comm.broadcast"])
+    return context
+
+
 def agree(rank, size, rendezvous, out):
     world = connect("files", rank=rank, size=size, rendezvous=rendezvous, timeout_s=60)
     said = [world.bcast({"step": i} if rank == 0 else None) for i in range(3)]
@@ -55,10 +62,10 @@ def agree(rank, size, rendezvous, out):
 
 
 def test_ranks_without_mpi_agree_through_a_file(tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    out = spawn.Queue()
+    context = forking()
+    out = context.Queue()
     ranks = [
-        spawn.Process(target=agree, args=(rank, 3, tmp_path / "rendezvous.json", out))
+        context.Process(target=agree, args=(rank, 3, tmp_path / "rendezvous.json", out))
         for rank in range(3)
     ]
     for process in ranks:
@@ -80,10 +87,10 @@ def divide(rank, rendezvous, out):
 
 
 def test_ranks_of_a_colour_are_a_world_of_their_own(tmp_path):
-    spawn = multiprocessing.get_context("spawn")
-    out = spawn.Queue()
+    context = forking()
+    out = context.Queue()
     ranks = [
-        spawn.Process(target=divide, args=(rank, tmp_path / "rendezvous.json", out))
+        context.Process(target=divide, args=(rank, tmp_path / "rendezvous.json", out))
         for rank in range(4)
     ]
     for process in ranks:
@@ -153,9 +160,9 @@ def receive(port, name, out):
 
 
 def test_groups_can_follow_each_other_and_who_leaves_one_keeps_nobody_waiting():
-    spawn = multiprocessing.get_context("spawn")
-    out, store = spawn.Queue(), open_store("127.0.0.1", 2, timeout_s=60)
-    member = spawn.Process(target=receive, args=(store.port, "group", out))
+    context = forking()
+    out, store = context.Queue(), open_store("127.0.0.1", 2, timeout_s=60)
+    member = context.Process(target=receive, args=(store.port, "group", out))
     member.start()
     for index in range(2):
         group = BroadcastGroup(
