@@ -5,7 +5,13 @@ import torch
 from torch import nn
 
 from relax_hpc.comm.bucket import BucketPlan, Spec, fingerprint, views
-from relax_hpc.engines.sglang.copies import MisfitError, NotPureError, record, uncovered
+from relax_hpc.engines.sglang.copies import (
+    MisfitError,
+    NotPureError,
+    left_over,
+    record,
+    uncovered,
+)
 from relax_hpc.weights.staging import Buffers, Outgoing
 
 
@@ -146,6 +152,18 @@ def test_a_loader_is_watched_without_writing_and_its_copies_can_be_made_without_
     engine.qk.data[3, 1] = float("nan")
     assert copies.differing() == 1  # slices, of which k's is wrong
     assert engine.num_calls == 1
+
+
+def test_a_tensor_that_a_loader_passes_over_is_named():
+    engine = Engine()
+
+    def load_known(tensors):
+        engine.load_weights((name, tensor) for name, tensor in tensors if name in "qk")
+
+    strangers = [Spec("x", torch.float32, (2,)), *BUCKET, Spec("y", torch.float32, (5,))]
+    flat = torch.rand(31).view(torch.uint8)
+    assert left_over(record(load_known, flat, strangers), flat, strangers) == ["x", "y"]
+    assert left_over(record(load_known, flat[:96], BUCKET), flat, BUCKET) == []
 
 
 def test_a_tensor_that_a_loader_fails_at_is_named():

@@ -5,6 +5,7 @@ the wire. For weights that are stored as they come, all it does in the end is to
 copies are noted without being made, and made for every update in a few kernels.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -104,6 +105,18 @@ def uncovered(model: nn.Module, targets: Iterable[Tensor]) -> list[str]:
         for name, parameter in model.named_parameters()
         if written.get(parameter.untyped_storage().data_ptr(), 0) < parameter.numel()
     ]
+
+
+def left_over(copies: Copies, flat: Tensor, bucket: Iterable[Spec]) -> list[str]:
+    """Names of tensors in a bucket whose bytes are `flat`, of which nothing is copied."""
+    used = sorted(source.data_ptr() - flat.data_ptr() for source in copies.sources)
+    found, start = [], 0
+    for spec in bucket:
+        end = start + spec.nbytes
+        if bisect_left(used, start) == bisect_left(used, end):
+            found.append(spec.name)
+        start = end
+    return found
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

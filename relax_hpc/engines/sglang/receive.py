@@ -36,7 +36,9 @@ from relax_hpc.engines.sglang.compare import compare
 from relax_hpc.engines.sglang.copies import (
     Copies,
     LoadWeights,
+    MisfitError,
     NotPureError,
+    left_over,
     load,
     record,
     scales_are_converted,
@@ -277,6 +279,7 @@ class Receiver:
                 reasons.append(f"{bucket[0].name} and on: {error}")
         targets = (target for copies in self._copies.values() for target in copies.targets)
         if missing := uncovered(self._model, targets) if not reasons else []:
+            self._check_names(missing)
             reasons.append(f"nothing is known to be copied to {', '.join(missing[:3])}")
             self._copies = {}
         loads: list[Callable[[], Any]] = [
@@ -284,6 +287,23 @@ class Receiver:
             for index, bucket in enumerate(self.source.plan.buckets)
         ]
         return loads, reasons
+
+    def _check_names(self, missing: list[str]) -> None:
+        """SGLang's loaders pass over a name that they do not know, and leave its place as it was.
+
+        A rank has no place for the experts of others, so tensors of these may well be left over.
+        """
+        unknown = [
+            name
+            for index, bucket in enumerate(self.source.plan.buckets)
+            for name in left_over(self._copies[index], self.source.bucket(index), bucket)
+            if ".experts." not in name
+        ]
+        if unknown:
+            raise MisfitError(
+                f"the model has no place for {', '.join(unknown[:3])}, and is sent nothing for "
+                f"{', '.join(missing[:3])}"
+            )
 
     def _loader(self, index: int, bucket: tuple[Spec, ...]) -> Callable[[], Any]:
         return lambda: load(self._load_weights, self.source.bucket(index), bucket)
