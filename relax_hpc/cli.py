@@ -288,7 +288,7 @@ def bench_sync(
     python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
 ) -> None:
     """Update engines that are sampling: how long they stand still, by part, and GB/s."""
-    from relax_hpc.bench import sync
+    from relax_hpc.bench import sync, sync_figures
     from relax_hpc.bench.train import grid_of
 
     grid = grid_of(dp=dp, tp=tp, pp=pp, ep=ep)
@@ -297,7 +297,7 @@ def bench_sync(
         updates=updates, in_flight=in_flight, compare_logprobs=logprobs, every_s=every,
         compare_load=undisturbed, overrides=overrides, colocated=colocated, python=python,
     )  # fmt: skip
-    typer.echo(sync.show(figures, json_file))
+    typer.echo(sync_figures.show(figures, json_file))
 
 
 @bench.command(

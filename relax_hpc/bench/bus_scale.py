@@ -20,6 +20,7 @@ from relax_hpc.bench.bus_simulation import (
     sequencer,
     utilization,
 )
+from relax_hpc.telemetry import picture
 
 STEP_S = 60.0
 VARIANTS: dict[str, Load] = {
@@ -62,12 +63,8 @@ def report(site: Site) -> str:
 
 def plot(path: Path, site: Site) -> None:
     """Draws how the parts fill up, and how far behind the sequencer is, over the producers."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     counts = [round(10 ** (1 + i / 20)) for i in range(81)]
-    figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.figure(11, 4.2, dpi=130)
     left, right = figure.subplots(1, 2)
     for seconds, style in ((5, "-"), (40, "--")):
         loads = [Load(n, seconds_per_shard=seconds) for n in counts]
@@ -89,7 +86,7 @@ def plot(path: Path, site: Site) -> None:
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=8)
     left.set_ylim(1e-3, 30)
-    figure.savefig(path)
+    picture.save(figure, path)
 
 
 def _operations() -> str:

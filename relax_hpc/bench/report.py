@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relax_hpc.records import write_json
+from relax_hpc.telemetry import picture
 
 
 class Row(NamedTuple):
@@ -76,12 +77,8 @@ def show(rows: list[Row], console: Console, json_file: Path | None, before: str)
 
 def plot(rows: list[Row], path: Path, title: str) -> None:
     """Bars of the ratios with their aims, to a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     ratios = [row for row in rows if row.ratio is not None]
-    figure = Figure(figsize=(9, 0.8 + 0.28 * len(ratios)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.figure(9, 0.8 + 0.28 * len(ratios), dpi=110)
     axes = figure.add_subplot()
     names = [f"{row.name} / {row.against}" for row in ratios]
     colors = ["tab:blue" if row.against == "raw" else "tab:green" for row in ratios]
@@ -97,7 +94,7 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
     axes.set_xlim(0.15, 2 * max(2.0, *(row.ratio or 0.0 for row in ratios)))
     axes.set_xlabel("times better than what it is compared with; black: aim")
     axes.set_title(title, fontsize=9)
-    figure.savefig(path, dpi=110)
+    picture.save(figure, path)
 
 
 def _figure(value: float | None) -> str:

@@ -1,47 +1,37 @@
 """The picture of a run: does the reward rise, or the loss fall, on held-out data too?"""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from relax_hpc.paths import RunPaths
-from relax_hpc.telemetry import history
+from relax_hpc.telemetry import history, picture
 from relax_hpc.telemetry.events import Event, read_events
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREY = "#1f5fa8", "#d9660f", "#555555"
 
 
 def plot(run_dir: Path) -> Path:
     """Draws reward.png: reward per step, smoothed, held-out rewards; below, the staleness."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     paths = RunPaths(run_dir)
     events = read_events(paths.events("any", 0).parent)
     done = history.steps(events)
-    figure = Figure(figsize=(8, 5.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, no global state
+    figure = picture.figure(8, 5.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     figure.suptitle(run_dir.name)
     _draw_rewards(upper, done, history.heldout(events))
     _draw_staleness(lower, done)
-    return _save(figure, paths.reward_curve)
+    return picture.save(figure, paths.reward_curve)
 
 
 def plot_loss(run_dir: Path) -> Path:
     """Draws loss.png of a supervised fine-tuning: loss per step, smoothed, held-out losses."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     paths = RunPaths(run_dir)
     events = read_events(paths.events("any", 0).parent)
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = picture.figure(8, 4.5)
     axes = figure.subplots()
     figure.suptitle(run_dir.name)
     done = [e for e in history.steps(events) if "loss" in e]
@@ -57,14 +47,7 @@ def plot_loss(run_dir: Path) -> Path:
     axes.set_ylabel("loss per token, nats")
     axes.grid(alpha=0.25)
     axes.legend(loc="upper right", frameon=False)
-    return _save(figure, paths.loss_curve)
-
-
-def _save(figure: "Figure", path: Path) -> Path:
-    draft = path.with_name(f".{os.getpid()}.{path.name}")
-    figure.savefig(draft)
-    draft.replace(path)
-    return path
+    return picture.save(figure, paths.loss_curve)
 
 
 def smooth(values: Sequence[float], *, keep: float) -> list[float]:

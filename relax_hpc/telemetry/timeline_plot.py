@@ -1,9 +1,9 @@
 """The picture of a timeline: who worked, who waited, and what engines sampled meanwhile."""
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_hpc.telemetry import picture
 from relax_hpc.telemetry.timeline import Rate, Timeline
 from relax_hpc.telemetry.timers import Phase
 
@@ -30,15 +30,11 @@ _THINNEST = 1 / 800
 
 def plot(timeline: Timeline, path: Path) -> Path:
     """Draws it as a PNG: a row per process, and one per engine with its tokens per second."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     engines = timeline.engines
     if len(engines) > _ENGINES:
         engines = {f"{len(engines)} engines": [r for its in engines.values() for r in its]}
     rows = len(timeline.phases) + len(engines)
-    figure = Figure(figsize=(12, 1.6 + 0.55 * rows), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, no global state
+    figure = picture.figure(12, 1.6 + 0.55 * rows)
     axes = figure.subplots()
     figure.suptitle(timeline.name)
     labels = []
@@ -58,10 +54,7 @@ def plot(timeline: Timeline, path: Path) -> Path:
     axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
     _draw_legend(axes, timeline)
-    draft = path.with_name(f".{os.getpid()}.{path.name}")
-    figure.savefig(draft, format="png")
-    draft.replace(path)
-    return path
+    return picture.save(figure, path)
 
 
 def _draw_phases(axes: "Axes", row: int, phases: list[Phase], timeline: Timeline) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from relax_hpc.bench import sync
+from relax_hpc.bench import sync, sync_figures
 from relax_hpc.bench.steady_load import tokens_per_s
 
 
@@ -29,7 +29,7 @@ def test_every_version_is_timed_and_engines_are_compared_with_themselves(checkpo
         assert 0 < earlier.paused <= earlier.total
     assert figures.tokens_per_s > 0 and figures.undisturbed_tokens_per_s > 0
     ratio = figures.tokens_per_s / figures.undisturbed_tokens_per_s
-    lines = sync.show(figures, tmp_path / "sync.json").splitlines()
+    lines = sync_figures.show(figures, tmp_path / "sync.json").splitlines()
     [said] = [line for line in lines if line.startswith("engines: ")]
     assert said.endswith(f"{ratio:.3f}")
     kept = json.loads((tmp_path / "sync.json").read_text())
