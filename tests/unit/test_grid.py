@@ -84,6 +84,12 @@ class Rollout:
         self.published.append(version)
         return Published(version, [], [], False, 0, 0.0, {}, None)
 
+    def ended_loads(self):
+        return []
+
+    def wait_for_loads(self):
+        return False
+
     def close(self):
         self.producer.close()
 
