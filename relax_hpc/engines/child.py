@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
 import psutil
 
 from relax_hpc.engines import leash
+from relax_hpc.engines import reaper as reaping
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import GenerationClient
 
@@ -30,18 +32,25 @@ class EngineProcess:
     """A running engine. As a context manager it stops the engine at the end."""
 
     def __init__(
-        self, process: "subprocess.Popen[bytes]", token: str, log_path: Path, *, said_before: int
+        self,
+        process: "subprocess.Popen[bytes]",
+        reaper: "subprocess.Popen[bytes]",
+        token: str,
+        log_path: Path,
+        *,
+        said_before: int,
     ) -> None:
         """Takes over a process that leads a session of its own.
 
         Args:
             process: the leader.
+            reaper: ends the session when this process dies.
             token: bearer token that its callers need.
             log_path: where its output goes.
             said_before: bytes of the log that are not this process's.
         """
         self.token, self.log_path, self.url = token, log_path, ""
-        self._process, self._said_before = process, said_before
+        self._process, self._reaper, self._said_before = process, reaper, said_before
         self._leader = _process_of(process.pid)
         self._started = time.monotonic()
         self._control: EngineClient | None = None
@@ -117,6 +126,7 @@ class EngineProcess:
                 continue
         psutil.wait_procs(left, timeout=grace_s)
         self._process.wait(grace_s)
+        self._dismiss_reaper(grace_s)
 
     def __enter__(self) -> Self:
         return self
@@ -126,6 +136,15 @@ class EngineProcess:
 
     def __str__(self) -> str:
         return f"engine {self.url} (pid {self.pid})" if self.url else f"engine (pid {self.pid})"
+
+    def _dismiss_reaper(self, grace_s: float) -> None:
+        pipe = self._reaper.stdin
+        if pipe is None or pipe.closed:
+            return
+        with suppress(BrokenPipeError):  # it was killed
+            pipe.write(b".")
+            pipe.close()
+        self._reaper.wait(grace_s)
 
     def _family(self) -> list[psutil.Process]:
         try:
@@ -143,7 +162,10 @@ class EngineProcess:
 
 
 def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> EngineProcess:
-    """Starts `argv` on a leash, in a session of its own, with its output added to `log_path`."""
+    """Starts `argv` on a leash, in a session of its own, with its output added to `log_path`.
+
+    Whatever is left of the session when this process has died, a reaper ends.
+    """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | dict(environment)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     # SGLang logs its arguments, the token among them.
@@ -160,7 +182,13 @@ def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> En
         )
     finally:
         os.close(log)
-    return EngineProcess(process, "", log_path, said_before=said_before)
+    reaper = subprocess.Popen(
+        [sys.executable, "-S", "-E", reaping.__file__, str(process.pid)],
+        stdin=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+    )
+    return EngineProcess(process, reaper, "", log_path, said_before=said_before)
 
 
 def _process_of(pid: int) -> psutil.Process | None:

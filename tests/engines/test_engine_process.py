@@ -12,6 +12,7 @@ import pytest
 from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.engines import reaper
 from relax_hpc.engines.child import spawn
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.embedded import launch as embedded
@@ -65,6 +66,46 @@ def test_killing_the_owner_ends_the_engine_and_its_children(kind, checkpoints, t
         owner.kill()
         assert kind == "sglang" or imported_torch == "False", "seconds before the engine's own"
     wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in tree))
+
+
+def test_a_child_that_was_still_starting_when_the_owner_died_is_ended_too(tmp_path):
+    """It has not yet asked the kernel to die with its parent."""
+    script = (
+        "import subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "time.sleep(600)\n"
+    )
+    owner = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from relax_hpc.engines.child import spawn\n"
+        "engine = spawn([sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]), {})\n"
+        "print(engine.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", owner, script, str(tmp_path / "log")],
+        stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        engine = psutil.Process(int(process.stdout.readline()))
+        wait_until(engine.children)
+        tree = [engine, *engine.children(), *psutil.Process(process.pid).children()]
+        process.kill()
+    wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in tree))
+
+
+def test_a_reaper_ends_a_session_only_if_nobody_says_that_all_is_well():
+    def reap(said):
+        argv = [sys.executable, reaper.__file__, str(engine.pid)]
+        subprocess.run(argv, input=said, check=True)
+
+    engine = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+    )
+    reap(b".")
+    assert engine.poll() is None
+    reap(b"")
+    assert engine.wait(10) == -signal.SIGKILL
 
 
 def test_stop_ends_the_whole_tree_even_if_it_ignores_sigterm(tmp_path):
