@@ -72,7 +72,7 @@ def make_pool(engines, patience_s=20.0, max_in_flight=64, standing="serving"):
 
 
 async def until(condition):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.005)
