@@ -21,7 +21,7 @@ from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
 
-TOLERANCE = 1e-5
+TOLERANCE = 5e-5  # nats, float32: 1.0014e-5 was seen; under another policy it is above 1e-2
 TOKENS_PER_CHUNK = 16
 
 
