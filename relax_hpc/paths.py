@@ -154,8 +154,12 @@ class RunPaths:
     def member(self, member: str) -> Path:
         return self.root / "members" / f"{member}.json"
 
+    @property
+    def events_folder(self) -> Path:
+        return self.root / "events"
+
     def events(self, role: str, rank: int) -> Path:
-        return self.root / "events" / f"{role}-{rank}.jsonl"
+        return self.events_folder / f"{role}-{rank}.jsonl"
 
     def log(self, role: str, name: str) -> Path:
         return self.root / "logs" / f"{role}-{name}.log"

@@ -5,8 +5,8 @@ import itertools
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
@@ -18,7 +18,8 @@ _LOOK_S = 0.05
 
 
 class SteadyLoad:
-    """As many requests in flight at every engine all the time, in a thread of its own."""
+    """As many requests in flight at every engine all the time, in a thread of its own. A context
+    manager: the load runs for the length of the block."""
 
     def __init__(
         self, engines: Sequence[tuple[str, str]], in_flight: int, *, vocabulary: int, length: int
@@ -40,10 +41,11 @@ class SteadyLoad:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -83,13 +85,3 @@ def tokens_per_s(seen: Sequence[tuple[float, int]], begin: float, end: float) ->
     if last >= len(seen) or first >= last:
         return 0.0
     return (seen[last][1] - seen[first][1]) / (seen[last][0] - seen[first][0])
-
-
-@contextmanager
-def steady_load(load: SteadyLoad) -> Iterator[SteadyLoad]:
-    """The load runs for the length of the block."""
-    load.start()
-    try:
-        yield load
-    finally:
-        load.end()

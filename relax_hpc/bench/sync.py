@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_hpc.bench import train, wire
-from relax_hpc.bench.steady_load import SteadyLoad, steady_load
+from relax_hpc.bench.steady_load import SteadyLoad
 from relax_hpc.bench.sync_figures import Figures, Gap, Update
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.child import EngineProcess
@@ -121,7 +121,7 @@ def measure(
         speed = wire.measure([0, *range(task.first_gpu_of_engines, needed)]) if has_wire else 0.0
         with (
             _engines(task, python) as running,
-            steady_load(_load_of(task, running, in_flight)) as load,
+            _load_of(task, running, in_flight) as load,
         ):
             _run_ranks(task)
             found = json.loads(task.results.read_text())

@@ -28,12 +28,13 @@ class _Process(NamedTuple):
 def main() -> None:
     session = int(sys.argv[1])
     leader = _process(session)
+    start = leader.start if leader else ""
     if os.read(0, 1):
         return
     for _ in range(_TRIES):
         found = [each for each in map(_process, _pids()) if each and each.session == session]
         # If the number went to another process, there is nobody left of that session.
-        strange = any(each.pid == session and not _same(each, leader) for each in found)
+        strange = any(each.pid == session and each.start != start for each in found)
         alive = [each for each in found if each.state != "Z"]
         if strange or not alive:
             return
@@ -41,10 +42,6 @@ def main() -> None:
             with suppress(ProcessLookupError):
                 os.kill(each.pid, signal.SIGKILL)
         time.sleep(_AGAIN_S)
-
-
-def _same(one: _Process, other: _Process | None) -> bool:
-    return other is not None and (one.pid, one.start) == (other.pid, other.start)
 
 
 def _pids() -> list[int]:

@@ -98,7 +98,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _initial(paths: RunPaths, names: Sequence[str], roster: Roster | None) -> list[Row]:
-    starts = read_events(paths.events("any", 0).parent)
+    starts = read_events(paths.events_folder)
     nodes = {
         f"{event['role']}-{event['rank']}": str(event["node"])
         for event in starts

@@ -87,14 +87,9 @@ class Trainer(Protocol):
     def reclaim(self) -> None: ...
 
 
-class Lead(Protocol):
-    """What only rank 0 does: decide batches, serve engines, keep the record."""
+class StepLog(Protocol):
+    """How rank 0 keeps the record of steps."""
 
-    def next_portion(self, step: int) -> PlanRecord | None:
-        """None if engines have to be given the current weights first."""
-        ...
-
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
     def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
         """Logs the step, and its phases as they happened."""
         ...
@@ -103,6 +98,15 @@ class Lead(Protocol):
         """Notes an update that was not done."""
         ...
 
+
+class Lead(StepLog, Protocol):
+    """What only rank 0 does: decide batches, serve engines, keep the record."""
+
+    def next_portion(self, step: int) -> PlanRecord | None:
+        """None if engines have to be given the current weights first."""
+        ...
+
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
     def finish(self) -> None: ...
 
 
@@ -141,10 +145,7 @@ def run(
     while trainer.step < config.algorithm.num_steps:
         step, timers, batch, last = trainer.step + 1, Timers(), Batch(config, reader), False
         while not last:
-            with timers("wait"):
-                record = lead.next_portion(step) if lead else None
-            with timers("read"):
-                portion: Portion | None = world.bcast(batch.deal(record) if record else None)
+            portion = _next_portion(world, lead, batch, step, timers)
             if portion is None:
                 with timers("publish"):
                     _publish(world, trainer, lead, helper)
@@ -171,7 +172,7 @@ def run(
         with timers("save"):
             save()
         if lead:
-            _note(lead, trainer, step, batch.describe(step) | stats, timers)
+            end_step(lead, trainer, step, batch.describe(step) | stats, timers)
         stop_if_stuck(trainer.skip, config.actor)
     if lead:
         lead.finish()
@@ -207,6 +208,17 @@ def loss_of(config: RunConfig) -> Loss:
     return loss
 
 
+def _next_portion(
+    world: World, lead: Lead | None, batch: Batch, step: int, timers: Timers
+) -> Portion | None:
+    """On all ranks; None if engines have to be given the current weights first."""
+    with timers("wait"):
+        record = lead.next_portion(step) if lead else None
+    with timers("read"):
+        portion: Portion | None = world.bcast(batch.deal(record) if record else None)
+    return portion
+
+
 def _read(
     config: RunConfig, replica: World, reader: Reader, portion: Portion, share: Share
 ) -> list[Trajectory]:
@@ -218,7 +230,10 @@ def _read(
     return list(replica.bcast(rows))
 
 
-def _note(lead: Lead, trainer: Trainer, step: int, fields: dict[str, Any], timers: Timers) -> None:
+def end_step(
+    lead: StepLog, trainer: Trainer, step: int, fields: dict[str, Any], timers: Timers
+) -> None:
+    """Logs a step with what it cost, and why its update was not done, if it was not."""
     lead.end_step(step, {**fields, **trainer.costs, **timers.seconds}, timers.phases)
     if trainer.skip:
         lead.skipped(step, trainer.skip)

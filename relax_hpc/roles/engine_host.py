@@ -28,7 +28,7 @@ from relax_hpc.roles.engine_parts import Parts, Seat, on_own_gpus
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members, turn
 from relax_hpc.weights.members import Member, State
-from relax_hpc.weights.roster import HoldingState, Roster
+from relax_hpc.weights.roster import Holding, Roster
 
 log = logging.getLogger(__name__)
 
@@ -236,9 +236,10 @@ class EngineHost:
             if time.monotonic() >= read_roster:
                 read_roster = time.monotonic() + _ROSTER_S
                 roster = Roster.read(self._paths)
-                if self._holding_state(roster) == "SYNCING":  # it need not answer
+                holding = self._holding(roster)
+                if holding and holding.state == "SYNCING":  # it need not answer
                     pulse.excuse()
-                if why := self._fenced(roster) or self._parts.end(self._member.epoch):
+                if why := _fenced(holding) or self._parts.end(self._member.epoch):
                     return why
             if (silent_s := pulse.silent_s) > self._rollout.hang_timeout_s:
                 engine.stop(_HUNG_GRACE_S)
@@ -248,16 +249,10 @@ class EngineHost:
                 )
         return None
 
-    def _holding_state(self, roster: Roster | None) -> HoldingState | None:
+    def _holding(self, roster: Roster | None) -> Holding | None:
         """Of this very start."""
         holding = roster.members.get(self._seat.id) if roster else None
-        return holding.state if holding and holding.epoch == self._member.epoch else None
-
-    def _fenced(self, roster: Roster | None) -> str | None:
-        """Why the weights of this very start are undefined; None if they are not."""
-        if roster is None or self._holding_state(roster) != "FENCED":
-            return None
-        return f"was fenced: {roster.members[self._seat.id].reason}"
+        return holding if holding and holding.epoch == self._member.epoch else None
 
     def _new_member(self, start: int) -> Member:
         kind, context = self._rollout.engine, self._context
@@ -288,6 +283,11 @@ class EngineHost:
         with self._announcing:
             self._member = self._member._replace(state=state, reason=reason)
             members.announce(self._paths, self._member)
+
+
+def _fenced(holding: Holding | None) -> str | None:
+    """Why the weights are undefined; None if they are not."""
+    return f"was fenced: {holding.reason}" if holding and holding.state == "FENCED" else None
 
 
 def _in_short(error: BaseException) -> str:

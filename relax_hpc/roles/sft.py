@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -11,10 +11,10 @@ from relax_hpc.algorithms.losses import LossOutput, cross_entropy
 from relax_hpc.bus.micro_batches import MicroBatches
 from relax_hpc.comm.world import World
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.roles.actor import Tokens, Trainer
-from relax_hpc.roles.skips import Skip, stop_if_stuck
+from relax_hpc.roles.actor import StepLog, Tokens, Trainer, end_step
+from relax_hpc.roles.skips import stop_if_stuck
 from relax_hpc.schema import Array, Trajectory
-from relax_hpc.telemetry.timers import Phase, Timers
+from relax_hpc.telemetry.timers import Timers
 
 
 class Share(NamedTuple):
@@ -40,7 +40,7 @@ class SftTrainer(Trainer, Protocol):
         ...
 
 
-class Lead(Protocol):
+class Lead(StepLog, Protocol):
     """What only rank 0 does: read documents, keep the record, write the model."""
 
     def next_batch(self) -> list[Share]:
@@ -49,8 +49,6 @@ class Lead(Protocol):
 
     def heldout(self) -> list[Share]: ...
     def measured(self, step: int, heldout: HeldoutLoss) -> None: ...
-    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None: ...
-    def skipped(self, step: int, skip: Skip) -> None: ...
     def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
 
 
@@ -84,9 +82,7 @@ def run(
         with timers("save"):
             save()
         if lead:
-            lead.end_step(step, {**stats, **trainer.costs, **timers.seconds}, timers.phases)
-            if trainer.skip:
-                lead.skipped(step, trainer.skip)
+            end_step(lead, trainer, step, stats, timers)
         stop_if_stuck(trainer.skip, config.actor)
     _export(trainer, lead)
 

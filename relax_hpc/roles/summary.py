@@ -33,7 +33,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     """
     paths = RunPaths(run_dir)
     config = job_file.read_resolved(paths.config)
-    events = read_events(paths.events("any", 0).parent)
+    events = read_events(paths.events_folder)
     done = history.steps(events)
     progress = _progress(done, config.num_steps)
     if isinstance(config, SftRunConfig):

@@ -17,7 +17,7 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#d9660f", "#555555"
 def plot(run_dir: Path) -> Path:
     """Draws reward.png: reward per step, smoothed, held-out rewards; below, the staleness."""
     paths = RunPaths(run_dir)
-    events = read_events(paths.events("any", 0).parent)
+    events = read_events(paths.events_folder)
     done = history.steps(events)
     figure = picture.figure(8, 5.5)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
@@ -30,7 +30,7 @@ def plot(run_dir: Path) -> Path:
 def plot_loss(run_dir: Path) -> Path:
     """Draws loss.png of a supervised fine-tuning: loss per step, smoothed, held-out losses."""
     paths = RunPaths(run_dir)
-    events = read_events(paths.events("any", 0).parent)
+    events = read_events(paths.events_folder)
     figure = picture.figure(8, 4.5)
     axes = figure.subplots()
     figure.suptitle(run_dir.name)

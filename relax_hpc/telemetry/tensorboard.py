@@ -26,7 +26,7 @@ def write(run_dir: Path) -> Path:
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     paths = RunPaths(run_dir)
-    events = read_events(paths.events("any", 0).parent)
+    events = read_events(paths.events_folder)
     draft = paths.tensorboard.with_name(f".{paths.tensorboard.name}.{os.getpid()}")
     with closing(EventFileWriter(str(draft))) as writer:
         for done in history.steps(events):

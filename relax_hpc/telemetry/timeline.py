@@ -88,7 +88,7 @@ def read(run_dir: Path, *, first: int | None = None, last: int | None = None) ->
     Raises:
         ConfigError: nothing was trained yet, or not these steps.
     """
-    events = read_events(RunPaths(run_dir).events("any", 0).parent)
+    events = read_events(RunPaths(run_dir).events_folder)
     done = history.steps(events)
     steps = [e for e in done if (first or 0) <= e["step"] and (last is None or e["step"] <= last)]
     if not steps:
@@ -101,9 +101,8 @@ def read(run_dir: Path, *, first: int | None = None, last: int | None = None) ->
     for its in (phases, pauses):
         for name, noted in its.items():
             its[name] = [p for p in noted if p.start < end and p.start + p.seconds > begin]
-    rates = _rates(
-        [e for e in events if begin < e["time"] and e["time"] - e.get("seconds", 0) < end]
-    )
+    loads = history.loads(events)
+    rates = _rates([e for e in loads if begin < e["time"] and e["time"] - e["seconds"] < end])
     return Timeline(run_dir.name, begin, end, steps, phases, rates, pauses)
 
 
@@ -165,14 +164,12 @@ def _phases(events: Sequence[Event]) -> dict[str, list[Phase]]:
     return {name: [p for its in newest[name].values() for p in its] for name in order}
 
 
-def _rates(events: Sequence[Event]) -> dict[str, list[Rate]]:
+def _rates(loads: Sequence[Event]) -> dict[str, list[Rate]]:
     found: dict[str, list[Rate]] = defaultdict(list)
-    for event in events:
-        if event["event"] == "load":
-            seconds = event["seconds"]
-            start = event["time"] - seconds
-            rate = Rate(start, seconds, event["num_tokens"], event["in_flight"])
-            found[event["id"]].append(rate)
+    for load in loads:
+        start = load["time"] - load["seconds"]
+        rate = Rate(start, load["seconds"], load["num_tokens"], load["in_flight"])
+        found[load["id"]].append(rate)
     return {name: found[name] for name in sorted(found)}
 
 
