@@ -19,8 +19,8 @@ limit=${LIMIT:-420}
 work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX") # where checkpoints go, too: WORK=/dev/shm is quick
 source "$pack/setup.sh"
 mkdir "$work/site"
-for wheel in "$pack"/wheels/*.whl; do
-  [[ $wheel == */relax_hpc-* ]] || python3 -m zipfile -e "$wheel" "$work/site"
+for wheel in "$pack"/wheels/*.whl; do # this project's too: its metadata names our executor to submitit
+  python3 -m zipfile -e "$wheel" "$work/site"
 done
 export PYTHONPATH="$PWD:$work/site:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1
 tar -C "$work" -xJf "$pack/slurm.tar.xz"
