@@ -6,6 +6,7 @@ elsewhere, with its tokens so far as part of the prompt.
 
 import base64
 import json
+import time
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -117,7 +118,7 @@ class GenerationClient:
         token: str,
         *,
         silence_s: float = 3600,
-        tokens_per_chunk: int = 16,
+        tokens_per_chunk: int = 64,
         switches: Switches | None = None,
     ) -> None:
         """Connects lazily.
@@ -126,12 +127,16 @@ class GenerationClient:
             url: "http://host:port".
             token: bearer token.
             silence_s: longest time that a running request may say nothing, pauses included.
-            tokens_per_chunk: tokens of a response that are sent at once, see `sample`.
+            tokens_per_chunk: at most so many tokens of a response are sent at once, see `sample`.
+                Each costs the engine's server as much as eight tokens, and what is under way is
+                lost with an engine.
             switches: of this engine.
         """
         self.url = url
         self.num_tokens = 0
         """Sampled tokens that came, so far."""
+        self.heard_version, self.heard_at = -1, 0.0
+        """Of the last tokens that came: the engine's policy version; when, as `time.monotonic`."""
         self._http = Connections(url, token, silence_s=silence_s)
         self._tokens_per_chunk, self._switches = tokens_per_chunk, switches
 
@@ -204,7 +209,9 @@ class GenerationClient:
                 async for chunk in _events(pieces):
                     before, held = reply.version, len(draft.token_ids)
                     reply.add(chunk)
-                    self.num_tokens += len(draft.token_ids) - held
+                    if len(draft.token_ids) > held:
+                        self.num_tokens += len(draft.token_ids) - held
+                        self.heard_version, self.heard_at = reply.version, time.monotonic()
                     if reply.version != before:
                         reply.settle(body["rid"], await self._between(before, reply.version))
         except EngineLostError:
@@ -233,7 +240,7 @@ class GenerationClient:
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": sampling.ignore_eos,
                 "sampling_seed": seed,
-                "stream_interval": self._tokens_per_chunk,
+                "stream_interval": self._interval(seed),
             },
             "stream": True,
             "return_logprob": True,
@@ -243,6 +250,12 @@ class GenerationClient:
             body["return_routed_experts"] = True
             body["routed_experts_start_len"] = sum(map(len, draft.experts))
         return body
+
+    def _interval(self, seed: int) -> int:
+        """Differs from response to response: those that begin together, as a batch does, would
+        all be sent at the same step again and again, and others wait meanwhile."""
+        most = self._tokens_per_chunk
+        return most - seed % (most // 3 + 1)
 
 
 class _Reply:

@@ -281,6 +281,8 @@ class Pool:
     async def _look(self, engine: _Engine) -> None:
         """Brings what is known of an engine's version up to date."""
         async with engine.asking:
+            if engine.client.heard_at > engine.asked_at:  # its replies say it, too
+                engine.version, engine.asked_at = engine.client.heard_version, engine.client.heard_at
             if time.monotonic() - engine.asked_at < _VERSION_AGE_S:
                 return
             try:

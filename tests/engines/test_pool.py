@@ -108,6 +108,49 @@ def assert_same_draws(responses, expected):
     assert split in ([], [1], [1, 1]), "first tokens that differ, apart"
 
 
+@pytest.mark.parametrize(("most", "least"), [(64, 43), (16, 11), (4, 3), (1, 1)])
+def test_responses_that_begin_together_are_not_all_sent_at_the_same_step(most, least):
+    client = GenerationClient("http://127.0.0.1:1", "", tokens_per_chunk=most)
+    bodies = [client._body([1], seed, LONG, Draft(), 0, "rid") for seed in range(256)]
+    sent = {body["sampling_params"]["stream_interval"] for body in bodies}
+    assert sent == set(range(least, most + 1))
+
+
+def test_replies_tell_the_version_so_that_a_busy_engine_is_not_asked(
+    start, checkpoints, monkeypatch
+):
+    engine, asked = start(), []
+    control = engine.client()
+
+    class Counting(GenerationClient):
+        async def version(self):
+            asked.append(None)
+            return await super().version()
+
+    async def run():
+        pool = Pool(
+            lambda at: Counting(at.url, at.token, tokens_per_chunk=4),
+            max_in_flight=8,
+            patience_s=20,
+        )
+        pool.enlist({endpoint(engine, "e"): "serving"})
+        assert await pool.version() == 0
+        monkeypatch.setattr("relax_hpc.engines.pool._VERSION_AGE_S", 3600)
+        long = asyncio.create_task(pool.sample(prompt_of(6), 1, LONG))
+        await until(lambda: pool.loads[0].num_tokens > 20)
+        await asyncio.to_thread(control.pause)
+        await asyncio.to_thread(control.update_weights_from_disk, str(checkpoints[1]), 1)
+        await asyncio.to_thread(control.resume)
+        await long
+        assert await pool.version() == 1
+        response = await pool.sample(prompt_of(6), 2, LONG._replace(max_new_tokens=5))
+        assert response.version_runs == [(0, 1)]
+        await pool.aclose()
+
+    asyncio.run(run())
+    assert len(asked) == 1
+
+
 @pytest.mark.parametrize("tokens_per_chunk", [1, 16])
 def test_no_token_counts_as_newer_than_it_is_where_only_the_newest_version_is_reported(
     start, checkpoints, tokens_per_chunk
