@@ -313,6 +313,7 @@ def bench_generate(
     prompt_tokens: Annotated[int, typer.Option(help="Of every prompt.", min=1)] = 256,
     new_tokens: Annotated[int, typer.Option(help="Of a response, on average.", min=1)] = 512,
     repeats: Annotated[int, typer.Option(help="Rounds of turns.", min=1)] = 3,
+    streamed: Annotated[bool, typer.Option(help="Ask token by token, too.")] = True,
     overrides: Annotated[list[str], typer.Option("--set", help="section.key=value of a job.")] = [],  # noqa: B006
     json_file: JsonFile = None,
     python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
@@ -324,8 +325,9 @@ def bench_generate(
     before = machine()
     load = generate.Load(in_flight, requests, siblings, prompt_tokens, new_tokens)
     turns = generate.measure(
-        shape, kind=engine, load=load, repeats=repeats, overrides=overrides, python=python
-    )
+        shape, kind=engine, load=load, repeats=repeats, streamed=streamed, overrides=overrides,
+        python=python,
+    )  # fmt: skip
     show(generate.rows(turns, load), console, json_file, before)
 
 

@@ -11,6 +11,7 @@ import resource
 import secrets
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,9 +77,10 @@ def measure(
     load: Load,
     repeats: int,
     overrides: Sequence[str],
+    streamed: bool = True,
     python: str | None = None,
 ) -> list[Turn]:
-    """Starts an engine and lets all ways take turns.
+    """Starts an engine and lets all ways take turns, each round in another order.
 
     Args:
         shape: a name of `bench.train.SHAPES` (random weights), or a model's folder.
@@ -86,11 +88,15 @@ def measure(
         load: what to ask.
         repeats: rounds of turns.
         overrides: further settings of a job, "rollout.engine_args.mem_fraction_static=0.8".
+        streamed: also ask token by token, which takes as long as the others together.
         python: interpreter that has the engine.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    ways: dict[str, Way] = {"ours": _ours, "plain": plain_load.whole, "streamed": plain_load.tokens}
+    ways: dict[str, Way] = {"ours": _ours, "plain": plain_load.whole}
+    if streamed:
+        ways["streamed"] = plain_load.tokens
+    names = deque(ways)
     with tempfile.TemporaryDirectory() as scratch:
         config = _config(shape, kind, load.in_flight, Path(scratch), overrides)
         with start_engine(
@@ -108,9 +114,10 @@ def measure(
             asyncio.run(_ours(engine.url, _TOKEN, warm.requests(0), load.in_flight))
             turns, number = [], 0
             for _ in range(repeats):
-                for name, way in ways.items():
+                for name in names:
                     number += 1
-                    turns.append(_take(name, way, engine.url, load, number))
+                    turns.append(_take(name, ways[name], engine.url, load, number))
+                names.rotate(-1)
             return turns
 
 
@@ -123,14 +130,15 @@ def rows(turns: Sequence[Turn], load: Load) -> list[Row]:
     ours, found = of("ours"), []
     speed = float(np.median([turn.tokens_per_s for turn in ours]))
     for way, said in (("plain", "plain requests"), ("streamed", "plain requests, token by token")):
-        theirs = of(way)
+        if not (theirs := of(way)):
+            continue
         pairs = zip(ours, theirs, strict=True)
         ratio = float(np.median([a.tokens_per_s / b.tokens_per_s for a, b in pairs]))
         baseline = float(np.median([turn.tokens_per_s for turn in theirs]))
         name = f"{load.in_flight} in flight"
         said = f"{said} ({plain_load.client_name()})"
         found.append(Row(name, speed, "tokens/s", said, baseline, ratio, AIM))
-    for way in ("ours", "plain", "streamed"):
+    for way in dict.fromkeys(turn.way for turn in turns):
         cpu_ms = float(np.median([1e3 * turn.cpu_s for turn in of(way)]))
         found.append(Row(f"client's CPU, {way}", cpu_ms, "ms per 1,000 tokens"))
     return found

@@ -30,7 +30,7 @@ class SteadyLoad:
             engines: URL and token of each.
             in_flight: requests per engine.
             vocabulary: prompts are random ids below it.
-            length: tokens of every response.
+            length: tokens of every response but the first ones.
         """
         self._engines, self._in_flight = engines, in_flight
         self._vocabulary, self._length = vocabulary, length
@@ -54,16 +54,17 @@ class SteadyLoad:
         return tokens_per_s(list(self._seen), begin, end)
 
     async def _run(self) -> None:
-        sampling = Sampling(1.0, self._length, ignore_eos=True)
         clients = [GenerationClient(url, token) for url, token in self._engines]
 
-        async def ask(client: GenerationClient) -> None:
+        async def ask(client: GenerationClient, length: int) -> None:
+            sampling = Sampling(1.0, length, ignore_eos=True)
             while not self._ended.is_set():
                 seed = next(self._seeds)
                 random = np.random.default_rng(seed)
                 prompt = random.integers(0, self._vocabulary, _PROMPT_TOKENS).tolist()
                 try:
                     await client.sample(prompt, seed, sampling, version=0)
+                    sampling = sampling._replace(max_new_tokens=self._length)
                 except EngineError:
                     self.failed += 1
                     await asyncio.sleep(1)
@@ -73,7 +74,10 @@ class SteadyLoad:
                 self._seen.append((time.time(), sum(client.num_tokens for client in clients)))
                 await asyncio.sleep(_LOOK_S)
 
-        await asyncio.gather(look(), *(ask(c) for c in clients for _ in range(self._in_flight)))
+        # First responses end one after the other: else all would grow old together, and the
+        # engine would be quick, then slow, then busy with prompts, whatever else happens.
+        lengths = [-(-self._length * i // self._in_flight) for i in range(1, self._in_flight + 1)]
+        await asyncio.gather(look(), *(ask(c, length) for c in clients for length in lengths))
         for client in clients:
             client.close()
 

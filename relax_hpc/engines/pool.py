@@ -281,12 +281,13 @@ class Pool:
     async def _look(self, engine: _Engine) -> None:
         """Brings what is known of an engine's version up to date."""
         async with engine.asking:
-            if engine.client.heard_at > engine.asked_at:  # its replies say it, too
-                engine.version, engine.asked_at = engine.client.heard_version, engine.client.heard_at
+            client = engine.client
+            if client.heard_at > engine.asked_at:  # its replies say it, too
+                engine.version, engine.asked_at = client.heard_version, client.heard_at
             if time.monotonic() - engine.asked_at < _VERSION_AGE_S:
                 return
             try:
-                engine.version = await engine.client.version()
+                engine.version = await client.version()
             except EngineError as error:
                 self._failed(engine, error)
             engine.asked_at = time.monotonic()

@@ -28,10 +28,21 @@ def test_the_ratio_is_the_median_of_those_within_a_round():
 def test_all_ways_get_all_tokens_of_a_real_engine(checkpoints):
     load = Load(in_flight=16, num_requests=24, siblings=4, prompt_tokens=5, new_tokens=8)
     turns = generate.measure(
-        str(checkpoints[0]), kind="embedded", load=load, repeats=1, overrides=[]
+        str(checkpoints[0]), kind="embedded", load=load, repeats=2, overrides=[]
     )
-    assert [turn.way for turn in turns] == ["ours", "plain", "streamed"]
+    first, second = ["ours", "plain", "streamed"], ["plain", "streamed", "ours"]
+    assert [turn.way for turn in turns] == first + second
     assert all(turn.tokens_per_s > 0 for turn in turns)
+
+
+def test_ways_that_were_left_out_have_no_rows():
+    turns = [Turn("ours", 90.0, 0.01), Turn("plain", 100.0, 0.02)]
+    plain, *cpu = generate.rows(turns, Load(4, 10, 4, 5, 8))
+    assert plain.ratio == 0.9
+    assert [(row.name, row.value) for row in cpu] == [
+        ("client's CPU, ours", 10.0),
+        ("client's CPU, plain", 20.0),
+    ]
 
 
 def test_a_shape_nobody_knows_is_named():

@@ -11,7 +11,7 @@
 #
 # PACK is a folder with setup.sh (makes sglang and megatron-core importable), wheels/ (this project
 # and what the machine lacks), slurm.tar.xz (a relocated Slurm in prefix/) and local_slurm.sh.
-# OUT gets the run without checkpoints, what `relax-hpc timeline` says, and its picture. LIMIT: seconds.
+# OUT gets the run without checkpoints and shards, what `relax-hpc timeline` says, and its picture. LIMIT: seconds.
 set -euo pipefail
 pack=$(cd "$1" && pwd) job=${2:-jobs/qwen3-0.6b.toml} shape=${3:-qwen3-0.6b}
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
@@ -45,5 +45,5 @@ if python3 -m relax_hpc timeline "$run" --out "$out/timeline.png" | tee "$out/ti
 fi
 sacct -X -o JobID,State,NodeList || true
 ((status == 0)) || tail -n 40 "$run"/logs/engine-*.log "$run"/submission/*/*.err || true
-tar -C "$work" --exclude checkpoints --exclude model -cJf "$out/run.tar.xz" runs slurm/log || true
+tar -C "$work" --exclude checkpoints --exclude model --exclude '*.h5' -cJf "$out/run.tar.xz" runs slurm/log || true
 exit "$status"
