@@ -28,6 +28,9 @@ _FINISH = {
     "abort": FinishReason.ABORT,
 }
 Experts = npt.NDArray[np.int16]
+TOKENS_PER_CHUNK = 64
+"""Of a response, sent at once, at most. A chunk costs the engine's server as much as eight tokens;
+those that are not sent yet are lost with an engine."""
 
 
 class Sampling(NamedTuple):
@@ -118,7 +121,7 @@ class GenerationClient:
         token: str,
         *,
         silence_s: float = 3600,
-        tokens_per_chunk: int = 64,
+        tokens_per_chunk: int = TOKENS_PER_CHUNK,
         switches: Switches | None = None,
     ) -> None:
         """Connects lazily.
@@ -127,9 +130,7 @@ class GenerationClient:
             url: "http://host:port".
             token: bearer token.
             silence_s: longest time that a running request may say nothing, pauses included.
-            tokens_per_chunk: at most so many tokens of a response are sent at once, see `sample`.
-                Each costs the engine's server as much as eight tokens, and what is under way is
-                lost with an engine.
+            tokens_per_chunk: tokens of a response that are sent at once, at most; see `sample`.
             switches: of this engine.
         """
         self.url = url

@@ -18,11 +18,11 @@ from engine_fixtures import (
 from relax_hpc.comm.bucket import digest
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.generation import TOKENS_PER_CHUNK
 from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
 
 TOLERANCE = 5e-5  # nats, float32: 1.0014e-5 was seen; under another policy it is above 1e-2
-TOKENS_PER_CHUNK = 16
 
 
 def assert_logprobs_equal(generation, reference):

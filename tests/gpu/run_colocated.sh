@@ -1,34 +1,28 @@
 #!/usr/bin/env bash
-# run_colocated.sh [OUT] - trainer and SGLang on the same GPUs, on a machine with one GPU or more:
-# how long a turn's change takes, how much memory it frees, the update by CUDA IPC (contents compared
-# after the first and the last, logprobs after 0, 1 and 10), then a whole job of four steps.
-set -uo pipefail
-out=$(mkdir -p "${1:-out}" && cd "${1:-out}" && pwd)
+# run_colocated.sh PACK [ARGUMENTS] - a whole job of four steps whose engine is on the trainer's GPU, on
+# a machine with one GPU or more and no network: Qwen3-0.6B's shape with random weights, without Slurm.
+# Further arguments go to `relax-hpc submit`, such as --set weights.quantize=fp8.
+#
+# PACK is a folder with setup.sh and wheels/, as for run_hetjob.sh. OUT gets the events of the trainer,
+# what `relax-hpc timeline` says, and its picture. LIMIT: seconds.
+set -euo pipefail
+pack=$(cd "$1" && pwd)
+out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 cd "$(dirname "$0")/../.."
-export PYTHONUNBUFFERED=1
-gpus=$(nvidia-smi --list-gpus | wc -l)
-measure() { # NAME ARGUMENTS
-  echo "== $1"
-  python3 -m relax_hpc bench sync --colocated --updates 10 --logprobs --json "$out/$1.json" "${@:2}" \
-    >"$out/$1.txt" 2>"$out/$1.log" || { echo "$1 failed:"; tail -n 30 "$out/$1.log"; }
-  cat "$out/$1.txt"
-}
-measure 4b-1gpu --shape qwen3-4b
-if ((gpus >= 2)); then
-  measure 4b-tp2 --shape qwen3-4b --tp 2 --engine-tp 2
-  measure 4b-dp2 --shape qwen3-4b --dp 2 --engines 2
-fi
-
-echo "== job"
-work=$(mktemp -d /tmp/relax-gpu.XXXX)
+work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX")
+source "$pack/setup.sh"
+for wheel in "$pack"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
+export PYTHONPATH="$PWD:$work/site:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1
 python3 tests/gpu/make_qwen3.py "$work/model"
+status=0
 timeout "${LIMIT:-420}" python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local --follow \
   --set name=colocated --set run_root="$work/runs" --set model.path="$work/model/model" \
   --set prompts.train="$work/model/train.jsonl" --set prompts.heldout="$work/model/heldout.jsonl" \
   --set rollout.placement=actor --set rollout.engine_args.mem_fraction_static=0.6 \
   --set algorithm.max_staleness=0 --set algorithm.num_steps=4 \
-  --set weights.checksum_every=1 --set launch.max_restarts=0
-status=$?
-grep -hE '"(turn|publish|step|verify)"' "$work"/runs/colocated/events/actor-0.jsonl | tee "$out/job.jsonl"
-((status == 0)) || tail -n 40 "$work"/runs/colocated/logs/*.log
+  --set weights.checksum_every=1 --set launch.max_restarts=0 "${@:2}" || status=$?
+run="$work/runs/colocated"
+cp "$run"/events/actor-0.jsonl "$out/" || true
+python3 -m relax_hpc timeline "$run" --out "$out/timeline.png" | tee "$out/timeline.txt" || true
+((status == 0)) || tail -n 40 "$run"/logs/*.log || true
 exit "$status"

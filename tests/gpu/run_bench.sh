@@ -1,0 +1,101 @@
+#!/usr/bin/env bash
+# run_bench.sh PACK WHAT... - measures engines and updates of weights on a machine with GPUs and no
+# network: random weights, SGLang, Megatron-core. It uses the GPUs of CUDA_VISIBLE_DEVICES, so that
+# several can run beside each other.
+#
+#   client      1 GPU   our requests against plain ones, 1,024 in flight
+#   colocated   1 GPU   engine and trainer on the same GPU
+#   shared-8    1 GPU   likewise in 8 bits;  shared-16: the same shape in 16
+#   wire        2 GPUs  from one GPU to another, and logprobs of both with float32 logits
+#   load        2 GPUs  an engine's tokens/s under updates, and left alone
+#   wire-8      2 GPUs  in 8 bits;  files, files-8: through files
+#   experts-8   2 GPUs  30B-A3B in 8 bits;  experts: in 16
+#   engines     4 GPUs  to three engines
+#   tp2         4 GPUs  from TP2 to TP2
+#   experts-ep2 4 GPUs  30B-A3B from EP2 to TP2
+#
+# PACK is a folder with setup.sh and wheels/, as for run_hetjob.sh. OUT gets WHAT.json, WHAT.log and
+# the logs of engines as WHAT-engine-N.log. LIMIT: seconds for each.
+set -uo pipefail
+pack=$(cd "$1" && pwd)
+out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
+cd "$(dirname "$0")/../.."
+work=$(mktemp -d /tmp/relax-gpu.XXXX)
+source "$pack/setup.sh"
+for wheel in "$pack"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
+export PYTHONPATH="$PWD:$work/site:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1
+
+# What needs no compiler and no multicast at start. SGLang turns FlashInfer's fused all-reduce on by
+# itself for experts over TP; its kernels are compiled for minutes.
+args=(attention_backend=triton sampling_backend=pytorch cuda_graph_backend_prefill=disabled
+  enforce_disable_flashinfer_allreduce_fusion=true)
+engine=(--set rollout.start_timeout_s=190)
+for arg in "${args[@]}"; do engine+=(--set "rollout.engine_args.$arg"); done
+graphs() { echo "--set rollout.engine_args.cuda_graph_bs_decode=[$1]"; }
+memory() { echo "--set rollout.engine_args.mem_fraction_static=$1"; }
+few=$(graphs 1,8,32,64)
+many=$(graphs 1,32,64,128,192,256)
+fp8='--set weights.quantize=fp8'
+
+measure() { # NAME ARGUMENTS: ended early when its log says that it failed
+  local name=$1 tmp="$work/$1" log="$out/$1.log" job status=0
+  mkdir -p "$tmp"
+  TMPDIR="$tmp" timeout "${LIMIT:-300}" python3 -m relax_hpc bench "${@:2}" "${engine[@]}" \
+    --json "$out/$name.json" >"$log" 2>&1 &
+  job=$!
+  while kill -0 "$job" 2>/dev/null; do
+    sleep 2
+    for found in "$tmp"/tmp*/engine.log "$tmp"/tmp*/bench/logs/engine-*.log; do
+      [ ! -e "$found" ] || cp "$found" "$out/$name-$(basename "$found")" 2>/dev/null
+    done
+    ! grep -qE '^Traceback|^[A-Za-z.]*Error' "$log" || { sleep 6; kill "$job" 2>/dev/null; }
+  done
+  wait "$job" || status=$?
+  echo "== $name: exit code $status after $SECONDS s"
+  grep -vi warn "$log" | tail -n 24 | cut -c 1-220
+}
+
+sync() { # NAME ARGUMENTS
+  measure "$1" sync "${@:2}"
+}
+
+for what in "${@:2}"; do
+  # shellcheck disable=SC2046,SC2086
+  case $what in
+    client)
+      measure client generate --shape qwen3-4b --in-flight 1024 --requests 2048 --prompt-tokens 128 \
+        --new-tokens 256 --repeats 2 --no-streamed $(memory 0.8) \
+        $(graphs 1,64,128,256,384,512,640,768,896,1024) --set rollout.max_running_requests=1024
+      ;;
+    colocated) sync $what --shape qwen3-4b --colocated --updates 10 --logprobs $few ;;
+    shared-16) sync $what --shape qwen3-0.6b --colocated --updates 10 --logprobs $few ;;
+    shared-8) sync $what --shape qwen3-0.6b --colocated --updates 10 --logprobs $few $fp8 ;;
+    wire)
+      sync $what --shape qwen3-4b --updates 10 --in-flight 64 --logprobs $few $(memory 0.7) \
+        --set actor.float32_logits=true --set rollout.engine_args.enable_fp32_lm_head=true
+      ;;
+    load)
+      sync $what --shape qwen3-4b --updates 8 --in-flight 256 --every 8 --undisturbed $many \
+        $(memory 0.7) --set rollout.max_new_tokens=1024 --set rollout.max_running_requests=256
+      ;;
+    wire-8) sync $what --shape qwen3-4b --updates 10 --logprobs $few $(memory 0.7) $fp8 ;;
+    files) sync $what --shape qwen3-4b --updates 6 $few $(memory 0.7) --set weights.transport=files ;;
+    files-8)
+      sync $what --shape qwen3-4b --updates 6 $few $(memory 0.7) $fp8 --set weights.transport=files
+      ;;
+    experts) sync $what --shape qwen3-30b-a3b --updates 6 --in-flight 64 $few $(memory 0.75) ;;
+    experts-8)
+      sync $what --shape qwen3-30b-a3b --updates 6 --in-flight 64 $few $(memory 0.75) $fp8 \
+        --set 'weights.modules_to_not_convert=["model.layers.0"]'
+      ;;
+    engines) sync $what --shape qwen3-4b --engines 3 --updates 10 --in-flight 64 $few $(memory 0.7) ;;
+    tp2)
+      sync $what --shape qwen3-4b --tp 2 --engine-tp 2 --updates 10 --in-flight 64 $few $(memory 0.7)
+      ;;
+    experts-ep2)
+      sync $what --shape qwen3-30b-a3b --dp 2 --ep 2 --engine-tp 2 --updates 6 --in-flight 64 $few \
+        $(memory 0.75)
+      ;;
+    *) echo "run_bench.sh: what is $what? see its head" >&2 && exit 2 ;;
+  esac
+done
