@@ -6,42 +6,19 @@ import subprocess
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from submitit.core.core import Job as SubmititJob
 from submitit.core.core import R
 
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch import script
 from relax_hpc.launch.jobs import Call, HetJob, dump, name_pickles
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.records import read_json
 
 _POLL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessId:
-    """A process and when it started: an id alone may name another one later."""
-
-    pid: int
-    start_time: float
-
-    @classmethod
-    def of(cls, pid: int) -> "ProcessId":
-        return cls(pid, psutil.Process(pid).create_time())
-
-    def find(self) -> psutil.Process | None:
-        """The process, unless it has ended."""
-        try:
-            process = psutil.Process(self.pid)
-            if process.create_time() != self.start_time:
-                return None
-            return None if process.status() == psutil.STATUS_ZOMBIE else process
-        except psutil.NoSuchProcess:
-            return None
 
 
 class HetLocalJob(SubmititJob[R]):

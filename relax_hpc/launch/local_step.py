@@ -14,12 +14,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
 import psutil
 
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.records import write_json
 
 _POLL_S = 0.05
@@ -74,7 +75,7 @@ class Step:
 
 def main() -> None:
     args = _parse()
-    controller = psutil.Process(args.controller)
+    controller = ProcessId.of(args.controller)
     step = Step()
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -89,7 +90,7 @@ def main() -> None:
         step.tasks.append(_start(rank, args))
     record_processes(args.processes, [os.getpid(), *(task.pid for task in step.tasks)])
     while step.running:
-        if not controller.is_running() or controller.status() == psutil.STATUS_ZOMBIE:
+        if controller.find() is None:
             step.kill()
         step.reap()
         time.sleep(_POLL_S)
@@ -101,7 +102,7 @@ def record_processes(path: Path, pids: Sequence[int]) -> None:
     processes = []
     for pid in pids:
         try:
-            processes.append({"pid": pid, "start_time": psutil.Process(pid).create_time()})
+            processes.append(asdict(ProcessId.of(pid)))
         except psutil.NoSuchProcess:
             continue
     write_json(path, {"processes": processes})

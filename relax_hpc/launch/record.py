@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.local import ProcessId
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json
 

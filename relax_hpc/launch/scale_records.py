@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Self
 
 from relax_hpc.config.rollout import Transport
-from relax_hpc.launch.local import ProcessId
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 from relax_hpc.weights.standing import ENDED, Standing

@@ -13,8 +13,8 @@ import psutil
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch.jobs import output_of
-from relax_hpc.launch.local import ProcessId
 from relax_hpc.launch.placement import place
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.launch.scale_records import Extra
 from relax_hpc.paths import RunPaths
 

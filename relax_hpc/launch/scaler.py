@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import LaunchError
-from relax_hpc.launch.local import ProcessId
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.launch.scale_records import Extra, Outcome, Request, ScaleState
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json_once

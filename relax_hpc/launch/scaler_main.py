@@ -14,7 +14,7 @@ from pathlib import Path
 
 from relax_hpc import job_file
 from relax_hpc.config.run import RunConfig
-from relax_hpc.launch.local import ProcessId
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.launch.scale_steps import LocalSteps, SlurmSteps
 from relax_hpc.launch.scaler import Scaler
 from relax_hpc.paths import RunPaths

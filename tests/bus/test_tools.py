@@ -19,7 +19,7 @@ from relax_hpc.bus.shard import Shard
 from relax_hpc.bus.tools import garbage, listing, verify
 from relax_hpc.cli import app
 from relax_hpc.errors import BusError, LaunchError
-from relax_hpc.launch.local import ProcessId
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.paths import BusPaths, RunPaths
 from relax_hpc.records import write_json
 

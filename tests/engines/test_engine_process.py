@@ -43,6 +43,13 @@ def start(checkpoint, tmp_path, **kwargs):
     )  # fmt: skip
 
 
+def runs(process):
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def wait_until(condition, timeout_s=30):
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -65,7 +72,7 @@ def test_killing_the_owner_ends_the_engine_and_its_children(kind, checkpoints, t
         assert EngineClient(url, "t").health(5.0)
         owner.kill()
         assert kind == "sglang" or imported_torch == "False", "seconds before the engine's own"
-    wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in tree))
+    wait_until(lambda: not any(map(runs, tree)))
 
 
 def test_a_child_that_was_still_starting_when_the_owner_died_is_ended_too(tmp_path):
@@ -91,7 +98,7 @@ def test_a_child_that_was_still_starting_when_the_owner_died_is_ended_too(tmp_pa
         wait_until(engine.children)
         tree = [engine, *engine.children(), *psutil.Process(process.pid).children()]
         process.kill()
-    wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in tree))
+    wait_until(lambda: not any(map(runs, tree)))
 
 
 def test_a_reaper_ends_a_session_only_if_nobody_says_that_all_is_well():
@@ -123,7 +130,7 @@ def test_stop_ends_the_whole_tree_even_if_it_ignores_sigterm(tmp_path):
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     engine.stop(grace_s=0.5)
     assert not engine.alive
-    assert not child.is_running() or child.status() == "zombie"
+    assert not runs(child)
     assert bystander.poll() is None
     bystander.send_signal(signal.SIGKILL)
     bystander.wait()

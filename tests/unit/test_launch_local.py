@@ -64,7 +64,10 @@ def until(condition, timeout_s=30.0):
 
 
 def alive(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_both_components_run_and_every_task_knows_who_it_is(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import scale, scaler
-from relax_hpc.launch.local import ProcessId
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.launch.scale_records import ScaleState
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
