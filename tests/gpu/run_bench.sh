@@ -21,12 +21,10 @@ pack=$(cd "$1" && pwd)
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d /tmp/relax-gpu.XXXX)
-source "$pack/setup.sh"
-for wheel in "$pack"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
-export PYTHONPATH="$PWD:$work/site:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1
+source tests/gpu/unpack.sh
 
 # What needs no compiler and no multicast at start. SGLang turns FlashInfer's fused all-reduce on by
-# itself for experts over TP; its kernels are compiled for minutes.
+# itself for experts over TP; such an engine was not up after three minutes.
 args=(attention_backend=triton sampling_backend=pytorch cuda_graph_backend_prefill=disabled
   enforce_disable_flashinfer_allreduce_fusion=true)
 engine=(--set rollout.start_timeout_s=190)
@@ -55,45 +53,41 @@ measure() { # NAME ARGUMENTS: ended early when its log says that it failed
   grep -vi warn "$log" | tail -n 24 | cut -c 1-220
 }
 
-sync() { # NAME ARGUMENTS
-  measure "$1" sync "${@:2}"
-}
-
 for what in "${@:2}"; do
   # shellcheck disable=SC2046,SC2086
   case $what in
     client)
-      measure client generate --shape qwen3-4b --in-flight 1024 --requests 2048 --prompt-tokens 128 \
+      measure $what generate --shape qwen3-4b --in-flight 1024 --requests 2048 --prompt-tokens 128 \
         --new-tokens 256 --repeats 2 --no-streamed $(memory 0.8) \
         $(graphs 1,64,128,256,384,512,640,768,896,1024) --set rollout.max_running_requests=1024
       ;;
-    colocated) sync $what --shape qwen3-4b --colocated --updates 10 --logprobs $few ;;
-    shared-16) sync $what --shape qwen3-0.6b --colocated --updates 10 --logprobs $few ;;
-    shared-8) sync $what --shape qwen3-0.6b --colocated --updates 10 --logprobs $few $fp8 ;;
+    colocated) measure $what sync --shape qwen3-4b --colocated --updates 10 --logprobs $few ;;
+    shared-16) measure $what sync --shape qwen3-0.6b --colocated --updates 10 --logprobs $few ;;
+    shared-8) measure $what sync --shape qwen3-0.6b --colocated --updates 10 --logprobs $few $fp8 ;;
     wire)
-      sync $what --shape qwen3-4b --updates 10 --in-flight 64 --logprobs $few $(memory 0.7) \
+      measure $what sync --shape qwen3-4b --updates 10 --in-flight 64 --logprobs $few $(memory 0.7) \
         --set actor.float32_logits=true --set rollout.engine_args.enable_fp32_lm_head=true
       ;;
     load)
-      sync $what --shape qwen3-4b --updates 8 --in-flight 256 --every 8 --undisturbed $many \
+      measure $what sync --shape qwen3-4b --updates 8 --in-flight 256 --every 8 --undisturbed $many \
         $(memory 0.7) --set rollout.max_new_tokens=1024 --set rollout.max_running_requests=256
       ;;
-    wire-8) sync $what --shape qwen3-4b --updates 10 --logprobs $few $(memory 0.7) $fp8 ;;
-    files) sync $what --shape qwen3-4b --updates 6 $few $(memory 0.7) --set weights.transport=files ;;
+    wire-8) measure $what sync --shape qwen3-4b --updates 10 --logprobs $few $(memory 0.7) $fp8 ;;
+    files) measure $what sync --shape qwen3-4b --updates 6 $few $(memory 0.7) --set weights.transport=files ;;
     files-8)
-      sync $what --shape qwen3-4b --updates 6 $few $(memory 0.7) $fp8 --set weights.transport=files
+      measure $what sync --shape qwen3-4b --updates 6 $few $(memory 0.7) $fp8 --set weights.transport=files
       ;;
-    experts) sync $what --shape qwen3-30b-a3b --updates 6 --in-flight 64 $few $(memory 0.75) ;;
+    experts) measure $what sync --shape qwen3-30b-a3b --updates 6 --in-flight 64 $few $(memory 0.75) ;;
     experts-8)
-      sync $what --shape qwen3-30b-a3b --updates 6 --in-flight 64 $few $(memory 0.75) $fp8 \
+      measure $what sync --shape qwen3-30b-a3b --updates 6 --in-flight 64 $few $(memory 0.75) $fp8 \
         --set 'weights.modules_to_not_convert=["model.layers.0"]'
       ;;
-    engines) sync $what --shape qwen3-4b --engines 3 --updates 10 --in-flight 64 $few $(memory 0.7) ;;
+    engines) measure $what sync --shape qwen3-4b --engines 3 --updates 10 --in-flight 64 $few $(memory 0.7) ;;
     tp2)
-      sync $what --shape qwen3-4b --tp 2 --engine-tp 2 --updates 10 --in-flight 64 $few $(memory 0.7)
+      measure $what sync --shape qwen3-4b --tp 2 --engine-tp 2 --updates 10 --in-flight 64 $few $(memory 0.7)
       ;;
     experts-ep2)
-      sync $what --shape qwen3-30b-a3b --dp 2 --ep 2 --engine-tp 2 --updates 6 --in-flight 64 $few \
+      measure $what sync --shape qwen3-30b-a3b --dp 2 --ep 2 --engine-tp 2 --updates 6 --in-flight 64 $few \
         $(memory 0.75)
       ;;
     *) echo "run_bench.sh: what is $what? see its head" >&2 && exit 2 ;;

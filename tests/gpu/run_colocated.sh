@@ -10,9 +10,7 @@ pack=$(cd "$1" && pwd)
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX")
-source "$pack/setup.sh"
-for wheel in "$pack"/wheels/*.whl; do python3 -m zipfile -e "$wheel" "$work/site"; done
-export PYTHONPATH="$PWD:$work/site:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1
+source tests/gpu/unpack.sh
 python3 tests/gpu/make_qwen3.py "$work/model"
 status=0
 timeout "${LIMIT:-420}" python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local --follow \

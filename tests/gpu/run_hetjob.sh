@@ -17,12 +17,7 @@ pack=$(cd "$1" && pwd) job=${2:-jobs/qwen3-0.6b.toml} shape=${3:-qwen3-0.6b}
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 limit=${LIMIT:-420}
 work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX") # where checkpoints go, too: WORK=/dev/shm is quick
-source "$pack/setup.sh"
-mkdir "$work/site"
-for wheel in "$pack"/wheels/*.whl; do # this project's too: its metadata names our executor to submitit
-  python3 -m zipfile -e "$wheel" "$work/site"
-done
-export PYTHONPATH="$PWD:$work/site:$PYTHONPATH" PYTHONDONTWRITEBYTECODE=1
+source tests/gpu/unpack.sh
 tar -C "$work" -xJf "$pack/slurm.tar.xz"
 gpus=$(nvidia-smi --list-gpus | wc -l)
 env=$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
