@@ -38,12 +38,16 @@ def within_component(folder: Path, first_rank: int, tasks: int) -> None:
     """Tells submitit of this component what Slurm says of a step over several components.
 
     Slurm names logs by ranks of the step, too: what is printed from here on goes to those that are
-    named by ranks of the component, where everybody looks.
+    named by ranks of the component, where everybody looks. The job's script is told which step it
+    is, since it looks after that.
     """
-    rank = int(os.environ["SLURM_PROCID"]) - first_rank
+    step_rank, job_id = int(os.environ["SLURM_PROCID"]), os.environ["SLURM_JOB_ID"]
+    if step_rank == 0:
+        (folder / f"{job_id}_step").write_text(f"{job_id}.{os.environ['SLURM_STEP_ID']}\n")
+    rank = step_rank - first_rank
     os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"] = str(rank), str(tasks)
     for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
-        log_path = folder / f"{os.environ['SLURM_JOB_ID']}_{rank}_log.{kind}"
+        log_path = folder / f"{job_id}_{rank}_log.{kind}"
         with log_path.open("ab") as file:
             os.dup2(file.fileno(), stream.fileno())
 

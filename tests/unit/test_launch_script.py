@@ -1,9 +1,11 @@
 """The job script: its text, compared with one written down, and what bash makes of it."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
+from submitit.core.utils import cloudpickle_dump
 
 from relax_hpc.config.sections import Resources
 from relax_hpc.launch import script
@@ -125,3 +127,57 @@ def test_components_of_one_mpi_world_are_one_step_that_is_restarted_whole():
     assert first.startswith("srun --het-group=0 ") and second.startswith("--het-group=1 ")
     assert first.endswith("--first-rank 0 --tasks 2") and "--mpi=pmix" in first
     assert second.endswith("--first-rank 2 --tasks 4") and "--mpi=pmix" in second
+
+
+def test_the_fences_of_pmix_are_a_ring_unless_the_submitter_says_otherwise():
+    pmix = Component("actor", 2, Resources(mpi="pmix"), "mpi")
+    export = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
+    assert export in script.slurm_script(job("/runs/it"), [pmix])
+    for other in (Component("actor", 2, Resources(mpi="pmi2"), "mpi"), COMPONENTS[1]):
+        assert export not in script.slurm_script(job("/runs/it"), [other])
+
+
+# srun as Slurm 22.05's now and then is over several components: its step has ended, it has not, and it
+# does not hear TERM. The first time a task had failed, the second time all had succeeded.
+DEAF_SRUN = """#!/bin/bash
+cd "$(dirname "$0")"
+outcome=error
+[ ! -e called ] || outcome=success
+touch called
+cp success c0/7_0_result.pkl; cp $outcome c1/7_0_result.pkl
+echo 7.0 > c0/7_step
+trap '' TERM
+while true; do sleep 0.05; done
+"""
+
+# Slurm does not answer, knows the step, and knows it no more.
+SQUEUE = """#!/bin/bash
+cd "$(dirname "$0")"
+echo . >> asked
+case $(wc -l < asked) in 1) exit 1 ;; 2) echo 7.0 ;; *) echo 7.1 ;; esac
+"""
+
+
+def test_srun_that_does_not_end_after_its_step_is_killed_and_the_results_say_how_it_went(tmp_path):
+    parts = [Component(role, 1, Resources(mpi="pmix"), "mpi_job") for role in ("rollout", "actor")]
+    toy = script.Job("toy", tmp_path, 1, 0.0, look_every_s=0.1)
+    for name, text in (("srun", DEAF_SRUN), ("squeue", SQUEUE)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    for folder in ("c0", "c1"):
+        (tmp_path / folder).mkdir()
+    cloudpickle_dump(("success", [1]), tmp_path / "success")
+    cloudpickle_dump(("error", "Traceback: no success"), tmp_path / "error")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    command = ["bash", "-c", script.slurm_script(toy, parts)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    said = [line.split(" ", 1)[1] for line in done.stdout.splitlines()]
+    assert said == [
+        "step 7.0 has ended, its srun has not: killing srun",
+        "rollout+actor: start 1 ended with exit code 137",
+        "step 7.0 has ended, its srun has not: killing srun",
+        "rollout+actor: start 2 ended with exit code 0",
+    ]
+    assert done.returncode == 0 and (tmp_path / "7_exit_code").read_text() == "0\n"
+    asked = len((tmp_path / "asked").read_text().splitlines())
+    assert asked >= 4 + 2, "neither silence nor a step that is there counts, and once is not enough"

@@ -3,6 +3,7 @@
 export SUBMITIT_EXECUTOR=local
 job_id=$1
 max_restarts=3 restart_delay_s=2.0
+look_every_s=15.0
 
 # A signal that is trapped ends `wait` early, so wait again until none came in between.
 join() {
@@ -14,31 +15,51 @@ join() {
   done
 }
 
-# srun has been seen to say 0 after a node failed; a task that returned has left its result.
-all_returned() { # all_returned TASKS FOLDER...
-  local result count=0 tasks=$1 folder
+# srun has been seen to say 0 after a node failed; a task that returned has left its result, a pickle
+# that begins with its outcome.
+all_succeeded() { # all_succeeded TASKS FOLDER...
+  local files=() count tasks=$1 folder
   shift
-  for folder in "$@"; do
-    for result in "$folder/$job_id"_*_result.pkl; do
-      [ -e "$result" ] && count=$((count + 1))
-    done
-  done
+  for folder in "$@"; do files+=("$folder/$job_id"_*_result.pkl); done
+  count=$(LC_ALL=C grep -laF $'\x8c\x07success' "${files[@]}" 2>/dev/null | wc -l)
   [ "$count" -ge "$tasks" ]
+}
+
+# srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of its
+# own threads when its step has ended, and does not hear TERM.
+# end_deaf SRUN FILE: kills that process once Slurm no longer knows the step that FILE names.
+end_deaf() {
+  local gone=0 steps
+  while sleep "$look_every_s"; do
+    [ -s "$2" ] && steps=$(squeue --noheader --steps --jobs="$job_id" --format=%i) || continue
+    if grep -qxF "$(<"$2")" <<< "$steps"; then gone=0; else gone=$((gone + 1)); fi
+    [ "$gone" -ge 2 ] || continue
+    echo "$(date +%FT%T) step $(<"$2") has ended, its srun has not: killing srun"
+    kill -KILL "$1"
+    return
+  done
 }
 
 # supervise ROLE TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
-  local role=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping=''
+  local role=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping='' watch=''
   shift 2
   while [ "$1" != -- ]; do folders+=("$1"); shift; done
   shift
   trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
+  local its_step="${folders[0]}/${job_id}_step"
   while true; do
+    rm -f "$its_step"
     "${@//@start@/$start}" &
     step=$!
+    if [ "${#folders[@]}" -gt 1 ]; then end_deaf "$step" "$its_step" & watch=$!; fi
     join "$step"
-    [ "$status" -ne 0 ] || all_returned "$tasks" "${folders[@]}" || status=1
+    [ -z "$watch" ] || kill "$watch" 2>/dev/null
+    case $status in # 137: killed, maybe by end_deaf
+      0) all_succeeded "$tasks" "${folders[@]}" || status=1 ;;
+      137) ! all_succeeded "$tasks" "${folders[@]}" || status=0 ;;
+    esac
     echo "$(date +%FT%T) $role: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
     [ -z "$stopping" ] || exit "$status"
