@@ -33,9 +33,9 @@ _INHERITED = (
     "SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION"
 )
 
-# Slurm 22.05's tree of fences lets ranks out of the one that ends MPI_Init before all are in it, and
-# Open MPI crashes on the message of a rank that is ahead: up to one start in ten over TCP and three
-# nodes. Its ring does not.
+# The tree of fences of Slurm 22.05 lets ranks out of the fence that ends MPI_Init before all are in
+# it, and Open MPI crashes on the message of one that is ahead: up to one start in ten over TCP and
+# three nodes. The ring does not.
 _PMIX = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
 
 _SUPERVISION = """\
@@ -49,8 +49,8 @@ join() {
   done
 }
 
-# srun has been seen to say 0 after a node failed; a task that returned has left its result, a pickle
-# that begins with its outcome.
+# srun has been seen to say 0 after a node failed; a task that returned has left its result, and that
+# begins with its outcome.
 all_succeeded() { # all_succeeded TASKS FOLDER...
   local files=() count tasks=$1 folder
   shift
@@ -59,8 +59,8 @@ all_succeeded() { # all_succeeded TASKS FOLDER...
   [ "$count" -ge "$tasks" ]
 }
 
-# srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of its
-# own threads when its step has ended, and does not hear TERM.
+# srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of
+# its own threads when its step has ended, and does not hear TERM.
 # end_deaf SRUN FILE: kills that process once Slurm no longer knows the step that FILE names.
 end_deaf() {
   local gone=0 steps

@@ -138,6 +138,7 @@ def test_ranks_share_the_rows_and_one_of_them_writes(paths, tmp_path):
         def rank(number):
             world = StoreWorld.join(number, 2, tmp_path / "rendezvous.json", timeout_s=20)
             logprobs.run(world, scorers[number], Reader(paths), lead if number == 0 else None)
+            world.barrier()  # rank 0 holds the store
 
         threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in range(2)]
         with finished_when(paths, lambda: not lead._writer.pending()):

@@ -137,8 +137,8 @@ def test_the_fences_of_pmix_are_a_ring_unless_the_submitter_says_otherwise():
         assert export not in script.slurm_script(job("/runs/it"), [other])
 
 
-# srun as Slurm 22.05's now and then is over several components: its step has ended, it has not, and it
-# does not hear TERM. The first time a task had failed, the second time all had succeeded.
+# srun as Slurm 22.05's now and then is over several components: its step has ended, it has not, and
+# it does not hear TERM. The first time a task had failed, the second time all had succeeded.
 DEAF_SRUN = """#!/bin/bash
 cd "$(dirname "$0")"
 outcome=error

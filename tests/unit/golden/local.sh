@@ -15,8 +15,8 @@ join() {
   done
 }
 
-# srun has been seen to say 0 after a node failed; a task that returned has left its result, a pickle
-# that begins with its outcome.
+# srun has been seen to say 0 after a node failed; a task that returned has left its result, and that
+# begins with its outcome.
 all_succeeded() { # all_succeeded TASKS FOLDER...
   local files=() count tasks=$1 folder
   shift
@@ -25,8 +25,8 @@ all_succeeded() { # all_succeeded TASKS FOLDER...
   [ "$count" -ge "$tasks" ]
 }
 
-# srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of its
-# own threads when its step has ended, and does not hear TERM.
+# srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of
+# its own threads when its step has ended, and does not hear TERM.
 # end_deaf SRUN FILE: kills that process once Slurm no longer knows the step that FILE names.
 end_deaf() {
   local gone=0 steps
