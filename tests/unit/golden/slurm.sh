@@ -35,7 +35,7 @@ join() {
   done
 }
 
-# srun has been seen to say 0 after a node failed; a task that returned has left its result, and that
+# srun has been seen to say 0 after a node failed; a task that returned has left its result, which
 # begins with its outcome.
 all_succeeded() { # all_succeeded TASKS FOLDER...
   local files=() count tasks=$1 folder
