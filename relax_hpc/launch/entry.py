@@ -43,7 +43,8 @@ def within_component(folder: Path, first_rank: int, tasks: int) -> None:
     """
     step_rank, job_id = int(os.environ["SLURM_PROCID"]), os.environ["SLURM_JOB_ID"]
     if step_rank == 0:
-        (folder / f"{job_id}_step").write_text(f"{job_id}.{os.environ['SLURM_STEP_ID']}\n")
+        step = f"{job_id}.{os.environ['SLURM_STEP_ID']} {os.getpid()}\n"
+        (folder / f"{job_id}_step").write_text(step)
     rank = step_rank - first_rank
     os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"] = str(rank), str(tasks)
     for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):

@@ -145,16 +145,19 @@ outcome=error
 [ ! -e called ] || outcome=success
 touch called
 cp success c0/7_0_result.pkl; cp $outcome c1/7_0_result.pkl
-echo 7.0 > c0/7_step
+sleep 60 & echo $! > task
+echo 7.0 $! > c0/7_step
 trap '' TERM
 while true; do sleep 0.05; done
 """
 
-# Slurm does not answer, knows the step, and knows it no more.
+# Slurm does not answer, knows the step, knows it no more; only then the first task ends.
 SQUEUE = """#!/bin/bash
 cd "$(dirname "$0")"
 echo . >> asked
-case $(wc -l < asked) in 1) exit 1 ;; 2) echo 7.0 ;; *) echo 7.1 ;; esac
+times=$(wc -l < asked)
+[ $times -lt 6 ] || kill -KILL $(<task)
+case $times in 1) exit 1 ;; 2) echo 7.0 ;; *) echo 7.1 ;; esac
 """
 
 
@@ -180,4 +183,4 @@ def test_srun_that_does_not_end_after_its_step_is_killed_and_the_results_say_how
     ]
     assert done.returncode == 0 and (tmp_path / "7_exit_code").read_text() == "0\n"
     asked = len((tmp_path / "asked").read_text().splitlines())
-    assert asked >= 4 + 2, "neither silence nor a step that is there counts, and once is not enough"
+    assert asked == 7 + 2, "silence, a step that is there and a task that is do not count"

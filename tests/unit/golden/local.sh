@@ -27,14 +27,20 @@ all_succeeded() { # all_succeeded TASKS FOLDER...
 
 # srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of
 # its own threads when its step has ended, and does not hear TERM.
-# end_deaf SRUN FILE: kills that process once Slurm no longer knows the step that FILE names.
+# end_deaf SRUN FILE: kills that process once Slurm no longer knows the step that FILE names, and
+# its first task, whose process FILE names, is gone: Slurm may have forgotten a step that goes on.
 end_deaf() {
-  local gone=0 steps
+  local gone=0 steps its_id its_task
   while sleep "$look_every_s"; do
-    [ -s "$2" ] && steps=$(squeue --noheader --steps --jobs="$job_id" --format=%i) || continue
-    if grep -qxF "$(<"$2")" <<< "$steps"; then gone=0; else gone=$((gone + 1)); fi
+    read -r its_id its_task 2>/dev/null < "$2" || continue
+    steps=$(squeue --noheader --steps --jobs="$job_id" --format=%i) || continue
+    if grep -qxF "$its_id" <<< "$steps" || kill -0 "$its_task" 2>/dev/null; then
+      gone=0
+      continue
+    fi
+    gone=$((gone + 1))
     [ "$gone" -ge 2 ] || continue
-    echo "$(date +%FT%T) step $(<"$2") has ended, its srun has not: killing srun"
+    echo "$(date +%FT%T) step $its_id has ended, its srun has not: killing srun"
     kill -KILL "$1"
     return
   done

@@ -1,0 +1,117 @@
+"""Bash that is the same in every job's script: it starts steps again, and ends them."""
+
+SUPERVISION = """\
+# A signal that is trapped ends `wait` early, so wait again until none came in between.
+join() {
+  local before
+  while true; do
+    before=$signals
+    wait "$1"; status=$?
+    [ "$before" = "$signals" ] && return
+  done
+}
+
+# srun has been seen to say 0 after a node failed; a task that returned has left its result, which
+# begins with its outcome.
+all_succeeded() { # all_succeeded TASKS FOLDER...
+  local files=() count tasks=$1 folder
+  shift
+  for folder in "$@"; do files+=("$folder/$job_id"_*_result.pkl); done
+  count=$(LC_ALL=C grep -laF $'\\x8c\\x07success' "${files[@]}" 2>/dev/null | wc -l)
+  [ "$count" -ge "$tasks" ]
+}
+
+# srun with mpi=pmix over several components (Slurm 22.05) now and then waits for ever for one of
+# its own threads when its step has ended, and does not hear TERM.
+# end_deaf SRUN FILE: kills that process once Slurm no longer knows the step that FILE names, and
+# its first task, whose process FILE names, is gone: Slurm may have forgotten a step that goes on.
+end_deaf() {
+  local gone=0 steps its_id its_task
+  while sleep "$look_every_s"; do
+    read -r its_id its_task 2>/dev/null < "$2" || continue
+    steps=$(squeue --noheader --steps --jobs="$job_id" --format=%i) || continue
+    if grep -qxF "$its_id" <<< "$steps" || kill -0 "$its_task" 2>/dev/null; then
+      gone=0
+      continue
+    fi
+    gone=$((gone + 1))
+    [ "$gone" -ge 2 ] || continue
+    echo "$(date +%FT%T) step $its_id has ended, its srun has not: killing srun"
+    kill -KILL "$1"
+    return
+  done
+}
+
+# supervise ROLE TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
+# again when it fails. @start@ in the command becomes the number of the start.
+supervise() {
+  local role=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping='' watch=''
+  shift 2
+  while [ "$1" != -- ]; do folders+=("$1"); shift; done
+  shift
+  trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
+  local its_step="${folders[0]}/${job_id}_step"
+  while true; do
+    rm -f "$its_step"
+    "${@//@start@/$start}" &
+    step=$!
+    if [ "${#folders[@]}" -gt 1 ]; then end_deaf "$step" "$its_step" & watch=$!; fi
+    join "$step"
+    [ -z "$watch" ] || kill "$watch" 2>/dev/null
+    case $status in # 137: killed, maybe by end_deaf
+      0) all_succeeded "$tasks" "${folders[@]}" || status=1 ;;
+      137) ! all_succeeded "$tasks" "${folders[@]}" || status=0 ;;
+    esac
+    echo "$(date +%FT%T) $role: start $start ended with exit code $status"
+    [ "$status" -ne 0 ] || exit 0
+    [ -z "$stopping" ] || exit "$status"
+    if [ "$start" -gt "$max_restarts" ]; then
+      echo "$(date +%FT%T) $role: failed $start times, giving up"
+      kill -USR1 "$$"
+      exit "$status"
+    fi
+    start=$((start + 1))
+    # A rank that had finished takes part again: a slow one must not find all results there.
+    for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_result.pkl; done
+    sleep "$restart_delay_s"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
+  done
+}
+
+# serve COMMAND...: runs beside the components until it is told to end, and again when it fails.
+serve() {
+  local child='' starts=0 status signals=0 stopping=''
+  trap 'signals=$((signals + 1)); stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
+  while true; do
+    "$@" &
+    child=$! starts=$((starts + 1))
+    join "$child"
+    [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
+    echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
+    [ "$starts" -le "$max_restarts" ] || return 1
+    sleep "$restart_delay_s"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
+  done
+}
+
+signals=0 stopping='' components=() scaler=''
+end_all() { [ -z "${components[*]}$scaler" ] || kill "${components[@]}" $scaler 2>/dev/null; }
+trap 'signals=$((signals + 1)); failed=1; end_all' USR1
+trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
+failed=''
+"""
+
+WAIT = """\
+# One may have given up before the next was started.
+[ -z "$failed$stopping" ] || end_all
+
+exit_code=0
+for component in "${components[@]}"; do
+  join "$component"
+  [ "$status" -eq 0 ] || exit_code=$status
+done
+if [ -n "$scaler" ]; then
+  kill "$scaler" 2>/dev/null
+  join "$scaler"
+fi
+"""
