@@ -87,14 +87,15 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, forward)
     for rank in range(args.tasks):
-        step.tasks.append(_start(rank, args))
+        if step.end_at is None:
+            step.tasks.append(_start(rank, args))
     record_processes(args.processes, [os.getpid(), *(task.pid for task in step.tasks)])
     while step.running:
         if controller.find() is None:
             step.kill()
         step.reap()
         time.sleep(_POLL_S)
-    sys.exit(max(step.exit_codes.values()))
+    sys.exit(max(step.exit_codes.values(), default=128 + signal.SIGTERM))
 
 
 def record_processes(path: Path, pids: Sequence[int]) -> None:

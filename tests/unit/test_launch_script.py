@@ -10,6 +10,7 @@ from submitit.core.utils import cloudpickle_dump
 from relax_hpc.config.sections import Resources
 from relax_hpc.launch import script
 from relax_hpc.launch.placement import Component
+from relax_hpc.launch.supervision import SUPERVISION
 
 GOLDEN = Path(__file__).parent / "golden"
 COMPONENTS = [
@@ -184,3 +185,15 @@ def test_srun_that_does_not_end_after_its_step_is_killed_and_the_results_say_how
     assert done.returncode == 0 and (tmp_path / "7_exit_code").read_text() == "0\n"
     asked = len((tmp_path / "asked").read_text().splitlines())
     assert asked == 7 + 2, "silence, a step that is there and a task that is do not count"
+
+
+@pytest.mark.parametrize(
+    ("assigned", "command"),
+    [("step", "supervise actor 1 /nowhere -- sleep 60"), ("child", "serve sleep 60")],
+)
+def test_told_to_end_between_the_start_of_a_step_and_its_number_it_ends_the_step(assigned, command):
+    tell = f"trap '[[ $BASH_COMMAND != {assigned}=* ]] || kill -TERM $BASHPID' DEBUG"
+    settings = "job_id=7 max_restarts=0 restart_delay_s=0 look_every_s=15"
+    text = "\n".join([settings, SUPERVISION, "set -o functrace", tell, command])
+    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=30)
+    assert done.returncode == (143 if assigned == "step" else 0), done

@@ -59,6 +59,7 @@ supervise() {
     rm -f "$its_step"
     "${@//@start@/$start}" &
     step=$!
+    [ -z "$stopping" ] || kill "$step" 2>/dev/null # told to end when `step` was not known yet
     if [ "${#folders[@]}" -gt 1 ]; then end_deaf "$step" "$its_step" & watch=$!; fi
     join "$step"
     [ -z "$watch" ] || kill "$watch" 2>/dev/null
@@ -89,6 +90,7 @@ serve() {
   while true; do
     "$@" &
     child=$! starts=$((starts + 1))
+    [ -z "$stopping" ] || kill "$child" 2>/dev/null
     join "$child"
     [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
     echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
