@@ -78,7 +78,7 @@ COLUMNS: dict[str, Column] = {
     # who it is
     "row/guid": Column("int64", "row", "rollout", "prompt ordinal in the run's order of the data"),
     "row/sibling": Column("int32", "row", "rollout", "0..G-1 within the prompt group"),
-    "row/prompt_index": Column("int64", "row", "rollout", "line of the prompt file, 0-based"),
+    "row/prompt_index": Column("int64", "row", "rollout", "prompt of the file, 0-based"),
     "row/seed": Column("int64", "row", "rollout", "sampling seed, H(run, guid, sibling)"),
     "row/environment": Column("int16", "row", "rollout", "which task; 0 where there is one", None),
     # what was sampled

@@ -11,6 +11,7 @@ class OptimizerConfig(BaseModel):
     model_config = SETTINGS
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Adam's learning rate after the warm-up; `decay` says how it falls."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
     final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -21,8 +22,11 @@ class OptimizerConfig(BaseModel):
     """The decay takes the last steps, that many, and the rate stays before (warm-up, stable,
     decay); 0 takes all steps after the warm-up."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled (AdamW): weights shrink by lr x this in every update; biases and norms do not."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the mean of gradients."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the mean of their squares."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest gradient norm; 0 does not clip."""
     moments: Literal["float32", "bfloat16"] = "float32"

@@ -27,7 +27,9 @@ class RolloutConfig(Section):
     samples_per_prompt: Positive = 8
     """G, the siblings of a prompt group."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Of sampling; the trainer's logprobs are of the same distribution. Held-out is greedy."""
     max_new_tokens: Positive = 256
+    """Tokens of a response; one that reaches it ends there, with finish "length"."""
     max_running_requests: Positive = 256
     """Trajectories an engine decodes at once."""
     groups_per_shard: Positive = 16

@@ -47,6 +47,7 @@ class RewardConfig(Section):
 
 class AlgorithmConfig(Section):
     name: Literal["grpo"] = "grpo"
+    """How rewards become a loss; see docs/algorithms.md."""
     num_steps: Positive
     """Batches to train on; step b turns policy b-1 into policy b."""
     prompts_per_step: Positive = 32
@@ -104,6 +105,7 @@ class LaunchConfig(Section):
     max_restarts: NonNegative = 3
     """Times a component whose step failed is started again in place."""
     restart_delay_s: Annotated[float, Field(ge=0)] = 2.0
+    """Seconds between the end of a failed step and its next start."""
     peer_timeout_s: Positive = 1800
     """How long a role waits for another before it gives up, naming it."""
 

@@ -14,9 +14,11 @@ from relax_hpc.cli import app
 from relax_hpc.config.run import RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.job_file import validate
+from relax_hpc.schema import ROLES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES_BY_NAME = {page.name: page for page in PAGES}
 COMMANDS = typer.main.get_command(app).commands
 OURS = ("jobs", "slurm", "docs", "relax_hpc", "tests")
 
@@ -127,6 +129,21 @@ def is_in_the_code(name):
         return False
     text = (path / f"{module}.py").read_text()
     return all(re.search(rf"^ *(?:def|class) {p}\b|^{p}\b.*=", text, re.M) for p in parts)
+
+
+def test_every_key_of_a_job_says_what_it_does():
+    def keys(fields, prefix=""):
+        for name, field in fields.items():
+            yield f"{prefix}{name}", field
+            yield from keys(fields_of(field), f"{prefix}{name}.")
+
+    silent = [n for n, field in keys(SETTINGS) if not fields_of(field) and not field.description]
+    assert silent == []
+
+
+def test_roles_in_the_bus_page_are_numbered_as_in_the_code():
+    [row] = re.findall(r"^\| 6 \| u16 \| role: (.*) \|$", PAGES_BY_NAME["bus.md"].read_text(), re.M)
+    assert row.split(", ") == [f"{number} {role}" for number, role in enumerate(ROLES)]
 
 
 def test_the_job_in_the_readme_is_one():
