@@ -2,6 +2,7 @@
 # make test    set up what the tests need, a local Slurm included, and pass them
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt
+# make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
 # make demo-sglang   the main job with SGLang as the engine, on CPU
 # make test-sglang   what the tests say of SGLang on CPU; what its versions differ in, of two of them
 
@@ -17,7 +18,7 @@ WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check soak setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
+.PHONY: demo test check soak mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -28,6 +29,9 @@ test: setup setup-packages check
 
 soak: setup
 	$(BIN)/pytest -m soak -s tests/bus
+
+mutants: setup
+	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS)
 
 check: setup
 	$(BIN)/ruff check .

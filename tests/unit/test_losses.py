@@ -110,3 +110,17 @@ def test_a_policy_far_from_the_reference_has_a_finite_kl():
     found = kl_to_reference(logprobs, torch.tensor([0.0]), torch.tensor([True]))
     found.backward()
     assert math.isfinite(found.item()) and math.isfinite(logprobs.grad.item())
+
+
+def test_metrics_count_trained_tokens_only():
+    """Of three: one beyond the clip, one sampled by an older policy, one beyond both."""
+    log_ratio = torch.tensor([0.5, 0.0, -0.5, 0.5])
+    gap = torch.tensor([0.0, 0.5, 3.0, 3.0])
+    mask = torch.tensor([True, True, True, False])
+    old = torch.full((4,), -1.0)
+    _, metrics = grpo(old + log_ratio, old, old - gap, torch.ones(4), mask, **SETTINGS)
+    assert metrics["loss/clip_fraction"].item() == 2
+    assert metrics["loss/importance_capped"].item() == 1
+    assert metrics["loss/importance_mean"].item() == pytest.approx(1 + math.exp(0.5) + 2, rel=1e-6)
+    kl = math.exp(0.5) - 1 - 0.5 + math.exp(-0.5) - 1 + 0.5  # of the trained tokens: r - 1 - ln r
+    assert metrics["loss/approx_kl"].item() == pytest.approx(kl, rel=1e-5)
