@@ -3,7 +3,9 @@
     python -m relax_hpc.launch.local_step --tasks N --output F --error F ... -- COMMAND ...
 
 `%t` in the log names is the task. Each task is a session of its own, so that it can be ended with
-everything it started; it dies with this process, and this process ends with the job's controller.
+everything it started; what leaves that session is ended with the step. A task dies with this
+process, and this process ends with the job's controller. The exit code is that of the task that
+failed first.
 """
 
 import argparse
@@ -13,10 +15,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 
 import psutil
 
@@ -25,7 +27,10 @@ from relax_hpc.records import write_json
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCHLD}
+"""What this process waits for. They are blocked, so nothing happens between two lines of it."""
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None)
 
 
@@ -34,19 +39,21 @@ class Step:
     """The running tasks of a step."""
 
     tasks: list["subprocess.Popen[bytes]"] = field(default_factory=list)
-    exit_codes: dict[int, int] = field(default_factory=dict)
-    """Process id -> exit code of the tasks that ended."""
+    first_failure: int | None = None
+    """Exit code of the task that failed first; the others are ended for it."""
     end_at: float | None = None
     """When patience with the tasks ends, once they were told to."""
 
     @property
     def running(self) -> "list[subprocess.Popen[bytes]]":
-        return [task for task in self.tasks if task.pid not in self.exit_codes]
+        return [task for task in self.tasks if task.returncode is None]
 
     def signal(self, number: int) -> None:
         """Sends a signal to the tasks themselves, as srun does."""
         for task in self.running:
-            task.send_signal(number)
+            # Not `send_signal`, which collects a task that has ended. Until `reap` does, its id is
+            # nobody else's.
+            os.kill(task.pid, number)
 
     def end(self) -> None:
         """Asks the tasks to end; `reap` insists after a grace period."""
@@ -59,43 +66,65 @@ class Step:
             os.killpg(task.pid, signal.SIGKILL)
 
     def reap(self) -> None:
-        """Collects the tasks that ended, with what they left behind."""
+        """Collects what ended: tasks, and what they left behind, which is ours then."""
         if self.end_at is not None and time.monotonic() > self.end_at:
             self.kill()
-        for task in self.running:
-            # Look without collecting: until it is collected, its id still names its own group.
-            if os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while found := _ended(os.WNOWAIT):
+            task = next((each for each in self.running if each.pid == found), None)
+            if task is None:
+                os.waitpid(found, 0)
                 continue
+            # Look without collecting: until it is collected, its id still names its own group.
             os.killpg(task.pid, signal.SIGKILL)
-            code = task.wait()
-            self.exit_codes[task.pid] = 128 - code if code < 0 else code
+            code = os.waitstatus_to_exitcode(os.waitpid(task.pid, 0)[1])
+            task.returncode = 128 - code if code < 0 else code
             if code != 0:
+                self.first_failure = self.first_failure or task.returncode
                 self.end()
+
+
+def _ended(options: int = 0) -> int | None:
+    """Process id of a child that has ended, if there is one."""
+    try:
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | options)
+    except ChildProcessError:
+        return None
+    return found.si_pid if found else None
 
 
 def main() -> None:
     args = _parse()
     controller = ProcessId.of(args.controller)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what outlives the task that started it is our child
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     step = Step()
-
-    def forward(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGUSR2:
-            step.signal(number)
-        else:
-            step.end()
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-        signal.signal(number, forward)
     for rank in range(args.tasks):
-        if step.end_at is None:
-            step.tasks.append(_start(rank, args))
+        if not signal.sigpending() & {signal.SIGTERM, signal.SIGINT}:
+            step.tasks.append(_start(rank, args, before))
     record_processes(args.processes, [os.getpid(), *(task.pid for task in step.tasks)])
     while step.running:
+        told = signal.sigtimedwait(_SIGNALS, _POLL_S)
+        if told and told.si_signo == signal.SIGUSR2:
+            step.signal(signal.SIGUSR2)
+        elif told and told.si_signo != signal.SIGCHLD:
+            step.end()
         if controller.find() is None:
             step.kill()
         step.reap()
-        time.sleep(_POLL_S)
-    sys.exit(max(step.exit_codes.values(), default=128 + signal.SIGTERM))
+    end_what_is_left()
+    sys.exit(step.first_failure or (0 if step.tasks else 128 + signal.SIGTERM))
+
+
+def end_what_is_left(timeout_s: float = _GRACE_S) -> None:
+    """Ends what the tasks started and left, in whatever session it is."""
+    deadline = time.monotonic() + timeout_s
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        while _ended():
+            pass
+        time.sleep(_POLL_S / 5)
 
 
 def record_processes(path: Path, pids: Sequence[int]) -> None:
@@ -109,7 +138,11 @@ def record_processes(path: Path, pids: Sequence[int]) -> None:
     write_json(path, {"processes": processes})
 
 
-def _start(rank: int, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
+def _start(
+    rank: int, args: argparse.Namespace, signals: Iterable[int]
+) -> "subprocess.Popen[bytes]":
+    """Starts a task; `signals` are those that were blocked before ours."""
+
     # submitit's LocalJobEnvironment reads these names.
     environment = os.environ | {
         "SUBMITIT_LOCAL_JOB_ID": args.job_id,
@@ -129,7 +162,7 @@ def _start(rank: int, args: argparse.Namespace) -> "subprocess.Popen[bytes]":
             stdout=stdout,
             stderr=stderr,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=lambda: _begin(signals),
         )
 
 
@@ -140,8 +173,10 @@ def _gpus(first: int, count: int) -> list[str]:
     return names[first : first + count]
 
 
-def _die_with_parent() -> None:
+def _begin(signals: Iterable[int]) -> None:
+    """In a task, before its command: dies with its parent, and hears what others hear."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
 
 def _parse() -> argparse.Namespace:

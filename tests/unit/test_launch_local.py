@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -151,3 +152,45 @@ def test_nothing_survives_when_what_started_it_is_killed(tmp_path, victim):
         child = int(path.read_text().split()[1])
         if alive(child):
             os.kill(child, signal.SIGKILL)
+
+
+# A task with a child in its own session and one in another. Once `go` is there, all but the last
+# task of a step fail at the same time, with 3; the last one says 9 when it is told to end.
+FAILING_TASK = """
+sleep 600 & echo $! >> pids.$$
+setsid sleep 600 & echo $! >> pids.$$
+[ "$SUBMITIT_LOCAL_GLOBALID" = 3 ] && trap 'exit 9' TERM
+touch ready.$$
+while [ ! -e go ]; do sleep 0.01; done
+[ "$SUBMITIT_LOCAL_GLOBALID" = 3 ] || exit 3
+while true; do sleep 0.01; done
+"""
+
+
+def local_step(folder, num_tasks, command):
+    folder.mkdir()
+    options = ["--controller", str(os.getpid()), "--job-id", "x", "--processes", "processes.json"]
+    logs = ["--output", "%t.out", "--error", "%t.err", "--", "bash", "-c", command]
+    module = [sys.executable, "-m", "relax_hpc.launch.local_step", "--tasks", str(num_tasks)]
+    return subprocess.Popen([*module, *options, *logs], cwd=folder, stderr=subprocess.PIPE)
+
+
+def test_tasks_that_fail_together_give_the_first_code_and_none_of_their_children_stays(tmp_path):
+    folders = [tmp_path / str(number) for number in range(4)]
+    steps = [local_step(folder, 4, FAILING_TASK) for folder in folders]
+    until(lambda: len(list(tmp_path.glob("*/ready.*"))) == 4 * len(folders))
+    for folder in folders:
+        (folder / "go").touch()
+    ends = [(step.communicate(timeout=30)[1], step.returncode) for step in steps]
+    assert ends == [(b"", 3)] * len(folders)
+    pids = [int(pid) for path in tmp_path.glob("*/pids.*") for pid in path.read_text().split()]
+    assert len(pids) == 8 * len(folders) and not [pid for pid in pids if alive(pid)]
+
+
+def test_a_step_told_to_end_while_its_tasks_start_ends_those_it_has_started(tmp_path):
+    step = local_step(tmp_path / "step", 200, "echo $$ >> pids; exec sleep 600")
+    until((tmp_path / "step" / "pids").exists)
+    step.terminate()
+    assert step.communicate(timeout=30)[0] is None and step.returncode == 128 + signal.SIGTERM
+    pids = [int(pid) for pid in (tmp_path / "step" / "pids").read_text().split()]
+    assert len(pids) < 200 and not [pid for pid in pids if alive(pid)]
