@@ -40,6 +40,19 @@ def _tensors(trainer):
             yield from (values[name] for name in sorted(values))
 
 
+def draw():
+    """The next random numbers, of torch and of every stream that Megatron keeps beside it."""
+    from megatron.core import tensor_parallel
+
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    found = {"torch": torch.rand(2).tolist()}
+    for name in sorted(tracker.get_states()):
+        with tracker.fork(name):
+            found[name] = torch.rand(2).tolist()
+    assert len(found) > 1
+    return found
+
+
 def load(folder):
     """None, or why it was refused."""
     try:

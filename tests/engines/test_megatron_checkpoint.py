@@ -181,6 +181,16 @@ def test_six_steps_are_three_a_save_killed_anywhere_a_resume_and_three_bitwise(
     assert pool.call(checkpoint_worker.digest) == sixth
 
 
+def test_random_numbers_go_on_after_a_resume_where_the_save_was(ranks, folder, tmp_path):
+    pool = open_grid(ranks, folder, "dp2")
+    pool.call(checkpoint_worker.draw)
+    pool.call(worker.save, folder=tmp_path / "saved")
+    expected = pool.call(checkpoint_worker.draw)
+    assert pool.call(checkpoint_worker.draw) != expected
+    pool.call(worker.load, folder=tmp_path / "saved")
+    assert pool.call(checkpoint_worker.draw) == expected
+
+
 def test_a_disk_that_is_full_fails_the_save_by_name_and_the_next_one_succeeds(
     ranks, folder, tmp_path
 ):

@@ -25,7 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 
-from relax_hpc.engines.megatron import boxes, checkpoint_write
+from relax_hpc.engines.megatron import boxes, checkpoint_pickle, checkpoint_write
 from relax_hpc.engines.megatron.boxes import Box
 from relax_hpc.engines.megatron.checkpoint_read import Stored
 from relax_hpc.engines.megatron.host_copy import HostCopy
@@ -256,7 +256,7 @@ def _own_objects(trainee: Trainee) -> Iterator[tuple[str, Any]]:
 
 def _load_objects(chunks: Sequence[GPTModel], stored: Stored) -> None:
     for chunk, name, entry in _objects(chunks):
-        chunk.load_state_dict({name: _unpickled(stored.object(entry.unique_key))}, strict=False)
+        chunk.load_state_dict({name: _object(stored, entry.unique_key)}, strict=False)
 
 
 def _common(chained: ChainedOptimizer) -> dict[str, Any]:
@@ -323,7 +323,7 @@ def _load_rng(stored: Stored, seed: int) -> None:
             )  # fmt: skip
         return
     try:
-        state = _unpickled(stored.object(_rng_key()))
+        state = _object(stored, _rng_key())
     except KeyError:
         raise CheckpointError(
             f"{stored.folder}: has no random state of rank {dist.get_rank()}, though its grid is "
@@ -346,8 +346,8 @@ def _pickled(value: list[Any]) -> bytes:
     return file.getvalue()
 
 
-def _unpickled(content: bytes) -> Any:  # noqa: ANN401
-    (value,) = torch.load(io.BytesIO(content), weights_only=True)
+def _object(stored: Stored, key: str) -> Any:  # noqa: ANN401
+    (value,) = checkpoint_pickle.saved(stored.object(key), stored.folder)
     return value
 
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
+from relax_hpc.engines.megatron import checkpoint_pickle
 from relax_hpc.engines.megatron.boxes import Box
 from relax_hpc.engines.megatron.checkpoint_write import (
     MANIFEST,
@@ -37,6 +36,8 @@ def damage(folder: Path) -> str | None:
     try:
         for name, expected in json.loads(manifest.read_bytes())["files"].items():
             path = folder / name
+            if path.name != name or not (path.is_file() or not path.exists()):
+                return f"{manifest}: names {name!r}, which is no file of a checkpoint"
             if path.stat().st_size != expected["bytes"]:
                 return f"{path}: has {path.stat().st_size} bytes of {expected['bytes']}"
             if "crc32c" in expected and checksum(path.read_bytes()) != expected["crc32c"]:
@@ -70,10 +71,9 @@ class Stored:
         if wrong := damage(folder):
             raise CheckpointError(wrong)
         self.folder = folder
-        # Written by us, as its checksum in the manifest says.
-        self._metadata: Metadata = pickle.loads((folder / ".metadata").read_bytes())
-        common = (folder / "common.pt").read_bytes()
-        self.common: dict[str, Any] = torch.load(io.BytesIO(common), weights_only=True)
+        self._metadata = checkpoint_pickle.metadata(folder)
+        common = folder / "common.pt"
+        self.common: dict[str, Any] = checkpoint_pickle.saved(common.read_bytes(), common)
         self._checksums: dict[str, dict[int, int]] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -140,13 +140,17 @@ class Stored:
             read.targets.append((box.tensor[here], there))
 
     def _read(self, read: _Read) -> None:
-        content = io.BytesIO(self._bytes(read.file, read.at, read.num_bytes))
-        stored = torch.load(content, map_location="cpu", weights_only=True)
+        content = self._bytes(read.file, read.at, read.num_bytes)
+        stored = checkpoint_pickle.saved(content, self.folder / read.file)
         for target, part in read.targets:
             target.copy_(stored[part])
 
     def _bytes(self, file: str, at: int, num_bytes: int) -> bytes:
         path = self.folder / file
+        if path.name != file:
+            raise CheckpointError(
+                f"{self.folder / checkpoint_pickle.NAME}: names {file!r}, outside of the folder"
+            )
         if file not in self._checksums:
             self._checksums[file] = {entry.at: entry.checksum for entry in read_table(path)}
         try:
