@@ -11,6 +11,7 @@ from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
+from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.portions import Batch, Floats, Portion, Share, share_of
@@ -164,6 +165,7 @@ def run(
                 )
         with timers.phase("train"):
             stats = trainer.update()
+        stop_or_go_on(lead, trainer, step, config.actor)
         turns.to_engines(trainer)
         with timers("publish"):
             _publish(world, trainer, lead, helper)
@@ -173,7 +175,6 @@ def run(
             save()
         if lead:
             end_step(lead, trainer, step, batch.describe(step) | stats, timers)
-        stop_if_stuck(trainer.skip, config.actor)
     if lead:
         lead.finish()
 
@@ -230,13 +231,22 @@ def _read(
     return list(replica.bcast(rows))
 
 
+def stop_or_go_on(lead: StepLog | None, trainer: Trainer, step: int, actor: ActorConfig) -> None:
+    """Says why the update was not done, if it was not; called before anything is made of it.
+
+    Raises:
+        TrainingError: it is not worth while to go on.
+    """
+    if lead and trainer.skip:
+        lead.skipped(step, trainer.skip)
+    stop_if_stuck(trainer.skip, actor)
+
+
 def end_step(
     lead: StepLog, trainer: Trainer, step: int, fields: dict[str, Any], timers: Timers
 ) -> None:
-    """Logs a step with what it cost, and why its update was not done, if it was not."""
+    """Logs a step with what it cost."""
     lead.end_step(step, {**fields, **trainer.costs, **timers.seconds}, timers.phases)
-    if trainer.skip:
-        lead.skipped(step, trainer.skip)
 
 
 def _publish(world: World, trainer: Trainer, lead: Lead | None, helper: Helper | None) -> None:

@@ -38,7 +38,7 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
             _role(context.role)(config, paths, context, bootstrap, events)
         except Exception as error:
             events.emit("error", message=f"{type(error).__name__}: {error}")
-            log.exception("%s failed", context.name)
+            log.exception("%s failed: %s: %s", context.name, type(error).__name__, error)
             raise
 
 

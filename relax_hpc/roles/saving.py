@@ -13,6 +13,7 @@ from relax_hpc.errors import CheckpointError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints, P, Saveable
 from relax_hpc.roles.pending_save import Saved
+from relax_hpc.roles.skips import Skip
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.timers import Timers
 
@@ -56,6 +57,11 @@ def resume(
 
 
 class Trainer(Saveable, Protocol):
+    @property
+    def skip(self) -> Skip | None:
+        """Why the last update was not done."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
@@ -86,9 +92,13 @@ class Saving(Generic[P]):
         self._config, self._paths, self._world = config, paths, world
         self._trainer, self._checkpoints, self._lead = trainer, checkpoints, lead
         self._events = events
+        self._is_due = False
 
     def __call__(self) -> None:
         """Begins a checkpoint if one is due, ends those that are done; the last one it waits for.
+
+        After an update that was skipped it waits for one that was not: if the run gets stuck, a
+        restart begins where it still learned. Only the run's last step is saved all the same.
 
         Raises:
             CheckpointError: the run's last checkpoint, or several in a row, could not be saved.
@@ -97,7 +107,9 @@ class Saving(Generic[P]):
         step, actor = self._trainer.step, self._config.actor
         last = step == self._config.num_steps
         done = self._checkpoints.poll()
-        if last or step % actor.save_every == 0:
+        self._is_due |= step % actor.save_every == 0
+        if last or (self._is_due and self._trainer.skip is None):
+            self._is_due = False
             done += self._checkpoints.save(
                 self._trainer,
                 self._lead.position() if self._lead else None,

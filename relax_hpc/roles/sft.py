@@ -11,8 +11,7 @@ from relax_hpc.algorithms.losses import LossOutput, cross_entropy
 from relax_hpc.bus.micro_batches import MicroBatches
 from relax_hpc.comm.world import World
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.roles.actor import StepLog, Tokens, Trainer, end_step
-from relax_hpc.roles.skips import stop_if_stuck
+from relax_hpc.roles.actor import StepLog, Tokens, Trainer, end_step, stop_or_go_on
 from relax_hpc.schema import Array, Trajectory
 from relax_hpc.telemetry.timers import Timers
 
@@ -76,6 +75,7 @@ def run(
         with timers.phase("train"):
             trainer.accumulate(share.rows, share.micro_batches, unused, loss, last=True)
             stats = trainer.update()
+        stop_or_go_on(lead, trainer, step, config.actor)
         if last or _is_due(step, config.sft.heldout_every):
             with timers("heldout"):
                 _measure(world, trainer, heldout, lead)
@@ -83,7 +83,6 @@ def run(
             save()
         if lead:
             end_step(lead, trainer, step, stats, timers)
-        stop_if_stuck(trainer.skip, config.actor)
     _export(trainer, lead)
 
 

@@ -36,6 +36,10 @@ class Skip(Protocol):
 
     @property
     def in_a_row(self) -> int: ...
+    @property
+    def is_model(self) -> bool:
+        """No sample has finite logprobs: it is the weights, not the samples."""
+        ...
 
 
 def fields_of(skip: Skip, places: Mapping[int, str]) -> dict[str, Any]:
@@ -65,14 +69,25 @@ def line_of(skip: Skip, places: Mapping[int, str]) -> str:
 
 
 def stop_if_stuck(skip: Skip | None, actor: ActorConfig) -> None:
-    """Ends the actor if nothing has been learned for a while; what it saved and published stays.
+    """Ends the actor if nothing has been learned for a while, or nothing can be.
+
+    To be called before the step is published or saved.
 
     Raises:
-        TrainingError: `actor.max_skipped_updates` were skipped in a row.
+        TrainingError: `actor.max_skipped_updates` were skipped in a row, or the model gives no
+            sample finite logprobs.
     """
-    if skip and skip.in_a_row >= actor.max_skipped_updates:
+    if skip is None:
+        return
+    if skip.is_model:
+        raise TrainingError(
+            f"{skip.reason}: the model gives none of the batch's samples finite logprobs, so its "
+            "weights are broken, by an update before; nothing was published or saved since, and a "
+            "restart begins at the newest checkpoint: lower actor.optimizer.lr"
+        )
+    if skip.in_a_row >= actor.max_skipped_updates:
         raise TrainingError(
             f"{skip.in_a_row} updates in a row were skipped (actor.max_skipped_updates): "
-            f"{line_of(skip, {})}; the weights are those of the last good update and a resume "
+            f"{line_of(skip, {})}; none of them changed the weights, and none was saved: a restart "
             "begins at the newest checkpoint: look at the samples, or lower actor.optimizer.lr"
         )

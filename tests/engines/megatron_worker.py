@@ -200,6 +200,17 @@ def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_
     return metrics
 
 
+def train_fails(rows, advantages):
+    """What the error says that it ends with."""
+    from relax_hpc.errors import TrainingError
+
+    try:
+        train(rows, advantages)
+    except TrainingError as error:
+        return str(error)
+    raise AssertionError("it trained")
+
+
 def lend():
     """Bytes of gradient buffers before, while they are lent, and after."""
 

@@ -69,20 +69,46 @@ class Skip(NamedTuple):
     """All samples with something that is not finite."""
     in_a_row: int
     """Updates, this one included; not those for which a loss scale was too large."""
+    is_model: bool = False
+    """No sample has finite logprobs: it is the weights, not the samples."""
+
+
+class _Found(NamedTuple):
+    """By one data-parallel rank."""
+
+    named: list[Sample]
+    num_samples: int
+    without_logprobs: int
+    """Of `num_samples`: those whose logprobs are not finite."""
+    trained: int
+    """Samples with a token to train on, finite or not."""
 
 
 def explain(works: Sequence[Work], reason: str, in_a_row: int) -> Skip:
     """Looks at all that was passed over. Collective over all ranks."""
     samples = list(_samples(works)) if grid.is_last_stage() else []
     group = mpu.get_data_parallel_group()
-    ranks: list[tuple[list[Sample], int]] = [([], 0)] * group.size()
-    dist.all_gather_object(ranks, (samples[:_NAMED], len(samples)), group=group)
+    ranks = [_Found([], 0, 0, 0)] * group.size()
+    mine = _Found(
+        samples[:_NAMED],
+        len(samples),
+        sum(sample.what == "logprobs" for sample in samples),
+        sum(bool(sample.loss_mask[1:].any()) for work in works for sample in work.samples),
+    )
+    dist.all_gather_object(ranks, mine, group=group)
     first_of_each = sorted(
-        ((place, sample) for named, _ in ranks for place, sample in enumerate(named)),
+        ((place, sample) for found in ranks for place, sample in enumerate(found.named)),
         key=lambda found: found[0],
     )
     named = tuple(sample for _, sample in islice(first_of_each, _NAMED))
-    skip = Skip(reason, named, sum(count for _, count in ranks), in_a_row)
+    without = sum(found.without_logprobs for found in ranks)
+    skip = Skip(
+        reason,
+        named,
+        sum(found.num_samples for found in ranks),
+        in_a_row,
+        is_model=without == sum(found.trained for found in ranks) > 0,
+    )
     said: Skip = grid.from_last_stage(skip)
     return said
 

@@ -156,6 +156,18 @@ def update(optimizer: ChainedOptimizer, found: Gradients, scale: float) -> Updat
     return Update(norm, True)
 
 
+def weights_are_finite(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether the whole model's weights have a norm, on every rank the same answer. Collective.
+
+    It reads them once. A norm beyond float32 counts as none: such weights compute nothing.
+    """
+    weights = [parameter.detach() for chunk in chunks for parameter in chunk.parameters()]
+    norms = torch._foreach_norm(weights, dtype=torch.float32)
+    total = torch.stack(norms).square().sum()
+    dist.all_reduce(total)
+    return math.isfinite(float(total))
+
+
 def loss_scale(optimizer: ChainedOptimizer) -> float | None:
     """What losses are multiplied by before their gradient; None without float16."""
     if optimizer.chained_optimizers[0].grad_scaler is None:

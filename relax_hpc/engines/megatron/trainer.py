@@ -1,7 +1,7 @@
 """The actor's model: trains on trajectories, and gives its weights away under their HF names."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from relax_hpc.engines.megatron.router import take_metrics
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
 from relax_hpc.engines.megatron.weight_bank import WeightBank
+from relax_hpc.errors import TrainingError
 from relax_hpc.schema import Trajectory
 
 
@@ -111,6 +112,9 @@ class MegatronTrainer(MegatronScorer):
             clipping, and `skipped` updates, as the epochs' mean, the same on every rank; `lr`;
             `logprob_gap/mean` and `/max` [nats] between this policy and the sampler, before the
             updates. An update is skipped when its loss or gradient is not finite.
+
+        Raises:
+            TrainingError: an update made the weights infinite or not a number; on every rank.
         """
         config = self._config
         self.step += 1
@@ -122,6 +126,7 @@ class MegatronTrainer(MegatronScorer):
             self._pass_over(self._works, last=True)
             epochs.append(self._end_pass())
         self._works = []
+        self._check_weights(epochs, rate)
         self.costs = self._costs.end_step()
         means = {
             key: float(np.mean([epoch[key] for epoch in epochs if key in epoch]))
@@ -202,6 +207,18 @@ class MegatronTrainer(MegatronScorer):
         with self._costs.phase("forward_backward"), grad_sync.portion(self._wrapped, last=last):
             schedule.backward(self._wrapped, works, self._sum_loss)
         self._costs.count(works)
+
+    def _check_weights(self, epochs: Sequence[Mapping[str, float]], rate: float) -> None:
+        if all(epoch["skipped"] for epoch in epochs):
+            return  # they are what they were
+        with self._costs.phase("update"):
+            finite = optimizer.weights_are_finite(self._chunks)
+        if not finite:
+            raise TrainingError(
+                f"step {self.step}: with a learning rate of {rate:g} its update made weights that "
+                "are not finite; they are neither published nor saved, and a restart begins at the "
+                "newest checkpoint: lower actor.optimizer.lr"
+            )
 
     def _begin_pass(self) -> None:
         for chunk in self._wrapped:

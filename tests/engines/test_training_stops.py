@@ -1,0 +1,182 @@
+"""A run whose training failed: what it published and saved is from before, and it says so."""
+
+from types import SimpleNamespace
+
+import megatron_worker as worker
+import numpy as np
+import pytest
+from engine_fixtures import save_checkpoint
+from megatron_worker import job, trajectories
+
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.errors import TrainingError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import actor, saving, sft, skips
+from relax_hpc.roles.pending_save import Saved
+
+BAD = SimpleNamespace(reason="the loss is not finite", samples=(), num_samples=0, is_model=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_checkpoint(tmp_path_factory.mktemp("models") / "qwen3", 0)
+
+
+@pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"pipeline_parallel": 2}])
+@pytest.mark.parametrize(
+    ("dtype", "rate"),
+    [("float32", 1e30), ("float16", 1e6)],  # no square in float32; no number in float16
+)
+def test_an_update_that_breaks_the_weights_ends_training_on_every_rank(
+    ranks, folder, layout, dtype, rate
+):
+    rows, advantages = trajectories(6)
+    config = job(folder, dtype=dtype, actor=layout, optimizer={"lr": rate})
+    ranks[2].call(worker.open_trainer, config=config)
+    said = ranks[2].call(worker.train_fails, rows=rows, advantages=advantages)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"step 1: with a learning rate of {rate:g} its update made weights")
+
+
+def test_weights_that_give_no_sample_finite_logprobs_are_told_from_bad_samples(ranks, folder):
+    rows, advantages = trajectories(6)
+    silent = rows[0]._replace(loss_mask=np.zeros_like(rows[0].loss_mask), guid=99)
+    rows, advantages = [*rows, silent], np.append(advantages, 0.0)
+    ranks[2].call(worker.open_trainer, config=job(folder, actor={"data_parallel": 2}))
+    rows[0].token_ids[0] = 120
+    ranks[2].call(worker.break_embedding, token=120)
+    batch = {"rows": rows, "advantages": advantages}
+    assert ranks[2].call(worker.train, **batch)[0]["skipped"] == 1.0
+    assert [skip.is_model for skip in ranks[2].call(worker.skip)] == [False, False]
+    for row in rows:
+        row.token_ids[0] = 120
+    assert ranks[2].call(worker.train, **batch)[0]["skipped"] == 1.0
+    assert [skip.is_model for skip in ranks[2].call(worker.skip)] == [True, True]
+
+
+def test_a_broken_model_ends_training_at_once_and_bad_samples_after_a_while():
+    few = SimpleNamespace(max_skipped_updates=3)
+    skips.stop_if_stuck(None, few)
+    skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=2), few)
+    with pytest.raises(TrainingError, match="3 updates in a row were skipped"):
+        skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=3), few)
+    broken = SimpleNamespace(**vars(BAD) | {"is_model": True}, in_a_row=1)
+    with pytest.raises(TrainingError, match="its weights are broken"):
+        skips.stop_if_stuck(broken, few)
+
+
+class Trainer:
+    """Skips the updates of `bad` steps."""
+
+    dp_rank, costs, skip, step = 0, {}, None, 0
+
+    def __init__(self, bad):
+        self.bad, self.in_a_row = bad, 0
+
+    def accumulate(self, *_, last):
+        assert last
+
+    def update(self):
+        self.step += 1
+        self.in_a_row = self.in_a_row + 1 if self.step in self.bad else 0
+        self.skip = SimpleNamespace(**vars(BAD), in_a_row=self.in_a_row) if self.in_a_row else None
+        return {}
+
+    def named_weights(self):
+        return iter(())
+
+
+class Lead:
+    """Of either kind of run."""
+
+    def __init__(self, said):
+        self.said = said
+
+    def next_batch(self):
+        return [sft.Share([], [])]
+
+    def heldout(self):
+        return [sft.Share([], [])]
+
+    def skipped(self, step, skip):
+        self.said.append(("skipped", step))
+
+    def end_step(self, step, fields, phases):
+        self.said.append(("logged", step))
+
+    def publish(self, version, tensors):
+        self.said.append(("published", version))
+        return SimpleNamespace(again=False)
+
+    def export(self, tensors):
+        self.said.append("exported")
+
+    def finish(self):
+        self.said.append("finished")
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Runs `num_steps` whose `bad` ones are skipped; what happened, in order."""
+
+    def go(kind, num_steps, bad, save_every=1):
+        said, trainer = [], Trainer(bad)
+        tree = {
+            "name": "run", "run_root": str(tmp_path), "model": {"path": "unused"},
+            "actor": {"max_skipped_updates": 2, "save_every": save_every},
+        }  # fmt: skip
+        if kind == "sft":
+            config = SftRunConfig.model_validate(
+                tree | {"sft": {"train": "unused", "batch_size": 1, "num_steps": num_steps}}
+            )
+        else:
+            config = job("unused").model_validate(
+                tree
+                | {
+                    "prompts": {"train": "unused", "heldout": "unused"},
+                    "algorithm": {"num_steps": num_steps},
+                }
+            )
+        lead, world = Lead(said), SoloWorld()
+        checkpoints = SimpleNamespace(
+            poll=list, wait=list,
+            save=lambda trainer, *_: said.append(("saved", trainer.step)) or [Saved(trainer.step)],
+        )  # fmt: skip
+        events = SimpleNamespace(emit=lambda *_, **__: None)
+        duties = saving.Lead(lambda: None)
+        save = saving.Saving(
+            config, RunPaths(config.run_dir), world, trainer, checkpoints, duties, events
+        )
+        try:
+            if kind == "sft":
+                sft.run(config, world, trainer, lead, save)
+            else:
+                portion = SimpleNamespace(record=SimpleNamespace(last=True))
+                share = SimpleNamespace(micro_batches=[], advantages=None)
+                monkeypatch.setattr(actor, "_next_portion", lambda *_: portion)
+                monkeypatch.setattr(actor, "share_of", lambda *_: share)
+                monkeypatch.setattr(actor, "_read", lambda *_: [])
+                monkeypatch.setattr(actor.Batch, "describe", lambda *_: {})
+                actor.run(config, world, trainer, None, lead, save)
+        except TrainingError:
+            said.append("failed")
+        return said
+
+    return go
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_the_step_that_ends_training_is_neither_published_nor_saved_nor_counted(train, kind):
+    said = train(kind, num_steps=3, bad={2, 3})
+    assert said[-2:] == [("skipped", 3), "failed"]
+    assert ("saved", 1) in said and ("logged", 2) in said
+    for what in (("saved", 3), ("published", 3), ("logged", 3), "finished", "exported"):
+        assert what not in said
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_one_that_is_not(train, kind):
+    said = train(kind, num_steps=6, bad={2, 4, 6}, save_every=2)
+    assert [what[1] for what in said if what[0] == "saved"] == [3, 5, 6]
+    assert said[-1] in ("finished", "exported")
