@@ -1,0 +1,89 @@
+"""What stands beside a role, noting in one journal what it is given, in which order."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from relax_hpc import job_file
+from relax_hpc.schema import FinishReason, Trajectory
+
+
+class Journal(list):
+    """Entries are tuples: what, and its values."""
+
+    def note(self, *entry):
+        self.append(entry)
+
+    def of(self, *kinds):
+        """The entries of some kinds, in order."""
+        return [entry for entry in self if entry[0] in kinds]
+
+
+class Events:
+    """An EventWriter that keeps its events."""
+
+    def __init__(self):
+        self.all = []
+
+    def emit(self, event, **fields):
+        self.all.append((event, fields))
+
+    def of(self, event):
+        return [fields for name, fields in self.all if name == event]
+
+
+def config(**sections):
+    """A run's settings; `algorithm__num_steps=3` sets algorithm.num_steps."""
+    tree = {
+        "name": "test",
+        "model": {"path": "model"},
+        "prompts": {"train": "train", "heldout": "heldout"},
+        "rollout": {"samples_per_prompt": 2},
+        "algorithm": {"num_steps": 2, "prompts_per_step": 2},
+        "eval": {"every": 0, "num_prompts": 1},
+    }
+    for key, value in sections.items():
+        *path, name = key.split("__")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return job_file.validate(tree, source="test")
+
+
+def row(guid=0, sibling=0, prompt=2, response=3, version=0, mask=None, reward=0.0):
+    """A trajectory whose tokens say whose they are and where they stand."""
+    size = prompt + response
+    runs = [[prompt, version]] if response else []
+    if mask is None:
+        mask = [0] * prompt + [1] * response
+    return Trajectory(
+        guid=guid, sibling=sibling, prompt_index=guid, seed=0,
+        token_ids=(100 * guid + 10 * sibling + np.arange(size)).astype(np.int32),
+        prompt_len=prompt, loss_mask=np.array(mask, np.uint8),
+        rollout_logprobs=np.zeros(size, np.float32),
+        version_runs=np.array(runs, np.int32).reshape(-1, 2),
+        finish=FinishReason.STOP, reward=reward,
+    )  # fmt: skip
+
+
+def sampled(token_ids, logprobs, version_runs, finish=FinishReason.STOP, routed_experts=None):
+    """What an engine made of a prompt."""
+    return SimpleNamespace(
+        token_ids=token_ids, logprobs=logprobs, version_runs=version_runs,
+        finish=finish, routed_experts=routed_experts,
+    )  # fmt: skip
+
+
+class Snapshot:
+    """What a trainer has to save: small files."""
+
+    def __init__(self, files):
+        self.files = files
+
+    def write(self, folder):
+        for name, content in self.files.items():
+            (folder / name).write_text(content)
+
+    def write_names(self, folder, *, timeout_s, cancelled):
+        return sum(path.stat().st_size for path in folder.iterdir())

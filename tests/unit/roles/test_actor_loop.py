@@ -1,0 +1,360 @@
+"""The actor's loop: what every rank does in which order, and what each is given."""
+
+import numpy as np
+import pytest
+from role_fakes import Events, Journal, Snapshot, config, row
+
+from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
+from relax_hpc.bus.reader import BatchIndex
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.errors import TrainingError
+from relax_hpc.roles import actor
+from relax_hpc.roles.checkpoints import Checkpoints
+from relax_hpc.roles.hybrid import HybridReference
+from relax_hpc.roles.portions import Batch
+from relax_hpc.weights.publish import Published
+
+ROWS = [
+    [row(0, 0, reward=1.0, version=1), row(0, 1, response=1, version=0)],
+    [row(1, 0, reward=0.0, version=0), row(1, 1, reward=1.0, version=1)],
+]
+
+
+class Skip:
+    reason, num_samples, samples = "grad norm is nan", 0, ()
+
+    def __init__(self, in_a_row):
+        self.in_a_row = in_a_row
+
+
+class Trainer:
+    dp_rank, skip = 0, None
+    costs = {"time/forward": 1.0}  # noqa: RUF012
+
+    def __init__(self, journal, step=0):
+        self.journal, self.step = journal, step
+
+    def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
+        given = [(t.guid, t.sibling, t.loss_mask.tolist()) for t in trajectories]
+        self.journal.note("accumulate", given, micro_batches, advantages.tolist(), last)
+        self.refs = [t.ref_logprobs for t in trajectories]
+
+    def update(self):
+        self.step += 1
+        self.journal.note("update", self.step)
+        return {"loss": 0.5}
+
+    def named_weights(self):
+        yield "w", self.step
+
+    def lend(self):
+        self.journal.note("lend")
+
+    def reclaim(self):
+        self.journal.note("reclaim")
+
+
+class Reader:
+    """Rows of portion p are those of prompt p."""
+
+    def __init__(self, journal):
+        self.journal = journal
+
+    def index(self, record):
+        rows = ROWS[record.portion]
+        columns = {
+            "guid": [r.guid for r in rows], "sibling": [r.sibling for r in rows],
+            "rewards": np.array([r.reward for r in rows], np.float32),
+            "prompt_len": [r.prompt_len for r in rows],
+            "response_len": [len(r.token_ids) - r.prompt_len for r in rows],
+            "policy_version_min": [r.policy_version_min for r in rows],
+            "policy_version_max": [r.policy_version_max for r in rows],
+            "finish": [0, 0],
+        }  # fmt: skip
+        return BatchIndex(**{name: np.array(values) for name, values in columns.items()})
+
+    def rows(self, record, rows):
+        self.journal.note("read", record.step, record.portion, rows)
+        return [ROWS[record.portion][n] for n in rows]
+
+
+def record(step, portion):
+    parts = [Part("rollout-0", 1, portion, f"u{portion}", 0, 2)]
+    return PlanRecord(step, [portion], parts, 2, 0, 9, portion, last=portion == 1)
+
+
+class Lead:
+    """Two portions a step; now and then an engine comes that has to be given weights first."""
+
+    def __init__(self, journal, newcomers=(), again=()):
+        self.journal, self.newcomers, self.again = journal, list(newcomers), list(again)
+        self.portions = {}
+
+    def next_portion(self, step):
+        self.journal.note("next", step)
+        if step in self.newcomers:
+            self.newcomers.remove(step)
+            return None
+        number = self.portions.get(step, 0)
+        self.portions[step] = number + 1
+        return record(step, number)
+
+    def publish(self, version, tensors):
+        self.journal.note("publish", version, dict(tensors))
+        again = version in self.again
+        if again:
+            self.again.remove(version)
+        return Published(version, [], [], again, 0, 0.0, {}, None)
+
+    def end_step(self, step, fields, phases):
+        self.journal.note("end_step", step, fields)
+
+    def skipped(self, step, skip):
+        self.journal.note("skipped", step, skip.reason)
+
+    def finish(self):
+        self.journal.note("finish")
+
+
+class Policy:
+    def __init__(self, journal):
+        self.journal = journal
+
+    def logprobs(self, trajectories, micro_batches):
+        self.journal.note("score", [t.guid for t in trajectories], micro_batches)
+        return [-t.token_ids.astype(np.float32) for t in trajectories]
+
+    def refresh(self):
+        self.journal.note("refresh")
+
+
+def run(journal, *, lead=None, trainer=None, save=None, **settings):
+    trainer = trainer or Trainer(journal)
+    made = config(reference__placement="actor", **settings)
+    reference = HybridReference(Policy(journal), refresh_every=2, events=Events())
+    save = save or (lambda: journal.note("save", trainer.step))
+    lead = lead or Lead(journal)
+    actor.run(made, SoloWorld(), trainer, Reader(journal), lead, save, reference)
+    return trainer
+
+
+STEP = ["next", "read", "score", "accumulate"] * 2 + ["update", "publish"]
+
+
+def test_a_step_trains_publishes_renews_saves_and_is_noted_in_this_order():
+    journal = Journal()
+    run(journal)
+    assert [entry[0] for entry in journal] == [
+        "publish",
+        *STEP, "save", "end_step",
+        *STEP, "refresh", "save", "end_step",
+        "finish",
+    ]  # fmt: skip
+    published = journal.of("publish")
+    assert published == [("publish", version, {"w": version}) for version in range(3)]
+    assert journal.of("save") == [("save", 1), ("save", 2)]
+
+
+def test_a_portion_is_read_and_trained_on_with_its_rows_advantages_and_whether_it_is_the_last():
+    journal = Journal()
+    trainer = run(journal)
+    assert journal.of("read")[:2] == [("read", 1, 0, [0, 1]), ("read", 1, 1, [0, 1])]
+    full, short = [0, 0, 1, 1, 1], [0, 0, 1]
+    first, second = journal.of("accumulate")[:2]
+    assert first[1:] == ([(0, 0, full), (0, 1, short)], [[0, 1]], [0.5, -0.5], False)
+    assert second[1:] == ([(1, 0, full), (1, 1, full)], [[0, 1]], [-0.5, 0.5], True)
+    for found, given in zip(trainer.refs, ROWS[1], strict=True):
+        assert found.tolist() == (-given.token_ids).tolist()  # of the row's own tokens
+
+
+def test_over_age_tokens_leave_the_loss_only_where_the_settings_say_mask():
+    """Step 2 trains policy 1: with a staleness of 0, what policy 0 sampled is over age."""
+    for over_age, short in (("mask", [0, 0, 0]), ("drop", [0, 0, 1])):
+        journal = Journal()
+        trainer = Trainer(journal, step=1)
+        settings = {"algorithm__over_age": over_age, "algorithm__max_staleness": 0}
+        run(journal, trainer=trainer, **settings)
+        first = journal.of("accumulate")[0][1]
+        assert first == [(0, 0, [0, 0, 1, 1, 1]), (0, 1, short)]
+
+
+def test_engines_that_come_are_given_the_current_weights_before_the_batch_goes_on():
+    journal = Journal()
+    run(journal, lead=Lead(journal, newcomers=[2]))
+    after_first = [entry[:2] for entry in journal][journal.index(("save", 1)) :]
+    assert after_first[2:5] == [("next", 2), ("publish", 1), ("next", 2)]
+    assert [entry[1] for entry in journal.of("publish")] == [0, 1, 1, 2]
+
+
+def test_a_publication_is_repeated_as_long_as_somebody_is_left():
+    journal = Journal()
+    run(journal, lead=Lead(journal, again=[1, 1]))
+    assert [entry[1] for entry in journal.of("publish")] == [0, 1, 1, 1, 2]
+
+
+def test_the_record_of_a_step_has_the_batch_the_update_the_costs_and_the_time():
+    journal = Journal()
+    run(journal)
+    _, step, fields = journal.of("end_step")[1]
+    assert (step, fields["policy_version"], fields["num_trajectories"]) == (2, 2, 4)
+    assert (fields["loss"], fields["time/forward"]) == (0.5, 1.0)
+    assert fields["staleness/max"] == 1  # policy 1 is trained on what policy 0 sampled
+    assert {f"time/{name}" for name in ("wait", "read", "publish", "save")} <= fields.keys()
+    assert "time/train" not in fields  # the trainer measures that itself
+
+
+def test_a_skipped_update_is_noted_and_too_many_in_a_row_end_the_run():
+    journal = Journal()
+    trainer = Trainer(journal)
+    trainer.skip = Skip(in_a_row=2)
+    run(journal, trainer=trainer, actor__max_skipped_updates=3)
+    assert journal.of("skipped") == [("skipped", 1, Skip.reason), ("skipped", 2, Skip.reason)]
+    journal = Journal()
+    trainer = Trainer(journal)
+    trainer.skip = Skip(in_a_row=3)
+    with pytest.raises(TrainingError, match="3 updates in a row were skipped"):
+        run(journal, trainer=trainer, actor__max_skipped_updates=3)
+    assert not journal.of("finish")
+
+
+class Model(Trainer):
+    """Its checkpoint holds its step, and the step whose policy is the reference."""
+
+    reference = 0
+
+    def snapshot(self, *, copy):
+        return Snapshot({"weight": f"{self.step} {self.reference}"})
+
+    def damage(self, folder):
+        return None
+
+    def load(self, folder):
+        self.step, self.reference = map(int, (folder / "weight").read_text().split())
+
+    def logprobs(self, trajectories, micro_batches):
+        return [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
+
+    def refresh(self):
+        self.reference = self.step
+
+
+def test_a_checkpoint_of_a_step_that_renews_the_reference_holds_the_renewed_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=1)
+    journal = Journal()
+    model = Model(journal)
+    reference = HybridReference(model, refresh_every=2, events=None)
+
+    def save():
+        checkpoints.save(model, PlanPosition(1, model.step, model.step))
+
+    made = config(reference__placement="actor")
+    actor.run(made, SoloWorld(), model, Reader(journal), Lead(journal), save, reference)
+    resumed = Model(journal)
+    assert checkpoints.resume(resumed).step == 2
+    assert (resumed.step, resumed.reference) == (2, 2)
+
+
+class Rank1:
+    """A world as a further rank sees it: rank 0's values come out of a list."""
+
+    rank, size = 1, 2
+
+    def __init__(self, told, replica=None):
+        self.told, self.replica = list(told), replica
+
+    def bcast(self, value):
+        return self.told.pop(0)
+
+    def split(self, color):
+        assert color == 1
+        return self.replica
+
+
+def portions_of(step):
+    """As rank 0 deals them to two ranks."""
+    batch = Batch(config(actor__data_parallel=2), Reader(Journal()))
+    return [batch.deal(record(step, number)) for number in range(2)]
+
+
+def follow(journal, replica, **arguments):
+    trainer = Trainer(journal)
+    trainer.dp_rank = 1
+    told = [False, *portions_of(1), False, None, True, False, *portions_of(2), False]
+    world = Rank1(told, replica)
+    made = config(actor__data_parallel=2)
+    save = lambda: journal.note("save")  # noqa: E731
+    actor.run(made, world, trainer, Reader(journal), None, save, **arguments)
+    assert world.told == []
+    return portions_of(1)
+
+
+def test_a_rank_without_the_lead_trains_its_own_share_and_helps_to_publish():
+    class Helper:
+        def publish(self, version, tensors):
+            journal.note("help", version, dict(tensors))
+
+    journal = Journal()
+    dealt = follow(journal, SoloWorld(), helper=Helper())
+    # With the first step's end an engine comes, and one is left over at once.
+    assert [entry[1] for entry in journal.of("help")] == [0, 1, 1, 1, 2]
+    [mine] = {row for rows in dealt[0].micro_batches[1] for row in rows}
+    assert journal.of("read")[0] == ("read", 1, 0, [mine])
+    _, given, micro_batches, advantages, last = journal.of("accumulate")[0]
+    assert (given[0][:2], micro_batches, last) == ((0, mine), [[0]], False)
+    assert advantages == [0.5 - mine]
+    assert [entry[0] for entry in journal if entry[0] in ("update", "save")] == [
+        "update",
+        "save",
+    ] * 2
+
+
+def test_of_a_replica_one_rank_reads_and_the_others_are_told_and_gather_every_tensor():
+    taken = []
+
+    class Silent(Trainer):
+        def named_weights(self):
+            taken.append(self.step)
+            yield "w", self.step
+            taken.append("gathered")
+
+    class Second(Rank1):
+        rank = 1
+
+        def bcast(self, value):
+            assert value == []
+            return [ROWS[0][1]]
+
+    journal = Journal()
+    trainer = Silent(journal)
+    trainer.dp_rank = 1
+    told = [False, *portions_of(1), False, *portions_of(2), False]
+    world = Rank1(told, Second([]))
+    made = config(actor__data_parallel=2)
+    actor.run(made, world, trainer, Reader(journal), None, lambda: None)
+    assert not journal.of("read")
+    assert journal.of("accumulate")[0][1] == [(0, 1, [0, 0, 1])]
+    assert taken == [0, "gathered", 1, "gathered", 2, "gathered"]
+
+
+class Turns:
+    def __init__(self, journal):
+        self.journal = journal
+
+    def to_trainer(self, trainer):
+        self.journal.note("to trainer")
+
+    def to_engines(self, trainer):
+        self.journal.note("to engines")
+
+
+def test_with_shared_gpus_engines_have_them_before_every_publication_and_the_trainer_to_train():
+    journal = Journal()
+    trainer = Trainer(journal)
+    actor.run(
+        config(), SoloWorld(), trainer, Reader(journal), Lead(journal), lambda: None,
+        turns=Turns(journal),
+    )  # fmt: skip
+    kinds = ("to engines", "to trainer", "read", "publish", "accumulate", "update")
+    step = ["read", "to trainer", "accumulate"] * 2 + ["update", "to engines", "publish"]
+    expected = ["to engines", "publish", *step, *step]
+    assert [entry[0] for entry in journal.of(*kinds)] == expected

@@ -1,0 +1,91 @@
+"""The loss that a run's settings give, against numbers worked by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from role_fakes import config
+
+from relax_hpc.roles.actor import loss_of
+
+SETTINGS = {
+    "algorithm__clip_low": 0.1,
+    "algorithm__clip_high": 0.4,
+    "algorithm__importance_cap": 1.5,
+}
+PULLED = {"algorithm__kl_coefficient": 0.25, "reference__placement": "actor"}
+
+# pi / pi_old, advantage, pi_old / mu, pi_ref / pi
+TOKENS = [
+    (2.0, 1.0, 1.0, 2.0),  # up, beyond 1.4: 1.4
+    (0.5, -1.0, 1.25, 0.5),  # down, beyond 0.9: -0.9, x 1.25 = -1.125
+    (1.2, 2.0, 4.0, 1.0),  # up, within 1.4: 2.4, x 1.5, which is the cap: 3.6
+    (0.7, 1.0, 0.5, 1.0),  # down, but pushed up again, so not clipped: 0.7, x 0.5 = 0.35
+    (0.8, -3.0, 1.0, 1.0),  # down, beyond 0.9: -2.7
+    (math.nan, math.nan, math.inf, math.nan),  # not trained on
+]
+POLICY = -(1.4 - 1.125 + 3.6 + 0.35 - 2.7)
+# The KL term: 2 - ln 2 - 1 of the first, 0.5 + ln 2 - 1 of the second, 0 where they agree.
+KL = 0.5
+
+
+def tokens(**more):
+    ratio, advantages, gap, ref = torch.tensor(TOKENS, dtype=torch.float64).T
+    old = torch.tensor([-1.0, -2.0, -3.0, -1.5, -2.5, math.nan], dtype=torch.float64)
+    now = (old + ratio.log()).requires_grad_()
+    packed = {
+        "old_logprobs": old, "rollout_logprobs": old - gap.log(), "advantages": advantages,
+        "ref_logprobs": (now + ref.log()).detach(),
+        "loss_mask": torch.tensor([True] * 5 + [False]),
+    } | more  # fmt: skip
+    return now, SimpleNamespace(**packed)
+
+
+def test_the_policy_loss_of_the_settings_is_the_one_worked_by_hand():
+    now, packed = tokens(ref_logprobs=None)
+    loss, metrics = loss_of(config(**SETTINGS))(now, packed)
+    assert loss.item() == pytest.approx(POLICY, abs=1e-12)
+    assert "kl/mean" not in metrics
+    assert metrics["loss/clip_fraction"].item() == 4  # all beyond 0.9 or 1.4, but 1.2
+    assert metrics["loss/importance_capped"].item() == 1
+    assert metrics["loss/importance_mean"].item() == pytest.approx(1 + 1.25 + 1.5 + 0.5 + 1)
+    loss.backward()
+    # -w r A where it is not clipped, else nothing
+    expected = torch.tensor([0, 0, -1.5 * 1.2 * 2, -0.5 * 0.7, 0, 0], dtype=torch.float64)
+    torch.testing.assert_close(now.grad, expected)
+
+
+def test_with_a_reference_the_kl_term_is_added_with_the_coefficient_of_the_settings():
+    now, packed = tokens()
+    loss, metrics = loss_of(config(**SETTINGS, **PULLED))(now, packed)
+    assert loss.item() == pytest.approx(POLICY + 0.25 * KL, abs=1e-12)
+    assert metrics["kl/mean"].item() == pytest.approx(KL)
+    loss.backward()
+    # of the KL term, 1 - pi_ref / pi
+    kl = torch.tensor([-1.0, 0.5, 0, 0, 0, 0], dtype=torch.float64)
+    policy = torch.tensor([0, 0, -3.6, -0.35, 0, 0], dtype=torch.float64)
+    torch.testing.assert_close(now.grad, policy + 0.25 * kl)
+
+
+def test_a_reference_without_a_coefficient_only_measures():
+    now, packed = tokens()
+    loss, metrics = loss_of(config(**SETTINGS, reference__placement="actor"))(now, packed)
+    assert loss.item() == pytest.approx(POLICY, abs=1e-12)
+    assert metrics["kl/mean"].item() == pytest.approx(KL)
+
+
+def test_without_settings_the_clips_and_the_cap_are_those_that_the_docs_name():
+    """0.2 and 0.28 about 1, at most 2: the first token, alone, on each side of each."""
+    loss = loss_of(config())
+    one = torch.ones(1, dtype=torch.float64)
+    for log_ratio, advantage, gap, expected in [
+        (1.0, 1.0, 0.0, -1.28),
+        (-1.0, -1.0, 0.0, 0.8),
+        (0.0, 1.0, 1.0, -2.0),
+    ]:
+        packed = SimpleNamespace(
+            old_logprobs=-one, rollout_logprobs=-one - gap, advantages=advantage * one,
+            ref_logprobs=None, loss_mask=one.bool(),
+        )  # fmt: skip
+        assert loss(-one + log_ratio, packed).loss.item() == pytest.approx(expected, abs=1e-12)

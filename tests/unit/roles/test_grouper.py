@@ -1,0 +1,93 @@
+"""The rows that the rollout makes of what engines sample: every field, by hand."""
+
+import asyncio
+
+import numpy as np
+from role_fakes import config, sampled
+
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles.rollout import Grouper
+from relax_hpc.schema import FinishReason
+
+PROMPT = Prompt(index=7, token_ids=[11, 12, 13], answer="42")
+# H(run seed, guid, sibling): the first 31 bits of the SHA-256 of "9/5/0" and "9/5/1".
+SEEDS = [1_425_274_110, 2_044_686_533]
+RESPONSES = [
+    sampled(
+        [21, 22, 23, 24], [-0.5, -0.25, -1.0, -2.0], [(0, 6), (2, 7)], FinishReason.LENGTH,
+        np.arange(7 * 4, dtype=np.int16).reshape(7, 4),
+    ),
+    sampled([31], [-0.125], [(0, 7)]),
+]  # fmt: skip
+
+
+class Prompts:
+    def __getitem__(self, ordinal):
+        assert ordinal == 5
+        return PROMPT
+
+
+class Sampler:
+    """Is asked once, for this."""
+
+    def __init__(self, responses=RESPONSES, **wanted):
+        self.responses, self.wanted = responses, wanted
+
+    async def sample(self, prompts, seeds, **settings):
+        assert prompts == [[11, 12, 13]] * 2
+        assert list(seeds) == SEEDS
+        assert settings == {
+            "temperature": 0.7, "min_version": 4, "routed_experts": False
+        } | self.wanted  # fmt: skip
+        return self.responses
+
+
+def score(response, prompt):
+    assert prompt is PROMPT
+    return {(21, 22, 23, 24): 0.25, (31,): 1.0, (): -1.0}[tuple(response)]
+
+
+def group(sampler, **settings):
+    made = Grouper(config(seed=9, rollout__temperature=0.7, **settings), Prompts(), sampler, score)
+    return asyncio.run(made(5, 4))
+
+
+def test_a_trajectory_is_the_prompt_and_the_response_with_everything_at_its_own_token():
+    """Three tokens of prompt; two by policy 6, two by policy 7."""
+    made = group(Sampler())
+    assert made.guid == 5
+    first, second = made.trajectories
+    assert [(row.guid, row.sibling, row.prompt_index, row.prompt_len, row.environment, row.media)
+            for row in made.trajectories] == [(5, 0, 7, 3, 0, ()), (5, 1, 7, 3, 0, ())]  # fmt: skip
+    assert [row.seed for row in made.trajectories] == SEEDS
+    assert first.token_ids.tolist() == [11, 12, 13, 21, 22, 23, 24]
+    assert first.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert first.rollout_logprobs.tolist() == [0, 0, 0, -0.5, -0.25, -1.0, -2.0]
+    assert first.version_runs.tolist() == [[3, 6], [5, 7]]
+    assert (first.policy_version_min, first.policy_version_max) == (6, 7)
+    assert (first.finish, first.reward) == (FinishReason.LENGTH, 0.25)
+    assert first.routed_experts is RESPONSES[0].routed_experts
+    assert second.token_ids.tolist() == [11, 12, 13, 31]
+    assert second.loss_mask.tolist() == [0, 0, 0, 1]
+    assert second.rollout_logprobs.tolist() == [0, 0, 0, -0.125]
+    assert second.version_runs.tolist() == [[3, 7]]
+    assert (second.finish, second.reward) == (FinishReason.STOP, 1.0)
+    kinds = [first.token_ids.dtype, first.loss_mask.dtype, first.rollout_logprobs.dtype]
+    assert [*kinds, first.version_runs.dtype] == [np.int32, np.uint8, np.float32, np.int32]
+    for name in ("routed_experts", "old_logprobs", "ref_logprobs", "advantages", "values"):
+        assert getattr(second, name) is None
+
+
+def test_a_response_without_a_token_is_a_row_of_its_prompt():
+    empty = sampled([], [], [], FinishReason.ABORT)
+    row = group(Sampler([empty, empty])).trajectories[1]
+    assert row.token_ids.tolist() == [11, 12, 13]
+    assert row.loss_mask.tolist() == [0, 0, 0]
+    assert row.version_runs.shape == (0, 2)
+    assert (row.finish, row.reward, row.policy_version_min) == (FinishReason.ABORT, -1.0, -1)
+
+
+def test_routed_experts_are_asked_for_if_the_run_wants_them():
+    group(
+        Sampler(routed_experts=True), rollout__engine="sglang", rollout__routed_experts=True
+    )  # fmt: skip

@@ -1,0 +1,288 @@
+"""Rank 0 of the actor: what it asks of bus and publisher, in which order, and what it notes."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from role_fakes import Events, Journal, Snapshot, config, row
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.errors import FencedError
+from relax_hpc.paths import BusPaths
+from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
+from relax_hpc.roles.lead import ActorLead
+from relax_hpc.schema import PromptGroup
+from relax_hpc.weights.publish import Published
+from relax_hpc.weights.verify import Verified
+
+DONE = Published(
+    1, ["rollout-0"], [], False, 4_000_000_000, 0.25, {"wire": 2.0, "total": 3.0}, None
+)
+
+
+class FakeSequencer:
+    duplicates = 6
+
+    def __init__(self, journal, records=()):
+        self.journal, self.records = journal, list(records)
+
+    def check_fenced(self):
+        self.journal.note("check_fenced")
+
+    def advance(self, **credit):
+        self.journal.note("advance", credit)
+
+    def release(self, step):
+        self.journal.note("release", step)
+
+    def finish(self):
+        self.journal.note("finish")
+
+    def next_portion(self, step, *, on_wait, **settings):
+        self.journal.note("next_portion", step, settings)
+        on_wait()
+        return self.records.pop(0)
+
+
+class FakePublisher:
+    def __init__(self, journal, published=DONE):
+        self.journal, self.published, self.newcomers = journal, published, False
+
+    def publish(self, version, tensors, *, check):
+        self.journal.note("publish", version, list(tensors), check)
+        return self.published._replace(version=version)
+
+    def wait_for_loads(self):
+        self.journal.note("wait_for_loads")
+        return True
+
+    def has_newcomers(self):
+        return self.newcomers
+
+    def ended_loads(self):
+        return []
+
+
+class FakeCheckpoints:
+    def complete(self):
+        return [Checkpoint(None, step, PlanPosition(1, step, step)) for step in (3, 6, 9)]
+
+
+def lead_of(journal, *, published=DONE, records=(), **settings):
+    events = Events()
+    settings = {"weights__checksum_every": 3, "algorithm__num_steps": 8} | settings
+    publisher = FakePublisher(journal, published)
+    sequencer = FakeSequencer(journal, records)
+    lead = ActorLead(config(**settings), sequencer, publisher, FakeCheckpoints(), events)
+    return lead, publisher, events
+
+
+def test_a_rank_that_was_superseded_publishes_nothing():
+    journal = Journal()
+    lead, _, events = lead_of(journal)
+
+    def fenced():
+        raise FencedError("another trainer took over")
+
+    lead.sequencer.check_fenced = fenced
+    with pytest.raises(FencedError):
+        lead.publish(1, iter([]))
+    assert journal == [] and events.all == []
+
+
+def test_the_credit_is_granted_once_engines_have_the_weights():
+    journal = Journal()
+    lead, _, _ = lead_of(journal)
+    assert lead.publish(2, iter(["w"])) == DONE._replace(version=2)
+    assert journal == [
+        ("check_fenced",),
+        ("publish", 2, ["w"], False),
+        ("advance", {"step": 2, "policy_version": 2}),
+    ]
+
+
+def test_weights_are_compared_at_multiples_and_at_the_last_version_and_never_at_the_first():
+    def checked(**settings):
+        journal = Journal()
+        lead, _, _ = lead_of(journal, **settings)
+        for version in range(9):
+            lead.publish(version, iter([]))
+        return [version for _, version, _, check in journal.of("publish") if check]
+
+    assert checked() == [3, 6, 8]
+    assert checked(weights__checksum_every=0) == [8]
+
+
+def test_only_after_the_last_version_loads_are_waited_for():
+    journal = Journal()
+    lead, _, _ = lead_of(journal)
+    assert not lead.publish(7, iter([])).again
+    assert not journal.of("wait_for_loads")
+    assert lead.publish(8, iter([])).again  # some came late
+    assert journal[-1] == ("wait_for_loads",)
+    journal.clear()
+    lead, _, _ = lead_of(journal, published=DONE._replace(again=True))
+    assert lead.publish(8, iter([])).again
+    assert not journal.of("wait_for_loads")  # there is another publication first
+
+
+def test_a_publication_is_noted_with_its_speed_and_what_was_compared():
+    lead, _, events = lead_of(Journal())
+    lead.publish(1, iter([]))
+    [event] = events.of("publish")
+    assert (event["step"], event["version"], event["members"]) == (1, 1, ["rollout-0"])
+    assert event["sync/wire"] == 2.0 and event["sync/total"] == 3.0
+    assert event["sync/gb_per_s"] == 2.0 and event["sync/paused"] == 0.25
+    assert "verified" not in event and "seconds" not in event and not events.of("verify")
+    verified = Verified("x", {"rollout-0": "y"}, False)
+    published = DONE._replace(verified=verified, seconds={"load": 1.0, "write": 8.0}, members=[])
+    lead, _, events = lead_of(Journal(), published=published)
+    lead.publish(1, iter([]))
+    [event] = events.of("publish")
+    assert event["sync/write_gb_per_s"] == 0.5 and "sync/gb_per_s" not in event
+    [told] = events.of("verify")
+    assert told == {"version": 1, "trainer": "x", "members": {"rollout-0": "y"}, "equal": False}
+
+
+def portion(number, guids=(4, 5), *, last=True):
+    parts = [Part("rollout-0", 2, guid, f"u{guid}", 0, 2) for guid in guids]
+    return PlanRecord(3, list(guids), parts, 4, 0, 20, number, last)
+
+
+def test_the_next_portion_is_as_large_and_waited_for_as_long_as_the_settings_say():
+    journal = Journal()
+    lead, publisher, _ = lead_of(
+        journal, records=[portion(0)], actor__tokens_per_micro_batch=50,
+        actor__portion_micro_batches=3, launch__peer_timeout_s=77,
+    )  # fmt: skip
+    publisher.newcomers = True
+    assert lead.next_portion(3) is None  # engines are given weights first
+    publisher.newcomers = False
+    assert lead.next_portion(3) == portion(0)
+    assert journal == [("next_portion", 3, {"min_tokens": 142.5, "timeout_s": 77})] * 2
+
+
+class Skip:
+    reason, num_samples, in_a_row = "loss is nan", 1, 2
+
+    class Sample:
+        guid, sibling, what = 5, 1, "loss"
+
+        def _asdict(self):
+            return {"guid": 5, "sibling": 1, "what": "loss"}
+
+    samples = (Sample(),)
+
+
+def test_a_skipped_update_names_the_shard_of_a_sample_of_any_portion_of_its_step():
+    records = [portion(0, (5,), last=False), portion(1, (6,)), portion(0, (7,))]
+    lead, _, events = lead_of(Journal(), records=records)
+    lead.next_portion(3)
+    lead.next_portion(3)
+    lead.skipped(3, Skip)
+    lead.next_portion(4)
+    lead.skipped(4, Skip)
+    [third, fourth] = events.of("skipped")
+    assert (third["step"], third["reason"], third["in_a_row"]) == (3, "loss is nan", 2)
+    path = "bus/p/rollout-0/e2/000000000005.h5"
+    assert [sample["shard"] for sample in third["samples"]] == [path]
+    assert [sample["shard"] for sample in fourth["samples"]] == [None]  # not of that step
+
+
+def test_a_step_is_noted_with_its_speed(monkeypatch):
+    lead, _, events = lead_of(Journal())
+    monkeypatch.setattr(lead._pace, "end_step", lambda step, num_steps: (4.0, 8.0 - step))
+    lead.end_step(3, {"num_tokens": 100, "loss": 0.5}, ["phase"])
+    [step] = events.of("step")
+    assert step == {
+        "step": 3, "eta_s": 5.0, "num_tokens": 100, "loss": 0.5,
+        "time/step": 4.0, "tokens_per_s": 25.0,
+    }  # fmt: skip
+    assert events.of("phases") == [{"step": 3, "phases": ["phase"]}]
+
+
+def test_the_end_is_said_to_the_bus_and_noted_with_the_duplicates():
+    journal = Journal()
+    lead, _, events = lead_of(journal)
+    lead.finish()
+    assert journal == [("finish",)] and events.all == [("end", {"duplicates": 6})]
+
+
+def test_what_the_oldest_kept_checkpoint_does_not_need_may_go():
+    journal = Journal()
+    lead, _, _ = lead_of(journal)
+    lead.release()
+    assert journal == [("release", 3)]
+
+
+class Trainer:
+    step = 0
+
+    def snapshot(self, *, copy):
+        return Snapshot({"weight": str(self.step)})
+
+    def damage(self, folder):
+        return None if (folder / "weight").exists() else f"{folder / 'weight'}: is not there"
+
+    def load(self, folder):
+        self.step = int((folder / "weight").read_text())
+
+
+def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_path):
+    """Owners have deleted what they may: the batches after that checkpoint are there still."""
+    paths, world, trainer = BusPaths(tmp_path / "bus"), SoloWorld(), Trainer()
+    settings = config(algorithm__num_steps=6, algorithm__prompts_per_step=1)
+    layout.create(paths, ["rollout-0"], {})
+    checkpoints = Checkpoints(tmp_path / "checkpoints", world, PlanPosition, keep=2)
+
+    def sequencer(position=None):
+        return Sequencer(paths, ["rollout-0"], prompts_per_step=1, position=position)
+
+    with Producer(paths, "rollout-0", {}) as producer, sequencer() as first:
+        for guid in range(6):
+            producer.put([PromptGroup(guid, [row(guid, 0), row(guid, 1)])])
+        lead = ActorLead(settings, first, FakePublisher(Journal()), checkpoints, Events())
+        for step in range(1, 6):
+            lead.next_portion(step)
+            trainer.step = step
+            checkpoints.save(trainer, first.position)
+            lead.release()
+            producer.collect(CreditTail(paths).latest().retired_guid_below)
+    assert not paths.shard("rollout-0", 1, 3).exists()  # of step 4, which none needs
+    (tmp_path / "checkpoints" / "step_00000005" / "weight").unlink()
+    resumed = checkpoints.resume(trainer)
+    assert resumed.step == trainer.step == 4
+    with sequencer(resumed.position) as second:
+        record = second.next_batch(5, timeout_s=5)
+        assert [r.guid for r in Reader(paths).rows(record, range(2))] == [4, 4]
+
+
+def test_of_what_an_engine_loads_by_itself_the_time_and_the_failure_are_noted():
+    lead, publisher, events = lead_of(Journal())
+
+    def loaded(name, reason, seconds, verified=None):
+        return SimpleNamespace(
+            version=4, member=SimpleNamespace(id=name), seconds=seconds, reason=reason,
+            phases=(), verified=verified,
+        )  # fmt: skip
+
+    digests = Verified("x", {"rollout-1": "x"}, True)
+    publisher.ended_loads = lambda: [
+        loaded("rollout-0", "broken", {}),
+        loaded("rollout-1", "", {"pause": 0.5, "load": 8.0}, digests),
+    ]
+    lead.publish(5, iter([]))
+    bad, good = events.of("loaded")
+    assert (bad["members"], bad["fenced"], bad["error"]) == ([], ["rollout-0"], "broken")
+    assert (good["members"], good["fenced"], good["step"], good["version"]) == (
+        ["rollout-1"], [], 4, 4,
+    )  # fmt: skip
+    assert good["sync/paused"] == 8.5 and math.isclose(good["sync/gb_per_s"], 0.5)
+    assert "sync/paused" not in bad
+    assert [event["version"] for event in events.of("verify")] == [4]

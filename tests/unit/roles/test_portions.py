@@ -1,0 +1,142 @@
+"""What a batch's rows are worth, who trains them, and what is said of the batch: by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from role_fakes import config
+
+from relax_hpc.bus.plan import Part, PlanRecord
+from relax_hpc.bus.reader import BatchIndex
+from relax_hpc.errors import ConfigError
+from relax_hpc.roles.portions import Batch, shards_of, share_of
+
+# Three groups of four: half of them right, all of them, one of them.
+REWARDS = [1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0]
+PROMPTS = [2] * 12
+RESPONSES = [3, 5, 2, 4, 1, 1, 1, 1, 6, 2, 3, 3]
+
+
+class Reader:
+    """Knows the row columns of some portions."""
+
+    def __init__(self, *indices):
+        self.indices = list(indices)
+
+    def index(self, record):
+        return self.indices[record.portion]
+
+
+def index(rewards=REWARDS, prompts=PROMPTS, responses=RESPONSES, oldest=None, guid=0):
+    count = len(rewards)
+    oldest = oldest or [0] * count
+    return BatchIndex(
+        guid=np.arange(count, dtype=np.int64) // 4 + guid,
+        sibling=np.arange(count, dtype=np.int32) % 4,
+        rewards=np.array(rewards, np.float32),
+        prompt_len=np.array(prompts, np.int32),
+        response_len=np.array(responses, np.int32),
+        policy_version_min=np.array(oldest, np.int32),
+        policy_version_max=np.array(oldest, np.int32) + 1,
+        finish=np.zeros(count, np.uint8),
+    )
+
+
+def record(groups=3, portion=0, last=True, step=5):
+    parts = [Part("rollout-0", 1, n // 2, f"u{n // 2}", 4 * n, 4 * n + 4) for n in range(groups)]
+    return PlanRecord(step, list(range(groups)), parts, 4 * groups, 0, 0, portion, last)
+
+
+def batch_of(*indices, **settings):
+    settings = {"actor__tokens_per_micro_batch": 100, **settings}
+    return Batch(config(rollout__samples_per_prompt=4, **settings), Reader(*indices))
+
+
+PULLED = {"algorithm__kl_coefficient": 0.1, "reference__placement": "actor"}
+CENTRED = [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0, -0.25, -0.25, 0.75, -0.25]
+# Deviations: 1/2 of the first group, sqrt(3)/4 of the third.
+ROOT = math.sqrt(3)
+SCALED = [1, -1, -1, 1, 0, 0, 0, 0, -1 / ROOT, -1 / ROOT, ROOT, -1 / ROOT]
+
+
+@pytest.mark.parametrize(("normalize", "expected"), [(False, CENTRED), (True, SCALED)])
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [({}, [0, 1, 2, 3, 8, 9, 10, 11]), (PULLED, list(range(12)))],
+    ids=["policy", "policy and KL"],
+)
+def test_rows_are_worth_what_sets_them_apart_and_who_teaches_nothing_stays_only_for_a_kl_term(
+    normalize, expected, settings, kept
+):
+    batch = batch_of(index(), **settings, algorithm__normalize_std=normalize)
+    portion = batch.deal(record())
+    np.testing.assert_allclose(portion.advantages, expected, rtol=1e-5)
+    [micro_batches] = portion.micro_batches
+    assert sorted(row for rows in micro_batches for row in rows) == kept
+    share = share_of(portion, 0)
+    assert share.rows == kept
+    np.testing.assert_allclose(share.advantages, np.array(expected)[kept], rtol=1e-5)
+
+
+def test_a_measured_reference_without_a_coefficient_keeps_no_row_for_it():
+    [micro_batches] = batch_of(index(), reference__placement="actor").deal(record()).micro_batches
+    assert sorted(row for rows in micro_batches for row in rows) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_every_rank_has_the_advantages_of_its_own_rows_and_micro_batches_within_the_budget():
+    settings = {"actor__data_parallel": 2, "actor__tokens_per_micro_batch": 14}
+    portion = batch_of(index(), **settings).deal(record())
+    shares = [share_of(portion, rank) for rank in range(2)]
+    assert sorted(shares[0].rows + shares[1].rows) == [0, 1, 2, 3, 8, 9, 10, 11]
+    lengths = np.add(PROMPTS, RESPONSES)
+    for rank, share in enumerate(shares):
+        assert share.rows == sorted(share.rows)
+        np.testing.assert_allclose(share.advantages, np.array(CENTRED)[share.rows])
+        for mine, all_of_them in zip(share.micro_batches, portion.micro_batches[rank], strict=True):
+            assert [share.rows[place] for place in mine] == all_of_them
+            assert lengths[all_of_them].sum() <= 14
+    # 44 tokens in rows of 4 to 8 are dealt evenly.
+    assert [lengths[share.rows].sum() for share in shares] == [22, 22]
+
+
+def test_a_row_longer_than_a_micro_batch_is_refused_but_not_one_that_is_left_out():
+    long = [5] * 4 + [50] * 4 + [5] * 4  # of the group that teaches nothing
+    batch_of(index(responses=long), actor__tokens_per_micro_batch=20).deal(record())
+    with pytest.raises(ConfigError, match="a trajectory has 52 tokens"):
+        batch_of(index(responses=long), actor__tokens_per_micro_batch=20, **PULLED).deal(record())
+
+
+def test_a_later_portion_goes_to_who_had_less_of_the_earlier_one():
+    uneven = index([1, 0, 0, 0], [1] * 4, [59, 9, 9, 9])  # 60 against 30, then 4 x 10
+    small = index([1, 0, 0, 0], [1] * 4, [9, 9, 9, 9], guid=1)
+    batch = batch_of(uneven, small, actor__data_parallel=2)
+    first = batch.deal(record(1, 0, last=False))
+    [light] = [rank for rank in range(2) if share_of(first, rank).rows != [0]]
+    second = batch.deal(record(1, 1))
+    assert len(share_of(second, light).rows) >= 3
+
+
+def test_what_is_said_of_a_batch_is_of_all_its_portions():
+    first = index(REWARDS, oldest=[4] * 4 + [3] * 4 + [2] * 4)
+    second = index([1, 1, 1, 1], [3] * 4, [7] * 4, oldest=[1] * 4, guid=3)
+    batch = batch_of(first, second, actor__tokens_per_micro_batch=24)
+    for portion in (record(3, 0, last=False), record(1, 1)):
+        batch.deal(portion)
+    assert batch.describe(5) == {
+        "policy_version": 5,
+        "reward/mean": (7 + 4) / 16,
+        "staleness/mean": (0 + 1 + 2 + 3) / 4,  # step 5 trains policy 4
+        "staleness/max": 3,
+        "num_trajectories": 16,
+        "num_tokens": 24 + 32 + 12 + 28,
+        "response/mean": (32 + 28) / 16,
+        "groups/solved": 2 / 4,
+        "groups/teaching": 2 / 4,
+        "batch/portions": 2,
+        "batch/micro_batches": 2,  # 44 tokens teach something, of the first
+        "batch/imbalance": 0.0,
+    }
+
+
+def test_rows_know_the_shard_that_they_are_in():
+    assert shards_of(record(3)).tolist() == [0] * 8 + [1] * 4

@@ -1,0 +1,211 @@
+"""The rollout loop, its evaluations and its shards' events: what exactly is asked of whom."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from role_fakes import Events, Journal, config, row, sampled
+
+from relax_hpc.bus.credits import Credit, Refill
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles import rollout
+from relax_hpc.roles.rollout import Evaluator, Task, owned_guids, publish
+from relax_hpc.schema import PromptGroup
+
+
+@pytest.mark.parametrize(
+    ("start", "rank", "owned"),
+    [
+        (0, 0, [0, 2, 4, 6, 8]),
+        (0, 1, [1, 3, 5, 7, 9]),
+        (3, 0, [4, 6, 8]),
+        (3, 1, [3, 5, 7, 9]),
+        (4, 0, [4, 6, 8]),
+        (4, 1, [5, 7, 9]),
+    ],
+)
+def test_a_task_owns_every_prompt_of_its_rank_from_any_start_on(start, rank, owned):
+    settings = config(algorithm__num_steps=5, algorithm__prompts_per_step=2)
+    assert list(owned_guids(settings, Task(rank, 2), set(), start=start)) == owned
+    assert list(owned_guids(settings, Task(rank, 2), {owned[0]}, start=start)) == owned[1:]
+
+
+@pytest.mark.parametrize("start", range(7))
+def test_three_tasks_share_the_prompts_and_leave_none_out(start):
+    settings = config(algorithm__num_steps=5, algorithm__prompts_per_step=2)
+    shares = [list(owned_guids(settings, Task(rank, 3), set(), start=start)) for rank in range(3)]
+    assert sorted(guid for share in shares for guid in share) == list(range(start, 10))
+    assert all(guid % 3 == rank for rank, share in enumerate(shares) for guid in share)
+
+
+class Sampler:
+    """Answers with a token per sibling; knows which prompt it is asked for by its token."""
+
+    def __init__(self, version, journal):
+        self.now, self.journal = version, journal
+
+    async def version(self):
+        return self.now
+
+    async def sample(self, prompts, seeds, **settings):
+        self.journal.note("sample", [list(p) for p in prompts], list(seeds), settings)
+        return [sampled([5], [-0.5], [(0, self.now)]) for _ in seeds]
+
+
+class Producer:
+    """Has committed some guids, and owes some again when the trainer says so."""
+
+    def __init__(self, journal, committed=(), again=()):
+        self.journal, self.committed, self.again = journal, set(committed), list(again)
+
+    def owe_again(self, refill):
+        owed, self.again = (self.again, []) if refill else ([], self.again)
+        return owed
+
+    def collect(self, retired_guid_below):
+        self.journal.note("collect", retired_guid_below)
+
+    def put(self, groups):
+        self.journal.note("put", [group.guid for group in groups])
+
+
+class Credits:
+    """A trainer that has finished once `count` groups are there."""
+
+    def __init__(self, journal, count, credit):
+        self.journal, self.count, self.credit = journal, count, credit
+
+    def latest(self):
+        put = sum(len(guids) for _, guids in self.journal.of("put"))
+        return self.credit._replace(finished=put >= self.count) if self.credit else None
+
+
+def run(*, version=2, committed=(), again=(), credit=None, count=4, rank=1, **settings):
+    journal, events = Journal(), Events()
+    made = config(
+        seed=3, algorithm__num_steps=3, algorithm__prompts_per_step=4, algorithm__max_staleness=1,
+        rollout__num_engines=2, rollout__temperature=0.6, rollout__groups_per_shard=1, **settings
+    )  # fmt: skip
+    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
+    arguments = (
+        prompts,
+        [Prompt(0, [8], "h"), Prompt(1, [9], "h")],
+        Sampler(version, journal),
+        lambda *_: 1.0,
+    )
+    credit = credit or Credit(step=version, policy_version=version)
+    credits = Credits(journal, count, credit)
+    producer = Producer(journal, committed, again)
+    loop = rollout.run(made, Task(rank, 2), *arguments, producer, credits, events)
+    asyncio.run(asyncio.wait_for(loop, 20))
+    return journal, events
+
+
+def asked(journal):
+    """Guids that training wants, in order; the held-out prompt has another token."""
+    return [prompts[0][1] - 100 for _, prompts, _, _ in journal.of("sample") if prompts != [[9]]]
+
+
+def test_every_prompt_of_the_task_is_asked_for_with_the_settings_of_the_run():
+    journal, events = run(count=6)
+    assert asked(journal) == [1, 3, 5, 7, 9, 11]
+    for _, prompts, seeds, settings in journal.of("sample")[:6]:
+        guid = prompts[0][1] - 100
+        assert prompts == [[7, 100 + guid]] * 2
+        assert seeds == [rollout.seed_of(3, guid, sibling) for sibling in range(2)]
+        # batch guid // 4 + 1 wants policy guid // 4, and takes the one before
+        assert settings == {
+            "temperature": 0.6, "min_version": max(guid // 4 - 1, 0), "routed_experts": False
+        }  # fmt: skip
+    assert sum(event["num_groups"] for event in events.of("shard")) == 6
+    assert not events.of("eval")  # the engine was not there from the start, nor at the end
+
+
+def test_nothing_beyond_the_staleness_bound_is_started():
+    journal, _ = run(version=0, count=4)
+    assert asked(journal) == [1, 3, 5, 7]  # of batches 1 and 2
+
+
+def test_what_is_committed_is_not_sampled_and_what_is_owed_again_comes_first():
+    credit = Credit(step=2, policy_version=2, refill=(Refill(7, "u"), Refill(5, "u")))
+    journal, _ = run(committed={1, 5, 7}, again=[7, 5], credit=credit, count=5)
+    assert asked(journal) == [7, 5, 3, 9, 11]
+
+
+def test_a_task_that_starts_late_begins_where_nothing_is_retired_and_deletes_what_is():
+    credit = Credit(step=2, policy_version=2, retired_guid_below=6)
+    journal, _ = run(credit=credit, count=3)
+    assert asked(journal) == [7, 9, 11]
+    assert set(journal.of("collect")) == {("collect", 6)}
+
+
+def test_the_first_policy_and_the_last_are_evaluated_and_no_other():
+    journal, events = run(version=0, credit=Credit(), count=4)
+    assert [e["when"] for e in events.of("eval")] == ["before"]  # the last policy never came
+    journal, events = run(version=3, credit=Credit(step=3, policy_version=3), count=6)
+    assert [(e["when"], e["version"]) for e in events.of("eval")] == [("after", 3)]
+    assert journal[-1] == ("sample", [[9]], [0], {"temperature": 0.0})
+
+
+def evaluate(visits, *, rank=0, size=1, every=0, finish=None):
+    journal, events = Journal(), Events()
+
+    class Greedy:
+        async def sample(self, prompts, seeds, *, temperature):
+            journal.note(prompts, seeds, temperature)
+            return [SimpleNamespace(token_ids=prompt) for prompt in prompts]
+
+    heldout = [Prompt(index=i, token_ids=[i], answer=str(i)) for i in range(5)]
+    made = Evaluator(
+        config(eval__every=every), Task(rank, size), heldout, Greedy(),
+        lambda response, prompt: float(response[0] == prompt.index and response[0] in (1, 3, 4)),
+        events,
+    )  # fmt: skip
+
+    async def run():
+        for version, trained in visits:
+            await made.maybe(version, trained=trained)
+        await made.finish(finish)
+
+    asyncio.run(run())
+    return journal, events.of("eval")
+
+
+def test_a_task_evaluates_its_own_share_of_the_held_out_prompts_greedily():
+    journal, [event] = evaluate([(0, 0)], rank=1, size=2)
+    assert journal == [([[1], [3]], [0, 0], 0.0)]
+    assert event == {"when": "before", "version": 0, "step": 0, "correct": 2.0, "count": 2}
+    journal, [event] = evaluate([(0, 0)], rank=0, size=2)
+    assert journal == [([[0], [2], [4]], [0, 0, 0], 0.0)]
+    assert (event["correct"], event["count"]) == (1.0, 3)
+
+
+def test_a_policy_is_evaluated_when_a_multiple_has_been_passed_since_the_last():
+    visits = [(None, 0), (0, 0), (3, 3), (4, 4), (5, 5), (9, 9), (10, 10), (13, 13)]
+    _, events = evaluate(visits, every=4, finish=14)
+    assert [(event["when"], event["version"]) for event in events] == [
+        ("before", 0), ("during", 4), ("during", 9), ("during", 13), ("after", 14),
+    ]  # fmt: skip
+    _, events = evaluate(visits, every=0)
+    assert [event["when"] for event in events] == ["before"]
+
+
+def test_an_engine_that_starts_in_the_middle_is_not_taken_for_the_first_policy():
+    _, events = evaluate([(0, 5), (5, 5), (8, 8)], every=8)
+    assert [(event["when"], event["version"]) for event in events] == [("during", 8)]
+
+
+def test_the_event_of_a_shard_says_what_is_in_it():
+    journal, events = Journal(), Events()
+    groups = [
+        PromptGroup(8, [row(8, 0, reward=1.0, version=3), row(8, 1, reward=0.0, version=5)]),
+        PromptGroup(6, [row(6, 0, response=1, reward=1.0, version=4), row(6, 1, reward=1.0)]),
+    ]
+    publish(Producer(journal), groups, events)
+    assert journal == [("put", [8, 6])]
+    assert events.of("shard") == [
+        {
+            "first_guid": 6, "num_groups": 2, "num_trajectories": 4, "num_tokens": 5 + 5 + 3 + 5,
+            "policy_version_min": 0, "policy_version_max": 5, "reward/mean": 0.75,
+        }
+    ]  # fmt: skip

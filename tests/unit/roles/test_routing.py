@@ -1,0 +1,155 @@
+"""Which engines a rollout task asks, how, and what it notes of them."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from role_fakes import Events, config
+
+from relax_hpc.engines.generation import Sampling
+from relax_hpc.engines.pool import Endpoint, EngineLoad
+from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import routing
+from relax_hpc.roles.routing import EngineSampler, LoadMeter
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.roster import Holding, Roster
+
+
+class Pool:
+    """Answers a prompt and a seed with both."""
+
+    loads = ()
+
+    def __init__(self, connect, **settings):
+        self.connect, self.settings, self.asked, self.now = connect, settings, [], 3
+
+    async def version(self):
+        return self.now
+
+    async def sample(self, prompt, seed, sampling, *, min_version):
+        await asyncio.sleep(0.002 * (seed == 8))  # the first comes last
+        self.asked.append((sampling, min_version))
+        return (prompt, seed)
+
+    def enlist(self, standings):
+        self.standings = standings
+
+    async def adapt(self):
+        pass
+
+    async def aclose(self):
+        pass
+
+
+@pytest.fixture
+def sampler_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(routing, "Pool", Pool)
+
+    def make(own=("rollout-0",), **settings):
+        paths = RunPaths(tmp_path)
+        return EngineSampler(config(**settings), paths, own, 99, Events()), paths
+
+    return make
+
+
+def test_engines_are_asked_with_the_settings_of_the_run_and_answers_keep_their_order(sampler_of):
+    sampler, _ = sampler_of(
+        rollout__max_new_tokens=17, rollout__max_running_requests=5, launch__peer_timeout_s=33
+    )  # fmt: skip
+    assert sampler._pool.settings == {"max_in_flight": 5, "patience_s": 33}
+    asked = sampler.sample([[1], [2]], [8, 9], temperature=0.7, min_version=4, routed_experts=True)
+    assert asyncio.run(asked) == [([1], 8), ([2], 9)]
+    wanted = Sampling(0.7, 17, (99,), ignore_eos=False, routed_experts=True)
+    assert sampler._pool.asked == [(wanted, 4)] * 2
+    asyncio.run(sampler.sample([[1]], [8], temperature=0.0))
+    assert sampler._pool.asked[-1] == (Sampling(0.0, 17, (99,)), 0)
+
+
+def test_a_task_gives_up_when_for_too_long_no_engine_had_the_newest_weights(
+    sampler_of, monkeypatch
+):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(routing.time, "monotonic", lambda: clock.now)
+    sampler, _ = sampler_of(launch__peer_timeout_s=10)
+    clock.now = 108.0
+    assert asyncio.run(sampler.version()) == 3
+    sampler._pool.now = None
+    clock.now = 118.0
+    assert asyncio.run(sampler.version()) is None
+    clock.now = 118.5
+    with pytest.raises(PeerTimeoutError, match=r"rollout-0: no engine .* for 10 s"):
+        asyncio.run(sampler.version())
+
+
+def announce(paths, name, url="http://x", state="HEALTHY"):
+    members.announce(paths, Member(name, "1", url, f"token of {name}", 1, "embedded", state))
+
+
+def at(name):
+    return Endpoint(name, "1", "http://x", f"token of {name}")
+
+
+def test_a_task_asks_its_own_engines_and_those_that_were_added_but_not_its_neighbours(sampler_of):
+    sampler, paths = sampler_of(own=("rollout-0.0", "rollout-0.1"))
+    for name in ("rollout-0.0", "rollout-1.0", "extra-2"):
+        announce(paths, name)
+    announce(paths, "rollout-0.1", url="")
+    assert asyncio.run(sampler._look()) is False
+    assert sampler._pool.standings == {at("rollout-0.0"): "serving"}  # with the first policy
+    active = Holding("1", 4, "ACTIVE")
+    names = ("rollout-0.0", "rollout-1.0", "extra-2")
+    Roster(4, True, dict.fromkeys(names, active)).write(paths)
+    assert asyncio.run(sampler._look()) is False
+    assert sampler._pool.standings == {at("rollout-0.0"): "serving", at("extra-2"): "serving"}
+    Roster(4, False, {"rollout-0.0": Holding("1", None, "SYNCING")}).write(paths)
+    assert asyncio.run(sampler._look()) is True  # soon again
+    assert sampler._pool.standings == {at("rollout-0.0"): "held"}
+    Roster(4, False, {"rollout-1.0": Holding("1", None, "SYNCING")}).write(paths)
+    assert asyncio.run(sampler._look()) is False  # a neighbour's
+
+
+def test_an_engine_that_begins_without_weights_is_held_until_it_is_given_some(sampler_of):
+    sampler, paths = sampler_of(weights__quantize="fp8", rollout__engine="sglang")
+    announce(paths, "rollout-0")
+    asyncio.run(sampler._look())
+    assert sampler._pool.standings == {at("rollout-0"): "held"}
+
+
+def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, monkeypatch):
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(routing.time, "monotonic", lambda: clock.now)
+    sampler, paths = sampler_of(launch__peer_timeout_s=10)
+    sampler._pool.now = None
+    Roster(4, True, {"rollout-0": Holding("1", 4, "ASLEEP")}).write(paths)
+    clock.now = 500.0
+    assert asyncio.run(sampler._look()) is True
+    assert asyncio.run(sampler.version()) is None
+
+
+def test_loads_are_noted_now_and_then_as_what_came_since_also_after_a_restart(monkeypatch):
+    clock, events = SimpleNamespace(now=0.0), Events()
+    monkeypatch.setattr(routing.time, "monotonic", lambda: clock.now)
+    meter = LoadMeter(events, every_s=5)
+
+    def note(seconds, num_tokens, **kwargs):
+        clock.now = seconds
+        meter.note([EngineLoad("rollout-0", num_tokens, 2, 7, 0.5)], **kwargs)
+
+    note(4.9, 90)
+    assert events.all == []
+    note(6.0, 100)
+    note(10.0, 150)
+    note(12.0, 160)
+    note(17.0, 40)  # it was started again
+    note(18.0, 45, last=True)
+    found = [(event["seconds"], event["num_tokens"]) for event in events.of("load")]
+    assert found == [(6.0, 100), (6.0, 60), (5.0, 40), (1.0, 5)]
+    assert events.of("load")[0] == {
+        "seconds": 6.0, "id": "rollout-0", "num_tokens": 100, "in_flight": 2, "version": 7,
+        "kv_used": 0.5,
+    }  # fmt: skip
+    never = LoadMeter(events, every_s=0)
+    never.note([EngineLoad("rollout-0", 1, 2, 7, 0.5)], last=True)
+    assert len(events.all) == 4

@@ -1,0 +1,175 @@
+"""When a run is saved, what is asked of its checkpoints, and what is noted."""
+
+import pytest
+from role_fakes import Events, Journal, config
+
+from relax_hpc.errors import CheckpointError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import saving
+from relax_hpc.roles.checkpoints import Checkpoint
+from relax_hpc.roles.pending_save import Saved
+
+
+class Trainer:
+    step = 0
+
+    def named_weights(self):
+        return iter([("w", self.step)])
+
+
+class Checkpoints:
+    """Saves are done when the next one begins, or when one waits; some of them fail."""
+
+    def __init__(self, journal, fails=()):
+        self.journal, self.fails, self.pending, self.done = journal, fails, None, []
+
+    def poll(self):
+        self.journal.note("poll")
+        done, self.done = self.done, []
+        return done
+
+    def save(self, trainer, position, check_fenced):
+        self.journal.note("save", trainer.step, position)
+        check_fenced()
+        done = self.wait()
+        failure = "disk full" if trainer.step in self.fails else None
+        self.pending = Saved(trainer.step, 1.5, 2.5, 10, failure)
+        return done
+
+    def wait(self):
+        done, self.pending = [self.pending] if self.pending else [], None
+        return done
+
+
+def saver(tmp_path, journal, *, lead=True, fails=(), **settings):
+    events, trainer = Events(), Trainer()
+    settings = {"algorithm__num_steps": 10, "actor__save_every": 4} | settings
+    duties = saving.Lead(
+        lambda: f"position {trainer.step}",
+        lambda: journal.note("check_fenced"),
+        lambda: journal.note("covered"),
+    )
+    checkpoints = Checkpoints(journal, fails)
+    paths = RunPaths(tmp_path)
+    save = saving.Saving(
+        config(**settings), paths, None, trainer, checkpoints, duties if lead else None, events
+    )
+
+    def steps(*numbers):
+        for number in numbers:
+            trainer.step = number
+            save()
+
+    return steps, events, checkpoints
+
+
+def test_steps_that_are_multiples_and_the_last_are_saved_and_the_last_is_waited_for(tmp_path):
+    journal = Journal()
+    steps, events, checkpoints = saver(tmp_path, journal)
+    steps(*range(1, 11))
+    assert journal.of("save") == [("save", n, f"position {n}") for n in (4, 8, 10)]
+    assert len(journal.of("poll")) == 10
+    assert checkpoints.pending is None
+    assert events.of("checkpoint") == [
+        {"step": n, "wait_s": 1.5, "background_s": 2.5, "bytes": 10} for n in (4, 8, 10)
+    ]
+    assert len(journal.of("covered")) == len(journal.of("check_fenced")) == 3
+
+
+def test_what_is_complete_is_noted_at_the_end_of_the_step_that_sees_it(tmp_path):
+    journal = Journal()
+    steps, events, checkpoints = saver(tmp_path, journal)
+    steps(4)
+    assert not journal.of("covered") and not events.all
+    checkpoints.done, checkpoints.pending = checkpoints.wait(), None
+    steps(5)
+    assert journal[-1] == ("covered",)
+    assert [event["step"] for event in events.of("checkpoint")] == [4]
+
+
+def test_a_save_that_failed_is_noted_and_lets_nothing_be_deleted(tmp_path):
+    journal = Journal()
+    steps, events, _ = saver(tmp_path, journal, fails=[4])
+    steps(4, 8)
+    assert events.all == [("checkpoint_failed", {"step": 4, "message": "disk full"})]
+    assert not journal.of("covered")
+
+
+def test_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path):
+    steps, events, _ = saver(tmp_path, Journal(), fails=[10])
+    with pytest.raises(CheckpointError, match="last checkpoint could not be saved: disk full"):
+        steps(8, 10)
+    assert [event["step"] for event in events.of("checkpoint")] == [8]
+
+
+def test_other_ranks_save_with_rank_0_and_say_nothing(tmp_path):
+    journal = Journal()
+    steps, events, _ = saver(tmp_path, journal, lead=False)
+    steps(*range(1, 11))
+    assert journal.of("save") == [("save", n, None) for n in (4, 8, 10)]
+    assert events.all == []
+
+
+def test_the_model_is_written_for_others_at_its_own_multiples(tmp_path, monkeypatch):
+    written = []
+
+    def save_hf(folder, tensors, model, *, write):
+        written.append((folder, list(tensors), model, write))
+
+    monkeypatch.setattr(saving, "save_hf", save_hf)
+    settings = {"actor__save_hf_every": 3, "model__path": "the model"}
+    steps, events, _ = saver(tmp_path, Journal(), **settings)
+    steps(*range(1, 8))
+    paths = RunPaths(tmp_path)
+    [three, six] = [(paths.hf(n), [("w", n)], config(**settings).model.path, True) for n in (3, 6)]
+    assert written == [three, six]
+    assert [(e["step"], e["path"]) for e in events.of("export")] == [
+        (3, str(paths.hf(3))), (6, str(paths.hf(6))),
+    ]  # fmt: skip
+    written.clear()
+    steps, events, _ = saver(tmp_path, Journal(), lead=False, **settings)
+    steps(3)
+    assert written == [(*three[:3], False)] and not events.of("export")
+
+
+def test_checkpoints_are_kept_and_waited_for_as_the_settings_say(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(saving, "Checkpoints", lambda *args, **kwargs: given.append((args, kwargs)))
+    settings = config(
+        actor__keep_checkpoints=3, actor__keep_every=40, actor__async_save=False,
+        actor__save_every=10, launch__peer_timeout_s=77,
+    )  # fmt: skip
+    paths = RunPaths(tmp_path)
+
+    def is_valid(position):
+        return True
+
+    saving.checkpoints_of(settings, paths, "world", tuple, is_valid)
+    assert given == [
+        (
+            (paths.checkpoints, "world", tuple),
+            {
+                "keep": 3, "keep_every": 40, "beside_training": False, "timeout_s": 77,
+                "is_valid": is_valid,
+            },
+        )
+    ]  # fmt: skip
+
+
+def test_a_resume_is_noted_with_every_checkpoint_that_was_passed_over():
+    class Found:
+        def __init__(self, found):
+            self.found = found
+
+        def resume(self, trainer, on_torn):
+            on_torn(9, "names is not there")
+            return self.found
+
+    events = Events()
+    checkpoint = Checkpoint(None, 6, None)
+    assert saving.resume(Found(checkpoint), None, events) is checkpoint
+    torn = ("checkpoint_torn", {"step": 9, "message": "names is not there"})
+    assert events.all == [torn, ("resume", {"step": 6})]
+    events = Events()
+    assert saving.resume(Found(None), None, events) is None
+    assert events.all == [torn]

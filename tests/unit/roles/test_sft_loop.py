@@ -1,0 +1,212 @@
+"""The loop of supervised fine-tuning: order, shares, and the held-out loss by hand."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from role_fakes import Journal, row
+
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.errors import TrainingError
+from relax_hpc.prompts.documents import Document
+from relax_hpc.roles import sft
+from relax_hpc.roles.sft import HeldoutLoss, Share, heldout_loss
+from relax_hpc.roles.sft_lead import as_trajectory, deal
+
+
+def config(data_parallel=1, **settings):
+    return SftRunConfig.model_validate({
+        "name": "run", "model": {"path": "unused"},
+        "sft": {"train": "t", "batch_size": 2, "num_steps": 3} | settings,
+        "actor": {"data_parallel": data_parallel, "tokens_per_micro_batch": 12},
+    })  # fmt: skip
+
+
+class Trainer:
+    dp_rank, skip, costs = 0, None, {"time/forward": 1.0}
+
+    def __init__(self, journal, step=0):
+        self.journal, self.step = journal, step
+
+    def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
+        assert loss is sft.loss and last and advantages.shape == (len(trajectories),)
+        self.journal.note("accumulate", [t.guid for t in trajectories], micro_batches)
+
+    def update(self):
+        self.step += 1
+        self.journal.note("update", self.step)
+        return {"loss": 2.0}
+
+    def forward_logprobs(self, trajectories, micro_batches):
+        self.journal.note("forward", self.step, [t.guid for t in trajectories], micro_batches)
+        return [np.full(len(t.token_ids), -0.5, np.float32) for t in trajectories]
+
+    def named_weights(self):
+        self.journal.note("gather", self.step)
+        yield "w", self.step
+        self.journal.note("gathered")
+
+
+class Lead:
+    """Two ranks' shares: rank r has documents 10 r + step."""
+
+    def __init__(self, journal, heldout=True):
+        self.journal, self.has_heldout, self.step = journal, heldout, 0
+
+    def next_batch(self):
+        self.step += 1
+        return [Share([row(10 * rank + self.step)], [[0]]) for rank in range(2)]
+
+    def heldout(self):
+        return [Share([row(77)], [[0]]), Share([], [[]])] if self.has_heldout else [Share([], [])]
+
+    def measured(self, step, heldout):
+        self.journal.note("measured", step, heldout)
+
+    def export(self, tensors):
+        self.journal.note("export", dict(tensors))
+
+    def end_step(self, step, fields, phases):
+        self.journal.note("end_step", step, fields)
+
+    def skipped(self, step, skip):
+        self.journal.note("skipped", step)
+
+
+def run(journal, *, step=0, lead=None, trainer=None, **settings):
+    trainer = trainer or Trainer(journal, step)
+    save = lambda: journal.note("save", trainer.step)  # noqa: E731
+    sft.run(config(**settings), SoloWorld(), trainer, lead or Lead(journal), save)
+
+
+def test_a_run_measures_first_then_trains_measures_when_due_saves_and_exports_the_last():
+    journal = Journal()
+    run(journal, heldout_every=2)
+    assert [entry[:2] for entry in journal if entry[0] not in ("forward", "gather")] == [
+        ("measured", 0),
+        ("accumulate", [1]), ("update", 1), ("save", 1), ("end_step", 1),
+        ("accumulate", [2]), ("update", 2), ("measured", 2), ("save", 2), ("end_step", 2),
+        ("accumulate", [3]), ("update", 3), ("measured", 3), ("save", 3), ("end_step", 3),
+        ("gathered",), ("export", {"w": 3}),
+    ]  # fmt: skip
+    # Three trained tokens of half a nat each.
+    assert {entry[2] for entry in journal.of("measured")} == {HeldoutLoss(0.5, 3)}
+    fields = journal.of("end_step")[0][2]
+    assert (fields["loss"], fields["time/forward"]) == (2.0, 1.0)
+    assert "time/train" not in fields and "time/save" in fields
+
+
+def test_without_a_period_only_the_first_and_the_last_policy_are_measured():
+    journal = Journal()
+    run(journal, heldout_every=0)
+    assert [entry[1] for entry in journal.of("measured")] == [0, 3]
+
+
+def test_a_resumed_run_does_not_measure_the_first_policy_again_and_a_finished_one_only_exports():
+    journal = Journal()
+    run(journal, step=2, heldout_every=0)
+    assert [entry[1] for entry in journal.of("measured")] == [3]
+    assert [entry[1] for entry in journal.of("update")] == [3]
+    journal.clear()
+    run(journal, step=3)
+    assert [entry[0] for entry in journal] == ["gather", "gathered", "export"]
+
+
+def test_without_held_out_documents_nothing_is_measured():
+    journal = Journal()
+    run(journal, lead=Lead(journal, heldout=False), heldout_every=1)
+    assert not journal.of("forward", "measured")
+
+
+def test_updates_that_are_skipped_too_often_end_the_run():
+    trainer = Trainer(journal := Journal())
+    trainer.skip = SimpleNamespace(reason="loss is nan", samples=(), num_samples=0, in_a_row=99)
+    with pytest.raises(TrainingError, match="99 updates in a row"):
+        run(journal, trainer=trainer)
+    assert journal.of("skipped") == [("skipped", 1)] and not journal.of("export")
+
+
+class Rank1:
+    """Of two data-parallel ranks; told what rank 0 has dealt."""
+
+    rank, size = 1, 2
+
+    def __init__(self, lead):
+        self.lead, self.calls = lead, 0
+
+    def bcast(self, value):
+        assert value is None
+        self.calls += 1
+        return self.lead.heldout() if self.calls == 1 else self.lead.next_batch()
+
+    def allgather(self, value):
+        assert value == {}  # it holds none of them
+        return [{77: (3.0, 2)}, value]
+
+
+def test_a_rank_without_the_lead_trains_its_share_measures_with_the_others_and_gathers():
+    journal = Journal()
+    trainer = Trainer(journal)
+    trainer.dp_rank = 1
+    sft.run(
+        config(data_parallel=2, heldout_every=0), Rank1(Lead(journal)), trainer, None,
+        lambda: journal.note("save"),
+    )  # fmt: skip
+    assert [entry[1] for entry in journal.of("accumulate")] == [[11], [12], [13]]
+    assert [entry[1:] for entry in journal.of("forward")] == [(0, [], [[]]), (3, [], [[]])]
+    assert [entry[0] for entry in journal[-2:]] == ["gather", "gathered"]
+    assert not journal.of("measured", "export", "end_step")
+
+
+def test_the_held_out_loss_is_of_trained_tokens_and_counts_a_document_of_two_ranks_once():
+    """A logprob stands at its own token; the first has none, whatever its mask says."""
+    rows = [row(3, prompt=0, response=4, mask=[1, 0, 1, 1]), row(4, mask=[0, 0, 1, 0, 0])]
+    logprobs = [np.array([np.nan, -9.0, -1.0, -2.0]), np.array([np.nan, -9, -4.0, -9, -9])]
+
+    class Scorer:
+        def forward_logprobs(self, trajectories, micro_batches):
+            assert micro_batches == [[1], [0]]
+            return logprobs
+
+    class World:
+        def allgather(self, mine):
+            assert mine == {3: (3.0, 2), 4: (4.0, 1)}
+            return [mine, mine, {8: (2.0, 2)}]  # a replica has two ranks
+
+    measured = heldout_loss(World(), Scorer(), Share(rows, [[1], [0]]))
+    assert measured == HeldoutLoss(math.fsum([3, 4, 2]) / 5, 5)
+
+
+def test_the_loss_is_the_negative_log_likelihood_of_trained_tokens():
+    logprobs = torch.tensor([-1.0, -2.0, float("-inf")], requires_grad=True)
+    packed = SimpleNamespace(loss_mask=torch.tensor([True, True, False]))
+    output = sft.loss(logprobs, packed)
+    assert output.loss.item() == 3.0 and output.metrics == {}
+    output.loss.backward()
+    assert logprobs.grad.tolist() == [-1, -1, 0]
+
+
+def document(line, size, trained):
+    mask = np.array([0] * (size - trained) + [1] * trained, np.uint8)
+    return Document(line, np.arange(size, dtype=np.int32) + 10 * line, mask, False)
+
+
+def test_documents_are_dealt_with_each_micro_batch_naming_rows_of_its_own_share():
+    documents = [document(line, size, 2) for line, size in ((5, 4), (2, 9), (9, 5), (7, 6))]
+    shares = deal(config(data_parallel=2), documents)
+    assert sorted(row.guid for share in shares for row in share.rows) == [2, 5, 7, 9]
+    for share in shares:
+        assert sorted(n for rows in share.micro_batches for n in rows) == [*range(len(share.rows))]
+        for rows in share.micro_batches:
+            assert sum(len(share.rows[n].token_ids) for n in rows) <= 12
+
+
+def test_a_document_is_a_trajectory_that_nobody_sampled():
+    made = as_trajectory(given := document(6, 5, 2))
+    assert (made.guid, made.prompt_index, made.sibling, made.prompt_len) == (6, 6, 0, 0)
+    assert made.token_ids is given.token_ids and made.loss_mask is given.loss_mask
+    assert made.rollout_logprobs.tolist() == [0] * 5 and made.version_runs.shape == (0, 2)
+    assert (made.reward, made.policy_version_min) == (0.0, -1)

@@ -1,0 +1,232 @@
+"""How tasks are put together from the settings, and what ends them."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from role_fakes import Events, Journal, config
+
+from relax_hpc.comm.context import TaskContext
+from relax_hpc.errors import EngineError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import actor_task, rollout_task
+from relax_hpc.roles.rollout import Task
+from relax_hpc.weights.members import Member
+
+
+class Tokenizer:
+    eos_token_id = 2
+
+    def decode(self, response, *, skip_special_tokens):
+        return "".join(chr(token) for token in response if token > 2 or not skip_special_tokens)
+
+
+def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_named_reward(
+    tmp_path, monkeypatch
+):
+    journal, given = Journal(), {}
+
+    class Source:
+        def __init__(self, path, tokenizer, **settings):
+            self.path = str(path)
+            journal.note(self.path, settings)
+
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            return f"{self.path} {index}"
+
+    class Sampler:
+        def __init__(self, settings, paths, own, stop_token, events):
+            journal.note("sampler", own, stop_token)
+
+        async def __aenter__(self):
+            return "the sampler"
+
+        async def __aexit__(self, *_):
+            pass
+
+    async def loop(config, task, prompts, heldout, sampler, score, producer, credits, events):
+        given.update(locals())
+
+    monkeypatch.setattr(rollout_task.tokenizers, "load", lambda path: Tokenizer())
+    monkeypatch.setattr(rollout_task, "PromptSource", Source)
+    monkeypatch.setattr(rollout_task, "EngineSampler", Sampler)
+    monkeypatch.setattr(rollout_task.rollout, "run", loop)
+    monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, every_s: "the credits")
+    settings = config(
+        rollout__num_engines=6, rollout__engines_per_task=2, eval__num_prompts=3,
+        prompts__shuffle_seed=5, prompts__max_prompt_tokens=70, prompts__chat_template=False,
+    )  # fmt: skip
+    own = ["rollout-1.0", "rollout-1.1"]
+    asyncio.run(rollout_task._loop(settings, RunPaths(tmp_path), 1, own, "the producer", Events()))
+    each = {"chat_template": False, "max_prompt_tokens": 70}
+    assert journal == [
+        ("train", each | {"shuffle_seed": 5}),
+        ("heldout", each | {"shuffle_seed": None}),
+        ("sampler", own, 2),
+    ]
+    assert given["task"] == Task(1, 3)
+    assert given["prompts"][1] == "train 1"
+    assert given["heldout"] == ["heldout 0", "heldout 1", "heldout 2"]
+    assert (given["sampler"], given["producer"]) == ("the sampler", "the producer")
+    prompt = SimpleNamespace(answer="75")
+    right = [ord(letter) for letter in r"\boxed{75}"]
+    assert given["score"]([*right, 2], prompt) == 1.0
+    assert given["score"]([*right[:-2], 2, *right[-2:]], prompt) == 1.0  # 2 is no text
+    assert given["score"](right, SimpleNamespace(answer="7")) == 0.0
+
+
+@pytest.mark.parametrize("fails", ["engine", "loop", None])
+def test_a_rollout_task_ends_with_its_loop_or_with_an_engine_that_does_not_come_back(fails):
+    ended = []
+
+    class Frail:
+        async def failure(self):
+            if fails == "engine":
+                raise EngineError("ended 3 times")
+            await asyncio.sleep(60)
+
+    async def loop():
+        try:
+            if fails == "loop":
+                raise ValueError("bug")
+            await asyncio.sleep(0.01 if fails is None else 60)
+        finally:
+            ended.append(True)
+
+    running = rollout_task._while_hosted([Frail(), Frail()], loop())
+    if fails is None:
+        asyncio.run(running)
+    else:
+        match = {"engine": "ended 3 times", "loop": "bug"}[fails]
+        with pytest.raises((EngineError, ValueError), match=match):
+            asyncio.run(running)
+    assert ended == [True]
+
+
+class Host:
+    """An engine's host; its hosts' journal is the class's."""
+
+    journal = Journal()
+
+    def __init__(self, config, paths, context, seat, events):
+        self.id = seat.id
+
+    def __enter__(self):
+        self.journal.note("start", self.id)
+        return self
+
+    def __exit__(self, *_):
+        self.journal.note("left", self.id)
+
+    def wait_until_healthy(self):
+        self.journal.note("healthy", self.id)
+
+    def ask_to_stop(self):
+        self.journal.note("ask", self.id)
+
+    async def failure(self):
+        await asyncio.sleep(60)
+
+
+@pytest.fixture
+def rolled_out(tmp_path, monkeypatch):
+    """Runs a rollout task of four with everything around it a fake; returns what it was given."""
+    made = {}
+
+    class Producer:
+        def __init__(self, bus, name, provenance, **settings):
+            made.update(name=name, provenance=provenance, **settings)
+
+        def __enter__(self):
+            return "the producer"
+
+        def __exit__(self, *_):
+            pass
+
+    async def loop(config, paths, number, own, producer, events):
+        made.update(number=number, own=own)
+
+    monkeypatch.setattr(Host, "journal", Journal())
+    monkeypatch.setattr(rollout_task, "EngineHost", Host)
+    monkeypatch.setattr(rollout_task, "Producer", Producer)
+    monkeypatch.setattr(rollout_task, "_loop", loop)
+
+    def run(rank, **settings):
+        context = TaskContext("rollout", rank, 4, 0, attempt="7.0", start=3, node="n2")
+        rollout_task.main(config(**settings), RunPaths(tmp_path), context, Events())
+        return made
+
+    return run
+
+
+def test_a_task_of_an_engine_over_several_nodes_is_the_producer_of_its_engine(rolled_out):
+    made = rolled_out(
+        2, rollout__engine="sglang", rollout__num_engines=2, rollout__nodes_per_engine=2,
+        rollout__resources__nodes=4, rollout__engine_args={"tp_size": 2},
+        bus__compress=["ragged/token_ids"],
+    )  # fmt: skip
+    assert (made["name"], made["number"], made["own"]) == ("rollout-1", 1, ["rollout-1"])
+    assert (made["compress"], made["spares"]) == (["ragged/token_ids"], rollout_task.SPARES)
+    told = made["provenance"]
+    assert (told["run"], told["job"], told["component"]) == ("test", "7.0", "rollout")
+    assert (told["rank"], told["start"], told["node"]) == (2, 3, "n2")
+
+
+def test_the_engines_of_a_task_are_started_together_and_asked_to_stop_together(rolled_out):
+    made = rolled_out(1, rollout__num_engines=4, rollout__engines_per_task=2)
+    names = ["rollout-1.0", "rollout-1.1"]
+    assert (made["name"], made["own"]) == ("rollout-1", names)
+    kinds = ("start", "healthy", "ask")
+    assert Host.journal[:6] == [(kind, name) for kind in kinds for name in names]
+
+
+def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
+    tmp_path, monkeypatch
+):
+    given = []
+    for name in ("Sequencer", "ActorLead", "EngineClient"):
+        monkeypatch.setattr(
+            actor_task, name, lambda *args, _name=name, **kwargs: given.append((args, kwargs))
+        )  # fmt: skip
+    settings = config(
+        algorithm__prompts_per_step=6, algorithm__over_age="mask", algorithm__max_staleness=3,
+        bus__keep_steps=5, reference__placement="own", rollout__num_engines=2,
+        weights__kv_cache="recompute", weights__timeout_s=40,
+    )  # fmt: skip
+    paths, resumed = RunPaths(tmp_path), SimpleNamespace(position="position")
+    actor_task._lead(settings, "publisher", paths, "checkpoints", resumed, "shards", "events")
+    assert given[0] == (
+        (paths.bus, ["rollout-0", "rollout-1"]),
+        {
+            "prompts_per_step": 6, "position": "position", "needs": ("reference",),
+            "over_age": "mask", "max_staleness": 3, "keep_steps": 5, "shards": "shards",
+        },
+    )  # fmt: skip
+    assert given[1] == ((settings, None, "publisher", "checkpoints", "events"), {})
+    actor_task._lead(settings, "publisher", paths, "checkpoints", None, "shards", "events")
+    assert given[2][1]["position"] is None
+    given.clear()
+    actor_task._connect(settings, Member("m", "1", "http://m", "t", 1, "sglang", "HEALTHY"))
+    [(at, how)] = given
+    assert at == ("http://m", "t")
+    assert how["recompute"] and how["has_prefix_cache"] and how["timeout_s"] > 40
+
+
+def test_the_reference_in_the_actor_is_the_model_of_its_path_renewed_as_often_as_it_says(
+    monkeypatch,
+):
+    made = []
+    monkeypatch.setattr(actor_task, "SwappedReference", lambda *args: made.append(args) or "policy")
+    events = Events()
+    for placement in ("none", "own"):
+        none = config(reference__placement=placement)
+        assert actor_task._reference(none, "trainer", events) is None
+    settings = config(
+        reference__placement="actor", reference__path="elsewhere", reference__refresh_every=6
+    )
+    found = actor_task._reference(settings, "trainer", events)
+    assert made == [("trainer", settings.reference.path)]
+    assert (found._policy, found._refresh_every, found._events) == ("policy", 6, events)
