@@ -23,8 +23,8 @@ ROWS = [
 class Skip:
     reason, num_samples, samples = "grad norm is nan", 0, ()
 
-    def __init__(self, in_a_row):
-        self.in_a_row = in_a_row
+    def __init__(self, in_a_row, is_model=False):
+        self.in_a_row, self.is_model = in_a_row, is_model
 
 
 class Trainer:
@@ -203,18 +203,31 @@ def test_the_record_of_a_step_has_the_batch_the_update_the_costs_and_the_time():
     assert "time/train" not in fields  # the trainer measures that itself
 
 
-def test_a_skipped_update_is_noted_and_too_many_in_a_row_end_the_run():
+def test_a_skipped_update_is_noted_and_the_run_goes_on():
     journal = Journal()
     trainer = Trainer(journal)
     trainer.skip = Skip(in_a_row=2)
     run(journal, trainer=trainer, actor__max_skipped_updates=3)
     assert journal.of("skipped") == [("skipped", 1, Skip.reason), ("skipped", 2, Skip.reason)]
+    assert journal[-1] == ("finish",)
+
+
+@pytest.mark.parametrize(
+    ("skip", "why"),
+    [
+        (Skip(in_a_row=3), "3 updates in a row were skipped"),
+        (Skip(in_a_row=1, is_model=True), "weights are broken"),
+    ],
+    ids=["too many", "the model"],
+)
+def test_a_run_that_cannot_learn_ends_before_the_step_is_published_or_saved(skip, why):
     journal = Journal()
     trainer = Trainer(journal)
-    trainer.skip = Skip(in_a_row=3)
-    with pytest.raises(TrainingError, match="3 updates in a row were skipped"):
+    trainer.skip = skip
+    with pytest.raises(TrainingError, match=why):
         run(journal, trainer=trainer, actor__max_skipped_updates=3)
-    assert not journal.of("finish")
+    assert journal[-2:] == [("update", 1), ("skipped", 1, Skip.reason)]
+    assert len(journal.of("publish")) == 1 and not journal.of("save", "refresh", "end_step")
 
 
 class Model(Trainer):

@@ -11,7 +11,7 @@ from relax_hpc.roles.pending_save import Saved
 
 
 class Trainer:
-    step = 0
+    step, skip = 0, None
 
     def named_weights(self):
         return iter([("w", self.step)])
@@ -55,9 +55,9 @@ def saver(tmp_path, journal, *, lead=True, fails=(), **settings):
         config(**settings), paths, None, trainer, checkpoints, duties if lead else None, events
     )
 
-    def steps(*numbers):
+    def steps(*numbers, skip=None):
         for number in numbers:
-            trainer.step = number
+            trainer.step, trainer.skip = number, skip
             save()
 
     return steps, events, checkpoints
@@ -74,6 +74,17 @@ def test_steps_that_are_multiples_and_the_last_are_saved_and_the_last_is_waited_
         {"step": n, "wait_s": 1.5, "background_s": 2.5, "bytes": 10} for n in (4, 8, 10)
     ]
     assert len(journal.of("covered")) == len(journal.of("check_fenced")) == 3
+
+
+def test_after_a_skipped_update_the_next_one_that_is_done_is_saved_once(tmp_path):
+    journal = Journal()
+    steps, _, _ = saver(tmp_path, journal)
+    steps(4, 5, skip="nan")
+    assert not journal.of("save")
+    steps(6, 7)
+    assert [step for _, step, _ in journal.of("save")] == [6]
+    steps(9, 10, skip="nan")
+    assert [step for _, step, _ in journal.of("save")] == [6, 10]  # the run's last step
 
 
 def test_what_is_complete_is_noted_at_the_end_of_the_step_that_sees_it(tmp_path):

@@ -75,7 +75,9 @@ class Sample(SimpleNamespace):
 
 
 SAMPLES = [Sample(guid=4, sibling=1, what="loss"), Sample(guid=6, sibling=0, what="gradient")]
-SKIP = SimpleNamespace(reason="loss is nan", samples=SAMPLES, num_samples=5, in_a_row=2)
+SKIP = SimpleNamespace(
+    reason="loss is nan", samples=SAMPLES, num_samples=5, in_a_row=2, is_model=False
+)
 PLACES = {4: "bus/x.h5"}
 
 
@@ -101,3 +103,6 @@ def test_a_run_ends_when_as_many_updates_in_a_row_were_skipped_as_the_settings_s
     stop_if_stuck(SKIP, config(actor__max_skipped_updates=3).actor)
     with pytest.raises(TrainingError, match=r"2 updates in a row .*4/1 \(loss\), 6/0"):
         stop_if_stuck(SKIP, config(actor__max_skipped_updates=2).actor)
+    broken = SimpleNamespace(**{**SKIP.__dict__, "is_model": True, "in_a_row": 1})
+    with pytest.raises(TrainingError, match="loss is nan: the model gives none"):
+        stop_if_stuck(broken, config().actor)
