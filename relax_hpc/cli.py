@@ -134,7 +134,9 @@ def timeline(
     first, last = timelines.parse_steps(steps)
     found = timelines.read(run_dir, first=first, last=last)
     numbers = timelines.summary(found)
-    typer.echo(json.dumps(numbers._asdict()) if as_json else timelines.text(numbers))
+    typer.echo(
+        json.dumps(numbers._asdict(), allow_nan=False) if as_json else timelines.text(numbers)
+    )
     picture = timeline_plot.plot(found, out or RunPaths(run_dir).timeline)
     typer.echo(f"picture: {picture}", err=as_json)
 

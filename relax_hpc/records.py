@@ -1,8 +1,12 @@
-"""Small JSON records, published whole and never half seen; files that outlive a power cut."""
+"""Small JSON records, published whole and never half seen; files that outlive a power cut.
+
+JSON has no numbers that are not finite: what is written here may hold none, or says null for them.
+"""
 
 import json
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ def write_json(path: Path, record: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with draft.open("w") as file:
-        json.dump(record, file, indent=1)
+        json.dump(record, file, indent=1, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
@@ -27,7 +31,7 @@ def write_json_once(path: Path, record: object) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
     with draft.open("w") as file:
-        json.dump(record, file, indent=1)
+        json.dump(record, file, indent=1, allow_nan=False)
         file.flush()
         os.fsync(file.fileno())
     try:
@@ -37,6 +41,45 @@ def write_json_once(path: Path, record: object) -> bool:
     finally:
         draft.unlink()
     return True
+
+
+class _NotFinite(str):
+    """A number that JSON does not know, as Python's json writes it."""
+
+    __slots__ = ()
+
+
+def finite(
+    record: dict[str, Any], default: Callable[[object], object] | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """`record` as JSON can say it, with null for every number that is not finite.
+
+    Args:
+        default: as `json.dumps` takes it.
+
+    Returns:
+        It, and the keys where such a number was: NaN, Infinity or -Infinity.
+    """
+    said: dict[str, Any] = json.loads(
+        json.dumps(record, default=default), parse_constant=_NotFinite
+    )
+    odd = {key: value for key, inside in said.items() for value in _odd(inside)}
+    return {key: _with_null(value) for key, value in said.items()}, odd
+
+
+def _odd(value: object) -> list[str]:
+    if isinstance(value, _NotFinite):
+        return [str(value)]
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [found for each in inside for found in _odd(each)]
+
+
+def _with_null(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _with_null(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_with_null(inside) for inside in value]
+    return None if isinstance(value, _NotFinite) else value
 
 
 def read_json(path: Path) -> Any | None:  # noqa: ANN401

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 
 def encode(record: Record) -> bytes:
-    text = json.dumps(record, separators=(",", ":")).encode()
+    text = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
     return FRAME.pack(MAGIC, len(text), _crc(text)) + text
 
 

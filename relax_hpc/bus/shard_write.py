@@ -215,7 +215,7 @@ def _table(fields: Mapping[str, Field], attributes: Mapping[str, Attribute]) -> 
         for name, field in fields.items()
     }
     table = {"fields": described, "attributes": dict(attributes)}
-    return json.dumps(table, separators=(",", ":")).encode()
+    return json.dumps(table, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _head(

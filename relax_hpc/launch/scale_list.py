@@ -36,7 +36,7 @@ class Listing:
     """Whether the run has ended."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
 
 
 def collect(run_dir: Path) -> Listing:

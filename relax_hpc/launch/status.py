@@ -44,7 +44,7 @@ class RunStatus:
     """Steps, held-out scores, trajectories: `roles.summary.summarize`."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), default=str, indent=1)
+        return json.dumps(asdict(self), default=str, indent=1, allow_nan=False)
 
 
 _WORST_FIRST = ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "CANCELLED", "UNKNOWN")

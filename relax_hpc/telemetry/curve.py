@@ -34,11 +34,11 @@ def plot_loss(run_dir: Path) -> Path:
     figure = picture.figure(8, 4.5)
     axes = figure.subplots()
     figure.suptitle(run_dir.name)
-    done = [e for e in history.steps(events) if "loss" in e]
+    done = [e for e in history.steps(events) if e.get("loss") is not None]
     steps, losses = [e["step"] for e in done], [e["loss"] for e in done]
     axes.plot(steps, losses, color=BLUE, alpha=0.3, linewidth=1, label="training, per step")
     axes.plot(steps, smooth(losses, keep=0.85), color=BLUE, linewidth=2, label="training, smoothed")
-    measured = history.heldout_losses(events)
+    measured = [e for e in history.heldout_losses(events) if e["loss"] is not None]
     axes.plot(
         [e["step"] for e in measured], [e["loss"] for e in measured], "o--",
         color=ORANGE, markersize=6, linewidth=1, label="held-out",
@@ -60,7 +60,7 @@ def smooth(values: Sequence[float], *, keep: float) -> list[float]:
 
 
 def _draw_rewards(axes: "Axes", done: Sequence[Event], heldout: Sequence[history.Heldout]) -> None:
-    rewarded = [e for e in done if "reward/mean" in e]
+    rewarded = [e for e in done if e.get("reward/mean") is not None]
     steps, rewards = [e["step"] for e in rewarded], [e["reward/mean"] for e in rewarded]
     axes.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1, label="training, per step")
     axes.plot(steps, smooth(rewards, keep=0.85), color=BLUE, linewidth=2,

@@ -28,6 +28,8 @@ and "world" (kind, size) once the ranks of a component have found each other:
              eval     when, version, step, correct, count: one per rank, to be added up
     reference
              scored   num_shards, num_trajectories, num_tokens, first_guid, time/...
+
+A number that is not finite is null, and `not_finite` says which fields held one, and what.
 """
 
 import json
@@ -35,6 +37,8 @@ import os
 import time
 from pathlib import Path
 from typing import Any, Self
+
+from relax_hpc.records import finite
 
 Event = dict[str, Any]
 
@@ -53,7 +57,12 @@ class EventWriter:
     def emit(self, event: str, **fields: object) -> None:
         """Appends one line in one write, so a reader sees at most the last line incomplete."""
         record = {"time": time.time(), "role": self._role, "rank": self._rank, "pid": os.getpid()}
-        text = json.dumps(record | {"event": event} | fields, default=_plain)
+        record |= {"event": event} | fields
+        try:
+            text = json.dumps(record, default=_plain, allow_nan=False)
+        except ValueError:
+            said, odd = finite(record, _plain)
+            text = json.dumps(said | {"not_finite": odd}, allow_nan=False)
         line = b"\n" * self._torn + text.encode() + b"\n"
         self._torn = os.write(self._fd, line) != len(line)
 
@@ -80,7 +89,7 @@ def _read(path: Path) -> list[Event]:
     events = []
     for line in path.read_bytes().split(b"\n"):
         try:
-            event = json.loads(line)
+            event = json.loads(line, parse_constant=lambda _: None)
         except ValueError:
             continue
         if isinstance(event, dict) and "time" in event and "event" in event:

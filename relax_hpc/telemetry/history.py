@@ -47,7 +47,7 @@ def heldout(events: Sequence[Event]) -> list[Heldout]:
     """Evaluations in order of the policy version; a rank's repetition replaces its first try."""
     parts: dict[tuple[str, int], dict[int, Event]] = defaultdict(dict)
     for event in events:
-        if event["event"] == "eval":
+        if event["event"] == "eval" and event["correct"] is not None:
             parts[event["when"], event["version"]][event["rank"]] = event
     points = []
     for (when, version), by_rank in parts.items():
@@ -89,9 +89,11 @@ def newest(events: Sequence[Event], event: str) -> Event | None:
 
 
 def numbers(event: Event) -> dict[str, float]:
-    """The fields that can be plotted."""
+    """The fields that can be plotted; those that were not finite, too."""
     skip = {"time", "rank", "pid", "step"}
-    return {k: float(v) for k, v in event.items() if k not in skip and _is_number(v)}
+    odd = {key: float(said) for key, said in event.get("not_finite", {}).items()}
+    known = {k: float(v) for k, v in event.items() if k not in skip and _is_number(v)}
+    return known | {k: v for k, v in odd.items() if event[k] is None}
 
 
 def seconds_per_step(done: Sequence[Event], *, window: int = 20) -> float | None:

@@ -57,7 +57,11 @@ def _write_loads(writer: "EventFileWriter", events: Sequence[Event]) -> None:
             _scalar(writer, tag, value, round(seconds), load["time"])
 
 
-def _scalar(writer: "EventFileWriter", tag: str, value: float, step: int, time: float) -> None:
+def _scalar(
+    writer: "EventFileWriter", tag: str, value: float | None, step: int, time: float
+) -> None:
+    if value is None:  # it was not finite
+        return
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
 

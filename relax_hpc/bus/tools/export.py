@@ -22,6 +22,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.tools import selection
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import BusPaths
+from relax_hpc.records import finite
 from relax_hpc.schema import Trajectory
 
 BLOCK_BYTES = 32 << 20
@@ -231,7 +232,8 @@ class _JsonLinesSink:
     def write(self, block: list[Source]) -> None:
         for source in block:
             row = {name: column.value(source) for name, column in self._columns.items()}
-            self._file.write(json.dumps(row, default=_as_json, separators=(",", ":")) + "\n")
+            said, _ = finite(row, _as_json)
+            self._file.write(json.dumps(said, separators=(",", ":"), allow_nan=False) + "\n")
 
     def close(self) -> None:
         self._file.close()

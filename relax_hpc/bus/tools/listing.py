@@ -77,7 +77,7 @@ class BusListing:
         plan["checkpoint"] = self.plan.checkpoint and self.plan.checkpoint._asdict()
         plan["credit"] = self.plan.credit._asdict()
         listing = {"writers": [asdict(row) for row in self.writers], "total": asdict(self.total)}
-        return json.dumps(listing | {"plan": plan}, indent=1)
+        return json.dumps(listing | {"plan": plan}, indent=1, allow_nan=False)
 
 
 def collect(paths: BusPaths, checkpoint: PlanPosition | None) -> BusListing:

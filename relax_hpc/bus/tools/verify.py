@@ -49,7 +49,9 @@ class Verified(NamedTuple):
     def to_json(self) -> str:
         findings = [finding._asdict() for finding in self.findings]
         return json.dumps(
-            {"sound": self.is_sound} | self._asdict() | {"findings": findings}, indent=1
+            {"sound": self.is_sound} | self._asdict() | {"findings": findings},
+            indent=1,
+            allow_nan=False,
         )
 
 

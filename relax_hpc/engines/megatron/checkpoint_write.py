@@ -134,12 +134,12 @@ def write_names(
     torch.save(dict(common), common_file)
     for name, content in (
         ("common.pt", common_file.getvalue()),
-        ("metadata.json", json.dumps(formats).encode()),
+        ("metadata.json", json.dumps(formats, allow_nan=False).encode()),
         (".metadata", pickle.dumps(metadata)),
     ):
         write_file(folder / name, content)
         sizes[name] = {"bytes": len(content), "crc32c": checksum(content)}
-    write_file(folder / MANIFEST, json.dumps({"files": sizes}, indent=1).encode())
+    write_file(folder / MANIFEST, json.dumps({"files": sizes}, indent=1, allow_nan=False).encode())
     return sum(size["bytes"] for size in sizes.values())
 
 
