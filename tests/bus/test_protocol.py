@@ -1,4 +1,3 @@
-import os
 import re
 import struct
 from pathlib import Path
@@ -500,35 +499,21 @@ def test_a_producer_deletes_its_own_orphans_and_nothing_else(tmp_path):
     assert files(paths, "rollout-1") == ["000000000000.h5"]
 
 
-def test_a_shard_is_on_disk_under_its_name_before_the_log_says_so(tmp_path, monkeypatch):
-    """What survives a power cut is decided by this order alone."""
+def test_rows_that_nobody_planned_nor_passed_over_are_counted_as_dropped(tmp_path):
     paths = make_bus(tmp_path)
-    calls = []
-
-    def watch(name, target):
-        real = getattr(os, name)
-        step = name.rstrip("v")
-        monkeypatch.setattr(os, name, lambda *a: (calls.append((step, target(a))), real(*a))[1])
-
-    def opened(args):
-        return Path(f"/proc/self/fd/{args[0]}").readlink().name.split(".")[0] or "draft"
-
+    produce_all(paths, P)
+    with sequencer(paths) as seq:
+        batch(seq, 1)
     with Producer(paths, "rollout-0", {}) as producer:
-        watch("pwrite", opened)
-        watch("pwritev", opened)
-        watch("fsync", opened)
-        watch("rename", lambda args: Path(args[1]).name)
-        producer.put([group(0)])
-        monkeypatch.undo()
-    writes = [call for n, call in enumerate(calls) if call != calls[n - 1]]
-    assert writes == [
-        ("pwrite", "draft"),
-        ("rename", "000000000000.h5"),
-        ("fsync", "000000000000"),
-        ("fsync", "e1"),
-        ("pwrite", "log"),
-        ("fsync", "log"),
-    ]
+        del producer._source[2]
+        producer.put([group(2)])  # while no trainer looks
+        producer.put([group(P)])  # may be planned yet
+    counts = audit(paths)
+    assert (counts.committed, counts.planned) == ((P + 2) * SIBLINGS, P * SIBLINGS)
+    assert (counts.dropped, counts.duplicates) == (SIBLINGS, 0)
+    with sequencer(paths, PlanPosition(1, 1, 1)) as seq, pytest.raises(PeerTimeoutError):
+        seq.next_batch(2, timeout_s=0)
+    assert (audit(paths).dropped, audit(paths).duplicates) == (0, SIBLINGS)
 
 
 def test_provenance_is_in_the_file_and_cannot_pose_as_the_bus(tmp_path):

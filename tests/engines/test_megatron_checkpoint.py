@@ -9,6 +9,7 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
+from disk_calls import recorded
 from megatron_worker import VOCAB, job, trajectories
 
 from relax_hpc.engines.megatron import checkpoint_write
@@ -366,3 +367,14 @@ def test_gaps_overlaps_and_ranks_that_do_not_come_are_errors(tmp_path):
         write_names(tmp_path, 2, {}, timeout_s=0)
     with pytest.raises(CheckpointError, match="given up"):
         write_names(tmp_path, 2, {}, timeout_s=60, cancelled=lambda: True)
+
+
+def test_a_part_is_on_disk_before_it_has_its_name_and_all_files_before_the_manifest(tmp_path):
+    box = Box("w", (0,), (4,), torch.arange(4.0))
+    with recorded() as calls:
+        write_part(tmp_path, 0, [box], {})
+    assert calls == ["write draft", "flush draft", "rename draft -> __0_0.distcp"]
+    with recorded() as calls:
+        write_names(tmp_path, 1, {}, timeout_s=0)
+    files = ("common.pt", "metadata.json", ".metadata", "manifest.json")
+    assert [line for line in calls if line.startswith("flush")] == [f"flush {f}" for f in files]

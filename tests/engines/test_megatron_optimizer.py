@@ -1,5 +1,7 @@
 """Adam on shards: its numbers, moments in bfloat16, what is kept in host memory."""
 
+from types import SimpleNamespace
+
 import megatron_worker as worker
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from megatron_worker import VOCAB, job, trajectories
 
 from relax_hpc.engines.megatron import adam
 from relax_hpc.engines.megatron.adam import Shard, ShardedAdamW, noise, rounded
+from relax_hpc.engines.megatron.optimizer import Gradients, Update, update
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -71,6 +74,30 @@ def test_float32_moments_give_torchs_update_to_the_last_bit():
         assert torch.equal(shard.main, parameter)
         for key in ("step", "exp_avg", "exp_avg_sq"):
             assert torch.equal(optimizer.state[shard.main][key], torchs.state[parameter][key])
+
+
+def test_what_is_clipped_is_the_mean_gradient_of_all_parameters_together():
+    """Sums of 10 tokens' gradients, (30, 40) and 120: means of norm 13, clipped to 1.3."""
+    mains = [torch.tensor([1.0, -2.0]), torch.tensor([3.0])]
+    sums = [torch.tensor([30.0, 40.0]), torch.tensor([120.0])]
+    options = GROUP | {"eps": 1.0}  # so that the update shows the gradient's scale
+    theirs = [main.clone().requires_grad_() for main in mains]
+    for parameter, gradient in zip(theirs, sums, strict=True):
+        parameter.grad = gradient / 10
+    assert torch.nn.utils.clip_grad_norm_(theirs, 1.3) == 13
+    torch.optim.AdamW(theirs, **options).step()
+    shards = [Shard(main, total, None) for main, total in zip(mains, sums, strict=True)]
+    adamw = ShardedAdamW([{"params": mains} | options], shards)
+    part = SimpleNamespace(optimizer=adamw, grad_scaler=None)
+    whole = SimpleNamespace(
+        chained_optimizers=[part], model_chunks=[], config=SimpleNamespace(clip_grad=1.3)
+    )
+    found = Gradients([shards], [torch.tensor(30.0**2 + 40.0**2 + 120.0**2)])
+    assert update(whole, found, 1 / 10) == Update(13.0, True)
+    moments = torch.cat([adamw.state[main]["exp_avg"] for main in mains])
+    torch.testing.assert_close(moments, torch.tensor([0.03, 0.04, 0.12]))  # a tenth of (0.3, ...)
+    for main, parameter in zip(mains, theirs, strict=True):
+        torch.testing.assert_close(main, parameter.detach(), rtol=0, atol=1e-7)
 
 
 def test_rounding_is_to_a_neighbour_and_right_in_the_mean():

@@ -103,6 +103,27 @@ def test_two_adamw_steps_equal_hugging_face_with_torch(ranks, reference, layout)
             assert difference.max() < 1e-5, (name, step)
 
 
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_a_clipped_step_equals_torchs_however_it_is_split(ranks, qwen3, reference, layout):
+    """Adam's epsilon is large, so that the step shows the gradient's scale."""
+    folder, model = qwen3[False]
+    clip, options = reference.norms[0] / 4, {"lr": 1.0, "eps": 0.1, "betas": (0.9, 0.95)}
+    theirs = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in theirs.items():
+        parameter.grad = torch.from_numpy(reference.gradients[0][name].copy())
+    assert torch.nn.utils.clip_grad_norm_(theirs.values(), clip) == pytest.approx(4 * clip)
+    torch.optim.AdamW(theirs.values(), **options, weight_decay=0.0).step()
+    optimizer = {"lr": 1.0, "clip_grad": clip, "megatron": {"adam_eps": 0.1}}
+    for budget in (20, 100_000):
+        pool = open_layout(ranks, folder, layout, budget=budget, optimizer=optimizer)
+        batch = {"rows": reference.rows, "advantages": reference.advantages}
+        metrics = pool.call(worker.train, **batch)[0]
+        assert metrics["grad_norm"] == pytest.approx(reference.norms[0], rel=1e-5)
+        mine = pool.call(worker.weights)[0]
+        for name, parameter in theirs.items():
+            np.testing.assert_allclose(mine[name], parameter.detach(), atol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "dp2"])
 def test_any_split_into_micro_batches_gives_one_update(ranks, reference, layout):
     results = []

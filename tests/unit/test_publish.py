@@ -28,12 +28,14 @@ from relax_hpc.weights.transport import behind
 class FakeEngine:
     def __init__(self, version=0):
         self.held, self.calls, self.alive, self.broken = version, [], True, False
+        self.num_asked = 0
         self.weight = None
         self.gate = threading.Event()
         """Of loading."""
         self.gate.set()
 
     def health(self, timeout_s):
+        self.num_asked += 1
         return self.alive
 
     def version(self):
@@ -142,9 +144,10 @@ def test_a_failed_update_fences_that_engine_until_it_restarts_and_never_resumes_
     published = publisher.publish(1, weights(1))
     assert (published.members, published.fenced) == (["rollout-0"], ["rollout-1"])
     assert bad.calls == ["pause"]
-    bad.broken = False
-    assert publisher.publish(2, weights(2)).members == ["rollout-0"]
-    assert good.held == 2
+    bad.broken, asked = False, bad.num_asked
+    published = publisher.publish(2, weights(2))
+    assert (published.members, published.fenced) == (["rollout-0"], [])
+    assert (good.held, bad.calls, bad.num_asked) == (2, ["pause"], asked)
     house.start("rollout-1", epoch="2")
     assert publisher.publish(3, weights(3)).members == ["rollout-0", "rollout-1"]
 

@@ -116,6 +116,26 @@ def test_held_out_scores_add_up_over_ranks_and_a_repetition_replaces(run_dir):
     ]
 
 
+def test_of_a_version_that_was_published_again_the_newest_times_count_and_a_broadcasts_first():
+    def publish(number, time, kind="publish", members=("a",), **fields):
+        return event(kind, time, step=number, members=list(members), num_bytes=8, **fields)
+
+    sent = [
+        publish(1, 1.0, transport="collective", **{"sync/total": 0.5}),
+        publish(1, 2.0, transport="collective", **{"sync/total": 0.25}),  # after a resume
+        publish(2, 3.0, transport="collective", **{"sync/total": 0.75}),
+        publish(2, 4.0, transport="files", **{"sync/total": 8.0}),
+        publish(2, 5.0, kind="loaded", **{"sync/load": 9.0}),
+        publish(3, 6.0, members=(), **{"sync/total": 0.1}),
+        publish(4, 7.0, kind="loaded", **{"sync/load": 5.0}),
+    ]
+    assert history.publications(sent) == [
+        {"event": "publish", "step": 1, "time": 2.0, "sync/total": 0.25},
+        {"event": "publish", "step": 2, "time": 3.0, "sync/total": 0.75},
+        {"event": "loaded", "step": 4, "time": 7.0, "sync/load": 5.0},
+    ]
+
+
 def test_an_evaluation_of_no_prompts_is_no_point():
     assert history.heldout([evaluation("before", 0, 1, 0.0, 0)]) == []
 
@@ -143,6 +163,24 @@ def test_tensorboard_reads_back_every_number_once(run_dir):
         assert view.Scalars("loss")[1].wall_time == 5.0
         assert not {"note", "good", "pid", "rank", "time", "step"} & set(values)
     assert sorted(p.name for p in run_dir.iterdir()) == ["events", "tensorboard"]
+
+
+def test_tensorboard_shows_held_out_losses_under_their_steps_the_newest_of_each(tmp_path):
+    write(tmp_path, [
+        event("heldout", 1.0, step=0, loss=4.0, num_tokens=10),
+        event("heldout", 2.0, step=10, loss=3.0, num_tokens=10),
+        event("heldout", 4.0, step=10, loss=2.5, num_tokens=10),  # after a resume
+        event("publish", 3.0, step=10, members=["a"], **{"sync/total": 0.5}),
+    ])  # fmt: skip
+    view = EventAccumulator(str(tensorboard.write(tmp_path))).Reload()
+    values = {
+        tag: [(s.step, s.value, s.wall_time) for s in view.Scalars(tag)]
+        for tag in view.Tags()["scalars"]
+    }
+    assert values == {
+        "eval/heldout_loss": [(0, 4.0, 1.0), (10, 2.5, 4.0)],
+        "sync/total": [(10, 0.5, 3.0)],
+    }
 
 
 def test_the_curve_is_a_picture_that_changes_with_the_run(run_dir):

@@ -69,6 +69,8 @@ def test_numbers_of_a_timeline_are_those_of_its_steps(run_dir):
     medians = timeline.summary(timeline.read(run_dir))
     assert medians.phases == {"wait": 4.0, "publish": 1.0} and medians.seconds_per_step == 9.0
     assert medians.paused_s == pytest.approx((1.5 + 0.7) / 2)
+    # From 5 to 30: a stood still for 0.7 and 1.5, b for 0.7 of it.
+    assert medians.paused_share == pytest.approx(2.2 / 25)
     lines = timeline.text(found).splitlines()
     assert lines[0] == "steps 2 to 2: 10.00 s each (medians)"
     assert lines[2].split() == ["wait", "2.00", "20.0%"]
