@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce
+from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, trajectory
 
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail, Refill
@@ -11,6 +11,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import BusError, FencedError, PeerTimeoutError
+from relax_hpc.schema import PromptGroup
 
 P = 4
 TOKENS = 7 * SIBLINGS
@@ -126,6 +127,26 @@ def test_drop_has_groups_that_come_too_late_sampled_again(tmp_path):
     assert (counts.over_age, counts.dropped, counts.duplicates) == (2 * SIBLINGS, 0, 0)
     assert counts.max_staleness == 1
     assert counts.committed == counts.planned + counts.over_age
+
+
+def test_a_group_is_as_old_as_the_oldest_of_its_siblings(tmp_path):
+    paths = make_bus(tmp_path)
+    siblings = [trajectory(0, 0, version=3), trajectory(0, 1, version=1)]
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.put([PromptGroup(0, siblings)])
+    with Sequencer(paths, PRODUCERS, prompts_per_step=1, position=None) as seq:
+        assert seq.next_batch(1, timeout_s=0).policy_version_min == 1
+
+
+def test_what_was_dropped_is_owed_once_whoever_says_it_again(tmp_path):
+    paths = make_bus(tmp_path)
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.put([group(0), group(2)])
+        refill = [Refill(0, producer._source[0]), Refill(2, "0" * 32)]
+        assert producer.owe_again(refill) == [0]
+        producer.put([group(0)])
+        assert producer.owe_again(refill) == []  # the shard that was dropped is another one
+        assert producer.committed == {0, 2}
 
 
 def test_a_restarted_producer_owes_again_what_was_dropped(tmp_path):

@@ -8,9 +8,16 @@ from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, same
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import BusAudit, audit
-from relax_hpc.bus.credits import Credit, CreditTail
+from relax_hpc.bus.credits import Credit, CreditTail, CreditWriter
 from relax_hpc.bus.frames import FrameWriter, encode, read_frames
-from relax_hpc.bus.log import RECORD_BYTES, LogTail, RecordKind, read_log
+from relax_hpc.bus.log import (
+    RECORD_BYTES,
+    CommitRecord,
+    Epochs,
+    LogTail,
+    RecordKind,
+    read_log,
+)
 from relax_hpc.bus.plan import PlanPosition, claim_epoch, is_planned, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
@@ -362,6 +369,18 @@ def test_credits_show_the_newest_and_only_deletions_outlive_a_restart(tmp_path):
     assert tail.latest() == Credit(1, 1, P, finished=False)
 
 
+def test_the_end_of_a_run_is_taken_back_by_the_next_trainer_before_it_reads_the_plan(tmp_path):
+    paths = make_bus(tmp_path)
+    first = CreditWriter(paths, 1)
+    first.write(Credit(step=3, policy_version=3, retired_guid_below=8, finished=True))
+    first.close()
+    tail = CreditTail(paths)
+    assert tail.latest().finished
+    CreditWriter(paths, 2).close()
+    assert tail.latest() == Credit(step=3, policy_version=3, retired_guid_below=8)
+    tail.close()
+
+
 def test_credits_are_looked_for_no_more_often_than_asked(tmp_path, monkeypatch):
     paths = make_bus(tmp_path)
     now = 100.0
@@ -497,6 +516,18 @@ def test_a_producer_deletes_its_own_orphans_and_nothing_else(tmp_path):
         assert (producer.epoch, producer.put([group(4)])) == (2, 2)
     assert files(paths, "rollout-0") == [f"{n:012d}.h5" for n in range(3)]
     assert files(paths, "rollout-1") == ["000000000000.h5"]
+
+
+def test_only_what_the_newest_owner_of_a_log_appends_counts():
+    """Epoch 2 is claimed twice, by owners that raced; whoever was second went on to 3."""
+    base, opened, cut = RecordKind.BASE, RecordKind.OPEN, RecordKind.CUT
+    log = [(opened, 1, True), (base, 1, True), (opened, 2, True), (base, 1, False),
+           (opened, 2, False), (base, 2, True), (opened, 1, False), (cut, 2, False),
+           (opened, 3, True), (base, 2, False), (base, 3, True)]  # fmt: skip
+    epochs = Epochs()
+    assert [epochs.admit(CommitRecord(kind, epoch, 0)) for kind, epoch, _ in log] == [
+        counts for *_, counts in log
+    ]
 
 
 def test_rows_that_nobody_planned_nor_passed_over_are_counted_as_dropped(tmp_path):

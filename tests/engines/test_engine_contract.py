@@ -1,7 +1,10 @@
 """What every engine must do, run against each of them over HTTP."""
 
 import time
+from http import HTTPStatus
+from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from engine_fixtures import (
@@ -237,3 +240,25 @@ def test_a_start_names_its_phases_in_the_order_in_which_they_come(engine):
         ]  # fmt: skip
         assert engine.phases[:2] == expected[:2]  # some that follow may be shorter than a look
     assert engine.phases == [phase for phase in expected if phase in engine.phases]
+
+
+def open_routes():
+    """(method, path) of all that the embedded engine answers, and of what nobody has made."""
+    from relax_hpc.engines.embedded.server import Endpoints
+
+    routes = Endpoints("", None, None, None, SimpleNamespace(answer=None)).routes()
+    made = {(method, route.path) for route in routes for method in route.methods}
+    assert ("POST", "/generate") in made and ("POST", "/update_weights_from_disk") in made
+    return sorted({*made, ("GET", "/made_later"), ("POST", "/")} - {("HEAD", "/health")})
+
+
+def test_nothing_but_health_answers_without_the_token(engine):
+    alone = {"Connection": "close"}  # on one connection each reply waits for an acknowledgement
+    with httpx.Client(base_url=engine.process.url, trust_env=False, headers=alone) as stranger:
+        for given in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer wrong"}):
+            for method, path in open_routes():
+                if path != "/health":
+                    status = stranger.request(method, path, headers=given).status_code
+                    assert status == HTTPStatus.UNAUTHORIZED, (given, method, path)
+        assert stranger.get("/health").is_success
+    assert engine.client().version() == 0

@@ -74,6 +74,36 @@ def test_more_requests_than_slots_all_get_their_own_answers(checkpoints):
             assert torch.tensor(done.logprobs).sub(reference).abs().max() <= 1e-5
 
 
+def test_no_more_requests_run_than_were_allowed(checkpoints):
+    requests = [request(prompt_of(4), i, 400) for i in range(5)]
+    with scheduling(checkpoints[0], max_running=2) as scheduler:
+        scheduler.submit(requests)
+        while scheduler.load != (2, 3):
+            assert scheduler.load == (0, 5)
+            time.sleep(0.001)
+        assert scheduler.call(lambda: scheduler.abort(None)).result(30) == 5
+    done = [each.done.result(30) for each in requests]
+    assert {each.finish for each in done} == {FinishReason.ABORT}
+    assert [(each.token_ids, each.spans) for each in done[2:]] == [([], [])] * 3  # never ran
+
+
+def test_requests_that_were_retracted_go_first_in_their_order(checkpoints):
+    requests = [request(prompt_of(4), i, 400) for i in range(4)]
+    with scheduling(checkpoints[0], max_running=2) as scheduler:
+        scheduler.submit(requests)
+        while scheduler.load != (2, 2):
+            time.sleep(0.001)
+
+        def retracted():
+            scheduler.set_paused(True)
+            scheduler.retract()
+            return scheduler.load, list(scheduler._waiting)
+
+        load, waiting = scheduler.call(retracted).result(30)
+        scheduler.call(lambda: scheduler.abort(None)).result(30)
+    assert (load, [each.seed for each in waiting]) == ((0, 4), [0, 1, 2, 3])
+
+
 def test_tied_embeddings_are_served_and_a_sent_head_is_ignored(tmp_path):
     folder = save_checkpoint(tmp_path / "tied", 3, tied=True)
     with scheduling(folder) as scheduler:

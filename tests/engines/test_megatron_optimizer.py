@@ -1,5 +1,6 @@
 """Adam on shards: its numbers, moments in bfloat16, what is kept in host memory."""
 
+import itertools
 from types import SimpleNamespace
 
 import megatron_worker as worker
@@ -118,6 +119,20 @@ def test_noise_is_even_in_every_bit_and_new_in_every_step():
     assert (bits.mean(1) - 0.5).abs().max() < 5 * 0.5 / 20_000**0.5
     assert (torch.corrcoef(bits) - torch.eye(32)).abs().max() < 0.05
     assert (noise(1, 1000) == noise(0x9E3779B1 & 0x7FFFFFFF, 1000)).sum() < 3
+
+
+def test_the_draws_of_rounding_differ_from_update_to_update_and_parameter_to_parameter():
+    shards = [Shard(torch.zeros(512), torch.full((512,), 1 / 3), None) for _ in range(2)]
+    groups = [{"params": [shard.main for shard in shards]} | GROUP]
+    optimizer = ShardedAdamW(groups, shards, moments=torch.bfloat16)
+    drawn = []
+    for _ in range(2):
+        optimizer.update(shards, 1.0)
+        for shard in shards:
+            drawn.append(optimizer.state[shard.main]["exp_avg"].clone())
+            optimizer.state[shard.main]["exp_avg"].zero_()
+    assert all(len(moments.unique()) == 2 for moments in drawn)  # 1/30 lies between two numbers
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(drawn, 2))
 
 
 def test_a_bfloat16_second_moment_falls_as_the_float32_one_does():

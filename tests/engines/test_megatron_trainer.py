@@ -103,6 +103,20 @@ def test_two_adamw_steps_equal_hugging_face_with_torch(ranks, reference, layout)
             assert difference.max() < 1e-5, (name, step)
 
 
+def test_every_step_trains_at_its_own_rate(ranks, reference):
+    """Adam's first step is as long as the rate wherever the gradient is clear."""
+    optimizer = {"lr": 1e-3, "warmup_steps": 4}
+    pool = open_layout(ranks, reference.folder, "tp1", optimizer=optimizer)
+    batch = {"rows": reference.rows, "advantages": reference.advantages}
+    name = "model.layers.0.mlp.up_proj.weight"
+    before = pool.call(worker.weights)[0][name]
+    rates = [pool.call(worker.train, **batch)[0]["lr"]]
+    step = np.abs(pool.call(worker.weights)[0][name] - before)[clear_gradient(reference, name)]
+    assert np.median(step) == pytest.approx(2.5e-4, rel=1e-2)
+    rates += [pool.call(worker.train, **batch)[0]["lr"] for _ in range(2)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4])
+
+
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
 def test_a_clipped_step_equals_torchs_however_it_is_split(ranks, qwen3, reference, layout):
     """Adam's epsilon is large, so that the step shows the gradient's scale."""

@@ -116,6 +116,27 @@ def test_responses_that_begin_together_are_not_all_sent_at_the_same_step(most, l
     assert sent == set(range(least, most + 1))
 
 
+def test_a_request_says_what_is_to_be_sampled_from_what_by_which_policy():
+    client = GenerationClient("http://127.0.0.1:1", "", tokens_per_chunk=1)
+    draft = Draft([7, 8], [-0.5, -1.0], [(0, 3)])
+    sampling = Sampling(0.7, 20, stop_token_ids=(2, 5), ignore_eos=True)
+    assert client._body([4, 5, 6], 11, sampling, draft, 3, "rid") == {
+        "rid": "rid",
+        "input_ids": [4, 5, 6, 7, 8],
+        "sampling_params": {
+            "temperature": 0.7,
+            "max_new_tokens": 18,
+            "stop_token_ids": [2, 5],
+            "ignore_eos": True,
+            "sampling_seed": 11,
+            "stream_interval": 1,
+        },
+        "stream": True,
+        "return_logprob": True,
+        "extra_key": "v3",
+    }
+
+
 def test_replies_tell_the_version_so_that_a_busy_engine_is_not_asked(
     start, checkpoints, monkeypatch
 ):

@@ -4,10 +4,13 @@ import json
 import re
 import socket
 
+import httpx
 import pytest
 
 from relax_hpc.comm.context import TaskContext
+from relax_hpc.comm.orders import LOADER
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
+from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis, launch
 from relax_hpc.engines.sglang.launch import Share, size_of
@@ -131,6 +134,45 @@ def test_an_engine_that_is_sent_8_bits_is_told_so_and_reads_no_weights(tmp_path)
         "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
     }  # fmt: skip
     assert WeightsConfig().quantization_config is None
+
+
+def test_the_command_line_of_an_engine_is_the_one_written_down(tmp_path):
+    argv = launch.arguments(
+        tmp_path, host="10.0.0.1", port=7, device="cuda", dtype="bfloat16", seed=3,
+        max_running_requests=8, engine_args={"tp_size": 2, "disable_radix_cache": True},
+    )  # fmt: skip
+    assert argv == [
+        "--skip-tokenizer-init", "--grammar-backend", "none", "--incremental-streaming-output",
+        "--tp-size", "2", "--disable-radix-cache", "--custom-weight-loader", LOADER,
+        "--model-path", str(tmp_path), "--host", "10.0.0.1", "--port", "7", "--dtype", "bfloat16",
+        "--random-seed", "3", "--weight-version", "0", "--max-running-requests", "8",
+    ]  # fmt: skip
+
+
+def test_the_token_of_an_engine_is_in_its_file_of_options(tmp_path):
+    launch.write_options(tmp_path / "options", "secret")
+    assert json.loads((tmp_path / "options").read_text()) == {"api-key": "secret"}
+
+
+def test_a_version_is_named_with_the_bucket_that_completes_it():
+    asked = []
+
+    def answer(request):
+        asked.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(200, json={"success": True})
+
+    client = EngineClient("http://engine", "t")
+    client._http = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(answer))
+    for name, last in (("a", False), ("b", True)):
+        client.update_weights([name], ["bfloat16"], [(2, 3)], group="g", version=7, last=last)
+    bucket = {"dtypes": ["bfloat16"], "shapes": [[2, 3]], "group_name": "g",
+              "load_format": "flattened_bucket", "flush_cache": False}  # fmt: skip
+    assert asked == [
+        ("/begin_weight_update", {}),
+        ("/update_weights_from_distributed", bucket | {"names": ["a"]}),
+        ("/update_weights_from_distributed", bucket | {"names": ["b"], "weight_version": "7"}),
+        ("/end_weight_update", {}),
+    ]
 
 
 def context(rank, local_rank):

@@ -18,6 +18,7 @@ from relax_hpc.launch import component
 from relax_hpc.launch.jobs import Call
 from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob, processes
 from relax_hpc.launch.placement import Component
+from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.launch.script import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tasks do not import tests
@@ -69,6 +70,19 @@ def alive(pid):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_a_process_is_found_by_its_number_and_start_until_it_has_ended():
+    own = ProcessId.of(os.getpid())
+    assert own.find().pid == os.getpid()
+    assert ProcessId(own.pid, own.start_time - 1).find() is None  # another had this number then
+    with subprocess.Popen(["sleep", "60"]) as child:
+        its = ProcessId.of(child.pid)
+        assert its.find().pid == child.pid
+        child.kill()
+        until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
+        assert its.find() is None  # although nobody has waited for it
+    assert its.find() is None
 
 
 def test_both_components_run_and_every_task_knows_who_it_is(tmp_path):

@@ -76,6 +76,8 @@ def test_a_prompt_too_long_is_named_with_its_remedy(tmp_path, tokens):
     path = lines(tmp_path / "p", {"prompt": "12", "answer": "3"}, {"prompt": "1234", "answer": "3"})
     prompts = source(path, tokens, chat_template=False, max_prompt_tokens=3)
     assert len(prompts.prompt(0).token_ids) == 2
+    exactly = source(path, tokens, chat_template=False, max_prompt_tokens=4)
+    assert len(exactly.prompt(1).token_ids) == 4
     with pytest.raises(ConfigError, match=r"prompt 1 has 4 tokens.*max_prompt_tokens = 3.*raise"):
         prompts.check()
 

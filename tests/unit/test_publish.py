@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from relax_hpc.comm.bucket import BucketPlan, Spec
+from relax_hpc.comm.orders import Receipt
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
@@ -23,6 +24,7 @@ from relax_hpc.weights.register import Register
 from relax_hpc.weights.roster import Holding, Roster
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.transport import behind
+from relax_hpc.weights.verify import Sent, compare
 
 
 class FakeEngine:
@@ -173,6 +175,32 @@ def test_after_a_trainer_died_in_an_update_every_engine_is_given_weights_again(h
     assert engine.calls == ["pause", "v10", "resume"]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "held"),
+    [
+        ([Receipt(fingerprints=[5, 6]), Receipt(fingerprints=[5, 6])], None),
+        ([Receipt(fingerprints=[5, 6]), Receipt(fingerprints=[6, 5])], "the ranks received diff"),
+        ([Receipt(fingerprints=[5, 6], differing=2), Receipt(differing=1)], "3 slices differ"),
+        ([Receipt(fingerprints=[5, 6]), Receipt(error="out of memory")], "out of memory"),
+        ([Receipt(fingerprints=[6, 5])], ""),
+    ],
+)
+def test_an_engine_holds_what_was_sent_if_every_rank_received_it_and_has_it(ranks, held):
+    member, other = (Member(i, "1", "", "", 2, "sglang", "HEALTHY") for i in ("a", "b"))
+    silent = Member("c", "1", "", "", 1, "embedded", "HEALTHY")
+    receipts = {member: ranks, other: [Receipt(fingerprints=[5, 6])]}
+    engines = {it: FakeEngine() for it in (member, other, silent)}
+    found = compare(engines, Sent([5, 6], "x"), receipts)
+    assert found.equal == (held is None)
+    assert found.members["c"] == "x"
+    assert found.trainer == f"{found.members['b']} x"
+    if held is None:
+        assert found.members["a"] == found.members["b"]
+    else:
+        assert found.members["a"].startswith(held) and found.members["a"] != found.members["b"]
+    assert not compare({silent: FakeEngine()}, Sent([], "y"), {}).equal
+
+
 def test_a_dead_engine_is_left_out_without_waiting_for_it(house):
     house.start("rollout-0")
     house.start("rollout-1").alive = False
@@ -210,10 +238,12 @@ def test_versions_go_on_while_one_loads_and_it_skips_to_the_newest_when_it_is_do
         assert (published.loading, published.members, published.again) == (names, [], False)
         house.wait_for("rollout-0", "ACTIVE", version)  # although the publisher does nothing
         assert house.holds("rollout-1") == ("SYNCING", None)
+        assert not Roster.read(house.paths).done
         assert not publisher.has_newcomers(every_s=0)
     assert house.snapshots == ["v000001", "v000004", "v000005"]  # that of the slow one stays
     slow.gate.set()
     house.wait_for("rollout-1", "ACTIVE", 1)
+    assert Roster.read(house.paths).done
     assert not Roster.read(house.paths).serves("rollout-1", "1")
     assert publisher.has_newcomers(every_s=0)
     assert publisher.publish(5, weights(5)).loading == ["rollout-1"]

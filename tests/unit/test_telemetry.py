@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry import curve, history, logs, progress, tensorboard
 from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.telemetry.pace import Pace, PaceMeter
 from relax_hpc.telemetry.timers import Timers
 
 
@@ -147,6 +148,15 @@ def test_the_pace_is_that_of_the_newest_attempt():
     after = [step(4, 1000.0, 0.0, pid=8), step(5, 1002.0, 0.0, pid=8)]
     assert history.seconds_per_step(before + after) == 2.0
     assert history.seconds_per_step([]) is None
+
+
+def test_the_time_left_is_that_of_the_steps_left_at_the_pace_since_the_first(monkeypatch):
+    clock = iter([0.0, 100.0, 103.0, 109.0])  # the first step is not like the others
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    meter = PaceMeter()
+    assert meter.end_step(5, 20) == Pace(100.0, None)
+    assert meter.end_step(6, 20) == Pace(3.0, 14 * 3.0)
+    assert meter.end_step(7, 20) == Pace(6.0, 13 * 4.5)
 
 
 def test_tensorboard_reads_back_every_number_once(run_dir):

@@ -86,6 +86,31 @@ def test_what_is_sent_are_the_tensors_whether_they_come_one_by_one_or_gathered(c
     assert gather.filled == [*range(len(plan.buckets))]
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_buffer_is_filled_again_only_when_it_has_left(count):
+    """What is on the wire is read as late as may be: when somebody waits for it."""
+
+    class SlowWire(Wire):
+        def start(self, flat):
+            under_way = SlowWire()
+            under_way.flat, under_way.sent = flat, self.sent
+            self.last = under_way
+            return under_way
+
+        def order_after(self):
+            self.sent.append(self.flat.clone())
+
+    plan, wire = plan_of(model(), 1), SlowWire()
+    buffers = Buffers(plan, torch.device("cpu"), count=count)
+    outgoing = Outgoing(buffers, iter(model().items()))
+    outgoing.prefetch()
+    sendings = list(outgoing.send(wire))
+    for sending in sendings[len(sendings) - count :]:
+        sending.order_after()
+    expected = [tensor.flatten().view(torch.uint8) for tensor in model().values()]
+    assert all(map(torch.equal, wire.sent, expected)) and len(wire.sent) == len(expected)
+
+
 def test_what_was_not_sent_is_taken_all_the_same():
     taken = []
     outgoing = Outgoing(

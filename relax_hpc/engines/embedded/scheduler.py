@@ -105,8 +105,8 @@ class Request:
 
     def finish(self, reason: FinishReason, version: str) -> None:
         """Completes the future; a caller who has gone away is no error."""
-        ends = [start for _, start in self.version_starts[1:]] + [len(self.token_ids)]
-        spans = [
+        ends = [*(start for _, start in self.version_starts), len(self.token_ids)][1:]
+        spans = [  # none of a request that never ran
             Span(v, start, end)
             for (v, start), end in zip(self.version_starts, ends, strict=True)
             if end > start
