@@ -22,6 +22,7 @@ QWEN3 = {
     "max_position_embeddings": 256,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,
+    "head_dim": 16,
 }
 
 QWEN3_MOE = QWEN3 | {
@@ -180,7 +181,11 @@ def test_stages_may_be_uneven_if_the_job_says_how(folder):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("model_type", "llama"), ("rope_scaling", {"rope_type": "yarn"}), ("hidden_act", "gelu")],
+    [
+        ("model_type", "llama"),
+        ("rope_scaling", {"type": "dynamic"}),
+        ("hidden_act", "gelu"),
+    ],
 )
 def test_another_architecture_is_refused_by_name(folder, key, value):
     (folder / "config.json").write_text(json.dumps(QWEN3 | {key: value}))

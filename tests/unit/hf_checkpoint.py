@@ -10,6 +10,7 @@ from relax_hpc.engines.megatron.architectures import registry
 QWEN3 = {
     "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16,
     "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 8, "rms_norm_eps": 1e-6,
+    "head_dim": 2,
     "max_position_embeddings": 64, "rope_theta": 1e6, "tie_word_embeddings": True,
 }  # fmt: skip
 EXPERTS = QWEN3 | {

@@ -7,6 +7,7 @@ import torch
 
 from relax_hpc.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.engines.hf.rope import Rope
 from relax_hpc.engines.megatron.architecture import Architecture, Experts
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
@@ -198,7 +199,7 @@ def job(**tables):
 SHAPE = Architecture(
     model_type="qwen3", num_layers=2, hidden_size=256, ffn_hidden_size=512, num_heads=8,
     num_kv_heads=4, head_dim=64, vocab_size=100, max_positions=64, norm_epsilon=1e-6,
-    rope_base=1e4, tied_embeddings=False,
+    rope=Rope("default", 1e4), tied_embeddings=False,
 )  # fmt: skip
 
 

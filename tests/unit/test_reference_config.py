@@ -103,7 +103,11 @@ def folder(path, **changes):
     ("placement", "changes", "message"),
     [
         ("actor", {"hidden_size": 16}, "hidden_size is 16 in its config.json, 8 in model.path's"),
-        ("actor", {"rope_theta": 1e4}, "rope_base is 10000.0 in its config.json, 1000000.0 in"),
+        (
+            "actor",
+            {"rope_theta": 1e4},
+            "default with base 10000 in its config.json, default with base 1e+06",
+        ),
         ("own", {"vocab_size": 12}, "vocab_size is 12 in its config.json, 8 in model.path's"),
         ("own", {"hidden_size": 16}, None),
         ("actor", {}, None),

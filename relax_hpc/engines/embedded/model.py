@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from relax_hpc.engines.hf import fields
+from relax_hpc.engines.hf.config_json import ConfigJson
+from relax_hpc.engines.hf.rope import Rope
 from relax_hpc.errors import ConfigError, EngineError
 
 
@@ -29,7 +32,7 @@ class Shape(NamedTuple):
     head_dim: int
     max_positions: int
     rms_eps: float
-    rope_theta: float
+    rope: Rope
     tied: bool
     eos_ids: frozenset[int]
 
@@ -40,35 +43,30 @@ class Shape(NamedTuple):
         Raises:
             ConfigError: missing, or an architecture this engine does not compute.
         """
-        try:
-            config = json.loads((folder / "config.json").read_text())
-        except FileNotFoundError:
-            raise ConfigError(f"model.path = {folder}: has no config.json") from None
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        rope_type = rope.get("rope_type", "default")
-        if config.get("model_type") != "qwen3" or rope_type != "default":
+        config = ConfigJson(folder)
+        if config.get("model_type") != "qwen3":
             raise ConfigError(
-                f"model.path = {folder}: the embedded engine serves dense Qwen3 with plain RoPE, "
-                f"not {config.get('model_type')} with {rope_type}; use rollout.engine = 'sglang'"
+                f"model.path = {folder}: the embedded engine serves dense Qwen3, "
+                f"not {config.get('model_type')}; use rollout.engine = 'sglang'"
             )
-        heads = config["num_attention_heads"]
+        fields.check(config)
         return cls(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            max_positions=config["max_position_embeddings"],
-            rms_eps=config["rms_norm_eps"],
-            rope_theta=rope.get("rope_theta") or config.get("rope_theta", 10000.0),
-            tied=config.get("tie_word_embeddings", False),
+            vocab_size=config.size("vocab_size"),
+            hidden_size=config.size("hidden_size"),
+            intermediate_size=config.size("intermediate_size"),
+            num_layers=config.size("num_hidden_layers"),
+            num_heads=config.size("num_attention_heads"),
+            num_kv_heads=config.size("num_key_value_heads"),
+            head_dim=config.size("head_dim", fields.QWEN3_HEAD_DIM),
+            max_positions=config.size("max_position_embeddings"),
+            rms_eps=config.number("rms_norm_eps"),
+            rope=Rope.read(config),
+            tied=config.flag("tie_word_embeddings"),
             eos_ids=_eos_ids(folder, config),
         )
 
 
-def _eos_ids(folder: Path, config: dict[str, Any]) -> frozenset[int]:
+def _eos_ids(folder: Path, config: ConfigJson) -> frozenset[int]:
     generation = folder / "generation_config.json"
     overlay = json.loads(generation.read_text()) if generation.exists() else {}
     ids: set[int] = set()
@@ -133,9 +131,7 @@ class Qwen3:
         self._head = (
             self._embedding if shape.tied else self._make("lm_head.weight", shape.vocab_size)
         )
-        # Rounded exactly as everybody else does it: angles grow with the position, errors too.
-        half = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device=device)
-        self._inverse_frequency = 1.0 / (shape.rope_theta ** (half / shape.head_dim))
+        self._inverse_frequency = shape.rope.inverse_frequencies(shape.head_dim, device)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Copies named tensors into place. Returns the names taken.
@@ -230,7 +226,10 @@ class Qwen3:
         shape = self.shape
         angle = positions[..., None] * self._inverse_frequency  # [n or 1, T, head dim / 2]
         angle = torch.cat([angle, angle], -1)[:, :, None]
-        cos, sin = angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+        cos, sin = (
+            (part * shape.rope.attention_factor).to(self.dtype)
+            for part in (angle.cos(), angle.sin())
+        )
         x = functional.embedding(tokens, self._embedding)
         n, length = tokens.shape
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from relax_hpc.engines.hf.rope import Rope
+
 
 @dataclass(frozen=True, slots=True)
 class Experts:
@@ -33,6 +35,6 @@ class Architecture:
     vocab_size: int
     max_positions: int
     norm_epsilon: float
-    rope_base: float
+    rope: Rope
     tied_embeddings: bool
     experts: Experts | None = None

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from relax_hpc.engines.hf.rope import Rope
 from relax_hpc.engines.megatron import fused
 from relax_hpc.engines.megatron.attention import PackedRows
 
@@ -65,10 +66,10 @@ class RotaryByPosition(nn.Module):
 
     inverse_frequencies: Tensor
 
-    def __init__(self, head_dim: int, base: float, device: torch.device) -> None:
+    def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         super().__init__()
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-        self.register_buffer("inverse_frequencies", 1.0 / base**exponents, persistent=False)
+        frequencies = rope.inverse_frequencies(head_dim, device)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def forward(self, position_ids: Tensor, *_: object, **__: object) -> Tensor:
         """[1, T] positions -> [T, 1, 1, head_dim] radians, the two halves alike."""

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from relax_hpc.engines.megatron import moe
+from relax_hpc.engines.megatron import moe, router
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.attention import Attend, PackedAttention
 from relax_hpc.engines.megatron.embedding import RowsEmbedding
@@ -113,12 +113,14 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.architecture = shape
+    if shape.experts:
+        router.set_shares(model, normalised=shape.experts.norm_topk_prob)
     if model.pre_process:
         RowsEmbedding.replace(
             model.embedding.word_embeddings,
             is_output=model.post_process and shape.tied_embeddings,
         )
-    model.rotary_pos_emb = RotaryByPosition(shape.head_dim, shape.rope_base, device)
+    model.rotary_pos_emb = RotaryByPosition(shape.rope, shape.head_dim, device)
     return cast(PackedGPT, model.to(device))
 
 

@@ -60,6 +60,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     documents: Documents | None = None
     """Of this rank's tokens, set before every forward that may train."""
+    is_normalised = False
+    """The experts of a token share a weight of 1, even if it is a single one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init__(*args, **kwargs)
@@ -78,7 +80,8 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             loss = balance.z_loss(logits, documents, self.tp_cp_group)
             logits = self._with_loss(logits, "z_loss", loss, self.config.moe_z_loss_coeff)
         weights, chosen = topk_routing_with_score_function(
-            logits, self.topk, use_pre_softmax=self.config.moe_router_pre_softmax,
+            logits, self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax and not self.is_normalised,
             num_groups=self.config.moe_router_num_groups,
             group_topk=self.config.moe_router_group_topk,
             scaling_factor=self.config.moe_router_topk_scaling_factor,
@@ -122,6 +125,13 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         self.load = self.load.to(counts.device) + counts
         if self.expert_bias is not None:
             self.local_tokens_per_expert += counts  # finalize_model_grads reads it
+
+
+def set_shares(model: nn.Module, *, normalised: bool) -> None:
+    """Whether the experts of a token share a weight of 1."""
+    for module in model.modules():
+        if isinstance(module, PackedRouter):
+            module.is_normalised = normalised
 
 
 def take_metrics(chunks: Iterable[nn.Module], num_tokens: int) -> dict[str, float]:

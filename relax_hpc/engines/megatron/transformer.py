@@ -1,5 +1,6 @@
 """Job and model -> Megatron-core's TransformerConfig."""
 
+import math
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
         "num_attention_heads": shape.num_heads,
         "num_query_groups": shape.num_kv_heads,
         "kv_channels": shape.head_dim,
+        # Queries and keys that the rotation makes longer, both of them, are products that are.
+        "softmax_scale": shape.rope.attention_factor**2 / math.sqrt(shape.head_dim),
         "layernorm_epsilon": shape.norm_epsilon,
         "activation_func": functional.silu,
         "hidden_dropout": 0.0,

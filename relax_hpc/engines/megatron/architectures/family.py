@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from relax_hpc.engines.hf.config_json import ConfigJson
 from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
 from relax_hpc.engines.megatron.architectures.names import Parameter
 
 

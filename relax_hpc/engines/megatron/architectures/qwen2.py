@@ -36,4 +36,4 @@ def _attention(shape: Architecture) -> Iterator[Parameter]:
     )
 
 
-FAMILY = Family("qwen2", qwen3.read, transformer, qwen3.defaults, parameters)
+FAMILY = Family("qwen2", qwen3.read_shape, transformer, qwen3.defaults, parameters)

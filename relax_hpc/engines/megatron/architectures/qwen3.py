@@ -3,16 +3,25 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from relax_hpc.engines.hf.config_json import ConfigJson
+from relax_hpc.engines.hf.fields import QWEN3_HEAD_DIM
+from relax_hpc.engines.hf.rope import Rope
 from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
 from relax_hpc.engines.megatron.architectures.family import Family
 from relax_hpc.engines.megatron.architectures.names import Parameter
 
 
 def read(config: ConfigJson) -> Architecture:
-    config.require("hidden_act", "silu")
-    config.require("use_sliding_window", False)
-    config.require("attention_bias", False)
+    return read_shape(config, QWEN3_HEAD_DIM)
+
+
+def read_shape(config: ConfigJson, head_dim: int | None = None) -> Architecture:
+    """What these families have in common.
+
+    Args:
+        config: of the model.
+        head_dim: where config.json has none; by default what heads share of the hidden channels.
+    """
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     return Architecture(
         model_type=config.get("model_type"),
@@ -21,11 +30,11 @@ def read(config: ConfigJson) -> Architecture:
         ffn_hidden_size=config.size("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=config.size("num_key_value_heads"),
-        head_dim=config.size("head_dim") if config.get("head_dim") else hidden_size // num_heads,
+        head_dim=config.size("head_dim", head_dim or hidden_size // num_heads),
         vocab_size=config.size("vocab_size"),
         max_positions=config.size("max_position_embeddings"),
         norm_epsilon=config.number("rms_norm_eps"),
-        rope_base=config.rope_base(),
+        rope=Rope.read(config),
         tied_embeddings=config.flag("tie_word_embeddings"),
     )
 

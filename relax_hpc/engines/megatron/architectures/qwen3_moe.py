@@ -4,16 +4,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from relax_hpc.engines.hf.config_json import ConfigJson
 from relax_hpc.engines.megatron.architecture import Architecture, Experts
 from relax_hpc.engines.megatron.architectures import qwen3
-from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
 from relax_hpc.engines.megatron.architectures.family import Family
 from relax_hpc.engines.megatron.architectures.names import Parameter
 from relax_hpc.errors import ConfigError
 
 
 def read(config: ConfigJson) -> Architecture:
-    dense = qwen3.read(config)
+    dense = qwen3.read_shape(config)
     # The hub's folders have the first, transformers 5 writes the second.
     key = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
     num_experts, chosen = config.size(key), config.size("num_experts_per_tok")
@@ -34,8 +34,11 @@ def read(config: ConfigJson) -> Architecture:
 
 
 def _layers(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    every = config.get("decoder_sparse_step", 1)
-    dense = set(config.get("mlp_only_layers") or [])
+    every = config.size("decoder_sparse_step", 1)
+    listed = config.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
+        raise config.refused("mlp_only_layers", "a list of layers is expected")
+    dense = set(listed)
     layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % every == 0)
     if not layers:
         raise ConfigError(
@@ -55,7 +58,8 @@ def transformer(shape: Architecture) -> dict[str, Any]:
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.experts_per_token,
         "moe_grouped_gemm": True,
-        "moe_router_pre_softmax": not experts.norm_topk_prob,
+        # Megatron-core refuses weights that are all 1; the router divides by them itself.
+        "moe_router_pre_softmax": not experts.norm_topk_prob or experts.experts_per_token == 1,
         "moe_layer_freq": 1 if all(pattern) else pattern,
     }
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_hpc.engines.hf import fields
+from relax_hpc.engines.hf.config_json import ConfigJson
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures import qwen2, qwen3, qwen3_moe
-from relax_hpc.engines.megatron.architectures.config_json import ConfigJson
 from relax_hpc.engines.megatron.architectures.family import Family
 from relax_hpc.engines.megatron.architectures.names import Parameter
 from relax_hpc.errors import ConfigError
@@ -19,7 +20,8 @@ def read_architecture(folder: Path) -> Architecture:
     """What config.json of a Hugging Face folder says.
 
     Raises:
-        ConfigError: no such file, a key is missing or wrong, or a model that is none of `FAMILIES`.
+        ConfigError: no such file, a key is missing or wrong, or a model that is none of `FAMILIES`
+            or that the trainer would compute otherwise than transformers.
     """
     config = ConfigJson(folder)
     model_type = config.get("model_type")
@@ -27,6 +29,7 @@ def read_architecture(folder: Path) -> Architecture:
         raise ConfigError(
             f"{config.path}: model_type = {model_type!r}: only {', '.join(FAMILIES)} is supported"
         )
+    fields.check(config)
     return FAMILIES[model_type].read(config)
 
 

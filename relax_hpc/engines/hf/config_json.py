@@ -1,0 +1,91 @@
+"""config.json of a Hugging Face folder, read key by key with errors that name the key."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.records import read_json
+
+
+class Table:
+    """An object of the file, and where it is, for messages."""
+
+    def __init__(self, record: Mapping[str, Any], place: str) -> None:
+        self.record = record
+        self._place = place
+
+    def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401
+        return self.record.get(key, default)
+
+    def table(self, key: str) -> "Table":
+        """An object below; an empty one where the key is missing or null.
+
+        Raises:
+            ConfigError: something else.
+        """
+        value = self.record.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.refused(key, "an object is expected")
+        return Table(value or {}, f"{self._place}{key}.")
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A positive integer.
+
+        Raises:
+            ConfigError: missing without a default, or something else.
+        """
+        value = self.record.get(key, default)
+        if type(value) is not int or value < 1:
+            raise self.refused(key, "a positive integer is expected")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number, a finite one.
+
+        Raises:
+            ConfigError: missing without a default, or something else.
+        """
+        value = self.record.get(key, default)
+        if type(value) not in (int, float) or value <= 0 or not math.isfinite(value):
+            raise self.refused(key, "a positive number is expected")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Raises ConfigError: neither missing nor true nor false."""
+        value = self.record.get(key, default)
+        if not isinstance(value, bool):
+            raise self.refused(key, "true or false is expected")
+        return value
+
+    def refused(self, key: str, expected: str) -> ConfigError:
+        found = repr(self.record[key]) if key in self.record else "missing"
+        return ConfigError(f"{self._place}{key} = {found}: {expected}")
+
+
+class ConfigJson(Table):
+    """The whole file."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads it.
+
+        Raises:
+            ConfigError: there is none, or it is not a JSON object.
+        """
+        self.path = folder / "config.json"
+        try:
+            record = read_json(self.path)
+        except ValueError as error:
+            raise ConfigError(
+                f"model.path = {folder}: config.json is not JSON: {error}; download it again"
+            ) from None
+        if record is None:
+            raise ConfigError(
+                f"model.path = {folder}: has no config.json; name a Hugging Face folder"
+            )
+        if not isinstance(record, dict):
+            raise ConfigError(
+                f"model.path = {folder}: config.json is not an object; name a Hugging Face folder"
+            )
+        super().__init__(record, f"{self.path}: ")
