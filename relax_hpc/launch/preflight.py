@@ -1,6 +1,7 @@
 """What can be known to be wrong before anything is queued. Each refusal names a remedy."""
 
 import difflib
+import logging
 import os
 import warnings
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.engines.embedded import launch as embedded
+from relax_hpc.engines.hf import fields as hf_fields
+from relax_hpc.engines.hf.config_json import ConfigJson
 from relax_hpc.engines.megatron import fit
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures import registry
@@ -24,6 +27,8 @@ from relax_hpc.launch.jobs import output_of
 from relax_hpc.launch.placement import Component
 from relax_hpc.prompts.source import PromptSource, read_records
 from relax_hpc.records import read_json
+
+log = logging.getLogger(__name__)
 
 # Slurm and submitit replace %x in file names; Slurm reads a backslash as "replace nothing".
 _REPLACED = "%\\\n"
@@ -91,6 +96,8 @@ def check_model(path: Path, actor: ActorConfig) -> Architecture:
             f"model.path = {str(path)!r}: no such folder; name a downloaded Hugging Face model"
         )
     shape = registry.read_architecture(path)
+    for doubt in hf_fields.doubts(ConfigJson(path)):
+        log.warning("%s", doubt)
     fit.check(actor, shape)
     return shape
 
