@@ -68,16 +68,16 @@ def open_bus(paths: BusPaths) -> BusHeader:
     """
     try:
         record = read_json(paths.header)
-    except (OSError, ValueError) as error:
-        raise BusError(f"{paths.header}: cannot be read: {error}") from error
-    if record is None:
-        raise BusError(f"{paths.root}: is not a bus (no {paths.header.name})")
-    if record["format"] > FORMAT:
-        raise BusError(
-            f"{paths.header}: is bus format {record['format']}, this relax-hpc reads up to "
-            f"{FORMAT}; use the version that wrote it, or a newer one"
-        )
-    return BusHeader(**record)
+        if record is None:
+            raise BusError(f"{paths.root}: is not a bus (no {paths.header.name})")
+        if record["format"] <= FORMAT:
+            return BusHeader(**record)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise BusError(f"{paths.header}: cannot be read: {error}; restore the file") from error
+    raise BusError(
+        f"{paths.header}: is bus format {record['format']}, this relax-hpc reads up to "
+        f"{FORMAT}; use the version that wrote it, or a newer one"
+    )
 
 
 def check_needs(paths: BusPaths, header: BusHeader, needs: Sequence[Role]) -> None:

@@ -6,7 +6,7 @@ follows what is live, not how long the run has lasted. It may be lost: the logs 
 
 import json
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
@@ -96,16 +96,19 @@ def read_snapshots(paths: BusPaths) -> list[Snapshot]:
     found = []
     for name in _files(paths):
         try:
-            values = json.loads((paths.plan / name).read_text())
+            found.append(_parse(json.loads((paths.plan / name).read_text())))
         except FileNotFoundError:  # its writer had a newer one
             continue
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise BusError(f"{paths.plan / name}: cannot be read: {error}; delete it") from error
-        logs = {name: LogPosition(*position) for name, position in values.pop("logs").items()}
-        dropped = [(guid, uuid) for guid, uuid in values.pop("dropped")]
-        on_record = [tuple(entry) for entry in values.pop("on_record")]
-        found.append(Snapshot(**values, dropped=dropped, on_record=on_record, logs=logs))
     return found
+
+
+def _parse(values: dict[str, Any]) -> Snapshot:
+    logs = {name: LogPosition(*position) for name, position in values.pop("logs").items()}
+    dropped = [(guid, uuid) for guid, uuid in values.pop("dropped")]
+    on_record = [tuple(entry) for entry in values.pop("on_record")]
+    return Snapshot(**values, dropped=dropped, on_record=on_record, logs=logs)
 
 
 def _files(paths: BusPaths) -> list[str]:

@@ -1,5 +1,7 @@
 import json
 import os
+import random
+import shutil
 import subprocess
 import threading
 
@@ -16,6 +18,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.snapshot import Snapshot
 from relax_hpc.bus.tools import garbage, listing, verify
 from relax_hpc.cli import app
 from relax_hpc.errors import BusError, LaunchError
@@ -117,6 +120,21 @@ def overwrite(paths, *, source):
     paths.shard(*SHARD).write_bytes(paths.shard(*source).read_bytes())
 
 
+NOISE = random.Random(0).randbytes(700)
+
+
+def append(path, data):
+    path.write_bytes(path.read_bytes() + data)
+
+
+def snapshot_of(paths, below=P):
+    """A file to be spoilt; of a bus whose first step is behind a checkpoint."""
+    path = paths.plan_snapshot(1, 1)
+    values = Snapshot(1, 1, 0, 1, below, [], [], [], 0, {})._asdict()
+    path.write_text(json.dumps(values))
+    return path.open("r+")
+
+
 DAMAGE = {
     "missing": (lambda p: p.shard(*SHARD).unlink(), "missing", "it is gone"),
     "empty": (lambda p: p.shard(*SHARD).write_bytes(b""), "shard", "is empty"),
@@ -135,6 +153,20 @@ DAMAGE = {
     "stray plan": (lambda p: (p.plan / "e1.log").touch(), "foreign", "is no file of a bus"),
     "log": (lambda p: flip(p.log("rollout-0"), 128 * 2 + 30), "log", "record 2 is damaged"),
     "plan log": (lambda p: flip(p.plan_log(1), 40), "plan", "a record is damaged"),
+    "end of the log": (lambda p: append(p.log("rollout-0"), NOISE), "log", "are no record"),
+    "end of the plan": (lambda p: append(p.plan_log(1), NOISE), "plan", "are no record"),
+    "last step planned": (lambda p: flip(p.plan_log(1), -9), "plan", "are no record"),
+    "credits": (lambda p: p.credits.write_bytes(NOISE), "credits", "are no record"),
+    "end of the credits": (lambda p: append(p.credits, NOISE), "credits", "are no record"),
+    "last credit": (lambda p: flip(p.credits, -9), "credits", "are no record"),
+    "empty credits": (lambda p: p.credits.write_bytes(b""), "credits", "plan epoch 1 has planned"),
+    "no credits": (lambda p: p.credits.unlink(), "credits", "cannot be read"),
+    "no plan": (lambda p: shutil.rmtree(p.plan), "missing", "restore the folder"),
+    "snapshot cut short": (lambda p: snapshot_of(p).truncate(60), "plan", "cannot be read"),
+    "snapshot of another plan": (
+        lambda p: snapshot_of(p, below=P + 1), "plan", "guids below 5 are planned, and it is not",
+    ),
+    "foreign snapshot": (lambda p: snapshot_of(p).write("{}"), "plan", "cannot be read"),
 }  # fmt: skip
 
 
@@ -149,6 +181,43 @@ def test_verify_names_what_is_damaged_missing_or_foreign(tmp_path, damage, kind,
     assert found_kind == kind
     assert what in found_what
     assert found.shards >= 4  # one damaged log or file does not hide the others
+
+
+def test_verify_finds_steps_that_were_trained_and_are_not_planned(tmp_path):
+    paths = make_bus(tmp_path)
+    for r, name in enumerate(PRODUCERS):
+        produce(paths, name, range(r, 16, 2), per_shard=2)
+    with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=None) as sequencer:
+        sizes = []
+        for step in (1, 2):
+            sequencer.next_batch(step, timeout_s=1)
+            sequencer.advance(step=step, policy_version=step)
+            sizes.append(paths.plan_log(1).stat().st_size)
+    assert check(paths).is_sound
+    os.truncate(paths.plan_log(1), sizes[0])  # as if the file system had lost its last record
+    assert wrong(check(paths)) == [
+        ("plan", "is planned up to step 1, but step 2 was trained; restore the file")
+    ]
+
+
+def test_ls_does_not_make_up_what_damaged_credits_said(tmp_path):
+    paths = bus_with_steps(tmp_path)
+    assert "step 0 trained" in listing.text(listing.collect(paths, None))
+    paths.credits.write_bytes(NOISE)
+    found = listing.collect(paths, None)
+    said = listing.text(found)
+    assert "trained" not in said and f"DAMAGED: {paths.credits}" in said
+    assert json.loads(found.to_json())["plan"]["credit"] is None
+    unused = make_bus(tmp_path / "unused")
+    assert "none yet" in listing.text(listing.collect(unused, None)).splitlines()[-1]
+
+
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 1}', "{"])
+def test_a_header_that_is_none_is_said_in_a_line(tmp_path, content):
+    paths = make_bus(tmp_path)
+    paths.header.write_text(content)
+    with pytest.raises(BusError, match=r"RUN\.json: cannot be read: .*; restore the file"):
+        check(paths)
 
 
 def test_verify_finds_a_flipped_bit_wherever_there_is_data(tmp_path):
@@ -412,11 +481,20 @@ def test_a_sidecar_goes_with_the_shard_it_widens(tmp_path):
     assert len(list(paths.producer("reference-0").rglob("*.h5"))) == 2
 
 
-def test_gc_deletes_nothing_from_a_bus_whose_records_are_damaged(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda p: flip(p.log("rollout-0"), 128 * 2 + 30), "record 2 is damaged"),
+        (lambda p: p.log("rollout-0").write_bytes(NOISE), "are no record"),
+        (lambda p: p.credits.write_bytes(NOISE), "are no record"),
+    ],
+    ids=["record", "log", "credits"],
+)
+def test_gc_deletes_nothing_from_a_bus_whose_records_are_damaged(tmp_path, damage, what):
     paths = bus_with_steps(tmp_path, steps=0)
     positions, _ = plan(paths, 3, release=3)
-    flip(paths.log("rollout-0"), 128 * 2 + 30)
-    with pytest.raises(BusError, match="record 2 is damaged"):
+    damage(paths)
+    with pytest.raises(BusError, match=what):
         garbage.find(paths, [positions[3]])
 
 

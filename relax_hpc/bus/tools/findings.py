@@ -11,7 +11,7 @@ class Finding(NamedTuple):
     """Something a person should know about a bus."""
 
     kind: str
-    """log, plan, checkpoint, count, shard, missing or foreign; orphan."""
+    """log, plan, credits, checkpoint, count, shard, missing or foreign; orphan."""
     where: str
     what: str
     harmful: bool = True

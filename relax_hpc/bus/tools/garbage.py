@@ -11,9 +11,11 @@ from relax_hpc.bus.audit import used_rows
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.plan import Chain, PlanPosition, read_chain
 from relax_hpc.bus.tools import inventory, tables
+from relax_hpc.bus.tools.check_control import check_control
 from relax_hpc.bus.tools.deletable import last_reading, oldest_step
 from relax_hpc.bus.tools.inventory import File, Writer, latest_credit
 from relax_hpc.bus.tools.strays import is_orphan
+from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import sync
 
@@ -41,6 +43,8 @@ def find(paths: BusPaths, checkpoints: Sequence[PlanPosition]) -> Garbage:
         BusError: not a bus of this format, or a damaged log or plan: nothing is safe to delete.
     """
     writers = inventory.take_all(paths)
+    for damage in check_control(paths, [its.name for its in writers], read_chain(paths)):
+        raise BusError(f"{damage.where}: {damage.what}; nothing was deleted")
     needs = _Needs(paths, writers, checkpoints)
     orphans: list[File] = []
     retired: list[File] = []

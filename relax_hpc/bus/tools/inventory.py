@@ -76,13 +76,18 @@ def unrecorded(paths: BusPaths, writer: Writer) -> list[File]:
     return [file for path, file in writer.files.items() if path not in known]
 
 
-def latest_credit(paths: BusPaths) -> Credit:
-    """What the trainer grants now; a first grant of nothing before it has started."""
+def newest_credit(paths: BusPaths) -> Credit | None:
+    """What the trainer grants now; None before it has started."""
     tail = CreditTail(paths)
     try:
-        return tail.latest() or Credit()
+        return tail.latest()
     finally:
         tail.close()
+
+
+def latest_credit(paths: BusPaths) -> Credit:
+    """Likewise, but a first grant of nothing before it has started."""
+    return newest_credit(paths) or Credit()
 
 
 def _list(folder: Path) -> Iterator[File]:

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 
 from relax_hpc.bus.credits import Credit
 from relax_hpc.bus.log import CommitRecord, RecordKind
-from relax_hpc.bus.plan import PlanPosition, read_chain
+from relax_hpc.bus.plan import Chain, PlanPosition, read_chain
 from relax_hpc.bus.tools import inventory, tables
+from relax_hpc.bus.tools.check_control import check_credits
 from relax_hpc.bus.tools.inventory import File, Writer
 from relax_hpc.paths import BusPaths
 
@@ -62,7 +63,10 @@ class PlanRow:
     trajectories: int
     checkpoint: PlanPosition | None
     """Of the newest checkpoint."""
-    credit: Credit
+    credit: Credit | None
+    """None before the first trainer has started."""
+    damage: str | None
+    """Why what was granted is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class BusListing:
         plan = asdict(self.plan)
         # Named, not [1, 2, 3].
         plan["checkpoint"] = self.plan.checkpoint and self.plan.checkpoint._asdict()
-        plan["credit"] = self.plan.credit._asdict()
+        plan["credit"] = self.plan.credit and self.plan.credit._asdict()
         listing = {"writers": [asdict(row) for row in self.writers], "total": asdict(self.total)}
         return json.dumps(listing | {"plan": plan}, indent=1, allow_nan=False)
 
@@ -89,16 +93,17 @@ def collect(paths: BusPaths, checkpoint: PlanPosition | None) -> BusListing:
     Raises:
         BusError: not a bus of this format, or a damaged log or plan.
     """
-    credit = inventory.latest_credit(paths)
     writers = inventory.take_all(paths)
     chain = read_chain(paths)
-    rows = [_row(paths, writer, credit.retired_guid_below) for writer in writers]
+    credit, damage = _credit(paths, chain)
+    retired = credit.retired_guid_below if credit else 0
+    rows = [_row(paths, writer, retired) for writer in writers]
     planned = sum(step.num_trajectories for step in chain.steps)
     steps = max((step.step for step in chain.steps), default=0)
     return BusListing(
         writers=rows,
         total=_total(rows),
-        plan=PlanRow(chain.links, steps, planned, checkpoint, credit),
+        plan=PlanRow(chain.links, steps, planned, checkpoint, credit, damage),
     )
 
 
@@ -108,13 +113,13 @@ def text(listing: BusListing) -> str:
             "tokens", "on disk", "per s", "policies", "guids")  # fmt: skip
     rows = [_cells(row) for row in listing.writers]
     total = ["total", "", "", "", *_counts(listing.total), "", ""]
-    plan, credit = listing.plan, listing.plan.credit
+    plan = listing.plan
     epochs = [f"{epoch} (kept {keep})" if keep else str(epoch) for epoch, keep in plan.epochs]
     facts = [
         ("plan epochs", ", ".join(epochs) or "none yet"),
         ("planned", f"{plan.steps} steps, {plan.trajectories} trajectories"),
         ("checkpoint", _position(plan.checkpoint)),
-        ("credits", _granted(credit)),
+        ("credits", plan.damage or _granted(plan.credit)),
     ]
     return f"{tables.align([head, *rows, total])}\n\n{tables.align(facts)}"
 
@@ -207,7 +212,17 @@ def _position(position: PlanPosition | None) -> str:
     return f"step {position.step}: {position.records} records of plan epoch {position.epoch}"
 
 
-def _granted(credit: Credit) -> str:
+def _credit(paths: BusPaths, chain: Chain) -> tuple[Credit | None, str | None]:
+    """The newest, or why it cannot be told."""
+    for finding in check_credits(paths, chain):
+        if finding.kind == "credits":
+            return None, f"DAMAGED: {finding.where}: {finding.what}"
+    return inventory.newest_credit(paths), None
+
+
+def _granted(credit: Credit | None) -> str:
+    if credit is None:
+        return "none yet"
     finished = ", finished" if credit.finished else ""
     return (
         f"step {credit.step} trained, policy {credit.policy_version} published, "

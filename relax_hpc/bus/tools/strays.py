@@ -49,7 +49,7 @@ def _unrecorded(file: File) -> Finding:
 
 
 def _unknown(folder: Path, is_known: Callable[[str], bool]) -> Iterator[Finding]:
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.name.startswith("."):  # a draft of JSON, or what NFS keeps of an open file
             yield Finding("orphan", str(path), "is a draft that was not finished", harmful=False)
         elif not is_known(path.name):

@@ -4,6 +4,7 @@ Safe while the run goes on: nothing is written, and what owners delete meanwhile
 """
 
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from relax_hpc.bus.audit import audit
 from relax_hpc.bus.log import RecordKind
 from relax_hpc.bus.plan import Chain, Part, read_chain
 from relax_hpc.bus.tools import inventory, tables
+from relax_hpc.bus.tools.check_control import check_control, check_credits, check_snapshots
 from relax_hpc.bus.tools.check_plan import check_checkpoints, check_logs, check_plan, check_sidecars
 from relax_hpc.bus.tools.check_shard import check_shard
 from relax_hpc.bus.tools.deletable import ever_retired, last_reading, oldest_step
@@ -26,6 +28,8 @@ from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 
 MAX_READERS = 8
+_RECORDS = ("log", "plan", "missing")
+"""Kinds of findings that make further ones."""
 OnProgress = Callable[[int, int], None]
 """Called with the bytes of shards verified so far, and those of all."""
 
@@ -77,11 +81,14 @@ def verify(paths: BusPaths, checkpoints: Checkpoints, on_progress: OnProgress) -
     chain = _chain(paths, findings)
     writers = _writers(paths, header, findings)
     commits = {r.uuid: Commit(w.name, r) for w in writers for r in w.shards}
+    findings += check_control(paths, inventory.writers_of(header), chain)
     findings += check_logs(writers)
-    if chain is not None and not findings:  # what is missing of a damaged log is not the plan's
+    # What is missing of a damaged log is not the plan's.
+    if chain is not None and not any(f.kind in _RECORDS for f in findings):
         findings += check_sidecars(commits)
         findings += check_plan(chain, commits)
         findings += check_checkpoints(chain, positions)
+        findings += check_snapshots(paths, chain)
         findings += _counts(paths)
     findings += find_strays(paths, header, writers)
     tasks = _tasks(paths, chain, commits)
@@ -160,7 +167,7 @@ class _Deletions:
     def __init__(self, paths: BusPaths, chain: Chain | None, checkpoints: Checkpoints) -> None:
         self._paths, self._checkpoints = paths, checkpoints
         self._last_reading = last_reading(chain) if chain else {}
-        self._retired = ever_retired(paths)
+        self._retired = _ever_retired(paths)
         self._oldest = oldest_step(checkpoints())
 
     def judge(self, task: _Task) -> list[Finding] | None:
@@ -169,7 +176,7 @@ class _Deletions:
         if record.kind is RecordKind.PARTIAL:  # needed only until its groups are finished
             return None
         if record.guid_max >= self._retired:
-            self._retired = ever_retired(self._paths)
+            self._retired = _ever_retired(self._paths)
         if record.guid_max >= self._retired:
             what = "is committed and may not be deleted yet, but it is gone; restore the file"
             return [Finding("missing", str(task.path), what)]
@@ -180,6 +187,12 @@ class _Deletions:
             what = f"cannot be resumed from: step {step} reads {task.path}, which is deleted"
             return [Finding("checkpoint", f"step {self._oldest}", what)]
         return None
+
+
+def _ever_retired(paths: BusPaths) -> float:
+    """What owners were allowed to delete; where that is lost, whatever they have deleted."""
+    damaged = any(True for _ in check_credits(paths, None))
+    return math.inf if damaged else ever_retired(paths)
 
 
 def _read_all(
