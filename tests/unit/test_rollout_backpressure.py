@@ -36,6 +36,8 @@ class Sampler:
 
     async def sample(self, prompts, seeds, *, temperature, min_version=0, routed_experts=False):
         self.asked.append((temperature, routed_experts))
+        assert min_version == 0 and {tuple(prompt) for prompt in prompts} == {(7,)}
+        assert len(prompts) == len(seeds) == (SIBLINGS if temperature else 1)
         return [
             SimpleNamespace(
                 token_ids=[1], logprobs=[-0.5], version_runs=[(0, self.now)],

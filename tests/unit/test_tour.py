@@ -5,6 +5,7 @@ import json
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from fake_snapshot import FakeSnapshot
@@ -29,6 +30,7 @@ from relax_hpc.weights.publish import Published
 from relax_hpc.weights.verify import Verified
 
 STEPS, PROMPTS, SIBLINGS = 12, 4, 8
+TEMPERATURE, SEED = 0.7, 3
 
 
 class Policy:
@@ -44,15 +46,27 @@ class Policy:
 
 
 class FakeSampler:
-    def __init__(self, policy):
-        self.policy = policy
+    """Is asked for groups of a prompt, which its tokens tell, and greedily for held-out ones."""
+
+    def __init__(self, policy, max_staleness):
+        self.policy, self.max_staleness = policy, max_staleness
 
     async def version(self):
         return self.policy.served[0]
 
     async def sample(self, prompts, seeds, *, temperature, min_version=0, routed_experts=False):
+        guids = [ordinal - 100 for _, ordinal in prompts]
+        if temperature:
+            assert temperature == TEMPERATURE and len(seeds) == SIBLINGS and len(set(guids)) == 1
+            assert min_version == max(guids[0] // PROMPTS - self.max_staleness, 0)
+            siblings = range(SIBLINGS)
+            assert list(seeds) == [rollout.seed_of(SEED, guids[0], each) for each in siblings]
+        else:
+            assert (guids, list(seeds), min_version) == ([0, 1], [0, 0], 0)
+        assert not routed_experts
         await asyncio.sleep(0.001)
         version, weight = self.policy.served
+        assert version >= min_version
         return [self._response(seed, temperature, version, weight) for seed in seeds]
 
     def _response(self, seed, temperature, version, weight):
@@ -76,17 +90,25 @@ class FakeTrainer:
 
     def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
         assert sorted(row for rows in micro_batches for row in rows) == [*range(len(trajectories))]
-        sampled = [row.token_ids[row.prompt_len] for row in trajectories]
-        now = Policy.logprobs(torch.tensor(sampled, dtype=torch.long), self.policy.weight)
-        mu = [float(row.rollout_logprobs[row.prompt_len]) for row in trajectories]
+        assert len(advantages) == len(trajectories)
+        packed = torch.tensor(np.array([row.token_ids for row in trajectories], np.int64)).view(
+            -1, 3
+        )
+        # Nothing but the response's token has a logprob: a mask that is shifted trains on nan.
+        now = Policy.logprobs(packed, self.policy.weight)
+        now = torch.where(torch.tensor([False, False, True]), now, torch.nan)
+        mu = torch.tensor(np.array([row.rollout_logprobs for row in trajectories])).view(-1, 3)
+        mask = torch.tensor(np.array([row.loss_mask for row in trajectories])).view(-1, 3).bool()
         tokens = SimpleNamespace(
-            old_logprobs=now.detach(), rollout_logprobs=torch.tensor(mu),
-            advantages=torch.from_numpy(advantages), loss_mask=torch.ones(len(mu)).bool(),
+            old_logprobs=now.detach().view(-1), rollout_logprobs=mu.view(-1),
+            advantages=torch.from_numpy(advantages).repeat_interleave(3), loss_mask=mask.view(-1),
         )  # fmt: skip
-        value, metrics = loss(now, tokens)
+        value, metrics = loss(now.view(-1), tokens)
         value.backward()
-        self.sums.append((value.item(), metrics["loss/approx_kl"].item(), len(mu)))
-        for row, logprob in zip(trajectories, mu, strict=True):
+        count = int(mask.sum())
+        self.sums.append((value.item(), metrics["loss/approx_kl"].item(), count))
+        for row, logprob in zip(trajectories, mu[:, 2].tolist(), strict=True):
+            assert row.version_runs.tolist() == [[2, row.policy_version_max]]
             if row.policy_version_max == self.step:  # sampled by the policy trained on now
                 token = torch.tensor(row.token_ids[row.prompt_len])
                 expected = Policy.logprobs(token, torch.tensor(self.policy.served[1]))
@@ -114,6 +136,8 @@ class FakePublisher:
 
     def publish(self, version, tensors, *, check):
         ((_, weight),) = tensors
+        assert version == self.policy.served[0] + 1
+        assert check == (version in (10, STEPS))  # weights.checksum_every, and the last
         self.policy.served = (version, weight.item())
         verified = Verified("x", {"rollout-0": "x"}, True) if check else None
         return Published(version, ["rollout-0"], [], False, 4, 0.0, {}, verified)
@@ -136,10 +160,15 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     config = job_file.validate(
         {
             "name": "tour",
+            "seed": SEED,
             "run_root": str(tmp_path),
             "model": {"path": "none"},
             "prompts": {"train": "none", "heldout": "none"},
-            "rollout": {"samples_per_prompt": SIBLINGS, "groups_per_shard": 2},
+            "rollout": {
+                "samples_per_prompt": SIBLINGS,
+                "groups_per_shard": 2,
+                "temperature": TEMPERATURE,
+            },
             "actor": {
                 "save_every": 3,
                 "tokens_per_micro_batch": 12,  # 4 rows
@@ -163,7 +192,9 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     lead = ActorLead(config, sequencer, FakePublisher(policy), checkpoints, events)
 
     def sample_until_finished():
-        prompts = [Prompt(index=i, token_ids=[7, 8], answer="1") for i in range(STEPS * PROMPTS)]
+        prompts = [
+            Prompt(index=i, token_ids=[7, 100 + i], answer="1") for i in range(STEPS * PROMPTS)
+        ]
         with Producer(paths.bus, "rollout-0", {"run": "tour"}) as producer:
             asyncio.run(
                 rollout.run(
@@ -171,7 +202,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
                     rollout.Task(0, 1),
                     prompts,
                     prompts[:2],
-                    FakeSampler(policy),
+                    FakeSampler(policy, max_staleness),
                     lambda response, prompt: float(response[0] == 1),
                     producer,
                     CreditTail(paths.bus),

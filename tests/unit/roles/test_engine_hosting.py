@@ -1,0 +1,313 @@
+"""How an engine is started, which seed it has, when it is given up: without an engine."""
+
+import threading
+
+import pytest
+from role_fakes import Events, config
+
+from relax_hpc.comm.context import TaskContext
+from relax_hpc.engines.sglang.launch import Share
+from relax_hpc.errors import EngineError
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+from relax_hpc.roles import engine_host, engine_parts, extra_engine
+from relax_hpc.roles.engine_host import EngineHost
+from relax_hpc.roles.engine_parts import Call, Seat
+from relax_hpc.weights import members
+from relax_hpc.weights.members import Member
+from relax_hpc.weights.roster import Holding, Roster
+
+CONTEXT = TaskContext("rollout", 1, 2, 0, attempt="7.0", start=2, node="here")
+SEAT = Seat("rollout-1", number=3, local_index=1)
+
+
+@pytest.fixture
+def host_of(tmp_path):
+    def make(seat=SEAT, **settings):
+        settings = {"launch__restart_delay_s": 0, "seed": 40} | settings
+        paths = RunPaths(tmp_path)
+        return EngineHost(config(**settings), paths, CONTEXT, seat, Events())
+
+    return make
+
+
+def test_an_engine_is_started_with_the_models_settings_its_own_seed_and_its_token(
+    host_of, monkeypatch
+):
+    started = []
+    monkeypatch.setattr(engine_host, "start_engine", lambda *a, **k: started.append((a, k)))
+    monkeypatch.setattr(engine_host, "node_address", lambda: "10.0.0.1")
+    host = host_of(model__path="the model", model__dtype="float16")
+    host._member = host._new_member(5)
+    host._start()
+    [(given, how)] = started
+    assert [str(each) for each in given] == ["embedded", "the model"]
+    assert (how["host"], how["dtype"], how["seed"]) == ("10.0.0.1", "float16", 43)
+    assert how["token"] == host._member.token and len(how["token"]) == 32
+    assert how["log_path"] == host._paths.engine_log("rollout-1", "7.0-2-5")
+    assert how["quantization"] is None and how["rollout_config"] == host._config.rollout
+    told = members.find(host._paths, "rollout-1")
+    assert (told.epoch, told.state, told.num_ranks, told.lane) == ("7.0-2-5", "STARTING", 1, -1)
+    assert host._new_member(6).token != how["token"]
+
+
+@pytest.mark.parametrize(("most", "given_up_at"), [(0, 1), (2, 3)])
+def test_an_engine_is_given_up_when_it_ended_too_often_within_the_window(
+    host_of, most, given_up_at
+):
+    host = host_of(launch__max_restarts=most, rollout__restart_window_s=100)
+    ends = []
+    for number in range(1, given_up_at):
+        ends = host._allow_restart([*ends, 10.0 * number], "died\nlast lines")
+    with pytest.raises(EngineError, match=rf"rollout-1 ended {given_up_at} times within 100 s"):
+        host._allow_restart([*ends, 10.0 * given_up_at], "died")
+    assert host._events.of("engine_end")[0]["reason"] == "died"
+
+
+def test_ends_that_are_long_ago_do_not_count(host_of):
+    host = host_of(launch__max_restarts=1, rollout__restart_window_s=100)
+    ends = host._allow_restart([0.0], "died")
+    assert host._allow_restart([*ends, 100.0], "died") == [100.0]
+    assert host._allow_restart([150.0 - 100.0, 300.0], "died") == [300.0]
+
+
+def lives(monkeypatch, host, answers):
+    """Every start ends at once as an answer says; returns the starts and what was announced."""
+    starts, told = [], []
+
+    def live(start):
+        starts.append(start)
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(host, "_live", live)
+    monkeypatch.setattr(host, "_announce", lambda state, reason="": told.append((state, reason)))
+    return starts, told
+
+
+def test_an_engine_is_started_again_under_the_next_number_until_it_is_stopped(host_of, monkeypatch):
+    host = host_of()
+    starts, told = lives(monkeypatch, host, ["was killed\nits log", "hangs", None])
+    host._keep()
+    assert starts == [1, 2, 3]
+    again = [("STARTING", "again, since it was killed"), ("STARTING", "again, since it hangs")]
+    assert told == [*again, ("GONE", "")]
+
+
+def test_an_engine_that_drains_is_not_started_again(host_of, monkeypatch):
+    host = host_of()
+    starts, told = lives(monkeypatch, host, ["was killed"])
+    host.drain()
+    host._keep()
+    assert starts == [1] and told == [("DRAINING", ""), ("GONE", "")]
+
+
+def test_an_engine_that_fails_says_why_in_a_line_with_the_last_one_of_its_log(host_of, monkeypatch):
+    host = host_of()
+    _, told = lives(monkeypatch, host, [EngineError("no memory\nlog 1\n  CUDA error ")])
+    with pytest.raises(EngineError):
+        host._keep()
+    assert told == [("FAILED", "no memory CUDA error")]
+    assert engine_host._in_short(KeyError()) == "KeyError()"
+
+
+@pytest.mark.parametrize(("start", "nodes", "fails"), [(1, 1, True), (2, 1, False), (1, 2, False)])
+def test_only_the_very_first_start_of_an_engine_on_one_node_has_to_succeed(
+    host_of, monkeypatch, start, nodes, fails
+):
+    several = {
+        "rollout__engine": "sglang", "rollout__nodes_per_engine": 2, "rollout__resources__nodes": 2
+    }  # fmt: skip
+    host = host_of(**several if nodes == 2 else {})
+
+    def refuse():
+        raise EngineError("no port")
+
+    monkeypatch.setattr(host, "_start", refuse)
+    if fails:
+        with pytest.raises(EngineError, match="engine rollout-1: no port"):
+            host._live(start)
+    else:
+        assert host._live(start) == "did not start: no port"
+
+
+def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):
+    turns = [False, False, False, True, True]
+    monkeypatch.setattr(engine_host, "_WATCH_S", 0.001)
+    monkeypatch.setattr(engine_host.turn, "is_of_engines", lambda paths, attempt: turns.pop(0))
+    host = host_of()
+    told = []
+
+    def announce(state, reason=""):
+        host._member = host._member._replace(state=state, reason=reason)
+        told.append(state)
+
+    monkeypatch.setattr(host, "_announce", announce)
+    host._wait_for_turn()
+    assert told == ["WAITING", "STARTING"]
+    turns[:] = [False] * 9
+    host.ask_to_stop()
+    with pytest.raises(engine_host._Stopped):
+        host._wait_for_turn()
+
+
+class Process:
+    """An engine that has its `end` said to it."""
+
+    def __init__(self, end=""):
+        self.said, self.stopped = end, []
+
+    def end(self):
+        return self.said
+
+    def last_error(self):
+        return "OutOfMemoryError"
+
+    def last_lines(self):
+        return "the log"
+
+    def stop(self, grace_s):
+        self.stopped.append(grace_s)
+
+    def __str__(self):
+        return "engine http"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class Pulse:
+    def __init__(self, silent_s=0.0):
+        self.silent_s, self.excused = silent_s, 0
+
+    def excuse(self):
+        self.excused, self.silent_s = self.excused + 1, 0.0
+
+
+def watch(host, monkeypatch, engine, pulse, holding=None):
+    monkeypatch.setattr(engine_host, "_WATCH_S", 0.001)
+    host._member = host._new_member(1)
+    if holding:
+        Roster(4, True, {"rollout-1": holding}).write(host._paths)
+    timer = threading.Timer(0.05, host.ask_to_stop)
+    timer.start()
+    try:
+        return host._watch(engine, pulse)
+    finally:
+        timer.cancel()
+
+
+@pytest.mark.parametrize(
+    ("engine", "silent_s", "holding", "why"),
+    [
+        (Process(), 0, None, None),
+        (Process("was killed"), 0, None, "was killed while serving: OutOfMemoryError\nthe log"),
+        (Process(), 121, None, "hangs: engine http has said nothing for 121 s"),
+        (Process(), 119, None, None),
+        (Process(), 121, Holding("7.0-2-1", None, "SYNCING"), None),  # it need not answer
+        (Process(), 121, Holding("7.0-2-0", None, "SYNCING"), "hangs: "),  # its last start
+        (Process(), 0, Holding("7.0-2-1", None, "FENCED", "torn"), "was fenced: torn"),
+        (Process(), 0, Holding("7.0-2-0", None, "FENCED", "torn"), None),
+    ],
+)
+def test_an_engine_is_ended_when_it_died_hangs_or_is_fenced_in_this_very_start(
+    host_of, monkeypatch, engine, silent_s, holding, why
+):
+    found = watch(host_of(), monkeypatch, engine, Pulse(silent_s), holding)
+    assert found is None if why is None else found.startswith(why)
+    assert bool(engine.stopped) == bool(why and why.startswith("hangs"))
+
+
+def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, monkeypatch):
+    started, paths = [], RunPaths(tmp_path)
+    settings = config(
+        seed=40, rollout__engine="sglang", rollout__nodes_per_engine=2,
+        rollout__num_engines=2, rollout__resources__nodes=4, rollout__engine_args={"tp_size": 2},
+    )  # fmt: skip
+    seat = Seat("rollout-1", number=1, local_index=0, part=1)
+    context = TaskContext("rollout", 3, 4, 0, attempt="7.0", start=2, node="n3")
+    part = engine_parts._Part(settings, paths, context, seat, Events())
+    call = Call("7.0-2-1", "10.0.0.1:77", over=False)
+    monkeypatch.setattr(engine_parts, "_POLL_S", 0.001)
+
+    def start(*given, **how):
+        started.append(how)
+        how["progress"]("loading")
+        return Process("was killed")
+
+    monkeypatch.setattr(engine_parts, "start_engine", start)
+    write_json(paths.engine_call("rollout-1"), call._asdict())
+    assert part.run(call) == "was killed\nthe log"
+    [how] = started
+    assert how["share"] == Share(2, 1, "10.0.0.1:77") and how["seed"] == 41
+    assert how["log_path"] == paths.engine_log("rollout-1.part1", "7.0-2-1")
+    write_json(paths.engine_call("rollout-1"), call._replace(epoch="7.0-2-2")._asdict())
+    part.report(call, "ended\nmore")
+    assert engine_parts.Parts(paths, "rollout-1", 2).end("7.0-2-1") == "lost part 1 on n3: it ended"
+
+
+def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monkeypatch):
+    made = []
+
+    class Host:
+        def __init__(self, config, paths, context, seat, events):
+            made.append(seat)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def drain(self):
+            made.append("drain")
+
+    paths, events = RunPaths(tmp_path), Events()
+    monkeypatch.setattr(extra_engine, "EngineHost", Host)
+    monkeypatch.setattr(extra_engine.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(extra_engine, "_POLL_S", 0.001)
+    monkeypatch.setattr(extra_engine, "_NOTICE_S", 0.001)
+    context = TaskContext("extra", 2, 3, 1, attempt="7.0", start=1, node="n")
+    write_json(paths.drain(context.name), {"drain_s": 0.5})
+    extra_engine.main(config(rollout__num_engines=4), paths, context, events)
+    assert made == [Seat(context.name, number=6, local_index=1), "drain"]
+    assert [event["aborted"] for event in events.of("drain")] == [0]
+
+
+def test_an_added_engine_serves_until_the_word_to_end_and_ends_if_its_engine_failed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(extra_engine, "_POLL_S", 0.001)
+    paths, never = RunPaths(tmp_path), threading.Event()
+    write_json(paths.drain("extra-1"), {"drain_s": 12.5})
+    assert extra_engine._serve(paths, "extra-1", never) == 12.5
+    members.announce(
+        paths, Member("extra-1", "e", "", "t", 1, "embedded", "FAILED", reason="no memory")
+    )
+    with pytest.raises(EngineError, match="extra-1 failed: no memory"):
+        extra_engine._serve(paths, "extra-1", never)
+    never.set()
+    assert extra_engine._serve(paths, "extra-1", never) == 0.0
+
+
+def test_an_engine_that_leaves_stays_to_the_end_of_an_update(tmp_path, monkeypatch):
+    monkeypatch.setattr(extra_engine, "_POLL_S", 0.001)
+    paths = RunPaths(tmp_path)
+    Roster(4, False, {"extra-1": Holding("e", None, "SYNCING")}).write(paths)
+    over = Roster(4, True, {"extra-1": Holding("e", 4, "ACTIVE")})
+    looks = []
+
+    class Waits(threading.Event):
+        def wait(self, timeout=None):
+            looks.append(timeout)
+            if len(looks) == 3:
+                over.write(paths)
+            return False
+
+    extra_engine._leave_update(paths, "extra-1", Waits())
+    assert len(looks) == 3

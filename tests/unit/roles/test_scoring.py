@@ -1,0 +1,240 @@
+"""The reference role on two ranks, and the reference in the actor: what is scored, dealt, noted."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from role_fakes import Events, Journal, row
+
+from relax_hpc.bus.credits import Credit
+from relax_hpc.bus.plan import Part, PlanRecord
+from relax_hpc.config.actor import ActorConfig
+from relax_hpc.errors import DamagedError
+from relax_hpc.roles import logprobs
+from relax_hpc.roles.hybrid import HybridReference
+from relax_hpc.roles.logprobs import SidecarLead
+from relax_hpc.roles.portions import Portion
+
+
+def pending(number, rows=2, tokens=10, damaged=False):
+    record = SimpleNamespace(
+        epoch=1, seq=number, uuid=f"u{number}", rows=rows, tokens=tokens, guid_min=10 * number
+    )
+    return SimpleNamespace(producer="rollout-0", record=record, damaged=damaged)
+
+
+class Writer:
+    """Shards that wait for their sidecars."""
+
+    def __init__(self, journal, shards):
+        self.journal, self.shards = journal, list(shards)
+
+    def collect(self, retired):
+        self.journal.note("collect", retired)
+
+    def pending(self, retired):
+        self.journal.note("pending", retired)
+        return self.shards
+
+    def open(self, shard):
+        if shard.damaged:
+            raise DamagedError(f"{shard.record.uuid}: is damaged")
+        return SimpleNamespace(close=lambda: None)
+
+    def skip(self, shard):
+        self.journal.note("skip", shard.record.uuid)
+
+    def put(self, shard, columns):
+        [(name, values)] = columns.items()
+        self.journal.note("put", shard.record.uuid, name, values.tolist())
+
+
+class Reader:
+    """Rows of 3 + n tokens."""
+
+    def index(self, record):
+        count = record.num_trajectories
+        return SimpleNamespace(
+            prompt_len=np.full(count, 3), response_len=np.arange(count, dtype=np.int32)
+        )
+
+
+class Credits:
+    def __init__(self, *credits):
+        self.credits = list(credits)
+
+    def latest(self):
+        return self.credits.pop(0) if len(self.credits) > 1 else self.credits[0]
+
+
+def lead_of(journal, shards, *credits, data_parallel=1, budget=10):
+    layout = ActorConfig(tokens_per_micro_batch=budget, data_parallel=data_parallel)
+    events = Events()
+    writer = Writer(journal, shards)
+    credits = Credits(*(credits or [None]))
+    return SidecarLead(layout, writer, Reader(), credits, events), events
+
+
+def test_a_round_is_the_oldest_shards_that_fill_it_and_a_large_one_comes_alone():
+    def chosen(*tokens, **settings):
+        lead, _ = lead_of(Journal(), [pending(n, 1, size) for n, size in enumerate(tokens)])
+        lead._layout = ActorConfig(tokens_per_micro_batch=10, **settings)
+        return [part.seq for part in lead.next_portion().record.parts]
+
+    assert chosen(20, 20, 1) == [0, 1]  # four micro-batches of ten
+    assert chosen(20, 21, 1) == [0]  # in their order: the third does not overtake
+    assert chosen(99, 1) == [0]
+    assert chosen(20, 21, 40, data_parallel=2) == [0, 1]
+
+
+def test_a_damaged_shard_is_passed_over_and_the_next_is_scored():
+    journal = Journal()
+    lead, _ = lead_of(journal, [pending(0, damaged=True), pending(1)])
+    assert [part.uuid for part in lead.next_portion().record.parts] == ["u1"]
+    assert journal.of("skip") == [("skip", "u0")]
+
+
+def test_rows_are_whole_shards_in_order_and_nothing_retired_is_asked_for():
+    journal = Journal()
+    shards = [pending(3, rows=2, tokens=7), pending(4, rows=3, tokens=12)]
+    credit = Credit(retired_guid_below=30)
+    lead, _ = lead_of(journal, shards, credit)
+    portion = lead.next_portion()
+    assert journal.of("collect", "pending") == [("collect", 30), ("pending", 30)]
+    record = portion.record
+    assert record.parts == [
+        Part("rollout-0", 1, 3, "u3", 0, 2), Part("rollout-0", 1, 4, "u4", 0, 3),
+    ]  # fmt: skip
+    assert (record.num_trajectories, record.num_tokens, record.guids) == (5, 19, [30, 40])
+    [micro_batches] = portion.micro_batches
+    assert sorted(n for rows in micro_batches for n in rows) == [0, 1, 2, 3, 4]
+    assert lead.next_portion().record.step == record.step + 1  # so that readers let go
+
+
+def test_each_shard_gets_the_logprobs_of_its_own_rows_in_their_order():
+    journal = Journal()
+    lead, events = lead_of(journal, [pending(3, rows=2, tokens=7), pending(4, rows=1, tokens=3)])
+    lead.next_portion()
+    lead.put([np.full(size, -value, np.float32) for size, value in ((3, 1), (4, 2), (3, 3))])
+    assert journal.of("put") == [
+        ("put", "u3", logprobs.COLUMN, [-1, -1, -1, -2, -2, -2, -2]),
+        ("put", "u4", logprobs.COLUMN, [-3, -3, -3]),
+    ]
+    [scored] = events.of("scored")
+    told = (scored["num_shards"], scored["num_trajectories"], scored["num_tokens"])
+    assert (*told, scored["first_guid"]) == (2, 3, 10, 30)
+    assert {"time/wait", "time/score", "time/write"} <= scored.keys()
+
+
+def test_when_training_is_over_nothing_more_is_scored():
+    lead, _ = lead_of(Journal(), [pending(0)], Credit(finished=True))
+    assert lead.next_portion() is None
+
+
+class Rank1:
+    rank, size = 1, 2
+
+    def __init__(self, told, replica):
+        self.told, self.replica, self.given = list(told), replica, []
+
+    def bcast(self, value):
+        assert value is None
+        return self.told.pop(0)
+
+    def split(self, color):
+        assert color == 1
+        return self.replica
+
+    def allgather(self, value):
+        self.given.append(value)
+        return [{}, value]
+
+
+class Replica:
+    def __init__(self, rank, told=None):
+        self.rank, self.told = rank, told
+
+    def bcast(self, value):
+        assert (value is None) == (self.rank != 0)
+        return self.told if value is None else value
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_rank_scores_its_share_and_the_one_that_read_it_gives_it_back(reads):
+    """Rows 0 and 3 of four are this replica's."""
+    record = PlanRecord(1, [0, 1], [], 4, -1, 20)
+    portion = Portion(record, np.zeros(4), [[[1], [2]], [[3], [0]]])
+    rows = [row(0), row(3, response=1)]
+    journal = Journal()
+
+    class Rows:
+        def rows(self, record, wanted, columns):
+            journal.note(wanted, columns)
+            return rows
+
+    class Scorer:
+        dp_rank = 1
+
+        def forward_logprobs(self, trajectories, micro_batches):
+            assert trajectories == rows and micro_batches == [[1], [0]]
+            return ["of row 0", "of row 3"]
+
+    world = Rank1([portion, None], Replica(0 if reads else 1, rows))
+    logprobs.run(world, Scorer(), Rows(), None)
+    assert journal == ([([0, 3], ())] if reads else [])
+    assert world.given == [{0: "of row 0", 3: "of row 3"} if reads else {}]
+
+
+def test_the_lead_gets_all_rows_in_their_order():
+    got = []
+
+    class World:
+        rank = 0
+
+        def bcast(self, value):
+            return value
+
+        def split(self, color):
+            return Replica(0)
+
+        def allgather(self, mine):
+            return [mine, {1: "b", 2: "c"}]
+
+    class Lead:
+        portions = [  # noqa: RUF012
+            Portion(PlanRecord(1, [], [], 4, -1, 0), np.zeros(4), [[[3, 0]], [[1, 2]]]), None,
+        ]  # fmt: skip
+
+        def next_portion(self):
+            return self.portions.pop(0)
+
+        def put(self, scored):
+            got.append(scored)
+
+    scorer = SimpleNamespace(dp_rank=0, forward_logprobs=lambda rows, micro_batches: ["a", "d"])
+    reader = SimpleNamespace(rows=lambda record, rows, columns: rows)
+    logprobs.run(World(), scorer, reader, Lead())
+    assert got == [["a", "b", "c", "d"]]
+
+
+def test_every_trajectory_is_filled_with_its_own_logprobs_and_a_renewal_is_noted():
+    journal, events = Journal(), Events()
+
+    class Policy:
+        def logprobs(self, trajectories, micro_batches):
+            journal.note("logprobs", micro_batches)
+            return [-each.token_ids for each in trajectories]
+
+        def refresh(self):
+            journal.note("refresh")
+
+    reference = HybridReference(Policy(), refresh_every=2, events=events)
+    given = [row(1), row(2)]
+    for before, after in zip(given, reference.fill(given, [[1], [0]]), strict=True):
+        assert after.ref_logprobs.tolist() == (-before.token_ids).tolist()
+        assert after._replace(ref_logprobs=None) is not before
+        assert after.token_ids is before.token_ids
+    for step in range(1, 5):
+        reference.end_step(step)
+    assert journal == [("logprobs", [[1], [0]]), ("refresh",), ("refresh",)]
+    assert events.of("reference") == [{"step": 2}, {"step": 4}]
