@@ -107,6 +107,10 @@ class RunPaths:
         """Who may use GPUs that trainer and engines share; written by the trainer."""
         return self.control / "turn.json"
 
+    def heldout_shares(self, rank: int) -> Path:
+        """What a rollout task scored on its share of the held-out prompts."""
+        return self.control / "heldout" / f"{rank}.json"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"

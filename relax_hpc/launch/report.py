@@ -48,7 +48,7 @@ def _achievements(done: dict[str, Any], paths: RunPaths) -> list[str]:
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
-        if path.exists():
+        if path.exists() and done["steps_done"]:
             rows.append((name, str(path)))
             rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
     return [f"  {name:<14}{value}" for name, value in rows]
@@ -58,7 +58,7 @@ def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
     loss, documents, tokens = done["heldout_loss"], done["documents"], done["tokens"]
     cut = {"truncated": "truncated", "left_out": "left out, their prompts alone are too long"}
     return [
-        ("held-out", f"loss {_score(loss['before'])} before, {_score(loss['after'])} after"),
+        ("held-out", "loss " + _heldout(loss["before"], loss["after"], loss["newest"])),
         ("documents", f"{documents['trained']} trained on" + _counted(documents, cut)),
         ("tokens", f"{tokens['all']}, {tokens['trained']} of them trained on"),
         ("model", done["exported_model"] or "not exported yet"),
@@ -68,8 +68,8 @@ def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
 def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
     count = done["trajectories"]
     return [
-        ("held-out", f"{_score(done['heldout_before'])} before, "
-                     f"{_score(done['heldout_after'])} after"),
+        ("held-out", _heldout(done["heldout_before"], done["heldout_after"],
+                              done["heldout_newest"])),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
                          f"{count['trained_twice']} twice" + _dropped(count["dropped"])),
         *([("reference", f"{done['scored']} trajectories scored")] if done.get("scored") else []),
@@ -98,6 +98,13 @@ def _counted(counts: dict[str, int], said: dict[str, str]) -> str:
 def _eta(done: dict[str, Any]) -> str:
     left = done["eta_s"]
     return f", {duration(left)} to go" if left and done["steps_done"] < done["num_steps"] else ""
+
+
+def _heldout(before: float | None, after: float | None, newest: dict[str, Any] | None) -> str:
+    """What was there before, and after, or of a run that has not ended so: at which step."""
+    if after is None and newest is not None:
+        return f"{_score(before)} before, {_score(newest['value'])} at step {newest['step']}"
+    return f"{_score(before)} before, {_score(after)} after"
 
 
 def _score(value: float | None) -> str:

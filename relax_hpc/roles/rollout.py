@@ -17,6 +17,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
 from relax_hpc.prompts.source import Prompt, PromptSource
+from relax_hpc.roles.heldout import Board, Share
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 from relax_hpc.telemetry.events import EventWriter
 
@@ -94,14 +95,18 @@ async def run(
     producer: Producer,
     credits: CreditTail,
     events: EventWriter,
+    board: Board | None = None,
 ) -> None:
     """Samples every prompt ordinal this task owns, once, until the trainer says it is finished.
 
     Nothing is remembered outside the bus: what is committed is done, everything else is owed. So a
     task that is killed anywhere goes on where its log ends, with no prompt skipped or doubled.
+
+    Args:
+        board: where tasks add up what they score on the held-out prompts.
     """
     group = Grouper(config, prompts, sampler, score)
-    evaluator = Evaluator(config, task, heldout, sampler, score, events)
+    evaluator = Evaluator(config, task, heldout, sampler, score, events, board)
     outbox = Outbox(producer, events, groups_per_shard=config.rollout.groups_per_shard)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
     owed = deque(owned_guids(config, task, producer.committed, start=retired))
@@ -291,8 +296,9 @@ class Evaluator:
         sampler: Sampler,
         score: Score,
         events: EventWriter,
+        board: Board | None = None,
     ) -> None:
-        self._every = config.eval.every
+        self._every, self._board = config.eval.every, board
         self._share = heldout[task.rank :: task.size]
         self._sampler, self._score, self._events = sampler, score, events
         self._last: int | None = None
@@ -327,7 +333,9 @@ class Evaluator:
         self._events.emit(
             "eval", when=when, version=version, step=version, correct=sum(scores), count=len(scores)
         )
-        log.info("held-out %s, policy %d: %.3f", when, version, float(np.mean(scores or [0])))
+        if self._board:
+            number = version // self._every if when == "during" else 0
+            self._board.add(when, number, Share(version, sum(scores), len(scores)))
 
 
 async def _some(

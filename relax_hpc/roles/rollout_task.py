@@ -18,6 +18,7 @@ from relax_hpc.rewards.registry import REWARDS
 from relax_hpc.roles import engine_parts, rollout
 from relax_hpc.roles.engine_host import EngineHost
 from relax_hpc.roles.engine_parts import Seat, seats_of
+from relax_hpc.roles.heldout import Board
 from relax_hpc.roles.routing import EngineSampler
 from relax_hpc.telemetry.events import EventWriter
 
@@ -126,6 +127,7 @@ async def _loop(
             producer,
             CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
             events,
+            Board(paths, number, config.rollout.num_producers),
         )
 
 

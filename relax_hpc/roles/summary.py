@@ -37,7 +37,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     done = history.steps(events)
     progress = _progress(done, config.num_steps)
     if isinstance(config, SftRunConfig):
-        return progress | _of_sft(paths, events, done)
+        return progress | _of_sft(paths, events, done, config.num_steps)
     last = done[-1] if done else None
     counts = audit(paths.bus) if paths.bus.header.exists() else NOTHING
     seen = [int(e["staleness/max"]) for e in done if "staleness/max" in e]
@@ -74,15 +74,20 @@ def _progress(done: Sequence[Event], num_steps: int) -> dict[str, Any]:
     }
 
 
-def _of_sft(paths: RunPaths, events: Sequence[Event], done: Sequence[Event]) -> dict[str, Any]:
+def _of_sft(
+    paths: RunPaths, events: Sequence[Event], done: Sequence[Event], num_steps: int
+) -> dict[str, Any]:
     """What supervised fine-tuning has instead of rewards and a bus."""
-    measured = [event["loss"] for event in history.heldout_losses(events)]
+    measured = history.heldout_losses(events)
+    after = [event["loss"] for event in measured if event["step"] == num_steps]
+    newest = measured[-1] if measured and measured[-1]["step"] else None
     exported = paths.exported_model
     return {
         "last_loss": done[-1].get("loss") if done else None,
         "heldout_loss": {
-            "before": measured[0] if measured else None,
-            "after": measured[-1] if len(measured) > 1 else None,
+            "before": measured[0]["loss"] if measured else None,
+            "after": after[-1] if after else None,
+            "newest": newest and {"step": newest["step"], "value": newest["loss"]},
         },
         "documents": {
             "trained": sum(e.get("num_documents", 0) for e in done),
@@ -97,14 +102,16 @@ def _of_sft(paths: RunPaths, events: Sequence[Event], done: Sequence[Event]) -> 
     }
 
 
-def _heldout(events: Sequence[Event]) -> dict[str, float | None]:
-    """First score, and the newest of those taken since."""
+def _heldout(events: Sequence[Event]) -> dict[str, Any]:
+    """First score, that of the last policy, and the newest of those taken since the first."""
     points = history.heldout(events)
     before = [p.reward for p in points if p.when == "before"]
-    since = [p.reward for p in points if p.when != "before"]
+    after = [p.reward for p in points if p.when == "after"]
+    since = [p for p in points if p.when != "before"]
     return {
         "heldout_before": before[0] if before else None,
-        "heldout_after": since[-1] if since else None,
+        "heldout_after": after[-1] if after else None,
+        "heldout_newest": {"step": since[-1].version, "value": since[-1].reward} if since else None,
     }
 
 

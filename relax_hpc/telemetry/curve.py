@@ -46,7 +46,7 @@ def plot_loss(run_dir: Path) -> Path:
     axes.set_xlabel("step")
     axes.set_ylabel("loss per token, nats")
     axes.grid(alpha=0.25)
-    axes.legend(loc="upper right", frameon=False)
+    _legend(axes)
     return picture.save(figure, paths.loss_curve)
 
 
@@ -57,6 +57,11 @@ def smooth(values: Sequence[float], *, keep: float) -> list[float]:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
         averages.append(total / weight)
     return averages
+
+
+def _legend(axes: "Axes") -> None:
+    """Above the axes, where no curve can be, whether it rises or falls."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, frameon=False, ncols=3)
 
 
 def _draw_rewards(axes: "Axes", done: Sequence[Event], heldout: Sequence[history.Heldout]) -> None:
@@ -77,7 +82,7 @@ def _draw_rewards(axes: "Axes", done: Sequence[Event], heldout: Sequence[history
     axes.set_ylabel("mean reward")
     axes.margins(y=0.15)
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", frameon=False)
+    _legend(axes)
 
 
 def _draw_staleness(axes: "Axes", done: Sequence[Event]) -> None:
@@ -90,4 +95,4 @@ def _draw_staleness(axes: "Axes", done: Sequence[Event]) -> None:
     axes.set_xlabel("step")
     axes.set_ylim(bottom=-0.1)
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", frameon=False, ncols=2)
+    _legend(axes)

@@ -55,8 +55,8 @@ def test_a_run_that_has_only_been_submitted_has_a_summary(paths):
     assert (found["steps_done"], found["num_steps"]) == (0, 10)
     assert found["trajectories"]["committed"] == found["max_staleness_seen"] == 0
     assert found["weight_versions"] == {}
-    for key in ("heldout_before", "heldout_after", "checksums_equal", "tokens_per_s",
-                "last_reward", "eta_s"):  # fmt: skip
+    for key in ("heldout_before", "heldout_after", "heldout_newest", "checksums_equal",
+                "tokens_per_s", "last_reward", "eta_s"):  # fmt: skip
         assert found[key] is None, key
 
 
@@ -98,7 +98,8 @@ def test_events_say_how_far_a_run_is(paths):
     )  # fmt: skip
     found = summary.summarize(paths.root)
     assert (found["steps_done"], found["last_reward"], found["tokens_per_s"]) == (2, 0.5, 20.0)
-    assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.5)
+    assert (found["heldout_before"], found["heldout_after"]) == (0.25, None)
+    assert found["heldout_newest"] == {"step": 1, "value": 0.5}
     assert found["max_staleness_seen"] == 3
     assert found["weight_versions"] == {"trainer": 1, "a": 1, "b": 0}
     assert found["checksums_equal"] is None

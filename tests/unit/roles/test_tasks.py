@@ -47,7 +47,9 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         async def __aexit__(self, *_):
             pass
 
-    async def loop(config, task, prompts, heldout, sampler, score, producer, credits, events):
+    async def loop(
+        config, task, prompts, heldout, sampler, score, producer, credits, events, board
+    ):
         given.update(locals())
 
     monkeypatch.setattr(rollout_task.tokenizers, "load", lambda path: Tokenizer())
