@@ -16,10 +16,11 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.hf import fields as hf_fields
 from relax_hpc.engines.hf.config_json import ConfigJson
+from relax_hpc.engines.hf.files import HfFiles
 from relax_hpc.engines.megatron import fit
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures import registry
-from relax_hpc.engines.megatron.hf_files import HfFiles, check_names, check_shapes
+from relax_hpc.engines.megatron.hf_check import check_names, check_shapes
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import documents, quantized, script

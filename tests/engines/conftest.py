@@ -46,6 +46,14 @@ def checkpoints(tmp_path_factory) -> list[Path]:
 
 
 @pytest.fixture(scope="session")
+def weights(tmp_path_factory) -> dict[str, Path]:
+    """A tiny model of each family; models that have other fields may have its weights."""
+    from tiny_models import FAMILIES, make
+
+    return {name: make(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="session")
 def served(request, checkpoints, tmp_path_factory):
     """A running engine; servers start slowly, so tests share it and `engine` resets it."""
     kind, phases = request.param, []

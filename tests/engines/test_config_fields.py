@@ -5,196 +5,19 @@ import json
 import logging
 
 import megatron_worker as worker
-import numpy as np
 import pytest
 import torch
-from megatron_reference import collect, hf_logprobs
-from megatron_worker import VOCAB, job, trajectories
+from megatron_worker import VOCAB, job
+from safetensors.torch import load_file, save_file
+from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, make, write
 
-from relax_hpc.engines.embedded.model import KvCache, Qwen3, Shape
+from relax_hpc.engines.embedded.model import Qwen3, Shape
 from relax_hpc.engines.hf import fields
-from relax_hpc.engines.hf.config_json import ConfigJson
 from relax_hpc.engines.hf.fields import FIELDS, Inert, Obeyed, Only
-from relax_hpc.engines.hf.rope import Rope
+from relax_hpc.engines.megatron import convert
 from relax_hpc.engines.megatron.architectures.registry import read_architecture
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.launch import preflight
-
-BASE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "num_hidden_layers": 3, "intermediate_size": 48, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 64, "rope_theta": 20000.0, "tie_word_embeddings": False,
-    "hidden_act": "silu",
-}  # fmt: skip
-EXPERTS = {
-    "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-}  # fmt: skip
-FAMILIES = {
-    "qwen3": BASE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
-    "qwen2": BASE | {"model_type": "qwen2"},
-    "qwen3_moe": BASE | EXPERTS,
-}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
-SAVED = {"rope_type": "default", "rope_theta": 20000.0}  # as transformers 5 saves it
-
-ROPES = {
-    "a base": {"rope_theta": 1e6},
-    "a base as transformers 5 has it": {"rope_parameters": {"rope_theta": 1e6}},
-    "yarn": {"rope_scaling": YARN},
-    "yarn by its old name": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-    "yarn beside parameters": {"rope_parameters": SAVED, "rope_scaling": YARN},
-    "yarn with a base": {"rope_theta": None, "rope_parameters": YARN | {"rope_theta": 3e4}},
-    "yarn, two bases": {"rope_scaling": YARN | {"rope_theta": 3e4}},
-    "yarn, longer": {"rope_scaling": YARN | {"attention_factor": 1.3}},
-    "yarn, other bounds": {"rope_scaling": YARN | {"beta_fast": 4, "beta_slow": 2.5}},
-    "yarn, bounds of no whole channels": {"rope_scaling": YARN | {"truncate": False}},
-    "yarn, lengths by scales": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.5}},
-    "yarn, one scale": {"rope_scaling": YARN | {"mscale": 0.7}},
-    "linear": {"rope_scaling": {"type": "linear", "factor": 3}},
-    "linear beside parameters": {
-        "rope_parameters": SAVED, "rope_scaling": {"rope_type": "linear", "factor": 3.0},
-    },
-    "nothing": {"rope_theta": None},
-}  # fmt: skip
-"""What of it is None, is not there."""
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory):
-    """A folder of each family; models of other fields have the same weights."""
-    return {name: make(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
-
-
-def make(folder, family, **changes):
-    """Random weights, norms and biases too, so that what is left out is noticed."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    write(folder, family, **changes)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).float()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(std=0.3 if "norm" in name or "bias" in name else 0.15)
-            if "norm" in name:
-                parameter.add_(1)
-    model.save_pretrained(folder)
-    return write(folder, family, **changes)
-
-
-def write(folder, family, **changes):
-    record = FAMILIES[family] | changes
-    record = {key: value for key, value in record.items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(record))
-    return folder
-
-
-def linked(folder, source, family, **changes):
-    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
-    return write(folder, family, **changes)
-
-
-ROWS, _ = trajectories(3, longest=60)
-
-
-def by_transformers(folder):
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return [hf_logprobs(model, row.token_ids).numpy() for row in ROWS]
-
-
-def by_engine(folder):
-    """Of every token, one by one, with the cache."""
-    model = Qwen3(Shape.read(folder), torch.float32, torch.device("cpu"))
-    model.load_folder(folder)
-    found = []
-    for row in ROWS:
-        ids = torch.from_numpy(row.token_ids.astype(np.int64))
-        cache, slot = KvCache(model.shape, torch.float32, torch.device("cpu")), torch.tensor([0])
-        cache.reserve(1, len(ids))
-        half = len(ids) // 2
-        logits = [model.prefill(ids[None, :half], cache, slot, slot)]
-        for at in range(half, len(ids) - 1):
-            logits.append(model.decode(ids[None, at], torch.tensor([at]), cache, at + 1))
-        table = torch.cat(logits).log_softmax(-1)
-        found.append(table.gather(1, ids[half:, None])[:, 0].numpy())
-    return found
-
-
-def check(ranks, folder, expected, *, engine):
-    ranks[1].call(worker.open_trainer, config=job(folder, budget=64))
-    for mine, theirs in zip(
-        collect(ranks[1].call(worker.logprobs, rows=ROWS)), expected, strict=True
-    ):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
-    if engine:
-        for mine, theirs in zip(by_engine(folder), expected, strict=True):
-            np.testing.assert_allclose(mine, theirs[-len(mine) :], atol=1e-5)
-
-
-def distance(found, other):
-    return max(float(np.abs(a - b).max()) for a, b in zip(found, other, strict=True))
-
-
-@pytest.mark.parametrize("case", ROPES)
-def test_rotary_positions_are_those_of_transformers_on_engine_and_trainer(
-    ranks, weights, tmp_path, case
-):
-    folder = linked(tmp_path, weights["qwen3"], "qwen3", **ROPES[case])
-    expected = by_transformers(folder)
-    assert distance(expected, by_transformers(weights["qwen3"])) > 0.01
-    check(ranks, folder, expected, engine=True)
-
-
-def test_other_families_have_yarn_too(ranks, weights, tmp_path):
-    for family in ("qwen2", "qwen3_moe"):  # attention by Megatron's own steps; experts
-        folder = tmp_path / family
-        folder.mkdir()
-        linked(folder, weights[family], family, rope_scaling=YARN)
-        expected = by_transformers(folder)
-        assert distance(expected, by_transformers(weights[family])) > 0.01
-        check(ranks, folder, expected, engine=False)
-
-
-@pytest.mark.parametrize("case", ROPES)
-def test_angles_are_bitwise_those_of_transformers(tmp_path, case):
-    from transformers import AutoConfig
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
-
-    write(tmp_path, "qwen3", **ROPES[case])
-    theirs = Qwen3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
-    mine = Rope.read(ConfigJson(tmp_path))
-    assert torch.equal(mine.inverse_frequencies(16, torch.device("cpu")), theirs.inv_freq)
-    assert mine.attention_factor == theirs.attention_scaling
-
-
-WRONG_ROPES = {
-    "dynamic": ({"type": "dynamic", "factor": 2.0}, "type = 'dynamic': only default, linear, yarn"),
-    "llama3": ({"rope_type": "llama3"}, "rope_type = 'llama3': only default, linear, yarn is"),
-    "longrope": ({"rope_type": "longrope"}, "rope_type = 'longrope': only"),
-    "no type": ({"rope_type": None, "factor": 2.0}, "rope_type = None: only"),
-    "by layer": ({"full_attention": {"rope_type": "yarn"}}, "full_attention = {'rope_type': 'yar"),
-    "a foreign key": (YARN | {"attn_factor": 2}, "attn_factor = 2: rope type 'yarn' has no such"),
-    "no factor": ({"type": "yarn"}, "factor = missing: a positive number is expected"),
-    "text": (YARN | {"factor": "4"}, "factor = '4': a positive number is expected"),
-    "nan": (YARN | {"factor": float("nan")}, "factor = nan: a positive number is expected"),
-    "half a head": (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: only 1.0"),
-    "base 1": (YARN | {"rope_theta": 1.0}, "rope_theta = 1.0: rope type 'yarn' takes a number lar"),
-    "no object": ([4.0], "rope_scaling = [4.0]: an object is expected"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_ROPES)
-def test_rotary_positions_that_are_not_computed_are_refused_by_name(tmp_path, case):
-    value, message = WRONG_ROPES[case]
-    write(tmp_path, "qwen3", rope_scaling=value)
-    for read in (read_architecture, Shape.read):
-        with pytest.raises(ConfigError) as refused:
-            read(tmp_path)
-        assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: rope_scaling")
-        assert message in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_every_field_of_the_installed_transformers_has_an_entry():
@@ -338,3 +161,72 @@ def test_an_unknown_field_and_a_base_that_is_lost_are_named_by_the_check(tmp_pat
     unknown, lost = caplog.messages
     assert unknown.startswith(f"{tmp_path / 'config.json'}: mup, new_gate: unknown fields, are")
     assert "rope_parameters.rope_theta = 1000000.0: is passed over" in lost
+
+
+def another_output(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def another_model_in_an_index(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: -weight for name, weight in tensors.items()}, folder / "1.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def by_the_index(folder):
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "other_reading", "message"),
+    [
+        (another_output, lambda folder: None, "there is an lm_head.weight other than"),
+        (
+            another_model_in_an_index,
+            by_the_index,
+            "has model.safetensors beside model.safetensors.",
+        ),
+    ],
+)
+def test_a_folder_that_transformers_and_engines_read_differently_is_refused_everywhere(
+    ranks, tmp_path, change, other_reading, message
+):
+    folder = make(tmp_path, "qwen3", tie_word_embeddings=True)
+    before = by_transformers(folder)
+    change(folder)
+    shape = read_architecture(folder)
+    engine = Qwen3(Shape.read(folder), torch.float32, torch.device("cpu"))
+    for read in (
+        lambda: preflight.check_weights(folder, shape),
+        lambda: convert.to_megatron(folder, tmp_path / "out"),
+        lambda: engine.load_folder(folder),
+        lambda: ranks[1].call(worker.open_trainer, config=job(folder)),
+    ):
+        with pytest.raises((ConfigError, EngineError, AssertionError), match=message):
+            read()
+    other_reading(folder)
+    assert distance(before, by_transformers(folder)) > 1  # it would have mattered
+
+
+def test_an_output_matrix_that_repeats_the_embedding_is_the_embedding(ranks, tmp_path):
+    folder = make(tmp_path, "qwen3", tie_word_embeddings=True)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    check(ranks, folder, by_transformers(folder), engine=True)
+
+
+def test_what_is_exported_keeps_the_rotary_positions(weights, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    linked(folder, weights["qwen3"], "qwen3", rope_parameters=SAVED, rope_scaling=YARN)
+    convert.to_megatron(folder, tmp_path / "core")
+    convert.to_hf(tmp_path / "core", folder, tmp_path / "back")
+    config, exported = ((f / "config.json").read_text() for f in (folder, tmp_path / "back"))
+    assert json.loads(exported) == json.loads(config)
+    expected = by_transformers(folder)
+    assert distance(expected, by_transformers(weights["qwen3"])) > 0.01
+    assert distance(expected, by_transformers(tmp_path / "back")) == 0

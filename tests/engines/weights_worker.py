@@ -46,7 +46,7 @@ def load(config):
 def _counted():
     from collections import Counter
 
-    from relax_hpc.engines.megatron import hf_files
+    from relax_hpc.engines.hf import files as hf_files
 
     read, opened = [], Counter()
     safe_open, read_part = hf_files.safe_open, hf_files.HfFiles.read

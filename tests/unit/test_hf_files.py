@@ -1,9 +1,12 @@
 """Checkpoints that are not what their config.json says are refused before anything is queued."""
 
+import json
+
 import numpy as np
 import pytest
-from hf_checkpoint import EXPERTS, INDEX, QWEN3, write
+from hf_checkpoint import EXPERTS, INDEX, QWEN3, tensors, write
 
+from relax_hpc.engines.hf.files import HfFiles
 from relax_hpc.engines.megatron.architectures import registry
 from relax_hpc.engines.megatron.architectures.names import Parameter, Piece
 from relax_hpc.errors import ConfigError
@@ -25,7 +28,8 @@ def test_what_config_json_says_is_accepted(tmp_path, config, num_files):
 
 
 def test_a_tied_output_matrix_may_be_repeated(tmp_path):
-    check(write(tmp_path, QWEN3, lambda w: w.update({"lm_head.weight": np.zeros((8, 8))})))
+    twice = {"lm_head.weight": np.zeros((8, 8), np.float16)}
+    check(write(tmp_path, QWEN3, lambda w: w.update(twice)))
 
 
 def test_experts_may_be_fused_as_transformers_has_them_in_memory(tmp_path):
@@ -78,6 +82,17 @@ CHANGES = {
         lambda w: w.update({NORM: np.zeros(4)}),
         f"{NORM} is [4], but config.json asks for [2]",
     ),
+    "another output matrix than the embedding that it is tied to": (
+        QWEN3,
+        lambda w: w.update({"lm_head.weight": np.eye(8, dtype=np.float16)}),
+        "tie_word_embeddings = true in config.json, but there is an lm_head.weight other than "
+        "model.embed_tokens.weight; set it to false to train both, or remove the tensor",
+    ),
+    "an output matrix of another type": (
+        QWEN3,
+        lambda w: w.update({"lm_head.weight": np.zeros((8, 8), np.float32)}),
+        "there is an lm_head.weight other than model.embed_tokens.weight",
+    ),
     "fewer fused experts": (
         EXPERTS | {"mlp_only_layers": [0]},
         lambda w: [
@@ -126,11 +141,36 @@ FILES = {
         lambda f: (f / "1.safetensors").write_bytes((f / "2.safetensors").read_bytes()),
         f"1.safetensors has no tensor model.layers.0.input_layernorm.weight, though {INDEX} says",
     ),
+    "a whole model beside an index of others": (
+        lambda f: (f / "model.safetensors").write_bytes((f / "0.safetensors").read_bytes()),
+        f"has model.safetensors beside {INDEX}, which names other files: transformers would read "
+        "the one, SGLang the others; remove what is not the model",
+    ),
     "no index": (
         lambda f: (f / INDEX).unlink(),
         f"has neither model.safetensors nor {INDEX}; download the weights in the safetensors",
     ),
 }
+
+
+def test_an_index_of_a_single_file_is_no_other_model(tmp_path):
+    write(tmp_path, QWEN3)
+    names = list(tensors(tmp_path))
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    check(tmp_path)
+
+
+def test_ranks_compare_a_repeated_output_matrix_part_by_part(tmp_path):
+    other = np.zeros((8, 8), np.float16)
+    other[5] = 1
+    write(tmp_path, QWEN3, lambda w: w.update({"lm_head.weight": other}))
+    with HfFiles(tmp_path) as files:
+        for part in (0, 1, 3):
+            files.check_tied(part, 4)
+        for whole in ((2, 4), (0, 1), (1, 2)):
+            with pytest.raises(ConfigError, match="lm_head"):
+                files.check_tied(*whole)
 
 
 @pytest.mark.parametrize("case", FILES)

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from relax_hpc.engines.hf import fields
 from relax_hpc.engines.hf.config_json import ConfigJson
+from relax_hpc.engines.hf.files import HfFiles
 from relax_hpc.engines.hf.rope import Rope
 from relax_hpc.errors import ConfigError, EngineError
 
@@ -161,11 +162,13 @@ class Qwen3:
         Raises:
             EngineError: no safetensors there, or they do not hold exactly this model.
         """
-        from safetensors.torch import load_file
-
-        loaded: set[str] = set()
-        for file in sorted(folder.glob("*.safetensors")):
-            loaded |= self.load(load_file(file).items())
+        try:
+            with HfFiles(folder) as files:
+                if self.shape.tied:
+                    files.check_tied()
+                loaded = self.load((name, files.read(name)) for name in files.names)
+        except ConfigError as error:
+            raise EngineError(str(error)) from None
         if missing := sorted(self.weights.keys() - loaded):
             raise EngineError(f"{folder}: {len(missing)} weights are missing, e.g. {missing[0]}")
 

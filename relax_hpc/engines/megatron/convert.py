@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from relax_hpc import hf_folder
+from relax_hpc.engines.hf.files import HfFiles
 from relax_hpc.engines.megatron import checkpoint_write, hf_names, hf_stream
 from relax_hpc.engines.megatron.architectures.names import Parameter
 from relax_hpc.engines.megatron.architectures.registry import parameters, read_architecture
 from relax_hpc.engines.megatron.boxes import Box
 from relax_hpc.engines.megatron.checkpoint_read import Stored
-from relax_hpc.engines.megatron.hf_files import HfFiles, check_names
+from relax_hpc.engines.megatron.hf_check import check_names
 from relax_hpc.errors import ConfigError
 
 _OTHER_NAMES = (

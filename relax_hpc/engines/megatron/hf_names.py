@@ -5,15 +5,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from relax_hpc.engines.hf.files import HfFiles
 from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.names import Parameter, Piece
 from relax_hpc.engines.megatron.architectures.registry import parameters, read_architecture
-from relax_hpc.engines.megatron.hf_files import HfFiles, check_names
+from relax_hpc.engines.megatron.hf_check import check_names
 
 _LAYERS = "decoder.layers."
 
@@ -95,7 +97,8 @@ def load(chunks: Sequence[GPTModel], folder: Path) -> None:
     """
     shape = read_architecture(folder)
     with HfFiles(folder) as files:
-        check_names(files, shape, parameters(shape))
+        rank, size = dist.get_rank(), dist.get_world_size()
+        check_names(files, shape, parameters(shape), part=rank, num_parts=size)
         for parameter, copies in owned(chunks, shape):
             for own in copies:
                 fill(files, parameter, own, Sharing.of(parameter))

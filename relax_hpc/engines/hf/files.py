@@ -1,7 +1,7 @@
 """The safetensors of a Hugging Face folder: one file, or several with an index."""
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from safetensors import SafetensorError, safe_open
 
-from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.architectures.names import Parameter, Shape
 from relax_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+Shape = tuple[int, ...]
+_CHUNK_BYTES = 1 << 24
 
 
 class HfFiles:
@@ -78,7 +79,7 @@ class HfFiles:
         found = self.shape(name)
         if found == expected:
             return
-        if name in ("model.embed_tokens.weight", "lm_head.weight") and found[1:] == expected[1:]:
+        if name in (EMBEDDING, OUTPUT) and found[1:] == expected[1:]:
             raise self.refused(
                 f"{name} has {found[0]} rows, but vocab_size in config.json is {expected[0]}; "
                 "they must be of the same model"
@@ -87,6 +88,42 @@ class HfFiles:
             f"{name} is {list(found)}, but config.json asks for {list(expected)}; "
             "they must be of the same model"
         )
+
+    def check_tied(self, part: int = 0, num_parts: int = 1) -> None:
+        """Refuses an output matrix beside the embedding that it is said to be, and is not.
+
+        transformers would take it, and tie nothing; SGLang would not.
+
+        Args:
+            part: which of `num_parts` of the matrices is compared.
+            num_parts: of about the same size.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        if OUTPUT not in self.names:
+            return
+        (kind, first, one), (its_kind, its_first, other) = map(self._place, (EMBEDDING, OUTPUT))
+        size = kind[2]
+        start, stop = size * part // num_parts, size * (part + 1) // num_parts
+        if kind == its_kind and same_bytes(
+            one, first + start, other, its_first + start, stop - start
+        ):
+            return
+        raise self.refused(
+            f"tie_word_embeddings = true in config.json, but there is an {OUTPUT} other than "
+            f"{EMBEDDING}; set it to false to train both, or remove the tensor"
+        )
+
+    def _place(self, name: str) -> tuple[tuple[str, Shape, int], int, Path]:
+        """(type, shape, bytes) of a tensor, where it begins, and the file."""
+        self._slice(name)  # refuses what is damaged
+        path = self._folder / self._files[name]
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            head = json.loads(file.read(length))[name]
+        start, stop = head["data_offsets"]
+        return (head["dtype"], tuple(head["shape"]), stop - start), 8 + length + start, path
 
     def _slice(self, name: str) -> Any:  # noqa: ANN401
         try:
@@ -131,6 +168,11 @@ class HfFiles:
             missing = sorted({f for f in files.values() if not (self._folder / f).exists()})
         except (ValueError, KeyError, TypeError, AttributeError):
             raise self.refused(f"{INDEX} has no weight_map; download it again") from None
+        if (self._folder / SINGLE).exists() and set(files.values()) != {SINGLE}:
+            raise self.refused(
+                f"has {SINGLE} beside {INDEX}, which names other files: transformers would read "
+                "the one, SGLang the others; remove what is not the model"
+            )
         if missing:
             raise self.refused(
                 f"{INDEX} names {', '.join(missing)}, which {'are' if missing[1:] else 'is'} "
@@ -139,43 +181,14 @@ class HfFiles:
         return files
 
 
-def check_names(files: HfFiles, shape: Architecture, parameters: Iterable[Parameter]) -> None:
-    """The folder has the tensors of the architecture, and no others.
-
-    Raises:
-        ConfigError: naming the first that is missing, or too many.
-    """
-    left = set(files.names)
-    for parameter in parameters:
-        names = [parameter.fused] if parameter.fused in left else list(parameter.names())
-        missing = [name for name in names if name not in left]
-        if missing:
-            raise files.refused(
-                f"has no tensor {missing[0]}, which model_type {shape.model_type!r} in config.json "
-                "asks for; they must be of the same model"
-            )
-        left.difference_update(names)
-    if shape.tied_embeddings:
-        left.discard("lm_head.weight")  # some folders repeat it
-    if left:
-        raise files.refused(
-            f"has {len(left)} tensors that model_type {shape.model_type!r} in config.json does not "
-            f"have, the first is {min(left)}; they must be of the same model"
-        )
-
-
-def check_shapes(files: HfFiles, parameters: Iterable[Parameter]) -> None:
-    """All tensors are there, in files that are whole, and have the shapes that config.json says.
-
-    Reads the head of every file, and no weights.
-
-    Raises:
-        ConfigError: naming the first that is not so.
-    """
-    for parameter in parameters:
-        if parameter.fused in files.names:
-            files.check_shape(parameter.fused, parameter.fused_shape)
-            continue
-        shapes = list(parameter.hf.values()) * (parameter.num_experts or 1)
-        for name, expected in zip(parameter.names(), shapes, strict=True):
-            files.check_shape(name, expected)
+def same_bytes(one: Path, at: int, other: Path, its_at: int, num_bytes: int) -> bool:
+    """Whether so many bytes of two files are the same ones."""
+    with one.open("rb", buffering=0) as mine, other.open("rb", buffering=0) as its:
+        mine.seek(at)
+        its.seek(its_at)
+        while num_bytes > 0:
+            size = min(num_bytes, _CHUNK_BYTES)
+            if mine.read(size) != its.read(size):
+                return False
+            num_bytes -= size
+    return True

@@ -1,0 +1,91 @@
+"""Rotary positions, plain and scaled: those of transformers, or refused by name."""
+
+import pytest
+import torch
+from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, write
+
+from relax_hpc.engines.embedded.model import Shape
+from relax_hpc.engines.hf.config_json import ConfigJson
+from relax_hpc.engines.hf.rope import Rope
+from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.errors import ConfigError
+
+ROPES = {
+    "a base": {"rope_theta": 1e6},
+    "a base as transformers 5 has it": {"rope_parameters": {"rope_theta": 1e6}},
+    "yarn": {"rope_scaling": YARN},
+    "yarn by its old name": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "yarn beside parameters": {"rope_parameters": SAVED, "rope_scaling": YARN},
+    "yarn with a base": {"rope_theta": None, "rope_parameters": YARN | {"rope_theta": 3e4}},
+    "yarn, two bases": {"rope_scaling": YARN | {"rope_theta": 3e4}},
+    "yarn, longer": {"rope_scaling": YARN | {"attention_factor": 1.3}},
+    "yarn, other bounds": {"rope_scaling": YARN | {"beta_fast": 4, "beta_slow": 2.5}},
+    "yarn, bounds of no whole channels": {"rope_scaling": YARN | {"truncate": False}},
+    "yarn, lengths by scales": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.5}},
+    "yarn, one scale": {"rope_scaling": YARN | {"mscale": 0.7}},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3}},
+    "linear beside parameters": {
+        "rope_parameters": SAVED, "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+    },
+    "nothing": {"rope_theta": None},
+}  # fmt: skip
+"""What of it is None, is not there."""
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_rotary_positions_are_those_of_transformers_on_engine_and_trainer(
+    ranks, weights, tmp_path, case
+):
+    folder = linked(tmp_path, weights["qwen3"], "qwen3", **ROPES[case])
+    expected = by_transformers(folder)
+    assert distance(expected, by_transformers(weights["qwen3"])) > 0.01
+    check(ranks, folder, expected, engine=True)
+
+
+def test_other_families_have_yarn_too(ranks, weights, tmp_path):
+    for family in ("qwen2", "qwen3_moe"):  # attention by Megatron's own steps; experts
+        folder = tmp_path / family
+        folder.mkdir()
+        linked(folder, weights[family], family, rope_scaling=YARN)
+        expected = by_transformers(folder)
+        assert distance(expected, by_transformers(weights[family])) > 0.01
+        check(ranks, folder, expected, engine=False)
+
+
+@pytest.mark.parametrize("case", ROPES)
+def test_angles_are_bitwise_those_of_transformers(tmp_path, case):
+    from transformers import AutoConfig
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+    write(tmp_path, "qwen3", **ROPES[case])
+    theirs = Qwen3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
+    mine = Rope.read(ConfigJson(tmp_path))
+    assert torch.equal(mine.inverse_frequencies(16, torch.device("cpu")), theirs.inv_freq)
+    assert mine.attention_factor == theirs.attention_scaling
+
+
+WRONG_ROPES = {
+    "dynamic": ({"type": "dynamic", "factor": 2.0}, "type = 'dynamic': only default, linear, yarn"),
+    "llama3": ({"rope_type": "llama3"}, "rope_type = 'llama3': only default, linear, yarn is"),
+    "longrope": ({"rope_type": "longrope"}, "rope_type = 'longrope': only"),
+    "no type": ({"rope_type": None, "factor": 2.0}, "rope_type = None: only"),
+    "by layer": ({"full_attention": {"rope_type": "yarn"}}, "full_attention = {'rope_type': 'yar"),
+    "a foreign key": (YARN | {"attn_factor": 2}, "attn_factor = 2: rope type 'yarn' has no such"),
+    "no factor": ({"type": "yarn"}, "factor = missing: a positive number is expected"),
+    "text": (YARN | {"factor": "4"}, "factor = '4': a positive number is expected"),
+    "nan": (YARN | {"factor": float("nan")}, "factor = nan: a positive number is expected"),
+    "half a head": (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: only 1.0"),
+    "base 1": (YARN | {"rope_theta": 1.0}, "rope_theta = 1.0: rope type 'yarn' takes a number lar"),
+    "no object": ([4.0], "rope_scaling = [4.0]: an object is expected"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ROPES)
+def test_rotary_positions_that_are_not_computed_are_refused_by_name(tmp_path, case):
+    value, message = WRONG_ROPES[case]
+    write(tmp_path, "qwen3", rope_scaling=value)
+    for read in (read_architecture, Shape.read):
+        with pytest.raises(ConfigError) as refused:
+            read(tmp_path)
+        assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: rope_scaling")
+        assert message in str(refused.value) and "\n" not in str(refused.value)
