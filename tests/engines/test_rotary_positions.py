@@ -1,14 +1,22 @@
 """Rotary positions, plain and scaled: those of transformers, or refused by name."""
 
+import asyncio
+
 import pytest
 import torch
+from engine_fixtures import prompt_of, reference_logprobs
+from sglang_under_test import SGLANG_PYTHON
 from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, write
 
+from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.embedded.model import Shape
+from relax_hpc.engines.generation import Sampling
 from relax_hpc.engines.hf.config_json import ConfigJson
 from relax_hpc.engines.hf.rope import Rope
 from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import ConfigError
+from relax_hpc.launch import preflight
 
 ROPES = {
     "a base": {"rope_theta": 1e6},
@@ -89,3 +97,35 @@ def test_rotary_positions_that_are_not_computed_are_refused_by_name(tmp_path, ca
             read(tmp_path)
         assert str(refused.value).startswith(f"{tmp_path / 'config.json'}: rope_scaling")
         assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_what_sglang_would_pass_over_is_refused_for_it_alone(tmp_path):
+    shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, longer"]))
+    preflight.check_engine(RolloutConfig(engine="embedded"), shape)
+    with pytest.raises(ConfigError, match=r"^attention_factor = 1\.3 of rope_scaling .* mscale"):
+        preflight.check_engine(RolloutConfig(engine="sglang"), shape)
+    shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, lengths by scales"]))
+    preflight.check_engine(RolloutConfig(engine="sglang"), shape)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("case", ["yarn beside parameters", "yarn, lengths by scales", "linear"])
+def test_sglang_reads_the_same_rotary_positions_from_the_folder(weights, tmp_path, case):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    linked(folder, weights["qwen3"], "qwen3", **ROPES[case])
+    prompt = prompt_of(20)
+
+    async def run(process):
+        async with process.generation_client() as client:
+            return await client.sample(prompt, 1, Sampling(1.0, 40, ignore_eos=True))
+
+    with start_engine(
+        "sglang", folder, host="127.0.0.1", token="right", dtype="float32", seed=0,
+        rollout_config=RolloutConfig(engine="sglang", start_timeout_s=300),
+        log_path=tmp_path / "engine.log", python=SGLANG_PYTHON,
+    ) as process:  # fmt: skip
+        response = asyncio.run(run(process))
+    expected = reference_logprobs(folder, prompt, response.token_ids)
+    assert len(response.token_ids) == 40
+    assert torch.tensor(response.logprobs).sub(expected).abs().max() <= 1e-5

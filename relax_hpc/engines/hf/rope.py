@@ -5,7 +5,7 @@ They are said in config.json by `rope_parameters` (since transformers 5), or by 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from relax_hpc.engines.hf.config_json import ConfigJson, Table
@@ -44,6 +44,8 @@ class Rope:
     """These bounds are rounded to whole channels."""
     attention_factor: float = 1.0
     """Queries and keys become that much longer."""
+    is_attention_factor_said: bool = field(default=False, compare=False)
+    """By config.json; else it follows from `factor`."""
 
     @classmethod
     def read(cls, config: ConfigJson) -> "Rope":
@@ -133,7 +135,7 @@ def _yarn(table: Table, base: float, factor: float, max_positions: int) -> Rope:
     return Rope(
         "yarn", base, factor, table.size("original_max_position_embeddings", max_positions),
         beta_fast, beta_slow, table.flag("truncate", default=True),
-        table.number("attention_factor", attention_factor),
+        table.number("attention_factor", attention_factor), "attention_factor" in table.record,
     )  # fmt: skip
 
 
