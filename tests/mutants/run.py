@@ -26,10 +26,11 @@ import site
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
 import venv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,11 +39,28 @@ ENOUGH = 0.9
 """The share of the mistakes that is to be noticed."""
 TEST_S, RUN_S = 60, 600
 """How long a test, and those of one mistake, may take: one that does not end is noticed too."""
-BEGIN = """#!{python}
+COMMAND = """#!{python}
 import sys
 from relax_hpc.cli import main
 sys.exit(main())
 """
+
+FORKS = """
+import json, os, sys
+import h5py, numpy, pydantic, pytest, torch, transformers  # once, not per mistake; nothing of ours
+for line in sys.stdin:
+    out, *tests = json.loads(line)
+    if child := os.fork():
+        print(child, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.setsid()
+    for stream, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
+        os.dup2(os.open(out if stream else os.devnull, flags | os.O_APPEND), stream)
+    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-o", sys.argv[1]]
+    os._exit(pytest.main([*options, *tests]))
+"""
+"""Runs pytest in a fork per line that it reads; tells the child's id, then its exit code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +104,15 @@ class Copy:
         asked = "import relax_hpc; print(relax_hpc.__file__)"
         found = subprocess.check_output([self._python, "-I", "-c", asked], cwd=folder, text=True)
         assert Path(found).is_relative_to(self._tree.resolve()), f"tests would import {found}"
+        path = f"{self._python.parent}:{os.environ['PATH']}"
+        self._forks = subprocess.Popen(
+            [self._python, "-c", FORKS, f"timeout={TEST_S}"],
+            cwd=self._tree,
+            env={**os.environ, "PYTHONPATH": str(self._tree), "PATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def _environment(self, folder: Path) -> Path:
         """Also children that inherit no variable import the copy, by the path in site-packages."""
@@ -94,7 +121,7 @@ class Copy:
         added = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
         (packages / "copy.pth").write_text("\n".join([str(self._tree.resolve()), *added, ""]))
         python = folder / "bin" / "python"
-        (folder / "bin" / "relax-hpc").write_text(BEGIN.format(python=python))
+        (folder / "bin" / "relax-hpc").write_text(COMMAND.format(python=python))
         (folder / "bin" / "relax-hpc").chmod(0o755)
         return python
 
@@ -114,29 +141,26 @@ class Copy:
         path.write_text(text)
         Path(importlib.util.cache_from_source(str(path))).unlink(missing_ok=True)
 
-    def test(self, tests: list[str], *options: str, limit_s: float | None) -> tuple[int, str]:
+    def test(self, tests: Sequence[str]) -> tuple[int, str]:
         """Exit code and output of pytest; what takes too long is ended with its children."""
-        pytest = [self._python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=0"]
-        path = f"{self._python.parent}:{os.environ['PATH']}"
-        with tempfile.TemporaryFile("w+") as out:
-            child = subprocess.Popen(
-                [*pytest, "--tb=no", "-o", f"timeout={TEST_S}", *options, *tests],
-                cwd=self._tree,
-                env={**os.environ, "PYTHONPATH": str(self._tree), "PATH": path},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = child.wait(limit_s)
-            except subprocess.TimeoutExpired:
-                code = -signal.SIGKILL
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
-            out.seek(0)
+        with tempfile.NamedTemporaryFile("r") as out:
+            print(json.dumps([out.name, *tests]), file=self._forks.stdin, flush=True)
+            child = int(self._forks.stdout.readline())
+            late = threading.Timer(RUN_S, _end, [child])
+            late.start()
+            code = int(self._forks.stdout.readline())
+            late.cancel()
+            _end(child)
             return code, out.read()
+
+    def close(self) -> None:
+        self._forks.stdin.close()
+        self._forks.wait()
+
+
+def _end(group: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
 
 
 def _files() -> list[str]:
@@ -146,11 +170,21 @@ def _files() -> list[str]:
     return [name for name in names if (ROOT / name).is_file()]
 
 
+def without(copies: "queue.SimpleQueue[Copy]", tests: tuple[str, ...]) -> bool:
+    """Whether the tests pass as the tree is."""
+    copy = copies.get()
+    code, output = copy.test(tests)
+    copies.put(copy)
+    if code:
+        print(*tests, output, "fail without a mistake", sep="\n", file=sys.stderr)
+    return code == 0
+
+
 def try_out(copies: "queue.SimpleQueue[Copy]", mutant: Mutant) -> Result:
     copy, began = copies.get(), time.monotonic()
     try:
         with copy.planted(mutant):
-            code, output = copy.test(mutant.tests, "-x", limit_s=RUN_S)
+            code, output = copy.test(mutant.tests)
     finally:
         copies.put(copy)
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -204,17 +238,20 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="relax-mutants-") as folder:
+        made = [Copy(Path(folder) / str(number)) for number in range(options.jobs)]
         copies = queue.SimpleQueue[Copy]()
-        for number in range(options.jobs):
-            copies.put(first := Copy(Path(folder) / str(number)))
-        tests = sorted({test for mutant in chosen for test in mutant.tests})
-        print(f"{len(chosen)} mistakes; first, {len(tests)} tests or files without any", flush=True)
-        code, output = first.test(tests, "-n", str(options.jobs), limit_s=None)
-        if code:
-            print(output, "the tests fail without a mistake", sep="\n", file=sys.stderr)
-            return 2
-        with ThreadPoolExecutor(options.jobs) as pool:
-            results = list(pool.map(lambda mutant: try_out(copies, mutant), chosen))
+        for copy in made:
+            copies.put(copy)
+        tests = sorted({tuple(mutant.tests) for mutant in chosen})
+        print(f"{len(chosen)} mistakes; first, {len(tests)} sets of tests without any", flush=True)
+        try:
+            with ThreadPoolExecutor(options.jobs) as pool:
+                if not all(list(pool.map(lambda some: without(copies, some), tests))):
+                    return 2
+                results = list(pool.map(lambda mutant: try_out(copies, mutant), chosen))
+        finally:
+            for copy in made:
+                copy.close()
     return 0 if report(results, options.report) >= ENOUGH else 1
 
 

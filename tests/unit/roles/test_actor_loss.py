@@ -14,7 +14,7 @@ SETTINGS = {
     "algorithm__clip_high": 0.4,
     "algorithm__importance_cap": 1.5,
 }
-PULLED = {"algorithm__kl_coefficient": 0.25, "reference__placement": "actor"}
+PULLED = {"algorithm__kl_coefficient": 0.25}
 
 # pi / pi_old, advantage, pi_old / mu, pi_ref / pi
 TOKENS = [
@@ -56,9 +56,11 @@ def test_the_policy_loss_of_the_settings_is_the_one_worked_by_hand():
     torch.testing.assert_close(now.grad, expected)
 
 
-def test_with_a_reference_the_kl_term_is_added_with_the_coefficient_of_the_settings():
+@pytest.mark.parametrize("placement", ["actor", "own"])
+def test_with_a_reference_the_kl_term_is_added_with_the_coefficient_of_the_settings(placement):
     now, packed = tokens()
-    loss, metrics = loss_of(config(**SETTINGS, **PULLED))(now, packed)
+    made = config(**SETTINGS, **PULLED, reference__placement=placement)
+    loss, metrics = loss_of(made)(now, packed)
     assert loss.item() == pytest.approx(POLICY + 0.25 * KL, abs=1e-12)
     assert metrics["kl/mean"].item() == pytest.approx(KL)
     loss.backward()

@@ -1,0 +1,192 @@
+"""Where tasks begin: which role is built, with which world, and what is said when it fails."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+from role_fakes import Events, Journal, config
+
+from relax_hpc.comm.context import TaskContext
+from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.errors import ConfigError, EngineError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles import actor_task, logprobs_task, main, rollout_task, sft_task
+from relax_hpc.roles.sft_lead import DataPosition
+from relax_hpc.telemetry.events import read_events
+
+SFT = SftRunConfig.model_validate({
+    "name": "run", "model": {"path": "unused"},
+    "sft": {"train": "t", "heldout": "h", "heldout_documents": 3, "num_steps": 3, "batch_size": 2},
+})  # fmt: skip
+
+
+def context(role="actor", rank=2, start=3):
+    return TaskContext(role, rank, 4, 1, attempt="7.0", start=start, node="n2")
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """What the ranks of a component are joined by; they do not touch Megatron."""
+    asked = []
+
+    def connect(bootstrap, **how):
+        asked.append((bootstrap, how))
+        return SimpleNamespace(size=how["size"])
+
+    monkeypatch.setattr(main, "connect", connect)
+    monkeypatch.setattr("relax_hpc.engines.megatron.cpu.install", lambda: None)
+    return asked
+
+
+@pytest.mark.parametrize(("role", "module"), [("actor", actor_task), ("reference", logprobs_task)])
+def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
+    tmp_path, monkeypatch, joined, role, module
+):
+    given = []
+    monkeypatch.setattr(module, "main", lambda *args: given.append(args))
+    paths, events, settings = RunPaths(tmp_path), Events(), config(launch__peer_timeout_s=77)
+    main._role(role)(settings, paths, context(role), "files", events)
+    [(bootstrap, how)] = joined
+    assert (bootstrap, how.pop("rendezvous")) == ("files", paths.rendezvous(f"{role}-7.0-3"))
+    assert how == {"role": role, "rank": 2, "size": 4, "timeout_s": 137}
+    assert [e["size"] for e in events.of("world")] == [4]
+    [(*first, world, task, noted)] = given
+    assert (first, world.size, task, noted) == ([settings, paths], 4, context(role), events)
+
+
+def test_a_fine_tuning_has_an_actor_of_its_own(tmp_path, monkeypatch, joined):
+    given = []
+    monkeypatch.setattr(sft_task, "main", lambda *args: given.append(args))
+    main._role("actor")(SFT, RunPaths(tmp_path), context(), "mpi", Events())
+    [(settings, _, _, local_rank, _)] = given
+    assert settings is SFT and local_rank == 1
+
+
+@pytest.mark.parametrize(("bootstrap", "joins"), [("files", 0), ("mpi", 1)])
+def test_rollout_tasks_work_alone_and_join_only_where_they_were_started_by_mpi(
+    tmp_path, monkeypatch, joined, bootstrap, joins
+):
+    given = []
+    monkeypatch.setattr(rollout_task, "main", lambda *args: given.append(args))
+    main._role("rollout")(config(), RunPaths(tmp_path), context("rollout"), bootstrap, Events())
+    assert len(joined) == joins and len(given) == 1
+
+
+def test_what_a_role_raises_is_noted_and_raised(tmp_path, monkeypatch):
+    def fails(*_):
+        raise EngineError("no memory")
+
+    paths = RunPaths(tmp_path)
+    monkeypatch.setattr(main, "read_resolved", lambda path: config())
+    monkeypatch.setattr(main.logs, "setup", lambda *_: None)
+    monkeypatch.setattr(main, "_role", lambda role: fails)
+    logging.getLogger("relax_hpc").setLevel(logging.CRITICAL)
+    try:
+        with pytest.raises(EngineError):
+            main.run(paths.root, context(), "files")
+    finally:
+        logging.getLogger("relax_hpc").setLevel(logging.NOTSET)
+    start, error = read_events(paths.root / "events")
+    assert (start["event"], start["attempt"], start["start"]) == ("start", "7.0", 3)
+    assert (start["role"], start["rank"], start["node"]) == ("actor", 2, "n2")
+    assert (error["event"], error["message"]) == ("error", "EngineError: no memory")
+
+
+def test_a_role_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="role 'critic'"):
+        main._role("critic")
+
+
+class World:
+    size = 2
+
+    def __init__(self, rank, journal):
+        self.rank, self.journal = rank, journal
+
+    def barrier(self):
+        self.journal.note("barrier")
+
+
+def fake(monkeypatch, module, journal, *names, **values):
+    """Things of a module that note what they are called with, and are what they are given."""
+    for name in names:
+        made = values.get(name, name)
+
+        def call(*args, _name=name, _made=made, **kwargs):
+            journal.note(_name, args, kwargs)
+            return _made
+
+        monkeypatch.setattr(module, name, call)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_leads(
+    tmp_path, monkeypatch, rank
+):
+    journal, paths, events = Journal(), RunPaths(tmp_path), Events()
+    closing = SimpleNamespace(close=lambda: journal.note("closed"))
+    fake(
+        monkeypatch, logprobs_task, journal, "init_torch", "MegatronScorer", "Reader",
+        "SidecarWriter", "CreditTail", Reader=closing,
+    )  # fmt: skip
+    fake(monkeypatch, logprobs_task.logprobs, journal, "SidecarLead", "run", SidecarLead=closing)
+    monkeypatch.setattr(logprobs_task.torch.distributed, "destroy_process_group", lambda: None)
+    settings = config(
+        reference__placement="own", reference__path="its model", reference__data_parallel=2,
+        bus__compress=["ragged/token_ids"],
+    )  # fmt: skip
+    logprobs_task.main(settings, paths, World(rank, journal), context("reference"), events)
+    [(_, (its, *_), _)] = journal.of("MegatronScorer")
+    assert str(its.model.path) == "its model" and its.actor.data_parallel == 2
+    [(_, (_, scorer, reader, lead), _)] = journal.of("run")
+    assert (scorer, reader, lead) == ("MegatronScorer", closing, None if rank else closing)
+    assert len(journal.of("closed")) == 2 - rank and journal[-1] == ("barrier",)
+    assert len(events.of("end")) == 1 - rank
+    if rank == 0:
+        [(_, (bus, name, provenance), how)] = journal.of("SidecarWriter")
+        assert (bus, name) == (paths.bus, "reference-0")
+        assert how == {"compress": ["ragged/token_ids"]}
+        assert (provenance["model"], provenance["start"]) == ("its model", 3)
+        [(_, (layout, writer, _, credits, _), _)] = journal.of("SidecarLead")
+        assert layout.data_parallel == 2
+        assert (writer, credits) == ("SidecarWriter", "CreditTail")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, monkeypatch, rank):
+    journal, paths, events = Journal(), RunPaths(tmp_path), Events()
+    resumed, lead = SimpleNamespace(position=DataPosition(1, 2, 3)), SimpleNamespace(position="at")
+    fake(monkeypatch, sft_task, journal, "init_torch", "MegatronTrainer", "SftLead", SftLead=lead)
+    monkeypatch.setattr(sft_task.tokenizers, "load", lambda path: "tokenizer")
+
+    class Documents:
+        def __init__(self, path, tokenizer, sft):
+            self.path = str(path)
+
+        def __len__(self):
+            return 2 if self.path == "h" else 10
+
+        def document(self, line):
+            return f"{self.path} {line}"
+
+    monkeypatch.setattr(sft_task, "Documents", Documents)
+    fake(
+        monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", "Saving",
+        resume=resumed,
+    )  # fmt: skip
+    fake(monkeypatch, sft_task.sft, journal, "run")
+    monkeypatch.setattr(sft_task.torch.distributed, "destroy_process_group", lambda: None)
+    sft_task.main(SFT, paths, World(rank, journal), 1, events)
+    assert journal.of("checkpoints_of")[0][1][3] is DataPosition
+    assert journal.of("resume")[0][1] == ("checkpoints_of", "MegatronTrainer", events)
+    [(_, (_, _, _, trainer, checkpoints, duties, _), _)] = journal.of("Saving")
+    assert (trainer, checkpoints) == ("MegatronTrainer", "checkpoints_of")
+    [(_, (settings, _, trained, leads, save), _)] = journal.of("run")
+    assert (settings, trained, save) == (SFT, "MegatronTrainer", "Saving")
+    if rank:
+        assert leads is None and duties is None and not events.all
+        return
+    assert leads is lead and duties.position() == "at" and events.of("end") == [{}]
+    [(_, (_, _, documents, heldout, _, position), _)] = journal.of("SftLead")
+    assert (documents.path, heldout) == ("t", ["h 0", "h 1"])  # of three that were asked for
+    assert position == DataPosition(1, 2, 3)
