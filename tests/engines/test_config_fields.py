@@ -3,6 +3,9 @@
 import dataclasses
 import json
 import logging
+import re
+import sys
+from pathlib import Path
 
 import megatron_worker as worker
 import pytest
@@ -11,6 +14,7 @@ from megatron_worker import VOCAB, job
 from safetensors.torch import load_file, save_file
 from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, make, write
 
+from relax_hpc import cli
 from relax_hpc.engines.embedded.model import Qwen3, Shape
 from relax_hpc.engines.hf import fields
 from relax_hpc.engines.hf.fields import FIELDS, Inert, Obeyed, Only
@@ -30,6 +34,14 @@ def test_every_field_of_the_installed_transformers_has_an_entry():
         theirs |= set(kind().to_dict()) | set(kind.attribute_map) | set(kind.attribute_map.values())
         theirs |= set(GenerationConfig._get_default_generation_params())
         assert theirs <= set(FIELDS), sorted(theirs - set(FIELDS))
+
+
+def test_the_page_about_models_names_every_field_that_matters():
+    page = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    obeyed, only = (page.split(f"| {head} | |")[1].split("\n\n")[0] for head in ("obeyed", "only"))
+    for text, kind in ((obeyed, Obeyed), (only, Only)):
+        named = {name for name in re.findall(r"`(\w+)`", text) if name != "ForCausalLM"}
+        assert named == {name for name, field in FIELDS.items() if isinstance(field, kind)}
 
 
 SAME_WEIGHTS = {
@@ -125,6 +137,25 @@ def test_a_field_of_which_only_some_values_are_taken_is_refused_by_name_with_oth
         said = str(refused.value)
         assert said.startswith(f"{tmp_path / 'config.json'}: {name} = {REFUSED[name]!r}: only ")
         assert " is supported: " in said and "\n" not in said
+
+
+def test_a_model_that_is_refused_is_refused_by_convert_and_leaves_nothing(
+    tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write(folder, "qwen3", is_causal=False)
+    out = tmp_path / "out"
+    monkeypatch.setattr(
+        sys, "argv", ["relax-hpc", "convert", str(folder), "--to", "megatron", "--out", str(out)]
+    )
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert (
+        f"{folder / 'config.json'}: is_causal = False: only None or True" in capsys.readouterr()[1]
+    )
+    assert not out.exists()
 
 
 ODD = {

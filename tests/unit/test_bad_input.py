@@ -154,6 +154,25 @@ def test_a_file_that_cannot_be_used_is_answered_in_one_line(refused, path, conte
     assert FILES[path, content] in said and "\n" not in said
 
 
+CONFIGS = {
+    "is_causal": (False, "is_causal = False: only None or True is supported: no token sees what"),
+    "attention_bias": (True, "attention_bias = True: only False is supported: only Qwen2 has"),
+    "rope_scaling": (
+        {"rope_type": "llama3"},
+        "rope_scaling.rope_type = 'llama3': only default, linear, yarn is supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("field", CONFIGS)
+def test_a_model_that_would_be_computed_otherwise_than_by_transformers_is_refused(refused, field):
+    value, message = CONFIGS[field]
+    path = Path("model/config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    said = refused("check", "job.toml")
+    assert message in said and "\n" not in said
+
+
 def test_groups_of_one_are_refused_however_advantages_are_normalized(refused):
     single = ("--set", "rollout.samples_per_prompt=1", "--set", "algorithm.normalize_std=true")
     assert "use 2 or more" in refused("submit", "job.toml", "--local", *single)
