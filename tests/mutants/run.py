@@ -47,7 +47,7 @@ sys.exit(main())
 
 FORKS = """
 import json, os, sys
-import h5py, numpy, pydantic, pytest, torch, transformers  # once, not per mistake; nothing of ours
+import h5py, httpx, hypothesis, pydantic, pytest, torch, xdist.plugin  # nothing of ours
 for line in sys.stdin:
     out, *tests = json.loads(line)
     if child := os.fork():

@@ -29,6 +29,11 @@ def test_every_test_that_is_to_notice_a_mistake_exists():
         assert found or not name, test
 
 
+def test_the_lists_are_long_and_a_third_of_them_is_about_the_roles():
+    roles = sum(mutant.file.startswith("relax_hpc/roles/") for mutant in MUTANTS)
+    assert len(MUTANTS) >= 300 and roles >= 100
+
+
 def test_every_mistake_has_a_name_of_its_own_and_a_test():
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)

@@ -177,6 +177,19 @@ def test_a_task_of_an_engine_over_several_nodes_is_the_producer_of_its_engine(ro
     assert (told["rank"], told["start"], told["node"]) == (2, 3, "n2")
 
 
+def test_the_further_tasks_of_an_engine_run_their_part_of_it_and_are_no_producers(
+    rolled_out, monkeypatch
+):
+    served = []
+    monkeypatch.setattr(rollout_task.engine_parts, "serve", lambda *args: served.append(args[3]))
+    made = rolled_out(
+        3, rollout__engine="sglang", rollout__num_engines=2, rollout__nodes_per_engine=2,
+        rollout__resources__nodes=4, rollout__engine_args={"tp_size": 2},
+    )  # fmt: skip
+    assert made == {} and Host.journal == []
+    assert [(seat.id, seat.part) for seat in served] == [("rollout-1", 1)]
+
+
 def test_the_engines_of_a_task_are_started_together_and_asked_to_stop_together(rolled_out):
     made = rolled_out(1, rollout__num_engines=4, rollout__engines_per_task=2)
     names = ["rollout-1.0", "rollout-1.1"]
