@@ -131,6 +131,7 @@ def test_weights_by_broadcast_and_from_disk_are_the_same_weights(engine):
     before = client.checksum()
     client.update_weights_from_disk(str(target), 1)
     from_disk = client.checksum()
+    assert client.version() == 1
     client.update_weights_from_disk(str(engine.checkpoints[0]), 0)
     assert client.checksum() == before != from_disk
 

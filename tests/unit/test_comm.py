@@ -1,4 +1,5 @@
 import multiprocessing
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -7,7 +8,7 @@ import torch
 from torch.distributed import HashStore
 
 from relax_hpc.comm import bucket
-from relax_hpc.comm.broadcast import BroadcastGroup, open_store
+from relax_hpc.comm.broadcast import BroadcastGroup, Transfer, open_store
 from relax_hpc.comm.world import SoloWorld, StoreWorld, connect
 from relax_hpc.errors import PeerTimeoutError
 
@@ -45,6 +46,32 @@ def test_a_digest_sees_one_bit_and_one_name_but_not_the_order():
     changed[1][1][0, 0] = torch.nextafter(changed[1][1][0, 0], torch.tensor(9.0))
     assert bucket.digest(changed) != base
     assert bucket.digest([("A", tensors()[0][1]), *tensors()[1:]]) != base
+
+
+def test_a_digest_sees_type_and_shape_of_the_same_bytes():
+    zeros = torch.zeros(4)
+    others = [zeros.int(), zeros.view(2, 2), torch.zeros(8, dtype=torch.bfloat16)]
+    assert len({bucket.digest([("w", each)]) for each in (zeros, *others)}) == 4
+
+
+def test_a_broadcast_that_does_not_end_is_given_up_by_whoever_waits_or_at_its_deadline():
+    class Stuck:
+        looks = 0
+
+        def is_completed(self):
+            self.looks += 1
+            assert self.looks < 100
+            return False
+
+    transfer = Transfer(Stuck(), torch.zeros(1))
+    with pytest.raises(TimeoutError, match="a broadcast did not end"):
+        transfer.wait(time.monotonic() - 1e-3)
+
+    def give_up():
+        raise KeyError("the trainer gave up")
+
+    with pytest.raises(KeyError):
+        transfer.wait(time.monotonic() + 60, give_up)
 
 
 def forking():

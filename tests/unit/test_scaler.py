@@ -8,7 +8,7 @@ from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import scale, scaler
 from relax_hpc.launch.process_id import ProcessId
-from relax_hpc.launch.scale_records import ScaleState
+from relax_hpc.launch.scale_records import Extra, ScaleState
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.weights import members
@@ -184,6 +184,25 @@ def test_there_is_one_request_at_a_time(house):
     out(house, 2)
     with pytest.raises(ConfigError, match=r"request 1 \(scale out to 2 engines\) is under way"):
         out(house, 3)
+
+
+def test_removing_another_engine_is_another_wish(house):
+    its = house.scaler()
+    out(house, 3)
+    its.tick()
+    house.up(its, "extra-1", "extra-2")
+    first = scale_in(house, member="extra-1", drain_s=9)
+    its.tick()
+    assert scale_in(house, member="extra-1").request == first.request
+    with pytest.raises(ConfigError, match=r"without extra-1\) is under way"):
+        scale_in(house, member="extra-2")
+
+
+def test_the_place_of_an_engine_is_free_when_it_has_ended_and_not_when_it_is_told_to():
+    leaving = Extra("extra-1", 1, "n1", 0, "DRAINING", 0.0, ending="FAILED")
+    gone = Extra("extra-2", 1, "n1", 1, "GONE", 0.0, ending="GONE")
+    state = ScaleState("1.0", 3, ["n1", "n2"], 2, extras={"extra-1": leaving, "extra-2": gone})
+    assert state.free == [("n1", 1), ("n2", 0), ("n2", 1)]
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,11 @@ def test_a_reader_finds_the_tensors_in_order_and_the_checksum_of_the_manifest(tm
         assert np.array_equal(found[name], tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
+def test_checksums_come_in_the_order_of_the_files_whoever_wrote_them_first():
+    files = {"model-00002": FileRecord(8, 22), "model-00001": FileRecord(8, 11)}
+    assert Manifest(3, files).checksums == [11, 22]
+
+
 def test_a_file_that_was_changed_or_is_missing_is_damaged(tmp_path, source):
     snapshot = write(SoloWorld(), source, 1, model(), tmp_path / "w", file_bytes=60)
     first, second, *_ = sorted(snapshot.manifest.files)

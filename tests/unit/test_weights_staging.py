@@ -61,6 +61,8 @@ def test_a_plan_keeps_the_order_and_the_limit_and_survives_its_own_text():
     plan = plan_of(model(), 80)
     assert [[spec.name for spec in bucket] for bucket in plan.buckets] == [["a", "b"], ["c", "d"]]
     assert plan.sizes == [72, 68]
+    assert plan_of(model(), 72) == plan  # what fits exactly is not cut
+    assert plan_of(model(), 71) != plan
     assert BucketPlan.from_json(plan.to_json()) == plan
     assert plan_of(model(), 100).hash != plan.hash  # the cut counts, too
     assert [len(bucket) for bucket in plan_of(model(), 1).buckets] == [1, 1, 1, 1]
