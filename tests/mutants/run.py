@@ -58,7 +58,9 @@ for line in sys.stdin:
     for stream, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         os.dup2(os.open(out if stream else os.devnull, flags | os.O_APPEND), stream)
     options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-o", sys.argv[1]]
-    os._exit(pytest.main([*options, *tests]))
+    code = pytest.main([*options, *tests])
+    sys.stdout.flush()
+    os._exit(code)
 """
 """Runs pytest in a fork per line that it reads; tells the child's id, then its exit code."""
 
