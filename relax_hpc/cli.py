@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from relax_hpc import job_file
-from relax_hpc.cli_bus import Run, bus, run_dir_of
+from relax_hpc.cli_bus import Ended, Run, bus, run_dir_of
 from relax_hpc.cli_scale import scale
 from relax_hpc.errors import RelaxError
 
@@ -39,13 +39,19 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the ro
 @app.command(
     epilog="Example:  relax-hpc check jobs/arithmetic.toml --set algorithm.max_staleness=3"
 )
-def check(job: Job, overrides: Overrides = []) -> None:  # noqa: B006
+def check(
+    job: Job,
+    overrides: Overrides = [],  # noqa: B006
+    local: Annotated[bool, typer.Option(help="Do not ask Slurm, even if it is here.")] = False,
+) -> None:
     """Validate a job, the files it names and the cluster; print it with every default filled in."""
     from relax_hpc.launch import preflight
     from relax_hpc.launch.submit import resolve
 
     config, components = resolve(job_file.load(job, overrides))
-    config = preflight.check(config, components, use_slurm=shutil.which("sbatch") is not None)
+    config = preflight.check(
+        config, components, use_slurm=not local and shutil.which("sbatch") is not None
+    )
     typer.echo(config.model_dump_json(indent=2))
 
 
@@ -72,11 +78,13 @@ def resume(
     run: Run,
     local: Annotated[bool, typer.Option(help="Run on this machine even if Slurm is here.")] = False,
     follow: Annotated[bool, typer.Option(help="Show the steps until the run ends.")] = False,
+    ended: Ended = False,
 ) -> None:
     """Start a run again that was cancelled or gave up; it goes on from its newest checkpoint."""
     from relax_hpc.launch.submit import resume as resume_job
 
-    _announce(resume_job(run_dir_of(run), local=local), local=local, follow=follow)
+    resumed = resume_job(run_dir_of(run), local=local, ended=ended)
+    _announce(resumed, local=local, follow=follow)
 
 
 @app.command(epilog="Example:  relax-hpc status arithmetic --json | jq .trajectories")
@@ -143,12 +151,12 @@ def timeline(
 
 @app.command(epilog="Example:  relax-hpc cancel arithmetic")
 def cancel(run: Run) -> None:
-    """End everything a run started, and nothing else."""
+    """End every job that a run started, and nothing else; say what each was doing."""
     from relax_hpc.launch import cancel as run_cancel
 
     run_dir = run_dir_of(run)
-    run_cancel.cancel(run_dir)
-    typer.echo(f"cancelled; what it has done: relax-hpc status {run_dir}")
+    run_cancel.cancel(run_dir, typer.echo)
+    typer.echo(f"what it has done: relax-hpc status {run_dir}")
 
 
 @app.command("make-tiny", epilog="Example:  relax-hpc make-tiny models/tiny --digits 2")

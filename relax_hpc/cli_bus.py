@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 bus = typer.Typer(no_args_is_help=True, help="Look into the data bus of a run, and tidy it up.")
 
 Run = Annotated[str, typer.Argument(help="A run directory, or its name under runs/.")]
+Ended = Annotated[
+    bool, typer.Option("--ended", help="I know that its job has ended, though Slurm cannot say so.")
+]
 Text = Annotated[bool, typer.Option(help="Decode tokens with the tokenizer of the model.")]
 
 
@@ -88,27 +91,26 @@ def bus_verify(
 def bus_gc(
     run: Run,
     dry_run: Annotated[bool, typer.Option(help="Say what would go, delete nothing.")] = False,
-    ended: Annotated[bool, typer.Option(help="I know that it has ended; Slurm forgot it.")] = False,
+    ended: Ended = False,
 ) -> None:
     """Delete orphans and retired shards of a run that has ended.
 
     Nothing goes that a resume from any checkpoint on disk needs.
     """
     from relax_hpc.bus.tools import garbage
+    from relax_hpc.launch import states
     from relax_hpc.launch import status as run_status
 
     run_dir = run_dir_of(run)
-    state = run_status.job_state(run_dir)
-    if state in run_status.ACTIVE:
-        raise LaunchError(
-            f"{run_dir}: is {state}, and its components delete what they own themselves; "
-            f"wait for its end, or end it: relax-hpc cancel {run}"
-        )
-    if state == "UNKNOWN" and not ended:
-        raise LaunchError(
-            f"{run_dir}: Slurm does not know its job, and the job left no exit code; if it has "
-            "ended (squeue says so), add --ended"
-        )
+    for launch in run_status.of_run(run_dir):
+        if doubt := run_status.doubt(launch):
+            if not ended:
+                raise LaunchError(f"{run_dir}: {doubt}")
+        elif states.is_alive(launch.state):
+            raise LaunchError(
+                f"{run_dir}: is {launch.state}, and its components delete what they own "
+                f"themselves; wait for its end, or end it: relax-hpc cancel {run}"
+            )
     paths = RunPaths(run_dir)
     found = garbage.find(paths.bus, _positions(paths))
     if not dry_run:

@@ -68,12 +68,27 @@ def validate(tree: dict[str, Any], *, source: str) -> JobConfig:
 
 
 def read_resolved(path: Path) -> JobConfig:
-    """Reads the resolved JSON that `submit` left in a run directory."""
+    """Reads the resolved JSON that `submit` left in a run directory.
+
+    Raises:
+        ConfigError: it is missing, empty, or not what `submit` wrote.
+    """
     try:
         text = path.read_text()
+        tree = json.loads(text)
+        if not isinstance(tree, dict):
+            raise TypeError("it is not a table")
+        return _kind(tree).model_validate_json(text)
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: is not a run directory (no {path.name})") from None
-    return _kind(json.loads(text)).model_validate_json(text)
+    except ValidationError as error:
+        reason = next(_explain(error, _kind(tree)))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        reason = str(error)
+    raise ConfigError(
+        f"{path}: is not the job that submit wrote there ({reason}); restore it, or submit the run "
+        "under another name"
+    )
 
 
 def _kind(tree: dict[str, Any]) -> type[JobConfig]:

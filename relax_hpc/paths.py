@@ -65,8 +65,12 @@ class RunPaths:
 
     @property
     def launch_record(self) -> Path:
-        """Which Slurm job (or local process) each component is; written once, by `submit`."""
+        """Which Slurm job (or local process) each component is; written by `submit`, `resume`."""
         return self.control / "launch.json"
+
+    def launch_claim(self, number: int) -> Path:
+        """Who starts the run for the second time, the third, ...; made by one process only."""
+        return self.control / f"launch-{number}.json"
 
     @property
     def scale(self) -> Path:

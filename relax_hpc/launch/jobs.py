@@ -1,5 +1,6 @@
 """What the two executors have in common: calls in, job objects out."""
 
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,12 @@ _NO_LIMIT_MIN = 60 * 24 * 365
 
 MAX_REQUEUES = 1000
 """Time limits a run may reach and go on; each needs a step of progress, so it is not endless."""
+
+_SILENCE = re.compile(
+    r"Unable to contact|Could not establish a configuration|timed out|[Cc]onnection (refused|reset)"
+    r"|Zero Bytes|communication|Unable to resolve|[Cc]onnect failure|DNS SRV|No route to host"
+)
+"""What Slurm's commands say where the controller cannot be reached."""
 
 J = TypeVar("J", bound=SubmititJob[Any])
 
@@ -102,5 +109,31 @@ def name_pickles(pickles: Sequence[Path], job_id: str) -> None:
 
 
 def output_of(command: Sequence[str], timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
-    """Runs a short command of Slurm's, whose text comes in one language."""
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    """Runs a short command of Slurm's, whose text comes in one language.
+
+    One that is not here, or gives no answer in time, has failed like any other: see `words_of`.
+    """
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        said = f"no answer in {timeout_s:.0f} s"
+    except OSError as error:
+        said = f"cannot be run: {error.strerror}"
+    return subprocess.CompletedProcess(command, returncode=-1, stdout="", stderr=said)
+
+
+def words_of(answer: "subprocess.CompletedProcess[str]") -> str:
+    """Why a command failed, in one line that begins with its name."""
+    name = Path(answer.args[0]).name
+    said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
+    lines = [re.sub(rf"^{name}: (error|fatal): ", "", line) for line in said]
+    if is_silent(answer):
+        lines = lines[-1:]  # before it, each of its tries
+    return f"{name}: {'; '.join(lines) or f'exit code {answer.returncode}'}"
+
+
+def is_silent(answer: "subprocess.CompletedProcess[str]") -> bool:
+    """Whether a command failed because nobody answered it, and not because of what was asked."""
+    return answer.returncode < 0 or bool(_SILENCE.search(answer.stderr))

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from submitit.core.utils import JobPaths
 
+from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record
 from relax_hpc.launch.script import batch_log
 
@@ -20,10 +21,11 @@ class LogLine(NamedTuple):
 
 
 def lines(run_dir: Path, role: str | None = None) -> Iterator[LogLine]:
-    """What there is so far, source by source; `role` leaves only that role's tasks.
+    """What there is so far, source by source; `role` leaves only that role's tasks,
+    or with "job" the script.
 
     Raises:
-        ConfigError: not a run directory, or nothing was started in it.
+        ConfigError: not a run directory, nothing was started in it, or it has no such role.
     """
     yield from follow(run_dir, role, until=lambda: True)
 
@@ -34,7 +36,7 @@ def follow(
     """What there is, then what comes, as it comes; ends after the round in which `until` holds.
 
     Raises:
-        ConfigError: not a run directory, or nothing was started in it.
+        ConfigError: not a run directory, nothing was started in it, or it has no such role.
     """
     tails: dict[Path, _Tail] = {}
     while True:
@@ -49,9 +51,17 @@ def follow(
 
 
 def sources(run_dir: Path, role: str | None = None) -> list[tuple[str, Path]]:
-    """The log files of a run and who writes them; some may not exist yet."""
+    """The log files of a run and who writes them; some may not exist yet.
+
+    Raises:
+        ConfigError: the run has no such role, or is none.
+    """
     launched = record.read(run_dir)
-    found = [] if role else [("job", batch_log(launched.folder, launched.leader))]
+    roles = [*(component.role for component in launched.components), "extra", "job"]
+    if role not in (None, *roles):
+        raise ConfigError(f"--role {role}: this run has no such role; use {', '.join(roles)}")
+    script_log = ("job", batch_log(launched.folder, launched.leader))
+    found = [script_log] if role in (None, "job") else []
     for component in launched.components:
         if role not in (None, component.role):
             continue

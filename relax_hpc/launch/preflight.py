@@ -24,7 +24,7 @@ from relax_hpc.engines.megatron.hf_check import check_names, check_shapes
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import documents, quantized, script
-from relax_hpc.launch.jobs import output_of
+from relax_hpc.launch.jobs import output_of, words_of
 from relax_hpc.launch.placement import Component
 from relax_hpc.prompts.source import PromptSource, read_records
 from relax_hpc.records import read_json
@@ -80,6 +80,12 @@ def check_run_dir(run_dir: Path, name: str) -> None:
             f"name = {name!r}: {run_dir} exists and a run directory is used once; "
             "choose another name"
         )
+    for parent in run_dir.parents:
+        if parent.is_symlink() and not parent.exists():
+            raise ConfigError(
+                f"run_root = {str(run_dir.parent)!r}: {parent} is a link to {parent.readlink()}, "
+                "which is not there; make that folder, or choose another"
+            )
     existing = next(parent for parent in run_dir.parents if parent.exists())
     if not existing.is_dir():
         raise ConfigError(f"run_root = {str(run_dir.parent)!r}: {existing} is not a folder")
@@ -355,7 +361,7 @@ def _partitions() -> Partitions:
     answer = output_of(["sinfo", "-h", "-N", "-o", "%P|%N|%G"])
     if answer.returncode:
         raise ConfigError(
-            f"sinfo: {answer.stderr.strip()}; submit where Slurm answers, or run with --local"
+            f"{words_of(answer)}; work where Slurm answers, or leave it out with --local"
         )
     return parse_sinfo(answer.stdout)
 

@@ -1,12 +1,20 @@
-"""`control/launch.json`: what `submit` started. Status, logs and cancel begin here."""
+"""`control/launch.json`: what `submit` and `resume` started. Status, logs and cancel begin here."""
 
-from dataclasses import dataclass
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json
+from relax_hpc.records import read_json, write_json, write_json_once
+
+_CLAIM_S = 900
+"""After so long a claim whose process cannot be looked at is no promise of a job any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,32 +27,138 @@ class LaunchedComponent:
 
 @dataclass(frozen=True, slots=True)
 class LaunchRecord:
+    """One launch of a run: by `submit`, or by `resume`."""
+
     mode: str
     leader: str
     components: tuple[LaunchedComponent, ...]
     time: float
     controller: ProcessId | None
     """The process that runs the script of a local job."""
+    node: str | None = None
+    """Where that process runs."""
+    number: int = 1
+    """The first is the one by `submit`."""
+    earlier: tuple["LaunchRecord", ...] = ()
+    """Launches before this one, oldest first."""
 
     @property
     def folder(self) -> Path:
         return self.components[0].folder.parent
+
+    @property
+    def all(self) -> tuple["LaunchRecord", ...]:
+        """Every launch of the run, newest first."""
+        return (self, *reversed(self.earlier))
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is a local job of another machine, whose processes cannot be seen here."""
+        return self.controller is not None and self.node not in (None, socket.gethostname())
 
 
 def read(run_dir: Path) -> LaunchRecord:
     """Reads the record of a run.
 
     Raises:
-        ConfigError: not a run directory, or nothing was started in it.
+        ConfigError: not a run directory, nothing was started in it, or the record is not ours.
     """
     paths = RunPaths(run_dir)
-    record = read_json(paths.launch_record)
-    if record is None:
-        reason = "has not been submitted" if paths.config.exists() else "is not a run directory"
-        raise ConfigError(f"{run_dir}: {reason} (no {paths.launch_record.relative_to(run_dir)})")
+    try:
+        record = read_json(paths.launch_record)
+        if record is not None:
+            earlier = tuple(_parse(each) for each in record.get("earlier", ()))
+            return _parse(record, earlier)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{paths.launch_record}: is not what submit wrote there ({_short(error)}); restore "
+            "it, or find the run's jobs by the names of the files in submission/ and see to them "
+            "with squeue and scancel"
+        ) from error
+    reason = "has not been submitted" if paths.config.exists() else "is not a run directory"
+    raise ConfigError(f"{run_dir}: {reason} (no {paths.launch_record.relative_to(run_dir)})")
+
+
+def write(paths: RunPaths, launched: LaunchRecord, provenance: Mapping[str, Any]) -> None:
+    """Records a launch and those before it; by the process that has claimed its number."""
+    earlier = [_fields(each) for each in launched.earlier]
+    write_json(paths.launch_record, {**_fields(launched), "earlier": earlier, **provenance})
+
+
+def _fields(launched: LaunchRecord) -> dict[str, Any]:
+    fields = asdict(replace(launched, earlier=()))
+    fields["components"] = [
+        {**each, "folder": str(each["folder"])} for each in fields["components"]
+    ]
+    del fields["earlier"]
+    return fields
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _parse(record: dict[str, Any], earlier: tuple[LaunchRecord, ...] = ()) -> LaunchRecord:
     components = tuple(
-        LaunchedComponent(each["role"], each["job_id"], each["tasks"], Path(each["folder"]))
+        LaunchedComponent(
+            each["role"], str(each["job_id"]), int(each["tasks"]), Path(each["folder"])
+        )
         for each in record["components"]
     )
-    controller = ProcessId(**record["controller"]) if "controller" in record else None
-    return LaunchRecord(record["mode"], record["leader"], components, record["time"], controller)
+    if not components:
+        raise ValueError("it has no components")
+    controller = ProcessId(**record["controller"]) if record.get("controller") else None
+    return LaunchRecord(
+        record["mode"],
+        str(record["leader"]),
+        components,
+        float(record["time"]),
+        controller,
+        record.get("node"),
+        int(record.get("number", 1)),
+        earlier,
+    )
+
+
+def claim(paths: RunPaths, number: int, *, sure: bool) -> int:
+    """Makes this process the one that starts the run next: of several, one succeeds.
+
+    Args:
+        paths: of the run.
+        number: of the launch.
+        sure: a claim of somebody who has died counts for nothing.
+
+    Returns:
+        The number that was claimed. The claim stays, and a job of an earlier launch that begins
+        afterwards, e.g. since Slurm requeued it, ends at once.
+
+    Raises:
+        ConfigError: somebody else has claimed it.
+    """
+    while sure and _is_void(paths.launch_claim(number)):
+        number += 1
+    path = paths.launch_claim(number)
+    mine = {"time": time.time(), "node": socket.gethostname(), **asdict(ProcessId.of(os.getpid()))}
+    if not write_json_once(path, mine):
+        raise ConfigError(
+            f"{paths.root}: somebody else is starting it, see {path}; look at it again with "
+            f"relax-hpc status {paths.root}. If that one died, and squeue shows no job of this "
+            "run, add --ended"
+        )
+    return number
+
+
+def unrecorded(paths: RunPaths, launched: LaunchRecord) -> Path | None:
+    """The claim of somebody who has begun to start the run and has not recorded a job."""
+    path = paths.launch_claim(launched.number + 1)
+    return path if path.exists() else None
+
+
+def _is_void(path: Path) -> bool:
+    """Whether there is a claim there whose process has died, or must have."""
+    found = read_json(path)
+    if found is None:
+        return False
+    if found["node"] == socket.gethostname():
+        return ProcessId(found["pid"], found["start_time"]).find() is None
+    return bool(time.time() - found["time"] > _CLAIM_S)

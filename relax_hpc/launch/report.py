@@ -1,10 +1,11 @@
 """A run in words: what `submit --follow` and `status` print."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.launch import logs, status
+from relax_hpc.launch import logs, states, status
 from relax_hpc.launch.status import RunStatus
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.progress import duration
@@ -23,7 +24,7 @@ def progress(run_dir: Path) -> Iterator[str]:
 
 
 def is_over(run_dir: Path) -> bool:
-    return status.job_state(run_dir) not in status.ACTIVE
+    return status.is_over(status.job_state(run_dir))
 
 
 def text(run: RunStatus) -> str:
@@ -40,11 +41,17 @@ def text(run: RunStatus) -> str:
         + (f": {row.reason}" if row.reason else "")
         for row in run.extras
     ]
-    return "\n".join([*lines, *_achievements(run.progress, RunPaths(run.run_dir))])
+    lines += [
+        f"  job {job_id} of an earlier start of this run: {state.lower()}"
+        for job_id, state in run.earlier.items()
+    ]
+    return "\n".join([*lines, *_achievements(run, RunPaths(run.run_dir))])
 
 
-def _achievements(done: dict[str, Any], paths: RunPaths) -> list[str]:
-    rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _eta(done))]
+def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
+    done = run.progress
+    rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
+    rows = [*_verdict(run), *rows]
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
@@ -95,9 +102,24 @@ def _counted(counts: dict[str, int], said: dict[str, str]) -> str:
     return "".join(f", {counts[key]} {text}" for key, text in said.items() if counts.get(key))
 
 
-def _eta(done: dict[str, Any]) -> str:
-    left = done["eta_s"]
-    return f", {duration(left)} to go" if left and done["steps_done"] < done["num_steps"] else ""
+def _verdict(run: RunStatus) -> list[tuple[str, str]]:
+    """Why it is not running, and what can be done."""
+    if run.state == states.UNREACHABLE:
+        return [("unreachable", run.silence)]
+    if status.is_over(run.state) and run.state != "COMPLETED":
+        why = [("reason", run.reason)] if run.reason else []
+        return [*why, ("to go on", f"relax-hpc resume {run.run_dir}")]
+    return []
+
+
+def _pace(run: RunStatus) -> str:
+    """When the last step was and what is left, of a run that is running."""
+    done = run.progress
+    if run.state != "RUNNING" or done["steps_done"] == done["num_steps"]:
+        return ""
+    last, left = done["last_step_time"], done["eta_s"]
+    said = f", the last {duration(max(0.0, time.time() - last))} ago" if last else ""
+    return said + (f", {duration(left)} to go" if left else "")
 
 
 def _heldout(before: float | None, after: float | None, newest: dict[str, Any] | None) -> str:

@@ -52,7 +52,13 @@ def out(run_dir: Path, engines: int, transport: str | None = None) -> Asked:
         raise ConfigError(f"--engines {engines}: is not positive; say how many there shall be")
     config, paths, state = _running(run_dir)
     wanted = replace(_wanted("out", engines), transport=_transport(transport))
-    return _ask(paths, wanted, lambda: _check_out(config, state(), engines), state)
+    return _ask(
+        paths,
+        wanted,
+        lambda: _check_out(config, state(), engines),
+        state,
+        config.rollout.num_engines,
+    )
 
 
 def scale_in(
@@ -69,7 +75,9 @@ def scale_in(
         raise ConfigError(f"--engines {engines}: is not positive; say how many there shall be")
     config, paths, state = _running(run_dir)
     wanted = replace(_wanted("in", engines or 0), member=member, drain_s=drain_s)
-    return _ask(paths, wanted, lambda: _check_in(config, state(), wanted), state)
+    return _ask(
+        paths, wanted, lambda: _check_in(config, state(), wanted), state, config.rollout.num_engines
+    )
 
 
 def cancel(run_dir: Path) -> Request:
@@ -114,7 +122,7 @@ def wait(run_dir: Path, request: Request) -> Settled:
         outcome = state.requests.get(request.id) if state else None
         if outcome is not None and outcome.final:
             return Settled(request, outcome)
-        if status.job_state(run_dir) not in status.ACTIVE:
+        if status.is_over(status.job_state(run_dir)):
             raise LaunchError(f"{run_dir}: ended before {request} was settled")
         if time.monotonic() > deadline:
             raise PeerTimeoutError(
@@ -136,13 +144,11 @@ def _wanted(kind: Kind, engines: int) -> Request:
 
 def _running(run_dir: Path) -> tuple[RunConfig, RunPaths, Callable[[], ScaleState]]:
     """A run that can be scaled, and how to read its scaler's state."""
-    found = status.job_state(run_dir)  # also knows what is no run
     paths = RunPaths(run_dir.absolute())
     config = job_file.read_resolved(paths.config)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines to scale")
-    if found not in ("RUNNING", "RESTARTING"):
-        raise ConfigError(f"{run_dir}: is {found.lower()}; only a run that is running is scaled")
+    _check_running(run_dir)
     if config.rollout.placement == "actor":
         raise ConfigError(
             f'{run_dir}: rollout.placement = "actor": its engines are those on the actor\'s GPUs, '
@@ -175,11 +181,18 @@ def _running(run_dir: Path) -> tuple[RunConfig, RunPaths, Callable[[], ScaleStat
     return config, paths, state
 
 
+def _check_running(run_dir: Path) -> None:
+    found = status.job_state(run_dir)
+    if found not in ("RUNNING", "RESTARTING"):
+        raise ConfigError(f"{run_dir}: is {found.lower()}; only a run that is running is scaled")
+
+
 def _ask(
     paths: RunPaths,
     wanted: Request,
     needed: Callable[[], bool],
     state: Callable[[], ScaleState],
+    initial: int,
 ) -> Asked:
     """Writes a request down, unless it is there, or has nothing to do, or another is under way."""
     while True:
@@ -192,7 +205,8 @@ def _ask(
                 f"or: relax-hpc scale cancel {paths.root}"
             )
         if not needed():
-            return Asked(None, repeated=False, engines=state().engines)
+            _check_running(paths.root)  # or it has ended, and its added engines with it
+            return Asked(None, repeated=False, engines=initial + len(state().staying))
         request = replace(wanted, id=number + 1)
         record = {name: getattr(request, name) for name in request.__slots__}
         if write_json_once(paths.scale_request(request.id), record):

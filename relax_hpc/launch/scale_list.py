@@ -22,18 +22,21 @@ from relax_hpc.weights.roster import Roster
 from relax_hpc.weights.standing import ENDED, Standing, standing
 
 _LOAD_TIMEOUT_S = 2.0
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
     rows: tuple[Row, ...]
     free: int
-    """Engines that can be added."""
+    """Engines that can be added, now or once the job is no longer pending."""
     last: Request | None
     """The newest request."""
     outcome: Outcome | None
     over: bool
     """Whether the run has ended."""
+    pending: bool
+    """Whether its job waits to be started, for the first time or again."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1, allow_nan=False)
@@ -46,7 +49,8 @@ def collect(run_dir: Path) -> Listing:
         ConfigError: not a run directory, nothing was started in it, or it has no engines.
     """
     paths = RunPaths(run_dir.absolute())
-    over = status.job_state(run_dir) not in status.ACTIVE
+    found = status.job_state(run_dir)
+    over, waits = status.is_over(found), found in _WAITING
     config = job_file.read_resolved(paths.config)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines")
@@ -54,12 +58,17 @@ def collect(run_dir: Path) -> Listing:
     added = list(state.extras.values()) if state else []
     names = sorted({*config.engines, *(roster.members if roster else ())} - {e.id for e in added})
     rows = [*_initial(paths, names, roster), *(of_extra(paths, extra, roster) for extra in added)]
-    rows = [_over(row) for row in rows] if over else _with_load(paths, rows)
+    if over:
+        rows = [_over(row) for row in rows]
+    elif waits:
+        rows = [_pending(row) for row in rows]
+    else:
+        rows = _with_load(paths, rows)
     number, request = pending(paths, state) if state else (0, None)
     last = request or (Request.read(paths, number) if number else None)
     outcome = state.requests.get(last.id) if state and last else None
-    free = len(state.free) if state and not over else 0
-    return Listing(tuple(rows), free, last, outcome, over)
+    free = len(state.free) if state and not waits else _room(config)
+    return Listing(tuple(rows), 0 if over else free, last, outcome, over, waits)
 
 
 def text(listing: Listing) -> str:
@@ -74,7 +83,8 @@ def text(listing: Listing) -> str:
     if listing.last:
         lines.append(f"{listing.last}: {_of_request(listing)}")
     if not listing.over:
-        lines.append(f"room for {listing.free} more")
+        when = ", once the run has been started" if listing.pending else ""
+        lines.append(f"room for {listing.free} more{when}")
     return "\n".join(lines)
 
 
@@ -125,6 +135,20 @@ def _over(row: Row) -> Row:
     """What is left of an engine after the run."""
     state: Standing = row.state if row.state in ENDED else "GONE"
     return replace(row, state=state, version=None)
+
+
+def _pending(row: Row) -> Row:
+    """Of a job that waits: what an earlier attempt of it left is no engine."""
+    if row.state in ENDED:
+        return row
+    return replace(row, state="PENDING", node="", version=None, since=None)
+
+
+def _room(config: RunConfig) -> int:
+    """Engines that the nodes which a run holds besides those it starts on have room for."""
+    resources = config.rollout.resources
+    idle = (resources.max_nodes or resources.nodes) - resources.nodes
+    return idle * (config.rollout.num_engines // resources.nodes)
 
 
 def _with_load(paths: RunPaths, rows: Sequence[Row]) -> list[Row]:

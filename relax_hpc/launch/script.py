@@ -53,6 +53,8 @@ class Job:
     """Where the summary is written at the end; toys have none."""
     look_every_s: float = 15.0
     """How often Slurm is asked whether a step over several components is still there."""
+    next_claim: Path | None = None
+    """Is there once the run has been started anew: a job that begins then must end at once."""
 
     def component_folder(self, index: int) -> Path:
         return self.folder / f"c{index}"
@@ -133,8 +135,11 @@ def _assemble(
     steps: list[str],
     scaler_options: list[str],
 ) -> str:
+    code = f'{shlex.quote(str(job.folder))}/"$job_id"_exit_code'
     lines = [
         *head, "", *prepare,
+        *_superseded(job),
+        f"rm -f {code} # of an attempt that Slurm requeued",
         f"max_restarts={job.max_restarts} restart_delay_s={job.restart_delay_s}",
         f"look_every_s={job.look_every_s}", "",
         SUPERVISION,
@@ -152,7 +157,6 @@ def _assemble(
     if job.run_dir is not None:
         finish = shlex.join([sys.executable, "-m", "relax_hpc.launch.finish", str(job.run_dir)])
         lines.append(f'[ -n "$stopping" ] || {finish} || exit_code=1')
-    code = f'{shlex.quote(str(job.folder))}/"$job_id"_exit_code'
     lines += [
         '[ -z "$stopping" ] || exit_code=143',
         f'echo "$exit_code" > {code}',
@@ -160,6 +164,13 @@ def _assemble(
         "",
     ]
     return "\n".join(lines)
+
+
+def _superseded(job: Job) -> list[str]:
+    if job.next_claim is None:
+        return []
+    claim = shlex.quote(str(job.next_claim))
+    return [f'[ ! -e {claim} ] || {{ echo "the run was resumed meanwhile: ending"; exit 1; }}']
 
 
 def _supervised(job: Job, components: Mapping[int, Component], step: str) -> list[str]:
@@ -216,7 +227,19 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
     lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
     if index:
         lines = [line for line in lines if line.split("--")[1].split("=")[0] not in _LEADER_ONLY]
-    return [*lines, *(f"#SBATCH {option}" for option in resources.sbatch)]
+    return [*lines, *(f"#SBATCH {_quoted(option)}" for option in resources.sbatch)]
+
+
+def _quoted(option: str) -> str:
+    """An option of sbatch as a line of a script has it, where white space and # would end it.
+
+    A value in quotes is left as it is, and so is one that is a word of its own ("-p main").
+    """
+    name, equals, value = option.partition("=")
+    if not equals or re.search(r"\s", name) or not re.search(r"[\s#]", value) or value[0] in "'\"":
+        return option
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'{name}="{escaped}"'
 
 
 def _srun(job: Job, index: int, component: Component, first_rank: int, *, group: int | None) -> str:

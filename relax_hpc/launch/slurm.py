@@ -12,6 +12,8 @@ submitit (1.5.4) knows jobs of one component. What has to differ, all of it here
   each of them. So component 0 waits for the others' checkpoints, then requeues for all.
 """
 
+import logging
+import re
 import subprocess
 import time
 import uuid
@@ -30,12 +32,30 @@ from submitit.slurm.slurm import (
 
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch import script, states
-from relax_hpc.launch.jobs import Call, HetJob, dump, name_pickles, output_of
+from relax_hpc.launch.jobs import (
+    Call,
+    HetJob,
+    dump,
+    is_silent,
+    name_pickles,
+    output_of,
+    words_of,
+)
 from relax_hpc.launch.placement import groups
 
+log = logging.getLogger(__name__)
+
 _CHECKPOINT_WAIT_S = 20
+# sbatch itself tries again for minutes where slurmctld is busy.
+_SBATCH_S = 600
+# sbatch found no controller to ask.
+_NEVER_LEFT = re.compile("Could not establish a configuration|Unable to contact|cannot be run")
 # From the requeue until Slurm ends us; leaving before would look like a failed step.
 _END_WAIT_S = 60
+
+
+class MaybeQueuedError(LaunchError):
+    """A job was sent to Slurm, and nobody says whether it came there."""
 
 
 class HetSlurmInfoWatcher(SlurmInfoWatcher):
@@ -78,7 +98,7 @@ class HetComponentJob(SlurmJob[R]):
         answer = output_of(["squeue", "-h", "--states=all", "-o", "%i %A", "-j", self.job_id])
         ids = dict(line.split() for line in answer.stdout.splitlines())
         if self.job_id not in ids:
-            raise LaunchError(f"squeue does not know {self.job_id}: {answer.stderr.strip()}")
+            raise LaunchError(f"squeue does not know {self.job_id}: {words_of(answer)}")
         return str(ids[self.job_id])
 
     def signal(self, name: str) -> None:
@@ -96,15 +116,12 @@ class HetSlurmExecutor(SlurmExecutor):
 
         Raises:
             LaunchError: sbatch refused it; its own words are in the message.
+            MaybeQueuedError: Slurm does not say whether it has queued it.
         """
         pickles = dump(calls, job)
         draft = job.folder / f"{uuid.uuid4().hex}.sh"
         draft.write_text(script.slurm_script(job, [call.component for call in calls]))
-        answer = output_of(["sbatch", "--parsable", str(draft)])
-        if answer.returncode:
-            words = "; ".join(answer.stderr.strip().splitlines())
-            raise LaunchError(f"sbatch refused the job: {words}; change its resources")
-        leader = answer.stdout.strip().split(";")[0]  # id, or id;cluster
+        leader = _submit(draft)
         name_pickles(pickles, leader)
         draft.rename(job.folder / f"{leader}_submission.sh")
         # Slurm numbers the components only where there are several.
@@ -117,6 +134,34 @@ class HetSlurmExecutor(SlurmExecutor):
         return HetJob(leader, components, lambda: cancel(leader))
 
 
+def _submit(draft: Path) -> str:
+    """The id of the job that a script has become."""
+    answer = output_of(["sbatch", "--parsable", str(draft)], _SBATCH_S)
+    if not answer.returncode:
+        return answer.stdout.strip().split(";")[0]  # id, or id;cluster
+    words = words_of(answer)
+    if not is_silent(answer):
+        raise LaunchError(f"sbatch refused the job: {words}; change its resources")
+    if not _NEVER_LEFT.search(answer.stderr) and (leader := _find(draft, words)):
+        return leader
+    raise LaunchError(f"{words}; submit where Slurm answers (sinfo shows it), or with --local")
+
+
+def _find(draft: Path, words: str) -> str | None:
+    """The job of a script that was sent to Slurm without an answer; its name is its own."""
+    queue = output_of(["squeue", "--me", "-h", "-o", "%i|%o"])
+    if queue.returncode:
+        raise MaybeQueuedError(
+            f"{words}; nor does squeue say whether the job was queued: once Slurm answers, look at "
+            "squeue --me, and scancel what is there for this run"
+        )
+    for line in queue.stdout.splitlines():
+        job_id, _, command = line.partition("|")
+        if command.strip() == str(draft):
+            return job_id.split("+")[0]
+    return None
+
+
 def cancel(leader: str) -> None:
     """Ends every component of a job; one that has ended already is left alone.
 
@@ -124,8 +169,8 @@ def cancel(leader: str) -> None:
         LaunchError: scancel failed.
     """
     answer = output_of(["scancel", leader])
-    if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise LaunchError(f"scancel {leader}: {answer.stderr.strip()}")
+    if answer.returncode and not re.search("Invalid job id|already complet", answer.stderr):
+        raise LaunchError(f"{words_of(answer)}; try again where squeue answers")
 
 
 class HetSlurmJobEnvironment(SlurmJobEnvironment):
@@ -140,7 +185,15 @@ class HetSlurmJobEnvironment(SlurmJobEnvironment):
         (folder / marker).touch()
         if folder.name == "c0":
             self._wait_for_components(folder.parent, marker)
-            super()._requeue(countdown)
+            answer = output_of(["scontrol", "requeue", self.job_id])
+            if answer.returncode:
+                # Slurm ends the job all the same; what it has done is on disk.
+                log.error(
+                    "the job is not requeued (%s): once it has ended, relax-hpc resume %s",
+                    words_of(answer), folder.parent.parent,
+                )  # fmt: skip
+            else:
+                log.warning("requeued, %d time limits may still be reached", countdown)
         time.sleep(_END_WAIT_S)
 
     def _wait_for_components(self, base: Path, marker: str) -> None:

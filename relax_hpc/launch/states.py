@@ -2,14 +2,47 @@
 
 import functools
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from relax_hpc.launch.jobs import output_of
+from relax_hpc.launch.jobs import output_of, words_of
 
 # What is left of a finished job is worth a look for as long as slurmctld keeps it (MinJobAge).
 SQUEUE = ("squeue", "--states=all", "--array", "-o", "%i|%T|%N|%A")
 SACCT = ("sacct", "-X", "--parsable2", "-o", "JobID,State,NodeList,JobIDRaw")
+
+ALIVE: Mapping[str, bool] = {
+    **dict.fromkeys(
+        (
+            *("PENDING", "CONFIGURING", "RUNNING", "RESTARTING", "COMPLETING"),
+            *("SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT", "EXPEDITING"),
+            # Slurm starts it again by itself, or once somebody releases it.
+            *("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+            *("LAUNCH_FAILED", "POWER_UP_NODE", "REVOKED"),
+        ),
+        True,
+    ),
+    **dict.fromkeys(
+        (
+            *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY"),
+            *("NODE_FAIL", "BOOT_FAIL", "PREEMPTED"),
+        ),
+        False,
+    ),
+}
+"""Every state that squeue and sacct print, and our RESTARTING: may the job do something?
+
+A job that Slurm requeues is PENDING, not PREEMPTED or NODE_FAIL; a REVOKED one is on another
+cluster.
+"""
+
+UNKNOWN = "UNKNOWN"
+"""Slurm answers and has forgotten the job, which left no exit code."""
+
+UNREACHABLE = "UNREACHABLE"
+"""Slurm, or the machine that runs the job, was not asked or gave no answer."""
+
+_FORGOTTEN = "Invalid job id"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,28 +56,54 @@ class SlurmState:
     nodes: str
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What Slurm said of some jobs."""
+
+    known: dict[str, SlurmState]
+    """Components by name; a job that Slurm has forgotten has none."""
+    silence: str
+    """Why the controller did not answer; empty if it did. `known` is then empty, since what the
+    accounting database says may be the end of an earlier attempt of a job that was requeued."""
+
+
+def is_alive(state: str) -> bool:
+    """Whether a job in that state may do something; a word that we do not know counts as alive."""
+    return ALIVE.get(state, True)
+
+
+def is_doubtful(state: str) -> bool:
+    """Whether nobody can tell: UNKNOWN, UNREACHABLE, or a word that we do not know."""
+    return state not in ALIVE
+
+
 @functools.cache
 def has_accounting() -> bool:
     """Whether sacct answers here; without a database it only prints that it is disabled."""
     return shutil.which("sacct") is not None and not output_of([*SACCT, "-j", "1"]).returncode
 
 
-def query(leader: str) -> dict[str, SlurmState]:
-    """The components of a job by name; empty when Slurm has forgotten it.
+def query(leaders: Sequence[str]) -> Answer:
+    """The components of jobs.
 
     squeue knows a job at once and forgets it minutes after its end; sacct is the other way round.
     """
-    states = {}
+    if not leaders:
+        return Answer({}, "")
+    jobs = ",".join(leaders)
+    answer = output_of([*SQUEUE, "-h", "-j", jobs])
+    if answer.returncode and _FORGOTTEN not in answer.stderr:
+        return Answer({}, words_of(answer))
+    known = {}
     if has_accounting():
-        answer = output_of([*SACCT, "-j", leader])
-        states = {state.job_id: state for state in _parse(answer.stdout.splitlines()[1:])}
-    answer = output_of([*SQUEUE, "-h", "-j", leader])  # fails once the job is forgotten
-    states |= {state.job_id: state for state in _parse(answer.stdout.splitlines())}
-    return states
+        lines = output_of([*SACCT, "-j", jobs]).stdout.splitlines()[1:]
+        known = {state.job_id: state for state in _parse(lines)}
+    known |= {state.job_id: state for state in _parse(answer.stdout.splitlines())}
+    return Answer(known, "")
 
 
 def _parse(lines: Iterable[str]) -> Iterable[SlurmState]:
     for line in lines:
-        job_id, state, nodes, *_ = line.split("|")
+        job_id, state, nodes, *_ = [*line.split("|"), "", ""]
         # sacct says who cancelled a job: "CANCELLED by 0".
-        yield SlurmState(job_id, state.split()[0] if state else "UNKNOWN", nodes)
+        yield SlurmState(job_id, state.split()[0] if state else UNKNOWN, nodes)

@@ -1,10 +1,12 @@
 """From a job file to a queued job: a run directory, a script, a record of what was started."""
 
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -14,21 +16,26 @@ from relax_hpc.config.actor import ReferenceConfig
 from relax_hpc.config.run import JobConfig, PromptsConfig, RunConfig
 from relax_hpc.config.sections import Resources, Section
 from relax_hpc.config.sft import SftConfig, SftRunConfig
-from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.launch import component as task
-from relax_hpc.launch import preflight, script
+from relax_hpc.launch import preflight, record, script, states
 from relax_hpc.launch.jobs import Call, HetJob
 from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.profiles import PROFILES
-from relax_hpc.launch.slurm import HetSlurmExecutor
+from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
+from relax_hpc.launch.slurm import HetSlurmExecutor, MaybeQueuedError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 
 Mode = Literal["slurm", "local"]
 
 _RECORDED = ("relax-hpc", "torch", "megatron-core", "transformers", "sglang", "submitit", "mpi4py")
+
+
+class _NameInUseError(ConfigError):
+    """The run directory is somebody else's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class Submission:
     mode: Mode
     script: str
     components: tuple[Component, ...]
+    number: int
+    """Of the launch: 1 for `submit`, one more for every `resume`."""
     job: HetJob[Any] | None
     """None after a dry run."""
 
@@ -68,63 +77,100 @@ def submit(config: JobConfig, *, local: bool = False, dry_run: bool = False) -> 
     mode = _mode(local=local)
     config, components = resolve(config)
     config = preflight.check(config, components, use_slurm=mode == "slurm")
-    plan = _plan(mode, config, components)
+    plan = _plan(mode, config, components, 1)
     if dry_run:
         return plan
     paths = RunPaths(config.run_dir)
-    make_run_dir(config, paths)
+    parents = [parent for parent in paths.root.parents if not parent.exists()]
     try:
+        make_run_dir(config, paths)
         return _start(plan, config, paths)
-    except LaunchError:
-        shutil.rmtree(paths.root)  # made a moment ago, and nothing runs in it
+    except _NameInUseError:
         raise
+    except (OSError, RelaxError) as error:
+        # What there is was made a moment ago, and nothing runs in it.
+        shutil.rmtree(paths.root, ignore_errors=True)
+        for parent in parents:
+            with suppress(OSError):
+                parent.rmdir()  # unless somebody else uses it by now
+        if isinstance(error, RelaxError):
+            raise
+        raise LaunchError(
+            f"{paths.root}: cannot be written to: {error.strerror}; nothing was started or left. "
+            "Free space or quota, or choose another run_root"
+        ) from error
 
 
-def resume(run_dir: Path, *, local: bool = False) -> Submission:
+def resume(run_dir: Path, *, local: bool = False, ended: bool = False) -> Submission:
     """Starts a run again that ended before its last step: cancelled, out of time, or given up.
 
     It goes on from its newest checkpoint and from what stands on its bus, with the job it was
     submitted with.
 
+    Args:
+        run_dir: of the run.
+        local: run here even though there is a Slurm.
+        ended: the caller knows that a job has ended of which Slurm says nothing.
+
     Raises:
-        ConfigError: not a run directory, still running, or complete.
+        ConfigError: not a run directory, complete, or it may still be running.
         LaunchError: Slurm refused it.
     """
     from relax_hpc.launch import status  # it knows every state a job can be in
 
     paths = RunPaths(run_dir.absolute())
     config = read_resolved(paths.config)
-    found = status.collect(paths.root)
-    if found.state in status.ACTIVE:
-        raise ConfigError(
-            f"{run_dir}: is {found.state.lower()} as job {found.job_id}; "
-            f"cancel it first: relax-hpc cancel {run_dir}"
-        )
-    if found.state == "COMPLETED":
-        raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
-    return _start(_plan(_mode(local=local), config, place(config)), config, paths)
+    newest = record.read(paths.root)
+    for found in status.launches(newest):
+        if doubt := status.doubt(found):
+            if not ended:
+                raise ConfigError(f"{run_dir}: {doubt}")
+        elif states.is_alive(found.state):
+            raise ConfigError(
+                f"{run_dir}: is {found.state.lower()} as job {found.record.leader}; "
+                f"cancel it first: relax-hpc cancel {run_dir}"
+            )
+        elif found.state == "COMPLETED":
+            raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
+    number = record.claim(paths, newest.number + 1, sure=ended)
+    plan = _plan(_mode(local=local), config, place(config), number)
+    try:
+        return _start(plan, config, paths, newest)
+    except MaybeQueuedError:
+        raise  # the claim stays: there may be a job
+    except (OSError, RelaxError) as error:
+        paths.launch_claim(number).unlink()
+        if isinstance(error, RelaxError):
+            raise
+        raise LaunchError(
+            f"{run_dir}: cannot be written to: {error.strerror}; nothing was started. "
+            "Free space or quota and resume it again"
+        ) from error
 
 
 def _mode(*, local: bool) -> Mode:
     return "slurm" if not local and shutil.which("sbatch") else "local"
 
 
-def _plan(mode: Mode, config: JobConfig, components: Sequence[Component]) -> Submission:
-    """What would be submitted."""
+def _plan(
+    mode: Mode, config: JobConfig, components: Sequence[Component], number: int
+) -> Submission:
+    """What would be submitted, as the launch of that number."""
     if mode == "local":  # MPI's ranks would need Slurm, or mpirun, to start them
         components = [replace(component, bootstrap="files") for component in components]
-    job = _job(config)
+    job = _job(config, number)
     text = (script.slurm_script if mode == "slurm" else script.local_script)(job, components)
-    return Submission(config.run_dir, mode, text, tuple(components), None)
+    return Submission(config.run_dir, mode, text, tuple(components), number, None)
 
 
-def _job(config: JobConfig) -> script.Job:
+def _job(config: JobConfig, number: int) -> script.Job:
     return script.Job(
         config.name,
         RunPaths(config.run_dir).submission,
         config.launch.max_restarts,
         config.launch.restart_delay_s,
         config.run_dir,
+        next_claim=RunPaths(config.run_dir).launch_claim(number + 1),
     )
 
 
@@ -172,7 +218,7 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
         paths.root.parent.mkdir(parents=True, exist_ok=True)
         paths.root.mkdir()  # whoever makes it has the name
     except FileExistsError:
-        raise ConfigError(
+        raise _NameInUseError(
             f"name = {config.name!r}: {paths.root} exists and a run directory is used once; "
             "choose another name"
         ) from None
@@ -201,32 +247,40 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "revision": _git_revision()}
 
 
-def _start(plan: Submission, config: JobConfig, paths: RunPaths) -> Submission:
-    job, components = _job(config), plan.components
+def _start(
+    plan: Submission, config: JobConfig, paths: RunPaths, before: LaunchRecord | None = None
+) -> Submission:
+    """Starts a job and records it; what cannot be recorded is ended again."""
+    job, components = _job(config, plan.number), plan.components
     calls = [
         Call(component, task.run, (component.role, str(paths.root), component.bootstrap))
         for component in components
     ]
     executor = (HetSlurmExecutor if plan.mode == "slurm" else HetLocalExecutor)(job.folder)
     submitted: HetJob[Any] = executor.submit_het(calls, job)
-    record: dict[str, Any] = {
-        "mode": plan.mode,
-        "leader": submitted.job_id,
-        "components": [
-            {
-                "role": component.role,
-                "job_id": submitted.components[index].job_id,
-                "tasks": component.tasks,
-                "folder": str(job.component_folder(index)),
-            }
-            for index, component in enumerate(components)
-        ],
-        "time": time.time(),
-        **provenance(),
-    }
-    if isinstance(submitted, LocalHetJob):
-        record["controller"] = asdict(submitted.controller)
-    write_json(paths.launch_record, record)
+    controller = submitted.controller if isinstance(submitted, LocalHetJob) else None
+    launched = LaunchRecord(
+        plan.mode,
+        submitted.job_id,
+        tuple(
+            LaunchedComponent(
+                component.role, its.job_id, component.tasks, job.component_folder(index)
+            )
+            for index, (component, its) in enumerate(
+                zip(components, submitted.components, strict=True)
+            )
+        ),
+        time.time(),
+        controller,
+        socket.gethostname(),
+        plan.number,
+        tuple(reversed(before.all)) if before else (),
+    )
+    try:
+        record.write(paths, launched, provenance())
+    except OSError:
+        submitted.cancel()
+        raise
     return replace(plan, job=submitted)
 
 

@@ -35,7 +35,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     config = job_file.read_resolved(paths.config)
     events = read_events(paths.events_folder)
     done = history.steps(events)
-    progress = _progress(done, config.num_steps)
+    progress = _progress(events, config.num_steps)
     if isinstance(config, SftRunConfig):
         return progress | _of_sft(paths, events, done, config.num_steps)
     last = done[-1] if done else None
@@ -63,12 +63,15 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _progress(done: Sequence[Event], num_steps: int) -> dict[str, Any]:
-    last = done[-1]["step"] if done else 0
+def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
+    """How far the run is: after a resume, behind the highest step that it has done."""
+    last = history.present_step(events)
+    done = [event for event in history.steps(events) if event["step"] <= last]
     pace = history.seconds_per_step(done)
     return {
         "steps_done": last,
         "num_steps": num_steps,
+        "last_step_time": newest["time"] if (newest := history.newest(events, "step")) else None,
         "tokens_per_s": _mean([e["tokens_per_s"] for e in done[-20:] if "tokens_per_s" in e]),
         "eta_s": None if pace is None else pace * (num_steps - last),
     }

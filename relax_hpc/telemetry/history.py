@@ -28,6 +28,12 @@ def steps(events: Sequence[Event]) -> list[Event]:
     return [newest[step] for step in sorted(newest)]
 
 
+def present_step(events: Sequence[Event]) -> int:
+    """The step that was trained last, or that the trainer has resumed from since; 0 before one."""
+    last = next((e for e in reversed(events) if e["event"] in ("step", "resume")), None)
+    return int(last["step"]) if last else 0
+
+
 def publications(events: Sequence[Event]) -> list[Event]:
     """Of each version that engines were given, the newest event's times (`sync/...`), in order.
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.cli import app
-from relax_hpc.launch.status import ACTIVE
+from relax_hpc.launch.status import is_over as has_ended
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.events import read_events
 
@@ -59,7 +59,7 @@ def wait_until(run_dir, predicate, timeout_s):
     """The first status of which `predicate` holds; a run that ended will not get there."""
     deadline = time.monotonic() + timeout_s
     while not predicate(now := status(run_dir)):
-        assert now["state"] in ACTIVE, f"{now}\n{cli('logs', run_dir)[-4000:]}"
+        assert not has_ended(now["state"]), f"{now}\n{cli('logs', run_dir)[-4000:]}"
         assert time.monotonic() < deadline, f"{now}\n{cli('logs', run_dir)[-4000:]}"
         # Slurm's word costs six processes, which the run would have to wait for.
         time.sleep(0.2 if now["mode"] == "local" else 0.5)
@@ -67,7 +67,7 @@ def wait_until(run_dir, predicate, timeout_s):
 
 
 def is_over(now):
-    return now["state"] not in ACTIVE
+    return has_ended(now["state"])
 
 
 def has_done(steps):

@@ -69,7 +69,7 @@ def test_both_components_run_on_nodes_of_their_own_and_complete(finished):
     nodes = [component["nodes"] for component in during["components"]]
     assert len(set(nodes)) == 2 and all(nodes)
     assert after["state"] == "COMPLETED"
-    seen = states.query(leader)
+    seen = states.query([leader]).known
     assert {name: found.state for name, found in seen.items()} == {
         f"{leader}+0": "COMPLETED",
         f"{leader}+1": "COMPLETED",

@@ -69,7 +69,7 @@ def final_states(job, timeout_s=60):
     """The states of all components once Slurm has ended the whole job."""
     deadline = time.monotonic() + timeout_s
     while True:
-        found = states.query(job.job_id)
+        found = states.query([job.job_id]).known
         active = ("PENDING", "RUNNING", "COMPLETING")
         if found and not any(state.state in active for state in found.values()):
             return {name: state.state for name, state in found.items()}

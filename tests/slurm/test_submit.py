@@ -1,6 +1,7 @@
 """A run from job file to Slurm: preflight with the cluster's own word, status, cancel."""
 
 import json
+import subprocess
 import time
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from relax_hpc.engines.tiny import checkpoint
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import validate
+from relax_hpc.launch import states
 from relax_hpc.launch.cancel import cancel
 from relax_hpc.launch.status import collect
-from relax_hpc.launch.submit import submit
+from relax_hpc.launch.submit import resume, submit
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
@@ -75,22 +77,50 @@ def test_what_only_sbatch_knows_is_reported_in_its_words_and_frees_the_name(job,
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_a_run_is_seen_component_by_component_and_cancelled_as_a_whole(job):
-    submission = submit(job(rollout={"nodes": 2}))
+def test_a_run_is_seen_component_by_component_and_cancelled_as_a_whole(job, monkeypatch):
+    submission = submit(job(rollout={"nodes": 2, "sbatch": ["--comment=my exp # 2"]}))
     assert submission.mode == "slurm"
+    run_dir, job_id = submission.run_dir, submission.job_id
     try:
-        seen = wait_for(submission.run_dir, "RUNNING")
+        seen = wait_for(run_dir, "RUNNING")
         assert [(each.role, each.job_id) for each in seen.components] == [
-            ("rollout", f"{submission.job_id}+0"),
-            ("actor", f"{submission.job_id}+1"),
+            ("rollout", f"{job_id}+0"),
+            ("actor", f"{job_id}+1"),
         ]
         nodes = [each.nodes for each in seen.components]
         assert all(nodes) and nodes[0] != nodes[1]
+        assert queue(job_id, "%k") == {"my exp # 2"}
+        subprocess.run(["scontrol", "suspend", job_id], check=True)
+        assert queue(job_id, "%T") == {"SUSPENDED"}
+        with pytest.raises(ConfigError, match=f"is suspended as job {job_id}; cancel it first"):
+            resume(run_dir)
     finally:
-        cancel(submission.run_dir)
-    assert {each.state for each in wait_for(submission.run_dir, "CANCELLED").components} == {
-        "CANCELLED"
-    }
+        cancel(run_dir)
+    assert {each.state for each in wait_for(run_dir, "CANCELLED").components} == {"CANCELLED"}
+
+    again, said = resume(run_dir).job_id, []
+    try:  # An attempt that Slurm requeues may leave the exit code of a cancel.
+        (run_dir / "submission" / f"{again}_exit_code").write_text("143\n")
+        with monkeypatch.context() as without:
+            without.delenv("SLURM_CONF")
+            assert collect(run_dir).state == "UNREACHABLE"
+            with pytest.raises(ConfigError, match=f"whether job {again} still runs is not known"):
+                resume(run_dir)
+            with pytest.raises(LaunchError, match=f"job {again} may still run: scancel: Could"):
+                cancel(run_dir)
+        assert states.is_alive(collect(run_dir).state)
+    finally:
+        cancel(run_dir, said.append)
+    assert said[0].startswith(f"job {again}: cancelled, was ")
+    assert said[1:] == [f"job {job_id}: had ended before, CANCELLED"]
+    assert queue(f"{job_id},{again}", "%T") <= {"CANCELLED", "COMPLETING"}
+
+
+def queue(jobs, column):
+    """What squeue says in a column of some jobs."""
+    command = ["squeue", "-h", "--states=all", "-j", jobs, "-o", column]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return {line.strip() for line in lines}
 
 
 def wait_for(run_dir, state, timeout_s=60):

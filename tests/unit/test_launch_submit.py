@@ -1,16 +1,22 @@
 """Submitting without Slurm: what is checked, what is made, how it is watched and ended."""
 
+import errno
 import json
+import os
+import shutil
 import time
 
 import pytest
+from typer.testing import CliRunner
 
+from relax_hpc import job_file
+from relax_hpc.cli import app
 from relax_hpc.engines.tiny import checkpoint
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved, validate
-from relax_hpc.launch import logs, record
+from relax_hpc.launch import logs, preflight, record
 from relax_hpc.launch.cancel import cancel
-from relax_hpc.launch.local import processes
+from relax_hpc.launch.local import HetLocalExecutor, processes
 from relax_hpc.launch.status import collect, overall
 from relax_hpc.launch.submit import submit
 from relax_hpc.paths import RunPaths
@@ -77,6 +83,47 @@ def test_a_run_that_cannot_work_is_refused_and_leaves_nothing(tmp_path, job, cha
         submit(job(**changes), local=True)
     assert message in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "my runs").exists()
+
+
+@pytest.mark.parametrize("at", ["relax_hpc.bus.layout.create", "relax_hpc.launch.record.write"])
+def test_a_disk_that_is_full_while_a_run_is_made_leaves_nothing(tmp_path, job, monkeypatch, at):
+    started = []
+    start = HetLocalExecutor.submit_het
+
+    def starting(*args):
+        started.append(start(*args))
+        return started[-1]
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(HetLocalExecutor, "submit_het", starting)
+    monkeypatch.setattr(at, full)
+    with pytest.raises(LaunchError, match="No space left on device; nothing was started") as error:
+        submit(job(), local=True)
+    assert "\n" not in str(error.value) and not (tmp_path / "my runs").exists()
+    assert len(started) == (at.endswith("write"))
+    assert not any(each.controller.find() for each in started), "what was not recorded has ended"
+    monkeypatch.undo()
+    assert submit(job(), local=True, dry_run=True).run_dir.name == "run", "the name is free"
+
+
+def test_a_link_to_no_folder_is_said_to_be_one(tmp_path, job):
+    (tmp_path / "my runs").symlink_to(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"my runs is a link to .*gone, which is not there; make"):
+        submit(job(), local=True)
+
+
+def test_check_asks_slurm_only_without_local(job, monkeypatch):
+    asked = []
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(job_file, "load", lambda *_: job())
+    monkeypatch.setattr(preflight, "_partitions", lambda: asked.append(1) or preflight.Partitions())
+    for options in ([], ["--local"]):
+        answer = CliRunner().invoke(app, ["check", "job.toml", *options])
+        assert answer.exit_code == 0, answer.exception
+        assert json.loads(answer.output)["name"] == "run"
+    assert asked == [1]
 
 
 def test_a_local_run_is_recorded_watched_and_ended_whole(tmp_path, job):

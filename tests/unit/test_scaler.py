@@ -238,6 +238,21 @@ def test_a_run_that_is_not_running_is_not_scaled(house, monkeypatch, state):
         out(house, 2)
 
 
+def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(house, monkeypatch):
+    its = house.scaler()
+    out(house, 2)
+    its.tick()
+    house.up(its, "extra-1")
+    its.tick()
+    house.kill("extra-1")
+    its.end(0.0)
+    assert scale_in(house, 1).engines == 1, "the added one ended with the run"
+    states = iter(["RUNNING", "COMPLETED"])
+    monkeypatch.setattr("relax_hpc.launch.status.job_state", lambda _: next(states))
+    with pytest.raises(ConfigError, match="is completed; only a run that is running is scaled"):
+        scale_in(house, 1)
+
+
 @pytest.mark.parametrize("transport", [None, "collective", "files"])
 def test_engines_cannot_be_added_to_those_on_the_actors_gpus(house, transport):
     changes = {"rollout": {"placement": "actor"}, "algorithm": {"num_steps": 9, "max_staleness": 0}}

@@ -2,6 +2,7 @@
 
 export SUBMITIT_EXECUTOR=local
 job_id=$1
+rm -f '/runs/it'"'"'s here/submission'/"$job_id"_exit_code # of an attempt that Slurm requeued
 max_restarts=3 restart_delay_s=2.0
 look_every_s=15.0
 

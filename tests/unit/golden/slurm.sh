@@ -22,6 +22,7 @@ export SUBMITIT_EXECUTOR=hetslurm
 job_id=$SLURM_JOB_ID
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION
 export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"
+rm -f '/runs/it'"'"'s here/submission'/"$job_id"_exit_code # of an attempt that Slurm requeued
 max_restarts=3 restart_delay_s=2.0
 look_every_s=15.0
 

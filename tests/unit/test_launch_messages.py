@@ -1,0 +1,219 @@
+"""What a user is told of a run: its state and why it failed, and in one line what is wrong."""
+
+import json
+import time
+
+import fake_slurm
+import pytest
+from typer.testing import CliRunner
+
+from relax_hpc.cli import app
+from relax_hpc.config.sections import Resources
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.launch import preflight, scale_list, script, slurm, states
+from relax_hpc.launch.placement import Component
+from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry.events import EventWriter
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    yield fake_slurm.make(tmp_path, monkeypatch)
+    states.has_accounting.cache_clear()
+
+
+def cli(*words):
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def refusal(*words):
+    """The one line with which a command was refused."""
+    answer = cli(*words)
+    assert isinstance(answer.exception, RelaxError), (words, answer.output, answer.exception)
+    assert "\n" not in str(answer.exception)
+    return str(answer.exception)
+
+
+COMMANDS = ("status", "logs", "resume", "cancel", "scale list", "scale in")
+FOREIGN = {
+    "empty": "", "half": '{"mode": "slu', "list": "[1]", "number": "7", "foreign": '{"a": 1}',
+    "bytes": "\xff", "deep": "[" * 100_000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+@pytest.mark.parametrize("name", ["run.json", "control/launch.json"])
+def test_a_broken_or_foreign_record_is_named_with_what_to_do(run, name, content):
+    path = run.run_dir / name
+    path.write_bytes(content.encode("latin-1"))
+    for command in COMMANDS:
+        if name == "run.json" and command in ("logs", "cancel"):
+            continue  # they do not need it
+        options = ["--engines", "1"] if command == "scale in" else []
+        said = refusal(*command.split(), run.run_dir, *options)
+        assert said.startswith(f"{path}: is not ") and "restore it" in said
+    assert run.asked("sbatch") == run.asked("scancel") == []
+
+
+def test_a_launch_without_components_and_an_unreadable_folder_are_named_too(run):
+    path = run.run_dir / "control" / "launch.json"
+    tree = json.loads(path.read_text())
+    path.write_text(json.dumps(tree | {"components": []}))
+    assert "it has no components" in refusal("status", run.run_dir)
+    path.unlink()
+    path.mkdir()
+    assert "IsADirectoryError" in refusal("status", run.run_dir)
+
+
+def test_logs_of_a_role_that_there_is_not_are_refused_and_the_scripts_can_be_had_alone(run):
+    (run.run_dir / "submission" / "7_batch.log").write_text("script's\n")
+    (run.run_dir / "submission" / "c1" / "7_0_log.out").write_text("actor's\n")
+    assert refusal("logs", run.run_dir, "--role", "nobody") == (
+        "--role nobody: this run has no such role; use rollout, actor, extra, job"
+    )
+    assert cli("logs", run.run_dir, "--role", "job").output == "job: script's\n"
+    assert cli("logs", run.run_dir, "--role", "actor").output == "actor-0: actor's\n"
+    assert cli("logs", run.run_dir).output == "job: script's\nactor-0: actor's\n"
+
+
+BATCH_LOG = """2026-01-01T00:00:00 actor: start 1 ended with exit code 1
+2026-01-01T00:00:00 actor: start 2 ended with exit code 3
+2026-01-01T00:00:00 actor: failed 2 times, giving up
+2026-01-01T00:00:00 rollout: start 1 ended with exit code 137
+"""
+
+
+def fail(run, **events):
+    run.says("7+0|FAILED", "7+1|FAILED")
+    (run.run_dir / "submission" / "7_batch.log").write_text(BATCH_LOG)
+    for role, messages in events.items():
+        with EventWriter(RunPaths(run.run_dir).events(role, 2), role, 2) as writer:
+            for message in messages:
+                writer.emit("error", message=message)
+
+
+def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run):
+    fail(run, actor=["ValueError: old", "TrainingError: not finite\nmore"], rollout=["KeyError: x"])
+    lines = [line.strip() for line in cli("status", run.run_dir).output.splitlines()]
+    assert lines[0] == "run: FAILED"
+    why = "actor failed 2 times, exit code 3: actor-2: TrainingError: not finite"
+    assert f"reason        {why}" in lines
+    assert f"to go on      relax-hpc resume {run.run_dir}" in lines
+    assert "steps         0 of 30" in lines
+    assert json.loads(cli("status", run.run_dir, "--json").output)["reason"] == why
+
+
+def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
+    fail(run)
+    path = run.run_dir / "submission" / "c1" / "7_0_log.err"
+    path.write_text("Traceback\n  x\nImportError: no torch\nsrun: error: n1: task 0\n")
+    assert "exit code 3: actor-0: ImportError: no torch\n" in cli("status", run.run_dir).output
+    log = run.run_dir / "submission" / "7_batch.log"
+    log.write_text("7_submission.sh: line 9: module: command not found\n")
+    assert "line 9: module: command not found\n" in cli("status", run.run_dir).output
+    run.says("7+0|TIMEOUT", "7+1|TIMEOUT")
+    log.unlink()
+    answer = cli("status", run.run_dir).output
+    assert "reason" not in answer and "to go on      relax-hpc resume" in answer
+
+
+def steps(run, *events, ago_s=0.0):
+    """(event, step) of an actor, one a second; the last `ago_s` seconds ago."""
+    path = RunPaths(run.run_dir).events("actor", 0)
+    path.parent.mkdir(exist_ok=True)
+    first = time.time() - ago_s - len(events) + 1
+    common = {"role": "actor", "rank": 0, "pid": 1, "num_trajectories": 8, "tokens_per_s": 1.0}
+    lines = [
+        {**common, "event": event, "step": step, "time": first + second}
+        for second, (event, step) in enumerate(events)
+    ]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_only_a_run_that_runs_has_time_to_go_and_it_says_when_its_last_step_was(run):
+    steps(run, ("step", 1), ("step", 2), ("step", 3), ago_s=300)
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    assert (
+        "steps         3 of 30, the last 5 min ago, 27 s to go\n"
+        in cli("status", run.run_dir).output
+    )
+    for state in ("FAILED", "PENDING", "CANCELLED"):
+        run.says(f"7+0|{state}", f"7+1|{state}")
+        assert "steps         3 of 30\n" in cli("status", run.run_dir).output
+    run.is_silent()
+    answer = cli("status", run.run_dir).output
+    assert answer.startswith("run: UNREACHABLE\n") and "steps         3 of 30\n" in answer
+    assert "unreachable   squeue: slurm_load_jobs error: Unable to contact" in answer
+
+
+def test_after_a_resume_the_present_step_is_shown_and_not_the_highest(run):
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    done = [("step", step) for step in range(1, 13)]
+    for events, shown in (
+        ([*done], 12),
+        ([*done, ("resume", 8)], 8),
+        ([*done, ("resume", 8), ("step", 9), ("step", 10)], 10),
+    ):
+        steps(run, *events)
+        progress = json.loads(cli("status", run.run_dir, "--json").output)["progress"]
+        assert progress["steps_done"] == shown
+
+
+def test_engines_of_a_run_that_waits_are_pending_and_its_idle_nodes_are_told(run):
+    run.says("7+0|PENDING", "7+1|PENDING")
+    listing = scale_list.collect(run.run_dir)
+    assert [(row.id, row.state, row.node) for row in listing.rows] == [("rollout-0", "PENDING", "")]
+    assert scale_list.text(listing).endswith("room for 2 more, once the run has been started")
+    run.says("7+0|RUNNING", "7+1|RUNNING")  # its scaler has not
+    assert scale_list.text(scale_list.collect(run.run_dir)).endswith("room for 2 more")
+    run.says("7+0|FAILED", "7+1|FAILED")
+    assert "room" not in scale_list.text(scale_list.collect(run.run_dir))
+
+
+def test_where_slurm_gives_no_partitions_one_line_says_so_and_what_to_do(run):
+    run.is_silent(fake_slurm.NO_CONF)
+    with pytest.raises(ConfigError) as error:
+        preflight._partitions()
+    assert str(error.value) == (
+        "sinfo: Could not establish a configuration source; work where Slurm answers, or leave it "
+        "out with --local"
+    )
+
+
+def test_a_requeue_that_is_refused_is_one_line_in_the_log_and_no_traceback(
+    run, monkeypatch, caplog
+):
+    (run.folder / "scontrol").write_text(
+        "#!/bin/bash\necho Requested operation is presently disabled >&2; exit 1\n"
+    )
+    monkeypatch.setattr(slurm, "_END_WAIT_S", 0)
+    folder = run.run_dir / "submission" / "c0"
+    monkeypatch.setenv("SUBMITIT_FOLDER", str(folder))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm.HetSlurmJobEnvironment, "_wait_for_components", lambda *_: None)
+    slurm.HetSlurmJobEnvironment()._requeue(3)
+    [line] = [each.getMessage() for each in caplog.records]
+    assert line == (
+        "the job is not requeued (scontrol: Requested operation is presently disabled): once it "
+        f"has ended, relax-hpc resume {run.run_dir}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ("--comment=my exp # 2", '--comment="my exp # 2"'),
+        ('--comment=say "it\\now" twice', '--comment="say \\"it\\\\now\\" twice"'),
+        ("--comment=it's", "--comment=it's"),
+        ('--comment="my exp"', '--comment="my exp"'),
+        ("--comment='my exp'", "--comment='my exp'"),
+        ("--exclusive", "--exclusive"),
+        ("-p main", "-p main"),
+        ("--nodelist=n[1-2]", "--nodelist=n[1-2]"),
+        ("--comment=", "--comment="),
+    ],
+)
+def test_options_of_sbatch_with_spaces_are_quoted_as_it_reads_its_script(tmp_path, option, line):
+    its = Component("actor", 1, Resources(sbatch=[option]))
+    text = script.slurm_script(script.Job("toy", tmp_path), [its])
+    assert f"#SBATCH {line}" in text.splitlines()

@@ -1,0 +1,262 @@
+"""Whether a job lives, may live or has ended, and what is done with it: no second one beside it."""
+
+import json
+import subprocess
+import threading
+
+import fake_slurm
+import pytest
+from typer.testing import CliRunner
+
+from relax_hpc.cli import app
+from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.job_file import read_resolved
+from relax_hpc.launch import jobs, record, script, states, status
+from relax_hpc.launch.cancel import cancel
+from relax_hpc.launch.placement import place
+from relax_hpc.launch.submit import resume
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    yield fake_slurm.make(tmp_path, monkeypatch)
+    states.has_accounting.cache_clear()
+
+
+@pytest.fixture
+def resumed(tmp_path, monkeypatch):
+    """A run that was resumed twice: as job 5, 6 and 7."""
+    yield fake_slurm.make(tmp_path, monkeypatch, earlier=("5", "6"))
+    states.has_accounting.cache_clear()
+
+
+def gc(slurm, *options):
+    answer = CliRunner().invoke(app, ["bus", "gc", str(slurm.run_dir), "--dry-run", *options])
+    return str(answer.exception)
+
+
+ALIVE = [
+    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING"),
+    *("RESIZING", "STAGE_OUT", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"),
+    *("RESV_DEL_HOLD", "REVOKED"),
+]
+
+
+@pytest.mark.parametrize("word", ALIVE)
+def test_in_every_state_in_which_slurm_may_run_a_job_no_second_one_is_started(slurm, word):
+    slurm.leaves(143)  # of an attempt that Slurm requeued
+    slurm.says(f"7+0|{word}", "7+1|COMPLETED")
+    assert status.job_state(slurm.run_dir) == word
+    with pytest.raises(ConfigError, match=f"is {word.lower()} as job 7; cancel it first"):
+        resume(slurm.run_dir, ended=True)
+    assert f"is {word}, and its components delete what they own" in gc(slurm, "--ended")
+    assert slurm.asked("sbatch") == []
+
+
+@pytest.mark.parametrize(
+    "word", ["FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY", "NODE_FAIL", "BOOT_FAIL",
+             "PREEMPTED", "CANCELLED by 0"],
+)  # fmt: skip
+def test_from_every_state_in_which_a_job_has_ended_the_run_goes_on(slurm, word):
+    slurm.says(f"7+0|{word}", "7+1|COMPLETED")
+    assert status.job_state(slurm.run_dir) == word.split()[0]
+    assert resume(slurm.run_dir).job_id == "9"
+    launched = record.read(slurm.run_dir)
+    assert [(each.number, each.leader) for each in launched.all] == [(2, "9"), (1, "7")]
+
+
+def test_a_word_that_is_not_known_counts_as_alive_until_somebody_says_otherwise(slurm):
+    slurm.says("7+0|FROBNICATING", "7+1|FAILED")
+    assert status.job_state(slurm.run_dir) == "FROBNICATING"
+    refusal = "Slurm says FROBNICATING of job 7.*add --ended"
+    with pytest.raises(ConfigError, match=refusal):
+        resume(slurm.run_dir)
+    assert "add --ended" in gc(slurm)
+    assert resume(slurm.run_dir, ended=True).job_id == "9"
+
+
+@pytest.mark.parametrize("words", [fake_slurm.DEAD, fake_slurm.NO_CONF])
+def test_a_job_lives_as_long_as_slurm_does_not_answer_whatever_an_attempt_left(slurm, words):
+    slurm.is_silent(words)
+    for code in (None, 143, 1):
+        if code is not None:
+            slurm.leaves(code)
+        found = status.collect(slurm.run_dir)
+        assert found.state == "UNREACHABLE" and found.silence.count("\n") == 0
+        assert not status.is_over(found.state)
+        with pytest.raises(ConfigError, match="whether job 7 still runs is not known") as error:
+            resume(slurm.run_dir)
+        assert "\n" not in str(error.value) and "add --ended" in str(error.value)
+        assert "whether job 7 still runs is not known" in gc(slurm)
+    assert slurm.asked("sbatch") == []
+    slurm.leaves(0)  # the script's own word, which a requeue cannot follow
+    assert status.job_state(slurm.run_dir) == "COMPLETED"
+
+
+def test_how_a_job_ended_that_slurm_has_forgotten_is_what_its_script_left(slurm):
+    assert status.job_state(slurm.run_dir) == "UNKNOWN" and status.is_over("UNKNOWN")
+    with pytest.raises(ConfigError, match=r"Slurm does not know job 7 any more.*add --ended"):
+        resume(slurm.run_dir)
+    slurm.leaves(143)
+    assert status.job_state(slurm.run_dir) == "CANCELLED"
+    slurm.leaves(1)
+    assert status.job_state(slurm.run_dir) == "FAILED"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [(["sleep", "9"], "sleep: no answer in 0 s"),
+     (["no-such-command"], "no-such-command: cannot be run: No such file")],
+)  # fmt: skip
+def test_a_command_that_hangs_or_is_not_there_has_given_no_answer(command, words):
+    answer = jobs.output_of(command, timeout_s=0.1)
+    assert jobs.is_silent(answer) and jobs.words_of(answer).startswith(words)
+
+
+def test_of_those_who_resume_a_run_at_the_same_time_one_starts_it(slurm):
+    slurm.leaves(1)
+    outcomes, together = [], threading.Barrier(4)
+
+    def run():
+        together.wait()
+        try:
+            outcomes.append(resume(slurm.run_dir).job_id)
+        except ConfigError as error:
+            outcomes.append("refused" if "else is starting it" in str(error) else str(error))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["9", "refused", "refused", "refused"]
+    assert len(slurm.asked("sbatch")) == 1
+
+
+def test_who_dies_while_resuming_holds_up_only_who_is_not_sure(slurm):
+    slurm.leaves(1)
+    with subprocess.Popen(["sleep", "60"]) as other:
+        paths, mine = RunPaths(slurm.run_dir), record.ProcessId.of(other.pid)
+        claim = {"time": 0.0, "node": record.socket.gethostname(), "pid": mine.pid}
+        write_json(paths.launch_claim(2), claim | {"start_time": mine.start_time})
+        for ended in (False, True):  # it lives
+            with pytest.raises(ConfigError, match="somebody else is starting it"):
+                resume(slurm.run_dir, ended=ended)
+        other.kill()
+    with pytest.raises(ConfigError, match="somebody else is starting it"):
+        resume(slurm.run_dir)
+    assert resume(slurm.run_dir, ended=True).job_id == "9"
+    assert record.read(slurm.run_dir).number == 3
+
+
+def test_what_sbatch_refused_can_be_resumed_again(slurm):
+    slurm.leaves(1)
+    slurm.refuses("sbatch: error: Batch job submission failed: Invalid account\n")
+    with pytest.raises(LaunchError, match="Invalid account; change its resources"):
+        resume(slurm.run_dir)
+    assert not RunPaths(slurm.run_dir).launch_claim(2).exists()
+    slurm.refuses("sbatch: error: Unable to contact slurm controller (connect failure)\n")
+    with pytest.raises(LaunchError, match=r"failure\); submit where Slurm answers") as error:
+        resume(slurm.run_dir)
+    assert "resources" not in str(error.value)
+    (slurm.folder / "refusal").unlink()
+    assert resume(slurm.run_dir).job_id == "9"
+
+
+LOST = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
+
+
+def test_a_job_that_was_queued_though_sbatch_says_it_failed_is_found(slurm):
+    slurm.leaves(1)
+    slurm.refuses(LOST)
+    (slurm.folder / "lost").touch()
+    assert resume(slurm.run_dir).job_id == "9"
+    assert record.read(slurm.run_dir).leader == "9"
+
+
+def test_where_nobody_says_whether_a_job_was_queued_nobody_starts_another(slurm):
+    slurm.leaves(1)
+    slurm.refuses(LOST)
+    (slurm.folder / "lost").touch()
+    squeue = slurm.folder / "squeue"
+    squeue.write_text(
+        squeue.read_text().replace("cat commands; exit 0", f"echo '{LOST}' >&2; exit 1")
+    )
+    with pytest.raises(LaunchError, match="look at squeue --me, and scancel what is there"):
+        resume(slurm.run_dir)
+    with pytest.raises(ConfigError, match="somebody else is starting it"):
+        resume(slurm.run_dir)
+    with pytest.raises(LaunchError, match=r"it is being started, see .*launch-2\.json"):
+        cancel(slurm.run_dir)
+
+
+def test_cancel_ends_every_job_that_the_run_ever_started_and_says_what_each_was(resumed):
+    resumed.says("5+0|RUNNING", "5+1|RUNNING", "6+0|FAILED", "6+1|FAILED", "7+0|SUSPENDED")
+    found = status.collect(resumed.run_dir)
+    assert (found.state, found.job_id, found.earlier) == ("SUSPENDED", "7", {"5": "RUNNING"})
+    said = []
+    cancel(resumed.run_dir, said.append)
+    assert said == [
+        "job 7: cancelled, was SUSPENDED",
+        "job 6: had ended before, FAILED",
+        "job 5: cancelled, was RUNNING",
+    ]
+    assert resumed.asked("scancel") == ["scancel 7", "scancel 5"]
+
+
+def test_an_earlier_job_that_lives_keeps_the_run_from_being_started_again(resumed):
+    resumed.says("5+0|PENDING", "7+0|FAILED", "7+1|FAILED")
+    resumed.leaves(1, "6")
+    assert status.job_state(resumed.run_dir) == "PENDING"
+    with pytest.raises(ConfigError, match="is pending as job 5; cancel it first"):
+        resume(resumed.run_dir)
+
+
+def test_cancel_says_in_one_line_what_it_could_not_reach(resumed):
+    resumed.leaves(0, "7")
+    resumed.is_silent(fake_slurm.NO_CONF)
+    answer = CliRunner().invoke(app, ["cancel", str(resumed.run_dir)])
+    assert answer.exit_code != 0 and answer.output == "job 7: is complete, nothing is cancelled\n"
+    said = str(answer.exception)
+    assert said.count("may still run: scancel: ") == 2 and "job 6" in said and "job 5" in said
+    assert "\n" not in said and "resources" not in said
+
+
+def test_a_run_that_is_complete_is_not_cancelled(slurm):
+    slurm.leaves(0)
+    answer = CliRunner().invoke(app, ["cancel", str(slurm.run_dir)])
+    assert answer.exit_code == 0
+    assert answer.output.splitlines()[0] == "job 7: is complete, nothing is cancelled"
+    assert slurm.asked("scancel") == []
+
+
+def test_a_local_job_of_another_machine_is_not_taken_for_one_that_has_ended(slurm):
+    paths = RunPaths(slurm.run_dir)
+    tree = json.loads(paths.launch_record.read_text())
+    controller = {"pid": 1, "start_time": 0.0}
+    write_json(paths.launch_record, tree | {"controller": controller, "node": "login2"})
+    found = status.collect(slurm.run_dir)
+    assert found.state == "UNREACHABLE" and "it runs on login2" in found.silence
+    with pytest.raises(ConfigError, match="it runs on login2"):
+        resume(slurm.run_dir, local=True)
+    with pytest.raises(LaunchError, match="cancel it there"):
+        cancel(slurm.run_dir)
+
+
+def test_a_job_that_begins_after_the_run_was_started_anew_ends_at_once(slurm, tmp_path):
+    claim = tmp_path / "it's claimed"
+    job = script.Job("toy", tmp_path, next_claim=claim)
+    components = place(read_resolved(RunPaths(slurm.run_dir).config))
+    text = script.slurm_script(job, components)
+    head = text.split("max_restarts=")[0] + "echo goes on; exit 0"
+    (tmp_path / "7_exit_code").write_text("143\n")
+    for exists, said, code in ((False, "goes on\n", 0), (True, "the run was resumed", 1)):
+        if exists:
+            claim.touch()
+        done = subprocess.run(
+            ["bash", "-c", head], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True
+        )
+        assert done.stdout.startswith(said) and done.returncode == code
+    assert not (tmp_path / "7_exit_code").exists(), "143 was the end of an earlier attempt"
