@@ -4,6 +4,9 @@
 class RelaxError(Exception):
     """Base class. The command line prints its message on one line and exits with code 2."""
 
+    is_final = False
+    """Whether a task that ends with it would end so again: it is not started again."""
+
 
 class ConfigError(RelaxError, ValueError):
     """The job, or a file it names, is wrong. The message names key, value and remedy."""
@@ -31,6 +34,12 @@ class EngineLostError(EngineError):
 
 class TrainingError(RelaxError, RuntimeError):
     """Training cannot go on by itself. The message says what was found, and in which samples."""
+
+
+class MismatchError(TrainingError):
+    """Engines and trainer do not compute the same model, and no restart will change that."""
+
+    is_final = True
 
 
 class CheckpointError(RelaxError, RuntimeError):

@@ -13,6 +13,8 @@ from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.config.sections import NonNegative, Positive, Section
 from relax_hpc.schema import COLUMNS, Role
 
+_ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
+"""Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
 OWN_IN_TURN = ("python", "setup", "srun", "cpus_per_task")
 """Fields of `rollout.resources` that are its own where it shares the actor's GPUs."""
 
@@ -68,6 +70,12 @@ class AlgorithmConfig(Section):
     """Upper clip: ratio <= 1 + clip_high (clip-higher)."""
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     """Truncated importance sampling: weight min(pi_old / mu, cap) per token."""
+    logprob_check: Literal["stop", "warn", "off"] = "stop"
+    """What to do where engines and trainer compute different models. At each start of the actor
+    their logprobs of tokens that the trainer's own policy sampled are compared, once."""
+    max_logprob_gap: Annotated[float, Field(gt=0)] | None = None
+    """Mean difference of those logprobs, nats, that is rounding. Unset it goes by the type:
+    float32 0.001, float16 0.03, bfloat16 0.15, engines with numbers of 8 bits or less 0.5."""
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference in the loss; above 0 needs a reference."""
 
@@ -172,6 +180,22 @@ class RunConfig(JobConfig):
     @property
     def temperature(self) -> float:
         return self.rollout.temperature
+
+    @property
+    def max_logprob_gap(self) -> float:
+        """Mean difference between the engines' logprobs and the trainer's that rounding explains.
+
+        Measured: 1e-7 to 1e-5 in float32, 0.007 to 0.036 in bfloat16 (docs/benchmarks.md); the
+        models that differ in a scaling of RoPE or a head were 0.9 to 2.8 apart.
+        """
+        if self.algorithm.max_logprob_gap is not None:
+            return self.algorithm.max_logprob_gap
+        args = self.rollout.engine_args
+        few_bits = args.keys() & {"quantization", "kv_cache_dtype", "torchao_config"}
+        if few_bits or self.weights.quantize != "none":
+            return 0.5
+        types = (self.model.dtype, str(args.get("dtype", self.model.dtype)))
+        return max(_ROUNDING.get(dtype, 0.0) for dtype in types)
 
     @property
     def producers(self) -> list[str]:

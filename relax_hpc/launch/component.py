@@ -12,6 +12,7 @@ from submitit import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
 from relax_hpc.comm.context import TaskContext
+from relax_hpc.errors import RelaxError
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,8 @@ class Restartable:
         try:
             return self.function(*args, **kwargs)
         except Exception as error:
-            if start_count.get() >= last_start.get():
+            is_final = isinstance(error, RelaxError) and error.is_final
+            if is_final or start_count.get() >= last_start.get():
                 raise
             # An exception would leave a result for submitit, and a waiting submitter would take it
             # for the end. Leaving without one says: not over yet.

@@ -14,6 +14,7 @@ from submitit import JobEnvironment
 from submitit.core.submission import process_job
 from submitit.core.utils import JobPaths
 
+from relax_hpc.errors import RelaxError
 from relax_hpc.launch import component
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,12 @@ def run(folder: Path) -> None:
     own = results[environment.global_rank]
     own.unlink(missing_ok=True)
     own.with_suffix(own.suffix + ".save_tmp").unlink(missing_ok=True)  # submitit refuses it
-    process_job(folder)
+    try:
+        process_job(folder)
+    except RelaxError as error:
+        if error.is_final:  # the job's script looks for it
+            (folder / f"{environment.job_id}_{environment.global_rank}_final").touch()
+        raise
 
 
 def succeeded(result: Path) -> bool:

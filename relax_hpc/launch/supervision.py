@@ -42,6 +42,16 @@ end_deaf() {
   done
 }
 
+# A task leaves a mark if it ended with an error that a restart does not cure.
+is_final() { # is_final FOLDER...
+  local folder marks
+  for folder in "$@"; do
+    marks=("$folder/$job_id"_*_final)
+    [ ! -e "${marks[0]}" ] || return 0
+  done
+  return 1
+}
+
 # supervise ROLE TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
@@ -51,6 +61,7 @@ supervise() {
   shift
   trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
   local its_step="${folders[0]}/${job_id}_step"
+  for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_final; done # of another attempt
   while true; do
     rm -f "$its_step"
     "${@//@start@/$start}" &
@@ -66,6 +77,11 @@ supervise() {
     echo "$(date +%FT%T) $role: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
     [ -z "$stopping" ] || exit "$status"
+    if is_final "${folders[@]}"; then
+      echo "$(date +%FT%T) $role: would fail again in the same way, giving up"
+      kill -USR1 "$$"
+      exit "$status"
+    fi
     if [ "$start" -gt "$max_restarts" ]; then
       echo "$(date +%FT%T) $role: failed $start times, giving up"
       kill -USR1 "$$"

@@ -127,6 +127,7 @@ def run(
     reference: HybridReference | None = None,
     helper: Helper | None = None,
     turns: Turns | OwnGpus = OWN_GPUS,
+    check: Callable[[], None] | None = None,
 ) -> None:
     """Trains until `num_steps`.
 
@@ -139,6 +140,7 @@ def run(
         save: called after every step; saves when it is time to.
         helper: of ranks without a lead.
         turns: with engines on the same GPUs.
+        check: called when the gradient of a batch is there, and not applied yet.
     """
     replica, loss = world.split(trainer.dp_rank), loss_of(config)
     turns.to_engines(trainer)
@@ -163,6 +165,8 @@ def run(
                 trainer.accumulate(
                     trajectories, share.micro_batches, share.advantages, loss, last=last
                 )
+        if check:
+            check()
         with timers.phase("train"):
             stats = trainer.update()
         stop_or_go_on(lead, trainer, step, config.actor)

@@ -20,6 +20,7 @@ from relax_hpc.roles import actor, saving
 from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
 from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.lead import ActorLead
+from relax_hpc.roles.logprob_check import LogprobCheck
 from relax_hpc.roles.turns import OWN_GPUS, OwnGpus, Turns
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members, quantize
@@ -80,7 +81,10 @@ def main(
         duties = saving.Lead(lambda: sequencer.position, sequencer.check_fenced, lead.release)
     save = saving.Saving(config, paths, world, trainer, checkpoints, duties, events)
     reader = Reader(paths.bus, shards=shards)
-    actor.run(config, world, trainer, reader, lead, save, reference, ranks, turns)
+    check = LogprobCheck(
+        config, trainer, lead.compared if lead else None, lead.place_of if lead else None
+    )
+    actor.run(config, world, trainer, reader, lead, save, reference, ranks, turns, check)
     if lead:
         lead.close()
     if sleep:

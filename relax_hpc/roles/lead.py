@@ -9,10 +9,12 @@ from torch import Tensor
 
 from relax_hpc.bus.plan import PlanPosition, PlanRecord
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.shard import Shard
 from relax_hpc.config.run import RunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import skips
 from relax_hpc.roles.checkpoints import Checkpoints
+from relax_hpc.roles.logprob_check import Gap
 from relax_hpc.roles.skips import Skip
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
@@ -85,6 +87,28 @@ class ActorLead:
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
         self._events.emit("phases", step=step, phases=phases)
         log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
+
+    def compared(self, step: int, gap: Gap, limit: float) -> None:
+        """Notes how far the engines' logprobs are from the trainer's.
+
+        Args:
+            step: that has been trained last.
+        """
+        self._events.emit(
+            "engine_gap", step=step + 1, policy_version=step, num_tokens=gap.num_tokens,
+            mean=gap.mean, max=gap.max, k3=gap.k3, limit=limit,
+        )  # fmt: skip
+        log.info(
+            "engines and trainer: logprobs of %d tokens of policy %d differ by %.2g nats on "
+            "average, %.2g at most (limit of the average %g)",
+            gap.num_tokens, step, gap.mean, gap.max, limit,
+        )  # fmt: skip
+
+    def place_of(self, guid: int) -> tuple[str, str]:
+        """Shard of a prompt group of this step, and the engine that its writer names."""
+        name = self._shards[guid]
+        with Shard(self._config.run_dir / name) as shard:
+            return name, str(shard.attributes["engine"])
 
     def skipped(self, step: int, skip: Skip) -> None:
         """Says which samples kept the update from being done, and where they are."""

@@ -4,7 +4,8 @@ One file per role and rank, appended to by that process alone. Beside "start", "
 and "world" (kind, size) once the ranks of a component have found each other:
 
     actor    step     step, policy_version, reward/..., staleness/..., loss, loss/..., time/...,
-                      num_trajectories, num_tokens, tokens_per_s, logprob_gap/...
+                      num_trajectories, num_tokens, tokens_per_s, logprob_gap/..., engine_gap/...
+             engine_gap  step, policy_version, num_tokens, mean, max, k3, limit: once per start
              phases   step, phases: (name, start, seconds) each; reference has them, too
              publish  step, version, transport, members, fenced, again: whether others are still to
                       get it, loading: those who load it by themselves, num_bytes, pause_seconds,

@@ -211,6 +211,43 @@ def train_fails(rows, advantages):
     raise AssertionError("it trained")
 
 
+def engine_gap(rows, advantages, num_portions=1):
+    """(what the trainer says before the update, its metrics)."""
+    trainer = _state["trainer"]
+    gaps = []
+    update = trainer.update
+
+    def and_measure():
+        gaps.append(trainer.engine_gap())
+        return update()
+
+    with mock.patch.object(trainer, "update", and_measure):
+        metrics = train(rows, advantages, num_portions=num_portions)
+    return gaps[0], metrics
+
+
+def check(rows, advantages, limit):
+    """What the comparison with the engines ends with, before the first update."""
+    from relax_hpc.errors import MismatchError
+    from relax_hpc.roles.logprob_check import LogprobCheck
+
+    trainer = _state["trainer"]
+    tree = trainer._config.model_dump()
+    tree["algorithm"]["max_logprob_gap"] = limit
+    compare, update = LogprobCheck(RunConfig.model_validate(tree), trainer), trainer.update
+
+    def and_check():
+        compare()
+        return update()
+
+    with mock.patch.object(trainer, "update", and_check):
+        try:
+            train(rows, advantages)
+        except MismatchError as error:
+            return str(error)
+    return "it trained"
+
+
 def lend():
     """Bytes of gradient buffers before, while they are lent, and after."""
 

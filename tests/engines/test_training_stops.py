@@ -120,7 +120,7 @@ class Lead:
 def train(tmp_path, monkeypatch):
     """Runs `num_steps` whose `bad` ones are skipped; what happened, in order."""
 
-    def go(kind, num_steps, bad, save_every=1):
+    def go(kind, num_steps, bad, save_every=1, check=lambda trainer: None):
         said, trainer = [], Trainer(bad)
         tree = {
             "name": "run", "run_root": str(tmp_path), "model": {"path": "unused"},
@@ -158,7 +158,7 @@ def train(tmp_path, monkeypatch):
                 monkeypatch.setattr(actor, "share_of", lambda *_: share)
                 monkeypatch.setattr(actor, "_read", lambda *_: [])
                 monkeypatch.setattr(actor.Batch, "describe", lambda *_: {})
-                actor.run(config, world, trainer, None, lead, save)
+                actor.run(config, world, trainer, None, lead, save, check=lambda: check(trainer))
         except TrainingError:
             said.append("failed")
         return said
@@ -180,3 +180,17 @@ def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_one_that_is_n
     said = train(kind, num_steps=6, bad={2, 4, 6}, save_every=2)
     assert [what[1] for what in said if what[0] == "saved"] == [3, 5, 6]
     assert said[-1] in ("finished", "exported")
+
+
+def test_engines_are_compared_before_the_update_and_what_that_ends_is_not_published(train):
+    steps = []
+
+    def check(trainer):
+        steps.append(trainer.step)
+        if trainer.step == 1:
+            raise TrainingError("another model")
+
+    said = train("rl", num_steps=3, bad=(), check=check)
+    assert steps == [0, 1]
+    assert said[-1] == "failed" and ("saved", 1) in said
+    assert ("published", 2) not in said and ("saved", 2) not in said

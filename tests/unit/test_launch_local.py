@@ -14,6 +14,7 @@ from submitit import JobEnvironment
 from submitit.core.utils import FailedJobError
 
 from relax_hpc.config.sections import Resources
+from relax_hpc.errors import MismatchError
 from relax_hpc.launch import component
 from relax_hpc.launch.jobs import Call
 from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob, processes
@@ -132,6 +133,26 @@ def test_a_component_without_restarts_left_ends_the_others_and_says_why(tmp_path
     until(lambda: job.components[0].done())
     log = (tmp_path / f"{job.job_id}_batch.log").read_text()
     assert "actor: failed 2 times, giving up" in log
+
+
+def fail_for_good(mark):
+    with Path(mark).open("a") as file:
+        file.write(f"{component.start_count.get()} ")
+    raise MismatchError("it will be no better")
+
+
+def test_an_error_that_no_restart_cures_ends_the_job_at_once(tmp_path):
+    folder = tmp_path / "a [b]"
+    call = Call(tasks("actor", 2), fail_for_good, (tmp_path / "starts",))
+    job = launch(folder, [call], max_restarts=3)
+    error = job.components[0].exception()
+    assert isinstance(error, FailedJobError) and "it will be no better" in str(error)
+    assert job.exit_code(60) != 0
+    log = (folder / f"{job.job_id}_batch.log").read_text()
+    assert "actor: would fail again in the same way, giving up" in log
+    assert set((tmp_path / "starts").read_text().split()) == {"1"}
+    mark = folder / "c0" / f"{job.job_id}_0_final"
+    assert mark.exists() or mark.with_name(f"{job.job_id}_1_final").exists()
 
 
 def pids_of(folder, ranks):

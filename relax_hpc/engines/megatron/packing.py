@@ -36,6 +36,8 @@ class MicroBatch:
     """[T] float32 nats, at sampling time."""
     advantages: Tensor
     """[T] float32, constant over a trajectory."""
+    policy_versions: Tensor
+    """[T] int32, policy that sampled the token; -1 where none did."""
     old_logprobs: Tensor | None = None
     """[T] float32 nats, policy before this step's updates; no gradient."""
     ref_logprobs: Tensor | None = None
@@ -67,8 +69,11 @@ def build(
     is_first = np.zeros(total, bool)
     is_first[starts] = True
 
-    def packed(parts: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike) -> Tensor:
-        flat = np.concatenate([*parts, np.zeros(padding, dtype)], dtype=dtype, casting="unsafe")
+    def packed(
+        parts: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike, filling: int = 0
+    ) -> Tensor:
+        filled = np.full(padding, filling, dtype)
+        flat = np.concatenate([*parts, filled], dtype=dtype, casting="unsafe")
         return torch.from_numpy(flat).to(device)
 
     first = torch.from_numpy(is_first).to(device)
@@ -83,8 +88,18 @@ def build(
         loss_mask=packed([t.loss_mask != 0 for t in chosen], np.bool_) & ~first,
         rollout_logprobs=packed([t.rollout_logprobs for t in chosen], np.float32),
         advantages=packed([advantages[np.array(rows, np.int64)].repeat(lengths)], np.float32),
+        policy_versions=packed([_versions(t) for t in chosen], np.int32, filling=-1),
         ref_logprobs=packed(ref, np.float32) if len(ref) == len(chosen) else None,
     )
+
+
+def _versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
+    """[tokens] policy that sampled each; -1 for the prompt."""
+    starts, versions = trajectory.version_runs.reshape(-1, 2).T
+    first = int(starts[0]) if len(starts) else len(trajectory.token_ids)
+    lengths = np.diff(starts, append=len(trajectory.token_ids))
+    sampled = np.repeat(versions, lengths)
+    return np.concatenate([np.full(first, -1, np.int32), sampled], dtype=np.int32)
 
 
 def next_tokens(token_ids: Tensor) -> Tensor:

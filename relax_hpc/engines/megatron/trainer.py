@@ -17,12 +17,14 @@ from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron import (
     checkpoint,
     checkpoint_read,
+    engine_gap,
     grad_sync,
     nonfinite,
     optimizer,
     schedule,
 )
 from relax_hpc.engines.megatron.costs import Costs
+from relax_hpc.engines.megatron.engine_gap import Gap
 from relax_hpc.engines.megatron.host_copy import HostCopy
 from relax_hpc.engines.megatron.learning_rate import learning_rate
 from relax_hpc.engines.megatron.nonfinite import Loss, Skip, Work
@@ -101,6 +103,13 @@ class MegatronTrainer(MegatronScorer):
         self._pass_over(works, last=last)
         self._works += works
 
+    def engine_gap(self) -> Gap | None:
+        """How far the engines are from this policy in what was accumulated; before `update`.
+
+        None if no trained token of it was sampled by policy `step`.
+        """
+        return engine_gap.measure(self._works, self.step)
+
     def update(self) -> dict[str, float]:
         """Turns policy `step` into policy `step` + 1 by what was accumulated.
 
@@ -111,7 +120,8 @@ class MegatronTrainer(MegatronScorer):
             The loss's metrics per trained token, `loss`, `entropy` [nats], `grad_norm` before
             clipping, and `skipped` updates, as the epochs' mean, the same on every rank; `lr`;
             `logprob_gap/mean` and `/max` [nats] between this policy and the sampler, before the
-            updates. An update is skipped when its loss or gradient is not finite.
+            updates; `engine_gap/...` likewise, of the tokens that this policy sampled, if there
+            are some. An update is skipped when its loss or gradient is not finite.
 
         Raises:
             TrainingError: an update made the weights infinite or not a number; on every rank.
@@ -194,6 +204,7 @@ class MegatronTrainer(MegatronScorer):
             gap = (logprobs.detach() - work.micro_batch.rollout_logprobs).abs().where(mask, 0)
             self._sums.add("logprob_gap/mean", gap.sum())
             self._sums.maximum("logprob_gap/max", gap.max())
+            engine_gap.add(self._sums, work.micro_batch, self.step)
         work.logprobs = logprobs.detach()
         output = work.loss(logprobs, work.micro_batch)
         self._num_tokens += mask.sum()
@@ -237,6 +248,7 @@ class MegatronTrainer(MegatronScorer):
             gradients = optimizer.gradients(self._optimizer)
             num_tokens = optimizer.total_tokens(self._num_tokens)
             metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
+            engine_gap.settle(metrics, num_tokens)
             if math.isfinite(metrics["loss"]):
                 result = optimizer.update(self._optimizer, gradients, 1 / max(num_tokens, 1))
                 reason = "the gradient is not finite"

@@ -286,3 +286,24 @@ def test_of_what_an_engine_loads_by_itself_the_time_and_the_failure_are_noted():
     assert good["sync/paused"] == 8.5 and math.isclose(good["sync/gb_per_s"], 0.5)
     assert "sync/paused" not in bad
     assert [event["version"] for event in events.of("verify")] == [4]
+
+
+def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engine(tmp_path):
+    settings = config(run_root=str(tmp_path), algorithm__prompts_per_step=1)
+    bus, events = BusPaths(settings.run_dir / "bus"), Events()
+    layout.create(bus, ["rollout-0"], {})
+    with Producer(bus, "rollout-0", {"engine": "sglang 1.2"}) as producer:
+        producer.put([PromptGroup(0, [row(0, 0), row(0, 1)])])
+    sequencer = Sequencer(bus, ["rollout-0"], prompts_per_step=1, position=None)
+    lead = ActorLead(settings, sequencer, FakePublisher(Journal()), FakeCheckpoints(), events)
+    lead.next_portion(1)
+    assert lead.place_of(0) == ("bus/p/rollout-0/e1/000000000000.h5", "sglang 1.2")
+    sequencer.close()
+    gap = SimpleNamespace(num_tokens=8, mean=0.25, max=0.5, k3=0.125)
+    lead.compared(4, gap, 0.3)
+    assert events.of("engine_gap") == [
+        {
+            "step": 5, "policy_version": 4, "num_tokens": 8, "mean": 0.25, "max": 0.5, "k3": 0.125,
+            "limit": 0.3,
+        }
+    ]  # fmt: skip

@@ -1,0 +1,156 @@
+"""How far the engines' logprobs are from the trainer's, of tokens that this very policy sampled.
+
+The same policy gave both, so what is between them is rounding, or one of the two computes another
+model. With d = trainer - engine, in nats: mean and largest abs(d), and k3, the mean of
+exp(d) - 1 - d, which estimates KL(engine || trainer) (http://joschu.net/blog/kl-approx.html).
+"""
+
+import math
+from collections.abc import Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from relax_hpc.engines.megatron import grid
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.schema import Trajectory
+
+_NAME = "engine_gap"
+
+
+class Work(Protocol):
+    """A micro-batch that was passed over."""
+
+    micro_batch: MicroBatch
+    samples: Sequence[Trajectory]
+
+
+class Worst(NamedTuple):
+    """The token of which the two differ most."""
+
+    guid: int
+    sibling: int
+    token: int
+    """Of the trajectory, from 0, prompt included."""
+    engine: float
+    """Its logprob, nats."""
+    trainer: float
+
+
+class Gap(NamedTuple):
+    """nats"""
+
+    num_tokens: int
+    mean: float
+    max: float
+    k3: float
+    worst: Worst
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Of one micro-batch."""
+
+    num_tokens: int
+    total: float
+    k3: float
+    worst: Worst
+
+    @property
+    def max(self) -> float:
+        return abs(self.worst.trainer - self.worst.engine)
+
+
+def add(sums: StepSums, micro_batch: MicroBatch, policy_version: int) -> None:
+    """Adds a micro-batch with `old_logprobs` to the metrics of the step; nothing is waited for."""
+    d, counts = _difference(micro_batch, policy_version)
+    sums.add(f"{_NAME}/tokens", counts.sum())
+    sums.add(f"{_NAME}/mean", d.abs().sum())
+    sums.add(f"{_NAME}/k3", _k3(d).sum())
+    sums.maximum(f"{_NAME}/max", d.abs().max())
+
+
+def settle(metrics: MutableMapping[str, float], num_tokens: int) -> None:
+    """Makes means over the tokens that count of those over the `num_tokens` of the batch.
+
+    Where none counts, there are no metrics.
+    """
+    share = metrics.pop(f"{_NAME}/tokens", 0.0)
+    for name in ("mean", "k3"):
+        mean = metrics.pop(f"{_NAME}/{name}", math.nan)
+        if share:
+            metrics[f"{_NAME}/{name}"] = mean / share
+    if share:
+        metrics[f"{_NAME}/tokens"] = round(share * num_tokens)
+    else:
+        metrics.pop(f"{_NAME}/max", None)
+
+
+def measure(works: Sequence[Work], policy_version: int) -> Gap | None:
+    """Of all that was passed over; the same on every rank, and collective over them.
+
+    Returns:
+        None if no trained token was sampled by `policy_version`.
+    """
+    mine = list(_parts(works, policy_version)) if grid.is_last_stage() else []
+    group = mpu.get_data_parallel_group()
+    ranks: list[list[_Part]] = [[]] * group.size()
+    dist.all_gather_object(ranks, mine, group=group)
+    gap: Gap | None = grid.from_last_stage(_merged([part for rank in ranks for part in rank]))
+    return gap
+
+
+def _merged(parts: Sequence[_Part]) -> Gap | None:
+    if not parts:
+        return None
+    count = sum(part.num_tokens for part in parts)
+    # One that is not a number is the worst.
+    worst = max(parts, key=lambda part: math.inf if math.isnan(part.max) else part.max)
+    return Gap(
+        count,
+        sum(part.total for part in parts) / count,
+        worst.max,
+        sum(part.k3 for part in parts) / count,
+        worst.worst,
+    )
+
+
+def _parts(works: Sequence[Work], policy_version: int) -> Iterator[_Part]:
+    for work in works:
+        d, counts = _difference(work.micro_batch, policy_version)
+        if num_tokens := int(counts.sum()):
+            d = d.double()
+            at = int(d.abs().where(counts, -1).argmax())
+            yield _Part(num_tokens, float(d.abs().sum()), float(_k3(d).sum()), _token(work, at))
+
+
+def _token(work: Work, at: int) -> Worst:
+    """Token `at` of a micro-batch."""
+    given = work.micro_batch
+    assert given.old_logprobs is not None
+    ends = torch.tensor(given.lengths).cumsum(0)
+    document = int(torch.searchsorted(ends, at, right=True))
+    sample = work.samples[document]
+    return Worst(
+        sample.guid,
+        sample.sibling,
+        at - int(ends[document]) + given.lengths[document],
+        float(given.rollout_logprobs[at]),
+        float(given.old_logprobs[at]),
+    )
+
+
+def _difference(micro_batch: MicroBatch, policy_version: int) -> tuple[Tensor, Tensor]:
+    """[T] d, 0 where it does not count, and [T] where it does."""
+    assert micro_batch.old_logprobs is not None
+    counts = micro_batch.loss_mask & (micro_batch.policy_versions == policy_version)
+    return (micro_batch.old_logprobs - micro_batch.rollout_logprobs).where(counts, 0), counts
+
+
+def _k3(d: Tensor) -> Tensor:
+    return d.expm1() - d

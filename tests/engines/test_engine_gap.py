@@ -1,0 +1,227 @@
+"""Engines that compute another model than the trainer: seen at the first batch, by name."""
+
+from types import SimpleNamespace
+
+import megatron_worker as worker
+import numpy as np
+import pytest
+import torch
+from megatron_reference import dense, hf_logprobs
+from megatron_worker import job, num_tokens, trajectories
+from transformers import AutoModelForCausalLM
+
+from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import MismatchError
+from relax_hpc.roles.logprob_check import LogprobCheck
+
+LAYOUTS = {
+    "alone": (1, {}),
+    "tp2": (2, {"tensor_parallel": 2}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "cp2": (2, {"context_parallel": 2}),
+    "dp2": (2, {"data_parallel": 2}),
+}
+BIASES = np.array([0.5, -1.0, 0.25, 0.0], np.float32)
+K3 = np.expm1(BIASES) - BIASES
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return SimpleNamespace(folder=folder, here=dense(folder))
+
+
+def sampled_by(model, rows, version=0):
+    """The rows as an engine that holds `model` would have made them."""
+    with torch.no_grad():
+        return [
+            row._replace(
+                rollout_logprobs=hf_logprobs(model, row.token_ids).numpy() * (row.loss_mask != 0),
+                version_runs=np.array([[row.prompt_len, version]], np.int32),
+            )
+            for row in rows
+        ]
+
+
+def open_trainer(ranks, folder, layout="alone", **settings):
+    size, actor = LAYOUTS[layout]
+    ranks[size].call(worker.open_trainer, config=job(folder, actor=actor, **settings))
+    return ranks[size]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_gap_is_that_of_the_tokens_of_this_policy_on_every_layout(ranks, model, layout):
+    rows, advantages = trajectories(12)
+    rows = sampled_by(model.here, rows)
+    # Row 3: four tokens are off. Row 5 and the end of row 3: from another policy, off by far more.
+    trained = np.flatnonzero(rows[3].loss_mask)
+    mine, later = trained[:4], trained[4:]
+    rows[3].rollout_logprobs[mine] -= BIASES
+    rows[3].rollout_logprobs[later] -= 40
+    rows[3] = rows[3]._replace(
+        version_runs=np.array([[rows[3].prompt_len, 0], [mine[-1] + 1, 1]], np.int32)
+    )
+    rows[5] = sampled_by(model.here, [rows[5]], version=7)[0]
+    rows[5].rollout_logprobs[:] -= 40
+    count = num_tokens(rows) - num_tokens([rows[5]]) - len(later)
+    pool = open_trainer(ranks, model.folder, layout, budget=40)
+    found = pool.call(worker.engine_gap, rows=rows, advantages=advantages, num_portions=2)
+    assert all(each == found[0] for each in found)
+    gap, metrics = found[0]
+    assert gap.num_tokens == metrics["engine_gap/tokens"] == count
+    for mean, largest, k3 in (
+        (gap.mean, gap.max, gap.k3), [metrics[f"engine_gap/{key}"] for key in ("mean", "max", "k3")]
+    ):  # fmt: skip
+        assert mean == pytest.approx(np.abs(BIASES).sum() / count, abs=1e-5)
+        assert largest == pytest.approx(1.0, abs=1e-5)
+        assert k3 == pytest.approx(K3.sum() / count, abs=1e-5)
+    assert gap.worst[:3] == (3, 0, mine[1])
+    assert gap.worst.trainer - gap.worst.engine == pytest.approx(-1.0, abs=1e-5)
+    assert metrics["logprob_gap/max"] == pytest.approx(40, abs=1e-3)
+
+
+def test_a_batch_of_other_policies_says_nothing_and_after_a_step_the_next_policy_counts(
+    ranks, model
+):
+    rows, advantages = trajectories(4)
+    batch = {"advantages": advantages}
+    pool = open_trainer(ranks, model.folder, "dp2")
+    [gap, metrics] = pool.call(
+        worker.engine_gap, rows=sampled_by(model.here, rows, version=1), **batch
+    )[0]
+    assert gap is None and not [key for key in metrics if key.startswith("engine_gap/")]
+    [gap, metrics] = pool.call(
+        worker.engine_gap, rows=sampled_by(model.here, rows, version=1), **batch
+    )[0]
+    assert gap.num_tokens == metrics["engine_gap/tokens"] == num_tokens(rows)
+    none = [row._replace(version_runs=np.zeros((0, 2), np.int32)) for row in rows]
+    assert pool.call(worker.engine_gap, rows=none, **batch)[0][0] is None
+
+
+def other_rope(model):
+    config = model.config
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e2}
+    made = type(model)(config).eval()
+    made.load_state_dict(model.state_dict())
+    return made
+
+
+def other_head(model):
+    with torch.no_grad():
+        model.lm_head.weight.mul_(4.0)
+    return model
+
+
+@pytest.mark.parametrize("layout", ["alone", "dp2", "pp2"])
+def test_in_float32_engines_with_the_same_model_pass_by_three_orders(ranks, model, layout):
+    rows, advantages = trajectories(12)
+    pool = open_trainer(ranks, model.folder, layout)
+    batch = {"rows": sampled_by(model.here, rows), "advantages": advantages}
+    assert pool.call(worker.check, limit=None, **batch) == ["it trained"] * pool.size
+    assert pool.call(worker.check, limit=1e-6, **batch) == ["it trained"] * pool.size
+    open_trainer(ranks, model.folder, layout)
+    assert "different models" in pool.call(worker.check, limit=1e-9, **batch)[0]
+
+
+@pytest.mark.parametrize("change", [other_rope, other_head])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_engines_with_another_model_stop_the_run_at_once(ranks, model, change, dtype):
+    theirs = change(AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.float32).eval())
+    rows, advantages = trajectories(12, longest=40)
+    pool = open_trainer(ranks, model.folder, "dp2", dtype=dtype)
+    batch = {"rows": sampled_by(theirs, rows), "advantages": advantages}
+    said = pool.call(worker.check, limit=None, **batch)
+    assert len(set(said)) == 1
+    assert said[0].startswith(f"engines (embedded, {dtype}) and trainer (Megatron-core, {dtype})")
+    assert "tokens that policy 0 sampled differ by" in said[0]
+
+
+def test_in_bfloat16_rounding_passes(ranks, model):
+    half = AutoModelForCausalLM.from_pretrained(model.folder, dtype=torch.bfloat16).eval()
+    rows, advantages = trajectories(12)
+    pool = open_trainer(ranks, model.folder, dtype="bfloat16")
+    batch = {"rows": sampled_by(half, rows), "advantages": advantages}
+    assert pool.call(worker.check, limit=None, **batch) == ["it trained"]
+
+
+def gap_of(mean):
+    worst = SimpleNamespace(guid=12, sibling=3, token=17, engine=-0.25, trainer=-7.5)
+    return SimpleNamespace(num_tokens=640, mean=mean, max=7.25, k3=2.0, worst=worst)
+
+
+class Trainer:
+    step = 4
+
+    def __init__(self, *gaps):
+        self.gaps = list(gaps)
+
+    def engine_gap(self):
+        return self.gaps.pop(0)
+
+
+def check_of(*gaps, **settings):
+    config = job("unused").model_copy(update={})
+    tree = config.model_dump()
+    tree["algorithm"] |= settings
+    noted, trainer = [], Trainer(*gaps)
+    check = LogprobCheck(
+        RunConfig.model_validate(tree), trainer, lambda *given: noted.append(given),
+        lambda guid: (f"bus/{guid}.h5", "sglang 1.2"),
+    )  # fmt: skip
+    return check, trainer, noted
+
+
+def test_the_first_batch_that_can_tell_is_judged_and_no_other():
+    good = gap_of(5e-4)
+    check, trainer, noted = check_of(None, gap_of(float("nan")), good, gap_of(1.0))
+    for _ in range(4):
+        check()
+    assert len(trainer.gaps) == 1 and noted == [(4, good, 1e-3)]
+
+
+def test_the_error_names_both_sides_the_figures_and_the_worst_token():
+    check, _, _ = check_of(gap_of(1.05))
+    with pytest.raises(MismatchError) as raised:
+        check()
+    assert raised.value.is_final
+    assert str(raised.value) == (
+        "engines (sglang 1.2, float32) and trainer (Megatron-core, float32) compute different "
+        "models: the logprobs of 640 tokens that policy 4 sampled differ by 1.05 nats on average "
+        "(largest 7.25, k3 2), and rounding explains 0.001 (algorithm.max_logprob_gap); most for "
+        "token 17 of guid/sibling 12/3 in bus/12.h5: -0.2500 by the engine, -7.5000 by the "
+        "trainer. A restart does not help: compare model.path, model.weights and "
+        "rollout.engine_args, or set algorithm.logprob_check"
+    )
+
+
+def test_it_can_warn_or_be_off_and_its_limit_is_the_jobs(caplog):
+    check, _, noted = check_of(gap_of(1.05), logprob_check="warn")
+    check()
+    assert len(noted) == 1 and "compute different models" in caplog.text
+    check, trainer, _ = check_of(gap_of(1.05), logprob_check="off")
+    check()
+    assert len(trainer.gaps) == 1
+    check, _, noted = check_of(gap_of(1.05), max_logprob_gap=1.1)
+    check()
+    assert noted[0][2] == 1.1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sections", "limit"),
+    [
+        ("float32", {}, 1e-3),
+        ("float16", {}, 0.03),
+        ("bfloat16", {}, 0.15),
+        ("float32", {"rollout": {"engine_args": {"dtype": "bfloat16"}}}, 0.15),
+        ("bfloat16", {"rollout": {"engine_args": {"kv_cache_dtype": "fp8_e4m3"}}}, 0.5),
+        ("bfloat16", {"weights": {"quantize": "fp8"}}, 0.5),
+        ("bfloat16", {"algorithm": {"num_steps": 1, "max_logprob_gap": 0.02}}, 0.02),
+    ],
+)
+def test_the_limit_goes_by_the_type_unless_it_is_given(dtype, sections, limit):
+    tree = {
+        "name": "run", "model": {"path": "m", "dtype": dtype},
+        "prompts": {"train": "t", "heldout": "h"}, "algorithm": {"num_steps": 1},
+    }  # fmt: skip
+    config = RunConfig.model_validate(tree | sections)
+    assert config.max_logprob_gap == limit < 0.9  # what was seen of models that differ
