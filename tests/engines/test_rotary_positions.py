@@ -18,6 +18,8 @@ from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
 
+WIDE = YARN | {"beta_fast": 1, "beta_slow": 0.1}
+
 ROPES = {
     "a base": {"rope_theta": 1e6},
     "a base as transformers 5 has it": {"rope_parameters": {"rope_theta": 1e6}},
@@ -27,8 +29,8 @@ ROPES = {
     "yarn with a base": {"rope_theta": None, "rope_parameters": YARN | {"rope_theta": 3e4}},
     "yarn, two bases": {"rope_scaling": YARN | {"rope_theta": 3e4}},
     "yarn, longer": {"rope_scaling": YARN | {"attention_factor": 1.3}},
-    "yarn, other bounds": {"rope_scaling": YARN | {"beta_fast": 4, "beta_slow": 2.5}},
-    "yarn, bounds of no whole channels": {"rope_scaling": YARN | {"truncate": False}},
+    "yarn, other bounds": {"rope_scaling": WIDE},
+    "yarn, bounds of no whole channels": {"rope_scaling": WIDE | {"truncate": False}},
     "yarn, lengths by scales": {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.5}},
     "yarn, one scale": {"rope_scaling": YARN | {"mscale": 0.7}},
     "linear": {"rope_scaling": {"type": "linear", "factor": 3}},
@@ -70,6 +72,17 @@ def test_angles_are_bitwise_those_of_transformers(tmp_path, case):
     mine = Rope.read(ConfigJson(tmp_path))
     assert torch.equal(mine.inverse_frequencies(16, torch.device("cpu")), theirs.inv_freq)
     assert mine.attention_factor == theirs.attention_scaling
+
+
+def test_bounds_of_yarn_matter(tmp_path):
+    narrow, wide, unrounded = (
+        Rope.read(ConfigJson(write(tmp_path, "qwen3", **ROPES[case])))
+        for case in ("yarn", "yarn, other bounds", "yarn, bounds of no whole channels")
+    )
+    angles = [
+        each.inverse_frequencies(16, torch.device("cpu")) for each in (narrow, wide, unrounded)
+    ]
+    assert not torch.equal(angles[0], angles[1]) and not torch.equal(angles[1], angles[2])
 
 
 WRONG_ROPES = {
