@@ -12,7 +12,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.roles import engine_host, engine_parts, extra_engine
 from relax_hpc.roles.engine_host import EngineHost
-from relax_hpc.roles.engine_parts import Call, Seat
+from relax_hpc.roles.engine_parts import Call, Seat, seats_of
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Holding, Roster
@@ -229,7 +229,7 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
         seed=40, rollout__engine="sglang", rollout__nodes_per_engine=2,
         rollout__num_engines=2, rollout__resources__nodes=4, rollout__engine_args={"tp_size": 2},
     )  # fmt: skip
-    seat = Seat("rollout-1", number=1, local_index=0, part=1)
+    seat = Seat("rollout-1", number=5, local_index=0, part=1)
     context = TaskContext("rollout", 3, 4, 0, attempt="7.0", start=2, node="n3")
     part = engine_parts._Part(settings, paths, context, seat, Events())
     call = Call("7.0-2-1", "10.0.0.1:77", over=False)
@@ -244,11 +244,26 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
     write_json(paths.engine_call("rollout-1"), call._asdict())
     assert part.run(call) == "was killed\nthe log"
     [how] = started
-    assert how["share"] == Share(2, 1, "10.0.0.1:77") and how["seed"] == 41
+    assert how["share"] == Share(2, 1, "10.0.0.1:77") and how["seed"] == 45
     assert how["log_path"] == paths.engine_log("rollout-1.part1", "7.0-2-1")
     write_json(paths.engine_call("rollout-1"), call._replace(epoch="7.0-2-2")._asdict())
     part.report(call, "ended\nmore")
-    assert engine_parts.Parts(paths, "rollout-1", 2).end("7.0-2-1") == "lost part 1 on n3: it ended"
+    host = engine_parts.Parts(paths, "rollout-1", 2)
+    assert host.end("7.0-2-1") == "lost part 1 on n3: it ended"
+    assert host.end("7.0-2-2") == ""
+
+
+def test_engines_of_tasks_on_one_node_sit_side_by_side():
+    settings = config(rollout__num_engines=8, rollout__engines_per_task=2).rollout
+    seats = [
+        seat
+        for rank in range(4)
+        for seat in seats_of(
+            settings, TaskContext("rollout", rank, 4, rank % 2, attempt="7.0", start=1, node="n")
+        )
+    ]
+    assert [seat.number for seat in seats] == list(range(8))
+    assert [seat.local_index for seat in seats] == [0, 1, 2, 3] * 2
 
 
 def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 from role_fakes import Events, Journal, row
 
 from relax_hpc.bus.credits import Credit
+from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.errors import DamagedError
@@ -27,7 +28,7 @@ class Writer:
     """Shards that wait for their sidecars."""
 
     def __init__(self, journal, shards):
-        self.journal, self.shards = journal, list(shards)
+        self.journal, self.shards, self.is_full = journal, list(shards), False
 
     def collect(self, retired):
         self.journal.note("collect", retired)
@@ -45,6 +46,8 @@ class Writer:
         self.journal.note("skip", shard.record.uuid)
 
     def put(self, shard, columns):
+        if self.is_full:
+            raise BusFullError("no space left")
         [(name, values)] = columns.items()
         self.journal.note("put", shard.record.uuid, name, values.tolist())
 
@@ -126,8 +129,30 @@ def test_each_shard_gets_the_logprobs_of_its_own_rows_in_their_order():
     assert {"time/wait", "time/score", "time/write"} <= scored.keys()
 
 
+def test_what_finds_no_space_is_kept_and_nothing_new_is_scored_until_it_is_written(monkeypatch):
+    monkeypatch.setattr(logprobs, "SIGN_OF_LIFE_S", 0.0)
+    monkeypatch.setattr(logprobs, "POLL_S", 0.0)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(logprobs.time, "monotonic", lambda: clock.now)
+    journal = Journal()
+    lead, _ = lead_of(journal, [pending(3, rows=1, tokens=3)])
+    lead.next_portion()
+    lead._writer.is_full = True
+    lead.put([np.zeros(3, np.float32)])
+    lead._writer.is_full = False
+    ticks = iter([100.0] * 4 + [101.0] * 99)
+    monkeypatch.setattr(logprobs.time, "monotonic", lambda: next(ticks))
+    assert lead.next_portion().record.num_trajectories == 0  # the ranks hear that it waits
+    assert not journal.of("put")  # it is not tried at once again
+    lead.put([])
+    clock.now = 100.0 + logprobs.FULL_RETRY_S
+    monkeypatch.setattr(logprobs.time, "monotonic", lambda: clock.now)
+    assert lead.next_portion().record.num_trajectories == 1  # there is more to score
+    assert journal.of("put") == [("put", "u3", logprobs.COLUMN, [0, 0, 0])]
+
+
 def test_when_training_is_over_nothing_more_is_scored():
-    lead, _ = lead_of(Journal(), [pending(0)], Credit(finished=True))
+    lead, _ = lead_of(Journal(), [pending(0)], Credit(step=5, finished=True))
     assert lead.next_portion() is None
 
 
