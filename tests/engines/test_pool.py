@@ -311,6 +311,20 @@ def test_siblings_share_an_engine_while_it_has_room_and_groups_spread(pair):
     assert [sorted(ids[:4]) for ids in asyncio.run(run(3))] != [["e0"] * 4, ["e1"] * 4]
 
 
+def test_an_engine_is_given_as_many_samples_as_it_may_have_and_no_more(pair):
+    async def run():
+        pool = make_pool(pair[:1], max_in_flight=3)
+        short = LONG._replace(max_new_tokens=40)
+        samples, seen = asyncio.create_task(sample_all(pool, 1, sampling=short)), set()
+        while not samples.done():
+            seen.add(pool.in_flight["e0"])
+            await asyncio.sleep(0.001)
+        await pool.aclose()
+        return seen
+
+    assert max(asyncio.run(run())) == 3
+
+
 def test_a_sample_waits_for_an_engine_of_a_policy_that_is_new_enough(pair, checkpoints):
     one, two = pair
     two.client().update_weights_from_disk(str(checkpoints[1]), 1)

@@ -126,6 +126,29 @@ def test_check_asks_slurm_only_without_local(job, monkeypatch):
     assert asked == [1]
 
 
+def test_engines_weights_and_the_reference_are_looked_at_before_the_job(tmp_path, job, model):
+    """Each job is wrong in one way, which nothing else looks for."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((model / "config.json").read_text())
+    steps = {"num_steps": 1, "prompts_per_step": 2, "max_staleness": 0}
+    engines = {"samples_per_prompt": 2, "max_new_tokens": 4, "num_engines": 2}
+    wrong = {
+        "engines have 2 ranks, the actor has 1": {
+            "rollout": engines | {"placement": "actor"}, "algorithm": steps,
+        },
+        "weights.quantize = 'fp8': the embedded engine": {"weights": {"quantize": "fp8"}},
+        f"reference: model.path = {other}: has neither model.safetensors": {
+            "reference": {"path": str(other), "placement": "actor"},
+            "algorithm": steps | {"kl_coefficient": 0.1},
+        },
+    }  # fmt: skip
+    for message, tables in wrong.items():
+        with pytest.raises(ConfigError) as error:
+            submit(job(**tables), local=True, dry_run=True)
+        assert message in str(error.value)
+
+
 def test_a_local_run_is_recorded_watched_and_ended_whole(tmp_path, job):
     submission = submit(job(), local=True)
     try:
