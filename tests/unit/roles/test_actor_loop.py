@@ -178,6 +178,18 @@ def test_over_age_tokens_leave_the_loss_only_where_the_settings_say_mask():
         assert first == [(0, 0, [0, 0, 1, 1, 1]), (0, 1, short)]
 
 
+def test_engines_and_trainer_are_compared_when_a_batch_is_whole_and_not_applied_yet():
+    journal = Journal()
+    trainer = Trainer(journal)
+    actor.run(
+        config(), SoloWorld(), trainer, Reader(journal), Lead(journal), lambda: None,
+        check=lambda: journal.note("check", trainer.step),
+    )  # fmt: skip
+    kinds = [entry[0] for entry in journal.of("accumulate", "check", "update", "publish")]
+    assert kinds == ["publish", *["accumulate", "accumulate", "check", "update", "publish"] * 2]
+    assert journal.of("check") == [("check", 0), ("check", 1)]
+
+
 def test_engines_that_come_are_given_the_current_weights_before_the_batch_goes_on():
     journal = Journal()
     run(journal, lead=Lead(journal, newcomers=[2]))
