@@ -103,6 +103,11 @@ def test_events_say_how_far_a_run_is(paths):
     assert found["max_staleness_seen"] == 3
     assert found["weight_versions"] == {"trainer": 1, "a": 1, "b": 0}
     assert found["checksums_equal"] is None
+    more = {"when": "during", "version": 2, "correct": 6.0, "count": 8}
+    emit(paths, "rollout", ("eval", more), ("eval", more | {"when": "after", "version": 10}))
+    found = summary.summarize(paths.root)
+    assert found["heldout_newest"] == {"step": 10, "value": 0.75}
+    assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.75)
     emit(paths, "actor", ("refresh", {"members": ["b"]}))
     assert summary.summarize(paths.root)["weight_versions"] == {"trainer": 1, "a": 1, "b": 1}
 
@@ -148,8 +153,8 @@ def test_every_engine_counts_that_loads_by_itself_and_a_late_one_does_not_turn_t
         ("publish", {"version": 1, "members": [], "loading": ["fast", "slow"]}),
         *loaded(1, "fast", True),
         ("publish", {"version": 2, "members": [], "loading": ["fast"]}),
-        *loaded(1, "slow", False),
         *loaded(2, "fast", True),
+        *loaded(1, "slow", False),
     )  # fmt: skip
     found = summary.summarize(paths.root)
     assert found["weight_versions"] == {"trainer": 2, "fast": 2, "slow": 1}
