@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from relax_hpc.algorithms.advantages import group_relative
+from relax_hpc.algorithms.importance import truncated_weights
 from relax_hpc.algorithms.kl import kl_to_reference
 from relax_hpc.algorithms.losses import LossOutput, grpo, with_kl
 
@@ -31,6 +32,12 @@ def test_importance_weight_is_the_ratio_to_the_sampler_up_to_the_cap(gap, weight
     loss, metrics = grpo(old, old, old - gap, torch.ones(1), torch.ones(1).bool(), **SETTINGS)
     assert loss.item() == pytest.approx(-weight, rel=1e-6)
     assert metrics["loss/importance_capped"].item() == float(gap == 3.0)
+
+
+def test_importance_weights_carry_no_gradient():
+    logprobs = torch.tensor([-1.0], requires_grad=True)  # old ones that are this very step's
+    weights = truncated_weights(logprobs, torch.tensor([-1.5]), torch.tensor([True]), cap=2.0)
+    assert weights.item() == pytest.approx(math.exp(0.5)) and not weights.requires_grad
 
 
 def test_garbage_under_the_mask_changes_neither_loss_nor_gradient():

@@ -79,6 +79,7 @@ def test_a_model_is_warmed_up_on_its_prompts_and_scored_on_the_held_out_ones(tmp
         answer = tokens.decode(example.response_ids[:-1])
         assert answer.startswith(r"\boxed{") and answer.endswith("}")
         assert example.response_ids[-1] == tokens.eos_token_id
+        assert not any(each in train for each in heldout)
         return SimpleNamespace(_asdict=lambda: {"steps": 5})
 
     tokens = make_tiny.checkpoint.tokenizer()
