@@ -49,9 +49,8 @@ def check(
     from relax_hpc.launch.submit import resolve
 
     config, components = resolve(job_file.load(job, overrides))
-    config = preflight.check(
-        config, components, use_slurm=not local and shutil.which("sbatch") is not None
-    )
+    use_slurm = not local and shutil.which("sbatch") is not None
+    config = preflight.check(config, components, use_slurm=use_slurm, say=_remark)
     typer.echo(config.model_dump_json(indent=2))
 
 
@@ -66,7 +65,9 @@ def submit(
     """Submit every role of a job as one heterogeneous Slurm job, or run it on this machine."""
     from relax_hpc.launch.submit import submit as submit_job
 
-    submission = submit_job(job_file.load(job, overrides), local=local, dry_run=dry_run)
+    submission = submit_job(
+        job_file.load(job, overrides), local=local, dry_run=dry_run, say=_remark
+    )
     if dry_run:
         typer.echo(submission.script)
         return
@@ -339,6 +340,11 @@ def bench_generate(
         python=python,
     )  # fmt: skip
     show(generate.rows(turns, load), console, json_file, before)
+
+
+def _remark(line: str) -> None:
+    """Says something that is not what was asked for, so that this can go into a file."""
+    typer.echo(line, err=True)
 
 
 def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:

@@ -1,5 +1,23 @@
 """Everything this package raises on purpose. Anything else is a bug: let it crash."""
 
+import reprlib
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_short.maxlong = 40
+
+
+def shown(value: object) -> str:
+    """What was given, as a message repeats it: on one line, and not all of it if it is long."""
+    if isinstance(value, int) and value.bit_length() > 1000:  # Python does not write it out
+        return f"a number of {value.bit_length()} bits"
+    return _short.repr(value)
+
+
+def first_line(error: BaseException) -> str:
+    """What a library says, as far as it fits into a message of one line."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
 
 class RelaxError(Exception):
     """Base class. The command line prints its message on one line and exits with code 2."""

@@ -12,9 +12,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from relax_hpc import user_files
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, shown
 
 
 def load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:
@@ -39,21 +40,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Reads a TOML file that a user wrote.
 
     Raises:
-        ConfigError: missing, a folder, empty, not text, or not TOML.
+        ConfigError: missing, not a file, empty, not text, or not TOML.
     """
-    try:
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; jobs/ holds examples") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}; name a TOML file") from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not text; a TOML file is expected") from None
+    text = user_files.read_text(path, "name a TOML file; jobs/ holds examples")
     if not text.strip():
         raise ConfigError(f"{path}: is empty; a TOML file is expected, see jobs/")
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply; jobs/ holds examples") from None
+    except ValueError as error:  # also of numbers with thousands of digits
         raise ConfigError(f"{path}: is not TOML: {error}; jobs/ holds examples") from error
 
 
@@ -100,12 +96,16 @@ def _parse_override(override: str) -> dict[str, Any]:
     key, value = key.strip(), value.strip()
     if not sep or not key:
         raise ConfigError(f"--set {override}: expected section.key=value")
+    try:
+        tomllib.loads(f"{key} = 0")
+    except ValueError:
+        raise ConfigError(f"--set {override}: {key} is no key; write section.key=value") from None
     for text in (f"{key} = {value}", f"{key} = {value!r}"):  # a bare word is a string
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             continue
-    raise ConfigError(f"--set {override}: the value is not TOML")
+    raise ConfigError(f"--set {shown(override)}: the value is not TOML")
 
 
 def _merge(base: dict[str, Any], overlay: dict[str, Any]) -> None:
@@ -120,16 +120,16 @@ def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            yield f"{key} = {item['input']!r}: {_unknown(item['loc'], kind)}"
+            yield f"{key} = {shown(item['input'])}: {_unknown(item['loc'], kind)}"
         elif item["type"] == "missing":
             yield f"{key}: is required; add it to the job"
         elif item["type"] == "value_error":
             text = str(item["ctx"]["error"])
-            yield f"{key} = {item['input']!r}: {text}" if key else text
+            yield f"{key} = {shown(item['input'])}: {text}" if key else text
         elif item["type"] == "model_type":
-            yield f"{key} = {item['input']!r}: is a table of settings; see jobs/"
+            yield f"{key} = {shown(item['input'])}: is a table of settings; see jobs/"
         else:
-            yield f"{key} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+            yield f"{key} = {shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def _unknown(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
@@ -149,4 +149,4 @@ def _nearest(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
         known.append("sft")
     if close := difflib.get_close_matches(str(loc[-1]), known, n=1):
         return f"; did you mean {prefix}{close[0]}?"
-    return f"; {prefix or 'a job '}takes {', '.join(known)}"
+    return f"; {prefix.rstrip('.') or 'a job'} takes {', '.join(known)}"

@@ -1,14 +1,21 @@
 """Who trains, and whose policy it is compared with."""
 
 import math
-from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from relax_hpc.config.grid import GridConfig
 from relax_hpc.config.optimizer import OptimizerConfig
-from relax_hpc.config.sections import NonNegative, PassThrough, Positive, Resources, Section
+from relax_hpc.config.sections import (
+    NonNegative,
+    Number,
+    PassThrough,
+    Positive,
+    Resources,
+    Section,
+    UserPath,
+)
 
 
 class ActorConfig(Section, GridConfig):
@@ -39,7 +46,7 @@ class ActorConfig(Section, GridConfig):
     recomputed_passes: list[Literal["norm", "swiglu"]] = ["norm", "swiglu"]
     """Outputs that are made again for the gradient instead of kept: a quarter of the activations of
     a dense layer for 1 % of the time. What else is recomputed, `transformer` says."""
-    kept_logits_gib: Annotated[float, Field(ge=0)] = 0.0
+    kept_logits_gib: Annotated[Number, Field(ge=0)] = 0.0
     """Logits of this size are kept for the gradient; what is beyond is computed a second time."""
     optimizer: OptimizerConfig = OptimizerConfig()
     transformer: PassThrough = {}
@@ -65,7 +72,7 @@ class ReferenceConfig(Section, GridConfig):
     placement: Literal["none", "actor", "own"] = "none"
     """Who computes ref_logprobs. actor: the trainer, which swaps its weights with a copy in host
     memory. own: a component of its own, `resources` says where. none: there is no reference."""
-    path: Path | None = None
+    path: UserPath | None = None
     """Hugging Face folder of the reference; unset is model.path, the policy before the first step.
     Of the same tokenizer, and with placement "actor" of the same shape."""
     refresh_every: NonNegative = 0

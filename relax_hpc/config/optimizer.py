@@ -4,34 +4,34 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from relax_hpc.config.sections import SETTINGS, NonNegative, PassThrough
+from relax_hpc.config.sections import SETTINGS, NonNegative, Number, PassThrough
 
 
 class OptimizerConfig(BaseModel):
     model_config = SETTINGS
 
-    lr: Annotated[float, Field(gt=0)] = 1e-6
+    lr: Annotated[Number, Field(gt=0)] = 1e-6
     """Adam's learning rate after the warm-up; `decay` says how it falls."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up."""
-    final_lr_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
+    final_lr_fraction: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Learning rate of the last step, as a fraction of `lr`; 1 does not decay."""
     decay: Literal["constant", "linear", "cosine", "sqrt"] = "linear"
     """How it gets there; `sqrt` falls fast at first (1 - sqrt of the decay's progress)."""
     decay_steps: NonNegative = 0
     """The decay takes the last steps, that many, and the rate stays before (warm-up, stable,
     decay); 0 takes all steps after the warm-up."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """Decoupled (AdamW): weights shrink by lr x this in every update; biases and norms do not."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
     """Decay of the mean of gradients."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.95
     """Decay of the mean of their squares."""
-    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    clip_grad: Annotated[Number, Field(ge=0)] = 1.0
     """Largest gradient norm; 0 does not clip."""
     moments: Literal["float32", "bfloat16"] = "float32"
     """Type of Adam's two moments; bfloat16 halves their memory and rounds stochastically."""
-    offload: Annotated[float, Field(ge=0, le=1)] = 0.0
+    offload: Annotated[Number, Field(ge=0, le=1)] = 0.0
     """Fraction of the main parameters and moments kept in host memory. They pass through the GPU in
     every update, which is the same to the last bit."""
     megatron: PassThrough = {}

@@ -4,7 +4,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from relax_hpc.config.sections import NonNegative, PassThrough, Positive, Resources, Section
+from relax_hpc.config.sections import (
+    Bytes,
+    NonNegative,
+    Number,
+    PassThrough,
+    Positive,
+    Resources,
+    Section,
+)
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale."""
@@ -26,7 +34,7 @@ class RolloutConfig(Section):
     """Above 1, an engine spans that many nodes, with one task on each; `engine` is sglang then."""
     samples_per_prompt: Positive = 8
     """G, the siblings of a prompt group."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
+    temperature: Annotated[Number, Field(gt=0)] = 1.0
     """Of sampling; the trainer's logprobs are of the same distribution. Held-out is greedy."""
     max_new_tokens: Positive = 256
     """Tokens of a response; one that reaches it ends there, with finish "length"."""
@@ -35,7 +43,7 @@ class RolloutConfig(Section):
     groups_per_shard: Positive = 16
     """A shard is published once it holds that many prompt groups, its batch is done, or its first
     group has waited for a second."""
-    over_sampling: Annotated[float, Field(ge=0)] = 0.0
+    over_sampling: Annotated[Number, Field(ge=0)] = 0.0
     """Fraction of a batch that is sampled beyond what `algorithm.max_staleness` admits, so that
     groups that are ready take the place of stragglers; needs `algorithm.over_age` drop or mask."""
     routed_experts: bool = False
@@ -115,7 +123,7 @@ class WeightsConfig(Section):
     trainer quantises what it sends, which is half as much, and trains as before."""
     modules_to_not_convert: list[str] = []
     """With `quantize`: modules that engines keep as they are, e.g. "model.layers.0" or "o_proj"."""
-    bucket_bytes: Positive = 1 << 30
+    bucket_bytes: Bytes = 1 << 30
     """Tensors are sent in flat buckets of at most this size."""
     checksum_every: NonNegative = 10
     """Steps between comparisons of the engines' weights with the trainer's; 0 only at the end."""

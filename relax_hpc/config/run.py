@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.grid import GridConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
-from relax_hpc.config.sections import NonNegative, Positive, Section
+from relax_hpc.config.sections import NonNegative, Number, Positive, Section, UserPath
 from relax_hpc.schema import COLUMNS, Role
 
 _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
@@ -20,9 +20,9 @@ OWN_IN_TURN = ("python", "setup", "srun", "cpus_per_task")
 
 
 class ModelConfig(Section):
-    path: Path
+    path: UserPath
     """Hugging Face folder of a model in docs/models.md: config.json, safetensors, tokenizer."""
-    weights: Path | None = None
+    weights: UserPath | None = None
     """A checkpoint, of a run or made by `relax-hpc convert`, whose weights the trainer starts with
     instead of those in `path`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
@@ -30,11 +30,11 @@ class ModelConfig(Section):
 
 
 class PromptsConfig(Section):
-    train: Path
+    train: UserPath
     """JSON lines, each with `prompt` (text or chat messages) and `answer`."""
-    heldout: Path
+    heldout: UserPath
     """Prompts nothing is trained on; scored before, during and after."""
-    shuffle_seed: int | None = 0
+    shuffle_seed: NonNegative | None = 0
     """Order of the training prompts, drawn anew each epoch; unset keeps the file's order."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template."""
@@ -64,19 +64,19 @@ class AlgorithmConfig(Section):
     """Divide advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
     epochs_per_step: Positive = 1
     """Passes over a batch, each an optimizer update; the ratio is to the policy before them."""
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_low: Annotated[Number, Field(gt=0, lt=1)] = 0.2
     """Lower clip: ratio >= 1 - clip_low."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    clip_high: Annotated[Number, Field(gt=0)] = 0.28
     """Upper clip: ratio <= 1 + clip_high (clip-higher)."""
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    importance_cap: Annotated[Number, Field(gt=0)] = 2.0
     """Truncated importance sampling: weight min(pi_old / mu, cap) per token."""
     logprob_check: Literal["stop", "warn", "off"] = "stop"
     """What to do where engines and trainer compute different models. At each start of the actor
     their logprobs of tokens that the trainer's own policy sampled are compared, once."""
-    max_logprob_gap: Annotated[float, Field(gt=0)] | None = None
+    max_logprob_gap: Annotated[Number, Field(gt=0)] | None = None
     """Mean difference of those logprobs, nats, that is rounding. Unset it goes by the type:
     float32 0.001, float16 0.03, bfloat16 0.15, engines with numbers of 8 bits or less 0.5."""
-    kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
+    kl_coefficient: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference in the loss; above 0 needs a reference."""
 
 
@@ -112,7 +112,7 @@ class LaunchConfig(Section):
     """Site profile: a name in slurm/profiles, or a path to a TOML file."""
     max_restarts: NonNegative = 3
     """Times a component whose step failed is started again in place."""
-    restart_delay_s: Annotated[float, Field(ge=0)] = 2.0
+    restart_delay_s: Annotated[Number, Field(ge=0)] = 2.0
     """Seconds between the end of a failed step and its next start."""
     peer_timeout_s: Positive = 1800
     """How long a role waits for another before it gives up, naming it."""
@@ -121,11 +121,11 @@ class LaunchConfig(Section):
 class JobConfig(Section):
     """What every job has: a model, an actor that trains it, and a launcher."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run and of its Slurm job; a run directory is used once."""
-    run_root: Path = Path("runs")
+    run_root: UserPath = Path("runs")
     """The run directory is made below this one, on a file system every node sees."""
-    seed: int = 0
+    seed: NonNegative = 0
     """Root of every random stream of the run."""
     model: ModelConfig
     actor: ActorConfig = ActorConfig()

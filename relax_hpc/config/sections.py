@@ -1,24 +1,51 @@
 """What the sections of a job have in common, and what every component asks Slurm for."""
 
+import math
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+FLOAT32 = 3.4e38
+
+# Counts, steps and seconds end up in int32 columns, in C and in Slurm; true is no number.
+Positive = Annotated[int, Field(strict=True, gt=0, le=INT32)]
+NonNegative = Annotated[int, Field(strict=True, ge=0, le=INT32)]
+Bytes = Annotated[int, Field(strict=True, gt=0, le=INT64)]
+Number = Annotated[float, Field(strict=True, ge=-FLOAT32, le=FLOAT32)]
 
 
-SETTINGS = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-"""Of every section: an unknown key is an error, nothing is changed later."""
+SETTINGS = ConfigDict(
+    extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+)
+"""Of every section: an unknown key is an error, nothing is changed later, numbers are finite."""
 
 
-def _no_table(value: Any) -> Any:  # noqa: ANN401
-    if isinstance(value, dict):  # said once, not for every type that it might have been
-        raise ValueError("is a table; a number, a string, true, false or a list is expected")
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    # Said once, not for every type that it might have been.
+    if not isinstance(value, bool | int | float | str | list):
+        what = "a table" if isinstance(value, dict) else "a date or a time"
+        raise ValueError(f"is {what}; a number, a string, true, false or a list is expected")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a finite number is expected")
+    if isinstance(value, int) and not -INT64 <= value <= INT64:
+        raise ValueError("has more than 64 bits; use a smaller number")
+    for element in value if isinstance(value, list) else ():
+        if not isinstance(element, dict):
+            _plain(element)
     return value
 
 
-PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_no_table)]]
+def _named(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise ValueError("is no path; name a file or a folder")
+    return value
+
+
+PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_plain)]]
+UserPath = Annotated[Path, BeforeValidator(_named)]
+"""Relative ones count from where the command is run."""
 
 
 class Section(BaseModel):

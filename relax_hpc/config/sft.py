@@ -1,18 +1,17 @@
 """Supervised fine-tuning: the job that has a section [sft], and neither rollout nor bus."""
 
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import model_validator
 
 from relax_hpc.config.run import JobConfig
-from relax_hpc.config.sections import NonNegative, Positive, Section
+from relax_hpc.config.sections import NonNegative, Positive, Section, UserPath
 
 
 class SftConfig(Section):
-    train: Path
+    train: UserPath
     """Documents: JSON lines or Parquet, each with `messages`, or `prompt` and `completion`."""
-    heldout: Path | None = None
+    heldout: UserPath | None = None
     """Documents nothing is trained on; their loss is measured before, during and after."""
     batch_size: Positive | None = None
     """Documents of a step; give this or `tokens_per_step`."""
@@ -22,7 +21,7 @@ class SftConfig(Section):
     """Batches to train on; training ends here or after `epochs`, whichever is first."""
     epochs: Positive | None = None
     """Passes over the documents; the last batch of the last one may be smaller."""
-    shuffle_seed: int | None = 0
+    shuffle_seed: NonNegative | None = 0
     """Order of the documents, drawn anew each epoch; unset keeps the file's order."""
     chat_template: bool = True
     """Render prompt and completion as a turn each of the tokenizer's chat template; `messages`

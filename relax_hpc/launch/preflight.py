@@ -4,10 +4,9 @@ import difflib
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.rollout import RolloutConfig
@@ -23,25 +22,36 @@ from relax_hpc.engines.megatron.architectures import registry
 from relax_hpc.engines.megatron.hf_check import check_names, check_shapes
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import documents, quantized, script
+from relax_hpc.launch import quantized, script
 from relax_hpc.launch.jobs import output_of, words_of
 from relax_hpc.launch.placement import Component
-from relax_hpc.prompts.source import PromptSource, read_records
-from relax_hpc.records import read_json
+from relax_hpc.roles import document_check, prompt_check
 
 log = logging.getLogger(__name__)
 
+_REMEDY = "choose a folder of yours that every node sees"
 # Slurm and submitit replace %x in file names; Slurm reads a backslash as "replace nothing".
 _REPLACED = "%\\\n"
 
 
-def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool) -> JobConfig:
+def _silent(_: str) -> None:
+    pass
+
+
+def check(
+    config: JobConfig,
+    components: Sequence[Component],
+    *,
+    use_slurm: bool,
+    say: Callable[[str], None] = _silent,
+) -> JobConfig:
     """Refuses a run that cannot work.
 
     Args:
         config: with absolute paths.
         components: what the run asks for, site profile included.
         use_slurm: also ask Slurm whether partitions and GPUs exist.
+        say: is told what is left to be checked when the job starts.
 
     Returns:
         The run; how many steps the epochs of supervised fine-tuning are has been counted.
@@ -59,9 +69,9 @@ def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool
         check_reference(config, shape)
     check_trainer(config)
     if isinstance(config, RunConfig):
-        check_prompts(config)
+        check_prompts(config, say)
     elif isinstance(config, SftRunConfig):
-        config = documents.check(config)
+        config = check_documents(config, say)
     for component in components:
         check_component(component)
     if use_slurm:
@@ -70,38 +80,37 @@ def check(config: JobConfig, components: Sequence[Component], *, use_slurm: bool
 
 
 def check_run_dir(run_dir: Path, name: str) -> None:
+    key = f"run_root = {str(run_dir.parent)!r}"
     if any(character in str(run_dir) for character in _REPLACED):
         raise ConfigError(
-            f"run_root = {str(run_dir.parent)!r}: Slurm replaces '%' and '\\' in the names of log "
+            f"{key}: Slurm replaces '%' and '\\' in the names of log "
             "files; choose a folder without them"
         )
-    if run_dir.exists():
-        raise ConfigError(
-            f"name = {name!r}: {run_dir} exists and a run directory is used once; "
-            "choose another name"
-        )
-    for parent in run_dir.parents:
-        if parent.is_symlink() and not parent.exists():
+    try:
+        if os.path.lexists(run_dir):
             raise ConfigError(
-                f"run_root = {str(run_dir.parent)!r}: {parent} is a link to {parent.readlink()}, "
-                "which is not there; make that folder, or choose another"
+                f"name = {name!r}: {run_dir} exists and a run directory is used once; "
+                "choose another name"
             )
-    existing = next(parent for parent in run_dir.parents if parent.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"run_root = {str(run_dir.parent)!r}: {existing} is not a folder")
-    if not os.access(existing, os.W_OK | os.X_OK):
+        existing = next(parent for parent in run_dir.parents if parent.exists())
+        dangling = next((p for p in run_dir.parents if p.is_symlink() and not p.exists()), None)
+        target = dangling and dangling.readlink()
+        writable = os.access(existing, os.W_OK | os.X_OK, effective_ids=True)
+    except OSError as error:
+        raise ConfigError(f"{key}: {error.filename}: {error.strerror}; {_REMEDY}") from None
+    if dangling:
         raise ConfigError(
-            f"run_root = {str(run_dir.parent)!r}: {existing} cannot be written to; "
-            "choose a folder of yours that every node sees"
+            f"{key}: {dangling} is a link to {target}, which is not there; make that folder, or "
+            "choose another"
         )
+    if not existing.is_dir():
+        raise ConfigError(f"{key}: {existing} is not a folder; {_REMEDY}")
+    if not writable:
+        raise ConfigError(f"{key}: {existing} cannot be written to; {_REMEDY}")
 
 
 def check_model(path: Path, actor: ActorConfig) -> Architecture:
     """The model is of an architecture that can be trained, and the grid divides it."""
-    if not path.is_dir():
-        raise ConfigError(
-            f"model.path = {str(path)!r}: no such folder; name a downloaded Hugging Face model"
-        )
     shape = registry.read_architecture(path)
     for doubt in hf_fields.doubts(ConfigJson(path)):
         log.warning("%s", doubt)
@@ -220,59 +229,27 @@ def check_trainer(config: JobConfig) -> None:
         optimizer_config.check(config)
 
 
-def check_prompts(config: RunConfig) -> None:
+def check_prompts(config: RunConfig, say: Callable[[str], None] = _silent) -> None:
     """Both files are prompts, and what is made of them fits the trainer and the model."""
-    paths = {"train": config.prompts.train, "heldout": config.prompts.heldout}
-    for key, path in paths.items():
-        try:
-            read_records(path)  # most mistakes are in the files: find them before a slow import
-        except ConfigError as error:
-            raise ConfigError(f"prompts.{key}: {error}") from None
+    files = prompt_check.read(config)  # most mistakes are there: find them before a slow import
+    from relax_hpc.prompts.tokenizer import load
+
+    sources = prompt_check.sources_of(config, files, load(config.model.path))
+    if left_out := prompt_check.check_sample(config, sources):
+        say(left_out)
+
+
+def check_documents(config: SftRunConfig, say: Callable[[str], None] = _silent) -> SftRunConfig:
+    """The documents can be trained on; how many steps their epochs are is counted."""
+    files = document_check.open_files(config)
+    sizes = document_check.read(config, files)  # finds most mistakes, before a slow import
     from relax_hpc.prompts.tokenizer import load
 
     tokenizer = load(config.model.path)
-    if config.prompts.chat_template and not tokenizer.chat_template:
-        raise ConfigError(
-            f"prompts.chat_template = True: the tokenizer in {config.model.path} has none; "
-            "set it to false, or add a chat_template.jinja"
-        )
-    longest = {
-        key: PromptSource(
-            path,
-            tokenizer,
-            shuffle_seed=config.prompts.shuffle_seed,
-            chat_template=config.prompts.chat_template,
-            max_prompt_tokens=config.prompts.max_prompt_tokens,
-        ).check()
-        for key, path in paths.items()
-    }
-    check_lengths(config, longest["train"], max(longest.values()))
-
-
-def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None:
-    """A response as long as it may become still fits: trained on, and in the model's positions.
-
-    Args:
-        config: the run.
-        longest_trained: tokens of the longest training prompt.
-        longest: tokens of the longest prompt.
-    """
-    new = config.rollout.max_new_tokens
-    for role, its in (("actor", config), ("reference", config.of_reference)):
-        budget = its.actor.tokens_per_micro_batch
-        if longest_trained + new > budget:
-            raise ConfigError(
-                f"{role}.tokens_per_micro_batch = {budget}: the longest prompt has "
-                f"{longest_trained} tokens and rollout.max_new_tokens = {new}; "
-                f"use {longest_trained + new} or more"
-            )
-    architecture: dict[str, Any] = read_json(config.model.path / "config.json") or {}
-    positions = architecture.get("max_position_embeddings")
-    if positions is not None and longest + new > positions:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {new}: the longest prompt has {longest} tokens and the "
-            f"model {positions} positions; use {positions - longest} or less"
-        )
+    steps, left_out = document_check.check_sample(config, files, sizes, tokenizer)
+    if left_out:
+        say(left_out)
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"num_steps": steps})})
 
 
 def check_component(component: Component) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from relax_hpc.config.sections import Resources
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, shown
 from relax_hpc.job_file import read_toml
 
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
@@ -68,8 +68,8 @@ def _explain(item: Any) -> str:  # noqa: ANN401
     *table, key = map(str, item["loc"])
     dotted = ".".join([*table, key])
     if item["type"] != "extra_forbidden":
-        return f"{dotted} = {item['input']!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+        return f"{dotted} = {shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
     known = list((Resources if table else Profile).model_fields)
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"a profile takes {', '.join(known)}"
-    return f"{dotted} = {item['input']!r}: unknown key; {hint}"
+    return f"{dotted} = {shown(item['input'])}: unknown key; {hint}"

@@ -4,7 +4,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -62,13 +62,20 @@ class Submission:
         return self.job.job_id if self.job else None
 
 
-def submit(config: JobConfig, *, local: bool = False, dry_run: bool = False) -> Submission:
+def submit(
+    config: JobConfig,
+    *,
+    local: bool = False,
+    dry_run: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Submission:
     """Checks a run, makes its directory and starts it: through Slurm, or here without one.
 
     Args:
         config: as the user wrote it; relative paths count from the current directory.
         local: run here even though there is a Slurm.
         dry_run: check and write the script, but create and start nothing.
+        say: is told what is left to be checked when the job starts.
 
     Raises:
         ConfigError: the run cannot work; nothing was created.
@@ -76,7 +83,7 @@ def submit(config: JobConfig, *, local: bool = False, dry_run: bool = False) -> 
     """
     mode = _mode(local=local)
     config, components = resolve(config)
-    config = preflight.check(config, components, use_slurm=mode == "slurm")
+    config = preflight.check(config, components, use_slurm=mode == "slurm", say=say)
     plan = _plan(mode, config, components, 1)
     if dry_run:
         return plan

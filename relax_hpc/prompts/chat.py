@@ -2,14 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.prompts.template import Message, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, Any]
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -33,7 +32,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
-        self._has_marks = bool(_GENERATION.search(str(tokenizer.get_chat_template())))
+        self._template = Template(tokenizer)
+        self._has_marks = bool(_GENERATION.search(self._template.text))
 
     def encode(
         self, where: str, messages: Sequence[Message], tools: Sequence[Message] | None = None
@@ -49,7 +49,7 @@ class ChatTemplate:
             ConfigError: the template refuses the conversation, leaves a message out, or renders
                 it so that the assistant's part cannot be told.
         """
-        text = self._render(where, messages, tools)
+        text = self._template.render(where, messages, tools)
         for number, message in enumerate(messages, start=1):
             if message["role"] in ("system", "user") and message["content"].strip() not in text:
                 raise ConfigError(
@@ -69,9 +69,10 @@ class ChatTemplate:
     def _marked(
         self, where: str, messages: Sequence[Message], tools: Sequence[Message] | None
     ) -> Masked:
-        encoded = self._tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
+        encoded = self._template.apply(
+            where,
+            messages,
+            tools,
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
@@ -96,7 +97,9 @@ class ChatTemplate:
         for turn, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(where, messages[:turn], tools, add_generation_prompt=True)
+            before = self._template.render(
+                where, messages[:turn], tools, add_generation_prompt=True
+            )
             start = len(before)
             if start < done or not text.startswith(before):
                 raise self._cannot_tell(where, turn)
@@ -118,7 +121,7 @@ class ChatTemplate:
         What a template writes after the end-of-turn token, say a line break, nobody samples. Some
         (Qwen3's) render a turn differently once others follow it: then only that token can tell.
         """
-        upto = self._render(where, messages, tools)
+        upto = self._template.render(where, messages, tools)
         marker = self._tokenizer.eos_token
         found = text.find(marker, start) if marker else -1
         stop = found + len(marker or "") if found >= 0 else None
@@ -134,26 +137,3 @@ class ChatTemplate:
             f"{where}: with this chat template it cannot be told which tokens of message "
             f"{turn + 1} the assistant wrote; mark them in the template by {{% generation %}}"
         )
-
-    def _render(
-        self,
-        where: str,
-        messages: Sequence[Message],
-        tools: Sequence[Message] | None,
-        *,
-        add_generation_prompt: bool = False,
-    ) -> str:
-        from jinja2 import TemplateError
-
-        try:
-            text = self._tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
-        except TemplateError as error:
-            raise ConfigError(
-                f"{where}: the chat template refuses it: {error}; correct the roles or their order"
-            ) from None
-        return str(text)

@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.config.sft import SftConfig
-from relax_hpc.errors import ConfigError
-from relax_hpc.prompts.chat import ChatTemplate, Masked, Message
-from relax_hpc.prompts.rows import open_rows
+from relax_hpc.errors import ConfigError, shown
+from relax_hpc.prompts.chat import ChatTemplate, Masked
+from relax_hpc.prompts.rows import Row, Rows, open_rows
 from relax_hpc.prompts.source import epoch_order
+from relax_hpc.prompts.template import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,14 +55,23 @@ class Documents:
     Whoever knows an ordinal gets the same document for it, after whichever restart.
     """
 
-    def __init__(self, path: Path, tokenizer: "PreTrainedTokenizerBase", sft: SftConfig) -> None:
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: "PreTrainedTokenizerBase",
+        sft: SftConfig,
+        rows: Rows | None = None,
+    ) -> None:
         """Opens the file; documents are checked and tokenized when they are asked for.
+
+        Args:
+            rows: of the file, if it was opened before.
 
         Raises:
             ConfigError: the file cannot be used.
         """
         self._path, self._tokenizer, self._sft = path, tokenizer, sft
-        self._rows = open_rows(path)
+        self._rows = rows or open_rows(path)
         self._chat = ChatTemplate(tokenizer) if tokenizer.chat_template else None
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
@@ -83,7 +93,7 @@ class Documents:
             ConfigError: it cannot be used, or is longer than sft.max_tokens and may not be cut.
         """
         row = self._rows[index]
-        token_ids, mask = self._encode(row.where, row.fields)
+        token_ids, mask = self._encode(row)
         limit, is_long = self._sft.max_tokens, len(token_ids) > self._sft.max_tokens
         if is_long and self._sft.too_long == "error":
             raise ConfigError(
@@ -114,19 +124,12 @@ class Documents:
         documents = [taken.get(n) or self[n] for n in range(start, end)]
         return Batch(documents, end)
 
-    def _encode(self, where: str, fields: dict[str, Any]) -> Masked:
-        if "messages" in fields:
-            messages = check_messages(where, fields["messages"])
-            return self._template(where).encode(where, messages, fields.get("tools"))
-        prompt, completion = _pair(where, fields)
-        if self._sft.chat_template:
-            turn = {"role": "assistant", "content": completion}
-            asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-            return self._template(where).encode(where, check_messages(where, [*asked, turn]))
-        if not isinstance(prompt, str):
-            raise ConfigError(f"{where}: prompt is messages; set sft.chat_template = true")
-        given = self._tokenizer.encode(prompt)
-        wanted = [*self._tokenizer.encode(completion, add_special_tokens=False), self._end]
+    def _encode(self, row: Row) -> Masked:
+        where, text = row.where, read_text(row, chat_template=self._sft.chat_template)
+        if isinstance(text, Conversation):
+            return self._template(where).encode(where, text.messages, text.tools)
+        given = self._tokenizer.encode(text.prompt)
+        wanted = [*self._tokenizer.encode(text.completion, add_special_tokens=False), self._end]
         return Masked(given + wanted, [0] * len(given) + [1] * len(wanted))
 
     @property
@@ -152,6 +155,60 @@ class Documents:
         return epoch_order(self._sft.shuffle_seed, epoch, len(self))
 
 
+class Conversation(NamedTuple):
+    """Messages for the chat template."""
+
+    messages: list[Message]
+    tools: list[Message] | None = None
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return sum(len(message["content"]) for message in self.messages)
+
+
+class Pair(NamedTuple):
+    """Plain text."""
+
+    prompt: str
+    completion: str
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.prompt) + len(self.completion)
+
+
+def read_text(row: Row, *, chat_template: bool) -> Conversation | Pair:
+    """What a row says, before it is tokenized.
+
+    Args:
+        row: of a file of documents.
+        chat_template: as in the job.
+
+    Raises:
+        ConfigError: it is no document; names what is missing or wrong.
+    """
+    where, fields = row
+    if "messages" in fields:
+        tools = fields.get("tools")
+        if not (tools is None or _is_list_of_objects(tools)):
+            raise ConfigError(f"{where}: tools = {shown(tools)}: must be a list of objects")
+        return Conversation(check_messages(where, fields["messages"]), tools)
+    prompt, completion = _pair(where, fields)
+    if chat_template:
+        turn = {"role": "assistant", "content": completion}
+        asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+        return Conversation(check_messages(where, [*asked, turn]))
+    if not isinstance(prompt, str):
+        raise ConfigError(f"{where}: prompt is messages; set sft.chat_template = true")
+    return Pair(prompt, completion)
+
+
+def _is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(element, dict) for element in value)
+
+
 def check_messages(where: str, messages: object) -> list[Message]:
     """A conversation that can be trained on, as templates take it.
 
@@ -159,7 +216,9 @@ def check_messages(where: str, messages: object) -> list[Message]:
         ConfigError: it is none; names the message.
     """
     if not isinstance(messages, list) or not messages:
-        raise ConfigError(f"{where}: messages = {messages!r}: must be a list of role and content")
+        raise ConfigError(
+            f"{where}: messages = {shown(messages)}: must be a list of role and content"
+        )
     checked = [_checked(f"{where}: message {n}", m) for n, m in enumerate(messages, start=1)]
     if checked[0]["role"] == "assistant":
         raise ConfigError(f"{where}: message 1 is the assistant's; begin with system or user")
@@ -173,13 +232,13 @@ def _checked(where: str, message: object) -> Message:
         raise ConfigError(f"{where} is not an object; write role and content")
     if message.get("role") not in _ROLES:
         raise ConfigError(
-            f"{where} has role = {message.get('role')!r}; roles are {', '.join(_ROLES)}"
+            f"{where} has role = {shown(message.get('role'))}; roles are {', '.join(_ROLES)}"
         )
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         content = ""
     if not isinstance(content, str):
-        raise ConfigError(f"{where} has content = {content!r}; it must be text")
+        raise ConfigError(f"{where} has content = {shown(content)}; it must be text")
     return message | {"content": content}
 
 
@@ -192,9 +251,9 @@ def _pair(where: str, fields: dict[str, Any]) -> tuple[str | list[Message], str]
         raise ConfigError(f"{where}: has no completion; write {_SHAPES}")
     completion = fields[key]
     if not isinstance(prompt, str | list):
-        raise ConfigError(f"{where}: prompt = {prompt!r}: must be text, or messages")
+        raise ConfigError(f"{where}: prompt = {shown(prompt)}: must be text, or messages")
     if not isinstance(completion, str):
-        raise ConfigError(f"{where}: {key} = {completion!r}: must be text")
+        raise ConfigError(f"{where}: {key} = {shown(completion)}: must be text")
     return prompt, completion
 
 
@@ -219,14 +278,14 @@ def count_steps(sft: SftConfig, documents: Documents, lengths: Sequence[int]) ->
     """Steps of the run: `sft.num_steps`, or fewer if the epochs end before.
 
     Args:
-        lengths: tokens per document, in the order of the file.
+        lengths: tokens per document, in the order of the file; only `sft.tokens_per_step` asks.
     """
     most = sft.num_steps or sys.maxsize
     if sft.epochs is None:
         return most
     steps = start = 0
     while steps < most:
-        end = batch_end(sft, len(lengths), start, lambda n: lengths[documents.index_of(n)])
+        end = batch_end(sft, len(documents), start, lambda n: lengths[documents.index_of(n)])
         if end == start:
             break
         steps, start = steps + 1, end

@@ -1,12 +1,15 @@
 """Files of rows, read one at a time: JSON lines or Parquet."""
 
-import json
 import os
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from relax_hpc.errors import ConfigError
+from relax_hpc import user_files
+from relax_hpc.errors import ConfigError, first_line
+
+REMEDY = "name a file of JSON lines or Parquet (.parquet)"
 
 
 class Row(NamedTuple):
@@ -23,6 +26,10 @@ class Rows(Protocol):
         """
         ...
 
+    def where(self, index: int) -> str:
+        """File and line of a row."""
+        ...
+
 
 def open_rows(path: Path) -> Rows:
     """Opens a file; what is in its rows is looked at when they are asked for.
@@ -30,52 +37,55 @@ def open_rows(path: Path) -> Rows:
     Raises:
         ConfigError: missing, unreadable or empty.
     """
-    try:
-        rows: Rows = ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; name a file of JSON lines or Parquet") from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror or error}; name a file of JSON lines or "
-            "Parquet"
-        ) from error
+    rows = ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path, REMEDY)
     if not len(rows):
         raise ConfigError(f"{path}: is empty; it has to hold a document or more")
     return rows
 
 
-class JsonLines:
-    """One object per line; blank lines do not count. The file stays on disk."""
+def sample(sizes: Sequence[int], count: int) -> list[int]:
+    """`count` rows to look at where all would take too long, in order; the same ones every time.
 
-    def __init__(self, path: Path) -> None:
+    Half of them are the largest, which are the first to be too long; the others lie evenly.
+    """
+    if len(sizes) <= count:
+        return list(range(len(sizes)))
+    by_size = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    rest, evenly = sorted(by_size[count // 2 :]), count - count // 2
+    places = (place * (len(rest) - 1) // (evenly - 1) for place in range(evenly))
+    return sorted([*by_size[: count // 2], *(rest[place] for place in places)])
+
+
+class JsonLines:
+    """One object per line; blank lines are no rows. The file stays on disk."""
+
+    def __init__(self, path: Path, remedy: str) -> None:
         self._path = path
         # Not mapped into memory: a file that somebody cuts short would end the process.
-        self._file = path.open("rb", buffering=0)
+        self._file = user_files.opened_text(path, remedy)
         self._starts, self._sizes, self._numbers = array("q"), array("q"), array("q")
-        start = 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    self._starts.append(start)
-                    self._sizes.append(len(line))
-                    self._numbers.append(number)
-                start += len(line)
+        start = self._file.tell()
+        for number, line in enumerate(self._file, start=1):
+            if line.strip():
+                self._starts.append(start)
+                self._sizes.append(len(line))
+                self._numbers.append(number)
+            start += len(line)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> Row:
-        where = f"{self._path}, line {self._numbers[index]}"
+        where = self.where(index)
         line = os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
         try:
-            fields = json.loads(line.decode())
+            text = line.decode()
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: is not UTF-8 text; JSON lines are expected") from None
-        except ValueError as error:
-            raise ConfigError(f"{where}: is not JSON: {error}; one object per line") from None
-        if not isinstance(fields, dict):
-            raise ConfigError(f'{where}: is not an object; write {{"messages": [...]}}')
-        return Row(where, fields)
+        return Row(where, user_files.parse_object(where, text, "write one object per line"))
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, line {self._numbers[index]}"
 
 
 class ParquetRows:
@@ -86,17 +96,27 @@ class ParquetRows:
         import pyarrow.parquet as pq
 
         self._path = path
+        user_files.opened(path, REMEDY).close()
         try:
             self._table = pq.read_table(path, memory_map=False)
-        except pa.ArrowInvalid as error:
-            raise ConfigError(f"{path}: is not Parquet: {error}; write it again") from None
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(
+                f"{path}: is not Parquet: {first_line(error)}; write it again"
+            ) from None
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
-        [fields] = self._table.slice(index, 1).to_pylist()
-        return Row(f"{self._path}, row {index}", _without_none(fields))
+        where = self.where(index)
+        try:
+            [fields] = self._table.slice(index, 1).to_pylist()
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where}: is not UTF-8 text; write the file again") from None
+        return Row(where, _without_none(fields))
+
+    def where(self, index: int) -> str:
+        return f"{self._path}, row {index}"
 
 
 def _without_none(value: Any) -> Any:  # noqa: ANN401

@@ -1,25 +1,79 @@
 """Prompt files, and the map from a prompt's ordinal in the run to the prompt."""
 
-import json
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, shown
+from relax_hpc.prompts import rows
+from relax_hpc.prompts.template import Message, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Messages = list[dict[str, Any]]
 
 
 class Record(NamedTuple):
     """One line of a prompt file."""
 
-    prompt: str | Messages
+    prompt: str | list[Message]
     answer: str
+
+    @property
+    def size(self) -> int:
+        """Characters of the prompt."""
+        if isinstance(self.prompt, str):
+            return len(self.prompt)
+        return sum(len(message["content"]) for message in self.prompt)
+
+
+class Records:
+    """A prompt file: JSON lines with `prompt` and `answer`; further keys are ignored.
+
+    Raises:
+        ConfigError: missing, empty, not text, or a line that does not fit; names line and key.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows = rows.JsonLines(path, "name a file of JSON lines")
+        if not len(self._rows):
+            raise ConfigError(f"{path}: holds no prompts; JSON lines are expected")
+        self._records = [_record(self._rows[index]) for index in range(len(self._rows))]
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> Record:
+        return self._records[index]
+
+    def where(self, index: int) -> str:
+        """File and line, for messages."""
+        return self._rows.where(index)
+
+    def check_answers(self, can_match: Callable[[str], bool], remedy: str) -> None:
+        """Refuses answers that no response could ever have.
+
+        Args:
+            can_match: of an answer.
+            remedy: what an answer has to be.
+
+        Raises:
+            ConfigError: naming the first of them, and how many there are.
+        """
+        wrong = [n for n, record in enumerate(self._records) if not can_match(record.answer)]
+        if wrong:
+            count = f"{len(wrong):,} of {len(self):,} answers are so"
+            raise ConfigError(
+                f"{self.where(wrong[0])}: answer = {shown(self[wrong[0]].answer)}: can never be "
+                f"matched; {remedy}, or remove the line ({count if wrong[1:] else 'the only one'})"
+            )
+
+    def sample(self, count: int) -> list[int]:
+        """As `rows.sample`."""
+        return rows.sample([record.size for record in self._records], count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +95,28 @@ class PromptSource:
 
     def __init__(
         self,
-        path: Path,
+        records: Path | Records,
         tokenizer: "PreTrainedTokenizerBase",
         *,
         shuffle_seed: int | None,
         chat_template: bool,
         max_prompt_tokens: int,
     ) -> None:
-        """Reads and checks the file; prompts are tokenized when they are asked for.
+        """Reads and checks the file, if that was not done; prompts are tokenized when asked for.
 
         Raises:
             ConfigError: the file, or one of its lines, cannot be used.
         """
-        self._path, self._tokenizer = path, tokenizer
-        self._records = read_records(path)
+        self.tokenizer = tokenizer
+        self.records = Records(records) if isinstance(records, Path) else records
+        self._template = Template(tokenizer) if chat_template else None
         self._shuffle_seed = shuffle_seed
-        self._chat_template = chat_template
         self._max_prompt_tokens = max_prompt_tokens
         self._order = lru_cache(maxsize=2)(self._draw_order)
         self._tokenized: dict[int, list[int]] = {}
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self.records)
 
     def __getitem__(self, ordinal: int) -> Prompt:
         """The prompt of `ordinal` >= 0, which may be any number of epochs on.
@@ -79,39 +133,39 @@ class PromptSource:
         """The prompt on line `index` of the file."""
         if index not in self._tokenized:
             self._tokenized[index] = self._tokenize(index)
-        return Prompt(index, self._tokenized[index], self._records[index].answer)
+        return Prompt(index, self._tokenized[index], self.records[index].answer)
 
-    def check(self) -> int:
-        """Tokenizes every prompt, so that one too long is found before anything is queued.
+    def longest(self, indices: Iterable[int]) -> int:
+        """Tokenizes the prompts on these lines, and remembers none.
 
         Returns:
-            Tokens of the longest.
+            Tokens of the longest; 0 without lines.
+
+        Raises:
+            ConfigError: one is too long, or the chat template fails on it.
         """
-        return max(len(self.prompt(index).token_ids) for index in range(len(self)))
+        return max((len(self._tokenize(index)) for index in indices), default=0)
 
     def _draw_order(self, epoch: int) -> list[int]:
         return epoch_order(self._shuffle_seed, epoch, len(self))
 
     def _tokenize(self, index: int) -> list[int]:
-        prompt = self._records[index].prompt
-        if self._chat_template:
+        prompt, where = self.records[index].prompt, self.records.where(index)
+        if self._template:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
+            text = self._template.render(where, messages, add_generation_prompt=True)
         elif isinstance(prompt, str):
             text = prompt
         else:
-            raise ConfigError(
-                f"{self._path}: prompt {index} is chat messages; set prompts.chat_template = true"
-            )
+            raise ConfigError(f"{where}: is chat messages; set prompts.chat_template = true")
         # The template writes the special tokens itself.
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._chat_template)
-        if not 0 < len(ids) <= self._max_prompt_tokens:
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self._template)
+        if not ids:
+            raise ConfigError(f"{where}: the prompt makes no tokens; write another, or remove it")
+        if len(ids) > self._max_prompt_tokens:
             raise ConfigError(
-                f"{self._path}: prompt {index} has {len(ids)} tokens; prompts.max_prompt_tokens = "
-                f"{self._max_prompt_tokens} allows 1 to {self._max_prompt_tokens}: raise it, or "
-                "remove the prompt"
+                f"{where}: the prompt has {len(ids)} tokens, prompts.max_prompt_tokens = "
+                f"{self._max_prompt_tokens}; raise it, or remove the line"
             )
         return ids
 
@@ -125,46 +179,24 @@ def epoch_order(seed: int | None, epoch: int, count: int) -> list[int]:
     return order
 
 
-def read_records(path: Path) -> list[Record]:
-    """Reads a prompt file: JSON lines with `prompt` and `answer`; further keys are ignored.
-
-    Raises:
-        ConfigError: missing, empty, not text, or a line that does not fit; names line and key.
-    """
-    try:
-        text = path.read_bytes().decode()
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; name a file of JSON lines") from None
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror}; name a file of JSON lines"
-        ) from error
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text; JSON lines are expected") from None
-    lines = enumerate(text.split("\n"), start=1)
-    records = [_record(f"{path}, line {n}", line) for n, line in lines if line.strip()]
-    if not records:
-        raise ConfigError(f"{path}: holds no prompts; JSON lines are expected")
-    return records
-
-
-def _record(where: str, line: str) -> Record:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{where}: is not JSON: {error}; one object per line") from None
-    if not isinstance(fields, dict):
-        raise ConfigError(f'{where}: is not an object; write {{"prompt": ..., "answer": ...}}')
+def _record(row: rows.Row) -> Record:
+    where, fields = row
     for key in Record._fields:
         if key not in fields:
             raise ConfigError(f"{where}: has no {key}; every line needs prompt and answer")
     prompt, answer = fields["prompt"], fields["answer"]
     if not (isinstance(prompt, str) or _is_chat(prompt)):
-        raise ConfigError(f"{where}: prompt = {prompt!r}: must be text, or messages of "
-                          "role and content")  # fmt: skip
+        raise ConfigError(
+            f"{where}: prompt = {shown(prompt)}: must be text, or messages of role and content"
+        )
     if not isinstance(answer, str):
-        raise ConfigError(f'{where}: answer = {answer!r}: must be text; write "{answer}"')
-    return Record(prompt, answer)
+        quoted = f'write "{answer}"' if isinstance(answer, int | float) else "write it as text"
+        raise ConfigError(f"{where}: answer = {shown(answer)}: must be text; {quoted}")
+    record = Record(prompt, answer)
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if not any(text.strip() for text in texts):
+        raise ConfigError(f"{where}: the prompt is empty; write one, or remove the line")
+    return record
 
 
 def _is_chat(prompt: object) -> bool:

@@ -1,14 +1,21 @@
 """The tokenizer of a Hugging Face folder, without asking any network."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.errors import ConfigError
+from relax_hpc import records, user_files
+from relax_hpc.errors import ConfigError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_OBJECTS = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 _MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -27,35 +34,31 @@ def load(model_path: Path) -> "PreTrainedTokenizerBase":
     Raises:
         ConfigError: no such folder, or it holds no tokenizer that transformers can read.
     """
-    if not model_path.is_dir():
-        raise ConfigError(f"model.path = {model_path}: no such folder; give a Hugging Face folder")
+    user_files.check_folder(f"model.path = {model_path}", model_path, "name a Hugging Face folder")
     if not any((model_path / name).is_file() for name in FILES):
         raise ConfigError(
             f"model.path = {model_path}: holds no tokenizer ({' or '.join(FILES)}); "
             "copy the tokenizer's files next to config.json"
         )
+    for name in _OBJECTS:  # of another shape, they make transformers fail anywhere
+        if (model_path / name).exists():
+            user_files.read_object(model_path / name, "download it again")
     try:
         return _tokenizer_class(model_path).from_pretrained(model_path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path = {model_path}: unreadable tokenizer: {error}") from error
+    except Exception as error:  # parsers of others, in Rust too: they raise anything
+        raise ConfigError(
+            f"model.path = {model_path}: unreadable tokenizer: {type(error).__name__}: "
+            f"{first_line(error)}; download its files again"
+        ) from error
 
 
 def _tokenizer_class(model_path: Path) -> Any:  # noqa: ANN401
     """AutoTokenizer, or what it would choose: it imports torch, for which a task would wait."""
     import transformers  # a second of import, which reading a job does not need
 
-    found = _read(model_path / "tokenizer_config.json")
-    model_type = _read(model_path / "config.json").get("model_type")
+    found = records.read_json(model_path / "tokenizer_config.json") or {}
+    model_type = (records.read_json(model_path / "config.json") or {}).get("model_type")
     name = _CLASSES.get(str(found.get("tokenizer_class")))
     if name is None or model_type not in _MODELS or "auto_map" in found:
         return transformers.AutoTokenizer
     return getattr(transformers, name)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none that could be read, of which others complain."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

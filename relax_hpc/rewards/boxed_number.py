@@ -5,6 +5,7 @@ from decimal import Decimal
 
 BRACE = re.compile(r"\\boxed\{|[{}]")
 NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?", re.ASCII)
+REMEDY = "write a plain number, like 75, -0.5 or 1,000"
 
 
 def score(response: str, answer: str) -> float:
@@ -19,6 +20,11 @@ def score(response: str, answer: str) -> float:
         return 0.0
     given, wanted = _number(box), _number(answer)
     return float(given is not None and given == wanted)
+
+
+def can_match(answer: str) -> bool:
+    """Whether an answer is a number."""
+    return _number(answer) is not None
 
 
 def _last_box(text: str) -> str | None:

@@ -13,12 +13,13 @@ from relax_hpc.comm.context import TaskContext
 from relax_hpc.config.run import RunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
-from relax_hpc.prompts.source import Prompt, PromptSource
+from relax_hpc.prompts.source import Prompt
 from relax_hpc.rewards.registry import REWARDS
-from relax_hpc.roles import engine_parts, rollout
+from relax_hpc.roles import engine_parts, prompt_check, rollout
 from relax_hpc.roles.engine_host import EngineHost
 from relax_hpc.roles.engine_parts import Seat, seats_of
 from relax_hpc.roles.heldout import Board
+from relax_hpc.roles.prompt_check import Sources
 from relax_hpc.roles.routing import EngineSampler
 from relax_hpc.telemetry.events import EventWriter
 
@@ -49,7 +50,12 @@ def _host(
     events: EventWriter,
 ) -> None:
     number = context.rank // config.rollout.nodes_per_engine
+    sources = prompt_check.sources_of(
+        config, prompt_check.read(config), tokenizers.load(config.model.path)
+    )
     with _hosts(EngineHost(config, paths, context, seat, events) for seat in seats) as hosts:
+        # While engines start. A task looks at what no other does, so together they see all.
+        prompt_check.check_share(config, sources, number, config.rollout.num_producers)
         for host in hosts:
             host.wait_until_healthy()
         own = [seat.id for seat in seats]
@@ -60,7 +66,7 @@ def _host(
             compress=config.bus.compress,
             spares=SPARES,
         ) as producer:
-            loop = _loop(config, paths, number, own, producer, events)
+            loop = _loop(config, paths, number, own, sources, producer, events)
             asyncio.run(_while_hosted(hosts, loop))
 
 
@@ -95,22 +101,13 @@ async def _loop(
     paths: RunPaths,
     number: int,
     own: Sequence[str],
+    sources: Sources,
     producer: Producer,
     events: EventWriter,
 ) -> None:
-    tokenizer = tokenizers.load(config.model.path)
-    settings = config.prompts
-    prompts, heldout = (
-        PromptSource(
-            path,
-            tokenizer,
-            shuffle_seed=seed,
-            chat_template=settings.chat_template,
-            max_prompt_tokens=settings.max_prompt_tokens,
-        )
-        for path, seed in ((settings.train, settings.shuffle_seed), (settings.heldout, None))
-    )
-    reward = REWARDS[config.reward.name]
+    prompts, heldout = sources
+    tokenizer = prompts.tokenizer
+    reward = REWARDS[config.reward.name].score
 
     def score(response: Sequence[int], prompt: Prompt) -> float:
         return reward(tokenizer.decode(response, skip_special_tokens=True), prompt.answer)

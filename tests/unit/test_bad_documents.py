@@ -84,7 +84,7 @@ SETTINGS = {
     ("rollout.num_engines=1",): "a job with [sft] has no rollout and does not take it",
     ("actor.resources.nodes=2",): "data_parallel) = 1: does not divide over 2 nodes",
     ("sft.train=nowhere",): "nowhere: no such file; name a file of JSON lines or Parquet",
-    ("sft.heldout=model",): "model: cannot be read: Is a directory",
+    ("sft.heldout=model",): "model: is a folder; name a file",
     ("sft.max_tokens=7",): "train.jsonl, line 1: has 10 tokens, sft.max_tokens = 7; raise it, set",
     ("actor.tokens_per_micro_batch=7",): (
         "actor.tokens_per_micro_batch = 7: the longest document has 10 tokens; use 10 or more"

@@ -1,74 +1,9 @@
 """Whatever is wrong with a job, the command line says so in one line and starts nothing."""
 
-import json
-import shutil
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-from relax_hpc import cli
-from relax_hpc.engines.tiny import checkpoint
-from relax_hpc.launch.cancel import cancel
-
-JOB = """
-name = "run"
-run_root = "runs"
-
-[model]
-path = "model"
-dtype = "float32"
-
-[prompts]
-train = "train.jsonl"
-heldout = "heldout.jsonl"
-
-[algorithm]
-num_steps = 5
-prompts_per_step = 4
-"""
-PROMPT = json.dumps({"prompt": "1+1=", "answer": "2"})
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
-    return folder
-
-
-@pytest.fixture
-def job(tmp_path, model, monkeypatch):
-    """A job that would run, in the current directory; each test breaks one thing."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(model, "model")
-    Path("job.toml").write_text(JOB)
-    for name in ("train", "heldout"):
-        Path(f"{name}.jsonl").write_text(PROMPT + "\n")
-    return tmp_path
-
-
-@pytest.fixture
-def refused(job, monkeypatch, capsys):
-    """Runs a command line that must be refused; what it said on stderr."""
-
-    def run(*arguments):
-        before = sorted(Path().rglob("*"))
-        monkeypatch.setattr(sys, "argv", ["relax-hpc", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        output, said = capsys.readouterr()
-        if end.value.code == 0 and arguments[0] == "submit":
-            cancel(job / "runs" / "run")
-        assert end.value.code == 2
-        assert output == ""
-        assert sorted(Path().rglob("*")) == before, "something was created"
-        return said.removesuffix("\n")
-
-    return run
-
 
 SETTINGS = {
     "algorithm.max_stalenes=1": (
@@ -107,8 +42,8 @@ SETTINGS = {
     "run_root=job.toml/runs": "job.toml is not a folder",
     "run_root=/proc/runs": "choose a folder of yours that every node sees",
     "prompts.train=nowhere": "nowhere: no such file; name a file of JSON lines",
-    "prompts.heldout=model": "model: cannot be read: Is a directory; name a file of JSON lines",
-    "prompts.max_prompt_tokens=2": "raise it, or remove the prompt",
+    "prompts.heldout=model": "model: is a folder; name a file of JSON lines",
+    "prompts.max_prompt_tokens=2": "raise it, or remove the line",
     "rollout.resources.time=soon": "rollout.resources.time = 'soon': is not a time limit; use",
 }
 
@@ -120,17 +55,26 @@ def test_a_setting_that_cannot_work_is_answered_in_one_line(refused, setting):
 
 
 FILES = {
-    ("job.toml", None): "no such file; jobs/ holds examples",
+    ("job.toml", None): "no such file; name a TOML file; jobs/ holds examples",
     ("job.toml", b" \n"): "job.toml: is empty; a TOML file is expected, see jobs/",
-    ("job.toml", b"\x89HDF\xff"): "job.toml: is not text; a TOML file is expected",
+    (
+        "job.toml",
+        b"\x89HDF\xff",
+    ): "job.toml: is not UTF-8 text (invalid start byte); name a TOML file",
     ("job.toml", b"name: run"): "job.toml: is not TOML: Expected '=' after a key",
     ("train.jsonl", b""): "train.jsonl: holds no prompts",
-    ("train.jsonl", b"\x89HDF\xff"): "train.jsonl: is not UTF-8 text; JSON lines are expected",
+    (
+        "train.jsonl",
+        b"\x89HDF\xff",
+    ): "train.jsonl, line 1: is not UTF-8 text; JSON lines are expected",
     ("train.jsonl", b"1+1=\n"): "train.jsonl, line 1: is not JSON",
     ("heldout.jsonl", b'{"prompt": "1+1="}'): "heldout.jsonl, line 1: has no answer",
     ("model/config.json", None): "has no config.json",
-    ("model/config.json", b"[]"): "config.json is not an object; name a Hugging Face folder",
-    ("model/config.json", b"\xff"): "config.json is not JSON",
+    ("model/config.json", b"[]"): "config.json: is not an object; download it again",
+    (
+        "model/config.json",
+        b"\xff",
+    ): "config.json: is not UTF-8 text (invalid start byte); download it again",
     ("model/config.json", b'{"model_type": "llama"}'): (
         "model_type = 'llama': only qwen2, qwen3, qwen3_moe is supported"
     ),

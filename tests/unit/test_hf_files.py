@@ -136,7 +136,7 @@ FILES = {
         f"{INDEX} names 0.safetensors, 2.safetensors, which are not there",
     ),
     "no weight_map": (lambda f: (f / INDEX).write_text("{}"), f"{INDEX} has no weight_map"),
-    "no JSON": (lambda f: (f / INDEX).write_text("{"), f"{INDEX} has no weight_map"),
+    "no JSON": (lambda f: (f / INDEX).write_text("{"), f"{INDEX}: is not JSON"),
     "not in its file": (
         lambda f: (f / "1.safetensors").write_bytes((f / "2.safetensors").read_bytes()),
         f"1.safetensors has no tensor model.layers.0.input_layernorm.weight, though {INDEX} says",

@@ -34,7 +34,7 @@ from relax_hpc.rewards.registry import REWARDS
     ],
 )
 def test_only_the_last_box_with_the_right_number_is_rewarded(response, reward):
-    assert REWARDS["boxed_number"](response, "75") == reward
+    assert REWARDS["boxed_number"].score(response, "75") == reward
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_only_the_last_box_with_the_right_number_is_rewarded(response, reward):
     [("1,000", "1000", 1), ("-3", "-3", 1), ("3", "-3", 0), ("0.5", "0.50", 1), ("nan", "nan", 0)],
 )
 def test_numbers_are_compared_as_numbers(box, answer, reward):
-    assert REWARDS["boxed_number"](rf"\boxed{{{box}}}", answer) == reward
+    assert REWARDS["boxed_number"].score(rf"\boxed{{{box}}}", answer) == reward
 
 
 def test_every_reward_a_job_can_name_exists():
@@ -50,7 +50,7 @@ def test_every_reward_a_job_can_name_exists():
 
 
 def test_the_coin_falls_on_both_sides_and_the_same_way_twice():
-    scores = [REWARDS["coin"](f"response {i}", "") for i in range(200)]
-    assert scores == [REWARDS["coin"](f"response {i}", "") for i in range(200)]
+    scores = [REWARDS["coin"].score(f"response {i}", "") for i in range(200)]
+    assert scores == [REWARDS["coin"].score(f"response {i}", "") for i in range(200)]
     assert set(scores) == {0.0, 1.0}
     assert 60 < sum(scores) < 140

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from relax_hpc import user_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.records import read_json
 
 
 class Table:
@@ -71,21 +71,15 @@ class ConfigJson(Table):
         """Reads it.
 
         Raises:
-            ConfigError: there is none, or it is not a JSON object.
+            ConfigError: there is none, it cannot be read, or it is not a JSON object.
         """
+        user_files.check_folder(
+            f"model.path = {str(folder)!r}", folder, "name a downloaded Hugging Face model"
+        )
         self.path = folder / "config.json"
-        try:
-            record = read_json(self.path)
-        except ValueError as error:
-            raise ConfigError(
-                f"model.path = {folder}: config.json is not JSON: {error}; download it again"
-            ) from None
-        if record is None:
+        if not self.path.exists():
             raise ConfigError(
                 f"model.path = {folder}: has no config.json; name a Hugging Face folder"
             )
-        if not isinstance(record, dict):
-            raise ConfigError(
-                f"model.path = {folder}: config.json is not an object; name a Hugging Face folder"
-            )
+        record = user_files.read_object(self.path, "download it again")
         super().__init__(record, f"{self.path}: ")

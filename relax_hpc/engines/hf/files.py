@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from safetensors import SafetensorError, safe_open
 
+from relax_hpc import user_files
 from relax_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ class HfFiles:
 
     def _open(self, file: str) -> Any:  # noqa: ANN401
         if file not in self._opened:
+            # safetensors takes a file that may not be read for one that is not there.
+            if (self._folder / file).exists():
+                user_files.opened(self._folder / file, "download it again").close()
             try:
                 opened = safe_open(self._folder / file, framework=self._framework)
             except FileNotFoundError:
@@ -163,10 +167,11 @@ class HfFiles:
                     "download the weights in the safetensors format"
                 )
             return dict.fromkeys(self._open(SINGLE).keys(), SINGLE)
+        record = user_files.read_object(index, "download it again")
         try:
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files: dict[str, str] = record["weight_map"]
             missing = sorted({f for f in files.values() if not (self._folder / f).exists()})
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (KeyError, TypeError, AttributeError):
             raise self.refused(f"{INDEX} has no weight_map; download it again") from None
         if (self._folder / SINGLE).exists() and set(files.values()) != {SINGLE}:
             raise self.refused(

@@ -1,0 +1,69 @@
+"""A job that would run, and a command line that must refuse what a test made of it."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc import cli
+from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.launch.cancel import cancel
+
+JOB = """
+name = "run"
+run_root = "runs"
+
+[model]
+path = "model"
+dtype = "float32"
+
+[prompts]
+train = "train.jsonl"
+heldout = "heldout.jsonl"
+
+[algorithm]
+num_steps = 5
+prompts_per_step = 4
+"""
+PROMPT = json.dumps({"prompt": "1+1=", "answer": "2"})
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    tokens = checkpoint.tokenizer()
+    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
+    return folder
+
+
+@pytest.fixture
+def job(tmp_path, tiny_model, monkeypatch):
+    """A job that would run, in the current directory; each test breaks one thing."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_model, "model")
+    Path("job.toml").write_text(JOB)
+    for name in ("train", "heldout"):
+        Path(f"{name}.jsonl").write_text(PROMPT + "\n")
+    return tmp_path
+
+
+@pytest.fixture
+def refused(job, monkeypatch, capsys):
+    """Runs a command line that must be refused; what it said on stderr."""
+
+    def run(*arguments):
+        before = sorted(Path().rglob("*"))
+        monkeypatch.setattr(sys, "argv", ["relax-hpc", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        output, said = capsys.readouterr()
+        if end.value.code == 0 and arguments[0] == "submit":
+            cancel(job / "runs" / "run")
+        assert end.value.code == 2
+        assert output == ""
+        assert sorted(Path().rglob("*")) == before, "something was created"
+        return said.removesuffix("\n")
+
+    return run
