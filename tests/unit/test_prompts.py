@@ -72,6 +72,20 @@ def test_text_is_a_user_turn_under_the_chat_template_and_bare_without(tmp_path, 
         source(chat, tokens, chat_template=False)[0]
 
 
+def test_a_tokenizer_adds_its_special_tokens_to_plain_text_and_not_to_a_rendered_prompt(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+
+    tokens = checkpoint.tokenizer()
+    mark = tokens.eos_token
+    tokens.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{mark} $A", special_tokens=[(mark, tokens.eos_token_id)]
+    )
+    path = lines(tmp_path / "p", {"prompt": "1+2=", "answer": "3"})
+    rendered = "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
+    assert tokens.decode(source(path, tokens)[0].token_ids) == rendered
+    assert tokens.decode(source(path, tokens, chat_template=False)[0].token_ids) == mark + "1+2="
+
+
 def test_a_prompt_too_long_is_named_with_its_remedy(tmp_path, tokens):
     path = lines(tmp_path / "p", {"prompt": "12", "answer": "3"}, {"prompt": "1234", "answer": "3"})
     prompts = source(path, tokens, chat_template=False, max_prompt_tokens=3)

@@ -9,7 +9,8 @@ from role_fakes import Events, Journal, config
 from relax_hpc.comm.context import TaskContext
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import rollout_task
+from relax_hpc.roles import prompt_check, rollout_task
+from relax_hpc.roles.prompt_check import Files
 from relax_hpc.roles.rollout import Task
 
 
@@ -27,7 +28,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
 
     class Source:
         def __init__(self, path, tokenizer, **settings):
-            self.path = str(path)
+            self.path, self.tokenizer = str(path), tokenizer
             journal.note(self.path, settings)
 
         def __len__(self):
@@ -51,8 +52,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     ):
         given.update(locals())
 
-    monkeypatch.setattr(rollout_task.tokenizers, "load", lambda path: Tokenizer())
-    monkeypatch.setattr(rollout_task, "PromptSource", Source)
+    monkeypatch.setattr(prompt_check, "PromptSource", Source)
     monkeypatch.setattr(rollout_task, "EngineSampler", Sampler)
     monkeypatch.setattr(rollout_task.rollout, "run", loop)
     monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, every_s: "the credits")
@@ -61,7 +61,9 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         prompts__shuffle_seed=5, prompts__max_prompt_tokens=70, prompts__chat_template=False,
     )  # fmt: skip
     own = ["rollout-1.0", "rollout-1.1"]
-    asyncio.run(rollout_task._loop(settings, RunPaths(tmp_path), 1, own, "the producer", Events()))
+    sources = prompt_check.sources_of(settings, Files("train", "heldout"), Tokenizer())
+    paths, producer = RunPaths(tmp_path), "the producer"
+    asyncio.run(rollout_task._loop(settings, paths, 1, own, sources, producer, Events()))
     each = {"chat_template": False, "max_prompt_tokens": 70}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
@@ -151,13 +153,20 @@ def rolled_out(tmp_path, monkeypatch):
         def __exit__(self, *_):
             pass
 
-    async def loop(config, paths, number, own, producer, events):
-        made.update(number=number, own=own)
+    async def loop(config, paths, number, own, sources, producer, events):
+        made.update(number=number, own=own, sources=sources)
+
+    def check_share(config, sources, rank, size):
+        Host.journal.note("checked", sources, rank, size)
 
     monkeypatch.setattr(Host, "journal", Journal())
     monkeypatch.setattr(rollout_task, "EngineHost", Host)
     monkeypatch.setattr(rollout_task, "Producer", Producer)
     monkeypatch.setattr(rollout_task, "_loop", loop)
+    monkeypatch.setattr(rollout_task.tokenizers, "load", lambda path: f"tokenizer of {path}")
+    monkeypatch.setattr(prompt_check, "read", lambda config: "the files")
+    monkeypatch.setattr(prompt_check, "sources_of", lambda _, *files: files)
+    monkeypatch.setattr(prompt_check, "check_share", check_share)
 
     def run(rank, **settings):
         context = TaskContext("rollout", rank, 4, 0, attempt="7.0", start=3, node="n2")
@@ -198,4 +207,7 @@ def test_the_engines_of_a_task_are_started_together_and_asked_to_stop_together(r
     names = ["rollout-1.0", "rollout-1.1"]
     assert (made["name"], made["own"]) == ("rollout-1", names)
     kinds = ("start", "healthy", "ask")
-    assert Host.journal[:6] == [(kind, name) for kind in kinds for name in names]
+    told = [(kind, name) for kind in kinds for name in names]
+    share = ("checked", ("the files", "tokenizer of model"), 1, 2)
+    assert Host.journal[:7] == [*told[:2], share, *told[2:]]  # while engines start
+    assert made["sources"] == share[1]

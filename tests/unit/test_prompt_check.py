@@ -1,0 +1,97 @@
+"""What is left of the checks for the job's start: every prompt and document, before the first."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import load
+from relax_hpc.prompts import tokenizer
+from relax_hpc.roles import document_check, prompt_check, sft_task
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+SFT = """
+name = "run"
+model.path = "model"
+sft = {train = "train.jsonl", heldout = "heldout.jsonl", batch_size = 7, epochs = 2}
+"""
+
+
+def write(name, records):
+    Path(name).write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def many(job):
+    """3,000 prompts of which the one on line 1,235 does not fit, but is not long in letters."""
+    records = [{"prompt": "1" * 30, "answer": "2"} for _ in range(3000)]
+    records[1234] = {"prompt": "漢" * 29, "answer": "2"}
+    write("train.jsonl", records)
+    return load(Path("job.toml"), ["prompts.max_prompt_tokens=60"])
+
+
+def test_tasks_look_at_different_prompts_and_together_at_all(many):
+    sources = prompt_check.sources_of(many, prompt_check.read(many), tokenizer.load(Path("model")))
+    assert "all are checked when the job starts" in prompt_check.check_sample(many, sources)
+    found = []
+    for rank in range(4):
+        try:
+            prompt_check.check_share(many, sources, rank, 4)
+        except ConfigError as error:
+            found.append((rank, str(error)))
+    [(rank, said)] = found
+    assert rank == 1234 % 4
+    assert said.startswith("prompts.train: train.jsonl, line 1235: the prompt has ")
+
+
+def test_a_share_is_measured_against_the_trainer_and_the_model(many):
+    write("train.jsonl", [GOOD])
+    sources = prompt_check.sources_of(many, prompt_check.read(many), tokenizer.load(Path("model")))
+    prompt_check.check_share(many, sources, 0, 1)
+    short = load(Path("job.toml"), ["actor.tokens_per_micro_batch=100"])
+    with pytest.raises(ConfigError, match=r"actor.tokens_per_micro_batch = 100: the longest prom"):
+        prompt_check.check_share(short, sources, 0, 1)
+
+
+@pytest.fixture
+def documents(job):
+    Path("sft.toml").write_text(SFT)
+    records = [{"prompt": "1" * 30, "completion": "2"} for _ in range(3000)]
+    write("heldout.jsonl", records[:3])
+    records[1234] = {"prompt": "漢" * 29, "completion": "2"}
+    write("train.jsonl", records)
+    return load(Path("sft.toml"), ["sft.max_tokens=60"])
+
+
+def test_of_many_documents_a_sample_is_checked_and_the_steps_are_counted_all_the_same(documents):
+    files = document_check.open_files(documents)
+    sizes, tokens = document_check.read(documents, files), tokenizer.load(Path("model"))
+    steps, left_out = document_check.check_sample(documents, files, sizes, tokens)
+    assert steps == 858  # 2 x 3,000 documents by 7, and the rest
+    assert left_out.startswith("checked 1,003 of 3,003 documents; all are checked when the job")
+    counted = load(Path("sft.toml"), ["sft.max_tokens=60"])
+    by_tokens = counted.sft.model_copy(update={"batch_size": None, "tokens_per_step": 6000})
+    counted = counted.model_copy(update={"sft": by_tokens})
+    with pytest.raises(ConfigError, match=r"train.jsonl, line 1235: has \d+ tokens"):
+        document_check.check_sample(counted, files, sizes, tokens)  # to count, all are read
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_rank_that_finds_a_bad_document_ends_before_anything_is_trained(documents, rank):
+    class World:
+        size = 3
+
+    World.rank = rank
+
+    class BeyondTheCheckError(Exception):
+        pass
+
+    def device(local_rank):
+        raise BeyondTheCheckError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft_task, "own_device", device)
+        expected = ConfigError if rank == 1234 % 3 else BeyondTheCheckError
+        with pytest.raises(expected):
+            sft_task.main(documents, None, World, 0, None)
