@@ -11,6 +11,7 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import actor_task, logprobs_task, main, rollout_task, sft_task
+from relax_hpc.roles.document_check import File
 from relax_hpc.roles.sft_lead import DataPosition
 from relax_hpc.telemetry.events import read_events
 
@@ -160,7 +161,8 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     monkeypatch.setattr(sft_task.tokenizers, "load", lambda path: "tokenizer")
 
     class Documents:
-        def __init__(self, path, tokenizer, sft):
+        def __init__(self, path, tokenizer, sft, rows):
+            assert rows == f"rows of {path}"
             self.path = str(path)
 
         def __len__(self):
@@ -170,6 +172,9 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
             return f"{self.path} {line}"
 
     monkeypatch.setattr(sft_task, "Documents", Documents)
+    files = [File(key, key[0], f"rows of {key[0]}") for key in ("train", "heldout")]
+    monkeypatch.setattr(sft_task.document_check, "open_files", lambda config: files)
+    fake(monkeypatch, sft_task.document_check, journal, "check_share")
     fake(
         monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", "Saving",
         resume=resumed,
@@ -177,6 +182,7 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     fake(monkeypatch, sft_task.sft, journal, "run")
     monkeypatch.setattr(sft_task.torch.distributed, "destroy_process_group", lambda: None)
     sft_task.main(SFT, paths, World(rank, journal), 1, events)
+    assert journal.of("check_share")[0][1] == (SFT, files, "tokenizer", rank, 2)
     assert journal.of("checkpoints_of")[0][1][3] is DataPosition
     assert journal.of("resume")[0][1] == ("checkpoints_of", "MegatronTrainer", events)
     [(_, (_, _, _, trainer, checkpoints, duties, _), _)] = journal.of("Saving")
