@@ -1,5 +1,6 @@
 """Whatever is wrong with a job, the command line says so in one line and starts nothing."""
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
