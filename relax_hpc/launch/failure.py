@@ -12,7 +12,7 @@ from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import RunPaths
 
 _ENDED = re.compile(r"^\S+ (?P<role>\S+): start (?P<start>\d+) ended with exit code (?P<code>\d+)$")
-_GAVE_UP = re.compile(r"^\S+ (?P<role>\S+): failed (?P<times>\d+) times, giving up$")
+_GAVE_UP = re.compile(r"^\S+ \S+: .*, giving up$")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b")
 _TAIL_BYTES = 1 << 16
 

@@ -103,6 +103,16 @@ def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run
     assert json.loads(cli("status", run.run_dir, "--json").output)["reason"] == why
 
 
+def test_what_no_restart_cures_is_not_blamed_on_whoever_was_ended_for_it(run):
+    fail(run, actor=["MismatchError: different models"], rollout=["KeyError: x"])
+    log = run.run_dir / "submission" / "7_batch.log"
+    lines = BATCH_LOG.splitlines(keepends=True)
+    lines[1:3] = ["2026-01-01T00:00:00 actor: would fail again in the same way, giving up\n"]
+    log.write_text("".join(lines))
+    why = "actor failed, exit code 1: actor-2: MismatchError: different models"
+    assert f"reason        {why}\n" in cli("status", run.run_dir).output
+
+
 def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     fail(run)
     path = run.run_dir / "submission" / "c1" / "7_0_log.err"
