@@ -128,7 +128,7 @@ def words_of(answer: "subprocess.CompletedProcess[str]") -> str:
     """Why a command failed, in one line that begins with its name."""
     name = Path(answer.args[0]).name
     said = [line.strip() for line in answer.stderr.splitlines() if line.strip()]
-    lines = [re.sub(rf"^{name}: (error|fatal): ", "", line) for line in said]
+    lines = [re.sub(rf"^{name}: ((error|fatal): )?", "", line) for line in said]
     if is_silent(answer):
         lines = lines[-1:]  # before it, each of its tries
     return f"{name}: {'; '.join(lines) or f'exit code {answer.returncode}'}"

@@ -153,8 +153,8 @@ def test_who_dies_while_resuming_holds_up_only_who_is_not_sure(slurm):
 
 def test_what_sbatch_refused_can_be_resumed_again(slurm):
     slurm.leaves(1)
-    slurm.refuses("sbatch: error: Batch job submission failed: Invalid account\n")
-    with pytest.raises(LaunchError, match="Invalid account; change its resources"):
+    slurm.refuses("sbatch: error: Batch job submission failed: Invalid account\nsbatch: help\n")
+    with pytest.raises(LaunchError, match="failed: Invalid account; help; change its resources"):
         resume(slurm.run_dir)
     assert not RunPaths(slurm.run_dir).launch_claim(2).exists()
     slurm.refuses("sbatch: error: Unable to contact slurm controller (connect failure)\n")
