@@ -38,6 +38,18 @@ def test_the_last_task_of_an_evaluation_says_what_all_scored(tmp_path, caplog):
     assert said(caplog) == ["held-out after, policy 30: 1.000"]
 
 
+def test_a_task_that_is_ahead_of_the_others_keeps_its_shares_of_each_evaluation(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    ahead, behind = (Board(RunPaths(tmp_path), rank, 2) for rank in range(2))
+    ahead.add("during", 0, Share(10, 1.0, 4))
+    ahead.add("during", 1, Share(20, 3.0, 4))
+    assert said(caplog) == []
+    behind.add("during", 0, Share(10, 1.0, 4))
+    assert said(caplog) == ["held-out during, policy 10: 0.250"]
+    behind.add("during", 1, Share(20, 3.0, 4))
+    assert said(caplog) == ["held-out during, policy 20: 0.750"]
+
+
 def test_a_task_alone_says_its_own(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     Board(RunPaths(tmp_path), 0, 1).add("before", 0, Share(0, 1.0, 2))
