@@ -156,11 +156,8 @@ def check_engine(rollout: RolloutConfig, shape: Architecture) -> None:
             f"rollout.engine = 'embedded': does not compute models of model_type "
             f"{shape.model_type!r}; use 'sglang'"
         )
-    if rollout.engine == "sglang" and shape.rope.is_attention_factor_said:
-        raise ConfigError(
-            f"attention_factor = {shape.rope.attention_factor} of rope_scaling in config.json: "
-            "SGLang passes over it; leave it out, or say it by mscale and mscale_all_dim"
-        )
+    if rollout.engine == "sglang" and shape.rope.unfit_for_sglang:
+        raise ConfigError(f"config.json of the model: rope_scaling: {shape.rope.unfit_for_sglang}")
     if rollout.routed_experts and shape.experts is None:
         raise ConfigError(
             f"rollout.routed_experts = true: a model of model_type {shape.model_type!r} has no "

@@ -115,14 +115,21 @@ def test_rotary_positions_that_are_not_computed_are_refused_by_name(tmp_path, ca
 def test_what_sglang_would_pass_over_is_refused_for_it_alone(tmp_path):
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, longer"]))
     preflight.check_engine(RolloutConfig(engine="embedded"), shape)
-    with pytest.raises(ConfigError, match=r"^attention_factor = 1\.3 of rope_scaling .* mscale"):
+    with pytest.raises(ConfigError, match=r"rope_scaling: attention_factor = 1\.3: .* mscale"):
         preflight.check_engine(RolloutConfig(engine="sglang"), shape)
+    shape = read_architecture(write(tmp_path, "qwen3", **ROPES["linear"]))
+    with pytest.raises(ConfigError, match=r"rope_scaling: factor = 3: .* write 3\.0"):
+        preflight.check_engine(RolloutConfig(engine="sglang"), shape)
+    shape = read_architecture(write(tmp_path, "qwen3", **ROPES["linear beside parameters"]))
+    preflight.check_engine(RolloutConfig(engine="sglang"), shape)
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, lengths by scales"]))
     preflight.check_engine(RolloutConfig(engine="sglang"), shape)
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("case", ["yarn beside parameters", "yarn, lengths by scales", "linear"])
+@pytest.mark.parametrize(
+    "case", ["yarn beside parameters", "yarn, lengths by scales", "linear beside parameters"]
+)
 def test_sglang_reads_the_same_rotary_positions_from_the_folder(weights, tmp_path, case):
     folder = tmp_path / "model"
     folder.mkdir()

@@ -44,8 +44,8 @@ class Rope:
     """These bounds are rounded to whole channels."""
     attention_factor: float = 1.0
     """Queries and keys become that much longer."""
-    is_attention_factor_said: bool = field(default=False, compare=False)
-    """By config.json; else it follows from `factor`."""
+    unfit_for_sglang: str = field(default="", compare=False)
+    """What SGLang does not read as transformers does, and what to write instead."""
 
     @classmethod
     def read(cls, config: ConfigJson) -> "Rope":
@@ -70,7 +70,12 @@ class Rope:
             return cls(kind, base)
         factor = table.number("factor")
         if kind == "linear":
-            return cls(kind, base, factor)
+            whole = type(table.get("factor")) is int
+            return cls(
+                kind, base, factor,
+                unfit_for_sglang=f"factor = {factor:g}: SGLang takes numbers with a point only; "
+                f"write {factor}" if whole else "",
+            )  # fmt: skip
         return _yarn(table, base, factor, config.size("max_position_embeddings"))
 
     def __str__(self) -> str:
@@ -135,7 +140,9 @@ def _yarn(table: Table, base: float, factor: float, max_positions: int) -> Rope:
     return Rope(
         "yarn", base, factor, table.size("original_max_position_embeddings", max_positions),
         beta_fast, beta_slow, table.flag("truncate", default=True),
-        table.number("attention_factor", attention_factor), "attention_factor" in table.record,
+        table.number("attention_factor", attention_factor),
+        f"attention_factor = {table.get('attention_factor')}: SGLang passes over it; leave it out, "
+        "or say it by mscale and mscale_all_dim" if "attention_factor" in table.record else "",
     )  # fmt: skip
 
 
