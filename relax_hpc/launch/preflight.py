@@ -335,7 +335,8 @@ def _partitions() -> Partitions:
     answer = output_of(["sinfo", "-h", "-N", "-o", "%P|%N|%G"])
     if answer.returncode:
         raise ConfigError(
-            f"{words_of(answer)}; work where Slurm answers, or leave it out with --local"
+            f"{words_of(answer)}; work where Slurm answers; with --local nobody asks it, and "
+            "submit runs the job on this machine"
         )
     return parse_sinfo(answer.stdout)
 

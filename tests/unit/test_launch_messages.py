@@ -185,8 +185,8 @@ def test_where_slurm_gives_no_partitions_one_line_says_so_and_what_to_do(run):
     with pytest.raises(ConfigError) as error:
         preflight._partitions()
     assert str(error.value) == (
-        "sinfo: Could not establish a configuration source; work where Slurm answers, or leave it "
-        "out with --local"
+        "sinfo: Could not establish a configuration source; work where Slurm answers; with --local "
+        "nobody asks it, and submit runs the job on this machine"
     )
 
 
