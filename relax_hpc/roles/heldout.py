@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
+from relax_hpc.telemetry.logs import OF_ALL
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class Board:
             write_json(own, (read_json(own) or {}) | {key: share})
             found += self._others(key)
         if len(found) == self._size:
-            log.info("%s", _line(when, found))
+            log.info("%s", _line(when, found), extra=OF_ALL)
 
     def _others(self, key: str) -> list[Share]:
         """As many as there are until one is missing."""
