@@ -1,5 +1,6 @@
 """Verbs only. A command parses, calls one function and prints; heavy imports stay inside."""
 
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from relax_hpc import job_file
+from relax_hpc import job_file, permissions
 from relax_hpc.cli_bus import Ended, Run, bus, run_dir_of
 from relax_hpc.cli_scale import scale
 from relax_hpc.errors import RelaxError
@@ -374,6 +375,7 @@ def _follow_run(run_dir: Path) -> None:
 
 def main() -> None:
     """Entry point: what we raise on purpose becomes one line and exit code 2."""
+    os.umask(permissions.UMASKS["none"])  # of what a command writes beside or into a run
     try:
         app()
     except RelaxError as error:

@@ -56,6 +56,11 @@ class RunPaths:
         return self.root / "run.json"
 
     @property
+    def secret(self) -> Path:
+        """Of the run's owner alone; see `run_secret`."""
+        return self.root / "secret"
+
+    @property
     def bus(self) -> BusPaths:
         return BusPaths(self.root / "bus")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 LOCAL_SLURM = Path(__file__).parents[1] / "slurm" / "local_slurm.sh"
-LONGEST_FIRST = ("e2e", "slurm", "bus", "engines", "unit")
+LONGEST_FIRST = ("e2e", "slurm", "security", "bus", "engines", "unit")
 
 
 def pytest_collection_modifyitems(items):

@@ -29,6 +29,7 @@ from relax_hpc.bus.shard import Shard
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import sync
 from relax_hpc.schema import Columns, PromptGroup
+from relax_hpc.scratch import scratch_folder
 
 TMPFS = Path("/dev/shm")
 FIELD = "ragged/rollout_logprobs"
@@ -48,15 +49,15 @@ def measure(folder: Path | None, repeats: int) -> Iterator[Row]:
         groups = GROUPS[kind]()
         columns = to_columns(groups)
         for place, parent in places(folder).items():
-            with tempfile.TemporaryDirectory(dir=parent, prefix="relax-bench-") as scratch:
-                trial = _Trial(Path(scratch), kind, groups, columns)
+            with scratch_folder("bench", parent) as scratch:
+                trial = _Trial(scratch, kind, groups, columns)
                 yield from trial.writes(place, repeats)
                 yield from trial.reads(place, repeats)
     for place, parent in places(folder).items():
-        with tempfile.TemporaryDirectory(dir=parent, prefix="relax-bench-") as scratch:
-            yield from _publishing(Path(scratch), place, repeats)
+        with scratch_folder("bench", parent) as scratch:
+            yield from _publishing(scratch, place, repeats)
             if place == "tmpfs":  # where it costs most: elsewhere the file system waits, too
-                yield from _compressing(Path(scratch), repeats)
+                yield from _compressing(scratch, repeats)
 
 
 class _Trial:

@@ -4,7 +4,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from relax_hpc.bench import shard_life
 from relax_hpc.bench.report import Row
 from relax_hpc.bench.workload import SIBLINGS
+from relax_hpc.scratch import scratch_folder
 
 SHARDS = 20
 _CALL = re.compile(r"^\d+\s+(\w+)\((.*)")
@@ -61,8 +61,8 @@ def measure() -> Iterator[Row]:
     """Operations per 1,000 trajectories, with shards of 1,024."""
     if missing():
         return
-    with tempfile.TemporaryDirectory(prefix="relax-bench-") as folder:
-        phases = count(Path(folder))
+    with scratch_folder("bench") as folder:
+        phases = count(folder)
     samples = SHARDS * shard_life.GROUPS * SIBLINGS / 1000
     for name, parts in (("publish", ["publish"]), ("widen", ["widen"]),
                         ("admit and read", ["admit", "read"]), ("delete", ["delete"])):  # fmt: skip

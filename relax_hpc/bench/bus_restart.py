@@ -1,6 +1,5 @@
 """What it costs to start the sequencer again in the middle of a run."""
 
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.paths import BusPaths
+from relax_hpc.scratch import scratch_folder
 
 LIVE_ROWS = 100_000
 GROUPS_PER_SHARD = 128
@@ -19,8 +19,8 @@ GROUPS_PER_SHARD = 128
 def measure(folder: Path | None) -> Iterator[Row]:
     """Seconds until a sequencer knows what waits, with 100,000 trajectories on the bus."""
     num_shards = LIVE_ROWS // (GROUPS_PER_SHARD * SIBLINGS) + 1
-    with tempfile.TemporaryDirectory(dir=folder, prefix="relax-bench-") as scratch:
-        bus = BusPaths(Path(scratch) / "bus")
+    with scratch_folder("bench", folder) as scratch:
+        bus = BusPaths(scratch / "bus")
         layout.create(bus, ["bench-0"], {})
         groups = short_groups(GROUPS_PER_SHARD)
         with Producer(bus, "bench-0", {}) as producer:

@@ -9,7 +9,6 @@ keep the same number in flight. Every turn has prompts of its own, so nobody fin
 import asyncio
 import resource
 import secrets
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -26,6 +25,7 @@ from relax_hpc.engines.pool import Endpoint, Pool
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import EngineError
 from relax_hpc.job_file import with_overrides
+from relax_hpc.scratch import scratch_folder
 
 AIM = 0.95
 """Share of the plain load's tokens per second."""
@@ -97,7 +97,7 @@ def measure(
     if streamed:
         ways["streamed"] = plain_load.tokens
     names = deque(ways)
-    with tempfile.TemporaryDirectory() as scratch:
+    with scratch_folder("bench") as scratch:
         config = _config(shape, kind, load.in_flight, Path(scratch), overrides)
         with start_engine(
             config.rollout.engine,

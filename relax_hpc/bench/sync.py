@@ -8,8 +8,6 @@ weights, and the engines' are replaced by version 0.
 import json
 import multiprocessing
 import os
-import secrets
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,8 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides
 from relax_hpc.launch import preflight
 from relax_hpc.paths import RunPaths
+from relax_hpc.run_secret import RunSecret
+from relax_hpc.scratch import scratch_folder
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 
@@ -37,7 +37,6 @@ _FEWEST = 3
 ATTEMPT = "1"
 """Of the engines' start."""
 _SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF"
-_TOKEN = secrets.token_hex(16)
 
 
 class Task(NamedTuple):
@@ -114,9 +113,11 @@ def measure(
     if gpus and needed > gpus:
         raise ConfigError(f"trainer and engines take {needed} GPUs, but {gpus} are here; use fewer")
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = stack.enter_context(scratch_folder("bench"))
         config = task.config.model_copy(update={"run_root": folder})
         task = task._replace(config=_with_model(config, shape, folder))
+        task.config.run_dir.mkdir()
+        RunSecret.create(task.paths.secret)
         has_wire = gpus and not colocated
         speed = wire.measure([0, *range(task.first_gpu_of_engines, needed)]) if has_wire else 0.0
         with (
@@ -194,7 +195,7 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
     """Starts them side by side and announces them."""
     import torch
 
-    rollout = task.config.rollout
+    rollout, secret = task.config.rollout, RunSecret.read(task.paths.secret)
     tp = int(str(rollout.engine_args.get("tp_size", 1)))
 
     def start(number: int) -> EngineProcess:
@@ -206,7 +207,7 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
             rollout.engine,
             task.config.model.path,
             host="127.0.0.1",
-            token=_TOKEN,
+            token=secret.engine_token(f"rollout-{number}", ATTEMPT),
             rollout_config=rollout.model_copy(update={"engine_args": args}),
             dtype=task.config.model.dtype,
             log_path=task.paths.log("engine", str(number)),
@@ -222,7 +223,7 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
             stack.callback(engine.stop)
             running.append(engine)
             name = f"rollout-{number}"
-            member = Member(name, ATTEMPT, engine.url, _TOKEN, tp, rollout.engine, "HEALTHY")
+            member = Member(name, ATTEMPT, engine.url, tp, rollout.engine, "HEALTHY")
             lane = number * tp if task.is_colocated else -1
             transport = task.config.weights.transport
             members.announce(task.paths, member._replace(lane=lane, transport=transport))
@@ -232,7 +233,7 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
 def _load_of(task: Task, engines: Sequence[EngineProcess], in_flight: int) -> SteadyLoad:
     config = json.loads((task.config.model.path / "config.json").read_text())
     return SteadyLoad(
-        [(engine.url, _TOKEN) for engine in engines],
+        [(engine.url, engine.token) for engine in engines],
         in_flight,
         vocabulary=config["vocab_size"],
         length=task.config.rollout.max_new_tokens,

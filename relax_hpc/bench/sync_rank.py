@@ -19,6 +19,7 @@ from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.records import write_json
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.schema import Trajectory
 from relax_hpc.weights import members, quantize
 from relax_hpc.weights.lanes import LaneHelper, LaneLink
@@ -47,7 +48,8 @@ def run(rank: int, task: Task) -> None:
     else:
         torch.set_num_threads(1)
     size, rendezvous = task.config.actor.world_size, task.paths.rendezvous("trainer")
-    world = connect("files", rank=rank, size=size, rendezvous=rendezvous)
+    secret = RunSecret.read(task.paths.secret)
+    world = connect("files", rank=rank, size=size, rendezvous=rendezvous, secret=secret)
     init_torch(world, device="cuda" if on_gpu else "cpu")
     has_weights = any(task.config.model.path.glob("*.safetensors"))
     scorer = MegatronScorer(task.config, world, device, random_weights=not has_weights)
@@ -96,7 +98,7 @@ def _parts(
         task.paths,
         lambda: task.config.producers,
         lambda member: EngineClient(
-            member.url, member.token, timeout_s=call_timeout_s(weights.timeout_s)
+            member.url, _token(task, member), timeout_s=call_timeout_s(weights.timeout_s)
         ),
     )
     publisher = Publisher(
@@ -182,10 +184,14 @@ def _compare(task: Task, world: World, scorer: MegatronScorer, version: int) -> 
     return Gap(version, len(gap), float(size.mean()), float(size.max()), k3)
 
 
+def _token(task: Task, member: Member) -> str:
+    return RunSecret.read(task.paths.secret).engine_token(member.id, member.epoch)
+
+
 async def _sample(task: Task, member: Member) -> list[tuple[list[int], Generation]]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 300, _PROMPT).tolist() for _ in range(_SAMPLES)]
-    async with GenerationClient(member.url, member.token) as client:
+    async with GenerationClient(member.url, _token(task, member)) as client:
         sampled = await asyncio.gather(
             *(
                 client.sample(prompt, seed, Sampling(1.0, _RESPONSE, ignore_eos=True))

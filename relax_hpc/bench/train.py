@@ -7,7 +7,6 @@ config.json is written: Megatron-core draws the weights on the GPU.
 import json
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,8 @@ from relax_hpc.engines.megatron.architectures.registry import read_architecture
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides
 from relax_hpc.records import write_json
+from relax_hpc.run_secret import RunSecret
+from relax_hpc.scratch import scratch_folder
 
 Documents = Literal["one", "mix"]
 _FORMULA = "(6 N T + 6 layers heads head_dim sum(length^2)) / (seconds x 989e12)"
@@ -193,9 +194,9 @@ def measure(
     """
     import torch
 
-    with tempfile.TemporaryDirectory() as name:
+    with scratch_folder("bench") as folder:
         task = task_of(
-            shape, works, grid, Path(name), steps=steps, overrides=overrides, profile=profile
+            shape, works, grid, folder, steps=steps, overrides=overrides, profile=profile
         )
         actor, gpus = task.config.actor, torch.cuda.device_count()
         if gpus and actor.world_size > gpus:
@@ -258,6 +259,10 @@ class Task(NamedTuple):
         return any(Path(self.config.model.path).glob("*.safetensors"))
 
     @property
+    def secret(self) -> Path:
+        return self.folder / "secret"
+
+    @property
     def results(self) -> Path:
         return self.folder / "figures.json"
 
@@ -302,6 +307,7 @@ def _on_ranks(task: Task) -> list[Figures]:
     # Megatron's tensor parallelism overlaps only if kernels start in the order they were launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    RunSecret.create(task.secret)
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=_on_rank, args=(rank, task), daemon=False)

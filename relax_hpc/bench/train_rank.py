@@ -22,6 +22,7 @@ from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.megatron.flops import PEAK, training_flops
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.schema import FinishReason, Trajectory
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,10 @@ def run(rank: int, task: Task) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    rendezvous = task.folder / "rendezvous.json"
-    world = connect("files", rank=rank, size=task.config.actor.world_size, rendezvous=rendezvous)
+    world = connect(
+        "files", rank=rank, size=task.config.actor.world_size,
+        rendezvous=task.folder / "rendezvous.json", secret=RunSecret.read(task.secret),
+    )  # fmt: skip
     init_torch(world, device="cuda" if on_gpu else "cpu")
     measured: list[dict[str, Any]] = []
     for work in task.works:

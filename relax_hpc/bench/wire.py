@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from multiprocessing.queues import Queue
 
-from relax_hpc.comm.broadcast import BroadcastGroup, open_store
+from relax_hpc.comm.broadcast import BroadcastGroup
+from relax_hpc.comm.torch_store import open_store
 
 _ROUNDS = 8
 _TIMEOUT_S = 60

@@ -23,11 +23,6 @@ Transport = Literal["gloo", "nccl"]
 _POLL_S = 1e-4
 
 
-def open_store(host: str, size: int, *, timeout_s: float) -> dist.TCPStore:
-    """The store of rank 0 on a free port (`.port`), which the members connect to."""
-    return dist.TCPStore(host, 0, size, True, timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
 class Transfer:
     """A broadcast under way."""
 
@@ -82,11 +77,11 @@ class BroadcastGroup:
             world_size: trainer and all ranks of all engines.
             name: equal on all ranks, never used twice with one store.
             backend: gloo for CPU tensors, nccl for CUDA tensors.
-            store: rank 0's own store, if it opened it with `open_store`.
+            store: rank 0's own store, which it opened with `open_store`.
             timeout_s: of joining and of every broadcast.
         """
         timeout, self._timeout_s = timedelta(seconds=timeout_s), timeout_s
-        self._store = store or dist.TCPStore(host, port, world_size, rank == 0, timeout)
+        self._store = store or dist.TCPStore(host, port, world_size, False, timeout)
         self.rank, self.size, self.name, self.backend = rank, world_size, name, backend
         self._group, _ = _new_process_group_helper(
             world_size,

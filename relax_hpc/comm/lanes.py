@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.comm.broadcast import open_store
+from relax_hpc.comm.address import node_address
 from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.comm.orders import PLAN, Order, abort_key
 from relax_hpc.comm.patience import Patience
 from relax_hpc.comm.shared_memory import SharedMemory, attach
-from relax_hpc.comm.world import World, node_address
+from relax_hpc.comm.torch_store import connect_store, open_store
+from relax_hpc.comm.world import World
 
 _POLL_S = 1e-4
 
@@ -53,9 +54,7 @@ class Store:
             DistError: it is not there.
         """
         host, port = address.rsplit(":", 1)
-        timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, int(port), None, False, timeout, wait_for_workers=False)
-        return cls(host, int(port), store)
+        return cls(host, int(port), connect_store(host, int(port), None, timeout_s=timeout_s))
 
     @property
     def address(self) -> str:

@@ -7,7 +7,9 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from relax_hpc.comm.world import World, node_address
+from relax_hpc.comm.address import node_address
+from relax_hpc.comm.torch_store import open_store
+from relax_hpc.comm.world import World
 
 
 def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float = 600) -> None:
@@ -22,7 +24,7 @@ def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float
     store, address = None, None
     if world.rank == 0:
         host = node_address()
-        store = dist.TCPStore(host, 0, world.size, True, timeout, wait_for_workers=False)
+        store = open_store(host, world.size, timeout_s=timeout_s)
         address = (host, store.port)
     host, port = world.bcast(address)
     if store is None:

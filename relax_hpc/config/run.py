@@ -116,6 +116,9 @@ class LaunchConfig(Section):
     """Seconds between the end of a failed step and its next start."""
     peer_timeout_s: Positive = 1800
     """How long a role waits for another before it gives up, naming it."""
+    share: Literal["none", "group"] = "none"
+    """Who besides you may read the run directory. group: your Unix group, tokens excepted. Nobody
+    else may ever write there, whatever your umask."""
 
 
 class JobConfig(Section):

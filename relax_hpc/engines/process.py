@@ -1,7 +1,5 @@
 """Starts an engine and waits until it can be used, naming what it is doing meanwhile."""
 
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from relax_hpc.engines.sglang import diagnosis
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.engines.sglang.launch import ALONE, Quantization, Share
 from relax_hpc.errors import EngineError
+from relax_hpc.scratch import scratch_folder
 
 Device = Literal["cpu", "cuda"]
 Progress = Callable[[str], None]
@@ -64,15 +63,12 @@ def start_engine(
             log.
     """
     start = {"embedded": _start_embedded, "sglang": _start_sglang}[kind]
-    folder = Path(tempfile.mkdtemp(prefix="relax-engine-"))  # mode 0700: the token goes there
-    wanted = _Wanted(
-        folder, model_path, host, token, rollout_config, dtype, log_path, seed, python, share,
-        quantization, progress, time.monotonic() + rollout_config.start_timeout_s,
-    )  # fmt: skip
-    try:
+    with scratch_folder("engine") as folder:  # nobody else enters it: the token goes there
+        wanted = _Wanted(
+            folder, model_path, host, token, rollout_config, dtype, log_path, seed, python, share,
+            quantization, progress, time.monotonic() + rollout_config.start_timeout_s,
+        )  # fmt: skip
         return start(wanted)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Wanted(NamedTuple):

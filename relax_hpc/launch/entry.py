@@ -6,7 +6,7 @@ What `submitit.core._submit` is for submitit, plus what a restart in place has t
 import argparse
 import logging
 import os
-import pickle
+import pickletools
 import sys
 from pathlib import Path
 
@@ -14,8 +14,10 @@ from submitit import JobEnvironment
 from submitit.core.submission import process_job
 from submitit.core.utils import JobPaths
 
-from relax_hpc.errors import RelaxError
+from relax_hpc import permissions
+from relax_hpc.errors import LaunchError, RelaxError
 from relax_hpc.launch import component
+from relax_hpc.paths import RunPaths
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +30,30 @@ def main() -> None:
     parser.add_argument("--first-rank", type=int, help="where several components are one step")
     parser.add_argument("--tasks", type=int, help="likewise: those of this component")
     args = parser.parse_args()
+    try:
+        check_folder(args.folder)
+        call = JobPaths(args.folder, JobEnvironment().job_id).submitted_pickle
+        permissions.check_own(call)
+    except LaunchError as error:
+        sys.exit(str(error))
+    permissions.adopt(args.folder)
     if args.tasks is not None:
         within_component(args.folder, args.first_rank, args.tasks)
     component.start_count.set(args.start)
     component.last_start.set(args.last_start)
     run(args.folder)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses to run what somebody else may have put there: the folder, or one on the way to it.
+
+    Raises:
+        LaunchError: names it, and what to do.
+    """
+    job_folder = folder.absolute().parent
+    paths = RunPaths(job_folder.parent)
+    of_run = [paths.root] if paths.submission == job_folder else []  # toys have no run
+    permissions.check_own(*of_run, job_folder, folder)
 
 
 def within_component(folder: Path, first_rank: int, tasks: int) -> None:
@@ -77,12 +98,16 @@ def run(folder: Path) -> None:
 
 
 def succeeded(result: Path) -> bool:
-    """Whether a task left a result that is not an error."""
+    """Whether a task left a result that is not an error.
+
+    It is a pickle of (outcome, value), and may be somebody else's: its first text is the outcome,
+    and nothing of it is executed.
+    """
     try:
-        outcome, _ = pickle.loads(result.read_bytes())
-    except (FileNotFoundError, EOFError):
+        parts = [argument for _, argument, _ in pickletools.genops(result.read_bytes())]
+    except (FileNotFoundError, ValueError):  # none, or half of one
         return False
-    return bool(outcome == "success")
+    return next((part for part in parts if isinstance(part, str)), "") == "success"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import signal
 import socket
 from pathlib import Path
 
+from relax_hpc import permissions
 from relax_hpc.comm.context import TaskContext
 
 
@@ -18,6 +19,7 @@ def main() -> None:
     parser.add_argument("--attempt", required=True, help="job id and restart count")
     parser.add_argument("--transport", help="of weights, if not weights.transport")
     args = parser.parse_args()
+    permissions.adopt(args.run_dir)
     # Slurm announces the time limit to every step; those of the job itself act on it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     context = TaskContext(

@@ -3,13 +3,17 @@
 import argparse
 from pathlib import Path
 
+from relax_hpc import permissions
+
 
 def main() -> None:
     from relax_hpc.roles import summary
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    summary.write(parser.parse_args().run_dir)
+    run_dir = parser.parse_args().run_dir
+    permissions.adopt(run_dir)
+    summary.write(run_dir)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from submitit.core.core import Job as SubmititJob
 from submitit.core.utils import DelayedSubmission, JobPaths
 
+from relax_hpc import permissions
 from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.launch import script
 from relax_hpc.launch.component import Restartable
@@ -75,10 +76,16 @@ class HetJob(Generic[J]):
 
     def results(self) -> list[list[Any]]:
         """What the tasks of each component returned; raises what one of them raised."""
+        self._check_own()
         return [component.results() for component in self.components]
 
     def exceptions(self) -> list[BaseException | None]:
+        self._check_own()
         return [component.exception() for component in self.components]
+
+    def _check_own(self) -> None:
+        """What they left is unpickled."""
+        permissions.check_own(*(component.paths.folder for component in self.components))
 
     def cancel(self) -> None:
         """Ends every component."""

@@ -10,11 +10,12 @@ from pathlib import Path
 from relax_hpc import job_file
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.load import num_requests
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.launch import status
 from relax_hpc.launch.scale_records import Outcome, Request, ScaleState, pending
 from relax_hpc.launch.scale_rows import Row, of_extra
 from relax_hpc.paths import RunPaths
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import read_events
 from relax_hpc.telemetry.progress import duration
 from relax_hpc.weights import members
@@ -152,11 +153,17 @@ def _room(config: RunConfig) -> int:
 
 
 def _with_load(paths: RunPaths, rows: Sequence[Row]) -> list[Row]:
+    try:
+        secret = RunSecret.read(paths.secret)
+    except LaunchError:  # somebody else's run, of which we may see the rest
+        return list(rows)
+
     def ask(row: Row) -> Row:
         member = None if row.state in ENDED else members.find(paths, row.id)
         if member is None or not member.url:
             return row
-        requests = num_requests(member.url, member.token, timeout_s=_LOAD_TIMEOUT_S)
+        token = secret.engine_token(member.id, member.epoch)
+        requests = num_requests(member.url, token, timeout_s=_LOAD_TIMEOUT_S)
         return replace(row, requests=requests)
 
     with ThreadPoolExecutor(max_workers=32) as threads:

@@ -12,7 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
-from relax_hpc import job_file
+from relax_hpc import job_file, permissions
 from relax_hpc.config.run import RunConfig
 from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.launch.scale_steps import LocalSteps, SlurmSteps
@@ -26,6 +26,7 @@ _END_S = 8.0
 
 def main() -> None:
     args = _parse()
+    permissions.adopt(args.run_dir)
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stdout,  # the log of the job script

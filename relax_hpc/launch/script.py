@@ -53,6 +53,8 @@ class Job:
     """Where the summary is written at the end; toys have none."""
     look_every_s: float = 15.0
     """How often Slurm is asked whether a step over several components is still there."""
+    umask: int = 0o077
+    """Of all tasks and logs."""
     next_claim: Path | None = None
     """Is there once the run has been started anew: a job that begins then must end at once."""
 
@@ -79,6 +81,7 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
     ]
     pmix = any(each.bootstrap != "files" and each.resources.mpi == "pmix" for each in components)
     prepare = [
+        f"export SLURM_UMASK={job.umask:04o}",  # srun would give tasks that of sbatch
         "export SUBMITIT_EXECUTOR=hetslurm",
         "job_id=$SLURM_JOB_ID",
         f"unset {_INHERITED}",
@@ -137,7 +140,7 @@ def _assemble(
 ) -> str:
     code = f'{shlex.quote(str(job.folder))}/"$job_id"_exit_code'
     lines = [
-        *head, "", *prepare,
+        *head, "", f"umask {job.umask:04o}", *prepare,
         *_superseded(job),
         f"rm -f {code} # of an attempt that Slurm requeued",
         f"max_restarts={job.max_restarts} restart_delay_s={job.restart_delay_s}",

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from relax_hpc import permissions
 from relax_hpc.bus import layout
 from relax_hpc.config.actor import ReferenceConfig
 from relax_hpc.config.run import JobConfig, PromptsConfig, RunConfig
@@ -28,6 +29,7 @@ from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor, MaybeQueuedError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
+from relax_hpc.run_secret import RunSecret
 
 Mode = Literal["slurm", "local"]
 
@@ -91,7 +93,8 @@ def submit(
     parents = [parent for parent in paths.root.parents if not parent.exists()]
     try:
         make_run_dir(config, paths)
-        return _start(plan, config, paths)
+        with permissions.masked(permissions.UMASKS[config.launch.share]):
+            return _start(plan, config, paths)
     except _NameInUseError:
         raise
     except (OSError, RelaxError) as error:
@@ -127,6 +130,7 @@ def resume(run_dir: Path, *, local: bool = False, ended: bool = False) -> Submis
 
     paths = RunPaths(run_dir.absolute())
     config = read_resolved(paths.config)
+    permissions.check_own(paths.root, paths.submission)
     newest = record.read(paths.root)
     for found in status.launches(newest):
         if doubt := status.doubt(found):
@@ -142,7 +146,9 @@ def resume(run_dir: Path, *, local: bool = False, ended: bool = False) -> Submis
     number = record.claim(paths, newest.number + 1, sure=ended)
     plan = _plan(_mode(local=local), config, place(config), number)
     try:
-        return _start(plan, config, paths, newest)
+        _make_private(config, paths)
+        with permissions.masked(permissions.UMASKS[config.launch.share]):
+            return _start(plan, config, paths, newest)
     except MaybeQueuedError:
         raise  # the claim stays: there may be a job
     except (OSError, RelaxError) as error:
@@ -153,6 +159,13 @@ def resume(run_dir: Path, *, local: bool = False, ended: bool = False) -> Submis
             f"{run_dir}: cannot be written to: {error.strerror}; nothing was started. "
             "Free space or quota and resume it again"
         ) from error
+
+
+def _make_private(config: JobConfig, paths: RunPaths) -> None:
+    """Gives a run of an older version, which everybody may read, what newer ones are made with."""
+    if not paths.secret.exists():
+        paths.root.chmod(0o777 & ~permissions.UMASKS[config.launch.share])
+        RunSecret.create(paths.secret)
 
 
 def _mode(*, local: bool) -> Mode:
@@ -178,6 +191,7 @@ def _job(config: JobConfig, number: int) -> script.Job:
         config.launch.restart_delay_s,
         config.run_dir,
         next_claim=RunPaths(config.run_dir).launch_claim(number + 1),
+        umask=permissions.UMASKS[config.launch.share],
     )
 
 
@@ -223,7 +237,8 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
     """
     try:
         paths.root.parent.mkdir(parents=True, exist_ok=True)
-        paths.root.mkdir()  # whoever makes it has the name
+        with permissions.masked(permissions.UMASKS[config.launch.share]):
+            paths.root.mkdir()  # whoever makes it has the name
     except FileExistsError:
         raise _NameInUseError(
             f"name = {config.name!r}: {paths.root} exists and a run directory is used once; "
@@ -234,13 +249,15 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
             f"run_root = {str(config.run_root)!r}: {paths.root} cannot be made: {error.strerror}; "
             "choose a folder of yours that every node sees"
         ) from error
-    for folder in (paths.submission, paths.control):
-        folder.mkdir()
-    write_json(paths.config, config.model_dump(mode="json"))
-    if isinstance(config, RunConfig):
-        header = {"name": config.name, "seed": config.seed, **provenance()}
-        writers = config.sidecar_writers
-        layout.create(paths.bus, config.producers, header, sidecar_writers=writers)
+    with permissions.masked(permissions.UMASKS[config.launch.share]):
+        RunSecret.create(paths.secret)
+        for folder in (paths.submission, paths.control):
+            folder.mkdir()
+        write_json(paths.config, config.model_dump(mode="json"))
+        if isinstance(config, RunConfig):
+            header = {"name": config.name, "seed": config.seed, **provenance()}
+            writers = config.sidecar_writers
+            layout.create(paths.bus, config.producers, header, sidecar_writers=writers)
 
 
 def provenance() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from relax_hpc.roles.hybrid import HybridReference
 from relax_hpc.roles.lead import ActorLead
 from relax_hpc.roles.logprob_check import LogprobCheck
 from relax_hpc.roles.turns import OWN_GPUS, OwnGpus, Turns
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members, quantize
 from relax_hpc.weights.lanes import LaneHelper, LaneLink
@@ -43,7 +44,7 @@ def main(
     register = Register(
         paths,
         lambda: [*config.engines, *members.extras(paths)],
-        partial(_connect, config),
+        partial(_connect, config, RunSecret.read(paths.secret)),
     )
     sleep = _sleep(config, register, context) if world.rank == 0 else None
     turns = _turns(config, world, sleep, events)
@@ -154,10 +155,10 @@ def _lead(
     return ActorLead(config, sequencer, publisher, checkpoints, events)
 
 
-def _connect(config: RunConfig, member: Member) -> EngineClient:
+def _connect(config: RunConfig, secret: RunSecret, member: Member) -> EngineClient:
     return EngineClient(
         member.url,
-        member.token,
+        secret.engine_token(member.id, member.epoch),
         timeout_s=call_timeout_s(config.weights.timeout_s),
         recompute=config.weights.kv_cache == "recompute",
         has_prefix_cache=not config.rollout.engine_args.get("disable_radix_cache"),

@@ -7,14 +7,13 @@ it sees in the member record whether there is an engine, and waits or asks anoth
 import asyncio
 import itertools
 import logging
-import secrets
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
+from relax_hpc.comm.address import node_address
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.comm.world import node_address
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.capabilities import Capabilities
@@ -25,6 +24,7 @@ from relax_hpc.engines.sglang.launch import check_recompute, size_of
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.engine_parts import Parts, Seat, on_own_gpus
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members, turn
 from relax_hpc.weights.members import Member, State
@@ -52,6 +52,7 @@ class EngineHost:
         self._seat, self._events = seat, events
         self._rollout = on_own_gpus(config.rollout, seat)
         self._parts = Parts(paths, seat.id, config.rollout.nodes_per_engine)
+        self._secret = RunSecret.read(paths.secret)
         self._member = self._new_member(0)
         self._announcing = threading.Lock()
         self._healthy, self._stopping = threading.Event(), threading.Event()
@@ -72,6 +73,11 @@ class EngineHost:
     def ask_to_stop(self) -> None:
         """Lets several be stopped at the same time; leaving the context waits for it."""
         self._stopping.set()
+
+    @property
+    def token(self) -> str:
+        """What the present start of the engine asks its callers for."""
+        return self._secret.engine_token(self._member.id, self._member.epoch)
 
     def wait_until_healthy(self) -> None:
         """Blocks until the engine can be asked for the first time.
@@ -166,7 +172,7 @@ class EngineHost:
                 self._rollout.engine,
                 self._config.model.path,
                 host=node_address(),
-                token=self._member.token,
+                token=self.token,
                 rollout_config=self._rollout,
                 dtype=self._config.model.dtype,
                 log_path=self._paths.engine_log(self._seat.id, self._member.epoch),
@@ -260,7 +266,6 @@ class EngineHost:
             id=self._seat.id,
             epoch=f"{context.attempt}-{context.start}-{start}",
             url="",
-            token=secrets.token_hex(16),
             num_ranks=self._num_ranks,
             engine=kind,
             state="STARTING",

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from relax_hpc.comm.address import node_address
 from relax_hpc.comm.context import TaskContext
-from relax_hpc.comm.world import node_address
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.config.run import RunConfig, engines_of
 from relax_hpc.config.sections import PassThrough

@@ -21,7 +21,6 @@ from relax_hpc.roles.engine_host import EngineHost
 from relax_hpc.roles.engine_parts import Seat
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Roster
 
 _POLL_S = 0.25
@@ -44,7 +43,7 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
         drain_s = _serve(paths, seat.id, ended)
         host.drain()
         started = time.monotonic()
-        left = _drain(paths, seat.id, ended, drain_s)
+        left = _drain(paths, seat.id, host.token, ended, drain_s)
         _leave_update(paths, seat.id, ended)
         events.emit("drain", seconds=time.monotonic() - started, aborted=left)
     events.emit("end")
@@ -68,7 +67,7 @@ def _serve(paths: RunPaths, member: str, ended: threading.Event) -> float:
     return 0.0
 
 
-def _drain(paths: RunPaths, name: str, ended: threading.Event, drain_s: float) -> int:
+def _drain(paths: RunPaths, name: str, token: str, ended: threading.Event, drain_s: float) -> int:
     """Waits until the engine has nothing to do; at the deadline it hands back what it has.
 
     Returns:
@@ -78,22 +77,22 @@ def _drain(paths: RunPaths, name: str, ended: threading.Event, drain_s: float) -
         ended.wait(_NOTICE_S)
     deadline = time.monotonic() + drain_s
     while (member := members.find(paths, name)) and member.url:
-        left = num_requests(member.url, member.token) or 0
+        left = num_requests(member.url, token) or 0
         if time.monotonic() > deadline or ended.wait(_POLL_S):
             if left:
-                _hand_back(member)
+                _hand_back(member.url, token)
             return left
         if not left:
             return 0
     return 0  # it never came up
 
 
-def _hand_back(member: Member) -> None:
+def _hand_back(url: str, token: str) -> None:
     """Ends its requests; whoever asked has what there is of them."""
     with suppress(EngineError):  # one that died hands back nothing, and is ended anyway
-        EngineClient(member.url, member.token).abort_all()
+        EngineClient(url, token).abort_all()
     deadline = time.monotonic() + _ABORT_S
-    while num_requests(member.url, member.token) and time.monotonic() < deadline:
+    while num_requests(url, token) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 

@@ -12,6 +12,7 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry import logs
 from relax_hpc.telemetry.events import EventWriter
 
@@ -70,7 +71,7 @@ def _rollout(
     if bootstrap != "files":  # tasks of this role work alone; joining proves the world's size
         world = connect(
             bootstrap, role=context.role, rank=context.rank, size=context.size,
-            rendezvous=paths.control,
+            rendezvous=paths.control, secret=RunSecret.read(paths.secret),
         )  # fmt: skip
         events.emit("world", kind=type(world).__name__, size=world.size)
     rollout_task.main(config, paths, context, events)
@@ -123,6 +124,7 @@ def _join(
         rank=context.rank,
         size=context.size,
         rendezvous=paths.rendezvous(context.start_id),
+        secret=RunSecret.read(paths.secret),
         timeout_s=config.launch.peer_timeout_s + 60,
     )
     events.emit("world", kind=type(world).__name__, size=world.size)

@@ -15,6 +15,7 @@ from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 from relax_hpc.engines.pool import Endpoint, EngineLoad, Pool, Standing
 from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.paths import RunPaths
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
@@ -46,6 +47,7 @@ class EngineSampler:
             events: get the load of the engines now and then.
         """
         self._config, self._paths, self._own, self._stop_token = config, paths, own, stop_token
+        self._secret = RunSecret.read(paths.secret)
         self._has_policy_0 = config.weights.quantize == "none"  # else it begins without weights
         rollout, patience_s = config.rollout, config.launch.peer_timeout_s
 
@@ -132,12 +134,16 @@ class EngineSampler:
         extra = [name for name in (roster.members if roster else ()) if name.startswith(_EXTRA)]
         found = [members.find(self._paths, name) for name in (*self._own, *extra)]
         return {
-            Endpoint(member.id, member.epoch, member.url, member.token): standing(
+            self._endpoint(member): standing(
                 member, roster, own=member.id in self._own and self._has_policy_0
             )
             for member in found
             if member is not None and member.url
         }
+
+    def _endpoint(self, member: Member) -> Endpoint:
+        token = self._secret.engine_token(member.id, member.epoch)
+        return Endpoint(member.id, member.epoch, member.url, token)
 
 
 class LoadMeter:

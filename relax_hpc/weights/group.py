@@ -6,11 +6,12 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from relax_hpc.comm.broadcast import BroadcastGroup, Transport, open_store
+from relax_hpc.comm.address import node_address
+from relax_hpc.comm.broadcast import BroadcastGroup, Transport
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.orders import PLAN, Order, Receipt, Task
+from relax_hpc.comm.torch_store import open_store
 from relax_hpc.comm.wire import Sending, Wire
-from relax_hpc.comm.world import node_address
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders, raise_refusals

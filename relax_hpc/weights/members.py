@@ -18,8 +18,7 @@ class Member(NamedTuple):
     """Changes with every start of the engine, so a restarted one is never taken for the one
     before: job attempt, start of the task's step, start of the engine within it."""
     url: str
-    """Empty until the engine answers."""
-    token: str
+    """Empty until the engine answers. Its token follows from id and epoch, see `run_secret`."""
     num_ranks: int
     """Ranks the engine brings into the weight group."""
     engine: str
@@ -61,7 +60,10 @@ def read(paths: RunPaths, ids: Sequence[str]) -> list[Member]:
 def find(paths: RunPaths, member: str) -> Member | None:
     """The record of one member in whatever state; None if it never was announced."""
     record = read_json(paths.member(member))
-    return None if record is None else Member(**record)
+    if record is None:
+        return None
+    # A run that was resumed may be older than what is a field today.
+    return Member(**{key: record[key] for key in Member._fields if key in record})
 
 
 def announce_extras(paths: RunPaths, ids: Sequence[str]) -> None:

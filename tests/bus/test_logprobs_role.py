@@ -13,7 +13,8 @@ from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
-from relax_hpc.comm.world import SoloWorld, StoreWorld
+from relax_hpc.comm.star import StarWorld
+from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles import logprobs
@@ -136,9 +137,8 @@ def test_ranks_share_the_rows_and_one_of_them_writes(paths, tmp_path):
         lead = open_lead(paths, events, data_parallel=2)
 
         def rank(number):
-            world = StoreWorld.join(number, 2, tmp_path / "rendezvous.json", timeout_s=20)
+            world = StarWorld.join(number, 2, tmp_path / "rendezvous", b"key", timeout_s=20)
             logprobs.run(world, scorers[number], Reader(paths), lead if number == 0 else None)
-            world.barrier()  # rank 0 holds the store
 
         threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in range(2)]
         with finished_when(paths, lambda: not lead._writer.pending()):

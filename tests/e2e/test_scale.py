@@ -22,6 +22,7 @@ from e2e_runs import (
 
 from relax_hpc.engines.load import num_requests
 from relax_hpc.paths import RunPaths
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.weights import members
 
 STEPS, PROMPTS, SIBLINGS = 36, 32, 8
@@ -58,10 +59,11 @@ def scale(*arguments):
 
 def serves(run_dir, member, timeout_s):
     """Whether an engine is seen with requests."""
+    secret = RunSecret.read(RunPaths(run_dir).secret)
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         at = members.find(RunPaths(run_dir), member)
-        if num_requests(at.url, at.token):
+        if num_requests(at.url, secret.engine_token(at.id, at.epoch)):
             return True
         time.sleep(0.02)
     return False

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from relax_hpc.comm.broadcast import BroadcastGroup, open_store
+from relax_hpc.comm.broadcast import BroadcastGroup
 from relax_hpc.comm.bucket import flatten
+from relax_hpc.comm.torch_store import open_store
 from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.client import EngineClient

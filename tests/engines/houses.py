@@ -81,7 +81,7 @@ class House:
         ):
             if ids is None or name in ids:
                 record = Member(
-                    name, epoch, engine.url, "right", self.ranks_each, self.kind, "HEALTHY",
+                    name, epoch, engine.url, self.ranks_each, self.kind, "HEALTHY",
                     lane=number * self.ranks_each if self.lanes else -1, transport=way,
                 )  # fmt: skip
                 members.announce(self.paths, record)

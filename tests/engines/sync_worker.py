@@ -76,7 +76,7 @@ def open_publisher(
                 paths,
                 lambda: ids,
                 lambda member: EngineClient(
-                    member.url, member.token, timeout_s=call_timeout_s(timeout_s), **control
+                    member.url, "right", timeout_s=call_timeout_s(timeout_s), **control
                 ),
             ),
             plan,

@@ -15,6 +15,7 @@ from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.engine_host import EngineHost
 from relax_hpc.roles.engine_parts import Seat
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.weights import members
 from relax_hpc.weights.roster import Holding, Roster
@@ -37,6 +38,7 @@ class Hosted:
                 "rollout": {"start_timeout_s": 60, **rollout},
             }
         )
+        self.secret = RunSecret.create(self.paths.secret)
         self.events = EventWriter(self.paths.events("rollout", 0), "rollout", 0)
         seat = Seat("rollout-0", number=0, local_index=0)
         self.host = EngineHost(self.config, self.paths, CONTEXT, seat, self.events)
@@ -71,8 +73,12 @@ def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tm
         assert (first.state, first.epoch) == ("HEALTHY", "7.0-2-1")
         os.kill(hosted.pid(), signal.SIGKILL)
         second = hosted.wait_for("HEALTHY", "7.0-2-2")
-        assert first.url != second.url and first.token != second.token
-        assert not EngineClient(first.url, first.token).health(1.0)
+        tokens = [hosted.secret.engine_token(each.id, each.epoch) for each in (first, second)]
+        assert first.url != second.url and tokens[0] != tokens[1]
+        assert EngineClient(second.url, tokens[1]).version() == 0
+        with pytest.raises(EngineError, match="401"):
+            EngineClient(second.url, tokens[0]).version()
+        assert not EngineClient(first.url, tokens[0]).health(1.0)
         assert "killed by SIGKILL" in hosted.happened("engine_end")[0]["reason"]
 
         # Silence during its update says nothing; the same silence without one does.

@@ -18,6 +18,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles import engine_parts
 from relax_hpc.roles.engine_host import EngineHost
 from relax_hpc.roles.engine_parts import Parts, seats_of
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import members
 
@@ -85,6 +86,7 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
     monkeypatch.setattr(launch, "command", lambda _: [SGLANG_PYTHON, "-m", "sglang.launch_server"])
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     config, paths = config_of(checkpoints[0]), RunPaths(tmp_path)
+    secret = RunSecret.create(paths.secret)
     events = EventWriter(paths.events("rollout", 0), "rollout", 0)
     seats = [seats_of(config.rollout, context(rank))[0] for rank in range(2)]
 
@@ -93,7 +95,7 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
         while (now := members.find(paths, "rollout-0")).state != "HEALTHY" or now.epoch != epoch:
             assert now.state != "FAILED" and time.monotonic() < deadline, now
             time.sleep(0.5)
-        client = EngineClient(now.url, now.token)
+        client = EngineClient(now.url, secret.engine_token(now.id, now.epoch))
         assert client.version() == 0 and now.num_ranks == 2
         client.close()
 

@@ -23,7 +23,7 @@ def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
 ):
     monkeypatch.setattr(extra_engine, "_NOTICE_S", 0.1)
     paths, at = RunPaths(tmp_path), served.process
-    members.announce(paths, Member("extra-1", "e", at.url, at.token, 1, served.kind, "DRAINING"))
+    members.announce(paths, Member("extra-1", "e", at.url, 1, served.kind, "DRAINING"))
     assert num_requests(at.url, at.token) == 0
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(generate, served, prompt_of(8), [1], max_new_tokens=tokens)
@@ -31,7 +31,7 @@ def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
         while not num_requests(at.url, at.token):
             assert time.monotonic() < deadline and not asked.done()
             time.sleep(0.005)
-        left = extra_engine._drain(paths, "extra-1", threading.Event(), drain_s)
+        left = extra_engine._drain(paths, "extra-1", at.token, threading.Event(), drain_s)
         [response] = asked.result(timeout=30)
     assert left == aborted and num_requests(at.url, at.token) == 0
     if aborted:

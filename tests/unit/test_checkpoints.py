@@ -3,14 +3,15 @@
 import errno
 import os
 import threading
-from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from fake_snapshot import NAMES, FakeSnapshot
-from torch.distributed import HashStore
 
 from relax_hpc.bus.plan import PlanPosition
-from relax_hpc.comm.world import SoloWorld, StoreWorld
+from relax_hpc.comm.star import StarWorld
+from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import BusError, CheckpointError, FencedError
 from relax_hpc.roles.checkpoints import MAX_FAILURES, Checkpoints, find
 
@@ -239,22 +240,23 @@ def test_what_a_killed_save_left_is_removed_and_nothing_else(tmp_path):
 
 
 def run_ranks(size, work):
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=20))
     answers = [None] * size
 
-    def rank(number):
+    def rank(number, rendezvous):
         try:
-            answers[number] = work(number, StoreWorld(number, size, store))
+            world = StarWorld.join(number, size, rendezvous, b"key", timeout_s=20)
+            answers[number] = work(number, world)
         except Exception as error:  # noqa: BLE001 - the test looks at it
             answers[number] = error
 
-    threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
+    with TemporaryDirectory() as folder:
+        args = [(number, Path(folder) / "rendezvous") for number in range(size)]
+        threads = [threading.Thread(target=rank, args=each, daemon=True) for each in args]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+            assert not thread.is_alive()
     return answers
 
 

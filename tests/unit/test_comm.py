@@ -1,16 +1,21 @@
 import multiprocessing
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from relax_hpc.comm import bucket
-from relax_hpc.comm.broadcast import BroadcastGroup, Transfer, open_store
-from relax_hpc.comm.world import SoloWorld, StoreWorld, connect
+from relax_hpc.comm.broadcast import BroadcastGroup, Transfer
+from relax_hpc.comm.star import StarWorld
+from relax_hpc.comm.torch_store import open_store
+from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.run_secret import RunSecret
+
+SECRET = RunSecret(bytes(32))
 
 
 def tensors():
@@ -82,7 +87,9 @@ def forking():
 
 
 def agree(rank, size, rendezvous, out):
-    world = connect("files", rank=rank, size=size, rendezvous=rendezvous, timeout_s=60)
+    world = connect(
+        "files", rank=rank, size=size, rendezvous=rendezvous, secret=SECRET, timeout_s=60
+    )
     said = [world.bcast({"step": i} if rank == 0 else None) for i in range(3)]
     out.put((rank, said, world.allgather(rank * 10)))
     world.barrier()
@@ -105,7 +112,7 @@ def test_ranks_without_mpi_agree_through_a_file(tmp_path):
 
 def divide(rank, rendezvous, out):
     """4 ranks, even and odd; then each half once more, by what is left of its rank."""
-    world = connect("files", rank=rank, size=4, rendezvous=rendezvous, timeout_s=60)
+    world = connect("files", rank=rank, size=4, rendezvous=rendezvous, secret=SECRET, timeout_s=60)
     half = world.split(rank % 2)
     said = [half.bcast(f"{world.rank} says {i}") for i in range(3)]
     alone = half.split(half.rank)
@@ -132,31 +139,103 @@ def test_ranks_of_a_colour_are_a_world_of_their_own(tmp_path):
         assert (alone, size) == (rank, 1)
 
 
-def test_a_rank_that_says_nothing_is_an_error_after_a_while():
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=0.2))
-    world = StoreWorld(1, 2, store)
-    with pytest.raises(PeerTimeoutError, match="rank 0 of this component"):
-        world.bcast(None)
-    with pytest.raises(PeerTimeoutError, match="2 ranks of this component"):
-        world.allgather("here")
+def star(folder, size, call, timeout_s=20.0):
+    """Runs `call(world)` as all ranks; what each returned, or the error it ended with."""
+
+    def rank(number):
+        world = StarWorld.join(number, size, folder / "rendezvous", b"key", timeout_s=timeout_s)
+        try:
+            return call(world)
+        except PeerTimeoutError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(rank, range(size)))
 
 
-def test_a_store_keeps_nothing_that_was_read():
-    """Else every batch that a replica is sent stays in the memory of rank 0."""
-    store = HashStore()
+def test_a_rank_that_says_nothing_is_named_to_all_others(tmp_path):
+    over = threading.Event()
 
-    def talk(rank):
-        world = StoreWorld(rank, 3, store)
-        half = world.split(min(rank, 1))
-        for i in range(5):
-            world.bcast([i] * 1000)
-            half.bcast([rank] * 1000)
+    def talk(world):
+        if world.rank == 2:
+            over.wait(20)
+            return ""
+        try:
+            world.allgather("here")
+        finally:
+            if world.rank == 0:
+                over.set()
+
+    said = "rank 2 of the 3 of this component said nothing for 0.5 s"
+    # Rank 1 waits as long for rank 0 as that for rank 2, so whose patience ends first is open.
+    first, second, _ = star(tmp_path, 3, talk, timeout_s=0.5)
+    assert first == said
+    assert second in (said, said.replace("rank 2", "rank 0"))
+
+
+def test_all_ranks_that_say_nothing_are_named(tmp_path):
+    over = threading.Event()
+
+    def talk(world):
+        if world.rank in (1, 3):
+            over.wait(20)
+            return
+        try:
+            world.barrier()
+        finally:
+            if world.rank == 0:
+                over.set()
+
+    assert star(tmp_path, 4, talk, timeout_s=0.5)[0].startswith("ranks 1, 3 of the 4 of this")
+
+
+def test_a_rank_that_left_is_named_at_once(tmp_path):
+    def talk(world):
+        world.barrier()
+        if world.rank == 1:
+            world._channels[0].close()
+            return ""
         world.barrier()
 
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(talk, range(3)))
-    assert store.num_keys() == 0
+    errors = star(tmp_path, 3, talk, timeout_s=60)
+    assert errors[1] == ""
+    for error in (errors[0], errors[2]):
+        assert error.startswith("rank 1 of the 3 of this component left")
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path):
+    world = StarWorld.join(0, 3, tmp_path / "rendezvous", b"key", timeout_s=0.2)
+    with pytest.raises(PeerTimeoutError, match=r"ranks 1, 2 of the 3 .* did not join within 0.2 s"):
+        world.bcast("hello")
+
+
+def test_ranks_may_come_before_rank_0_and_more_than_a_connection_holds_gets_through(tmp_path):
+    """Rank 0 sends before anybody listens, and what it sends outlasts it."""
+    early, sent = threading.Event(), threading.Event()
+    big = np.arange(3_000_000)
+
+    def rank_0():
+        early.wait(20)
+        world = StarWorld.join(0, 2, tmp_path / "rendezvous", b"key", timeout_s=20)
+        world.bcast("small")
+        sent.set()
+        world.bcast(big)
+        assert world.allgather(0) == [0, 1]
+
+    def rank_1():
+        early.set()
+        world = StarWorld.join(1, 2, tmp_path / "rendezvous", b"key", timeout_s=20)
+        sent.wait(20)
+        heard = world.bcast(None), world.bcast(None)
+        world.allgather(1)
+        return heard
+
+    with ThreadPoolExecutor(2) as threads:
+        last, first = threads.submit(rank_1), threads.submit(rank_0)
+        first.result(30)
+        small, received = last.result(30)
+    assert small == "small"
+    assert np.array_equal(received, big)
 
 
 def test_a_world_of_one_splits_into_itself():
@@ -166,8 +245,12 @@ def test_a_world_of_one_splits_into_itself():
 
 def test_a_missing_rank_0_is_named(tmp_path):
     with pytest.raises(PeerTimeoutError, match=r"rank 0 wrote no .*rendezvous"):
-        connect("files", rank=1, size=2, rendezvous=tmp_path / "rendezvous", timeout_s=0.2)
-    assert isinstance(connect("files", rank=0, size=1, rendezvous=tmp_path / "x"), SoloWorld)
+        connect(
+            "files", rank=1, size=2, rendezvous=tmp_path / "rendezvous", secret=SECRET,
+            timeout_s=0.2,
+        )  # fmt: skip
+    alone = connect("files", rank=0, size=1, rendezvous=tmp_path / "x", secret=SECRET)
+    assert isinstance(alone, SoloWorld)
 
 
 def receive(port, name, out):

@@ -194,3 +194,10 @@ def typed(value):
         return int(value)
     except ValueError:
         return value.strip() if value.strip() in ("true", "false") else float(value)
+
+
+def test_each_test_that_the_page_on_security_names_is_there():
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "security.md").read_text())
+    assert len(named) > 12
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"

@@ -1,7 +1,6 @@
 """The actor's loop on 256 ranks (TP 4 x CP 2 x DP 16 x PP 2), each a thread with its own world."""
 
 import threading
-from datetime import timedelta
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -9,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from relax_hpc import job_file
 from relax_hpc.bus import layout
@@ -18,7 +16,7 @@ from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shard import Shard
-from relax_hpc.comm.world import StoreWorld
+from relax_hpc.comm.star import StarWorld
 from relax_hpc.errors import TrainingError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import actor
@@ -158,8 +156,6 @@ class Grid:
         self.trainers = [trainer(rank) for rank in range(RANKS)]
         self.portions = [[] for _ in range(RANKS)]
         self.readers, self.failures = {"index": set(), "rows": set()}, []
-        self.store = HashStore()
-        self.store.set_timeout(timedelta(seconds=60))
         threads = [
             threading.Thread(target=self._rank, args=(r,), daemon=True) for r in range(RANKS)
         ]
@@ -183,7 +179,7 @@ class Grid:
     def _run(self, rank):
         grid = self
 
-        class World(StoreWorld):
+        class World(StarWorld):
             def bcast(self, value):
                 value = super().bcast(value)
                 if self.size == RANKS and isinstance(value, Portion):
@@ -199,7 +195,8 @@ class Grid:
                 grid.readers["rows"].add(rank)
                 return super().rows(record, rows)
 
-        world = World(rank, RANKS, self.store)
+        meeting = self.paths.rendezvous("ranks")
+        world = World.join(rank, RANKS, meeting, b"key", timeout_s=60)
         lead = self._lead() if rank == 0 else None
         reader = NotedReader(self.paths.bus)
         actor.run(self.config, world, self.trainers[rank], reader, lead, lambda: None)

@@ -13,6 +13,7 @@ from relax_hpc.launch.placement import groups, place
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.engine_host import EngineHost
 from relax_hpc.roles.engine_parts import on_own_gpus, seats_of
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 
 
@@ -94,6 +95,7 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
         actor={"data_parallel": 16, "resources": {"gpus_per_node": 8, "nodes": 2}},
     )
     [_, rollout], paths = place(config), RunPaths(tmp_path)
+    RunSecret.create(paths.secret)
     events, found = EventWriter(tmp_path / "events.jsonl", "rollout", 0), []
     for rank in range(rollout.tasks):
         node, local_rank = divmod(rank, rollout.tasks_per_node)

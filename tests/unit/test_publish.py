@@ -105,7 +105,7 @@ def house(tmp_path):
 
         def start(self, member, epoch="1", version=0):
             engines[member, epoch] = FakeEngine(version)
-            record = Member(member, epoch, "", "", 1, "embedded", "HEALTHY", transport="files")
+            record = Member(member, epoch, "", 1, "embedded", "HEALTHY", transport="files")
             members.announce(paths, record)
             return engines[member, epoch]
 
@@ -186,8 +186,8 @@ def test_after_a_trainer_died_in_an_update_every_engine_is_given_weights_again(h
     ],
 )
 def test_an_engine_holds_what_was_sent_if_every_rank_received_it_and_has_it(ranks, held):
-    member, other = (Member(i, "1", "", "", 2, "sglang", "HEALTHY") for i in ("a", "b"))
-    silent = Member("c", "1", "", "", 1, "embedded", "HEALTHY")
+    member, other = (Member(i, "1", "", 2, "sglang", "HEALTHY") for i in ("a", "b"))
+    silent = Member("c", "1", "", 1, "embedded", "HEALTHY")
     receipts = {member: ranks, other: [Receipt(fingerprints=[5, 6])]}
     engines = {it: FakeEngine() for it in (member, other, silent)}
     found = compare(engines, Sent([5, 6], "x"), receipts)
@@ -216,7 +216,7 @@ def test_whoever_does_not_answer_is_behind_a_failed_update_not_whoever_said_so_f
             return self.healthy
 
     def member(id):
-        return Member(id, "1", "http://x", "t", 1, "sglang", "HEALTHY")
+        return Member(id, "1", "http://x", 1, "sglang", "HEALTHY")
 
     with ThreadPoolExecutor(3) as threads:
         waited, hangs, well = map(member, ("waited", "hangs", "well"))

@@ -81,7 +81,7 @@ def test_a_finished_group_does_not_wait_long_for_others(monkeypatch):
 
 
 def member(state="HEALTHY", epoch="a"):
-    return Member("extra-1", epoch, "http://x", "t", 1, "embedded", state)
+    return Member("extra-1", epoch, "http://x", 1, "embedded", state)
 
 
 def roster(version=3, state="ACTIVE", epoch="a", at=3):

@@ -63,7 +63,7 @@ class House:
             self.processes[member].wait()
 
     def announce(self, member, state="HEALTHY", reason=""):
-        record = Member(member, "e1", "", "", 1, "embedded", state, reason)
+        record = Member(member, "e1", "", 1, "embedded", state, reason)
         members.announce(self.paths, record)
 
     def hold(self, member, epoch="e1", version=None, state="ACTIVE"):

@@ -77,7 +77,7 @@ def house(tmp_path, monkeypatch):
 
         def announce(self, member, state, start=1):
             epoch = f"{ATTEMPT}-1-{start}"
-            record = Member(member, epoch, "", "", 1, "embedded", state, transport="files")
+            record = Member(member, epoch, "", 1, "embedded", state, transport="files")
             members.announce(paths, record)
 
         def state(self, member):

@@ -28,6 +28,7 @@ from relax_hpc.comm.bucket import Spec
 from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import SnapshotError
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.weight_files import FileReader, FileRecord, Manifest, checksum, plan_files
 from relax_hpc.weights.quantize import Quantizer, quantize
 from relax_hpc.weights.ranks import Rest, TrainerRanks
@@ -45,10 +46,12 @@ def source(tmp_path):
 
 def with_ranks(size, folder, call):
     """Runs `call(world)` as all ranks of a world; what it returned, by rank."""
-    rendezvous = folder / f"rendezvous-{os.urandom(4).hex()}"
+    rendezvous, secret = folder / f"rendezvous-{os.urandom(4).hex()}", RunSecret.new()
 
     def run(rank):
-        world = connect("files", rank=rank, size=size, rendezvous=rendezvous, timeout_s=30)
+        world = connect(
+            "files", rank=rank, size=size, rendezvous=rendezvous, secret=secret, timeout_s=30
+        )
         returned = call(world)
         world.barrier()
         return returned

@@ -1,5 +1,6 @@
 #!/bin/bash
 
+umask 0077
 export SUBMITIT_EXECUTOR=local
 job_id=$1
 rm -f '/runs/it'"'"'s here/submission'/"$job_id"_exit_code # of an attempt that Slurm requeued

@@ -6,6 +6,7 @@ from role_fakes import Events, config
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import actor_task
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.weights.members import Member
 
 
@@ -35,9 +36,10 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
     actor_task._lead(settings, "publisher", paths, "checkpoints", None, "shards", "events")
     assert given[2][1]["position"] is None
     given.clear()
-    actor_task._connect(settings, Member("m", "1", "http://m", "t", 1, "sglang", "HEALTHY"))
+    secret = RunSecret.new()
+    actor_task._connect(settings, secret, Member("m", "1", "http://m", 1, "sglang", "HEALTHY"))
     [(at, how)] = given
-    assert at == ("http://m", "t")
+    assert at == ("http://m", secret.engine_token("m", "1"))
     assert how["recompute"] and how["has_prefix_cache"] and how["timeout_s"] > 40
 
 

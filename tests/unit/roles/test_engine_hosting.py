@@ -13,6 +13,7 @@ from relax_hpc.records import write_json
 from relax_hpc.roles import engine_host, engine_parts, extra_engine
 from relax_hpc.roles.engine_host import EngineHost
 from relax_hpc.roles.engine_parts import Call, Seat, seats_of
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Holding, Roster
@@ -26,6 +27,7 @@ def host_of(tmp_path):
     def make(seat=SEAT, **settings):
         settings = {"launch__restart_delay_s": 0, "seed": 40} | settings
         paths = RunPaths(tmp_path)
+        RunSecret.create(paths.secret)
         return EngineHost(config(**settings), paths, CONTEXT, seat, Events())
 
     return make
@@ -43,12 +45,14 @@ def test_an_engine_is_started_with_the_models_settings_its_own_seed_and_its_toke
     [(given, how)] = started
     assert [str(each) for each in given] == ["embedded", "the model"]
     assert (how["host"], how["dtype"], how["seed"]) == ("10.0.0.1", "float16", 43)
-    assert how["token"] == host._member.token and len(how["token"]) == 32
+    secret = RunSecret.read(host._paths.secret)
+    assert how["token"] == host.token == secret.engine_token("rollout-1", "7.0-2-5")
     assert how["log_path"] == host._paths.engine_log("rollout-1", "7.0-2-5")
     assert how["quantization"] is None and how["rollout_config"] == host._config.rollout
     told = members.find(host._paths, "rollout-1")
     assert (told.epoch, told.state, told.num_ranks, told.lane) == ("7.0-2-5", "STARTING", 1, -1)
-    assert host._new_member(6).token != how["token"]
+    host._member = host._new_member(6)
+    assert host.token != how["token"]
 
 
 @pytest.mark.parametrize(("most", "given_up_at"), [(0, 1), (2, 3)])
@@ -270,6 +274,8 @@ def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monke
     made = []
 
     class Host:
+        token = "t"
+
         def __init__(self, config, paths, context, seat, events):
             made.append(seat)
 
@@ -301,9 +307,7 @@ def test_an_added_engine_serves_until_the_word_to_end_and_ends_if_its_engine_fai
     paths, never = RunPaths(tmp_path), threading.Event()
     write_json(paths.drain("extra-1"), {"drain_s": 12.5})
     assert extra_engine._serve(paths, "extra-1", never) == 12.5
-    members.announce(
-        paths, Member("extra-1", "e", "", "t", 1, "embedded", "FAILED", reason="no memory")
-    )
+    members.announce(paths, Member("extra-1", "e", "", 1, "embedded", "FAILED", reason="no memory"))
     with pytest.raises(EngineError, match="extra-1 failed: no memory"):
         extra_engine._serve(paths, "extra-1", never)
     never.set()

@@ -13,6 +13,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles import actor_task, logprobs_task, main, rollout_task, sft_task
 from relax_hpc.roles.document_check import File
 from relax_hpc.roles.sft_lead import DataPosition
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import read_events
 
 SFT = SftRunConfig.model_validate({
@@ -26,7 +27,7 @@ def context(role="actor", rank=2, start=3):
 
 
 @pytest.fixture
-def joined(monkeypatch):
+def joined(monkeypatch, tmp_path):
     """What the ranks of a component are joined by; they do not touch Megatron."""
     asked = []
 
@@ -34,6 +35,7 @@ def joined(monkeypatch):
         asked.append((bootstrap, how))
         return SimpleNamespace(size=how["size"])
 
+    RunSecret.create(RunPaths(tmp_path).secret)
     monkeypatch.setattr(main, "connect", connect)
     monkeypatch.setattr("relax_hpc.engines.megatron.cpu.install", lambda: None)
     return asked
@@ -49,6 +51,7 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
     main._role(role)(settings, paths, context(role), "files", events)
     [(bootstrap, how)] = joined
     assert (bootstrap, how.pop("rendezvous")) == ("files", paths.rendezvous(f"{role}-7.0-3"))
+    assert how.pop("secret").derive("x") == RunSecret.read(paths.secret).derive("x")
     assert how == {"role": role, "rank": 2, "size": 4, "timeout_s": 137}
     assert [e["size"] for e in events.of("world")] == [4]
     [(*first, world, task, noted)] = given

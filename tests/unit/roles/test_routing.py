@@ -12,9 +12,12 @@ from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import routing
 from relax_hpc.roles.routing import EngineSampler, LoadMeter
+from relax_hpc.run_secret import RunSecret
 from relax_hpc.weights import members
 from relax_hpc.weights.members import Member
 from relax_hpc.weights.roster import Holding, Roster
+
+SECRET = RunSecret(bytes(32))
 
 
 class Pool:
@@ -49,6 +52,7 @@ def sampler_of(tmp_path, monkeypatch):
 
     def make(own=("rollout-0",), **settings):
         paths = RunPaths(tmp_path)
+        monkeypatch.setattr(routing.RunSecret, "read", lambda path: SECRET)
         return EngineSampler(config(**settings), paths, own, 99, Events()), paths
 
     return make
@@ -84,11 +88,11 @@ def test_a_task_gives_up_when_for_too_long_no_engine_had_the_newest_weights(
 
 
 def announce(paths, name, url="http://x", state="HEALTHY"):
-    members.announce(paths, Member(name, "1", url, f"token of {name}", 1, "embedded", state))
+    members.announce(paths, Member(name, "1", url, 1, "embedded", state))
 
 
 def at(name):
-    return Endpoint(name, "1", "http://x", f"token of {name}")
+    return Endpoint(name, "1", "http://x", SECRET.engine_token(name, "1"))
 
 
 def test_a_task_asks_its_own_engines_and_those_that_were_added_but_not_its_neighbours(sampler_of):

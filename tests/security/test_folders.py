@@ -1,0 +1,158 @@
+"""What a task runs is its owner's alone, or it does not run; secrets and temporary folders."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from adversary import bomb
+
+from relax_hpc import permissions
+from relax_hpc.errors import LaunchError
+from relax_hpc.launch.entry import check_folder, succeeded
+from relax_hpc.paths import RunPaths
+from relax_hpc.run_secret import RunSecret
+from relax_hpc.scratch import scratch_folder
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """A run directory with a component whose call is a bomb."""
+    paths = RunPaths(tmp_path / "run")
+    component = paths.submission / "c0"
+    with permissions.masked(0o077):
+        component.mkdir(parents=True)
+        (component / "job_submitted.pkl").write_bytes(bomb(tmp_path / "executed"))
+    return paths
+
+
+def run_task(folder):
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "relax_hpc.launch.entry", folder),
+            *("--start", "1", "--last-start", "1"),
+        ],
+        env=os.environ | {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "job",
+                          "SUBMITIT_LOCAL_NTASKS": "1", "SUBMITIT_LOCAL_GLOBALID": "0"},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702])
+@pytest.mark.parametrize("place", [".", "submission", "submission/c0"])
+def test_a_folder_that_others_may_write_is_refused(paths, place, mode):
+    check_folder(paths.submission / "c0")
+    (paths.root / place).chmod(mode)
+    with pytest.raises(LaunchError) as error:
+        check_folder(paths.submission / "c0")
+    where = (paths.root / place).resolve()
+    assert f"{where}: owner {os.geteuid()}, mode {mode:04o}: others" in str(error.value)
+    assert f"chmod -R go-w {where}" in str(error.value)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("place", [".", "submission", "submission/c0"])
+def test_a_folder_of_another_user_is_refused(paths, place):
+    os.chown(paths.root / place, 65534, -1)
+    with pytest.raises(LaunchError, match=r"owner 65534, mode 0700: is not of user 0"):
+        check_folder(paths.submission / "c0")
+
+
+@pytest.mark.parametrize("place", ["submission", "submission/c0/job_submitted.pkl"])
+def test_a_task_executes_nothing_that_others_may_have_written(paths, place, tmp_path):
+    (paths.root / place).chmod(0o777)
+    answer = run_task(paths.submission / "c0")
+    assert answer.returncode == 1
+    assert answer.stdout == ""
+    assert answer.stderr.count("\n") == 1 and f"{place}: owner" in answer.stderr
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_result_is_read_without_being_executed(tmp_path):
+    import pickle
+
+    mark, result = tmp_path / "executed", tmp_path / "result.pkl"
+    for content, good in (
+        (bomb(mark), False),
+        (pickle.dumps(("success", None)), True),
+        (pickle.dumps(("success", {"error": 1})), True),
+        (pickle.dumps(("error", "success")), False),
+        (pickle.dumps(("success", None))[:-1], False),
+        (b"", False),
+    ):
+        result.write_bytes(content)
+        assert succeeded(result) is good
+    assert not succeeded(tmp_path / "none")
+    assert not mark.exists()
+
+
+def test_a_secret_is_made_once_and_its_owners_alone(tmp_path):
+    path = tmp_path / "secret"
+    with permissions.masked(0):
+        made = RunSecret.create(path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        RunSecret.create(path)
+    read = RunSecret.read(path)
+    assert read.engine_token("rollout-0", "1.0-1-1") == made.engine_token("rollout-0", "1.0-1-1")
+    others = {
+        made.engine_token(*each) for each in (("rollout-0", "1.0-1-2"), ("rollout-1", "1.0-1-1"))
+    }
+    assert len(others | {read.engine_token("rollout-0", "1.0-1-1")}) == 3
+    for mode in (0o640, 0o604):
+        path.chmod(mode)
+        with pytest.raises(LaunchError, match=f"mode {mode:04o}, but a secret is its owner's"):
+            RunSecret.read(path)
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(LaunchError, match="is not a secret"):
+        RunSecret.read(path)
+    assert path.read_text() not in repr(made) and repr(made._key) not in repr(made)
+
+
+def test_what_a_killed_process_left_goes_and_what_a_living_one_has_stays(tmp_path):
+    """The next one for the same purpose removes it, on this node and of this user only."""
+    hold = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from relax_hpc.scratch import scratch_folder\n"
+        "with scratch_folder(sys.argv[2], Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'token').write_text('x')\n"
+        "    print(folder, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+
+    def start(purpose):
+        process = subprocess.Popen(
+            [sys.executable, "-c", hold, tmp_path, purpose], stdout=subprocess.PIPE, text=True
+        )
+        return process, Path(process.stdout.readline().strip())
+
+    begun = [start("engine"), start("engine"), start("bench")]
+    (killed, left), (living, kept), (other, others) = begun
+    for process in (killed, other):
+        process.kill()
+        process.wait()
+    foreign = [
+        tmp_path / left.name.replace("relax-engine-", "relax-engine-another"),  # node
+        tmp_path / "relax-engine-mine",
+        tmp_path / "relax-engine",
+    ]
+    for folder in foreign:
+        folder.mkdir()
+    aliased = tmp_path / left.name.rsplit("-", 1)[0]
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    Path(f"{aliased}-link").symlink_to(elsewhere)
+    try:
+        with scratch_folder("engine", tmp_path) as own:
+            assert own.is_dir() and stat.S_IMODE(own.stat().st_mode) == 0o700
+            assert not left.exists()
+            assert (kept / "token").exists() and (others / "token").exists()
+            assert all(folder.is_dir() for folder in foreign) and elsewhere.is_dir()
+        assert not own.exists()
+    finally:
+        living.kill()
+        living.wait()
