@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from relax_hpc import job_file, permissions
 from relax_hpc.cli_bus import Ended, Run, bus, run_dir_of
@@ -137,11 +138,13 @@ def timeline(
     import json
 
     from relax_hpc.paths import RunPaths
+    from relax_hpc.telemetry import picture as pictures
     from relax_hpc.telemetry import timeline as timelines
     from relax_hpc.telemetry import timeline_plot
 
     run_dir = run_dir_of(run)
     first, last = timelines.parse_steps(steps)
+    pictures.check(out or RunPaths(run_dir).timeline)
     found = timelines.read(run_dir, first=first, last=last)
     numbers = timelines.summary(found)
     typer.echo(
@@ -192,6 +195,9 @@ def convert(
     ] = None,
 ) -> None:
     """Convert weights between checkpoints and Hugging Face folders, a tensor at a time, no GPU."""
+    from relax_hpc.engines import optional_packages
+
+    optional_packages.hush()
     from relax_hpc.roles import convert as conversion
 
     folder = Path(what)
@@ -379,5 +385,5 @@ def main() -> None:
     try:
         app()
     except RelaxError as error:
-        typer.secho(str(error), fg="red", err=True)
+        Console(stderr=True, soft_wrap=True).print(Text(str(error), style="red"))
         sys.exit(2)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from relax_hpc import user_files
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.engines import optional_packages
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.hf import fields as hf_fields
 from relax_hpc.engines.hf.config_json import ConfigJson
@@ -21,7 +23,7 @@ from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures import registry
 from relax_hpc.engines.megatron.hf_check import check_names, check_shapes
 from relax_hpc.engines.sglang import launch as sglang
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import CheckpointError, ConfigError
 from relax_hpc.launch import quantized, script
 from relax_hpc.launch.jobs import output_of, words_of
 from relax_hpc.launch.placement import Component
@@ -62,6 +64,7 @@ def check(
     check_run_dir(config.run_dir, config.name)
     shape = check_model(config.model.path, config.actor)
     check_weights(config.model.path, shape)
+    check_first_weights(config.model.weights, shape)
     if isinstance(config, RunConfig):
         check_engine(config.rollout, shape)
         check_turns(config)
@@ -123,6 +126,25 @@ def check_weights(path: Path, shape: Architecture) -> None:
     with HfFiles(path, framework="np") as files:
         check_names(files, shape, registry.parameters(shape))
         check_shapes(files, registry.parameters(shape))
+
+
+def check_first_weights(folder: Path | None, shape: Architecture) -> None:
+    """The checkpoint that training starts from is whole, and one of this model."""
+    if folder is None:
+        return
+    key = f"model.weights = {str(folder)!r}"
+    remedy = "name a checkpoint: checkpoints/step_... of a run, or what relax-hpc convert made"
+    user_files.check_folder(key, folder, remedy)
+    for name, what in (("run.json", "is a run"), ("config.json", "is a Hugging Face folder")):
+        if (folder / name).exists():
+            raise ConfigError(f"{key}: {what}; {remedy}")
+    optional_packages.hush()
+    from relax_hpc.engines.megatron.convert import check_fits  # a second, for torch
+
+    try:
+        check_fits(folder, shape)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"{key}: {error}; {remedy}") from None
 
 
 def check_reference(config: RunConfig, shape: Architecture) -> None:

@@ -203,7 +203,12 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     if profile is not None and not (PROFILES / f"{profile}.toml").is_file():
         profile = str(Path(profile).absolute())
     resolved: dict[str, Section] = {
-        "model": config.model.model_copy(update={"path": config.model.path.absolute()}),
+        "model": config.model.model_copy(
+            update={
+                "path": config.model.path.absolute(),
+                "weights": config.model.weights and config.model.weights.absolute(),
+            }
+        ),
         "actor": config.actor.model_copy(update={"resources": asked["actor"]}),
         "launch": config.launch.model_copy(update={"profile": profile}),
     }

@@ -59,6 +59,7 @@ def _checkpoint(what: Path, step: int | None) -> tuple[Path, RunPaths | None]:
             return checkpoints.find(paths.checkpoints, step), paths
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
+    _refuse_unless(what.is_dir(), f"{what}: is no folder; name a run or a checkpoint")
     _refuse_unless(
         (what / MANIFEST).is_file(),
         f"{what}: is neither a run (no {paths.config.name}) nor a checkpoint (no {MANIFEST})",

@@ -9,6 +9,7 @@ from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.world import World, connect
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.engines import optional_packages
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths
@@ -35,6 +36,7 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
     ) as events:
         events.emit("start", attempt=context.attempt, start=context.start, node=context.node)
         allow_open_files()
+        optional_packages.hush()
         try:
             _role(context.role)(config, paths, context, bootstrap, events)
         except Exception as error:

@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from relax_hpc.errors import ConfigError
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -15,9 +17,27 @@ def figure(width: float, height: float, *, dpi: int = 150) -> "Figure":
     return Figure(figsize=(width, height), dpi=dpi, layout="constrained")
 
 
+def check(path: Path) -> None:
+    """Whether a picture can be put there.
+
+    Raises:
+        ConfigError: it is a folder, or in none that can be written to.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder; name a file of it, e.g. {path / 'picture.png'}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}; make it, or name another")
+    if not os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        raise ConfigError(f"{path}: {path.parent} cannot be written to; name another folder")
+
+
 def save(drawn: "Figure", path: Path) -> Path:
     """As a PNG, in the place of an older one."""
+    check(path)
     draft = path.with_name(f".{os.getpid()}.{path.name}")
-    drawn.savefig(draft, format="png")
-    draft.replace(path)
+    try:
+        drawn.savefig(draft, format="png")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
     return path

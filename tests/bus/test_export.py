@@ -188,6 +188,8 @@ def test_show_a_step_tells_where_each_group_lies_and_how_stale_it_is(tmp_path):
     assert lines[6] == ["11", "p/rollout-1/e1/000000000002.h5", "2..3", "14", "2", "0.5", "-"]
     paths.shard("rollout-1", 1, 2).unlink()
     assert "deleted" in show.step(paths, 3)
+    with pytest.raises(BusError, match=r"^prompt group 11: .*h5 is deleted, .*bus ls says what"):
+        show.group(paths, 11, None)
 
 
 def test_show_a_group_tells_its_fields_planned_or_not(tmp_path):

@@ -133,10 +133,8 @@ def parts_of(paths: BusPaths, writer: Writer, record: CommitRecord) -> list[tupl
     ]
 
 
-def check_on_disk(paths: BusPaths, records: Sequence[PlanRecord]) -> None:
-    """Raises:
-    BusError: names the first step that cannot be read back, and how shards are kept.
-    """
+def deleted(paths: BusPaths, records: Sequence[PlanRecord]) -> dict[int, list[str]]:
+    """Step -> those of its shards that are not on disk any more."""
     gone: dict[int, dict[str, None]] = {}
     for record in records:
         for part in record.parts:
@@ -144,8 +142,15 @@ def check_on_disk(paths: BusPaths, records: Sequence[PlanRecord]) -> None:
             for place in (part[:3], *(sidecar[:3] for sidecar in sidecars)):
                 if not paths.shard(*place).exists():
                     gone.setdefault(record.step, {})[str(paths.shard(*place))] = None
-    if gone:
-        step, files = min((step, list(files)) for step, files in gone.items())
+    return {step: list(files) for step, files in gone.items()}
+
+
+def check_on_disk(paths: BusPaths, records: Sequence[PlanRecord]) -> None:
+    """Raises:
+    BusError: names the first step that cannot be read back, and how shards are kept.
+    """
+    if gone := deleted(paths, records):
+        step, files = min(gone.items())
         more = f" and {len(files) - 1} more" if len(files) > 1 else ""
         raise BusError(
             f"step {step}: {files[0]}{more} of its shards are deleted, and so for {len(gone)} "

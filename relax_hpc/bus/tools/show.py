@@ -11,6 +11,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shard import Shard
 from relax_hpc.bus.staleness import staleness
 from relax_hpc.bus.tools import selection, tables
+from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import COLUMNS, FinishReason, Trajectory
 
@@ -78,7 +79,11 @@ def group(paths: BusPaths, guid: int, decode: Decode | None) -> str:
     """
     record = selection.of_guid(paths, guid)
     part = record.parts[0]
-    selection.check_on_disk(paths, [record])
+    if gone := selection.deleted(paths, [record]):
+        raise BusError(
+            f"prompt group {guid}: {min(gone.values())[0]} is deleted, since a checkpoint covers "
+            f"it; relax-hpc bus ls says what is left, bus.keep_steps keeps more"
+        )
     rows = Reader(paths).rows(record, range(record.num_trajectories))
     where = f"step {record.step}" if record.step else "not planned yet"
     path = paths.shard(part.producer, part.epoch, part.seq)

@@ -10,11 +10,12 @@ from torch import Tensor
 from relax_hpc import hf_folder
 from relax_hpc.engines.hf.files import HfFiles
 from relax_hpc.engines.megatron import checkpoint_write, hf_names, hf_stream
+from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.megatron.architectures.names import Parameter
 from relax_hpc.engines.megatron.architectures.registry import parameters, read_architecture
 from relax_hpc.engines.megatron.boxes import Box
 from relax_hpc.engines.megatron.checkpoint_read import Stored
-from relax_hpc.engines.megatron.hf_check import check_names
+from relax_hpc.engines.megatron.hf_check import check_names, check_shapes
 from relax_hpc.errors import ConfigError
 
 _OTHER_NAMES = (
@@ -45,22 +46,38 @@ def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
     hf_folder.write(out, tensors, model)
 
 
+def check_fits(checkpoint: Path, shape: Architecture) -> None:
+    """Whether a checkpoint has all weights of a model. Reads what describes it, and no weights.
+
+    Raises:
+        CheckpointError: it is not whole.
+        ConfigError: it is of another model.
+    """
+    _keys(Stored(checkpoint), parameters(shape))
+
+
 def to_megatron(model: Path, out: Path) -> None:
     """Writes the weights of a Hugging Face folder as a checkpoint that any grid can load.
 
     Raises:
         ConfigError: the folder is not what its config.json says.
     """
-    draft = out.with_name(f".{out.name}.draft")
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
     shape = read_architecture(model)
+    draft = out.with_name(f".{out.name}.draft")
     with HfFiles(model) as files:
         check_names(files, shape, parameters(shape))
-        checkpoint_write.write_part(draft, 0, _boxes(files, parameters(shape)), {})
-    common = {"step": 0, "weights_only": True}
-    checkpoint_write.write_names(draft, 1, common, timeout_s=0)
-    draft.rename(out)
+        check_shapes(files, parameters(shape))
+        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            draft.mkdir(parents=True)
+            checkpoint_write.write_part(draft, 0, _boxes(files, parameters(shape)), {})
+            common = {"step": 0, "weights_only": True}
+            checkpoint_write.write_names(draft, 1, common, timeout_s=0)
+            draft.rename(out)
+        except OSError as error:
+            raise ConfigError(f"{out}: cannot be made: {error.strerror}; name another") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
 
 
 def _keys(stored: Stored, every: Iterator[Parameter]) -> list[tuple[Parameter, str]]:

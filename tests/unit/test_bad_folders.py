@@ -1,0 +1,171 @@
+"""Folders that cannot be read or written to, weights that are none, and what convert leaves."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import load
+from relax_hpc.launch import preflight
+from relax_hpc.launch.submit import resolve
+from relax_hpc.roles import convert
+from relax_hpc.telemetry import picture
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def as_another(job, monkeypatch):
+    """The job in a folder of another user's, as whom the test goes on: root may read all."""
+    folder = Path(tempfile.mkdtemp())
+    shutil.copytree(job, folder, dirs_exist_ok=True)
+    monkeypatch.chdir(folder)
+    is_root = os.geteuid() == 0
+    if is_root:
+        for path in (folder, *folder.rglob("*")):
+            os.chown(path, NOBODY, NOBODY)
+        os.seteuid(NOBODY)
+    yield folder
+    if is_root:
+        os.seteuid(0)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o700)
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["job.toml", "train.jsonl", "model", "model/config.json", "model/model.safetensors",
+     "model/tokenizer.json", "model/tokenizer_config.json"],
+)  # fmt: skip
+def test_what_may_not_be_read_is_said_to_be_so(as_another, name, monkeypatch, capsys):
+    Path(name).chmod(0)
+    monkeypatch.setattr(sys, "argv", ["relax-hpc", "submit", "job.toml", "--local"])
+    from relax_hpc import cli
+
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    output, said = capsys.readouterr()
+    assert end.value.code == 2 and output == "" and said.count("\n") == 1
+    assert f"{name}" in said and "may not be read by you; ask its owner" in said
+    assert not Path("runs").exists()
+
+
+def test_a_run_root_below_a_folder_that_cannot_be_entered_is_refused(as_another):
+    Path("closed").mkdir(mode=0)
+    with pytest.raises(ConfigError, match=r"run_root = .*: Permission denied; choose a folder"):
+        preflight.check_run_dir(as_another / "closed" / "deep" / "run", "run")
+    Path("closed").chmod(0o500)
+    with pytest.raises(ConfigError, match=r"run_root = .*cannot be written to; choose a folder"):
+        preflight.check_run_dir(as_another / "closed" / "deep" / "run", "run")
+
+
+def test_a_path_with_a_part_that_is_too_long_is_refused(refused):
+    long = ("--set", f"run_root=runs/{'r' * 300}")
+    said = refused("submit", "job.toml", "--local", *long)
+    assert "File name too long; choose a folder of yours" in said and "\n" not in said
+
+
+OBJECTS = ["tokenizer_config.json", "tokenizer.json"]
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.parametrize("content", ["[1]", "5", "{", "", "[" * 100_000])
+def test_a_tokenizers_file_of_another_shape_is_named(refused, name, content):
+    Path("model", name).write_text(content)
+    said = refused("submit", "job.toml", "--local")
+    assert f"model/{name}: is " in said and "download it again" in said and "\n" not in said
+
+
+def test_weights_to_begin_with_become_absolute_and_are_checked(refused, job):
+    def said(folder):
+        return refused("submit", "job.toml", "--local", "--set", f"model.weights={folder}")
+
+    known, _ = resolve(load(Path("job.toml"), ["model.weights=mg"]))
+    assert isinstance(known, RunConfig) and known.model.weights == job / "mg"
+    assert said("nowhere").startswith(f"model.weights = '{job}/nowhere': no such folder; name a ch")
+    assert "is a Hugging Face folder; name a checkpoint" in said("model")
+    assert "is no folder; name a checkpoint" in said("train.jsonl")
+    Path("mg").mkdir()
+    assert "mg/manifest.json: No such file or directory; name a checkpoint" in said("mg")
+    Path("mg/run.json").touch()
+    assert "is a run; name a checkpoint" in said("mg")
+    shutil.rmtree("mg")
+    convert.convert(Path("model"), "megatron", out=Path("mg"), step=None, model=None)
+    small = ("--set", "prompts.max_prompt_tokens=2", "--set", "model.weights=mg")
+    assert "prompts.max_prompt_tokens" in refused("submit", "job.toml", "--local", *small)
+    config = Path("model/config.json")
+    text = config.read_text()
+    shape = preflight.check_model(Path("model"), load(Path("job.toml")).actor)
+    import dataclasses
+
+    other = dataclasses.replace(shape, ffn_hidden_size=shape.ffn_hidden_size * 2)
+    with pytest.raises(ConfigError, match=r"model.weights = 'mg': .*of another model"):
+        preflight.check_first_weights(Path("mg"), other)
+    assert config.read_text() == text
+    next(Path("mg").glob("*.distcp")).write_bytes(b"")
+    assert "has 0 bytes of" in said("mg")
+
+
+def test_a_refused_conversion_leaves_nothing_and_says_one_line(refused):
+    Path("model/model.safetensors").write_bytes(b"0" * 100)
+    said = refused("convert", "model", "--to", "megatron", "--out", "mg")
+    assert "damaged or not complete" in said and "\n" not in said
+
+
+def test_a_conversion_prints_where_it_is_and_none_of_megatrons_warnings(job):
+    command = [sys.executable, "-m", "relax_hpc", "convert", "model", "--to", "megatron"]
+    code = "import sys; from relax_hpc.cli import main; sys.argv[:1] = ['relax-hpc']; main()"
+    command = [sys.executable, "-c", code, *command[3:], "--out", "mg"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("mg\n", "")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [(".", "is a folder; name a file"), ("nodir/x.png", "there is no folder nodir; make it")],
+)
+def test_a_picture_that_cannot_be_put_there_is_refused_and_leaves_nothing(job, path, message):
+    before = sorted(Path().rglob("*"))
+    with pytest.raises(ConfigError, match=message):
+        picture.save(picture.figure(1, 1), Path(path))
+    assert sorted(Path().rglob("*")) == before
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_errors_are_red_on_a_terminal_unless_the_user_wants_none(job, plain):
+    import pty
+
+    code = "import sys; from relax_hpc.cli import main; sys.argv = ['x', 'status', 'no']; main()"
+    main, terminal = pty.openpty()
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}
+    environment |= {"TERM": "xterm"} | ({"NO_COLOR": "1"} if plain else {})
+    done = subprocess.run([sys.executable, "-c", code], stderr=terminal, env=environment)
+    os.close(terminal)
+    said = os.read(main, 4096)
+    os.close(main)
+    assert done.returncode == 2 and b"no: no such run" in said
+    assert (b"\x1b[" not in said) == plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["rollout.placement=actor", "algorithm.max_staleness=0", "rollout.num_engines=2"],
+         "rollout.num_engines = 2: engines have 2 ranks, the actor has 1"),
+        (["weights.quantize=fp8"], "weights.quantize = 'fp8': the embedded engine takes plain"),
+        (["reference.placement=own", "reference.path=nowhere"], "reference: model.path = "),
+    ],
+    ids=["lanes", "quantized", "reference"],
+)  # fmt: skip
+def test_the_whole_check_asks_about_engines_in_turn_quantized_ones_and_the_reference(
+    refused, settings, message
+):
+    said = refused("submit", "job.toml", "--local", *(w for s in settings for w in ("--set", s)))
+    assert said.startswith(message) and "\n" not in said
