@@ -29,6 +29,8 @@ class RelaxError(Exception):
 class ConfigError(RelaxError, ValueError):
     """The job, or a file it names, is wrong. The message names key, value and remedy."""
 
+    is_final = True
+
 
 class BusError(RelaxError, RuntimeError):
     """A shard, a log or a plan is missing, torn, foreign or of another format."""

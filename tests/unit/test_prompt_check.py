@@ -93,5 +93,6 @@ def test_a_rank_that_finds_a_bad_document_ends_before_anything_is_trained(docume
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sft_task, "own_device", device)
         expected = ConfigError if rank == 1234 % 3 else BeyondTheCheckError
-        with pytest.raises(expected):
+        with pytest.raises(expected) as found:
             sft_task.main(documents, None, World, 0, None)
+        assert getattr(found.value, "is_final", False) == (expected is ConfigError)
