@@ -58,6 +58,9 @@ class Trainer(Protocol):
 class LogprobCheck:
     """Called by every rank before each update, until there was a batch to judge by.
 
+    Only policy 0 is judged for good. An engine that was given a later one may still hold keys and
+    values of prompts that older ones computed, so after a resume the same is but a warning.
+
     Args:
         note: of rank 0: the step, the policy that sampled, what was found, the limit.
         place: of rank 0: where a prompt group is, and which engine made it.
@@ -89,7 +92,7 @@ class LogprobCheck:
             self._note(self._trainer.step, gap, limit)
         if gap.mean <= limit:
             return
-        if self._config.algorithm.logprob_check == "stop":
+        if self._config.algorithm.logprob_check == "stop" and self._trainer.step == 0:
             raise MismatchError(self._line(gap, limit))
         if self._note:
             log.warning("%s", self._line(gap, limit))

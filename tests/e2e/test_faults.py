@@ -109,7 +109,11 @@ def test_of_several_engines_in_a_task_one_is_killed_and_the_others_go_on(tiny, t
         wait_until(run_dir, has_done(2), 100)
         started = {event["id"]: event for event in events_of(run_dir, "rollout", "engine")}
         assert sorted(started) == names
+        actor = newest(run_dir, "actor", "start")["pid"]
+        os.kill(actor, signal.SIGSTOP)  # or else the run may be over before the engine is back
         os.kill(started["rollout-0.1"]["engine_pid"], signal.SIGKILL)
+        wait_until(run_dir, lambda _: len(events_of(run_dir, "rollout", "engine")) == 4, 100)
+        os.kill(actor, signal.SIGCONT)
         after = wait_until(run_dir, is_over, 200)
         [end] = events_of(run_dir, "rollout", "engine_end")
         assert end["id"] == "rollout-0.1" and "SIGKILL" in end["reason"]

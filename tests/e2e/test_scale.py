@@ -133,7 +133,9 @@ def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
         code, said = scale("out", run_dir, "--engines", "2", "--wait")
         assert code == 1 and "request 1 (scale out to 2 engines): failed: extra-1: " in said, said
         row = listed(run_dir)["extra-1"]
-        assert row["state"] == "FAILED" and "has neither model.safetensors nor" in row["reason"], row
+        assert row["state"] == "FAILED" and "has neither model.safetensors nor" in row["reason"], (
+            row
+        )
         assert not running_for(run_dir, "extra_step")
 
         hidden.rename(weights)

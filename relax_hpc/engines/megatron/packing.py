@@ -37,7 +37,7 @@ class MicroBatch:
     advantages: Tensor
     """[T] float32, constant over a trajectory."""
     policy_versions: Tensor
-    """[T] int32, policy that sampled the token; -1 where none did."""
+    """[T] int32, policy that sampled the token and the whole response before it; else -1."""
     old_logprobs: Tensor | None = None
     """[T] float32 nats, policy before this step's updates; no gradient."""
     ref_logprobs: Tensor | None = None
@@ -94,12 +94,15 @@ def build(
 
 
 def _versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
-    """[tokens] policy that sampled each; -1 for the prompt."""
-    starts, versions = trajectory.version_runs.reshape(-1, 2).T
-    first = int(starts[0]) if len(starts) else len(trajectory.token_ids)
-    lengths = np.diff(starts, append=len(trajectory.token_ids))
-    sampled = np.repeat(versions, lengths)
-    return np.concatenate([np.full(first, -1, np.int32), sampled], dtype=np.int32)
+    """[tokens] the first policy of the response, where it sampled; -1 for the prompt and the rest.
+
+    What follows an update was sampled over keys and values that the policy before it computed.
+    """
+    found = np.full(len(trajectory.token_ids), -1, np.int32)
+    if len(runs := trajectory.version_runs):
+        later = runs[runs[:, 1] != runs[0, 1], 0]
+        found[runs[0, 0] : later[0] if len(later) else None] = runs[0, 1]
+    return found
 
 
 def next_tokens(token_ids: Tensor) -> Tensor:
