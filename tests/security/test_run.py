@@ -1,9 +1,11 @@
 """A real run under the most open umask there is, with somebody at every port it opens.
 
-It shares with its group, which opens most. Two more only begin, under other umasks.
+It shares with its group, which opens most. Under other umasks, tasks only write a file each.
 """
 
+import os
 import stat
+import sys
 import tempfile
 import threading
 import time
@@ -11,6 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
+import cloudpickle
 import psutil
 import pytest
 from adversary import bomb, needs_another_user, open_to_nobody, talk
@@ -18,6 +21,7 @@ from torch.distributed import DistError, TCPStore
 
 from relax_hpc import job_file, permissions
 from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.launch import component
 from relax_hpc.launch.cancel import cancel
 from relax_hpc.launch.submit import submit
 from relax_hpc.paths import RunPaths
@@ -26,6 +30,8 @@ from relax_hpc.records import read_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import read_events
 from relax_hpc.weights import members
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tasks do not import tests
 
 REPOSITORY = Path(__file__).parents[2]
 OWN_GROUP = "root"
@@ -179,17 +185,28 @@ def test_nobody_else_reads_or_writes_any_of_it(watched):
     assert open_to_nobody(everything(watched.paths)) == set()
 
 
+def leave(role, run_dir, _bootstrap):
+    """In place of a role: one file in the run, and one beside the call."""
+    for folder in (Path(run_dir) / "left", Path(os.environ["SUBMITIT_FOLDER"])):
+        folder.mkdir(exist_ok=True)
+        (folder / f"by-{role}").write_text("x")
+
+
 @pytest.mark.parametrize("umask", [0o002, 0o022])
-def test_a_run_that_is_not_shared_is_its_owners_alone_whatever_the_umask(folder, umask):
+def test_a_run_that_is_not_shared_is_its_owners_alone_whatever_the_umask(
+    folder, umask, monkeypatch
+):
+    """Real processes from bash to the entry of a task; what runs in it inherits their umask."""
     needs_another_user()
+    monkeypatch.setattr(component, "run", leave)
     with submitted(folder, umask, actor__tensor_parallel=1) as paths:
-        wait_for(paths.events("rollout", 0).exists, 60, paths)
-        found = [path for path in everything(paths) if path.exists()]
-    assert len(found) > 20
+        wait_for(lambda: len(list(paths.submission.glob("*/*_result.pkl"))) == 2, 60, paths)
+    found = everything(paths)
+    assert len([path for path in found if path.name in {"by-actor", "by-rollout"}]) == 4
+    assert len([path for path in found if path.name.endswith(("_log.out", "_log.err"))]) == 4
     assert open_to_nobody(found) == open_to_nobody(found, group=OWN_GROUP) == set()
     for path in found:
-        if path.exists():  # a draft may be gone
-            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
 def test_the_group_reads_shards_and_records_but_no_token_and_writes_nothing(watched):
