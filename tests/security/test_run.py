@@ -59,7 +59,7 @@ class Witness:
             connection.close()
 
     def _watch(self):
-        while not self._over.wait(0.02):
+        while not self._over.wait(0.2):
             record = read_json(self.paths.launch_record)
             if record is None:
                 continue
