@@ -168,7 +168,7 @@ def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> En
     """
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN)} | dict(environment)
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    # SGLang logs its arguments, the token among them.
+    # Ours, whatever an engine may say: it knows a token.
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     said_before = os.fstat(log).st_size
     try:

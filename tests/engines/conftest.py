@@ -61,7 +61,7 @@ def served(request, checkpoints, tmp_path_factory):
         kind,
         checkpoints[0],
         host="127.0.0.1",
-        token="right",
+        token="a right token",
         rollout_config=RolloutConfig(engine=kind, start_timeout_s=240),
         dtype="float32",
         log_path=tmp_path_factory.mktemp(kind) / "engine.log",

@@ -243,6 +243,12 @@ def test_a_start_names_its_phases_in_the_order_in_which_they_come(engine):
     assert engine.phases == [phase for phase in expected if phase in engine.phases]
 
 
+def test_the_log_names_the_arguments_of_a_start_and_not_the_token(engine):
+    said = engine.process.log_path.read_text()
+    assert engine.kind == "embedded" or ("server_args=" in said and "'***'" in said)
+    assert engine.process.token == "a right token" not in said
+
+
 def open_routes():
     """(method, path) of all that the embedded engine answers, and of what nobody has made."""
     from relax_hpc.engines.embedded.server import Endpoints

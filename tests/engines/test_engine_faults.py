@@ -14,7 +14,7 @@ from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import EngineError
 
-# In place of `python -m sglang.launch_server`: binds what it is told to, and answers /health.
+# In place of an interpreter with SGLang: binds what it is told to, and answers /health.
 LISTENER = """\
 #!{python}
 import http.server, socketserver, sys

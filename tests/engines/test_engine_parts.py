@@ -82,8 +82,9 @@ def children_with(word):
 def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
     checkpoints, tmp_path, monkeypatch
 ):
-    before = children_with("sglang.launch_server")  # the engine that other tests share
-    monkeypatch.setattr(launch, "command", lambda _: [SGLANG_PYTHON, "-m", "sglang.launch_server"])
+    before = children_with("sglang.serve")  # the engine that other tests share
+    command = launch.command
+    monkeypatch.setattr(launch, "command", lambda _: command(SGLANG_PYTHON))
     monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
     config, paths = config_of(checkpoints[0]), RunPaths(tmp_path)
     secret = RunSecret.create(paths.secret)
@@ -109,4 +110,4 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
             healthy("7.0-1-2")
         other.result(60)
     assert members.find(paths, "rollout-0").state == "GONE"
-    assert children_with("sglang.launch_server") == before
+    assert children_with("sglang.serve") == before

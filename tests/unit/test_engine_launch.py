@@ -76,7 +76,12 @@ def test_every_line_of_a_start_moves_its_phase_on():
         ),
         ("    assert self.total_num_heads % attn_tp_size == 0", r"tp_size \(3\): use a divisor"),
         ("RuntimeError: CUDA error: invalid device ordinal", r"resources\.gpus_per_node"),
-        ("/bin/python: No module named sglang", "without SGLang"),
+        ("ModuleNotFoundError: No module named 'sglang'", "without SGLang"),
+        (
+            "/bin/python: Error while finding module specification for 'relax_hpc.engines.sglang."
+            "serve' (ModuleNotFoundError: No module named 'relax_hpc')",
+            "without this package",
+        ),
         ("[Errno 98] error while attempting to bind: address already in use", "port was taken"),
         ("KeyError: 'unheard of'", "^$"),
     ],

@@ -45,6 +45,10 @@ _CAUSES = (
         "rollout.resources.python names an interpreter without SGLang",
     ),
     (
+        r"No module named '?relax_hpc",
+        "rollout.resources.python names an interpreter without this package",
+    ),
+    (
         r"error: unrecognized arguments|error: argument --",
         "SGLang refused an argument of rollout.engine_args",
     ),

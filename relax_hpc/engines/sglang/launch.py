@@ -93,7 +93,7 @@ def arguments(
     share: Share = ALONE,
     quantization: Quantization | None = None,
 ) -> list[str]:
-    """Arguments of `sglang.launch_server`, without the token (see `write_options`).
+    """Arguments of `serve`, which are those of SGLang, without the token (see `write_options`).
 
     Token ids go in and come out, so the server needs no tokenizer; versions count from 0.
     """
@@ -154,6 +154,11 @@ def size_of(engine_args: PassThrough) -> Size:
 def write_options(path: Path, token: str) -> None:
     """Writes what must not stand on a command line, as a file for `--config` (JSON is YAML)."""
     path.write_text(json.dumps({"api-key": token}))
+
+
+def read_token(path: Path) -> str:
+    """Reads the token from a file of `write_options`."""
+    return str(json.loads(path.read_text())["api-key"])
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
@@ -257,4 +262,4 @@ class _Parser(argparse.ArgumentParser):
 
 
 def command(python: str | None = None) -> list[str]:
-    return [python or sys.executable, "-m", "sglang.launch_server"]
+    return [python or sys.executable, "-m", "relax_hpc.engines.sglang.serve"]
