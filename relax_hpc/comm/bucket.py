@@ -68,7 +68,7 @@ class BucketPlan:
     def to_json(self) -> str:
         return json.dumps(
             [
-                [(spec.name, _dtype_name(spec.dtype), spec.shape) for spec in bucket]
+                [(spec.name, dtype_name(spec.dtype), spec.shape) for spec in bucket]
                 for bucket in self.buckets
             ]
         )
@@ -77,7 +77,7 @@ class BucketPlan:
     def from_json(cls, text: str) -> Self:
         return cls(
             tuple(
-                tuple(Spec(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in b)
+                tuple(Spec(name, dtype_of(dtype), tuple(shape)) for name, dtype, shape in b)
                 for b in json.loads(text)
             )
         )
@@ -185,5 +185,11 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
     return found.hexdigest()
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

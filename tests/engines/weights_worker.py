@@ -84,7 +84,7 @@ def export(**options):
 
         return mock.patch.object(dist, name, call)
 
-    with counted("broadcast"), counted("all_gather_into_tensor"), counted("all_gather_object"):
+    with counted("broadcast"), counted("all_gather_into_tensor"), counted("all_gather"):
         stream = list(hf_stream.named_weights(_state["chunks"], **options))
     return [(name, tensor.numpy().copy()) for name, tensor in stream], sorted(calls)
 

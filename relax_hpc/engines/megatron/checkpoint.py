@@ -25,6 +25,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from torch import Tensor
 
+from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron import boxes, checkpoint_pickle, checkpoint_write
 from relax_hpc.engines.megatron.boxes import Box
 from relax_hpc.engines.megatron.checkpoint_read import Stored
@@ -353,8 +354,8 @@ def _object(stored: Stored, key: str) -> Any:  # noqa: ANN401
 
 def _raise_together(failed: Exception | None) -> None:
     """Raises on every rank what one of them found."""
-    found: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, failed)
-    for error in found:
-        if error is not None:
-            raise failed or error
+    mine = failed and (isinstance(failed, ConfigError), str(failed))
+    for found in all_gather_json(mine):
+        if found is not None:
+            is_config, message = found
+            raise failed or (ConfigError if is_config else CheckpointError)(message)

@@ -7,14 +7,13 @@ exp(d) - 1 - d, which estimates KL(engine || trainer) (http://joschu.net/blog/kl
 
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.step_sums import StepSums
@@ -52,8 +51,7 @@ class Gap(NamedTuple):
     worst: Worst
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Of one micro-batch."""
 
     num_tokens: int
@@ -99,10 +97,14 @@ def measure(works: Sequence[Work], policy_version: int) -> Gap | None:
     """
     mine = list(_parts(works, policy_version)) if grid.is_last_stage() else []
     group = mpu.get_data_parallel_group()
-    ranks: list[list[_Part]] = [[]] * group.size()
-    dist.all_gather_object(ranks, mine, group=group)
-    gap: Gap | None = grid.from_last_stage(_merged([part for rank in ranks for part in rank]))
-    return gap
+    parts = [
+        _Part(tokens, total, k3, Worst(*worst))
+        for rank in all_gather_json(mine, group)
+        for tokens, total, k3, worst in rank
+    ]
+    gap = _merged(parts)
+    said = grid.from_last_stage(gap and gap._asdict())
+    return said and Gap(**said | {"worst": Worst(*said["worst"])})
 
 
 def _merged(parts: Sequence[_Part]) -> Gap | None:

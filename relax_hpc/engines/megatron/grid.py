@@ -1,14 +1,20 @@
 """Who shares what: tensor, pipeline, context, expert and data parallelism of this process."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from relax_hpc.comm.collectives import broadcast_json
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.engines.megatron.transformer import sequence_parallel
+
+FloatArray = npt.NDArray[np.float32]
 
 
 def initialize(actor: ActorConfig) -> None:
@@ -50,10 +56,25 @@ def is_last_stage() -> bool:
 
 
 def from_last_stage(value: Any) -> Any:  # noqa: ANN401
-    """What the last stage of this rank's pipeline passes in, on all its stages."""
+    """What the last stage of this rank's pipeline passes in, on all its stages: JSON, as such.
+
+    See `comm.collectives`; where there is one stage, too, a tuple becomes a list.
+    """
+    group = mpu.get_pipeline_model_parallel_group()
+    return broadcast_json(value, group.size() - 1, group)
+
+
+def arrays_from_last_stage(arrays: Sequence[FloatArray]) -> list[FloatArray]:
+    """Likewise, of arrays [any length] float32."""
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, mpu.get_pipeline_model_parallel_last_rank(), group=group)
-    return box[0]
+        return list(arrays)
+    lengths: list[int] = from_last_stage([len(array) for array in arrays])
+    if not lengths:
+        return []
+    if is_last_stage():
+        flat = torch.from_numpy(np.concatenate(arrays))
+    else:
+        flat = torch.empty(sum(lengths), dtype=torch.float32)
+    dist.broadcast(flat, group=group, group_src=group.size() - 1)
+    return [part.numpy() for part in torch.split(flat, lengths)]

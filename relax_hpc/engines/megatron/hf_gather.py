@@ -14,6 +14,7 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from relax_hpc.comm.bucket import BucketPlan, Spec, views
+from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron.architectures.names import Shape
 from relax_hpc.engines.megatron.hf_stream import Shard, Slot, own_shards, slots_of
 from relax_hpc.engines.megatron.model import PackedGPT
@@ -224,12 +225,10 @@ class _Ranks(NamedTuple):
             mpu.get_expert_model_parallel_rank(),
             mpu.get_expert_tensor_parallel_rank(),
         )
-        found = [((0, 0), (0, 0, 0))] * dist.get_world_size()
-        dist.all_gather_object(found, (dense, expert))
         ranks = cls({}, {})
-        for rank, (of_dense, of_expert) in enumerate(found):
-            ranks.dense.setdefault(of_dense, rank)
-            ranks.expert.setdefault(of_expert, rank)
+        for rank, (of_dense, of_expert) in enumerate(all_gather_json((dense, expert))):
+            ranks.dense.setdefault(tuple(of_dense), rank)
+            ranks.expert.setdefault(tuple(of_expert), rank)
         return ranks
 
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
-from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.bucket import Spec, dtype_name, dtype_of
+from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron.architectures.names import Parameter, Piece, Shape
 from relax_hpc.engines.megatron.hf_names import Sharing, by_expert, owned
 from relax_hpc.engines.megatron.model import PackedGPT
@@ -126,19 +127,17 @@ def slots_of(
     parameters = owned(chunks, chunks[0].architecture)
     group = mpu.get_pipeline_model_parallel_group()
     values = [value_of(copies[0]) if copies else None for _, copies in parameters]
-    mine = [None if value is None else value.dtype for value in values]
-    stages = [mine]
-    if group.size() > 1:  # stages may be cut in ways that only their ranks know
-        stages = [[] for _ in range(group.size())]
-        dist.all_gather_object(stages, mine, group=group)
+    # Stages may be cut in ways that only their ranks know.
+    mine = [None if value is None else dtype_name(value.dtype) for value in values]
+    stages: list[list[str | None]] = all_gather_json(mine, group)
     slots = []
     for number, (parameter, _) in enumerate(parameters):
-        stage, dtype = next((n, stage[number]) for n, stage in enumerate(stages) if stage[number])
-        assert dtype
+        stage, name = next((n, of[number]) for n, of in enumerate(stages) if of[number])
+        assert name
         sharing = Sharing.of(parameter)
         own = values[number] if stage == group.rank() else None
         shard = [] if own is None else by_expert(own, parameter, sharing.size)
-        slots.append(Slot(parameter, stage, dtype, shard, sharing))
+        slots.append(Slot(parameter, stage, dtype_of(name), shard, sharing))
     return slots
 
 

@@ -6,10 +6,10 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.schema import Trajectory
@@ -88,14 +88,16 @@ def explain(works: Sequence[Work], reason: str, in_a_row: int) -> Skip:
     """Looks at all that was passed over. Collective over all ranks."""
     samples = list(_samples(works)) if grid.is_last_stage() else []
     group = mpu.get_data_parallel_group()
-    ranks = [_Found([], 0, 0, 0)] * group.size()
     mine = _Found(
         samples[:_NAMED],
         len(samples),
         sum(sample.what == "logprobs" for sample in samples),
         sum(bool(sample.loss_mask[1:].any()) for work in works for sample in work.samples),
     )
-    dist.all_gather_object(ranks, mine, group=group)
+    ranks = [
+        _Found([Sample(*sample) for sample in named], *counts)
+        for named, *counts in all_gather_json(mine, group)
+    ]
     first_of_each = sorted(
         ((place, sample) for found in ranks for place, sample in enumerate(found.named)),
         key=lambda found: found[0],
@@ -109,8 +111,8 @@ def explain(works: Sequence[Work], reason: str, in_a_row: int) -> Skip:
         in_a_row,
         is_model=without == sum(found.trained for found in ranks) > 0,
     )
-    said: Skip = grid.from_last_stage(skip)
-    return said
+    said = grid.from_last_stage(skip._asdict())
+    return Skip(**said | {"samples": tuple(Sample(*sample) for sample in said["samples"])})
 
 
 def _samples(works: Sequence[Work]) -> Iterator[Sample]:

@@ -73,7 +73,7 @@ def forward(
 
     with torch.no_grad():
         found = _run(chunks, micro_batches, forward_step, forward_only=True)
-    return list(grid.from_last_stage([part.float().cpu().numpy() for part in found]))
+    return grid.arrays_from_last_stage([part.float().cpu().numpy() for part in found])
 
 
 def own_part(values: Tensor) -> Tensor:

@@ -3,10 +3,10 @@
 import math
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron import grid
 
 
@@ -33,12 +33,11 @@ class StepSums:
         names = list(self._values)
         values = torch.stack([v.float() for v in self._values.values()]).tolist() if names else []
         group = mpu.get_data_parallel_group()
-        ranks: list[dict[str, tuple[float, bool]]] = [{} for _ in range(group.size())]
         mine = {
             name: (value, name in self._largest) for name, value in zip(names, values, strict=True)
         }
-        dist.all_gather_object(ranks, mine, group=group)
-        return dict(grid.from_last_stage(_merged(ranks, num_tokens)))
+        merged = _merged(all_gather_json(mine, group), num_tokens)
+        return dict(grid.from_last_stage(merged))
 
 
 def _merged(ranks: list[dict[str, tuple[float, bool]]], num_tokens: int) -> dict[str, float]:
