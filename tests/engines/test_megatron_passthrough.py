@@ -149,17 +149,19 @@ def test_summing_gradients_on_the_way_gives_the_same_update(ranks, folder, layou
     """In portions, of which the last may be empty; also if nobody says which is the last."""
     rows, advantages = trajectories(8)
     weights = []
-    for table, batch in (
-        ({}, {}),
-        (OVERLAP, {"num_portions": 1}),
-        (OVERLAP, {"num_portions": 3}),
-        (OVERLAP, {"num_portions": 9}),
-        (OVERLAP, {"num_portions": 3, "tell_last": False}),
+    for table, portions_of_steps, tell_last in (
+        ({}, (1, 1, 1), True),
+        (OVERLAP, (1, 1, 1), True),
+        (OVERLAP, (3, 3, 3), True),
+        (OVERLAP, (9, 9, 9), True),
+        (OVERLAP, (3, 3, 3), False),
+        (OVERLAP, (1, 3, 2), True),  # Megatron learns in the first step when a gradient is whole
     ):
         config = job(folder, budget=40, actor=layout | {"ddp": table})
         ranks.call(worker.open_trainer, config=config)
-        batch = {"rows": rows, "advantages": advantages, "num_steps": 3} | batch
-        ranks.call(worker.train, **batch)
+        batch = {"rows": rows, "advantages": advantages, "tell_last": tell_last}
+        for num_portions in portions_of_steps:
+            ranks.call(worker.train, num_portions=num_portions, **batch)
         weights.append(ranks.call(worker.weights)[0])
     for other in weights[1:]:
         for name in other:
