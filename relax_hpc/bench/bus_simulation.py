@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from relax_hpc.bus.open_shards import MAX_OPEN
+from relax_hpc.bus.shards.open_shards import MAX_OPEN
 
 # Metadata operations of one shard, from draft to deletion; the folder that is flushed stays open.
 # Reading and writing open files goes to data servers and is not here.

@@ -11,11 +11,11 @@ import numpy as np
 from relax_hpc.bench.bus import NAME
 from relax_hpc.bench.workload import GROUPS, Kind, renumbered
 from relax_hpc.bus import layout
-from relax_hpc.bus.encode import to_columns
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
-from relax_hpc.bus.memory import Memory
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.encode import to_columns
+from relax_hpc.bus.shards.memory import Memory
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import COLUMNS, OFFSETS, Columns
 

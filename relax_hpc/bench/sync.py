@@ -22,13 +22,13 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import ConfigError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
 from relax_hpc.job_file import with_overrides
 from relax_hpc.launch import preflight
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
-from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
 
 LOGPROB_VERSIONS = (0, 1, 10)
 """After which the engines' logprobs are compared with the trainer's."""

@@ -18,16 +18,17 @@ from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 from relax_hpc.engines.megatron.scorer import MegatronScorer
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.register import Register
 from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.schema import Trajectory
-from relax_hpc.weights import members, quantize
+from relax_hpc.weights import quantize
 from relax_hpc.weights.lanes import LaneHelper, LaneLink
-from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Published, Publisher
 from relax_hpc.weights.quantize import Quantizer
 from relax_hpc.weights.ranks import Helper, TrainerRanks
-from relax_hpc.weights.register import Register
 from relax_hpc.weights.sleep import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver

@@ -20,10 +20,10 @@ from relax_hpc.bench.report import machine
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.grid import GridConfig
 from relax_hpc.config.run import JobConfig
-from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.architectures.registry import read_architecture
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.registry import read_architecture
 from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from relax_hpc.bus.routed import COLUMN as EXPERTS
+from relax_hpc.bus.shards.routed import COLUMN as EXPERTS
 from relax_hpc.schema import (
     OFFSETS,
     Columns,

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
-from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.plan import Chain, DroppedGroup, IgnoredShard, Part, PlanRecord, Sidecar
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.open_shards import OpenShards
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.snapshot import GuidSet, LogPosition
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths

@@ -7,11 +7,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from relax_hpc.bus import layout, shard_write
+from relax_hpc.bus import layout
 from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.log import SHARDS, CommitRecord, RecordKind
 from relax_hpc.bus.log_writer import LogWriter
-from relax_hpc.bus.shard_format import ShardInfo
+from relax_hpc.bus.shards import shard_write
+from relax_hpc.bus.shards.shard_format import ShardInfo
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import sync

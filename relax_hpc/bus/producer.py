@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from relax_hpc.bus.credits import Refill
-from relax_hpc.bus.encode import from_columns, gather
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.owner import Owner
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.encode import from_columns, gather
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import ColumnPieces, PromptGroup

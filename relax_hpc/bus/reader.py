@@ -7,10 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.encode import from_columns
-from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.plan import Part, PlanRecord
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.encode import from_columns
+from relax_hpc.bus.shards.open_shards import OpenShards
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import DamagedError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import Array, Columns, Trajectory, columns_of

@@ -22,7 +22,6 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditWriter, Refill
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.intake import Intake
-from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.plan import (
     AnyRecord,
     Chain,
@@ -34,6 +33,7 @@ from relax_hpc.bus.plan import (
     claim_epoch,
     read_chain,
 )
+from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.bus.snapshot import GuidSet, Snapshot, remove_drafts, write_snapshot
 from relax_hpc.bus.staleness import staleness
 from relax_hpc.errors import BusError, PeerTimeoutError

@@ -9,8 +9,8 @@ import numpy.typing as npt
 from relax_hpc.bus import layout
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
 from relax_hpc.bus.owner import Owner
-from relax_hpc.bus.shard import Shard
-from relax_hpc.bus.shard_format import ROW_OFFSETS
+from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.shards.shard_format import ROW_OFFSETS
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import COLUMNS, Columns, columns_of

@@ -11,8 +11,8 @@ from typing import Any
 from submitit import JobEnvironment
 from submitit.core.utils import DelayedSubmission
 
-from relax_hpc.comm.context import TaskContext
 from relax_hpc.errors import RelaxError
+from relax_hpc.roles.context import TaskContext
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Restartable:
 
 def run(role: str, run_dir: str, bootstrap: str) -> None:
     """Runs one task of `role` until the run is over."""
-    from relax_hpc.roles import main
+    from relax_hpc.roles import task as main
 
     main.run(Path(run_dir), task_context(role), bootstrap)
 

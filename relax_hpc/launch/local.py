@@ -12,10 +12,10 @@ from typing import Any
 from submitit.core.core import Job as SubmititJob
 from submitit.core.core import R
 
+from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch import script
 from relax_hpc.launch.jobs import Call, HetJob, dump, name_pickles
-from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.records import read_json
 
 _POLL_S = 0.1

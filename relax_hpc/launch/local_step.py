@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from relax_hpc.launch.process_id import ProcessId
+from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.records import write_json
 
 _POLL_S = 0.05

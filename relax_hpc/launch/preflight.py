@@ -15,19 +15,20 @@ from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.engines import optional_packages
 from relax_hpc.engines.embedded import launch as embedded
-from relax_hpc.engines.hf import fields as hf_fields
-from relax_hpc.engines.hf.config_json import ConfigJson
-from relax_hpc.engines.hf.files import HfFiles
 from relax_hpc.engines.megatron import fit
-from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.architectures import registry
-from relax_hpc.engines.megatron.hf_check import check_names, check_shapes
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import CheckpointError, ConfigError
 from relax_hpc.launch import quantized, script
 from relax_hpc.launch.jobs import output_of, words_of
 from relax_hpc.launch.placement import Component
-from relax_hpc.roles import document_check, prompt_check
+from relax_hpc.models import fields as hf_fields
+from relax_hpc.models import registry
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.hf_check import check_names, check_shapes
+from relax_hpc.models.hf_files import HfFiles
+from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.sft import document_check
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ def check_first_weights(folder: Path | None, shape: Architecture) -> None:
         if (folder / name).exists():
             raise ConfigError(f"{key}: {what}; {remedy}")
     optional_packages.hush()
-    from relax_hpc.engines.megatron.convert import check_fits  # a second, for torch
+    from relax_hpc.engines.megatron.checkpoint.convert import check_fits  # a second, for torch
 
     try:
         check_fits(folder, shape)
@@ -241,7 +242,7 @@ def check_trainer(config: JobConfig) -> None:
         return  # nothing to ask, and asking takes seconds: Megatron-core has to be imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages it could do without
-        from relax_hpc.engines.megatron import optimizer_config
+        from relax_hpc.engines.megatron.optimizer import settings as optimizer_config
         from relax_hpc.engines.megatron.transformer import transformer_config
 
         transformer_config(config, registry.read_architecture(config.model.path))

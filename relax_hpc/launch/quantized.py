@@ -4,9 +4,9 @@ import re
 
 from relax_hpc.config.rollout import FP8_BLOCK, WeightsConfig
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.engines.sglang.launch import size_of
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture
 
 _DECIDED = ("quantization", "json_model_override_args", "load_format")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json, write_json_once
 

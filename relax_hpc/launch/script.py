@@ -153,12 +153,12 @@ def _assemble(
     for group, step in zip(groups, steps, strict=True):
         lines += _supervised(job, {index: components[index] for index in group}, step)
     if job.run_dir is not None and any(each.held_nodes > each.nodes for each in components):
-        module = [sys.executable, "-m", "relax_hpc.launch.scaler_main", str(job.run_dir)]
+        module = [sys.executable, "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
         scaler = shlex.join([*module, *scaler_options])
         lines += [f'serve {scaler} --job-id "$job_id" --controller "$$" & scaler=$!', ""]
     lines.append(WAIT)
     if job.run_dir is not None:
-        finish = shlex.join([sys.executable, "-m", "relax_hpc.launch.finish", str(job.run_dir)])
+        finish = shlex.join([sys.executable, "-m", "relax_hpc.runs.finish", str(job.run_dir)])
         lines.append(f'[ -n "$stopping" ] || {finish} || exit_code=1')
     lines += [
         '[ -z "$stopping" ] || exit_code=143',

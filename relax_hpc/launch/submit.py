@@ -18,15 +18,14 @@ from relax_hpc.config.run import JobConfig, PromptsConfig, RunConfig
 from relax_hpc.config.sections import Resources, Section
 from relax_hpc.config.sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
-from relax_hpc.job_file import read_resolved
 from relax_hpc.launch import component as task
-from relax_hpc.launch import preflight, record, script, states
+from relax_hpc.launch import preflight, record, script
 from relax_hpc.launch.jobs import Call, HetJob
 from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.profiles import PROFILES
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
-from relax_hpc.launch.slurm import HetSlurmExecutor, MaybeQueuedError
+from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
@@ -83,18 +82,18 @@ def submit(
         ConfigError: the run cannot work; nothing was created.
         LaunchError: Slurm refused it; the run directory was removed again.
     """
-    mode = _mode(local=local)
+    mode = mode_of(local=local)
     config, components = resolve(config)
     config = preflight.check(config, components, use_slurm=mode == "slurm", say=say)
-    plan = _plan(mode, config, components, 1)
+    planned = plan(mode, config, components, 1)
     if dry_run:
-        return plan
+        return planned
     paths = RunPaths(config.run_dir)
     parents = [parent for parent in paths.root.parents if not parent.exists()]
     try:
         make_run_dir(config, paths)
         with permissions.masked(permissions.UMASKS[config.launch.share]):
-            return _start(plan, config, paths)
+            return start(planned, config, paths)
     except _NameInUseError:
         raise
     except (OSError, RelaxError) as error:
@@ -111,70 +110,11 @@ def submit(
         ) from error
 
 
-def resume(run_dir: Path, *, local: bool = False, ended: bool = False) -> Submission:
-    """Starts a run again that ended before its last step: cancelled, out of time, or given up.
-
-    It goes on from its newest checkpoint and from what stands on its bus, with the job it was
-    submitted with.
-
-    Args:
-        run_dir: of the run.
-        local: run here even though there is a Slurm.
-        ended: the caller knows that a job has ended of which Slurm says nothing.
-
-    Raises:
-        ConfigError: not a run directory, complete, or it may still be running.
-        LaunchError: Slurm refused it.
-    """
-    from relax_hpc.launch import status  # it knows every state a job can be in
-
-    paths = RunPaths(run_dir.absolute())
-    config = read_resolved(paths.config)
-    permissions.check_own(paths.root, paths.submission)
-    newest = record.read(paths.root)
-    for found in status.launches(newest):
-        if doubt := status.doubt(found):
-            if not ended:
-                raise ConfigError(f"{run_dir}: {doubt}")
-        elif states.is_alive(found.state):
-            raise ConfigError(
-                f"{run_dir}: is {found.state.lower()} as job {found.record.leader}; "
-                f"cancel it first: relax-hpc cancel {run_dir}"
-            )
-        elif found.state == "COMPLETED":
-            raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
-    number = record.claim(paths, newest.number + 1, sure=ended)
-    plan = _plan(_mode(local=local), config, place(config), number)
-    try:
-        _make_private(config, paths)
-        with permissions.masked(permissions.UMASKS[config.launch.share]):
-            return _start(plan, config, paths, newest)
-    except MaybeQueuedError:
-        raise  # the claim stays: there may be a job
-    except (OSError, RelaxError) as error:
-        paths.launch_claim(number).unlink()
-        if isinstance(error, RelaxError):
-            raise
-        raise LaunchError(
-            f"{run_dir}: cannot be written to: {error.strerror}; nothing was started. "
-            "Free space or quota and resume it again"
-        ) from error
-
-
-def _make_private(config: JobConfig, paths: RunPaths) -> None:
-    """Gives a run of an older version, which everybody may read, what newer ones are made with."""
-    if not paths.secret.exists():
-        paths.root.chmod(0o777 & ~permissions.UMASKS[config.launch.share])
-        RunSecret.create(paths.secret)
-
-
-def _mode(*, local: bool) -> Mode:
+def mode_of(*, local: bool) -> Mode:
     return "slurm" if not local and shutil.which("sbatch") else "local"
 
 
-def _plan(
-    mode: Mode, config: JobConfig, components: Sequence[Component], number: int
-) -> Submission:
+def plan(mode: Mode, config: JobConfig, components: Sequence[Component], number: int) -> Submission:
     """What would be submitted, as the launch of that number."""
     if mode == "local":  # MPI's ranks would need Slurm, or mpirun, to start them
         components = [replace(component, bootstrap="files") for component in components]
@@ -276,20 +216,20 @@ def provenance() -> dict[str, Any]:
     return {"versions": versions, "revision": _git_revision()}
 
 
-def _start(
-    plan: Submission, config: JobConfig, paths: RunPaths, before: LaunchRecord | None = None
+def start(
+    planned: Submission, config: JobConfig, paths: RunPaths, before: LaunchRecord | None = None
 ) -> Submission:
     """Starts a job and records it; what cannot be recorded is ended again."""
-    job, components = _job(config, plan.number), plan.components
+    job, components = _job(config, planned.number), planned.components
     calls = [
         Call(component, task.run, (component.role, str(paths.root), component.bootstrap))
         for component in components
     ]
-    executor = (HetSlurmExecutor if plan.mode == "slurm" else HetLocalExecutor)(job.folder)
+    executor = (HetSlurmExecutor if planned.mode == "slurm" else HetLocalExecutor)(job.folder)
     submitted: HetJob[Any] = executor.submit_het(calls, job)
     controller = submitted.controller if isinstance(submitted, LocalHetJob) else None
     launched = LaunchRecord(
-        plan.mode,
+        planned.mode,
         submitted.job_id,
         tuple(
             LaunchedComponent(
@@ -302,7 +242,7 @@ def _start(
         time.time(),
         controller,
         socket.gethostname(),
-        plan.number,
+        planned.number,
         tuple(reversed(before.all)) if before else (),
     )
     try:
@@ -310,7 +250,7 @@ def _start(
     except OSError:
         submitted.cancel()
         raise
-    return replace(plan, job=submitted)
+    return replace(planned, job=submitted)
 
 
 def _git_revision() -> str | None:

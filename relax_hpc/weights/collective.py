@@ -5,14 +5,14 @@ from concurrent.futures import ThreadPoolExecutor
 from relax_hpc.comm.broadcast import Transport as Backend
 from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import MemberError
 from relax_hpc.weights.group import MemberGroup
-from relax_hpc.weights.members import Member
 from relax_hpc.weights.ranks import Serve, TrainerRanks
-from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.transport import Delivery, behind
 from relax_hpc.weights.verify import Sent

@@ -14,12 +14,12 @@ from typing import NamedTuple
 from relax_hpc.comm.orders import Order, Receipt, Task, receipt_file
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.records import read_json
 from relax_hpc.telemetry.timers import Phase, Timers
 from relax_hpc.weights.loads import Loaded, Loads
-from relax_hpc.weights.members import Member
 from relax_hpc.weights.ranks import Rest, TrainerRanks
-from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.snapshot import Snapshot
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.transport import Delivery, answers

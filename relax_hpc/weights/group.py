@@ -13,10 +13,10 @@ from relax_hpc.comm.orders import PLAN, Order, Receipt, Task
 from relax_hpc.comm.torch_store import open_store
 from relax_hpc.comm.wire import Sending, Wire
 from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders, raise_refusals
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Outgoing
 
 

@@ -22,11 +22,11 @@ from relax_hpc.comm.wire import Wire
 from relax_hpc.comm.world import World
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders
-from relax_hpc.weights.members import Member
 from relax_hpc.weights.ranks import Serve, TrainerRanks
-from relax_hpc.weights.receiver import Receiver
 from relax_hpc.weights.staging import Buffers, Gather, Outgoing
 from relax_hpc.weights.transport import Delivery, behind
 from relax_hpc.weights.verify import Sent

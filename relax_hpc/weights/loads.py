@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet import switches
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.register import Key, Register, key_of
 from relax_hpc.telemetry.timers import Phase
-from relax_hpc.weights import switches
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.register import Key, Register, key_of
 from relax_hpc.weights.verify import Verified
 
 _POLL_S = 0.05

@@ -18,16 +18,16 @@ from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, SnapshotError
+from relax_hpc.fleet import switches
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
+from relax_hpc.fleet.register import MEMORY, Register
 from relax_hpc.telemetry.timers import Phase, Timers
-from relax_hpc.weights import switches
 from relax_hpc.weights.collective import CollectiveTransport
 from relax_hpc.weights.files import FileTransport
 from relax_hpc.weights.lanes import LaneLink, LaneTransport
 from relax_hpc.weights.loads import Loaded, Loads
-from relax_hpc.weights.members import Member
 from relax_hpc.weights.ranks import Rest, TrainerRanks
-from relax_hpc.weights.receiver import Receiver
-from relax_hpc.weights.register import MEMORY, Register
 from relax_hpc.weights.staging import Buffers, Gather, Outgoing
 from relax_hpc.weights.transport import WAYS, Delivery, Transport, Way, each
 from relax_hpc.weights.verify import Sent, Verified, compare

@@ -8,10 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from relax_hpc.errors import EngineError, PeerTimeoutError
-from relax_hpc.weights import members, turn
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.receiver import Receiver
-from relax_hpc.weights.register import MEMORY, Register
+from relax_hpc.fleet import lease as turn
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
+from relax_hpc.fleet.register import MEMORY, Register
 from relax_hpc.weights.transport import each
 
 _POLL_S = 0.1

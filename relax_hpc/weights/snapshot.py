@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from relax_hpc import hf_folder
 from relax_hpc.comm.bucket import Spec
 from relax_hpc.comm.world import World
 from relax_hpc.errors import SnapshotError
-from relax_hpc.weight_files import (
+from relax_hpc.models import hf_folder
+from relax_hpc.models.weight_files import (
     FILE_BYTES,
     MANIFEST,
     FileRecord,

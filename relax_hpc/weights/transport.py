@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
+from relax_hpc.fleet.register import HEALTH_S
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import MemberError
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.receiver import Receiver
-from relax_hpc.weights.register import HEALTH_S
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.verify import Sent
 

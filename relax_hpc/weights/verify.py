@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from relax_hpc.comm.orders import Receipt
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.receiver import Receiver
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
 
 
 class Sent(NamedTuple):

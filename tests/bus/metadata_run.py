@@ -12,12 +12,12 @@ from bus_fixtures import group
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.micro_batches import plan_micro_batches
-from relax_hpc.bus.open_shards import OpenShards
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.paths import BusPaths
+from relax_hpc.roles.dealing.micro_batches import plan_micro_batches
 
 ENGINES, REPLICAS, PROMPTS = 32, 4, 256
 WARM, STEPS = 2, 4

@@ -18,7 +18,7 @@ from relax_hpc.bus.log import CommitRecord, RecordKind, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.shard import Shard
 
 P, STEPS, SAVE_EVERY = 2, 2, 1
 SYSTEM_CALLS = ("open", "pwrite", "pwritev", "fsync", "rename", "replace", "unlink", "mkdir")

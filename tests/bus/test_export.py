@@ -11,7 +11,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.tools import export, selection, show
 from relax_hpc.errors import BusError, ConfigError
 from relax_hpc.paths import BusPaths

@@ -7,7 +7,6 @@ import torch
 from bus_fixtures import group, make_bus, produce
 from disk_calls import recorded
 
-from relax_hpc import hf_folder
 from relax_hpc.bus import layout
 from relax_hpc.bus.frames import FrameWriter, encode
 from relax_hpc.bus.log_writer import LogWriter
@@ -15,10 +14,11 @@ from relax_hpc.bus.plan import PlanPosition, claim_epoch
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.snapshot import NOTHING, write_snapshot
 from relax_hpc.bus.tools import garbage
+from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.comm.world import SoloWorld
+from relax_hpc.models import hf_folder
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import write_json, write_json_once
-from relax_hpc.roles.checkpoints import Checkpoints
 
 RECORD = ["flush draft", "rename draft -> record.json"]
 

@@ -17,8 +17,8 @@ from relax_hpc.comm.star import StarWorld
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.paths import BusPaths
-from relax_hpc.roles import logprobs
-from relax_hpc.roles.hybrid import HybridReference
+from relax_hpc.roles.actor.reference import HybridReference
+from relax_hpc.roles.scorer import loop as logprobs
 from relax_hpc.telemetry.events import EventWriter, read_events
 
 GROUPS = 12

@@ -10,11 +10,11 @@ from bus_fixtures import group, same, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.bus import media, shard_write
-from relax_hpc.bus.encode import from_columns, gather, to_columns
-from relax_hpc.bus.memory import Memory
-from relax_hpc.bus.shard import HEAD_READ, Shard
-from relax_hpc.bus.shard_format import BLOCK, CODEC, HEADER
+from relax_hpc.bus.shards import media, shard_write
+from relax_hpc.bus.shards.encode import from_columns, gather, to_columns
+from relax_hpc.bus.shards.memory import Memory
+from relax_hpc.bus.shards.shard import HEAD_READ, Shard
+from relax_hpc.bus.shards.shard_format import BLOCK, CODEC, HEADER
 from relax_hpc.errors import BusError
 from relax_hpc.schema import COLUMNS, OFFSETS, MediaKind, Medium, PromptGroup, columns_of
 

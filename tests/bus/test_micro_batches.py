@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.bus.micro_batches import SHARD_TOLERANCE, imbalance, plan_micro_batches
 from relax_hpc.errors import ConfigError
+from relax_hpc.roles.dealing.micro_batches import SHARD_TOLERANCE, imbalance, plan_micro_batches
 
 
 def lognormal(rng, n, cap):

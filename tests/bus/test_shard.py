@@ -10,10 +10,10 @@ from bus_fixtures import group, same, trajectory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_hpc.bus import shard_write
-from relax_hpc.bus.encode import from_columns, to_columns
-from relax_hpc.bus.shard import Shard
-from relax_hpc.bus.shard_format import BLOCK, HEADER
+from relax_hpc.bus.shards import shard_write
+from relax_hpc.bus.shards.encode import from_columns, to_columns
+from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.shards.shard_format import BLOCK, HEADER
 from relax_hpc.bus.tools import show
 from relax_hpc.errors import BusError
 from relax_hpc.schema import COLUMNS, OFFSETS, FinishReason, PromptGroup, columns_of

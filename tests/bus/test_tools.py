@@ -17,12 +17,12 @@ from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord, Sidecar
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.snapshot import Snapshot
 from relax_hpc.bus.tools import garbage, listing, verify
-from relax_hpc.cli import app
+from relax_hpc.cli.main import app
+from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import BusError, LaunchError
-from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.paths import BusPaths, RunPaths
 from relax_hpc.records import write_json
 

@@ -5,7 +5,7 @@ import time
 import pytest
 from e2e_runs import REPOSITORY
 
-from relax_hpc.roles.make_tiny import make
+from relax_hpc.demo.make_tiny import make
 
 
 @pytest.fixture(scope="session")

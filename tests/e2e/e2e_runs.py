@@ -11,9 +11,9 @@ from typing import NamedTuple
 from typer.testing import CliRunner
 
 from relax_hpc.bus.plan import read_chain
-from relax_hpc.cli import app
-from relax_hpc.launch.status import is_over as has_ended
+from relax_hpc.cli.main import app
 from relax_hpc.paths import RunPaths
+from relax_hpc.runs.status import is_over as has_ended
 from relax_hpc.telemetry.events import read_events
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import time
 from e2e_runs import cli, events_of, has_done, is_over, status, submit, wait_until
 from test_faults import newest
 
+from relax_hpc.fleet.roster import Roster
 from relax_hpc.paths import RunPaths
-from relax_hpc.weights.roster import Roster
 
 STEPS, PROMPTS, SIBLINGS = 6, 8, 4
 

@@ -21,9 +21,9 @@ from e2e_runs import (
 )
 
 from relax_hpc.engines.load import num_requests
+from relax_hpc.fleet import members
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
-from relax_hpc.weights import members
 
 STEPS, PROMPTS, SIBLINGS = 36, 32, 8
 

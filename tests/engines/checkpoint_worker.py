@@ -12,10 +12,10 @@ import torch
 from megatron_worker import _state, train
 
 from relax_hpc.bus.plan import PlanPosition
+from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.comm.world import SoloWorld
-from relax_hpc.engines.megatron import checkpoint_write
+from relax_hpc.engines.megatron.checkpoint import write as checkpoint_write
 from relax_hpc.errors import RelaxError
-from relax_hpc.roles.checkpoints import Checkpoints
 
 CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
 

@@ -26,11 +26,11 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.process import start_engine
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Roster
+from relax_hpc.fleet.switches import Switches
 from relax_hpc.paths import RunPaths
-from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.roster import Roster
-from relax_hpc.weights.switches import Switches
 
 ENGINE_ARGS = {
     "embedded": {},

@@ -7,8 +7,8 @@ from unittest import mock
 
 import numpy as np
 
-from relax_hpc.bus.micro_batches import plan_micro_batches
 from relax_hpc.config.run import RunConfig
+from relax_hpc.roles.dealing.micro_batches import plan_micro_batches
 from relax_hpc.schema import FinishReason, Trajectory
 
 VOCAB = 128
@@ -229,7 +229,7 @@ def engine_gap(rows, advantages, num_portions=1):
 def check(rows, advantages, limit):
     """What the comparison with the engines ends with, before the first update."""
     from relax_hpc.errors import MismatchError
-    from relax_hpc.roles.logprob_check import LogprobCheck
+    from relax_hpc.roles.actor.logprob_check import LogprobCheck
 
     trainer = _state["trainer"]
     tree = trainer._config.model_dump()
@@ -280,7 +280,7 @@ def gradients(rows, advantages):
     """This rank's part of the gradient of the mean loss, reduced over ranks."""
     from megatron.core.distributed import finalize_model_grads
 
-    from relax_hpc.engines.megatron.hf_stream import named_weights
+    from relax_hpc.engines.megatron.hf.stream import named_weights
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
@@ -366,7 +366,7 @@ def split_vocabulary_logprobs(logits, targets, upstream, temperature):
     import torch
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron import logprobs as module
+    from relax_hpc.engines.megatron.layers import logprobs as module
 
     group = dist.group.WORLD
     shard = torch.from_numpy(logits).chunk(group.size(), dim=1)[group.rank()]
@@ -389,10 +389,12 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
     from megatron.core import parallel_state as mpu
     from megatron.core import tensor_parallel
 
-    from relax_hpc.engines.megatron import attention, cpu, hf_names, model
+    from relax_hpc.engines.megatron import cpu, model
     from relax_hpc.engines.megatron import transformer as transformers
-    from relax_hpc.engines.megatron.architectures import registry
-    from relax_hpc.engines.megatron.attention_context import gather_parts, own_part
+    from relax_hpc.engines.megatron.attention import choice as attention
+    from relax_hpc.engines.megatron.attention.context import gather_parts, own_part
+    from relax_hpc.engines.megatron.hf import load as hf_names
+    from relax_hpc.models import registry
 
     cpu.install()
     size = dist.get_world_size() if context_parallel else 1
@@ -431,7 +433,7 @@ def hidden_logprobs(hidden, weight, targets, upstream, kept_gib):
     import torch
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron import logprobs as module
+    from relax_hpc.engines.megatron.layers import logprobs as module
 
     group = dist.group.WORLD
     slice_ = torch.from_numpy(weight).chunk(group.size())[group.rank()].clone().requires_grad_()
@@ -451,7 +453,7 @@ def balance(logits, scores, chosen, documents, trained, experts_per_token):
     import torch
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron import balance as module
+    from relax_hpc.engines.megatron.attention import balance as module
 
     of = module.Documents(torch.tensor(documents), torch.tensor(trained))
     found = []
@@ -466,7 +468,7 @@ def balance(logits, scores, chosen, documents, trained, experts_per_token):
 
 def expert_biases():
     """[layers of this rank, experts]."""
-    from relax_hpc.engines.megatron.router import PackedRouter
+    from relax_hpc.engines.megatron.moe.router import PackedRouter
 
     modules = (m for chunk in _state["trainer"]._chunks for m in chunk.modules())
     return [m.expert_bias.tolist() for m in modules if isinstance(m, PackedRouter)]

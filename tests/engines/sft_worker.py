@@ -16,14 +16,14 @@ class DistWorld:
 
 
 def _share(documents):
-    from relax_hpc.roles.sft_lead import deal
+    from relax_hpc.roles.sft.rank0 import deal
 
     trainer = _state["trainer"]
     return deal(trainer._config, documents)[trainer.dp_rank]
 
 
 def _accumulate(documents):
-    from relax_hpc.roles import sft
+    from relax_hpc.roles.sft import loop as sft
 
     share = _share(documents)
     nothing = np.zeros(len(share.rows))
@@ -32,7 +32,7 @@ def _accumulate(documents):
 
 
 def heldout_loss(documents):
-    from relax_hpc.roles import sft
+    from relax_hpc.roles.sft import loop as sft
 
     return sft.heldout_loss(DistWorld(), _state["trainer"], _share(documents))
 

@@ -46,11 +46,11 @@ def open_publisher(
     from relax_hpc.config.rollout import WeightsConfig
     from relax_hpc.engines.client import EngineClient
     from relax_hpc.engines.megatron.scorer import MegatronScorer
+    from relax_hpc.fleet.register import Register
     from relax_hpc.paths import RunPaths
     from relax_hpc.weights.lanes import LaneHelper, LaneLink
     from relax_hpc.weights.publish import Publisher
     from relax_hpc.weights.ranks import TrainerRanks
-    from relax_hpc.weights.register import Register
     from relax_hpc.weights.snapshot import SnapshotWriter
     from relax_hpc.weights.staging import Giver
     from relax_hpc.weights.transport import call_timeout_s
@@ -105,7 +105,7 @@ def publish(version, folder, check):
     """
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron import hf_names
+    from relax_hpc.engines.megatron.hf import load as hf_names
 
     scorer = _state["scorer"]
     hf_names.load(scorer._chunks, folder)

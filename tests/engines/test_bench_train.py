@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from relax_hpc.bench import train
 from relax_hpc.bench.train import Work
-from relax_hpc.cli import app
-from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.cli.main import app
 from relax_hpc.engines.megatron.flops import training_flops
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.registry import read_architecture
 
 
 def test_operations_are_those_counted_by_hand():

@@ -14,14 +14,14 @@ from megatron_worker import VOCAB, job
 from safetensors.torch import load_file, save_file
 from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, make, write
 
-from relax_hpc import cli
+from relax_hpc.cli import main as cli
 from relax_hpc.engines.embedded.model import Qwen3, Shape
-from relax_hpc.engines.hf import fields
-from relax_hpc.engines.hf.fields import FIELDS, Inert, Obeyed, Only
-from relax_hpc.engines.megatron import convert
-from relax_hpc.engines.megatron.architectures.registry import read_architecture
+from relax_hpc.engines.megatron.checkpoint import convert
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.launch import preflight
+from relax_hpc.models import fields
+from relax_hpc.models.fields import FIELDS, Inert, Obeyed, Only
+from relax_hpc.models.registry import read_architecture
 
 
 def test_every_field_of_the_installed_transformers_has_an_entry():

@@ -10,9 +10,9 @@ import torch
 from megatron_worker import VOCAB, job, trajectories
 from safetensors.torch import load_file
 
-from relax_hpc import cli
-from relax_hpc.engines.megatron import convert as engine
-from relax_hpc.roles.convert import convert
+from relax_hpc.checkpoints.convert import convert
+from relax_hpc.cli import main as cli
+from relax_hpc.engines.megatron.checkpoint import convert as engine
 
 ROWS, ADVANTAGES = trajectories(6)
 

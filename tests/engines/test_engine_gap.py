@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import MismatchError
-from relax_hpc.roles.logprob_check import LogprobCheck
+from relax_hpc.roles.actor.logprob_check import LogprobCheck
 
 LAYOUTS = {
     "alone": (1, {}),

@@ -8,17 +8,17 @@ import time
 import psutil
 import pytest
 
-from relax_hpc.comm.context import TaskContext
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.engine_host import EngineHost
-from relax_hpc.roles.engine_parts import Seat
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine.host import EngineHost
+from relax_hpc.roles.engine.parts import Seat
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter, read_events
-from relax_hpc.weights import members
-from relax_hpc.weights.roster import Holding, Roster
 
 CONTEXT = TaskContext("rollout", 0, 1, 0, attempt="7.0", start=2, node="here")
 

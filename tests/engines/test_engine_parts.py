@@ -9,18 +9,18 @@ import psutil
 import pytest
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.comm.context import TaskContext
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.sglang import launch
 from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.fleet import members
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import engine_parts
-from relax_hpc.roles.engine_host import EngineHost
-from relax_hpc.roles.engine_parts import Parts, seats_of
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine import parts as engine_parts
+from relax_hpc.roles.engine.host import EngineHost
+from relax_hpc.roles.engine.parts import Parts, seats_of
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.weights import members
 
 
 def config_of(model, **launch_settings):

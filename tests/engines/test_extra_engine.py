@@ -8,11 +8,11 @@ import pytest
 from engine_fixtures import generate, prompt_of
 
 from relax_hpc.engines.load import num_requests
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import extra_engine
+from relax_hpc.roles.engine import added as extra_engine
 from relax_hpc.schema import FinishReason
-from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
 
 
 @pytest.mark.parametrize(

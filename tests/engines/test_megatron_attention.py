@@ -9,8 +9,9 @@ import pytest
 import torch
 from megatron_worker import VOCAB
 
-from relax_hpc.engines.megatron import attention, attention_cudnn
-from relax_hpc.engines.megatron.attention import PackedRows, Run, runs
+from relax_hpc.engines.megatron.attention import choice as attention
+from relax_hpc.engines.megatron.attention import cudnn as attention_cudnn
+from relax_hpc.engines.megatron.attention.choice import PackedRows, Run, runs
 from relax_hpc.errors import ConfigError
 
 CPU = torch.device("cpu")

@@ -12,10 +12,10 @@ import torch
 from disk_calls import recorded
 from megatron_worker import VOCAB, job, trajectories
 
-from relax_hpc.engines.megatron import checkpoint_write
-from relax_hpc.engines.megatron.boxes import Box, cut
-from relax_hpc.engines.megatron.checkpoint_read import Stored, damage
-from relax_hpc.engines.megatron.checkpoint_write import write_names, write_part
+from relax_hpc.engines.megatron.checkpoint import write as checkpoint_write
+from relax_hpc.engines.megatron.checkpoint.boxes import Box, cut
+from relax_hpc.engines.megatron.checkpoint.read import Stored, damage
+from relax_hpc.engines.megatron.checkpoint.write import write_names, write_part
 from relax_hpc.errors import CheckpointError, ConfigError, PeerTimeoutError
 
 ROWS, ADVANTAGES = trajectories(8)

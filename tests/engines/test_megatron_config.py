@@ -6,10 +6,10 @@ import pytest
 from megatron_worker import job
 
 from relax_hpc.config.optimizer import OptimizerConfig
-from relax_hpc.engines.megatron.architectures.registry import read_architecture
-from relax_hpc.engines.megatron.learning_rate import learning_rate
+from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.registry import read_architecture
 
 QWEN3 = {
     "model_type": "qwen3",

@@ -6,8 +6,8 @@ import pytest
 from engine_fixtures import save_checkpoint
 from megatron_worker import job, trajectories
 
-from relax_hpc.engines.megatron.architecture import Architecture, Experts
 from relax_hpc.engines.megatron.flops import active_channels, peak_of
+from relax_hpc.models.architecture import Architecture, Experts
 
 
 @pytest.fixture(scope="module")

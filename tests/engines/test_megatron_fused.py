@@ -5,8 +5,8 @@ import weakref
 import torch
 from torch.nn import functional
 
-from relax_hpc.engines.megatron import fused
-from relax_hpc.engines.megatron.gradient_fusion import add_product
+from relax_hpc.engines.megatron.layers import fused
+from relax_hpc.engines.megatron.layers.gradient_fusion import add_product
 
 
 def test_gradients_by_hand_are_those_of_finite_differences():

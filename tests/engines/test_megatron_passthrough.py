@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from megatron_worker import job, trajectories
 
-from relax_hpc.engines.megatron.optimizer_config import ddp_config, optimizer_config
+from relax_hpc.engines.megatron.optimizer.settings import ddp_config, optimizer_config
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight
@@ -87,7 +87,7 @@ def test_every_field_of_megatrons_is_taken_or_refused_with_a_reason():
     """A field that a new Megatron adds is taken: it has to be thought about first."""
     from dataclasses import fields
 
-    from relax_hpc.engines.megatron import optimizer_config as module
+    from relax_hpc.engines.megatron.optimizer import settings as module
 
     for target, reasons, taken in (
         (

@@ -11,12 +11,12 @@ from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, w
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.embedded.model import Shape
 from relax_hpc.engines.generation import Sampling
-from relax_hpc.engines.hf.config_json import ConfigJson
-from relax_hpc.engines.hf.rope import Rope
-from relax_hpc.engines.megatron.architectures.registry import read_architecture
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
+from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.registry import read_architecture
+from relax_hpc.models.rope import Rope
 
 WIDE = YARN | {"beta_fast": 1, "beta_slow": 0.1}
 

@@ -8,12 +8,15 @@ import pytest
 from engine_fixtures import save_checkpoint
 from megatron_worker import job, trajectories
 
+from relax_hpc.checkpoints import saving
+from relax_hpc.checkpoints.pending import Saved
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import TrainingError
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import actor, saving, sft, skips
-from relax_hpc.roles.pending_save import Saved
+from relax_hpc.roles.actor import loop as actor
+from relax_hpc.roles.sft import loop as sft
+from relax_hpc.roles.training import skips
 
 BAD = SimpleNamespace(reason="the loss is not finite", samples=(), num_samples=0, is_model=False)
 

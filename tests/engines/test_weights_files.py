@@ -6,7 +6,7 @@ import pytest
 import sync_worker
 from houses import at_that_moment, house_of, kill, publish, trainer, wait_until
 
-from relax_hpc.weight_files import Manifest
+from relax_hpc.models.weight_files import Manifest
 
 
 @pytest.fixture(scope="module", params=["embedded", "sglang"])

@@ -21,9 +21,11 @@ def load(config):
     import torch
     from megatron.core import tensor_parallel
 
-    from relax_hpc.engines.megatron import attention, cpu, grid, hf_names, model
+    from relax_hpc.engines.megatron import cpu, grid, model
     from relax_hpc.engines.megatron import transformer as transformers
-    from relax_hpc.engines.megatron.architectures import registry
+    from relax_hpc.engines.megatron.attention import choice as attention
+    from relax_hpc.engines.megatron.hf import load as hf_names
+    from relax_hpc.models import registry
 
     cpu.install()
     shape = registry.read_architecture(config.model.path)
@@ -46,7 +48,7 @@ def load(config):
 def _counted():
     from collections import Counter
 
-    from relax_hpc.engines.hf import files as hf_files
+    from relax_hpc.models import hf_files
 
     read, opened = [], Counter()
     safe_open, read_part = hf_files.safe_open, hf_files.HfFiles.read
@@ -71,7 +73,7 @@ def export(**options):
     """[(name, weight)] as this rank is given them; how many collectives that took."""
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron import hf_stream
+    from relax_hpc.engines.megatron.hf import stream as hf_stream
 
     calls = []
 
@@ -96,8 +98,8 @@ def gathered(bucket_bytes, to_all):
     import torch.distributed as dist
 
     from relax_hpc.comm.bucket import BucketPlan, views
-    from relax_hpc.engines.megatron import hf_stream
-    from relax_hpc.engines.megatron.hf_gather import HfGather
+    from relax_hpc.engines.megatron.hf import stream as hf_stream
+    from relax_hpc.engines.megatron.hf.gather import HfGather
 
     chunks = _state["chunks"]
     plan = BucketPlan.of(hf_stream.weight_specs(chunks), bucket_bytes)
@@ -130,8 +132,8 @@ def save_hf(folder, source, writer):
     """Every rank takes part, rank `writer` writes."""
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron.hf_export import save_hf
-    from relax_hpc.engines.megatron.hf_stream import named_weights
+    from relax_hpc.checkpoints.export import save_hf
+    from relax_hpc.engines.megatron.hf.stream import named_weights
 
     stream = named_weights(_state["chunks"], bucket_bytes=1000)
     save_hf(folder, stream, source, write=dist.get_rank() == writer, shard_bytes=20_000)

@@ -12,8 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from relax_hpc.bench.train import SHAPES
-from relax_hpc.engines.tiny import checkpoint
-from relax_hpc.prompts import arithmetic
+from relax_hpc.demo import arithmetic, checkpoint
 
 folder, shape = Path(sys.argv[1]), SHAPES[sys.argv[2] if len(sys.argv) > 2 else "qwen3-0.6b"]
 tokenizer = checkpoint.tokenizer()

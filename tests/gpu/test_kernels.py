@@ -12,9 +12,11 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 
-from relax_hpc.engines.megatron import adam, attention, fused, logprobs
-from relax_hpc.engines.megatron.adam import Shard, ShardedAdamW
-from relax_hpc.engines.megatron.attention import PackedRows, Span
+from relax_hpc.engines.megatron.attention import choice as attention
+from relax_hpc.engines.megatron.attention.choice import PackedRows, Span
+from relax_hpc.engines.megatron.layers import fused, logprobs
+from relax_hpc.engines.megatron.optimizer import adam
+from relax_hpc.engines.megatron.optimizer.adam import Shard, ShardedAdamW
 
 DEVICE = torch.device("cuda", 0)
 HEADS, GROUPS, D = 8, 2, 128

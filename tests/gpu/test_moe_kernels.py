@@ -11,8 +11,9 @@ if not torch.cuda.is_available():
 
 from types import SimpleNamespace
 
-from relax_hpc.engines.megatron import experts, kernels_moe, permutation, router
-from relax_hpc.engines.megatron.experts import Groups
+from relax_hpc.engines.megatron.moe import experts, permutation, router
+from relax_hpc.engines.megatron.moe import kernels as kernels_moe
+from relax_hpc.engines.megatron.moe.experts import Groups
 
 DEVICE = torch.device("cuda", 0)
 HIDDEN, WIDTH = 256, 96

@@ -4,7 +4,7 @@ The mistakes are in the TOML files beside this one, a file per area:
 
     [[mutant]]
     name = "what is wrong then"            # unique
-    file = "relax_hpc/roles/actor.py"
+    file = "relax_hpc/roles/actor/loop.py"
     old = "text that occurs there once"
     new = "what stands there instead"
     tests = ["tests/unit/test_actor.py"]   # what pytest is given

@@ -18,7 +18,7 @@ ALLOWED = {
     ("comm/world.py", "pickle.loads"): "of MPI, which is what Slurm makes of it",
     ("engines/embedded/lane_weights.py", "pickle.Unpickler"): "makes one class, or raises",
     (
-        "engines/megatron/checkpoint_pickle.py",
+        "engines/megatron/checkpoint/pickles.py",
         "pickle.Unpickler",
     ): "makes listed classes, or raises",
 }

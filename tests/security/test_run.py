@@ -20,16 +20,15 @@ from adversary import bomb, needs_another_user, open_to_nobody, talk
 from torch.distributed import DistError, TCPStore
 
 from relax_hpc import job_file, permissions
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.demo import arithmetic, checkpoint
+from relax_hpc.fleet import members
 from relax_hpc.launch import component
-from relax_hpc.launch.cancel import cancel
 from relax_hpc.launch.submit import submit
 from relax_hpc.paths import RunPaths
-from relax_hpc.prompts import arithmetic
 from relax_hpc.records import read_json
 from relax_hpc.run_secret import RunSecret
+from relax_hpc.runs.cancel import cancel
 from relax_hpc.telemetry.events import read_events
-from relax_hpc.weights import members
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tasks do not import tests
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.demo import checkpoint
 
 CLI = Path(sys.executable).with_name("relax-hpc")
 JOB = """

@@ -6,13 +6,14 @@ import time
 
 import pytest
 
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import states
-from relax_hpc.launch.cancel import cancel
-from relax_hpc.launch.status import collect
-from relax_hpc.launch.submit import resume, submit
+from relax_hpc.launch.submit import submit
+from relax_hpc.runs.cancel import cancel
+from relax_hpc.runs.resume import resume
+from relax_hpc.runs.status import collect
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc import cli
-from relax_hpc.engines.tiny import checkpoint
-from relax_hpc.launch.cancel import cancel
+from relax_hpc.cli import main as cli
+from relax_hpc.demo import checkpoint
+from relax_hpc.runs.cancel import cancel
 
 JOB = """
 name = "run"

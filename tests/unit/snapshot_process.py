@@ -67,8 +67,8 @@ def write_little(source, root, told):
 KILLED_AT = {
     "tensor 0": None,
     "tensor 9": None,
-    "index": "relax_hpc.hf_folder.write_index",
-    "manifest": "relax_hpc.weight_files.Manifest.write",
+    "index": "relax_hpc.models.hf_folder.write_index",
+    "manifest": "relax_hpc.models.weight_files.Manifest.write",
     "rename": "pathlib.Path.rename",
     "end": None,
 }

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc import cli
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.cli import main as cli
+from relax_hpc.demo import checkpoint
 
 JOB = """
 name = "run"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from relax_hpc.checkpoints import convert
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import load
 from relax_hpc.launch import preflight
 from relax_hpc.launch.submit import resolve
-from relax_hpc.roles import convert
 from relax_hpc.telemetry import picture
 
 NOBODY = 65534
@@ -47,7 +47,7 @@ def as_another(job, monkeypatch):
 def test_what_may_not_be_read_is_said_to_be_so(as_another, name, monkeypatch, capsys):
     Path(name).chmod(0)
     monkeypatch.setattr(sys, "argv", ["relax-hpc", "submit", "job.toml", "--local"])
-    from relax_hpc import cli
+    from relax_hpc.cli import main as cli
 
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -121,7 +121,7 @@ def test_a_refused_conversion_leaves_nothing_and_says_one_line(refused):
 
 def test_a_conversion_prints_where_it_is_and_none_of_megatrons_warnings(job):
     command = [sys.executable, "-m", "relax_hpc", "convert", "model", "--to", "megatron"]
-    code = "import sys; from relax_hpc.cli import main; sys.argv[:1] = ['relax-hpc']; main()"
+    code = "import sys; from relax_hpc.cli.main import main; sys.argv[:1] = ['relax-hpc']; main()"
     command = [sys.executable, "-c", code, *command[3:], "--out", "mg"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("mg\n", "")
@@ -142,7 +142,9 @@ def test_a_picture_that_cannot_be_put_there_is_refused_and_leaves_nothing(job, p
 def test_errors_are_red_on_a_terminal_unless_the_user_wants_none(job, plain):
     import pty
 
-    code = "import sys; from relax_hpc.cli import main; sys.argv = ['x', 'status', 'no']; main()"
+    code = (
+        "import sys; from relax_hpc.cli.main import main; sys.argv = ['x', 'status', 'no']; main()"
+    )
     main, terminal = pty.openpty()
     environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")}
     environment |= {"TERM": "xterm"} | ({"NO_COLOR": "1"} if plain else {})

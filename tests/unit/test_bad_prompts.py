@@ -175,7 +175,7 @@ def test_of_many_prompts_the_longest_are_checked_and_the_rest_is_said_to_be_left
 
 
 def test_what_was_left_out_is_said_beside_what_was_asked_for(job, capsys, monkeypatch):
-    from relax_hpc import cli
+    from relax_hpc.cli import main as cli
 
     Path("train.jsonl").write_text(f"{GOOD}\n" * 3000)
     monkeypatch.setattr("sys.argv", ["relax-hpc", "submit", "job.toml", "--local", "--dry-run"])

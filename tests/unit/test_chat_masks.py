@@ -2,7 +2,7 @@
 
 import pytest
 
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.chat import ChatTemplate
 

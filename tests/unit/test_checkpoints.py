@@ -10,10 +10,10 @@ import pytest
 from fake_snapshot import NAMES, FakeSnapshot
 
 from relax_hpc.bus.plan import PlanPosition
+from relax_hpc.checkpoints.store import MAX_FAILURES, Checkpoints, find
 from relax_hpc.comm.star import StarWorld
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import BusError, CheckpointError, FencedError
-from relax_hpc.roles.checkpoints import MAX_FAILURES, Checkpoints, find
 
 
 class Trainer:

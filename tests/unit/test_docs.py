@@ -10,7 +10,7 @@ from typing import get_origin
 import pytest
 import typer.main
 
-from relax_hpc.cli import app
+from relax_hpc.cli.main import app
 from relax_hpc.config.run import RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.job_file import validate

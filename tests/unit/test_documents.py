@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relax_hpc.config.sft import SftConfig
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.documents import Documents, batch_end, count_steps
 from relax_hpc.prompts.rows import open_rows

@@ -7,7 +7,6 @@ import socket
 import httpx
 import pytest
 
-from relax_hpc.comm.context import TaskContext
 from relax_hpc.comm.orders import LOADER
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.engines.client import EngineClient
@@ -15,7 +14,8 @@ from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis, launch
 from relax_hpc.engines.sglang.launch import Share, size_of
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.engine_parts import Seat, on_own_gpus, seats_of
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine.parts import Seat, on_own_gpus, seats_of
 
 # The lines of a start of SGLang 0.5.17 on a GPU that tell how far it is.
 LOG = [

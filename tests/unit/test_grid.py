@@ -11,17 +11,17 @@ import torch
 
 from relax_hpc import job_file
 from relax_hpc.bus import layout
-from relax_hpc.bus.micro_batches import imbalance
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.comm.star import StarWorld
 from relax_hpc.errors import TrainingError
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import actor
-from relax_hpc.roles.lead import ActorLead
-from relax_hpc.roles.portions import Portion
+from relax_hpc.roles.actor import loop as actor
+from relax_hpc.roles.actor.rank0 import ActorLead
+from relax_hpc.roles.dealing.micro_batches import imbalance
+from relax_hpc.roles.dealing.portions import Portion
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.weights.publish import Published

@@ -6,10 +6,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from relax_hpc import job_file
-from relax_hpc.launch import report, status
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import summary
-from relax_hpc.roles.heldout import Board, Share
+from relax_hpc.roles.rollout.heldout import Board, Share
+from relax_hpc.runs import report, status, summary
 from relax_hpc.telemetry import curve
 from relax_hpc.telemetry.events import EventWriter
 

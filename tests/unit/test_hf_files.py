@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hf_checkpoint import EXPERTS, INDEX, QWEN3, tensors, write
 
-from relax_hpc.engines.hf.files import HfFiles
-from relax_hpc.engines.megatron.architectures import registry
-from relax_hpc.engines.megatron.architectures.names import Parameter, Piece
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
+from relax_hpc.models import registry
+from relax_hpc.models.hf_files import HfFiles
+from relax_hpc.models.names import Parameter, Piece
 
 
 @pytest.fixture(params=[QWEN3, EXPERTS], ids=["dense", "experts"])

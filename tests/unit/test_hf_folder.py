@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from relax_hpc import hf_folder
-from relax_hpc.engines.megatron.hf_export import save_hf
+from relax_hpc.checkpoints.export import save_hf
+from relax_hpc.models import hf_folder
 
 
 @pytest.fixture

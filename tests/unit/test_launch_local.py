@@ -13,13 +13,13 @@ import pytest
 from submitit import JobEnvironment
 from submitit.core.utils import FailedJobError
 
+from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.config.sections import Resources
 from relax_hpc.errors import MismatchError
 from relax_hpc.launch import component
 from relax_hpc.launch.jobs import Call
 from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob, processes
 from relax_hpc.launch.placement import Component
-from relax_hpc.launch.process_id import ProcessId
 from relax_hpc.launch.script import Job
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tasks do not import tests

@@ -7,12 +7,13 @@ import fake_slurm
 import pytest
 from typer.testing import CliRunner
 
-from relax_hpc.cli import app
+from relax_hpc.cli.main import app
 from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.launch import preflight, scale_list, script, slurm, states
+from relax_hpc.launch import preflight, script, slurm, states
 from relax_hpc.launch.placement import Component
 from relax_hpc.paths import RunPaths
+from relax_hpc.scale import listing as scale_list
 from relax_hpc.telemetry.events import EventWriter
 
 

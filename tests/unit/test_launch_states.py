@@ -8,15 +8,16 @@ import fake_slurm
 import pytest
 from typer.testing import CliRunner
 
-from relax_hpc.cli import app
+from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved
-from relax_hpc.launch import jobs, record, script, states, status
-from relax_hpc.launch.cancel import cancel
+from relax_hpc.launch import jobs, record, script, states
 from relax_hpc.launch.placement import place
-from relax_hpc.launch.submit import resume
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
+from relax_hpc.runs import status
+from relax_hpc.runs.cancel import cancel
+from relax_hpc.runs.resume import resume
 
 
 @pytest.fixture

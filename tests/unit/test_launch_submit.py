@@ -10,16 +10,17 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_hpc import job_file
-from relax_hpc.cli import app
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.cli.main import app
+from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved, validate
-from relax_hpc.launch import logs, preflight, record
-from relax_hpc.launch.cancel import cancel
+from relax_hpc.launch import preflight, record
 from relax_hpc.launch.local import HetLocalExecutor, processes
-from relax_hpc.launch.status import collect, overall
 from relax_hpc.launch.submit import submit
 from relax_hpc.paths import RunPaths
+from relax_hpc.runs import logs
+from relax_hpc.runs.cancel import cancel
+from relax_hpc.runs.status import collect, overall
 
 
 @pytest.fixture(scope="module")

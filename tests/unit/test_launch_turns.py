@@ -4,15 +4,15 @@ import re
 
 import pytest
 
-from relax_hpc.comm.context import TaskContext
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight, script, slurm
 from relax_hpc.launch.placement import groups, place
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.engine_host import EngineHost
-from relax_hpc.roles.engine_parts import on_own_gpus, seats_of
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine.host import EngineHost
+from relax_hpc.roles.engine.parts import on_own_gpus, seats_of
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 

@@ -8,7 +8,9 @@ import pytest
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import load
 from relax_hpc.prompts import tokenizer
-from relax_hpc.roles import document_check, prompt_check, sft_task
+from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.sft import build as sft_task
+from relax_hpc.roles.sft import document_check
 
 GOOD = {"prompt": "1+1=", "answer": "2"}
 SFT = """

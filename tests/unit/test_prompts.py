@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.demo import arithmetic, checkpoint
 from relax_hpc.errors import ConfigError
-from relax_hpc.prompts import arithmetic, tokenizer
+from relax_hpc.prompts import tokenizer
 from relax_hpc.prompts.source import PromptSource
 
 

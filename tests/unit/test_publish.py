@@ -14,14 +14,14 @@ from relax_hpc.comm.orders import Receipt
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.register import Register
+from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.paths import RunPaths
-from relax_hpc.weights import members
 from relax_hpc.weights.exchange import MemberError
-from relax_hpc.weights.members import Member
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.ranks import TrainerRanks
-from relax_hpc.weights.register import Register
-from relax_hpc.weights.roster import Holding, Roster
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.transport import behind
 from relax_hpc.weights.verify import Sent, compare

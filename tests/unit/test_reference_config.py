@@ -4,12 +4,12 @@ import pytest
 from hf_checkpoint import QWEN3, write
 
 from relax_hpc.config.sections import Resources
-from relax_hpc.engines.megatron.architectures import registry
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight
 from relax_hpc.launch.placement import place
 from relax_hpc.launch.script import Job, slurm_script
+from relax_hpc.models import registry
 
 
 def job(reference=None, *, kl=0.0, profile=None, path="m"):

@@ -18,7 +18,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.paths import BusPaths
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles import rollout
+from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.schema import FinishReason
 
 PROMPTS, SIBLINGS = 4, 2

@@ -5,11 +5,11 @@ from test_rollout_backpressure import Events, config
 
 from relax_hpc import job_file
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles import rollout
-from relax_hpc.roles.routing import standing
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.roles.rollout import loop as rollout
+from relax_hpc.roles.rollout.routing import standing
 from relax_hpc.schema import PromptGroup
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.roster import Holding, Roster
 
 
 def pace(over_sampling=0.0, **algorithm):

@@ -4,16 +4,17 @@ import subprocess
 
 import pytest
 
+from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.fleet.scaling import Extra, ScaleState
 from relax_hpc.job_file import validate
-from relax_hpc.launch import scale, scaler
-from relax_hpc.launch.process_id import ProcessId
-from relax_hpc.launch.scale_records import Extra, ScaleState
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
-from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.roster import Holding, Roster
+from relax_hpc.scale import requests as scale
+from relax_hpc.scale import scaler
 
 
 class House:
@@ -105,7 +106,7 @@ class House:
 
 @pytest.fixture
 def house(tmp_path, monkeypatch):
-    monkeypatch.setattr("relax_hpc.launch.status.job_state", lambda _: "RUNNING")
+    monkeypatch.setattr("relax_hpc.runs.status.job_state", lambda _: "RUNNING")
     house = House(tmp_path)
     yield house
     house.kill(*house.processes)
@@ -233,7 +234,7 @@ def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(house, ask
 
 @pytest.mark.parametrize("state", ["PENDING", "COMPLETED", "CANCELLED"])
 def test_a_run_that_is_not_running_is_not_scaled(house, monkeypatch, state):
-    monkeypatch.setattr("relax_hpc.launch.status.job_state", lambda _: state)
+    monkeypatch.setattr("relax_hpc.runs.status.job_state", lambda _: state)
     with pytest.raises(ConfigError, match=f"is {state.lower()}; only a run that is running"):
         out(house, 2)
 
@@ -248,7 +249,7 @@ def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(hous
     its.end(0.0)
     assert scale_in(house, 1).engines == 1, "the added one ended with the run"
     states = iter(["RUNNING", "COMPLETED"])
-    monkeypatch.setattr("relax_hpc.launch.status.job_state", lambda _: next(states))
+    monkeypatch.setattr("relax_hpc.runs.status.job_state", lambda _: next(states))
     with pytest.raises(ConfigError, match="is completed; only a run that is running is scaled"):
         scale_in(house, 1)
 

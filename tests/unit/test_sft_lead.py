@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.engines.tiny import checkpoint
+from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.documents import Documents
-from relax_hpc.roles.sft_lead import DataPosition, SftLead
+from relax_hpc.roles.sft.rank0 import DataPosition, SftLead
 from relax_hpc.telemetry.events import EventWriter, read_events
 
 COUNT = 10

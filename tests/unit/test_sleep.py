@@ -8,13 +8,15 @@ from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, PeerTimeoutError
+from relax_hpc.fleet import lease as turn
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.register import Register
+from relax_hpc.fleet.roster import Roster
 from relax_hpc.paths import RunPaths
-from relax_hpc.weights import members, sleep, turn
-from relax_hpc.weights.members import Member
+from relax_hpc.weights import sleep
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.ranks import TrainerRanks
-from relax_hpc.weights.register import Register
-from relax_hpc.weights.roster import Roster
 from relax_hpc.weights.sleep import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
 

@@ -23,13 +23,13 @@ from snapshot_process import (
 )
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from relax_hpc import weight_files
 from relax_hpc.comm.bucket import Spec
 from relax_hpc.comm.world import SoloWorld, connect
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import SnapshotError
+from relax_hpc.models import weight_files
+from relax_hpc.models.weight_files import FileReader, FileRecord, Manifest, checksum, plan_files
 from relax_hpc.run_secret import RunSecret
-from relax_hpc.weight_files import FileReader, FileRecord, Manifest, checksum, plan_files
 from relax_hpc.weights.quantize import Quantizer, quantize
 from relax_hpc.weights.ranks import Rest, TrainerRanks
 from relax_hpc.weights.snapshot import SnapshotWriter

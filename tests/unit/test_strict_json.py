@@ -11,7 +11,7 @@ from relax_hpc import job_file
 from relax_hpc.bus.frames import encode
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import finite, write_json
-from relax_hpc.roles import summary
+from relax_hpc.runs import summary
 from relax_hpc.telemetry import curve
 from relax_hpc.telemetry.events import EventWriter, read_events
 

@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.heldout import Board, Share
+from relax_hpc.roles.rollout.heldout import Board, Share
 from relax_hpc.telemetry import curve, history, logs, progress, tensorboard
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.telemetry.pace import Pace, PaceMeter
@@ -274,20 +274,23 @@ def test_rank_0_tells_the_story_and_the_others_only_warn(
 ):
     for _ in range(2):  # set up twice, logged once
         logs.setup("actor", rank, tmp_path / "logs" / "a.log")
-    room = logging.getLogger("relax_hpc.roles.actor")
+    room = logging.getLogger("relax_hpc.roles.actor.loop")
     room.info("hello")
     room.warning("beware")
     seen = capsys.readouterr().err.splitlines()
     assert [line.rsplit(" ", 1)[1] for line in seen] == on_stderr
-    assert f"{socket.gethostname()} actor-{rank} WARNING relax_hpc.roles.actor: beware" in seen[-1]
+    assert (
+        f"{socket.gethostname()} actor-{rank} WARNING relax_hpc.roles.actor.loop: beware"
+        in seen[-1]
+    )
     filed = (tmp_path / "logs" / "a.log").read_text().splitlines()
     assert [line.rsplit(" ", 1)[1] for line in filed] == ["hello", "beware"]
 
 
 def test_what_a_rank_says_for_all_of_them_is_part_of_the_story(tmp_path, capsys, package_log):
     logs.setup("rollout", 1, None)
-    logging.getLogger("relax_hpc.roles.rollout").info("mine")
+    logging.getLogger("relax_hpc.roles.rollout.loop").info("mine")
     Board(RunPaths(tmp_path), 0, 2).add("before", 0, Share(0, 1.0, 4))
     Board(RunPaths(tmp_path), 1, 2).add("before", 0, Share(0, 3.0, 4))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("relax_hpc.roles.heldout: held-out before, policy 0: 0.500")
+    assert line.endswith("relax_hpc.roles.rollout.heldout: held-out before, policy 0: 0.500")

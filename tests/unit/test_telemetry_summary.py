@@ -10,7 +10,7 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
-from relax_hpc.roles import summary
+from relax_hpc.runs import summary
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 from relax_hpc.telemetry.events import EventWriter
 

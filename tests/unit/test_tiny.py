@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from relax_hpc.engines.tiny import checkpoint
-from relax_hpc.engines.tiny.warm_start import Example, _loss, accuracy, warm_start
+from relax_hpc.demo import checkpoint, make_tiny
+from relax_hpc.demo.warm_start import Example, _loss, accuracy, warm_start
 from relax_hpc.prompts import tokenizer
-from relax_hpc.roles import make_tiny
 
 PROMPT = [{"role": "user", "content": "17+58="}]
 

@@ -18,12 +18,13 @@ from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles import actor, rollout
-from relax_hpc.roles.checkpoints import Checkpoints
-from relax_hpc.roles.lead import ActorLead
+from relax_hpc.roles.actor import loop as actor
+from relax_hpc.roles.actor.rank0 import ActorLead
+from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.schema import FinishReason
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.weights.publish import Published

@@ -8,8 +8,8 @@ import numpy as np
 
 from relax_hpc.bus.log import RecordKind
 from relax_hpc.bus.plan import Part
-from relax_hpc.bus.shard import Shard
-from relax_hpc.bus.shard_format import ROW_OFFSETS, Field
+from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.shards.shard_format import ROW_OFFSETS, Field
 from relax_hpc.bus.tools.findings import Commit, Finding
 from relax_hpc.errors import BusError
 from relax_hpc.schema import COLUMNS, columns_of

@@ -9,7 +9,7 @@ import numpy as np
 
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.plan import Chain, Part, PlanRecord, Sidecar, read_chain
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.tools import inventory
 from relax_hpc.bus.tools.inventory import Writer
 from relax_hpc.errors import BusError

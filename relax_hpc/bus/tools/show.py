@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import Reader
-from relax_hpc.bus.shard import Shard
+from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.staleness import staleness
 from relax_hpc.bus.tools import selection, tables
 from relax_hpc.errors import BusError

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from relax_hpc.engines.hf import fields
-from relax_hpc.engines.hf.config_json import ConfigJson
-from relax_hpc.engines.hf.files import HfFiles
-from relax_hpc.engines.hf.rope import Rope
 from relax_hpc.errors import ConfigError, EngineError
+from relax_hpc.models import fields
+from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.hf_files import HfFiles
+from relax_hpc.models.rope import Rope
 
 
 class Shape(NamedTuple):

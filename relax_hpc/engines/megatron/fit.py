@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from relax_hpc.config.actor import ActorConfig
-from relax_hpc.engines.megatron.architecture import Architecture
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture
 
 _UNEVEN_STAGES = (
     "num_layers_in_first_pipeline_stage",

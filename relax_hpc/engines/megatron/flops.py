@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from relax_hpc.engines.megatron.architecture import Architecture
+from relax_hpc.models.architecture import Architecture
 
 PEAK = 989e12
 """Dense bf16 operations per second of an H100 or H200, by its datasheet."""

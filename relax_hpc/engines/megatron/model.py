@@ -19,18 +19,19 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from relax_hpc.engines.megatron import moe, router
-from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.attention import Attend, PackedAttention
-from relax_hpc.engines.megatron.embedding import RowsEmbedding
-from relax_hpc.engines.megatron.layers import (
+from relax_hpc.engines.megatron.attention.choice import Attend, PackedAttention
+from relax_hpc.engines.megatron.layers.dense import (
     FusedSelfAttention,
     PackedLayer,
     RMSNorm,
     RotaryByPosition,
     residual_add,
 )
-from relax_hpc.engines.megatron.logprobs import hidden_logprobs
+from relax_hpc.engines.megatron.layers.embedding import RowsEmbedding
+from relax_hpc.engines.megatron.layers.logprobs import hidden_logprobs
+from relax_hpc.engines.megatron.moe import layer as moe
+from relax_hpc.engines.megatron.moe import router
+from relax_hpc.models.architecture import Architecture
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.engines.megatron import hf_names
+from relax_hpc.engines.megatron.hf import load as hf_names
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.schema import Trajectory
 

@@ -15,9 +15,10 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from relax_hpc.engines.megatron import attention_context, grid
-from relax_hpc.engines.megatron.attention import PackedRows
-from relax_hpc.engines.megatron.balance import Documents
+from relax_hpc.engines.megatron import grid
+from relax_hpc.engines.megatron.attention import context as attention_context
+from relax_hpc.engines.megatron.attention.balance import Documents
+from relax_hpc.engines.megatron.attention.choice import PackedRows
 from relax_hpc.engines.megatron.packing import MicroBatch
 
 

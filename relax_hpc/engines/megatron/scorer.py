@@ -12,23 +12,17 @@ from torch import Tensor
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import JobConfig
-from relax_hpc.engines.megatron import (
-    attention,
-    checkpoint,
-    cpu,
-    grid,
-    hf_names,
-    hf_stream,
-    layers,
-    model,
-    packing,
-    schedule,
-)
-from relax_hpc.engines.megatron.architectures.registry import read_architecture
-from relax_hpc.engines.megatron.hf_gather import HfGather
+from relax_hpc.engines.megatron import cpu, grid, model, packing, schedule
+from relax_hpc.engines.megatron.attention import choice as attention
+from relax_hpc.engines.megatron.checkpoint import snapshot as checkpoint
+from relax_hpc.engines.megatron.hf import load as hf_names
+from relax_hpc.engines.megatron.hf import stream as hf_stream
+from relax_hpc.engines.megatron.hf.gather import HfGather
+from relax_hpc.engines.megatron.layers import dense as layers
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.registry import read_architecture
 from relax_hpc.schema import Trajectory
 
 

@@ -14,24 +14,20 @@ from torch import Tensor
 
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import JobConfig
-from relax_hpc.engines.megatron import (
-    checkpoint,
-    checkpoint_read,
-    engine_gap,
-    grad_sync,
-    nonfinite,
-    optimizer,
-    schedule,
-)
+from relax_hpc.engines.megatron import engine_gap, nonfinite, schedule
+from relax_hpc.engines.megatron.checkpoint import read as checkpoint_read
+from relax_hpc.engines.megatron.checkpoint import snapshot as checkpoint
+from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
 from relax_hpc.engines.megatron.costs import Costs
 from relax_hpc.engines.megatron.engine_gap import Gap
-from relax_hpc.engines.megatron.host_copy import HostCopy
-from relax_hpc.engines.megatron.learning_rate import learning_rate
+from relax_hpc.engines.megatron.moe.router import take_metrics
 from relax_hpc.engines.megatron.nonfinite import Loss, Skip, Work
-from relax_hpc.engines.megatron.router import take_metrics
+from relax_hpc.engines.megatron.optimizer import build as optimizer
+from relax_hpc.engines.megatron.optimizer import grad_sync
+from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
+from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
-from relax_hpc.engines.megatron.weight_bank import WeightBank
 from relax_hpc.errors import TrainingError
 from relax_hpc.schema import Trajectory
 

@@ -9,10 +9,12 @@ from torch.nn import functional
 
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.run import JobConfig
-from relax_hpc.engines.megatron import fit, gradient_fusion, moe
-from relax_hpc.engines.megatron.architecture import Architecture
-from relax_hpc.engines.megatron.architectures.registry import FAMILIES
+from relax_hpc.engines.megatron import fit
+from relax_hpc.engines.megatron.layers import gradient_fusion
+from relax_hpc.engines.megatron.moe import layer as moe
 from relax_hpc.engines.megatron.passthrough import build, refusals
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.registry import FAMILIES
 
 
 def transformer_config(config: JobConfig, shape: Architecture) -> TransformerConfig:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.engines.sglang.copies import LoadWeights, NotPureError, record, uncovered
-from relax_hpc.weight_files import FileReader, Manifest
+from relax_hpc.models.weight_files import FileReader, Manifest
 
 _BUCKET_BYTES = 1 << 28
 

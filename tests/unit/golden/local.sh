@@ -136,7 +136,7 @@ component_1() {
 }
 component_1 & components+=($!)
 
-serve /envs/submit/bin/python -m relax_hpc.launch.scaler_main '/runs/it'"'"'s here' --local --job-id "$job_id" --controller "$$" & scaler=$!
+serve /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --local --job-id "$job_id" --controller "$$" & scaler=$!
 
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
@@ -151,7 +151,7 @@ if [ -n "$scaler" ]; then
   join "$scaler"
 fi
 
-[ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.launch.finish '/runs/it'"'"'s here' || exit_code=1
+[ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.runs.finish '/runs/it'"'"'s here' || exit_code=1
 [ -z "$stopping" ] || exit_code=143
 echo "$exit_code" > '/runs/it'"'"'s here/submission'/"$job_id"_exit_code
 exit "$exit_code"

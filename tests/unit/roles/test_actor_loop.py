@@ -6,12 +6,12 @@ from role_fakes import Events, Journal, Snapshot, config, row
 
 from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
 from relax_hpc.bus.reader import BatchIndex
+from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import TrainingError
-from relax_hpc.roles import actor
-from relax_hpc.roles.checkpoints import Checkpoints
-from relax_hpc.roles.hybrid import HybridReference
-from relax_hpc.roles.portions import Batch
+from relax_hpc.roles.actor import loop as actor
+from relax_hpc.roles.actor.reference import HybridReference
+from relax_hpc.roles.dealing.portions import Batch
 from relax_hpc.weights.publish import Published
 
 ROWS = [

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 from role_fakes import Events, config
 
+from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import actor_task
+from relax_hpc.roles.actor import build as actor_task
 from relax_hpc.run_secret import RunSecret
-from relax_hpc.weights.members import Member
 
 
 def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Journal, config
 
-from relax_hpc.engines.megatron.checkpoint_write import MANIFEST
+from relax_hpc.checkpoints import convert as module
+from relax_hpc.checkpoints.convert import convert
+from relax_hpc.demo import make_tiny
+from relax_hpc.engines.megatron.checkpoint.write import MANIFEST
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json
-from relax_hpc.roles import convert as module
-from relax_hpc.roles import make_tiny
-from relax_hpc.roles.convert import convert
 
 
 @pytest.fixture

@@ -5,18 +5,20 @@ import threading
 import pytest
 from role_fakes import Events, config
 
-from relax_hpc.comm.context import TaskContext
 from relax_hpc.engines.sglang.launch import Share
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
-from relax_hpc.roles import engine_host, engine_parts, extra_engine
-from relax_hpc.roles.engine_host import EngineHost
-from relax_hpc.roles.engine_parts import Call, Seat, seats_of
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine import added as extra_engine
+from relax_hpc.roles.engine import host as engine_host
+from relax_hpc.roles.engine import parts as engine_parts
+from relax_hpc.roles.engine.host import EngineHost
+from relax_hpc.roles.engine.parts import Call, Seat, seats_of
 from relax_hpc.run_secret import RunSecret
-from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.roster import Holding, Roster
 
 CONTEXT = TaskContext("rollout", 1, 2, 0, attempt="7.0", start=2, node="here")
 SEAT = Seat("rollout-1", number=3, local_index=1)

@@ -6,7 +6,7 @@ import numpy as np
 from role_fakes import config, sampled
 
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles.rollout import Grouper
+from relax_hpc.roles.rollout.loop import Grouper
 from relax_hpc.schema import FinishReason
 
 PROMPT = Prompt(index=7, token_ids=[11, 12, 13], answer="42")

@@ -12,11 +12,11 @@ from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.checkpoints.store import Checkpoint, Checkpoints
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import FencedError
 from relax_hpc.paths import BusPaths
-from relax_hpc.roles.checkpoints import Checkpoint, Checkpoints
-from relax_hpc.roles.lead import ActorLead
+from relax_hpc.roles.actor.rank0 import ActorLead
 from relax_hpc.schema import PromptGroup
 from relax_hpc.weights.publish import Published
 from relax_hpc.weights.verify import Verified

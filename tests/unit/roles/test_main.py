@@ -6,13 +6,17 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Events, Journal, config
 
-from relax_hpc.comm.context import TaskContext
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import actor_task, logprobs_task, main, rollout_task, sft_task
-from relax_hpc.roles.document_check import File
-from relax_hpc.roles.sft_lead import DataPosition
+from relax_hpc.roles import task as main
+from relax_hpc.roles.actor import build as actor_task
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.rollout import build as rollout_task
+from relax_hpc.roles.scorer import build as logprobs_task
+from relax_hpc.roles.sft import build as sft_task
+from relax_hpc.roles.sft.document_check import File
+from relax_hpc.roles.sft.rank0 import DataPosition
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import read_events
 

@@ -3,8 +3,8 @@
 import pytest
 from role_fakes import Snapshot
 
+from relax_hpc.checkpoints.pending import PendingSave, Saved, _Report
 from relax_hpc.errors import CheckpointError, FencedError
-from relax_hpc.roles.pending_save import PendingSave, Saved, _Report
 
 
 class World:

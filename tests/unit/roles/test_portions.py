@@ -9,7 +9,7 @@ from role_fakes import config
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.portions import Batch, shards_of, share_of
+from relax_hpc.roles.dealing.portions import Batch, shards_of, share_of
 
 # Three groups of four: half of them right, all of them, one of them.
 REWARDS = [1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0]

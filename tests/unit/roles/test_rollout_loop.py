@@ -8,8 +8,8 @@ from role_fakes import Events, Journal, config, row, sampled
 
 from relax_hpc.bus.credits import Credit, Refill
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles import rollout
-from relax_hpc.roles.rollout import Evaluator, Task, owned_guids, publish
+from relax_hpc.roles.rollout import loop as rollout
+from relax_hpc.roles.rollout.loop import Evaluator, Task, owned_guids, publish
 from relax_hpc.schema import PromptGroup
 
 

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Events, Journal, config
 
-from relax_hpc.comm.context import TaskContext
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import prompt_check, rollout_task
-from relax_hpc.roles.prompt_check import Files
-from relax_hpc.roles.rollout import Task
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.rollout import build as rollout_task
+from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout.loop import Task
+from relax_hpc.roles.rollout.prompt_check import Files
 
 
 class Tokenizer:

@@ -9,13 +9,13 @@ from role_fakes import Events, config
 from relax_hpc.engines.generation import Sampling
 from relax_hpc.engines.pool import Endpoint, EngineLoad
 from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import routing
-from relax_hpc.roles.routing import EngineSampler, LoadMeter
+from relax_hpc.roles.rollout import routing
+from relax_hpc.roles.rollout.routing import EngineSampler, LoadMeter
 from relax_hpc.run_secret import RunSecret
-from relax_hpc.weights import members
-from relax_hpc.weights.members import Member
-from relax_hpc.weights.roster import Holding, Roster
 
 SECRET = RunSecret(bytes(32))
 

@@ -3,11 +3,11 @@
 import pytest
 from role_fakes import Events, Journal, config
 
+from relax_hpc.checkpoints import saving
+from relax_hpc.checkpoints.pending import Saved
+from relax_hpc.checkpoints.store import Checkpoint
 from relax_hpc.errors import CheckpointError
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles import saving
-from relax_hpc.roles.checkpoints import Checkpoint
-from relax_hpc.roles.pending_save import Saved
 
 
 class Trainer:

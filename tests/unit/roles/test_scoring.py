@@ -11,10 +11,10 @@ from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.errors import DamagedError
-from relax_hpc.roles import logprobs
-from relax_hpc.roles.hybrid import HybridReference
-from relax_hpc.roles.logprobs import SidecarLead
-from relax_hpc.roles.portions import Portion
+from relax_hpc.roles.actor.reference import HybridReference
+from relax_hpc.roles.dealing.portions import Portion
+from relax_hpc.roles.scorer import loop as logprobs
+from relax_hpc.roles.scorer.loop import SidecarLead
 
 
 def pending(number, rows=2, tokens=10, damaged=False):

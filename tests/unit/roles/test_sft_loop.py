@@ -12,9 +12,9 @@ from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import TrainingError
 from relax_hpc.prompts.documents import Document
-from relax_hpc.roles import sft
-from relax_hpc.roles.sft import HeldoutLoss, Share, heldout_loss
-from relax_hpc.roles.sft_lead import as_trajectory, deal
+from relax_hpc.roles.sft import loop as sft
+from relax_hpc.roles.sft.loop import HeldoutLoss, Share, heldout_loss
+from relax_hpc.roles.sft.rank0 import as_trajectory, deal
 
 
 def config(data_parallel=1, **settings):

@@ -6,8 +6,8 @@ import pytest
 from role_fakes import Events, Journal, config
 
 from relax_hpc.errors import TrainingError
-from relax_hpc.roles import turns
-from relax_hpc.roles.skips import fields_of, line_of, stop_if_stuck
+from relax_hpc.roles.actor import lease as turns
+from relax_hpc.roles.training.skips import fields_of, line_of, stop_if_stuck
 
 
 class World:

@@ -1,0 +1,236 @@
+"""Publishing a shard: HDF5 metadata and payload with plain writes, the user block last.
+
+The payload goes from the producer's arrays to the kernel without a copy of ours. While one thread
+writes, another takes the checksums, and storage is set to work long before the fsync.
+"""
+
+import json
+import os
+import struct
+import uuid as uuidlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.bus.durable import (
+    MAX_BUFFERS,
+    Buffer,
+    BusFullError,
+    block_checksums,
+    checksum,
+    is_full,
+    pwrite_all,
+    pwritev_all,
+    start_writeback,
+)
+from relax_hpc.bus.shards import hdf5
+from relax_hpc.bus.shards.hdf5 import Attribute
+from relax_hpc.bus.shards.payload import Payload, payloads
+from relax_hpc.bus.shards.shard_format import (
+    BLOCK,
+    CODEC,
+    FORMAT,
+    HEADER,
+    MAGIC,
+    PLAIN_FORMAT,
+    ROW_OFFSETS,
+    Field,
+    ShardInfo,
+)
+from relax_hpc.errors import BusError
+from relax_hpc.records import sync
+from relax_hpc.schema import ColumnPieces
+
+WRITE_BYTES = 4 << 20, 16 << 20
+"""Least and most of one write: storage starts early, and writes of 1 MiB cost 5-10x the CPU."""
+MIN_USER_BLOCK = 4096
+THREAD_FROM = 4 << 20
+"""Bytes from which a second thread for the checksums is worth starting."""
+
+
+def write(
+    path: Path,
+    columns: ColumnPieces,
+    attributes: Mapping[str, Attribute],
+    *,
+    compress: Collection[str] = (),
+    folder: int | None = None,
+    spare: Path | None = None,
+) -> ShardInfo:
+    """Publishes `columns` at `path`, whole or not at all.
+
+    Write beside it, rename, flush file and folder: after a kill the final name is absent or
+    complete, and on return it is on disk. (A power cut may leave the name of a torn file; but what
+    counts is the commit record, which comes later.) Renaming first saves a file system with a
+    journal a commit of it. Storage may report an error only at the flush or at close.
+
+    Args:
+        columns: names and dtypes of `schema.COLUMNS`, with the offsets of every ragged axis.
+        attributes: root attributes besides the format, uuid and number of rows.
+        compress: columns to be compressed; pays below about 0.4 GB/s of file system per writer.
+        folder: descriptor of the folder of `path`, if there is one, to save opening it.
+        spare: a file that nobody needs; it is written over, which saves the file system to give
+            back its blocks and find others.
+
+    Raises:
+        BusError: a column is unknown, of another dtype or length, or not this role's to write.
+        BusFullError: no space left; the draft was removed.
+    """
+    found = payloads(columns, str(attributes.get("role", "")))
+    offsets = found[ROW_OFFSETS].joined()
+    uuid, rows = uuidlib.uuid4().hex, len(offsets) - 1
+    packed = frozenset(compress) & found.keys()
+    version = FORMAT if packed else PLAIN_FORMAT
+    root = {"rl_shard_format": version, "shard_uuid": uuid, "n_samples": rows, **attributes}
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        fd = _open_draft(draft, spare)
+        try:
+            length = _write_file(fd, found, root, packed)
+            if spare is not None:
+                os.ftruncate(fd, length)  # it may have been longer
+            draft.rename(path)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if folder is None:
+            sync(path.parent)
+        else:
+            os.fsync(folder)
+    except OSError as error:
+        for file in (draft, path):  # nobody was told of either
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
+        if is_full(error):
+            remedy = "free space or raise the quota"
+            raise BusFullError(f"{path}: {error.strerror}; {remedy}") from error
+        raise BusError(f"{path}: cannot be written: {error.strerror}") from error
+    return ShardInfo(uuid, length, rows, int(offsets[-1]))
+
+
+def _open_draft(draft: Path, spare: Path | None) -> int:
+    if spare is not None:
+        try:
+            spare.rename(draft)
+            return os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # then a new one
+            pass
+    return os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+
+
+def _write_file(
+    fd: int,
+    columns: Mapping[str, Payload],
+    attributes: Mapping[str, Attribute],
+    packed: Collection[str],
+) -> int:
+    user_block = _user_block_size(columns, attributes, packed)
+    datasets = [
+        hdf5.Dataset(name, c.dtype, c.shape, c.joined() if name in packed else None)
+        for name, c in columns.items()
+    ]
+    skeleton = hdf5.lay_out(datasets, attributes, user_block=user_block)
+    fields = _fields(columns, skeleton.offsets, packed)
+    plain = {name: column.buffers for name, column in columns.items() if name not in packed}
+    pieces: list[tuple[int, Sequence[Buffer]]] = [(at, [data]) for at, data in skeleton.extents]
+    pieces += [(fields[name].offset, buffers) for name, buffers in plain.items() if buffers]
+    pieces.sort(key=lambda piece: piece[0])
+    # Cut first: the interpreter is slow in small pieces while another thread wants it too.
+    batches = list(_batches(pieces, user_block, skeleton.length))
+    with ThreadPoolExecutor(1, "checksums") as other:  # starts no thread before it must
+        threads = skeleton.length >= THREAD_FROM
+        summing = other.submit(_checksums, plain.values()) if threads else None
+        for at, buffers, size in batches:
+            pwritev_all(fd, buffers, at)
+            start_writeback(fd, at, size)
+        crcs = summing.result() if summing else _checksums(plain.values())
+    pwrite_all(fd, _head(fields, attributes, crcs, user_block, skeleton.length), 0)
+    return skeleton.length
+
+
+def _checksums(columns: Iterable[Sequence[Buffer]]) -> npt.NDArray[np.uint32]:
+    sums = [crc for buffers in columns for crc in block_checksums(buffers, BLOCK)]
+    return np.array(sums, "<u4")
+
+
+def _batches(
+    pieces: Iterable[tuple[int, Sequence[Buffer]]], start: int, end: int
+) -> Iterator[tuple[int, list[Buffer], int]]:
+    """(offset, buffers, bytes) of large writes of rising pieces, zeros in the gaps between them."""
+    limit = min(max((end - start) // 8, WRITE_BYTES[0]), WRITE_BYTES[1])
+    batch: list[Buffer] = []
+    at, size = start, 0
+    for offset, buffers in (*pieces, (end, [])):
+        gap = offset - at - size
+        assert gap >= 0, "extents overlap"
+        for buffer in _cut([bytes(gap), *buffers], limit):
+            batch.append(buffer)
+            size += len(buffer)
+            if size >= limit or len(batch) == MAX_BUFFERS:
+                yield at, batch, size
+                batch, at, size = [], at + size, 0
+    if batch:
+        yield at, batch, size
+
+
+def _cut(buffers: Sequence[Buffer], limit: int) -> Iterator[Buffer]:
+    for buffer in buffers:
+        if len(buffer) <= limit:
+            yield buffer
+            continue
+        view = memoryview(buffer)
+        for lo in range(0, len(view), limit):
+            yield view[lo : lo + limit]
+
+
+def _fields(
+    columns: Mapping[str, Payload], offsets: Mapping[str, int], packed: Collection[str]
+) -> dict[str, Field]:
+    fields, slot = {}, 0
+    for name, column in columns.items():
+        codec = CODEC if name in packed else ""
+        at, size = offsets[name], column.nbytes
+        fields[name] = Field(column.dtype, column.shape, at, size, slot, codec)
+        slot += 0 if codec else -(-size // BLOCK)
+    return fields
+
+
+def _user_block_size(
+    columns: Mapping[str, Payload], attributes: Mapping[str, Attribute], packed: Collection[str]
+) -> int:
+    """Smallest legal size that holds the table, whatever the offsets turn out to be."""
+    widest = _fields(columns, dict.fromkeys(columns, 1 << 62), packed)
+    num_crcs = sum(-(-column.nbytes // BLOCK) for column in columns.values())
+    need = HEADER.size + len(_table(widest, attributes)) + 4 * num_crcs
+    return max(MIN_USER_BLOCK, 1 << (need - 1).bit_length())
+
+
+def _table(fields: Mapping[str, Field], attributes: Mapping[str, Attribute]) -> bytes:
+    described = {
+        name: {key: value for key, value in field._asdict().items() if key != "codec" or value}
+        for name, field in fields.items()
+    }
+    table = {"fields": described, "attributes": dict(attributes)}
+    return json.dumps(table, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _head(
+    fields: Mapping[str, Field],
+    attributes: Mapping[str, Attribute],
+    crcs: npt.NDArray[np.uint32],
+    user_block: int,
+    length: int,
+) -> bytes:
+    table = _table(fields, attributes)
+    body = table + crcs.tobytes()
+    version, rows = int(attributes["rl_shard_format"]), int(attributes["n_samples"])
+    uuid = bytes.fromhex(str(attributes["shard_uuid"]))
+    parts = (MAGIC, version, user_block, length, rows, uuid, len(table), len(crcs), checksum(body))
+    header = HEADER.pack(*parts, 0)[:-4]
+    head = header + struct.pack("<I", checksum(header)) + body
+    assert len(head) <= user_block
+    return head.ljust(user_block, b"\0")

@@ -1,0 +1,71 @@
+"""A model and a task to try everything with: on any machine, offline, in about a minute."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.demo import arithmetic, checkpoint
+from relax_hpc.demo.warm_start import Example, warm_start
+from relax_hpc.prompts.source import PromptSource
+from relax_hpc.records import read_json, write_json
+
+NUM_TRAIN, NUM_HELDOUT = 6000, 512
+NUM_SCORED = 128
+"""Held-out prompts that decide when the warm start is over."""
+_FORMAT = 2
+"""Of the folder; raised when other files are to be in it."""
+
+
+def make(
+    folder: Path,
+    *,
+    digits: int = 2,
+    seed: int = 0,
+    target: float = 0.45,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Writes model/, untrained/ (the model before its warm start), train.jsonl and heldout.jsonl.
+
+    At once if they are there.
+
+    made.json comes last: it marks the folder complete, and says with which settings.
+
+    Args:
+        target: greedy held-out accuracy to stop the warm start at.
+
+    Returns:
+        What made.json holds: settings, steps and seconds taken, accuracies reached.
+    """
+    settings = {"digits": digits, "seed": seed, "target": target, "format": _FORMAT}
+    marker = folder / "made.json"
+    made: dict[str, Any] | None = read_json(marker)
+    if made is not None and made["settings"] == settings:
+        return made
+    marker.unlink(missing_ok=True)
+    arithmetic.write(folder, digits, NUM_TRAIN, NUM_HELDOUT, seed)
+    tokens = checkpoint.tokenizer()
+    model = checkpoint.model(tokens, seed=seed)
+    checkpoint.save(folder / "untrained", model, tokens)
+
+    def examples(file: str) -> list[Example]:
+        source = PromptSource(
+            folder / file, tokens, shuffle_seed=None, chat_template=True, max_prompt_tokens=1024
+        )
+        prompts = map(source.prompt, range(len(source)))
+        end = [tokens.eos_token_id]
+        return [
+            Example(p.token_ids, tokens.encode(f"\\boxed{{{p.answer}}}") + end) for p in prompts
+        ]
+
+    outcome = warm_start(
+        model,
+        examples("train.jsonl"),
+        examples("heldout.jsonl")[:NUM_SCORED],
+        target=target,
+        seed=seed,
+        progress=progress,
+    )
+    checkpoint.save(folder / "model", model, tokens)
+    made = {"settings": settings, **outcome._asdict()}
+    write_json(marker, made)
+    return made

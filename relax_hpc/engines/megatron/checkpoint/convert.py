@@ -1,0 +1,130 @@
+"""Weights of a checkpoint <-> a Hugging Face folder: one process, no GPU, a tensor at a time."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from relax_hpc.engines.megatron.checkpoint import write as checkpoint_write
+from relax_hpc.engines.megatron.checkpoint.boxes import Box
+from relax_hpc.engines.megatron.checkpoint.read import Stored
+from relax_hpc.engines.megatron.hf import load as hf_names
+from relax_hpc.engines.megatron.hf import stream as hf_stream
+from relax_hpc.errors import ConfigError
+from relax_hpc.models import hf_folder
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.hf_check import check_names, check_shapes
+from relax_hpc.models.hf_files import HfFiles
+from relax_hpc.models.names import Parameter
+from relax_hpc.models.registry import parameters, read_architecture
+
+_OTHER_NAMES = (
+    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
+    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
+)
+"""What Megatron calls some parameters in checkpoints, so that all its layer types read them."""
+
+
+def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
+    """Writes the weights of a checkpoint as a folder that loads like `model`.
+
+    Args:
+        model: a Hugging Face folder of the same architecture, which lends all but its weights.
+        out: appears when it is complete.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole.
+        ConfigError: it is of another model.
+    """
+    stored = Stored(checkpoint)
+    keys = _keys(stored, parameters(read_architecture(model)))
+    tensors = (
+        tensor
+        for parameter, key in keys
+        for tensor in hf_stream.unpacked(parameter, stored.tensor(key))
+    )
+    hf_folder.write(out, tensors, model)
+
+
+def check_fits(checkpoint: Path, shape: Architecture) -> None:
+    """Whether a checkpoint has all weights of a model. Reads what describes it, and no weights.
+
+    Raises:
+        CheckpointError: it is not whole.
+        ConfigError: it is of another model.
+    """
+    _keys(Stored(checkpoint), parameters(shape))
+
+
+def to_megatron(model: Path, out: Path) -> None:
+    """Writes the weights of a Hugging Face folder as a checkpoint that any grid can load.
+
+    Raises:
+        ConfigError: the folder is not what its config.json says.
+    """
+    shape = read_architecture(model)
+    draft = out.with_name(f".{out.name}.draft")
+    with HfFiles(model) as files:
+        check_names(files, shape, parameters(shape))
+        check_shapes(files, parameters(shape))
+        shutil.rmtree(draft, ignore_errors=True)
+        try:
+            draft.mkdir(parents=True)
+            checkpoint_write.write_part(draft, 0, _boxes(files, parameters(shape)), {})
+            common = {"step": 0, "weights_only": True}
+            checkpoint_write.write_names(draft, 1, common, timeout_s=0)
+            draft.rename(out)
+        except OSError as error:
+            raise ConfigError(f"{out}: cannot be made: {error.strerror}; name another") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def _keys(stored: Stored, every: Iterator[Parameter]) -> list[tuple[Parameter, str]]:
+    """What each parameter is called in a checkpoint."""
+    shapes = stored.shapes()
+    return [(parameter, _key(stored, shapes, parameter)) for parameter in every]
+
+
+def _key(stored: Stored, shapes: dict[str, tuple[int, ...]], parameter: Parameter) -> str:
+    keys = [key for name in parameter.core for key in _names(name)]
+    for key in keys:
+        if key in shapes:
+            size = torch.Size(parameter.shard_shape(1)).numel() * (parameter.num_experts or 1)
+            if torch.Size(shapes[key]).numel() != size:
+                break
+            return key
+    else:
+        raise ConfigError(
+            f"{stored.folder}: has no {keys[0]}; it is a checkpoint of another model than "
+            "the config.json beside the tokenizer describes"
+        )
+    raise ConfigError(
+        f"{stored.folder}: {key} is {list(shapes[key])}, config.json asks for {size} elements; it "
+        "is a checkpoint of another model"
+    )
+
+
+def _names(core: str) -> Iterator[str]:
+    yield core
+    for name, other in _OTHER_NAMES:
+        if name in core:
+            yield core.replace(name, other)
+
+
+def _boxes(files: HfFiles, every: Iterator[Parameter]) -> Iterator[Box]:
+    for parameter in every:
+        experts = (parameter.num_experts,) if parameter.num_experts else ()
+        whole = torch.empty((*experts, *parameter.shard_shape(1)), dtype=files.dtype())
+        hf_names.fill(files, parameter, whole, hf_names.Sharing(0, 1))
+        *_, key = _names(parameter.core[0])
+        yield from _as_stored(key, parameter, whole)
+
+
+def _as_stored(key: str, parameter: Parameter, whole: Tensor) -> Iterator[Box]:
+    """Gate and up of experts are a dimension of the trainer's own parameter."""
+    if parameter.num_experts and parameter.layout == "gate_up":
+        whole = whole.view(len(whole), 2, -1, whole.shape[-1])
+    yield Box(key, (0,) * whole.ndim, tuple(whole.shape), whole)

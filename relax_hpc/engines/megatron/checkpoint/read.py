@@ -1,0 +1,187 @@
+"""Reads checkpoints that `checkpoint_write` made, box by box, and checks what it reads."""
+
+import io
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from relax_hpc.engines.megatron.checkpoint import pickles as checkpoint_pickle
+from relax_hpc.engines.megatron.checkpoint.boxes import Box
+from relax_hpc.engines.megatron.checkpoint.write import MANIFEST, NUM_THREADS, checksum, read_table
+from relax_hpc.errors import CheckpointError, ConfigError
+
+
+def damage(folder: Path) -> str | None:
+    """Why a checkpoint is not whole, naming the file; None if nothing shows without reading it.
+
+    Every file is there with its size, and the small ones have their checksum. Tensors are checked
+    when they are read.
+    """
+    manifest = folder / MANIFEST
+    try:
+        for name, expected in json.loads(manifest.read_bytes())["files"].items():
+            path = folder / name
+            if path.name != name or not (path.is_file() or not path.exists()):
+                return f"{manifest}: names {name!r}, which is no file of a checkpoint"
+            if path.stat().st_size != expected["bytes"]:
+                return f"{path}: has {path.stat().st_size} bytes of {expected['bytes']}"
+            if "crc32c" in expected and checksum(path.read_bytes()) != expected["crc32c"]:
+                return f"{path}: is damaged: its checksum is not what was written"
+    except OSError as error:
+        return f"{error.filename or manifest}: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{manifest}: is damaged"
+    return None
+
+
+class _Read(NamedTuple):
+    """What is wanted of one stored tensor."""
+
+    file: str
+    at: int
+    num_bytes: int
+    key: str
+    targets: list[tuple[Tensor, tuple[slice, ...]]]
+    """(where to, what of it) each."""
+
+
+class Stored:
+    """A checkpoint on disk.
+
+    Raises:
+        CheckpointError: it is not whole. By the methods: something is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if wrong := damage(folder):
+            raise CheckpointError(wrong)
+        self.folder = folder
+        self._metadata = checkpoint_pickle.metadata(folder)
+        common = folder / "common.pt"
+        self.common: dict[str, Any] = checkpoint_pickle.saved(common.read_bytes(), common)
+        self._checksums: dict[str, dict[int, int]] = {}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all tensors."""
+        return {key: tuple(tensor.size) for key, tensor in self._tensors()}
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {key: tensor.properties.dtype for key, tensor in self._tensors()}
+
+    def object(self, key: str) -> bytes:
+        """What is not a tensor, serialised.
+
+        Raises:
+            KeyError: there is no such object.
+        """
+        if not isinstance(self._metadata.state_dict_metadata.get(key), BytesStorageMetadata):
+            raise KeyError(key)
+        where = self._metadata.storage_data[MetadataIndex(key)]
+        return self._bytes(where.relative_path, where.offset, where.length)
+
+    def tensor(self, key: str) -> Tensor:
+        """A whole one, in host memory."""
+        size = self.shapes()[key]
+        made = torch.empty(size, dtype=self.dtypes()[key])
+        self.fill([Box(key, (0,) * len(size), size, made)])
+        return made
+
+    def fill(self, boxes: Sequence[Box]) -> None:
+        """Copies into the tensors of `boxes`, whose types may differ from the stored ones.
+
+        Raises:
+            ConfigError: the checkpoint is of another model: a tensor is not there, or of another
+                shape.
+        """
+        reads: dict[tuple[str, int], _Read] = {}
+        for box in boxes:
+            self._find(box, reads)
+        in_order = sorted(reads.values())
+        with ThreadPoolExecutor(NUM_THREADS, "checkpoint") as pool:
+            for _ in pool.map(self._read, in_order):
+                pass
+
+    def _find(self, box: Box, reads: dict[tuple[str, int], _Read]) -> None:
+        stored = self._metadata.state_dict_metadata.get(box.key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ConfigError(
+                f"{self.folder}: has no {box.key}; it is a checkpoint of another model"
+            )
+        if tuple(stored.size) != box.whole:
+            raise ConfigError(
+                f"{self.folder}: {box.key} is {list(stored.size)} there, {list(box.whole)} in "
+                "this model; it is a checkpoint of another model"
+            )
+        for number, chunk in enumerate(stored.chunks):
+            overlap = _overlap(box, tuple(chunk.offsets), tuple(chunk.sizes))
+            if overlap is None:
+                continue
+            here, there = overlap
+            where = self._metadata.storage_data[MetadataIndex(box.key, chunk.offsets, number)]
+            read = reads.setdefault(
+                (where.relative_path, where.offset),
+                _Read(where.relative_path, where.offset, where.length, box.key, []),
+            )
+            read.targets.append((box.tensor[here], there))
+
+    def _read(self, read: _Read) -> None:
+        content = self._bytes(read.file, read.at, read.num_bytes)
+        stored = checkpoint_pickle.saved(content, self.folder / read.file)
+        for target, part in read.targets:
+            target.copy_(stored[part])
+
+    def _bytes(self, file: str, at: int, num_bytes: int) -> bytes:
+        path = self.folder / file
+        if path.name != file:
+            raise CheckpointError(
+                f"{self.folder / checkpoint_pickle.NAME}: names {file!r}, outside of the folder"
+            )
+        if file not in self._checksums:
+            self._checksums[file] = {entry.at: entry.checksum for entry in read_table(path)}
+        try:
+            with path.open("rb", buffering=0) as stream:
+                stream.seek(at)
+                content = b"".join(_pieces(stream, num_bytes))
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        if len(content) != num_bytes or checksum(content) != self._checksums[file].get(at):
+            raise CheckpointError(
+                f"{path}: is damaged: bytes {at} to {at + num_bytes} are not what was written"
+            )
+        return content
+
+    def _tensors(self) -> Iterator[tuple[str, TensorStorageMetadata]]:
+        for key, stored in self._metadata.state_dict_metadata.items():
+            if isinstance(stored, TensorStorageMetadata):
+                yield key, stored
+
+
+def _pieces(stream: io.FileIO, num_bytes: int) -> Iterator[bytes]:
+    """The system gives at most 2 GiB at a time."""
+    while num_bytes and (piece := cast(bytes, stream.read(num_bytes))):
+        num_bytes -= len(piece)
+        yield piece
+
+
+def _overlap(
+    box: Box, offset: tuple[int, ...], shape: tuple[int, ...]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What of the box, and what of a stored tensor, is the same."""
+    here, there = [], []
+    for mine, size, its, its_size in zip(box.offset, box.tensor.shape, offset, shape, strict=True):
+        low, high = max(mine, its), min(mine + size, its + its_size)
+        if low >= high:
+            return None
+        here.append(slice(low - mine, high - mine))
+        there.append(slice(low - its, high - its))
+    return tuple(here), tuple(there)

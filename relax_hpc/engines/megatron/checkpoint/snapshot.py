@@ -1,0 +1,363 @@
+"""What a checkpoint is of: model, main parameters, Adam's state, loss scale, random states, step.
+
+All but the random states belong to the whole model, so a checkpoint loads on any grid. Each
+data-parallel rank writes its own share of everything, and reads back only what it holds.
+"""
+
+import io
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+from torch import Tensor
+
+from relax_hpc.comm.collectives import all_gather_json
+from relax_hpc.engines.megatron.checkpoint import boxes
+from relax_hpc.engines.megatron.checkpoint import pickles as checkpoint_pickle
+from relax_hpc.engines.megatron.checkpoint import write as checkpoint_write
+from relax_hpc.engines.megatron.checkpoint.boxes import Box
+from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
+from relax_hpc.engines.megatron.checkpoint.read import Stored
+from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
+from relax_hpc.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+
+_LAYERS = {"non_homogeneous_layers": True}
+"""Every layer's tensors under keys of their own, numbered through the whole model."""
+_GRID = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", "data")
+
+
+class Trainee(NamedTuple):
+    """What a checkpoint is of."""
+
+    chunks: Sequence[GPTModel]
+    optimizer: ChainedOptimizer
+    bank: WeightBank
+    """Whose lasting sets are saved, too."""
+    seed: int
+
+
+class Snapshot:
+    """What one rank has to save at the end of a step.
+
+    A copy does not change when training goes on; without one, training has to wait for `write`.
+    """
+
+    def __init__(self, trainee: Trainee, step: int, host: HostCopy | None) -> None:
+        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._boxes = sorted(_own_boxes(trainee), key=lambda box: -box.tensor.nbytes)
+        if host is not None:
+            copies = host.of([box.tensor for box in self._boxes])
+            pairs = zip(self._boxes, copies, strict=True)
+            self._boxes = [box._replace(tensor=copy) for box, copy in pairs]
+        self._boxes += _kept_boxes(trainee)  # these do not change anyway
+        self._objects = {key: _pickled([value]) for key, value in _own_objects(trainee)}
+        self._common = {"step": step, "grid": _grid(), **_common(trainee.optimizer)}
+        self._common["kept"] = sorted(trainee.bank.lasting)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of this rank's tensors."""
+        return sum(box.tensor.nbytes for box in self._boxes)
+
+    def write(self, folder: Path) -> None:
+        """Writes this rank's part, durably. Not collective; may run in any thread.
+
+        Raises:
+            CheckpointError: naming the file and what the system said.
+        """
+        checkpoint_write.write_part(folder, self._rank, self._boxes, self._objects)
+
+    def write_names(self, folder: Path, **waiting: Any) -> int:  # noqa: ANN401
+        """By one rank: waits for every rank's part, then makes the checkpoint a whole.
+
+        Args:
+            waiting: see `checkpoint_write.write_names`; so is what is returned and raised.
+        """
+        return checkpoint_write.write_names(folder, self._num_ranks, self._common, **waiting)
+
+
+@torch.no_grad()
+def load(folder: Path, trainee: Trainee) -> int:
+    """Restores all of a checkpoint, and returns its step. Bitwise if the grid is the same.
+
+    Collective over all ranks: either all of them have loaded it, or all raise. What was loaded
+    before an error is in place, so another one has to be loaded then.
+
+    Raises:
+        CheckpointError: it is not whole, or damaged; names the file.
+        ConfigError: it is of another model.
+    """
+    failed: Exception | None = None
+    step = -1
+    try:
+        stored = Stored(folder)
+        step = int(stored.common["step"])
+        weights = [boxes.of_shard(shard) for shard, _ in _tensors(trainee.chunks)]
+        stored.fill([*weights, *_optimizer_boxes(trainee, replicas=True)])
+        _load_objects(trainee.chunks, stored)
+        _set_common(trainee.optimizer, stored.common)
+        _load_rng(stored, trainee.seed)
+    except (CheckpointError, ConfigError) as error:
+        failed = error
+    _raise_together(failed)
+    _load_kept(stored, trainee)
+    return step
+
+
+@torch.no_grad()
+def load_weights(folder: Path, chunks: Sequence[GPTModel]) -> None:
+    """Fills the chunks from the weights of a checkpoint, of whatever grid. Not collective.
+
+    Raises:
+        CheckpointError: it is not whole, or damaged; names the file.
+        ConfigError: it is of another model.
+    """
+    stored = Stored(folder)
+    stored.fill([boxes.of_shard(shard) for shard, _ in _tensors(chunks)])
+    _load_objects(chunks, stored)
+
+
+class _Share(NamedTuple):
+    """What a data-parallel rank has of the optimizer's state of one parameter."""
+
+    start: int
+    """First element, counted through the parameter."""
+    state: dict[str, Tensor]
+    """[n] main parameter and moments."""
+
+
+def _own_boxes(trainee: Trainee) -> Iterator[Box]:
+    """What this rank writes: of every tensor of the model some rank writes each element, once.
+
+    Data-parallel ranks share a parameter's weights as they share its optimizer state.
+    """
+    shares, managed = _shares(trainee.optimizer), _managed(trainee.optimizer)
+    for shard, parameter in _tensors(trainee.chunks):
+        if parameter not in managed:
+            if is_main_replica(shard.replica_id):
+                yield boxes.of_shard(shard)
+        elif parameter in shares and _is_main_shard(shard):
+            start, state = shares[parameter]
+            stop = start + state["param"].numel()
+            weights = parameter.detach().view(-1)[start:stop]
+            yield from boxes.of_range(shard, parameter, shard.key, start, weights)
+    yield from _optimizer_boxes(trainee, replicas=False)
+
+
+def _optimizer_boxes(trainee: Trainee, *, replicas: bool) -> Iterator[Box]:
+    """Main parameters and moments that this rank has.
+
+    Args:
+        replicas: also where another model-parallel rank has the same ones.
+    """
+    shares = _shares(trainee.optimizer)
+    for shard, parameter in _tensors(trainee.chunks):
+        if parameter in shares and (replicas or _is_main_shard(shard)):
+            start, state = shares[parameter]
+            for name, flat in state.items():
+                key = f"optimizer.state.{name}.{shard.key}"
+                yield from boxes.of_range(shard, parameter, key, start, flat)
+
+
+def _kept_boxes(trainee: Trainee) -> Iterator[Box]:
+    """Lasting sets of the bank, of which data-parallel ranks have a part each."""
+    for name in trainee.bank.lasting:
+        kept = trainee.bank.kept(name)
+        for shard, tensor in _tensors(trainee.chunks):
+            is_parameter = isinstance(tensor, torch.nn.Parameter)  # other tensors are not shared
+            mine = _is_main_shard(shard) if is_parameter else is_main_replica(shard.replica_id)
+            if tensor in kept and mine:
+                yield from boxes.of_range(shard, tensor, f"{name}.{shard.key}", *kept[tensor])
+
+
+def _load_kept(stored: Stored, trainee: Trainee) -> None:
+    """Gives the bank back the sets that a checkpoint has; raises as `load`."""
+    trainee.bank.forget_own()
+    failed: Exception | None = None
+    for name in stored.common.get("kept", ()):
+        with trainee.bank.lent():
+            weights = (boxes.of_shard(shard) for shard, _ in _tensors(trainee.chunks))
+            try:
+                stored.fill([box._replace(key=f"{name}.{box.key}") for box in weights])
+            except (CheckpointError, ConfigError) as error:
+                failed = error
+            trainee.bank.keep(name, lasting=True)
+    _raise_together(failed)
+
+
+def _is_main_shard(shard: ShardedTensor) -> bool:
+    """Whether no other pipeline stage or tensor-parallel rank is to write the same."""
+    return not any(shard.replica_id[:2])
+
+
+def _tensors(chunks: Sequence[GPTModel]) -> Iterator[tuple[ShardedTensor, Tensor]]:
+    """What this rank has of the model's tensors, and the parameter or buffer each is part of."""
+    for chunk in chunks:
+        for entry in nested_values(chunk.sharded_state_dict(metadata=_LAYERS)):
+            if isinstance(entry, ShardedTensor):
+                yield entry, entry.data
+            elif isinstance(entry, ShardedTensorFactory):
+                for shard in nested_values(entry.build()):
+                    yield shard, entry.data
+
+
+def _shares(chained: ChainedOptimizer) -> dict[Tensor, _Share]:
+    """Of the parameters of which this data-parallel rank has a share."""
+    shares = {}
+    for part in _parts(chained):
+        for parameter in part.model_param_gbuf_map:
+            state = part._get_main_param_and_optimizer_states(parameter)
+            shares[parameter] = _Share(
+                part._get_model_param_range_map(parameter)["param"].start,
+                {name: value.detach() for name, value in state.items() if name != "step"},
+            )
+    return shares
+
+
+def _managed(chained: ChainedOptimizer) -> set[Tensor]:
+    """All parameters of this rank that are trained."""
+    return {
+        p for part in _parts(chained) for buffer in part.buffers for p in buffer.param_index_map
+    }
+
+
+def _parts(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
+    """Megatron has optimizers of their own for experts, and empty ones."""
+    return [part for part in chained.chained_optimizers if not part.is_stub_optimizer]
+
+
+def _objects(chunks: Sequence[GPTModel]) -> Iterator[tuple[GPTModel, str, ShardedObject]]:
+    """What modules keep that is not a tensor, by name; most keep nothing."""
+    for chunk in chunks:
+        for name, entry in chunk.sharded_state_dict(metadata=_LAYERS).items():
+            if isinstance(entry, ShardedObject) and entry.data is not None:
+                yield chunk, name, entry
+
+
+def _own_objects(trainee: Trainee) -> Iterator[tuple[str, Any]]:
+    for _, _, entry in _objects(trainee.chunks):
+        if is_main_replica(entry.replica_id):
+            yield entry.unique_key, entry.data
+    yield _rng_key(), _rng_state()
+
+
+def _load_objects(chunks: Sequence[GPTModel], stored: Stored) -> None:
+    for chunk, name, entry in _objects(chunks):
+        chunk.load_state_dict({name: _object(stored, entry.unique_key)}, strict=False)
+
+
+def _common(chained: ChainedOptimizer) -> dict[str, Any]:
+    """What all ranks have alike."""
+    counts = {
+        float(count)
+        for part in _parts(chained)
+        for holder in (*part.optimizer.state.values(), *part.optimizer.param_groups)
+        if (count := holder.get("step")) is not None
+    }
+    assert len(counts) == 1, f"parameters were updated {sorted(counts)} times"
+    scalers = [part.grad_scaler.state_dict() for part in _parts(chained) if part.grad_scaler]
+    return {"num_updates": counts.pop(), "grad_scalers": scalers[:1]}
+
+
+def _set_common(chained: ChainedOptimizer, common: Mapping[str, Any]) -> None:
+    for part in _parts(chained):
+        for state in part.optimizer.state.values():
+            state["step"].fill_(common["num_updates"])
+        for group in part.optimizer.param_groups:
+            if "step" in group:
+                group["step"] = int(common["num_updates"])
+        for scaler in common["grad_scalers"]:
+            if part.grad_scaler:
+                part.grad_scaler.load_state_dict(scaler)
+
+
+def _grid() -> dict[str, int]:
+    sizes = (
+        mpu.get_tensor_model_parallel_world_size(),
+        mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_virtual_pipeline_model_parallel_world_size() or 1,
+        mpu.get_context_parallel_world_size(),
+        mpu.get_expert_model_parallel_world_size(),
+        mpu.get_expert_tensor_parallel_world_size(),
+        mpu.get_data_parallel_world_size(),
+    )
+    return dict(zip(_GRID, sizes, strict=True))
+
+
+def _rng_key() -> str:
+    return f"rng/rank_{dist.get_rank()}"
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _load_rng(stored: Stored, seed: int) -> None:
+    if stored.common["grid"] != _grid():
+        begin = seed + int(stored.common["step"])
+        torch.manual_seed(begin)
+        tensor_parallel.model_parallel_cuda_manual_seed(begin, force_reset_rng=True)
+        if dist.get_rank() == 0:
+            log.info(
+                "%s: was saved on the grid %s, this one is %s: random streams begin anew from %d",
+                stored.folder, _words(stored.common["grid"]), _words(_grid()), begin,
+            )  # fmt: skip
+        return
+    try:
+        state = _object(stored, _rng_key())
+    except KeyError:
+        raise CheckpointError(
+            f"{stored.folder}: has no random state of rank {dist.get_rank()}, though its grid is "
+            "this one"
+        ) from None
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _words(grid: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in grid.items() if size > 1) or "of one rank"
+
+
+def _pickled(value: list[Any]) -> bytes:
+    """As Megatron stores what is not a tensor."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _object(stored: Stored, key: str) -> Any:  # noqa: ANN401
+    (value,) = checkpoint_pickle.saved(stored.object(key), stored.folder)
+    return value
+
+
+def _raise_together(failed: Exception | None) -> None:
+    """Raises on every rank what one of them found."""
+    mine = failed and (isinstance(failed, ConfigError), str(failed))
+    for found in all_gather_json(mine):
+        if found is not None:
+            is_config, message = found
+            raise failed or (ConfigError if is_config else CheckpointError)(message)

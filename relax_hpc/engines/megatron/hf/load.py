@@ -1,0 +1,128 @@
+"""A model's parameters under their Hugging Face names: this rank's part of them, and loading it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.hf_check import check_names
+from relax_hpc.models.hf_files import HfFiles
+from relax_hpc.models.names import Parameter, Piece
+from relax_hpc.models.registry import parameters, read_architecture
+
+_LAYERS = "decoder.layers."
+
+
+class Sharing(NamedTuple):
+    """Who shares matrices of a kind, within a pipeline stage."""
+
+    rank: int
+    """Its part of every matrix."""
+    size: int
+    """Parts of a matrix."""
+    expert_rank: int = 0
+    """Its part of the experts."""
+    expert_size: int = 1
+
+    @classmethod
+    def of(cls, parameter: Parameter) -> "Sharing":
+        if not parameter.num_experts:
+            return cls(
+                mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+            )
+        return cls(
+            mpu.get_expert_tensor_parallel_rank(),
+            mpu.get_expert_tensor_parallel_world_size(),
+            mpu.get_expert_model_parallel_rank(),
+            mpu.get_expert_model_parallel_world_size(),
+        )
+
+
+class Owned(NamedTuple):
+    """A parameter, and what of it this rank holds."""
+
+    parameter: Parameter
+    copies: list[nn.Parameter]
+    """None if it is on another stage; a tied one may be here twice."""
+
+
+def owned(chunks: Sequence[GPTModel], shape: Architecture) -> list[Owned]:
+    """All parameters of the model, in the order in which they are exported."""
+    here = _by_name(chunks)
+    found = []
+    for parameter in parameters(shape):
+        copies = [here.pop(name) for name in parameter.core if name in here]
+        found.append(Owned(parameter, copies))
+    assert not here, f"{shape.model_type} has no names for {sorted(here)}"
+    return found
+
+
+def _by_name(chunks: Sequence[GPTModel]) -> dict[str, nn.Parameter]:
+    """Parameters of all chunks; layers by their number in the model."""
+    named = {}
+    for chunk in chunks:
+        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
+        for name, parameter in chunk.named_parameters():
+            if name.startswith(_LAYERS):
+                number, rest = name.removeprefix(_LAYERS).split(".", 1)
+                name = f"{_LAYERS}{int(number) + offset}.{rest}"
+            named[name] = parameter
+    return named
+
+
+def by_expert(tensor: Tensor, parameter: Parameter, size: int) -> list[Tensor]:
+    """Views of the shard of each expert; of one shard, where there are no experts.
+
+    Args:
+        size: ranks that share a matrix.
+    """
+    return list(tensor.view(-1, *parameter.shard_shape(size)))
+
+
+@torch.no_grad()
+def load(chunks: Sequence[GPTModel], folder: Path) -> None:
+    """Fills the chunks' parameters from the safetensors of a Hugging Face folder.
+
+    A rank reads its own part of them, a tensor at a time.
+
+    Raises:
+        ConfigError: no safetensors, one is damaged, or they are not what config.json says.
+    """
+    shape = read_architecture(folder)
+    with HfFiles(folder) as files:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        check_names(files, shape, parameters(shape), part=rank, num_parts=size)
+        for parameter, copies in owned(chunks, shape):
+            for own in copies:
+                fill(files, parameter, own, Sharing.of(parameter))
+
+
+def fill(files: HfFiles, parameter: Parameter, own: Tensor, sharing: Sharing) -> None:
+    """Reads what one of those who share a parameter holds of it."""
+    shards = by_expert(own, parameter, sharing.size)
+    if parameter.fused in files.names:
+        files.check_shape(parameter.fused, parameter.fused_shape)
+    for number, shard in enumerate(shards, start=sharing.expert_rank * len(shards)):
+        for piece in parameter.pieces(sharing.rank, sharing.size):
+            here = shard.narrow(piece.dim, piece.target, piece.length)
+            here.copy_(_read(files, parameter, number, piece))
+
+
+def _read(files: HfFiles, parameter: Parameter, expert: int, piece: Piece) -> Tensor:
+    """A piece, wherever the checkpoint has it."""
+    name, shape = list(parameter.hf.items())[piece.source]
+    others = [slice(None)] * piece.dim
+    if parameter.fused in files.names:
+        before = sum(rows for rows, *_ in list(parameter.hf.values())[: piece.source])
+        along = slice(before + piece.start, before + piece.start + piece.length)
+        return files.read(parameter.fused, slice(expert, expert + 1), *others, along)[0]
+    name = name.format(expert=expert)
+    files.check_shape(name, shape)
+    return files.read(name, *others, slice(piece.start, piece.start + piece.length))

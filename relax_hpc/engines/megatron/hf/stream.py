@@ -1,0 +1,241 @@
+"""A model's weights as one stream of full tensors under Hugging Face names, whatever the grid.
+
+A bucket of parameters at a time: their pipeline stage passes its shards on to the other stages,
+then ranks of each stage that share matrices gather them. So what crosses stages is one shard per
+rank, and what is gathered, mostly within a node, comes in as few collectives as there are kinds.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor, nn
+
+from relax_hpc.comm.bucket import Spec, dtype_name, dtype_of
+from relax_hpc.comm.collectives import all_gather_json
+from relax_hpc.engines.megatron.hf.load import Sharing, by_expert, owned
+from relax_hpc.engines.megatron.model import PackedGPT
+from relax_hpc.models.names import Parameter, Piece, Shape
+
+BUCKET_BYTES = 1 << 28
+
+Shard = list[Tensor]
+"""What a rank has of a parameter: of every expert, where there are experts."""
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Slot(NamedTuple):
+    """A parameter, and who has what of it."""
+
+    parameter: Parameter
+    stage: int
+    """Of the pipeline, that has it; the first, if several do."""
+    dtype: torch.dtype
+    shard: Shard
+    """This rank's; empty on the other stages."""
+    sharing: Sharing
+
+    @property
+    def shard_shape(self) -> Shape:
+        """[experts of a rank or 1, ...]."""
+        experts = (self.parameter.num_experts or 1) // self.sharing.expert_size
+        return (experts, *self.parameter.shard_shape(self.sharing.size))
+
+    @property
+    def numel(self) -> int:
+        """Of a shard."""
+        return torch.Size(self.shard_shape).numel()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Ranks of a stage whose shards make the whole, if there are several."""
+        if self.parameter.num_experts:
+            group = mpu.get_expert_tensor_and_model_parallel_group()
+        elif self.parameter.layout != "whole":
+            group = mpu.get_tensor_model_parallel_group()
+        else:
+            return None
+        return group if group.size() > 1 else None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole."""
+        return self.numel * self.dtype.itemsize * (self.group.size() if self.group else 1)
+
+
+@torch.no_grad()
+def named_weights(
+    chunks: Sequence[PackedGPT],
+    *,
+    value_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors under Hugging Face names, in the order of the model, on its device.
+
+    Collective over all ranks that share the model's matrices, layers or experts: each iterates to
+    the end and is given every tensor, in the same order on any grid. A tied output matrix is not
+    repeated.
+
+    No tensor is written to after it was yielded. One that had to be brought together is the
+    caller's to keep; one that is all this rank's own may be a view of the parameter, which is good
+    until the weights change. Besides what was yielded a rank holds up to three buckets: what it was
+    passed, what was gathered, and a tensor made of it.
+
+    Args:
+        chunks: this rank's.
+        value_of: what is exported of a parameter, of its shape; `main_grad`, for example.
+        bucket_bytes: of whole tensors that are gathered at a time; a larger parameter is alone.
+    """
+    device = next(chunks[0].parameters()).device
+    slots = slots_of(chunks, value_of)
+    for bucket in _buckets(slots, bucket_bytes):
+        yield from _brought_together(bucket, device)
+
+
+def weight_specs(chunks: Sequence[PackedGPT]) -> list[Spec]:
+    """Of the tensors of `named_weights`, in its order. Collective over pipeline stages."""
+    return [
+        Spec(name.format(expert=expert), slot.dtype, tuple(shape))
+        for slot in slots_of(chunks)
+        for expert in range(slot.parameter.num_experts or 1)
+        for name, shape in slot.parameter.hf.items()
+    ]
+
+
+def own_shards(chunks: Sequence[PackedGPT]) -> list[Shard]:
+    """This rank's, of every parameter of the model in the order of `named_weights`."""
+    return [
+        by_expert(copies[0].detach(), parameter, Sharing.of(parameter).size) if copies else []
+        for parameter, copies in owned(chunks, chunks[0].architecture)
+    ]
+
+
+def unpacked(parameter: Parameter, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a parameter, or one for all experts, is packed from. Not collective."""
+    sharing = Sharing(0, 1)
+    slot = Slot(parameter, 0, whole.dtype, [], sharing)
+    return _whole(slot, [by_expert(whole, parameter, sharing.size)])
+
+
+def slots_of(
+    chunks: Sequence[PackedGPT],
+    value_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
+) -> list[Slot]:
+    """Of every parameter of the model, in its order. Collective over pipeline stages."""
+    parameters = owned(chunks, chunks[0].architecture)
+    group = mpu.get_pipeline_model_parallel_group()
+    values = [value_of(copies[0]) if copies else None for _, copies in parameters]
+    # Stages may be cut in ways that only their ranks know.
+    mine = [None if value is None else dtype_name(value.dtype) for value in values]
+    stages: list[list[str | None]] = all_gather_json(mine, group)
+    slots = []
+    for number, (parameter, _) in enumerate(parameters):
+        stage, name = next((n, of[number]) for n, of in enumerate(stages) if of[number])
+        assert name
+        sharing = Sharing.of(parameter)
+        own = values[number] if stage == group.rank() else None
+        shard = [] if own is None else by_expert(own, parameter, sharing.size)
+        slots.append(Slot(parameter, stage, dtype_of(name), shard, sharing))
+    return slots
+
+
+def _buckets(slots: Sequence[Slot], max_bytes: int) -> Iterator[list[Slot]]:
+    bucket: list[Slot] = []
+    for slot in slots:
+        if bucket and sum(other.nbytes for other in bucket) + slot.nbytes > max_bytes:
+            yield bucket
+            bucket = []
+        bucket.append(slot)
+    yield bucket
+
+
+def _brought_together(bucket: Sequence[Slot], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a bucket. In a function of its own, so that nothing of it outlives it."""
+    shards = _gather(bucket, _pass_on(bucket, device))
+    for slot, ranks in zip(bucket, shards, strict=True):
+        yield from _whole(slot, ranks)
+
+
+def _pass_on(bucket: Sequence[Slot], device: torch.device) -> list[Shard]:
+    """Every slot's shard, on all stages."""
+    shards = [slot.shard for slot in bucket]
+    group = mpu.get_pipeline_model_parallel_group()
+    if group.size() == 1:
+        return shards
+    kinds = _kinds([(slot.stage, slot.dtype) for slot in bucket])
+    for (stage, dtype), numbers in kinds.items():
+        sizes = [bucket[number].numel for number in numbers]
+        if stage == group.rank():
+            dist.broadcast(_flat(shards, numbers), group=group, group_src=stage)
+            continue
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        dist.broadcast(flat, group=group, group_src=stage)
+        for number, part in zip(numbers, torch.split(flat, sizes), strict=True):
+            shards[number] = list(part.view(bucket[number].shard_shape))
+    return shards
+
+
+def _gather(bucket: Sequence[Slot], shards: Sequence[Shard]) -> list[list[Shard]]:
+    """Every slot's shards of all ranks that share it, by their rank."""
+    gathered = [[shard] for shard in shards]
+    for (group, dtype), numbers in _kinds([(slot.group, slot.dtype) for slot in bucket]).items():
+        if group is None:
+            continue
+        flat = _flat(shards, numbers)
+        ranks = torch.empty(group.size() * len(flat), dtype=dtype, device=flat.device)
+        dist.all_gather_into_tensor(ranks, flat, group=group)
+        sizes = [bucket[number].numel for number in numbers]
+        for number, parts in zip(
+            numbers, torch.split(ranks.view(group.size(), -1), sizes, dim=1), strict=True
+        ):
+            shape = bucket[number].shard_shape
+            gathered[number] = [list(part.view(shape)) for part in parts]
+    return gathered
+
+
+def _kinds(keys: Sequence[Key]) -> dict[Key, list[int]]:
+    """Key -> where it is found."""
+    kinds: dict[Key, list[int]] = {}
+    for number, key in enumerate(keys):
+        kinds.setdefault(key, []).append(number)
+    return kinds
+
+
+def _flat(shards: Sequence[Shard], numbers: Sequence[int]) -> Tensor:
+    tensors = [tensor.flatten() for number in numbers for tensor in shards[number]]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)  # a large one is alone: no copy
+
+
+def _whole(slot: Slot, ranks: Sequence[Shard]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a parameter is packed from.
+
+    Args:
+        ranks: shards of those who share it, expert-tensor-parallel ranks of the same experts side
+            by side.
+    """
+    size, per_rank = slot.sharing.size, slot.shard_shape[0]
+    is_own = bool(slot.shard) and slot.group is None
+    for expert in range(slot.parameter.num_experts or 1):
+        holders = ranks[expert // per_rank * size :][:size]
+        placed = [
+            (holder[expert % per_rank], piece)
+            for rank, holder in enumerate(holders)
+            for piece in slot.parameter.pieces(rank, size)
+        ]
+        for source, (name, shape) in enumerate(slot.parameter.hf.items()):
+            parts = [(shard, piece) for shard, piece in placed if piece.source == source]
+            yield name.format(expert=expert), _joined(parts, shape, may_alias=is_own)
+
+
+def _joined(parts: Sequence[tuple[Tensor, Piece]], shape: Shape, *, may_alias: bool) -> Tensor:
+    shard, piece = parts[0]
+    if may_alias and len(parts) == 1:
+        return shard.narrow(piece.dim, piece.target, piece.length)
+    whole = shard.new_empty(shape)
+    for shard, piece in parts:
+        whole.narrow(piece.dim, piece.start, piece.length).copy_(
+            shard.narrow(piece.dim, piece.target, piece.length)
+        )
+    return whole

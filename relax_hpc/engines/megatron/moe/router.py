@@ -1,0 +1,203 @@
+"""Which experts a token goes to: Megatron-core's router with float32 logits and our losses.
+
+t = tokens of this rank, E = experts, h = hidden size. Megatron-core 0.14 to 0.16 cannot route
+without Transformer Engine (`NameError: te_general_gemm`, in its product for the logits): here is a
+product of our own.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import utils
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+    topk_routing_with_score_function,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor, nn
+
+from relax_hpc.engines.megatron.attention import balance
+from relax_hpc.engines.megatron.attention.balance import Documents
+from relax_hpc.errors import ConfigError
+
+_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
+
+def check(config: TransformerConfig) -> None:
+    """Refuses what the router and its layer do not do.
+
+    Raises:
+        ConfigError: a field of actor.transformer that they would pass over.
+    """
+    kinds = config.moe_router_load_balancing_type
+    for kind in [kinds] if isinstance(kinds, str) else kinds:
+        if kind not in (*_KINDS, "none"):
+            raise ConfigError(
+                f"actor.transformer.moe_router_load_balancing_type = {kind!r}: "
+                f"is none of {', '.join(_KINDS)}, none"
+            )
+    if config.moe_router_dtype != "fp32":
+        raise ConfigError(
+            f"actor.transformer.moe_router_dtype = {config.moe_router_dtype!r}: "
+            "the router's logits are float32; remove it"
+        )
+    for name in (
+        "moe_expert_capacity_factor", "moe_input_jitter_eps", "moe_enable_routing_replay",
+        "moe_router_fusion", "moe_apply_probs_on_input", "moe_latent_size",
+        "moe_shared_expert_intermediate_size",
+    ):  # fmt: skip
+        if getattr(config, name):
+            raise ConfigError(f"actor.transformer.{name}: is not supported here; remove it")
+
+
+class PackedRouter(TopKRouter):  # type: ignore[misc]
+    """Megatron's for packed micro-batches; counts what the experts have to do in a step."""
+
+    documents: Documents | None = None
+    """Of this rank's tokens, set before every forward that may train."""
+    is_normalised = False
+    """The experts of a token share a weight of 1, even if it is a single one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **kwargs)
+        self.load = torch.zeros(self.num_experts, dtype=torch.float64)
+        self.losses: dict[str, Tensor] = {}
+
+    def gating(self, input: Tensor) -> Tensor:
+        """[..., h] -> [..., E] float32 logits."""
+        return _logits(input, self.weight)
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """[t, 1, E] -> [t, E] weights, 0 for experts that were not chosen, and [t, E] bool."""
+        logits = logits.view(-1, self.num_experts)
+        documents = self.documents if self.training and torch.is_grad_enabled() else None
+        if documents is not None and self.config.moe_z_loss_coeff:
+            loss = balance.z_loss(logits, documents, self.tp_cp_group)
+            logits = self._with_loss(logits, "z_loss", loss, self.config.moe_z_loss_coeff)
+        weights, chosen = topk_routing_with_score_function(
+            logits, self.topk,
+            use_pre_softmax=self.config.moe_router_pre_softmax and not self.is_normalised,
+            num_groups=self.config.moe_router_num_groups,
+            group_topk=self.config.moe_router_group_topk,
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
+            score_function=self.score_function, expert_bias=self.expert_bias,
+        )  # fmt: skip
+        if documents is not None:
+            weights = self._balanced(weights, logits, documents)
+            self._count(chosen, documents)
+        return weights, chosen
+
+    def _balanced(self, weights: Tensor, logits: Tensor, documents: Documents) -> Tensor:
+        """`weights`, whose gradient brings that of the losses along."""
+        coefficients = {kind: self.get_aux_loss_coeff(kind) for kind in _KINDS}
+        if not any(coefficients.values()):
+            return weights
+        chosen, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+        for kind, coefficient in coefficients.items():
+            if coefficient:
+                make = balance.document_groups if "seq" in kind else balance.micro_batch_groups
+                groups = make(scores, chosen, documents, self.tp_cp_group)
+                busy = self._busy(groups.counts[0]) if "global" in kind else None
+                loss = balance.balance_loss(groups, self.topk, busy)
+                weights = self._with_loss(weights, kind, loss, coefficient)
+        return weights
+
+    def _busy(self, counts: Tensor) -> Tensor:
+        """[E] choices of all data-parallel ranks' micro-batches in this step so far."""
+        counts = counts.clone()
+        dist.all_reduce(counts, group=mpu.get_data_parallel_group())
+        self.global_tokens_per_expert += counts  # finalize_model_grads sets it to 0
+        so_far: Tensor = self.global_tokens_per_expert.clone()
+        return so_far
+
+    def _with_loss(self, carrier: Tensor, kind: str, loss: Tensor, coefficient: float) -> Tensor:
+        self.losses[kind] = self.losses.get(kind, 0) + loss.detach()
+        carried: Tensor = MoEAuxLossAutoScaler.apply(carrier, coefficient * loss)
+        return carried
+
+    def _count(self, chosen: Tensor, documents: Documents) -> None:
+        counts = (chosen & documents.is_real[:, None]).sum(0)
+        self.load = self.load.to(counts.device) + counts
+        if self.expert_bias is not None:
+            self.local_tokens_per_expert += counts  # finalize_model_grads reads it
+
+
+def set_shares(model: nn.Module, *, normalised: bool) -> None:
+    """Whether the experts of a token share a weight of 1."""
+    for module in model.modules():
+        if isinstance(module, PackedRouter):
+            module.is_normalised = normalised
+
+
+def take_metrics(chunks: Iterable[nn.Module], num_tokens: int) -> dict[str, float]:
+    """What the routers counted since the last call, the same on every rank; collective.
+
+    Returns:
+        Nothing for a model without experts, else `moe/max_load`: choices of the busiest expert over
+        those of an average one, in the worst layer; and for each loss that is on `moe/` and its
+        name, per trained token without its coefficient, mean over the layers.
+    """
+    routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedRouter)]
+    kinds = [*_KINDS, "z_loss"]
+    config = utils.get_model_config(next(iter(chunks)))
+    if config.num_moe_experts is None:
+        return {}
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    sums = torch.zeros(config.num_layers, config.num_moe_experts + len(kinds), dtype=torch.float64)
+    sums = sums.to(device)
+    for router in routers:
+        losses = [torch.as_tensor(router.losses.get(kind, 0.0), device=device) for kind in kinds]
+        row = torch.cat([router.load.to(device), torch.stack([x.double() for x in losses])])
+        sums[router.layer_number - 1] += row
+        router.load, router.losses = torch.zeros_like(router.load), {}
+    dist.all_reduce(sums, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
+    dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())
+    return _metrics(sums.cpu(), kinds, config, num_tokens)
+
+
+def _metrics(
+    sums: Tensor, kinds: list[str], config: TransformerConfig, num_tokens: int
+) -> dict[str, float]:
+    load, losses = torch.split(sums, [config.num_moe_experts, len(kinds)], dim=1)
+    routed = load.sum(1) > 0
+    if not routed.any():
+        return {"moe/max_load": 0.0}
+    load, losses = load[routed], losses[routed]
+    found = {"moe/max_load": float((load.amax(1) / load.mean(1)).max())}
+    means = losses.mean(0) / max(num_tokens, 1)
+    return found | {
+        f"moe/{kind}": float(mean) for kind, mean in zip(kinds, means, strict=True) if mean
+    }
+
+
+class _Logits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.save_for_backward(hidden, weight)
+        rows = hidden.flatten(0, -2)
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
+        else:
+            out = rows.float() @ weight.float().t()
+        return out.view(*hidden.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+        hidden, weight = ctx.saved_tensors
+        grad = grad.flatten(0, -2)
+        hidden_grad = (grad @ weight.float()).to(hidden.dtype).view_as(hidden)
+        weight_grad = grad.t() @ hidden.flatten(0, -2).float()
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None:
+            return hidden_grad, weight_grad.to(weight.dtype)
+        main_grad += weight_grad
+        weight.grad_added_to_main_grad = True  # Megatron's hook then adds nothing
+        return hidden_grad, torch.empty_like(weight)
+
+
+_logits: Callable[[Tensor, Tensor], Tensor] = _Logits.apply

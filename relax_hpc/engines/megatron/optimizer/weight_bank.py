@@ -1,0 +1,187 @@
+"""Further sets of weights for one model, in host memory, which it takes turns to hold.
+
+Megatron's DDP keeps the parameters of a chunk in a few flat buffers: those are copied, whatever
+the layout. Replicas hold the same, so each of them keeps a part and they gather the whole. What
+the optimizer has beside the parameters is not touched.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from relax_hpc.engines.megatron.optimizer.host_memory import HostMemory
+
+_SETTING = 'reference.placement = "actor"'
+
+
+class KeptPart(NamedTuple):
+    """What a rank keeps of a parameter, or of what is a buffer of a module."""
+
+    start: int
+    """First element, counted through the parameter."""
+    values: Tensor
+    """[n] in host memory; does not change any more."""
+
+
+class _Buffer(NamedTuple):
+    """A flat tensor of the model, and who holds the same."""
+
+    whole: Tensor
+    first: int
+    """Of `whole`, that this rank keeps."""
+    mine: Tensor
+    """What it keeps; a view."""
+    replicas: dist.ProcessGroup | None
+    places: dict[Tensor, int]
+    """Where in `whole` each parameter begins."""
+
+
+class _Set(NamedTuple):
+    memory: HostMemory
+    parts: list[Tensor]
+    """Of every buffer, this rank's."""
+
+
+class WeightBank:
+    """Named sets of weights of one rank. All methods but `kept` are collective.
+
+    A set costs, per replica, the bytes of its weights in host memory, once for all replicas. While
+    it is swapped in, the model's own weights are there, too: copied out once per version, and back
+    in every time.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]) -> None:
+        self._chunks = chunks
+        self._buffers = [buffer for chunk in chunks for buffer in _buffers(chunk)]
+        self._sets: dict[str, _Set] = {}
+        self._own: _Set | None = None
+        self._own_version: int | None = None
+        self._is_lent = False
+        self.lasting: set[str] = set()
+        """Sets that checkpoints have to hold, because nothing else does."""
+
+    @property
+    def chunks(self) -> list[GPTModel]:
+        """The model."""
+        return [chunk.module for chunk in self._chunks]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory of this rank."""
+        sets = [*self._sets.values(), *([self._own] if self._own else [])]
+        return sum(part.nbytes for each in sets for part in each.parts)
+
+    def keep(self, name: str, *, lasting: bool = False) -> None:
+        """Copies what the model holds now; takes the place of a set of that name.
+
+        Args:
+            lasting: goes into checkpoints, and comes back from them.
+
+        Raises:
+            ConfigError: there is not enough host memory.
+        """
+        # In memory of its own: what was kept before may still be on its way to a checkpoint.
+        self._sets[name] = self._copied_out(None)
+        if lasting:
+            self.lasting.add(name)
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+
+    def kept(self, name: str) -> dict[Tensor, KeptPart]:
+        """What this rank keeps of a set, by the parameters and module buffers that it is of.
+
+        Data-parallel ranks share a parameter, and all keep the module buffers.
+        """
+        found = {}
+        for buffer, part in zip(self._buffers, self._sets[name].parts, strict=True):
+            for parameter, place in buffer.places.items():
+                begin = max(place, buffer.first)
+                end = min(place + parameter.numel(), buffer.first + len(part))
+                if begin < end:
+                    values = part[begin - buffer.first : end - buffer.first]
+                    found[parameter] = KeptPart(begin - place, values)
+        return found
+
+    @contextmanager
+    def swapped(self, name: str, *, version: int | None = None) -> Iterator[None]:
+        """The model holds the set `name` inside, and its own weights again afterwards, bitwise.
+
+        Args:
+            name: of a set that was kept.
+            version: of the own weights; they are not copied out again while it stays the same.
+        """
+        kept = self._sets[name]
+        with self.lent(version=version):
+            self._copy_in(kept)
+            yield
+
+    @contextmanager
+    def lent(self, *, version: int | None = None) -> Iterator[None]:
+        """The model may be given any weights inside; its own ones come back, bitwise.
+
+        After an error inside they come back, too, if all replicas leave.
+
+        Args:
+            version: see `swapped`.
+        """
+        assert not self._is_lent, "the model's own weights are out already"
+        if self._own is None or version is None or version != self._own_version:
+            self._own_version = None
+            self._own = self._copied_out(self._own)
+            self._own_version = version
+        self._is_lent = True
+        try:
+            yield
+        finally:
+            self._is_lent = False
+            self._copy_in(self._own)
+
+    def forget_own(self) -> None:
+        """The model's own weights have changed, and their version has not."""
+        self._own_version = None
+
+    @torch.no_grad()
+    def _copied_out(self, into: _Set | None) -> _Set:
+        for chunk in self._chunks:
+            if chunk.ddp_config.overlap_param_gather:  # replicas may not be equal yet
+                chunk.start_param_sync(force_sync=True)
+        copies = into or self._make_set()
+        for part, buffer in zip(copies.parts, self._buffers, strict=True):
+            part.copy_(buffer.mine, non_blocking=True)
+        return copies
+
+    def _make_set(self) -> _Set:
+        parts = [buffer.mine for buffer in self._buffers]
+        num_bytes = sum(part.nbytes + HostMemory.ALIGNMENT for part in parts)
+        memory = HostMemory(num_bytes, parts[0].device, _SETTING)
+        return _Set(memory, [memory.take(part.numel(), part.dtype) for part in parts])
+
+    @torch.no_grad()
+    def _copy_in(self, kept: _Set) -> None:
+        for buffer, part in zip(self._buffers, kept.parts, strict=True):
+            buffer.mine.copy_(part, non_blocking=True)
+            if buffer.replicas is not None:
+                dist.all_gather_into_tensor(buffer.whole, buffer.mine, group=buffer.replicas)
+
+
+def _buffers(chunk: DistributedDataParallel) -> Iterator[_Buffer]:
+    """All weights of a chunk: parameters, dense and of experts, then what is no parameter."""
+    for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+        places = {parameter: place for parameter, (place, *_) in buffer.param_index_map.items()}
+        group, data = buffer.data_parallel_group, buffer.param_data
+        if group.size() == 1:
+            yield _Buffer(data, 0, data, None, places)
+        else:
+            size = data.numel() // group.size()
+            first = group.rank() * size
+            yield _Buffer(data, first, data[first : first + size], group, places)
+    for module in chunk.module.modules():
+        for name, value in module._buffers.items():
+            if value is not None and name not in module._non_persistent_buffers_set:
+                yield _Buffer(value.view(-1), 0, value.view(-1), None, {value: 0})

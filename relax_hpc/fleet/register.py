@@ -1,0 +1,151 @@
+"""What rank 0 of the trainer knows of the engines, and says in the roster."""
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import RLock
+
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.receiver import Receiver
+from relax_hpc.fleet.roster import Holding, HoldingState, Roster
+from relax_hpc.paths import RunPaths
+
+log = logging.getLogger(__name__)
+
+HEALTH_S = 5.0
+MEMORY = ("weights", "kv_cache")
+"""Tags of what an engine releases."""
+Key = tuple[str, str]
+"""Id and epoch of a member."""
+
+
+class Register:
+    """Members of a run, by id and epoch: one that was restarted is another one.
+
+    Threads in which members load (`weights.loads`) note how that ended.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        ids: Callable[[], Sequence[str]],
+        connect: Callable[[Member], Receiver],
+    ) -> None:
+        """Takes nothing over from the trainer before, see `take_over`.
+
+        Args:
+            paths: where members announce themselves.
+            ids: members of this run; asked every time, since engines come and go.
+            connect: makes the client of a member.
+        """
+        self.paths, self._ids, self._connect = paths, ids, connect
+        self.version = -1
+        """The newest that engines were given, or are being given."""
+        self._holdings: dict[Key, Holding] = {}
+        self._clients: dict[Key, Receiver] = {}
+        self._released: dict[Key, list[str]] = {}
+        self._lock = RLock()
+        last = Roster.read(paths)
+        its = last.members.items() if last else ()
+        self._torn = {(name, h.epoch) for name, h in its if h.state == "SYNCING"}
+
+    def take_over(self) -> None:
+        """Believes the last roster as far as it says who sleeps.
+
+        Of an engine that was being changed nobody knows which memory it has: it is fenced.
+        """
+        last = Roster.read(self.paths)
+        if last is None:
+            return
+        self.version = last.version
+        for name, holding in last.members.items():
+            key = name, holding.epoch
+            if holding.state == "ASLEEP":
+                self._holdings[key], self._released[key] = holding, list(MEMORY)
+            elif holding.state == "SYNCING":
+                reason = "the trainer died while it was updated, fell asleep or woke"
+                self._holdings[key] = Holding(holding.epoch, None, "FENCED", reason)
+
+    def known(self) -> list[Member]:
+        """All that are healthy, as their owners say."""
+        return members.read(self.paths, self._ids())
+
+    def announced(self) -> list[Member]:
+        """All there are records of, in whatever state."""
+        found = (members.find(self.paths, member) for member in self._ids())
+        return [member for member in found if member is not None]
+
+    def live(
+        self, threads: ThreadPoolExecutor, *, without: Callable[[Member], bool] = lambda _: False
+    ) -> dict[Member, Receiver]:
+        """Those that answer, without the fenced ones, and others that are not to be asked."""
+        candidates = {
+            member: self.client(member)
+            for member in self.known()
+            if self.state(member) != "FENCED" and not without(member)
+        }
+        answers = list(threads.map(lambda r: r.health(HEALTH_S), candidates.values()))
+        return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
+
+    def client(self, member: Member) -> Receiver:
+        if key_of(member) not in self._clients:
+            self._clients[key_of(member)] = self._connect(member)
+        return self._clients[key_of(member)]
+
+    def state(self, member: Member) -> HoldingState | None:
+        """None if it was never given anything."""
+        holding = self._holdings.get(key_of(member))
+        return holding.state if holding else None
+
+    def is_torn(self, member: Member) -> bool:
+        """Whether the trainer before died while it updated it: what it holds is undefined."""
+        return key_of(member) in self._torn
+
+    def holds(self) -> list[int | None]:
+        """Versions of those that are active."""
+        with self._lock:
+            return [h.version for h in self._holdings.values() if h.state == "ACTIVE"]
+
+    def is_current(self, member: Member) -> bool:
+        """Whether nothing is to be done about it until the next version."""
+        holding = self._holdings.get(key_of(member))
+        if holding is None:
+            return False
+        return holding.state == "FENCED" or holding.version == self.version
+
+    def note(
+        self, member: Member, state: HoldingState, reason: str = "", *, version: int | None = None
+    ) -> None:
+        """`version` is that of an ACTIVE one, if it is not the newest."""
+        held = self.version if version is None else version
+        with self._lock:
+            self._holdings[key_of(member)] = Holding(
+                member.epoch, held if state == "ACTIVE" else None, state, reason
+            )
+        if state == "ASLEEP":
+            self._released[key_of(member)] = list(MEMORY)
+
+    def fence(self, member: Member, reason: str) -> None:
+        """Leaves it out until its owner has started it again."""
+        log.error("engine %s is fenced at v%d: %s", member.id, self.version, reason)
+        self.note(member, "FENCED", reason)
+
+    def lacks(self, member: Member, tag: str) -> bool:
+        """Whether it has released that memory, and not taken it back."""
+        return tag in self._released.get(key_of(member), ())
+
+    def note_back(self, member: Member, tag: str) -> None:
+        self._released[key_of(member)].remove(tag)
+
+    def write(self) -> None:
+        """Publishes the roster."""
+        known = set(self._ids())
+        with self._lock:
+            newest = {name: h for (name, _), h in self._holdings.items() if name in known}
+            done = all(holding.state != "SYNCING" for holding in newest.values())
+            Roster(self.version, done, newest).write(self.paths)
+
+
+def key_of(member: Member) -> Key:
+    return member.id, member.epoch

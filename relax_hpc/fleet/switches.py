@@ -1,0 +1,91 @@
+"""How far every request of an engine was when its policy changed: which tokens are whose.
+
+The trainer learns it from the receipts of an update, and leaves it in the run directory for those
+whose requests they are. A request that is not named had no token yet.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+from relax_hpc.comm.orders import Receipt
+from relax_hpc.fleet.members import Member
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json, write_json
+
+log = logging.getLogger(__name__)
+
+_KEPT = 32
+"""Versions."""
+_WAIT_S, _POLL_S = 60.0, 0.02
+"""The record of a version is written when all its engines go on; with files some do so earlier."""
+Counts = Mapping[str, int]
+"""Response tokens by request."""
+
+
+def note(paths: RunPaths, member: Member, version: int, receipts: Iterable[Receipt]) -> None:
+    """Publishes what the ranks of an engine said.
+
+    Args:
+        paths: of the run.
+        member: whose requests they are.
+        version: that later tokens belong to.
+        receipts: without any, nothing is known, and that is published.
+    """
+    told = [receipt.num_sampled for receipt in receipts]
+    counts: dict[str, int] | None = {}
+    for of_rank in told or [None]:
+        counts = None if counts is None or of_rank is None else counts | of_rank
+    write_json(paths.switch(member.id, member.epoch, version), {"num_sampled": counts})
+    paths.switch(member.id, member.epoch, version - _KEPT).unlink(missing_ok=True)
+
+
+class Switches:
+    """The changes of policy of one start of an engine, as those see them who ask it."""
+
+    def __init__(self, paths: RunPaths, member: str, epoch: str) -> None:
+        self._path = partial(paths.switch, member, epoch)
+        self._found: dict[int, asyncio.Task[Counts | None]] = {}
+
+    async def between(self, before: int, now: int) -> dict[int, Counts] | None:
+        """The changes after version `before` up to version `now`, oldest first.
+
+        Returns:
+            Version and counts, of the versions that the engine was given; None if they are not
+            known, or not in time.
+        """
+        if now <= before:  # a trainer that was started again went back
+            return None
+        newest = await self._at(now)
+        if newest is None:
+            return None
+        found = dict[int, Counts]()
+        for version in range(max(before + 1, now - _KEPT), now):
+            record = await asyncio.to_thread(read_json, self._path(version))
+            if record is None:  # the newest is there, so this engine was not given it
+                continue
+            if record["num_sampled"] is None:
+                return None
+            found[version] = record["num_sampled"]
+        return found | {now: newest}
+
+    async def _at(self, version: int) -> Counts | None:
+        """Read once for all that ask."""
+        if version not in self._found:
+            self._found = {v: task for v, task in self._found.items() if v > version - _KEPT}
+            self._found[version] = asyncio.create_task(_read(self._path(version)))
+        return await asyncio.shield(self._found[version])
+
+
+async def _read(path: Path) -> Counts | None:
+    deadline = time.monotonic() + _WAIT_S
+    while (record := await asyncio.to_thread(read_json, path)) is None:
+        if time.monotonic() > deadline:
+            log.warning("the trainer did not write %s within %g s", path, _WAIT_S)
+            return None
+        await asyncio.sleep(_POLL_S)
+    counts: Counts | None = record["num_sampled"]
+    return counts

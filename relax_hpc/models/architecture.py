@@ -1,0 +1,40 @@
+"""What the trainer has to know of a model, whatever its family."""
+
+from dataclasses import dataclass
+
+from relax_hpc.models.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """What is special about the layers of a mixture of experts."""
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    """Of one expert."""
+    norm_topk_prob: bool
+    """A token's experts share a weight of 1; else the weight of the others is missing from it."""
+    layers: tuple[int, ...]
+    """Which of the model's layers have experts; the others are dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """The model's shape, by its config.json."""
+
+    model_type: str
+    """Its family, a key of `architectures.registry.FAMILIES`."""
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    """Of a dense layer."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_epsilon: float
+    rope: Rope
+    tied_embeddings: bool
+    experts: Experts | None = None

@@ -1,0 +1,24 @@
+"""What a new architecture has to say; its file makes one `Family` of it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.names import Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    model_type: str
+    """As config.json has it."""
+    read: Callable[[ConfigJson], Architecture]
+    """Refuses, with a ConfigError, what the trainer would compute otherwise than the model."""
+    transformer: Callable[[Architecture], dict[str, Any]]
+    """Fields of Megatron-core's TransformerConfig that the model decides."""
+    defaults: Callable[[Architecture], dict[str, Any]]
+    """Fields that the job may set otherwise."""
+    parameters: Callable[[Architecture], Iterator[Parameter]]
+    """All of the model, in the order in which its weights are exported; layers by their number in
+    the model."""

@@ -1,0 +1,199 @@
+"""Every field of config.json: what becomes of it here.
+
+A field is obeyed, or only some values of it are taken, or it is without effect. Those that are not
+listed are passed over by transformers, too; `unknown` finds them, so that somebody is told.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.rope import lost_base
+
+CAUSAL = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""model_type -> the class of transformers that engine and trainer compute."""
+
+
+QWEN3_HEAD_DIM = 128
+"""Of dense Qwen3, where config.json says nothing."""
+
+
+class Obeyed(NamedTuple):
+    """Read by the architecture's file, whatever it says."""
+
+    what: str
+
+
+class Only(NamedTuple):
+    """Other values are refused; a missing field is fine."""
+
+    values: tuple[object, ...]
+    why: str
+
+
+class Inert(NamedTuple):
+    """Changes nothing here."""
+
+    why: str
+
+
+Field = Obeyed | Only | Inert
+
+_SHAPE = Obeyed("the shape of the model")
+_ROPE = Obeyed("rotary positions: default, linear, yarn")
+_EXPERTS = Obeyed("layers of experts")
+_WINDOW = Inert("no layer has a sliding window")
+_LABELS = Inert("of classifiers")
+_RETURNED = Inert("what a call of transformers returns")
+_KERNELS = Inert("how transformers computes the same")
+_ORIGIN = Inert("where the folder comes from")
+_SAMPLING = Inert("the job says how is sampled")
+_ROUTER_LOSS = Inert("the job says it: actor.transformer.moe_aux_loss_coeff")
+_OTHER_FILES = "the model is in config.json and the safetensors beside it"
+_CACHE = Inert("of generation by transformers")
+
+FIELDS: Mapping[str, Field] = {
+    "model_type": Obeyed("the architecture"),
+    "vocab_size": _SHAPE,
+    "hidden_size": _SHAPE,
+    "intermediate_size": _SHAPE,
+    "num_hidden_layers": _SHAPE,
+    "num_attention_heads": _SHAPE,
+    "num_key_value_heads": _SHAPE,
+    "head_dim": _SHAPE,
+    "rms_norm_eps": Obeyed("every norm"),
+    "tie_word_embeddings": Obeyed("whether the output matrix is the embedding"),
+    "max_position_embeddings": Obeyed("how long a prompt and its response may be"),
+    "rope_parameters": _ROPE,
+    "rope_scaling": _ROPE,
+    "rope_theta": _ROPE,
+    "original_max_position_embeddings": Only(
+        (None,), "rotary positions are scaled by what is in rope_parameters"
+    ),
+    "partial_rotary_factor": Only((None, 1.0), "all channels of a head turn"),
+    "num_experts": _EXPERTS,
+    "num_local_experts": _EXPERTS,
+    "num_experts_per_tok": _EXPERTS,
+    "moe_intermediate_size": _EXPERTS,
+    "norm_topk_prob": _EXPERTS,
+    "mlp_only_layers": _EXPERTS,
+    "decoder_sparse_step": _EXPERTS,
+    "hidden_act": Only(("silu",), "the feed-forward layers are SwiGLU"),
+    "attention_bias": Only((False,), "only Qwen2 has biases, and always"),
+    "use_sliding_window": Only((False,), "every token sees all before it"),
+    "sliding_window": _WINDOW,
+    "max_window_layers": _WINDOW,
+    "layer_types": Only((), "every layer is of full attention"),
+    "attention_chunk_size": Only((None,), "every token sees all before it"),
+    "dual_chunk_attention_config": Only((None,), "every token sees all before it"),
+    "is_causal": Only((None, True), "no token sees what comes after it"),
+    "is_decoder": Inert("these models always are"),
+    "is_encoder_decoder": Only((False,), "there is no encoder"),
+    "per_layer_config": Only((None, {}), "layers differ by their experts alone"),
+    "kv_sharing_modes": Only((None,), "every layer has keys and values of its own"),
+    "fusion_config": Only((None, {}), "the model is that of transformers' default"),
+    "quantization_config": Only((None,), "weights are trained as they are; weights.quantize is "
+                                "for engines"),
+    "configuration_files": Only((None, [], {}), _OTHER_FILES),
+    "transformers_weights": Only((None,), _OTHER_FILES),
+    "architectures": Only((), "it is what engines go by"),
+    "eos_token_id": Obeyed("ends a response, as those of generation_config.json"),
+    "bos_token_id": Inert("the tokenizer puts it there, or not"),
+    "pad_token_id": Inert("nothing is padded; its embedding is trained like others, where "
+                          "transformers gives it no gradient"),
+    "dtype": Inert("model.dtype of the job; an export says its own"),
+    "torch_dtype": Inert("model.dtype of the job; an export says its own"),
+    "attention_dropout": Inert("training drops nothing, as sampling does not"),
+    "initializer_range": Inert("no weights are drawn"),
+    "router_aux_loss_coef": _ROUTER_LOSS,
+    "output_router_logits": _ROUTER_LOSS,
+    "use_cache": _CACHE,
+    "cache_implementation": _CACHE,
+    "chunk_size_feed_forward": _KERNELS,
+    "gradient_checkpointing": _KERNELS,
+    "attn_implementation": _KERNELS,
+    "_attn_implementation": _KERNELS,
+    "_attn_implementation_autoset": _KERNELS,
+    "experts_implementation": _KERNELS,
+    "_experts_implementation": _KERNELS,
+    "distributed_config": _KERNELS,
+    "use_kernels": _KERNELS,
+    "output_hidden_states": _RETURNED,
+    "output_attentions": _RETURNED,
+    "return_dict": _RETURNED,
+    "use_return_dict": _RETURNED,
+    "tie_last_hidden_states": _RETURNED,
+    "torchscript": _RETURNED,
+    "num_labels": _LABELS,
+    "id2label": _LABELS,
+    "label2id": _LABELS,
+    "problem_type": _LABELS,
+    "classifier_dropout": _LABELS,
+    "transformers_version": _ORIGIN,
+    "name_or_path": _ORIGIN,
+    "_name_or_path": _ORIGIN,
+    "_commit_hash": _ORIGIN,
+    "tokenizer_class": Inert("tokenizer_config.json says it"),
+    "auto_map": Inert("code of the folder is not run"),
+    "use_mrope": Only((None, False), "positions are those of text"),
+    **dict.fromkeys(
+        (
+            "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample",
+            "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+            "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty",
+            "forced_bos_token_id", "forced_eos_token_id", "length_penalty", "max_length",
+            "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+            "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
+            "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p",
+            "typical_p", "assistant_confidence_threshold", "assistant_lookbehind",
+            "num_assistant_tokens", "num_assistant_tokens_schedule", "target_lookbehind",
+        ),
+        _SAMPLING,
+    ),
+}  # fmt: skip
+
+
+def check(config: ConfigJson) -> None:
+    """Refuses values that would have the model computed otherwise than transformers computes it.
+
+    Raises:
+        ConfigError: naming the field, its value and what is supported.
+    """
+    for name in config.record:
+        field = FIELDS.get(name)
+        if not isinstance(field, Only):
+            continue
+        values = _values(name, config) or field.values
+        if config.get(name) not in values:
+            supported = " or ".join(map(repr, values))
+            raise config.refused(name, f"only {supported} is supported: {field.why}")
+
+
+def _values(name: str, config: ConfigJson) -> tuple[object, ...]:
+    """Those that depend on other fields."""
+    if name == "layer_types":
+        return None, ["full_attention"] * config.size("num_hidden_layers")
+    if name == "architectures":
+        return None, [CAUSAL[config.get("model_type")]]
+    return ()
+
+
+def doubts(config: ConfigJson) -> list[str]:
+    """What transformers passes over, but who wrote it may have meant: a line each."""
+    found = []
+    if unknown := sorted(set(config.record) - set(FIELDS)):
+        fields, are = ("fields", "are") if unknown[1:] else ("field", "is")
+        found.append(
+            f"{config.path}: {', '.join(unknown)}: unknown {fields}, {are} passed over, as "
+            "transformers does; if they change the model, it cannot be trained here"
+        )
+    if lost := lost_base(config):
+        found.append(
+            f"{config.path}: rope_parameters.rope_theta = {lost}: is passed over, as transformers "
+            "does, since there is rope_scaling; write it there"
+        )
+    return found

@@ -1,0 +1,39 @@
+"""Qwen2 and Qwen2.5, dense: biases in the attention instead of Qwen3's norms."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from relax_hpc.models import qwen3
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.family import Family
+from relax_hpc.models.names import Parameter
+
+_NORMS = ("self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight")
+
+
+def transformer(shape: Architecture) -> dict[str, Any]:
+    return qwen3.transformer(shape) | {"qk_layernorm": False, "add_qkv_bias": True}
+
+
+def parameters(shape: Architecture) -> Iterator[Parameter]:
+    return qwen3.model(shape, lambda _: (*_attention(shape), *qwen3.dense_mlp(shape)))
+
+
+def _attention(shape: Architecture) -> Iterator[Parameter]:
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    for parameter in qwen3.attention(shape):
+        if parameter.core[0] not in _NORMS:
+            yield parameter
+    yield Parameter(
+        ("self_attention.linear_qkv.bias",),
+        {
+            "self_attn.q_proj.bias": (queries,),
+            "self_attn.k_proj.bias": (keys,),
+            "self_attn.v_proj.bias": (keys,),
+        },
+        "rows",
+        groups=shape.num_kv_heads,
+    )
+
+
+FAMILY = Family("qwen2", qwen3.read_shape, transformer, qwen3.defaults, parameters)

@@ -1,0 +1,37 @@
+"""The architectures that can be trained. A new one is a file beside this one and a line here."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.models import fields, qwen2, qwen3, qwen3_moe
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.family import Family
+from relax_hpc.models.names import Parameter
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+}
+
+
+def read_architecture(folder: Path) -> Architecture:
+    """What config.json of a Hugging Face folder says.
+
+    Raises:
+        ConfigError: no such file, a key is missing or wrong, or a model that is none of `FAMILIES`
+            or that the trainer would compute otherwise than transformers.
+    """
+    config = ConfigJson(folder)
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"{config.path}: model_type = {model_type!r}: only {', '.join(FAMILIES)} is supported"
+        )
+    fields.check(config)
+    return FAMILIES[model_type].read(config)
+
+
+def parameters(shape: Architecture) -> Iterator[Parameter]:
+    """All of the model's, in the order in which its weights are exported."""
+    return FAMILIES[shape.model_type].parameters(shape)

@@ -1,0 +1,150 @@
+"""Rotary positions as transformers computes them: plain ones, linear scaling and YaRN.
+
+They are said in config.json by `rope_parameters` (since transformers 5), or by `rope_theta` and
+`rope_scaling`. Where several say something, it is decided here as there.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from relax_hpc.models.config_json import ConfigJson, Table
+
+if TYPE_CHECKING:
+    import torch
+
+_KEYS = {
+    "default": set[str](),
+    "linear": {"factor"},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow",
+        "mscale", "mscale_all_dim", "truncate",
+    },
+}  # fmt: skip
+_OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_DEFAULT_BASE = 10000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """What decides the angles of a position."""
+
+    kind: str
+    """default, linear or yarn."""
+    base: float
+    factor: float = 1.0
+    """How many times longer than at first texts may become."""
+    original_positions: int = 0
+    """With yarn and what follows: the longest text at first."""
+    beta_fast: float = 32.0
+    """Channels that turn more often than this within `original_positions` stay as they are."""
+    beta_slow: float = 1.0
+    """Those that turn less often turn `factor` times slower; those between, something between."""
+    truncate: bool = True
+    """These bounds are rounded to whole channels."""
+    attention_factor: float = 1.0
+    """Queries and keys become that much longer."""
+    unfit_for_sglang: str = field(default="", compare=False)
+    """What SGLang does not read as transformers does, and what to write instead."""
+
+    @classmethod
+    def read(cls, config: ConfigJson) -> "Rope":
+        """What config.json says.
+
+        Raises:
+            ConfigError: rotary positions of another kind, or a key of them that is unknown.
+        """
+        table = _table(config)
+        kind = table.get("rope_type", table.get("type", "default"))
+        if not isinstance(kind, str) or kind not in _KEYS:
+            key = "rope_type" if "rope_type" in table.record else "type"
+            raise table.refused(key, f"only {', '.join(_KEYS)} is supported")
+        for key in table.record:
+            if key not in _KEYS[kind] | _OF_ALL:
+                raise table.refused(key, f"rope type {kind!r} has no such key; remove it")
+        if table.get("partial_rotary_factor") not in (None, 1):
+            raise table.refused("partial_rotary_factor", "only 1.0 is supported")
+        source = table if "rope_theta" in table.record else config
+        base = source.number("rope_theta", _DEFAULT_BASE)
+        if kind == "default":
+            return cls(kind, base)
+        factor = table.number("factor")
+        if kind == "linear":
+            whole = type(table.get("factor")) is int
+            return cls(
+                kind, base, factor,
+                unfit_for_sglang=f"factor = {factor:g}: SGLang takes numbers with a point only; "
+                f"write {factor}" if whole else "",
+            )  # fmt: skip
+        return _yarn(table, base, factor, config.size("max_position_embeddings"))
+
+    def __str__(self) -> str:
+        scaled = "" if self.kind == "default" else f" and factor {self.factor:g}"
+        return f"{self.kind} with base {self.base:g}{scaled}"
+
+    def inverse_frequencies(self, head_dim: int, device: "torch.device") -> "torch.Tensor":
+        """[head_dim / 2] float32, radians per position; rounded as transformers rounds them."""
+        import torch
+
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        periods = self.base**exponents
+        if self.kind == "default":
+            return 1.0 / periods
+        if self.kind == "linear":
+            return 1.0 / periods / self.factor
+        slowed, kept = 1.0 / (self.factor * periods), 1.0 / periods
+        part = 1 - self._ramp(head_dim).to(device)
+        return slowed * (1 - part) + kept * part
+
+    def _ramp(self, head_dim: int) -> "torch.Tensor":
+        """[head_dim / 2] how much of the slowing a channel gets, 0 to 1."""
+        import torch
+
+        low, high = (self._channel(head_dim, turns) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        if low == high:
+            high += 0.001
+        channels = torch.arange(head_dim // 2, dtype=torch.float32)
+        return ((channels - low) / (high - low)).clamp(0, 1)
+
+    def _channel(self, head_dim: int, turns: float) -> float:
+        """Which one turns that often within `original_positions`."""
+        per_turn = self.original_positions / (turns * 2 * math.pi)
+        return head_dim * math.log(per_turn) / (2 * math.log(self.base))
+
+
+def lost_base(config: ConfigJson) -> float | None:
+    """The base that `rope_parameters` has where `rope_scaling` is taken instead, with another."""
+    if not config.get("rope_scaling") or not config.get("rope_parameters"):
+        return None
+    lost: Any = config.table("rope_parameters").get("rope_theta")
+    return None if lost in (None, Rope.read(config).base) else lost
+
+
+def _table(config: ConfigJson) -> Table:
+    """transformers takes `rope_scaling`, if it says anything, instead of `rope_parameters`."""
+    return config.table("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
+
+
+def _yarn(table: Table, base: float, factor: float, max_positions: int) -> Rope:
+    if base <= 1:
+        raise table.refused("rope_theta", "rope type 'yarn' takes a number larger than 1")
+    beta_fast, beta_slow = table.number("beta_fast", 32), table.number("beta_slow", 1)
+    scales = [table.number(key) for key in ("mscale", "mscale_all_dim") if key in table.record]
+    if len(scales) == 2:
+        attention_factor = _length(factor, scales[0]) / _length(factor, scales[1])
+    else:
+        attention_factor = _length(factor, 1.0)
+    return Rope(
+        "yarn", base, factor, table.size("original_max_position_embeddings", max_positions),
+        beta_fast, beta_slow, table.flag("truncate", default=True),
+        table.number("attention_factor", attention_factor),
+        f"attention_factor = {table.get('attention_factor')}: SGLang passes over it; leave it out, "
+        "or say it by mscale and mscale_all_dim" if "attention_factor" in table.record else "",
+    )  # fmt: skip
+
+
+def _length(factor: float, scale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0

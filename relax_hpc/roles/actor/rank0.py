@@ -1,0 +1,178 @@
+"""What only rank 0 of the actor does: decide batches, serve engines, keep the record."""
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from relax_hpc.bus.plan import PlanPosition, PlanRecord
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.checkpoints.store import Checkpoints
+from relax_hpc.config.run import RunConfig
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.actor.logprob_check import Gap
+from relax_hpc.roles.training import skips
+from relax_hpc.roles.training.skips import Skip
+from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.pace import PaceMeter
+from relax_hpc.telemetry.progress import step_line
+from relax_hpc.telemetry.timers import Phase
+from relax_hpc.weights.publish import Published, Publisher
+from relax_hpc.weights.verify import Verified
+
+log = logging.getLogger(__name__)
+
+
+class ActorLead:
+    """The actor's dealings with the bus, the engines and whoever reads the logs."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        sequencer: Sequencer,
+        publisher: Publisher,
+        checkpoints: Checkpoints[PlanPosition],
+        events: EventWriter,
+    ) -> None:
+        self._config, self._events = config, events
+        self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
+        self._pace = PaceMeter()
+        self._num_bytes = 0
+        self._shards: dict[int, str] = {}
+        """guid -> shard, of the prompt groups of this step."""
+
+    def next_portion(self, step: int) -> PlanRecord | None:
+        """The next part of the batch of `step`, once there is enough of it to start on.
+
+        None if meanwhile engines came that have to be given the current weights first.
+        """
+        try:
+            record = self.sequencer.next_portion(
+                step,
+                min_tokens=self._config.tokens_per_portion,
+                timeout_s=self._config.launch.peer_timeout_s,
+                on_wait=self._look_for_newcomers,
+            )
+        except _Newcomers:
+            return None
+        if record.portion == 0:
+            self._shards = {}
+        bus = RunPaths(self._config.run_dir).bus
+        for guid, part in zip(record.guids, record.parts, strict=True):
+            shard = bus.shard(part.producer, part.epoch, part.seq)
+            self._shards[guid] = str(shard.relative_to(self._config.run_dir))
+        return record
+
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
+        """Gives engines the weights; compares them if it is time to."""
+        self.sequencer.check_fenced()
+        published = self._publisher.publish(version, tensors, check=self._is_checked(version))
+        self.sequencer.advance(step=version, policy_version=version)
+        self._num_bytes = published.num_bytes
+        self._note(published)
+        if version == self._config.algorithm.num_steps and not published.again:
+            # Nobody looks for newcomers any more, and the last policy is to be evaluated.
+            published = published._replace(again=self._publisher.wait_for_loads())
+        self._note_loads()
+        return published
+
+    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
+        """Logs the step."""
+        num_steps = self._config.algorithm.num_steps
+        seconds, eta_s = self._pace.end_step(step, num_steps)
+        fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
+        self._events.emit("step", step=step, eta_s=eta_s, **fields)
+        self._events.emit("phases", step=step, phases=phases)
+        log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
+
+    def compared(self, step: int, gap: Gap, limit: float) -> None:
+        """Notes how far the engines' logprobs are from the trainer's.
+
+        Args:
+            step: that has been trained last.
+        """
+        self._events.emit(
+            "engine_gap", step=step + 1, policy_version=step, num_tokens=gap.num_tokens,
+            mean=gap.mean, max=gap.max, k3=gap.k3, limit=limit,
+        )  # fmt: skip
+        log.info(
+            "engines and trainer: logprobs of %d tokens of policy %d differ by %.2g nats on "
+            "average, %.2g at most (limit of the average %g)",
+            gap.num_tokens, step, gap.mean, gap.max, limit,
+        )  # fmt: skip
+
+    def place_of(self, guid: int) -> tuple[str, str]:
+        """Shard of a prompt group of this step, and the engine that its writer names."""
+        name = self._shards[guid]
+        with Shard(self._config.run_dir / name) as shard:
+            return name, str(shard.attributes["engine"])
+
+    def skipped(self, step: int, skip: Skip) -> None:
+        """Says which samples kept the update from being done, and where they are."""
+        self._events.emit("skipped", step=step, **skips.fields_of(skip, self._shards))
+        log.warning("step %d: update skipped: %s", step, skips.line_of(skip, self._shards))
+
+    def release(self) -> None:
+        """Lets rollout delete what not even the oldest checkpoint that is kept can need."""
+        self.sequencer.release(self._checkpoints.complete()[0].step)
+
+    def finish(self) -> None:
+        self.sequencer.finish()
+        self._events.emit("end", duplicates=self.sequencer.duplicates)
+
+    def close(self) -> None:
+        self._publisher.close()
+        self.sequencer.close()
+
+    def _is_checked(self, version: int) -> bool:
+        every = self._config.weights.checksum_every
+        is_last = version == self._config.algorithm.num_steps
+        return version > 0 and (is_last or (every > 0 and version % every == 0))
+
+    def _note(self, published: Published) -> None:
+        fields = published._asdict()
+        times = {f"sync/{name}": spent for name, spent in fields.pop("seconds").items()}
+        if published.members:
+            times["sync/paused"] = published.pause_seconds
+            moved = times.get("sync/wire") or times.get("sync/load") or math.inf
+            times["sync/gb_per_s"] = published.num_bytes / 1e9 / moved
+        if "sync/write" in times:
+            times["sync/write_gb_per_s"] = published.num_bytes / 1e9 / times["sync/write"]
+        del fields["verified"]
+        self._events.emit("publish", step=published.version, **fields, **times)
+        self._note_verified(published.version, published.verified)
+
+    def _note_loads(self) -> None:
+        for loaded in self._publisher.ended_loads():
+            times = {f"sync/{name}": spent for name, spent in loaded.seconds.items()}
+            if times:
+                times["sync/paused"] = sum(loaded.seconds.values())
+                times["sync/gb_per_s"] = self._num_bytes / 1e9 / times["sync/load"]
+            members, fenced = [loaded.member.id], list[str]()
+            if loaded.reason:
+                members, fenced = fenced, members
+            self._events.emit(
+                "loaded", step=loaded.version, version=loaded.version, members=members,
+                fenced=fenced, num_bytes=self._num_bytes, error=loaded.reason,
+                phases=loaded.phases, **times,
+            )  # fmt: skip
+            self._note_verified(loaded.version, loaded.verified)
+
+    def _note_verified(self, version: int, verified: Verified | None) -> None:
+        if verified is None:
+            return
+        self._events.emit("verify", version=version, **verified._asdict())
+        if not verified.equal:
+            log.error("engines hold other weights than the trainer: %s", verified)
+
+    def _look_for_newcomers(self) -> None:
+        self._note_loads()
+        if self._publisher.has_newcomers():
+            raise _Newcomers
+
+
+class _Newcomers(Exception):  # noqa: N818
+    """Engines came that do not hold the current weights."""

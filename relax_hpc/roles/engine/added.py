@@ -1,0 +1,106 @@
+"""An engine that was added to a running job: it serves the rollout tasks that are there.
+
+It announces itself like any other; the trainer gives it the current weights between two updates,
+and only then do rollout tasks send it requests. It is no producer of the bus: the trajectories are
+those of the tasks that asked.
+"""
+
+import signal
+import threading
+import time
+from contextlib import suppress
+
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.engines.load import num_requests
+from relax_hpc.errors import EngineError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.roster import Roster
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine.host import EngineHost
+from relax_hpc.roles.engine.parts import Seat
+from relax_hpc.telemetry.events import EventWriter
+
+_POLL_S = 0.25
+_NOTICE_S = 3.0
+"""Until every router knows that a member drains: they look once a second."""
+_ABORT_S = 5.0
+"""For aborted requests to be answered with what there is of them."""
+_UPDATE_S = 10.0
+"""An update takes less, or hangs."""
+
+
+def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
+    """Keeps an engine until this task is told to end it, or the run ends."""
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    # Other random numbers than those of the engines that were there.
+    number = config.rollout.num_engines + context.rank
+    seat = Seat(context.name, number=number, local_index=context.local_rank)
+    with EngineHost(config, paths, context, seat, events) as host:
+        drain_s = _serve(paths, seat.id, ended)
+        host.drain()
+        started = time.monotonic()
+        left = _drain(paths, seat.id, host.token, ended, drain_s)
+        _leave_update(paths, seat.id, ended)
+        events.emit("drain", seconds=time.monotonic() - started, aborted=left)
+    events.emit("end")
+
+
+def _serve(paths: RunPaths, member: str, ended: threading.Event) -> float:
+    """Waits for the word to end.
+
+    Returns:
+        How long running requests may take then, seconds.
+
+    Raises:
+        EngineError: the engine does not come back.
+    """
+    while not ended.wait(_POLL_S):
+        now = members.find(paths, member)
+        if now and now.state == "FAILED":
+            raise EngineError(f"engine {member} failed: {now.reason}")
+        if (order := read_json(paths.drain(member))) is not None:
+            return float(order["drain_s"])
+    return 0.0
+
+
+def _drain(paths: RunPaths, name: str, token: str, ended: threading.Event, drain_s: float) -> int:
+    """Waits until the engine has nothing to do; at the deadline it hands back what it has.
+
+    Returns:
+        Requests that were ended at the deadline; rollout goes on with them elsewhere.
+    """
+    if drain_s > 0:
+        ended.wait(_NOTICE_S)
+    deadline = time.monotonic() + drain_s
+    while (member := members.find(paths, name)) and member.url:
+        left = num_requests(member.url, token) or 0
+        if time.monotonic() > deadline or ended.wait(_POLL_S):
+            if left:
+                _hand_back(member.url, token)
+            return left
+        if not left:
+            return 0
+    return 0  # it never came up
+
+
+def _hand_back(url: str, token: str) -> None:
+    """Ends its requests; whoever asked has what there is of them."""
+    with suppress(EngineError):  # one that died hands back nothing, and is ended anyway
+        EngineClient(url, token).abort_all()
+    deadline = time.monotonic() + _ABORT_S
+    while num_requests(url, token) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def _leave_update(paths: RunPaths, member: str, ended: threading.Event) -> None:
+    """Waits for the end of an update that it takes part in, which would fail if it left."""
+    deadline = time.monotonic() + _UPDATE_S
+    while time.monotonic() < deadline:
+        roster = Roster.read(paths)
+        holding = roster.members.get(member) if roster else None
+        if holding is None or holding.state != "SYNCING" or ended.wait(_POLL_S):
+            return

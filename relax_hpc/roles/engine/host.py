@@ -1,0 +1,306 @@
+"""Keeps one engine running: starts it, announces it, watches it, and starts it again.
+
+The thread that does so owns the engine, which dies with it. The role's own loop goes on meanwhile:
+it sees in the member record whether there is an engine, and waits or asks another.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+from relax_hpc.comm.address import node_address
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines import capabilities
+from relax_hpc.engines.capabilities import Capabilities
+from relax_hpc.engines.child import EngineProcess
+from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.pulse import Pulse
+from relax_hpc.engines.sglang.launch import check_recompute, size_of
+from relax_hpc.errors import EngineError
+from relax_hpc.fleet import lease as turn
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member, State
+from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine.parts import Parts, Seat, on_own_gpus
+from relax_hpc.run_secret import RunSecret
+from relax_hpc.telemetry.events import EventWriter
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 0.5
+_ROSTER_S = 1.0
+_HUNG_GRACE_S = 1.0
+
+
+class EngineHost:
+    """One engine of a task, from the first start to the clean stop. A context manager."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        context: TaskContext,
+        seat: Seat,
+        events: EventWriter,
+    ) -> None:
+        self._config, self._paths, self._context = config, paths, context
+        self._seat, self._events = seat, events
+        self._rollout = on_own_gpus(config.rollout, seat)
+        self._parts = Parts(paths, seat.id, config.rollout.nodes_per_engine)
+        self._secret = RunSecret.read(paths.secret)
+        self._member = self._new_member(0)
+        self._announcing = threading.Lock()
+        self._healthy, self._stopping = threading.Event(), threading.Event()
+        self._draining = False
+        # A thread of its own, since the kernel ends the engine with the thread that started it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"host of {seat.id}")
+        self._life: Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        self._life = self._thread.submit(self._keep)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stops the engine; it is GONE, unless it FAILED before."""
+        self.ask_to_stop()
+        self._thread.shutdown(wait=True)
+
+    def ask_to_stop(self) -> None:
+        """Lets several be stopped at the same time; leaving the context waits for it."""
+        self._stopping.set()
+
+    @property
+    def token(self) -> str:
+        """What the present start of the engine asks its callers for."""
+        return self._secret.engine_token(self._member.id, self._member.epoch)
+
+    def wait_until_healthy(self) -> None:
+        """Blocks until the engine can be asked for the first time.
+
+        Raises:
+            EngineError: it could not be started.
+        """
+        assert self._life is not None
+        while not self._healthy.wait(_WATCH_S):
+            if self._life.done():
+                self._life.result()
+                raise EngineError(f"engine {self._seat.id} was stopped before it was healthy")
+
+    async def failure(self) -> None:
+        """Returns only when the engine was stopped.
+
+        Raises:
+            EngineError: it does not come back by itself: the role has to end.
+        """
+        assert self._life is not None
+        await asyncio.shield(asyncio.wrap_future(self._life))
+
+    def drain(self) -> None:
+        """Announces that the engine gets nothing new; stopping it is left to the caller."""
+        self._draining = True
+        self._announce("DRAINING")
+
+    def _keep(self) -> None:
+        """Start after start, until it is stopped or has to be restarted too often."""
+        ends: list[float] = []
+        try:
+            for start in itertools.count(1):
+                reason = self._live(start)
+                if reason is None or self._draining:
+                    self._announce("GONE")
+                    return
+                ends = self._allow_restart([*ends, time.monotonic()], reason)
+                self._announce("STARTING", f"again, since it {reason}".splitlines()[0])
+                self._stopping.wait(self._config.launch.restart_delay_s)
+        except BaseException as error:
+            self._announce("FAILED", _in_short(error))
+            raise
+        finally:
+            self._parts.dismiss(self._member.epoch)
+
+    def _allow_restart(self, ends: list[float], reason: str) -> list[float]:
+        """The ends that count, if there are not too many of them."""
+        window_s, most = self._rollout.restart_window_s, self._config.launch.max_restarts
+        first_line = reason.splitlines()[0]
+        self._events.emit(
+            "engine_end", id=self._seat.id, epoch=self._member.epoch, reason=first_line
+        )
+        log.warning("engine %s %s", self._seat.id, reason)
+        recent = [end for end in ends if end > ends[-1] - window_s]
+        if len(recent) > most:
+            raise EngineError(
+                f"engine {self._seat.id} ended {len(recent)} times within {window_s} s "
+                f"(launch.max_restarts = {most}, rollout.restart_window_s); at last it {reason}"
+            )
+        return recent
+
+    def _live(self, start: int) -> str | None:
+        """One start of the engine, to its end.
+
+        Returns:
+            Why it ended; None if it was asked to.
+
+        Raises:
+            EngineError: the very first start failed, for which the reason is the job's rather
+                than bad luck. (Over several nodes, ports cannot all be held: luck has a part.)
+        """
+        self._member = self._new_member(start)
+        if self._stopping.is_set():
+            return None
+        try:
+            engine = self._start()
+        except _Stopped:
+            return None
+        except EngineError as error:
+            if start == 1 and self._rollout.nodes_per_engine == 1:
+                raise EngineError(f"engine {self._seat.id}: {error}") from error
+            return f"did not start: {error}"
+        with engine:
+            return self._serve(engine)
+
+    def _start(self) -> EngineProcess:
+        self._announce("STARTING", "starting its process")
+        if self._rollout.placement == "actor":
+            self._wait_for_turn()
+        with self._parts.called(self._member.epoch) as share:
+            return start_engine(
+                self._rollout.engine,
+                self._config.model.path,
+                host=node_address(),
+                token=self.token,
+                rollout_config=self._rollout,
+                dtype=self._config.model.dtype,
+                log_path=self._paths.engine_log(self._seat.id, self._member.epoch),
+                seed=self._config.seed + self._seat.number,
+                share=share,
+                quantization=self._config.weights.quantization_config,
+                progress=self._progress,
+            )
+
+    def _wait_for_turn(self) -> None:
+        """Returns when the engine may take memory of the trainer's GPUs; see `weights.turn`."""
+        attempt = self._context.attempt
+        while not turn.is_of_engines(self._paths, attempt):
+            if self._member.state != "WAITING":
+                self._announce("WAITING", "for the trainer to lend its GPUs")
+            if self._stopping.wait(_WATCH_S):
+                raise _Stopped
+            if turn.is_of_engines(self._paths, attempt):
+                self._announce("STARTING", "starting its process")
+
+    def _progress(self, phase: str) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+        if lost := self._parts.end(self._member.epoch):
+            raise EngineError(f"it {lost}")
+        if phase != self._member.reason:
+            self._announce("STARTING", phase)
+
+    def _serve(self, engine: EngineProcess) -> str | None:
+        """Announces a healthy engine and watches it; returns as `_live` does."""
+        hang_s = self._rollout.hang_timeout_s
+        try:
+            able = capabilities.probe(engine.url, engine.token, timeout_s=hang_s)
+            self._check_memory(able)
+        except EngineError as error:
+            return f"answered /health and then failed: {error}"
+        if self._config.weights.kv_cache == "recompute":
+            check_recompute(
+                self._rollout.engine_args, flushes_paused=able.flushes_paused, version=able.version
+            )
+        self._member = self._member._replace(url=engine.url)
+        self._announce("DRAINING" if self._draining else "HEALTHY")
+        self._events.emit(
+            "engine", url=engine.url, engine_pid=engine.pid, kind=able.engine,
+            version=able.version, id=self._seat.id, epoch=self._member.epoch,
+            start_s=round(engine.age_s, 2),
+        )  # fmt: skip
+        self._healthy.set()
+        every_s = min(5.0, hang_s / 4)
+        with Pulse(engine.url, engine.token, every_s=every_s, timeout_s=hang_s) as pulse:
+            return self._watch(engine, pulse)
+
+    def _check_memory(self, able: Capabilities) -> None:
+        shared = self._rollout.placement == "actor" and self._rollout.resources.gpus_per_node
+        if shared and not able.memory_saver:
+            raise EngineError(
+                f"{able.engine} {able.version} cannot release its memory, and shares its GPUs with "
+                "the trainer; it needs torch_memory_saver"
+            )
+
+    def _watch(self, engine: EngineProcess, pulse: Pulse) -> str | None:
+        read_roster = 0.0
+        while not self._stopping.wait(_WATCH_S):
+            if end := engine.end():
+                error = f": {said}" if (said := engine.last_error()) else ""
+                return f"{end} while serving{error}\n{engine.last_lines()}"
+            if time.monotonic() >= read_roster:
+                read_roster = time.monotonic() + _ROSTER_S
+                roster = Roster.read(self._paths)
+                holding = self._holding(roster)
+                if holding and holding.state == "SYNCING":  # it need not answer
+                    pulse.excuse()
+                if why := _fenced(holding) or self._parts.end(self._member.epoch):
+                    return why
+            if (silent_s := pulse.silent_s) > self._rollout.hang_timeout_s:
+                engine.stop(_HUNG_GRACE_S)
+                return (
+                    f"hangs: {engine} has said nothing for {silent_s:.0f} s, and no update is "
+                    f"under way (rollout.hang_timeout_s)\n{engine.last_lines()}"
+                )
+        return None
+
+    def _holding(self, roster: Roster | None) -> Holding | None:
+        """Of this very start."""
+        holding = roster.members.get(self._seat.id) if roster else None
+        return holding if holding and holding.epoch == self._member.epoch else None
+
+    def _new_member(self, start: int) -> Member:
+        kind, context = self._rollout.engine, self._context
+        return Member(
+            id=self._seat.id,
+            epoch=f"{context.attempt}-{context.start}-{start}",
+            url="",
+            num_ranks=self._num_ranks,
+            engine=kind,
+            state="STARTING",
+            transport=context.transport or self._config.weights.transport,
+            lane=self._lane,
+        )
+
+    @property
+    def _num_ranks(self) -> int:
+        if self._rollout.engine == "embedded":
+            return 1
+        return size_of(self._rollout.engine_args).gpus
+
+    @property
+    def _lane(self) -> int:
+        """Engines lie on the trainer's GPUs side by side, in the order of its ranks."""
+        return self._seat.number * self._num_ranks if self._rollout.placement == "actor" else -1
+
+    def _announce(self, state: State, reason: str = "") -> None:
+        with self._announcing:
+            self._member = self._member._replace(state=state, reason=reason)
+            members.announce(self._paths, self._member)
+
+
+def _fenced(holding: Holding | None) -> str | None:
+    """Why the weights are undefined; None if they are not."""
+    return f"was fenced: {holding.reason}" if holding and holding.state == "FENCED" else None
+
+
+def _in_short(error: BaseException) -> str:
+    """What happened, and the last line of the engine's log if it comes with the error."""
+    first, *log_lines = str(error).splitlines() or [repr(error)]
+    return f"{first} {log_lines[-1].strip()}" if log_lines else first
+
+
+class _Stopped(Exception):  # noqa: N818
+    """The engine is to be stopped before it has started."""

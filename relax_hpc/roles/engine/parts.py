@@ -1,0 +1,204 @@
+"""An engine over several nodes: one task per node runs a part of it, and the first is its host.
+
+They meet through the run directory. For every start the host writes a call: the epoch, and where
+the parts' ranks meet. A part that ends says so, and the host then calls for another start.
+"""
+
+import logging
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from relax_hpc.comm.address import node_address
+from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.run import RunConfig, engines_of
+from relax_hpc.config.sections import PassThrough
+from relax_hpc.engines.ports import held_port
+from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.sglang.launch import ALONE, Share, size_of
+from relax_hpc.errors import EngineError, PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json, write_json
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.telemetry.events import EventWriter
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+
+
+class Seat(NamedTuple):
+    """An engine that a task keeps, and where it sits on its node."""
+
+    id: str
+    """Of the engine's member record."""
+    number: int
+    """Among the engines of the run: seeds its random numbers."""
+    local_index: int
+    """Among the engines of its node: says which GPUs are its own."""
+    part: int = 0
+    """Of an engine over several nodes; 0 is its host."""
+
+
+def seats_of(rollout: RolloutConfig, context: TaskContext) -> list[Seat]:
+    """A task has one or several engines, or neighbouring tasks have one together: Slurm fills nodes
+    in order of rank."""
+    task, part = divmod(context.rank, rollout.nodes_per_engine)
+    count = rollout.engines_per_task
+    return [
+        Seat(name, task * count + index, context.local_rank * count + index, part)
+        for index, name in enumerate(engines_of(f"{context.role}-{task}", count))
+    ]
+
+
+def on_own_gpus(rollout: RolloutConfig, seat: Seat) -> RolloutConfig:
+    """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
+    if rollout.engine != "sglang" or not rollout.resources.gpus_per_node:
+        return rollout
+    per_node = size_of(rollout.engine_args).gpus // rollout.nodes_per_engine
+    own: PassThrough = {"base_gpu_id": seat.local_index * per_node}
+    if rollout.placement == "actor":
+        own["enable_memory_saver"] = True
+    return rollout.model_copy(update={"engine_args": own | rollout.engine_args})
+
+
+class Call(NamedTuple):
+    """What the host of an engine asks its other parts to do."""
+
+    epoch: str
+    address: str
+    """Where the ranks of that start meet, "host:port"."""
+    over: bool
+    """Nothing more: the engine is not started again."""
+
+
+class Parts:
+    """The other parts of an engine, as its host sees them; without any, it does nothing."""
+
+    def __init__(self, paths: RunPaths, engine: str, nodes: int) -> None:
+        self._paths, self._engine, self._nodes = paths, engine, nodes
+
+    @contextmanager
+    def called(self, epoch: str) -> Iterator[Share]:
+        """Calls for a start, and holds the port where its ranks meet for the length of the block.
+
+        Yields:
+            The host's own share.
+        """
+        if self._nodes == 1:
+            yield ALONE
+            return
+        host = node_address()
+        with held_port(host) as port:
+            call = Call(epoch, f"{host}:{port}", over=False)
+            write_json(self._paths.engine_call(self._engine), call._asdict())
+            yield Share(self._nodes, 0, call.address)
+
+    def end(self, epoch: str) -> str:
+        """Why one of them ended in that start; "" if none did."""
+        for part in range(1, self._nodes):
+            record = read_json(self._paths.engine_part(self._engine, part))
+            if record is not None and record["epoch"] == epoch:
+                return f"lost part {part} on {record['node']}: it {record['reason']}"
+        return ""
+
+    def dismiss(self, epoch: str) -> None:
+        """Lets their tasks end; `epoch` is that of the last start."""
+        if self._nodes > 1:
+            call = Call(epoch, "", over=True)
+            write_json(self._paths.engine_call(self._engine), call._asdict())
+
+
+def serve(
+    config: RunConfig, paths: RunPaths, context: TaskContext, seat: Seat, events: EventWriter
+) -> None:
+    """Runs a part in every start that the engine's host calls for, until it is dismissed.
+
+    Raises:
+        PeerTimeoutError: the host does not call.
+    """
+    part = _Part(config, paths, context, seat, events)
+    call = part.next_call("")
+    while not call.over:
+        reason = part.run(call)
+        if reason is not None:
+            log.warning("part %d of %s %s", seat.part, seat.id, reason)
+            first_line = reason.splitlines()[0]
+            events.emit("engine_end", id=seat.id, epoch=call.epoch, reason=first_line)
+            part.report(call, reason)
+        call = part.next_call(call.epoch)
+
+
+class _Part:
+    def __init__(
+        self,
+        config: RunConfig,
+        paths: RunPaths,
+        context: TaskContext,
+        seat: Seat,
+        events: EventWriter,
+    ) -> None:
+        self._config, self._paths, self._context = config, paths, context
+        self._seat, self._events = seat, events
+        # Records of an earlier start of this step may lie around; its host is gone.
+        self._prefix = f"{context.attempt}-{context.start}-"
+
+    def call(self) -> Call | None:
+        record = read_json(self._paths.engine_call(self._seat.id))
+        call = Call(**record) if record else None
+        return call if call and call.epoch.startswith(self._prefix) else None
+
+    def next_call(self, after: str) -> Call:
+        deadline = time.monotonic() + self._config.launch.peer_timeout_s
+        while (call := self.call()) is None or (not call.over and call.epoch == after):
+            if time.monotonic() > deadline:
+                raise PeerTimeoutError(
+                    f"the host of {self._seat.id} called for no start within "
+                    f"{self._config.launch.peer_timeout_s} s after {after or 'its own'}"
+                )
+            time.sleep(_POLL_S)
+        return call
+
+    def report(self, call: Call, reason: str) -> None:
+        path = self._paths.engine_part(self._seat.id, self._seat.part)
+        first_line = reason.splitlines()[0]
+        write_json(path, {"epoch": call.epoch, "node": self._context.node, "reason": first_line})
+
+    def run(self, call: Call) -> str | None:
+        """One start, to its end: why it ended, or None if the host calls for something else."""
+
+        def check(phase: str) -> None:
+            if self.call() != call:
+                raise _CalledOff
+
+        seat, rollout = self._seat, on_own_gpus(self._config.rollout, self._seat)
+        try:
+            engine = start_engine(
+                rollout.engine,
+                self._config.model.path,
+                host=node_address(),
+                token=secrets.token_hex(16),
+                rollout_config=rollout,
+                dtype=self._config.model.dtype,
+                log_path=self._paths.engine_log(f"{seat.id}.part{seat.part}", call.epoch),
+                seed=self._config.seed + seat.number,
+                share=Share(rollout.nodes_per_engine, seat.part, call.address),
+                quantization=self._config.weights.quantization_config,
+                progress=check,
+            )
+        except _CalledOff:
+            return None
+        except EngineError as error:
+            return f"did not start: {error}"
+        with engine:
+            while self.call() == call:
+                if end := engine.end():
+                    return f"{end}\n{engine.last_lines()}"
+                time.sleep(_POLL_S)
+        return None
+
+
+class _CalledOff(Exception):  # noqa: N818
+    """The host wants another start, or none."""

@@ -1,0 +1,146 @@
+"""Builds a rollout task: its engines, a producer on the bus, and the loop between them."""
+
+import asyncio
+import resource
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.producer import Producer
+from relax_hpc.config.run import RunConfig
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts import tokenizer as tokenizers
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.rewards.registry import REWARDS
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine import parts as engine_parts
+from relax_hpc.roles.engine.host import EngineHost
+from relax_hpc.roles.engine.parts import Seat, seats_of
+from relax_hpc.roles.rollout import loop as rollout
+from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout.heldout import Board
+from relax_hpc.roles.rollout.prompt_check import Sources
+from relax_hpc.roles.rollout.routing import EngineSampler
+from relax_hpc.telemetry.events import EventWriter
+
+SPARES = 2
+"""Shards that nobody needs any more, kept to be written over."""
+CREDITS_EVERY_S = 1.0
+"""They tell what to delete, what to sample again, and the end; pacing goes by the engine."""
+
+
+def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
+    """Keeps one or several engines, and samples with them until the trainer has finished."""
+    # Every sample in flight is a connection, here and in the engine, which inherits the limit.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    seats = seats_of(config.rollout, context)
+    if seats[0].part:
+        engine_parts.serve(config, paths, context, seats[0], events)
+    else:
+        _host(config, paths, context, seats, events)
+    events.emit("end")
+
+
+def _host(
+    config: RunConfig,
+    paths: RunPaths,
+    context: TaskContext,
+    seats: Sequence[Seat],
+    events: EventWriter,
+) -> None:
+    number = context.rank // config.rollout.nodes_per_engine
+    sources = prompt_check.sources_of(
+        config, prompt_check.read(config), tokenizers.load(config.model.path)
+    )
+    with _hosts(EngineHost(config, paths, context, seat, events) for seat in seats) as hosts:
+        # While engines start. A task looks at what no other does, so together they see all.
+        prompt_check.check_share(config, sources, number, config.rollout.num_producers)
+        for host in hosts:
+            host.wait_until_healthy()
+        own = [seat.id for seat in seats]
+        with Producer(
+            paths.bus,
+            config.producers[number],
+            _provenance(config, context),
+            compress=config.bus.compress,
+            spares=SPARES,
+        ) as producer:
+            loop = _loop(config, paths, number, own, sources, producer, events)
+            asyncio.run(_while_hosted(hosts, loop))
+
+
+@contextmanager
+def _hosts(made: Iterable[EngineHost]) -> Iterator[list[EngineHost]]:
+    """Starts them all at once, and stops them so."""
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(host) for host in made]
+        try:
+            yield hosts
+        finally:
+            for host in hosts:
+                host.ask_to_stop()
+
+
+async def _while_hosted(hosts: Sequence[EngineHost], loop: Coroutine[Any, Any, None]) -> None:
+    """Runs the loop to its end; ends it if one of its engines does not come back."""
+    running = asyncio.ensure_future(loop)
+    failures = [asyncio.ensure_future(host.failure()) for host in hosts]
+    await asyncio.wait({running, *failures}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (running, *failures):
+        if not task.done():
+            task.cancel()
+    # The loop may have failed because an engine did, so what its host says comes first.
+    for outcome in await asyncio.gather(*failures, running, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+            raise outcome
+
+
+async def _loop(
+    config: RunConfig,
+    paths: RunPaths,
+    number: int,
+    own: Sequence[str],
+    sources: Sources,
+    producer: Producer,
+    events: EventWriter,
+) -> None:
+    prompts, heldout = sources
+    tokenizer = prompts.tokenizer
+    reward = REWARDS[config.reward.name].score
+
+    def score(response: Sequence[int], prompt: Prompt) -> float:
+        return reward(tokenizer.decode(response, skip_special_tokens=True), prompt.answer)
+
+    count = min(config.eval.num_prompts, len(heldout))
+    async with EngineSampler(config, paths, own, tokenizer.eos_token_id, events) as sampler:
+        await rollout.run(
+            config,
+            rollout.Task(number, config.rollout.num_producers),
+            prompts,
+            [heldout[index] for index in range(count)],
+            sampler,
+            score,
+            producer,
+            CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
+            events,
+            Board(paths, number, config.rollout.num_producers),
+        )
+
+
+def _provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:
+    try:
+        build = version(config.rollout.engine)
+    except PackageNotFoundError:
+        build = version("relax-hpc")
+    return {
+        "run": config.name,
+        "job": context.attempt,
+        "component": context.role,
+        "rank": context.rank,
+        "start": context.start,
+        "node": context.node,
+        "engine": f"{config.rollout.engine} {build}",
+    }

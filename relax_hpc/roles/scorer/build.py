@@ -1,0 +1,50 @@
+"""Builds a rank of the reference component: a model that only scores, and on rank 0 the lead."""
+
+import torch
+
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sidecar import SidecarWriter
+from relax_hpc.comm.torch_group import init_torch, own_device
+from relax_hpc.comm.world import World
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.megatron.scorer import MegatronScorer
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.scorer import loop as logprobs
+from relax_hpc.telemetry.events import EventWriter
+
+CREDITS_EVERY_S = 1.0
+"""They tell what to delete, and the end."""
+
+
+def main(
+    config: RunConfig, paths: RunPaths, world: World, context: TaskContext, events: EventWriter
+) -> None:
+    """Scores what rollout commits until the trainer has finished."""
+    its = config.of_reference
+    device = own_device(context.local_rank)
+    init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
+    scorer = MegatronScorer(its, world, device)
+    reader = Reader(paths.bus)
+    lead = None
+    if world.rank == 0:
+        (name,) = config.sidecar_writers
+        provenance: dict[str, str | int] = {
+            "run": config.name,
+            "job": context.attempt,
+            "component": context.role,
+            "start": context.start,
+            "node": context.node,
+            "model": str(its.model.path),
+        }
+        writer = SidecarWriter(paths.bus, name, provenance, compress=config.bus.compress)
+        credits = CreditTail(paths.bus, every_s=CREDITS_EVERY_S)
+        lead = logprobs.SidecarLead(its.actor, writer, reader, credits, events)
+    logprobs.run(world, scorer, reader, lead)
+    if lead:
+        lead.close()
+        events.emit("end")
+    reader.close()
+    world.barrier()
+    torch.distributed.destroy_process_group()

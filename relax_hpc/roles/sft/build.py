@@ -1,0 +1,62 @@
+"""Builds an actor rank of supervised fine-tuning: trainer, checkpoints, on rank 0 the lead."""
+
+from collections.abc import Sequence
+
+import torch
+
+from relax_hpc.checkpoints import saving
+from relax_hpc.checkpoints.store import Checkpoint
+from relax_hpc.comm.torch_group import init_torch, own_device
+from relax_hpc.comm.world import World
+from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts import tokenizer as tokenizers
+from relax_hpc.prompts.documents import Documents
+from relax_hpc.roles.sft import document_check
+from relax_hpc.roles.sft import loop as sft
+from relax_hpc.roles.sft.rank0 import DataPosition, SftLead
+from relax_hpc.telemetry.events import EventWriter
+
+
+def main(
+    config: SftRunConfig, paths: RunPaths, world: World, local_rank: int, events: EventWriter
+) -> None:
+    """Resumes from the newest checkpoint, if there is one, and trains to the end."""
+    files, tokenizer = document_check.open_files(config), tokenizers.load(config.model.path)
+    # A rank looks at what no other does, so together they see all.
+    document_check.check_share(config, files, tokenizer, world.rank, world.size)
+    device = own_device(local_rank)
+    init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
+    trainer = MegatronTrainer(config, world, device)
+    checkpoints = saving.checkpoints_of(config, paths, world, DataPosition)
+    resumed = saving.resume(checkpoints, trainer, events)
+    lead = None
+    if world.rank == 0:
+        train, *heldout = (Documents(each.path, tokenizer, config.sft, each.rows) for each in files)
+        lead = _lead(config, paths, train, heldout, resumed, events)
+
+    duties = saving.Lead(lambda: lead.position) if lead else None
+    save = saving.Saving(config, paths, world, trainer, checkpoints, duties, events)
+    sft.run(config, world, trainer, lead, save)
+    if lead:
+        events.emit("end")
+    world.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def _lead(
+    config: SftRunConfig,
+    paths: RunPaths,
+    documents: Documents,
+    heldout: Sequence[Documents],
+    resumed: Checkpoint[DataPosition] | None,
+    events: EventWriter,
+) -> SftLead:
+    measured = [
+        source.document(line)
+        for source in heldout
+        for line in range(min(config.sft.heldout_documents, len(source)))
+    ]
+    position = resumed.position if resumed else None
+    return SftLead(config, paths, documents, measured, events, position)

@@ -1,0 +1,156 @@
+"""Whether the documents of supervised fine-tuning can be trained on.
+
+Where the run is submitted every row is read, but only some are tokenized, unless the steps have to
+be counted; when it starts, the ranks tokenize all of them before the first step.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.registry import read_architecture
+from relax_hpc.prompts.documents import Documents, count_steps, read_text
+from relax_hpc.prompts.rows import Rows, open_rows, sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLE = 1000
+"""Documents of a file that are tokenized where the run is submitted."""
+
+T = TypeVar("T")
+
+
+class File(NamedTuple):
+    """A file of documents."""
+
+    key: str
+    path: Path
+    rows: Rows
+
+
+def open_files(config: SftRunConfig) -> list[File]:
+    """The files of a run, training documents first.
+
+    Raises:
+        ConfigError: one cannot be read, or is empty.
+    """
+    paths = {"train": config.sft.train, "heldout": config.sft.heldout}
+    return [
+        File(key, path, _named(key, partial(open_rows, path)))
+        for key, path in paths.items()
+        if path
+    ]
+
+
+def read(config: SftRunConfig, files: Sequence[File]) -> list[list[int]]:
+    """Reads every row.
+
+    Returns:
+        Characters of each document, by file.
+
+    Raises:
+        ConfigError: one is no document; names file and line.
+    """
+    template = config.sft.chat_template
+
+    def sizes(rows: Rows) -> list[int]:
+        return [read_text(rows[n], chat_template=template).size for n in range(len(rows))]
+
+    return [_named(each.key, partial(sizes, each.rows)) for each in files]
+
+
+def check_sample(
+    config: SftRunConfig,
+    files: Sequence[File],
+    sizes: Sequence[Sequence[int]],
+    tokenizer: "PreTrainedTokenizerBase",
+) -> tuple[int, str | None]:
+    """Tokenizes some documents, the longest among them; all, if the steps have to be counted.
+
+    Args:
+        config: the run.
+        files: of it.
+        sizes: what `read` gave.
+        tokenizer: of the model.
+
+    Returns:
+        Steps of the run; and what was left out, for people, None if that is nothing.
+
+    Raises:
+        ConfigError: one cannot be trained on, or does not fit.
+    """
+    counts = config.sft.tokens_per_step is not None and config.sft.epochs is not None
+    chosen = [sample(its, len(its) if counts else SAMPLE) for its in sizes]
+    lengths = _check(config, files, tokenizer, chosen)
+    documents = Documents(files[0].path, tokenizer, config.sft, files[0].rows)
+    steps = count_steps(config.sft, documents, lengths[0])
+    count, total = sum(map(len, chosen)), sum(map(len, sizes))
+    if count == total:
+        return steps, None
+    return steps, (
+        f"checked {count:,} of {total:,} documents; all are checked when the job starts, before "
+        "anything is trained on"
+    )
+
+
+def check_share(
+    config: SftRunConfig,
+    files: Sequence[File],
+    tokenizer: "PreTrainedTokenizerBase",
+    rank: int,
+    size: int,
+) -> None:
+    """Tokenizes the documents that this one of the ranks has to look at; raises likewise."""
+    _check(config, files, tokenizer, [range(rank, len(each.rows), size) for each in files])
+
+
+def check_lengths(config: SftRunConfig, longest: int) -> None:
+    """The longest document fits a micro-batch, a step and the model's positions."""
+    budget, step = config.actor.tokens_per_micro_batch, config.sft.tokens_per_step
+    if longest > budget:
+        raise ConfigError(
+            f"actor.tokens_per_micro_batch = {budget}: the longest document has {longest} tokens; "
+            f"use {longest} or more, or lower sft.max_tokens"
+        )
+    if step is not None and longest > step:
+        raise ConfigError(
+            f"sft.tokens_per_step = {step}: the longest document has {longest} tokens; "
+            f"use {longest} or more, or lower sft.max_tokens"
+        )
+    positions = read_architecture(config.model.path).max_positions
+    if longest > positions:
+        raise ConfigError(
+            f"sft.max_tokens = {config.sft.max_tokens}: the longest document has {longest} tokens "
+            f"and the model {positions} positions; use {positions} or less"
+        )
+
+
+def _check(
+    config: SftRunConfig,
+    files: Sequence[File],
+    tokenizer: "PreTrainedTokenizerBase",
+    chosen: Sequence[Sequence[int]],
+) -> list[list[int]]:
+    """Tokens of the chosen documents of each file."""
+
+    def tokens(documents: Documents, indices: Sequence[int]) -> list[int]:
+        return [len(documents.document(index).token_ids) for index in indices]
+
+    lengths = []
+    for each, indices in zip(files, chosen, strict=True):
+        documents = Documents(each.path, tokenizer, config.sft, each.rows)
+        lengths.append(_named(each.key, partial(tokens, documents, indices)))
+    check_lengths(config, max((length for its in lengths for length in its), default=0))
+    return lengths
+
+
+def _named(key: str, read: Callable[[], T]) -> T:
+    """What `read` makes of a file; mistakes are reported under its key."""
+    try:
+        return read()
+    except ConfigError as error:
+        raise ConfigError(f"sft.{key}: {error}") from None

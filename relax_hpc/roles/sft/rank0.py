@@ -1,0 +1,164 @@
+"""What only rank 0 of a supervised fine-tuning does: read, deal out, keep the record, export."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.models import hf_folder
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.documents import Document, Documents
+from relax_hpc.roles.dealing.micro_batches import imbalance, plan_micro_batches
+from relax_hpc.roles.sft.loop import HeldoutLoss, Share
+from relax_hpc.roles.training import skips
+from relax_hpc.roles.training.skips import Skip
+from relax_hpc.schema import FinishReason, Trajectory
+from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.pace import PaceMeter
+from relax_hpc.telemetry.progress import step_line
+from relax_hpc.telemetry.timers import Phase
+
+log = logging.getLogger(__name__)
+
+
+class DataPosition(NamedTuple):
+    """How far a checkpoint has come in the documents."""
+
+    epoch: int
+    place: int
+    """Documents of this epoch that are behind it."""
+    num_documents: int
+    """In the file, which must stay as it is."""
+
+
+class SftLead:
+    """The documents of a run, and the record of what became of them."""
+
+    def __init__(
+        self,
+        config: SftRunConfig,
+        paths: RunPaths,
+        documents: Documents,
+        heldout: Sequence[Document],
+        events: EventWriter,
+        position: DataPosition | None,
+    ) -> None:
+        """Goes on from `position`, or from the first document.
+
+        Raises:
+            ConfigError: the file has another number of documents than at the checkpoint.
+        """
+        count = len(documents)
+        if position and position.num_documents != count:
+            raise ConfigError(
+                f"sft.train = {config.sft.train}: has {count} documents, the checkpoint was made "
+                f"with {position.num_documents}; restore the file, or submit a new run"
+            )
+        self._config, self._paths, self._events = config, paths, events
+        self._documents, self._heldout = documents, heldout
+        self._ordinal = position.epoch * count + position.place if position else 0
+        self._reader = ThreadPoolExecutor(1)  # tokenizes the next batch while one is trained on
+        self._ahead = self._reader.submit(documents.batch, self._ordinal)
+        self._batch: dict[str, float] = {}
+        self._pace = PaceMeter()
+
+    @property
+    def position(self) -> DataPosition:
+        count = len(self._documents)
+        return DataPosition(*divmod(self._ordinal, count), count)
+
+    def next_batch(self) -> list[Share]:
+        batch = self._ahead.result()
+        self._ordinal = batch.end
+        self._ahead = self._reader.submit(self._documents.batch, batch.end)
+        # Of a truncated document there may be nothing left to train on.
+        trained = [document for document in batch.documents if document.num_trained]
+        shares = deal(self._config, trained)
+        self._batch = {
+            "data/epoch": batch.end / len(self._documents),
+            "data/truncated": sum(document.is_truncated for document in batch.documents),
+            "data/left_out": len(batch.documents) - len(trained),
+            "num_documents": len(trained),
+            "num_tokens": sum(len(document.token_ids) for document in trained),
+            "num_trained_tokens": sum(document.num_trained for document in trained),
+            "batch/micro_batches": len(shares[0].micro_batches),
+            "batch/imbalance": imbalance([_num_tokens(share) for share in shares]),
+        }
+        return shares
+
+    def heldout(self) -> list[Share]:
+        return deal(self._config, self._heldout)
+
+    def measured(self, step: int, heldout: HeldoutLoss) -> None:
+        self._events.emit("heldout", step=step, **heldout._asdict())
+        log.info("held-out, step %d: loss %.4f", step, heldout.loss)
+
+    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
+        """Logs the step."""
+        # Nobody sampled the documents, so there is no sampler to differ from.
+        own = {key: value for key, value in fields.items() if not key.startswith("logprob_gap/")}
+        seconds, eta_s = self._pace.end_step(step, self._config.num_steps)
+        speed = {"time/step": seconds, "tokens_per_s": self._batch["num_tokens"] / seconds}
+        fields = {**self._batch, **own, **speed}
+        self._events.emit("step", step=step, eta_s=eta_s, **fields)
+        self._events.emit("phases", step=step, phases=phases)
+        log.info("%s", step_line({"step": step, **fields}, self._config.num_steps, eta_s))
+
+    def skipped(self, step: int, skip: Skip) -> None:
+        """Says which documents kept the update from being done; `guid` is their line."""
+        self._events.emit("skipped", step=step, **skips.fields_of(skip, {}))
+        log.warning("step %d: update skipped: %s", step, skips.line_of(skip, {}))
+
+    def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Writes the model as a Hugging Face folder."""
+        folder = self._paths.exported_model
+        hf_folder.write(folder, tensors, self._config.model.path)
+        self._events.emit("export", path=str(folder))
+        log.info("the model is in %s", folder)
+
+
+def deal(config: SftRunConfig, documents: Sequence[Document]) -> list[Share]:
+    """Packs documents into micro-batches, a share for every data-parallel rank."""
+    dealt = plan_micro_batches(
+        [len(document.token_ids) for document in documents],
+        num_ranks=config.actor.data_parallel,
+        budget=config.actor.tokens_per_micro_batch,
+        count_multiple_of=config.actor.micro_batches_multiple_of,
+    )
+    shares = []
+    for micro_batches in dealt:
+        mine = sorted(row for rows in micro_batches for row in rows)
+        place = {row: index for index, row in enumerate(mine)}
+        shares.append(
+            Share(
+                [as_trajectory(documents[row]) for row in mine],
+                [[place[row] for row in rows] for rows in micro_batches],
+            )
+        )
+    return shares
+
+
+def as_trajectory(document: Document) -> Trajectory:
+    """A document in the trainer's terms: one that nobody sampled, without a reward."""
+    return Trajectory(
+        guid=document.line,
+        sibling=0,
+        prompt_index=document.line,
+        seed=0,
+        token_ids=document.token_ids,
+        prompt_len=0,
+        loss_mask=document.loss_mask,
+        rollout_logprobs=np.zeros(len(document.token_ids), np.float32),
+        version_runs=np.zeros((0, 2), np.int32),
+        finish=FinishReason.STOP,
+        reward=0.0,
+    )
+
+
+def _num_tokens(share: Share) -> int:
+    return sum(len(row.token_ids) for row in share.rows)

@@ -1,0 +1,135 @@
+"""A run in words: what `submit --follow` and `status` print."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from relax_hpc.launch import states
+from relax_hpc.paths import RunPaths
+from relax_hpc.runs import logs, status
+from relax_hpc.runs.status import RunStatus
+from relax_hpc.telemetry.progress import duration
+
+_SHOWN = re.compile(r" relax_hpc\.(?:roles|checkpoints)\.[^:]*: (.*)")
+"""Loggers whose lines tell the story of a run; the rest is in the logs."""
+
+
+def progress(run_dir: Path) -> Iterator[str]:
+    """The story of a run as it happens, until it is over."""
+    for line in logs.follow(run_dir, until=lambda: is_over(run_dir)):
+        if line.source == "job":
+            yield line.text
+        elif told := _SHOWN.search(line.text):
+            yield told[1]
+
+
+def is_over(run_dir: Path) -> bool:
+    return status.is_over(status.job_state(run_dir))
+
+
+def text(run: RunStatus) -> str:
+    """Components and achievements, a line each."""
+    lines = [f"{run.name}: {run.state}"]
+    lines += [
+        f"  {c.role:<10}{c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
+        + (f", on {c.nodes}" if c.nodes else "")
+        for c in run.components
+    ]
+    lines += [
+        f"  {row.id:<10}{row.state.lower()} on {row.node}"
+        + (f", v{row.version}" if row.version is not None else "")
+        + (f": {row.reason}" if row.reason else "")
+        for row in run.extras
+    ]
+    lines += [
+        f"  job {job_id} of an earlier start of this run: {state.lower()}"
+        for job_id, state in run.earlier.items()
+    ]
+    return "\n".join([*lines, *_achievements(run, RunPaths(run.run_dir))])
+
+
+def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
+    done = run.progress
+    rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
+    rows = [*_verdict(run), *rows]
+    rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
+    rows.append(("run directory", str(paths.root)))
+    for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
+        if path.exists() and done["steps_done"]:
+            rows.append((name, str(path)))
+            rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
+    return [f"  {name:<14}{value}" for name, value in rows]
+
+
+def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
+    loss, documents, tokens = done["heldout_loss"], done["documents"], done["tokens"]
+    cut = {"truncated": "truncated", "left_out": "left out, their prompts alone are too long"}
+    return [
+        ("held-out", "loss " + _heldout(loss["before"], loss["after"], loss["newest"])),
+        ("documents", f"{documents['trained']} trained on" + _counted(documents, cut)),
+        ("tokens", f"{tokens['all']}, {tokens['trained']} of them trained on"),
+        ("model", done["exported_model"] or "not exported yet"),
+    ]
+
+
+def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
+    count = done["trajectories"]
+    return [
+        ("held-out", _heldout(done["heldout_before"], done["heldout_after"],
+                              done["heldout_newest"])),
+        ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
+                         f"{count['trained_twice']} twice" + _dropped(count["dropped"])),
+        *([("reference", f"{done['scored']} trajectories scored")] if done.get("scored") else []),
+        ("staleness", f"{done['max_staleness_seen']} at most"),
+        ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),
+        ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
+            done["checksums_equal"]]),
+    ]  # fmt: skip
+
+
+def _dropped(counts: dict[str, int]) -> str:
+    """What became of those that were committed and are not trained on."""
+    said = {
+        "duplicates": "repeated and ignored",
+        "over_age": "over age and sampled again",
+        "damaged": "damaged and sampled again",
+        "unaccounted": "UNACCOUNTED FOR",
+    }
+    return _counted(counts, said)
+
+
+def _counted(counts: dict[str, int], said: dict[str, str]) -> str:
+    return "".join(f", {counts[key]} {text}" for key, text in said.items() if counts.get(key))
+
+
+def _verdict(run: RunStatus) -> list[tuple[str, str]]:
+    """Why it is not running, and what can be done."""
+    if run.state == states.UNREACHABLE:
+        return [("unreachable", run.silence)]
+    if status.is_over(run.state) and run.state != "COMPLETED":
+        why = [("reason", run.reason)] if run.reason else []
+        return [*why, ("to go on", f"relax-hpc resume {run.run_dir}")]
+    return []
+
+
+def _pace(run: RunStatus) -> str:
+    """When the last step was and what is left, of a run that is running."""
+    done = run.progress
+    if run.state != "RUNNING" or done["steps_done"] == done["num_steps"]:
+        return ""
+    last, left = done["last_step_time"], done["eta_s"]
+    said = f", the last {duration(max(0.0, time.time() - last))} ago" if last else ""
+    return said + (f", {duration(left)} to go" if left else "")
+
+
+def _heldout(before: float | None, after: float | None, newest: dict[str, Any] | None) -> str:
+    """What was there before, and after, or of a run that has not ended so: at which step."""
+    if after is None and newest is not None:
+        return f"{_score(before)} before, {_score(newest['value'])} at step {newest['step']}"
+    return f"{_score(before)} before, {_score(after)} after"
+
+
+def _score(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

@@ -1,0 +1,248 @@
+"""What a run is doing: Slurm's word on its components, joined with the facts it leaves on disk."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from submitit.core.utils import JobPaths
+
+from relax_hpc.launch import record, states
+from relax_hpc.launch.entry import succeeded
+from relax_hpc.launch.local import processes
+from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
+from relax_hpc.launch.script import exit_code_file
+from relax_hpc.paths import RunPaths
+from relax_hpc.runs import engine_rows as scale_rows
+from relax_hpc.runs import failure
+from relax_hpc.runs.engine_rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentStatus:
+    role: str
+    job_id: str
+    tasks: int
+    finished_tasks: int
+    """Tasks that returned."""
+    state: str
+    """Slurm's word; locally the same words, and RESTARTING between two starts of a step."""
+    nodes: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What one launch of a run is doing."""
+
+    record: LaunchRecord
+    components: tuple[ComponentStatus, ...]
+    state: str
+    """Of the job as a whole: that of the component that is worst off."""
+    silence: str
+    """Why it is UNREACHABLE."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    run_dir: Path
+    name: str
+    mode: str
+    job_id: str
+    state: str
+    """Of the newest launch; of an earlier one if only that one is alive."""
+    components: tuple[ComponentStatus, ...]
+    earlier: dict[str, str]
+    """Job and state of earlier launches that are alive beside the newest, or may be."""
+    silence: str
+    """Why nobody knows the state, if it is UNREACHABLE."""
+    reason: str
+    """Why the run failed; empty if it did not, or nothing is known."""
+    extras: tuple[Row, ...]
+    """Engines that were added and are there, or failed."""
+    progress: dict[str, Any]
+    """Steps, held-out scores, trajectories: `roles.summary.summarize`."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str, indent=1, allow_nan=False)
+
+
+_ALIVE_FIRST = ("PENDING", "RESTARTING", "RUNNING", "COMPLETING")
+_WORST_FIRST = ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "CANCELLED")
+
+
+def collect(run_dir: Path) -> RunStatus:
+    """Looks at a run without disturbing it.
+
+    Raises:
+        ConfigError: not a run directory, or nothing was started in it.
+    """
+    from relax_hpc.runs import summary
+
+    run_dir = run_dir.absolute()
+    found = of_run(run_dir)
+    newest, shown = found[0], _decisive(found)
+    return RunStatus(
+        run_dir=run_dir,
+        name=run_dir.name,
+        mode=newest.record.mode,
+        job_id=shown.record.leader,
+        state=shown.state,
+        components=shown.components,
+        earlier={
+            each.record.leader: each.state
+            for each in found[1:]
+            if each is not shown and states.is_alive(each.state)
+        },
+        silence=shown.silence,
+        reason=failure.text(run_dir, shown.record) if _has_failed(shown.state) else "",
+        extras=tuple(scale_rows.extras(RunPaths(run_dir))),
+        progress=summary.summarize(run_dir),
+    )
+
+
+def _has_failed(state: str) -> bool:
+    return not states.is_alive(state) and state not in ("COMPLETED", "CANCELLED")
+
+
+def job_state(run_dir: Path) -> str:
+    """`RunStatus.state`, without the cost of the rest."""
+    return _decisive(of_run(run_dir)).state
+
+
+def of_run(run_dir: Path) -> list[Launch]:
+    """What every launch of a run is doing, newest first."""
+    return launches(record.read(run_dir.absolute()))
+
+
+def is_over(state: str) -> bool:
+    """Whether there is nothing to wait for; also if nobody will ever know how the job ended."""
+    return not states.is_alive(state) or state == states.UNKNOWN
+
+
+def doubt(launch: Launch) -> str:
+    """Why it is not known whether a launch is alive, and what to do; empty if it is known."""
+    job = f"job {launch.record.leader}"
+    if not states.is_doubtful(launch.state):
+        return ""
+    if launch.state == states.UNKNOWN:
+        return (
+            f"Slurm does not know {job} any more, and it left no exit code; if it has ended "
+            "(squeue says so), add --ended"
+        )
+    if launch.state == states.UNREACHABLE:
+        return (
+            f"whether {job} still runs is not known ({launch.silence}); ask again where that is "
+            "answered, or, if you know that it has ended, add --ended"
+        )
+    return (
+        f"Slurm says {launch.state} of {job}, which may mean that it runs; end it with relax-hpc "
+        "cancel, or, if you know that it has ended, add --ended"
+    )
+
+
+def launches(newest: LaunchRecord) -> list[Launch]:
+    """What every launch of a run is doing, newest first."""
+    leaders = [each.leader for each in newest.all if each.controller is None]
+    answer = states.query(leaders)
+    found = []
+    for each in newest.all:
+        silence = answer.silence if each.controller is None else _elsewhere(each)
+        components = tuple(_local(each) if each.controller else _slurm(each, answer))
+        state = overall([component.state for component in components])
+        if not states.is_alive(state) and not each.is_elsewhere and _lives(each):
+            state = "COMPLETING"  # the script is still writing the summary
+        found.append(Launch(each, components, state, silence * (state == states.UNREACHABLE)))
+    return found
+
+
+def _decisive(found: Sequence[Launch]) -> Launch:
+    newest = found[0]
+    if states.is_alive(newest.state):
+        return newest
+    return next((each for each in found[1:] if states.is_alive(each.state)), newest)
+
+
+def _lives(launched: LaunchRecord) -> bool:
+    return launched.controller is not None and launched.controller.find() is not None
+
+
+def _elsewhere(launched: LaunchRecord) -> str:
+    return f"it runs on {launched.node}, this is another machine" * launched.is_elsewhere
+
+
+def overall(found: Sequence[str]) -> str:
+    """One word for all components: alive while any may be, else that of the worst."""
+    alive = [state for state in found if states.is_alive(state)]
+    for state in (*_ALIVE_FIRST, *alive, *_WORST_FIRST):
+        if state in found:
+            return state
+    return next((state for state in found if state != "COMPLETED"), "COMPLETED")
+
+
+def _slurm(launched: LaunchRecord, answer: states.Answer) -> list[ComponentStatus]:
+    otherwise = _afterwards(launched, is_silent=bool(answer.silence))
+    return [
+        _status(launched, component, found.state, found.nodes)
+        for component in launched.components
+        for found in [
+            answer.known.get(component.job_id) or states.SlurmState(component.job_id, otherwise, "")
+        ]
+    ]
+
+
+def _local(launched: LaunchRecord) -> list[ComponentStatus]:
+    if launched.is_elsewhere:
+        state = _afterwards(launched, is_silent=True)
+        return [_status(launched, each, state, launched.node or "") for each in launched.components]
+    running = _lives(launched)
+    components = []
+    for component in launched.components:
+        alive = any(task.find() for task in processes(component.folder, launched.leader))
+        if alive:
+            state = "RUNNING"
+        elif _finished_tasks(launched, component) == component.tasks:
+            state = "COMPLETED"
+        else:
+            state = "RESTARTING" if running else _afterwards(launched, is_silent=False)
+        components.append(_status(launched, component, state, "this machine"))
+    return components
+
+
+def _status(
+    launched: LaunchRecord, component: LaunchedComponent, state: str, nodes: str
+) -> ComponentStatus:
+    return ComponentStatus(
+        role=component.role,
+        job_id=component.job_id,
+        tasks=component.tasks,
+        finished_tasks=_finished_tasks(launched, component),
+        state=state,
+        nodes=nodes,
+    )
+
+
+def _finished_tasks(launched: LaunchRecord, component: LaunchedComponent) -> int:
+    tasks = range(component.tasks)
+    return sum(
+        succeeded(JobPaths(component.folder, launched.leader, task).result_pickle) for task in tasks
+    )
+
+
+def _afterwards(launched: LaunchRecord, *, is_silent: bool) -> str:
+    """How the job ended, by what its script left; a script that was killed leaves nothing.
+
+    While nobody says that the job is over, only success counts: Slurm may have requeued it since,
+    which ends the script as a cancel does.
+    """
+    try:
+        code = int(exit_code_file(launched.folder, launched.leader).read_text())
+    except (OSError, ValueError):
+        if is_silent:
+            return states.UNREACHABLE
+        return states.UNKNOWN if launched.controller is None else "FAILED"
+    if code == 0:
+        return "COMPLETED"
+    if is_silent and launched.controller is None:
+        return states.UNREACHABLE
+    return "CANCELLED" if code == 143 else "FAILED"

@@ -1,0 +1,39 @@
+"""Task of an added engine: `python -m relax_hpc.scale.extra_step RUN_DIR --number N ...`."""
+
+import argparse
+import signal
+import socket
+from pathlib import Path
+
+from relax_hpc import permissions
+from relax_hpc.roles.context import TaskContext
+
+
+def main() -> None:
+    from relax_hpc.roles import task as roles
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--number", type=int, required=True, help="it is member extra-<number>")
+    parser.add_argument("--slot", type=int, required=True, help="among the engines of its node")
+    parser.add_argument("--attempt", required=True, help="job id and restart count")
+    parser.add_argument("--transport", help="of weights, if not weights.transport")
+    args = parser.parse_args()
+    permissions.adopt(args.run_dir)
+    # Slurm announces the time limit to every step; those of the job itself act on it.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    context = TaskContext(
+        role="extra",
+        rank=args.number,
+        size=1,
+        local_rank=args.slot,
+        attempt=args.attempt,
+        start=1,
+        node=socket.gethostname(),
+        transport=args.transport,
+    )
+    roles.run(args.run_dir, context, "files")
+
+
+if __name__ == "__main__":
+    main()

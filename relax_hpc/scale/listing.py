@@ -1,0 +1,170 @@
+"""The engines of a run, those it started with and those that were added, one row each."""
+
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from relax_hpc import job_file
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.load import num_requests
+from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.roster import Roster
+from relax_hpc.fleet.scaling import Outcome, Request, ScaleState, pending
+from relax_hpc.fleet.standing import ENDED, Standing, standing
+from relax_hpc.paths import RunPaths
+from relax_hpc.run_secret import RunSecret
+from relax_hpc.runs import status
+from relax_hpc.runs.engine_rows import Row, of_extra
+from relax_hpc.telemetry.events import read_events
+from relax_hpc.telemetry.progress import duration
+
+_LOAD_TIMEOUT_S = 2.0
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    rows: tuple[Row, ...]
+    free: int
+    """Engines that can be added, now or once the job is no longer pending."""
+    last: Request | None
+    """The newest request."""
+    outcome: Outcome | None
+    over: bool
+    """Whether the run has ended."""
+    pending: bool
+    """Whether its job waits to be started, for the first time or again."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, allow_nan=False)
+
+
+def collect(run_dir: Path) -> Listing:
+    """Looks at the records, and asks the engines how much they have to do.
+
+    Raises:
+        ConfigError: not a run directory, nothing was started in it, or it has no engines.
+    """
+    paths = RunPaths(run_dir.absolute())
+    found = status.job_state(run_dir)
+    over, waits = status.is_over(found), found in _WAITING
+    config = job_file.read_resolved(paths.config)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines")
+    state, roster = ScaleState.read(paths), Roster.read(paths)
+    added = list(state.extras.values()) if state else []
+    names = sorted({*config.engines, *(roster.members if roster else ())} - {e.id for e in added})
+    rows = [*_initial(paths, names, roster), *(of_extra(paths, extra, roster) for extra in added)]
+    if over:
+        rows = [_over(row) for row in rows]
+    elif waits:
+        rows = [_pending(row) for row in rows]
+    else:
+        rows = _with_load(paths, rows)
+    number, request = pending(paths, state) if state else (0, None)
+    last = request or (Request.read(paths, number) if number else None)
+    outcome = state.requests.get(last.id) if state and last else None
+    free = len(state.free) if state and not waits else _room(config)
+    return Listing(tuple(rows), 0 if over else free, last, outcome, over, waits)
+
+
+def text(listing: Listing) -> str:
+    """A table, and what the newest request has come to."""
+    head = ("engine", "state", "node", "version", "since", "requests", "")
+    table = [head, *(_cells(row) for row in listing.rows)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    ]
+    if listing.last:
+        lines.append(f"{listing.last}: {_of_request(listing)}")
+    if not listing.over:
+        when = ", once the run has been started" if listing.pending else ""
+        lines.append(f"room for {listing.free} more{when}")
+    return "\n".join(lines)
+
+
+def _of_request(listing: Listing) -> str:
+    outcome = listing.outcome
+    if outcome is None or not outcome.final:
+        return "not settled when the run ended" if listing.over else "pending"
+    return outcome.state.lower() + (f": {outcome.reason}" if outcome.reason else "")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.id,
+        row.state.lower(),
+        row.node or "-",
+        "-" if row.version is None else f"v{row.version}",
+        "-" if row.since is None else f"{duration(time.time() - row.since)} ago",
+        "-" if row.requests is None else str(row.requests),
+        row.reason,
+    )
+
+
+def _initial(paths: RunPaths, names: Sequence[str], roster: Roster | None) -> list[Row]:
+    starts = read_events(paths.events_folder)
+    nodes = {
+        f"{event['role']}-{event['rank']}": str(event["node"])
+        for event in starts
+        if event["event"] == "start" and event["role"] == "rollout"
+    }
+    rows = []
+    for name in names:
+        record, member = paths.member(name), members.find(paths, name)
+        holding = roster.members.get(name) if roster else None
+        rows.append(
+            Row(
+                name,
+                standing(member, roster),
+                nodes.get(name.split(".")[0], ""),
+                holding.version if holding else None,
+                record.stat().st_mtime if member else None,
+                None,
+            )
+        )
+    return rows
+
+
+def _over(row: Row) -> Row:
+    """What is left of an engine after the run."""
+    state: Standing = row.state if row.state in ENDED else "GONE"
+    return replace(row, state=state, version=None)
+
+
+def _pending(row: Row) -> Row:
+    """Of a job that waits: what an earlier attempt of it left is no engine."""
+    if row.state in ENDED:
+        return row
+    return replace(row, state="PENDING", node="", version=None, since=None)
+
+
+def _room(config: RunConfig) -> int:
+    """Engines that the nodes which a run holds besides those it starts on have room for."""
+    resources = config.rollout.resources
+    idle = (resources.max_nodes or resources.nodes) - resources.nodes
+    return idle * (config.rollout.num_engines // resources.nodes)
+
+
+def _with_load(paths: RunPaths, rows: Sequence[Row]) -> list[Row]:
+    try:
+        secret = RunSecret.read(paths.secret)
+    except LaunchError:  # somebody else's run, of which we may see the rest
+        return list(rows)
+
+    def ask(row: Row) -> Row:
+        member = None if row.state in ENDED else members.find(paths, row.id)
+        if member is None or not member.url:
+            return row
+        token = secret.engine_token(member.id, member.epoch)
+        requests = num_requests(member.url, token, timeout_s=_LOAD_TIMEOUT_S)
+        return replace(row, requests=requests)
+
+    with ThreadPoolExecutor(max_workers=32) as threads:
+        return list(threads.map(ask, rows))
