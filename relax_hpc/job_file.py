@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from relax_hpc import user_files
+from relax_hpc.config.moved import MOVED
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
@@ -135,6 +136,8 @@ def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
 def _unknown(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
     if kind is SftRunConfig and loc[0] in RunConfig.model_fields:
         return "a job with [sft] has no rollout and does not take it; remove it, or [sft]"
+    if new := MOVED.get(".".join(map(str, loc))):
+        return f"is {new} now; use that"
     return f"unknown key{_nearest(loc, kind)}"
 
 

@@ -41,7 +41,7 @@ TEST_S, RUN_S = 60, 600
 """How long a test, and those of one mistake, may take: one that does not end is noticed too."""
 COMMAND = """#!{python}
 import sys
-from relax_hpc.cli import main
+from relax_hpc.cli.main import main
 sys.exit(main())
 """
 
