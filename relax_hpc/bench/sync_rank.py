@@ -53,7 +53,10 @@ def run(rank: int, task: Task) -> None:
     world = connect("files", rank=rank, size=size, rendezvous=rendezvous, secret=secret)
     init_torch(world, device="cuda" if on_gpu else "cpu")
     has_weights = any(task.config.model.path.glob("*.safetensors"))
-    scorer = MegatronScorer(task.config, world, device, random_weights=not has_weights)
+    scorer = MegatronScorer(
+        task.config.model, task.config.actor, world, device,
+        seed=task.config.seed, temperature=task.config.temperature, random_weights=not has_weights,
+    )  # fmt: skip
     ranks, publisher, sleep = _parts(task, world, scorer, device)
     published, gaps, naps, began = list[Published](), list[Gap](), list[_Nap](), list[float]()
     for version in range(task.updates + 1):

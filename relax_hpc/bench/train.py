@@ -18,7 +18,7 @@ import numpy as np
 
 from relax_hpc.bench.report import machine
 from relax_hpc.config.actor import ActorConfig
-from relax_hpc.config.grid import GridConfig
+from relax_hpc.config.layout import GridConfig
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides

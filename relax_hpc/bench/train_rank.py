@@ -22,6 +22,7 @@ from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.megatron.flops import PEAK, training_flops
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.schema import FinishReason, Trajectory
 
@@ -81,9 +82,7 @@ class Seconds:
 
 def measure(task: Task, work: Work, world: World, device: torch.device) -> Figures:
     """Takes steps; collective over the ranks of the task's grid."""
-    trainer = MegatronTrainer(
-        task.config_of(work), world, device, random_weights=not task.has_weights
-    )
+    trainer = trainer_of(task.config_of(work), world, device, random_weights=not task.has_weights)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds, last_loss = Seconds(), 0.0

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from relax_hpc.checkpoints import store as checkpoints
-from relax_hpc.engines.megatron.checkpoint import convert as engine
-from relax_hpc.engines.megatron.checkpoint.write import MANIFEST
+from relax_hpc.checkpoints import store
+from relax_hpc.engines.megatron.checkpoint import conversion
+from relax_hpc.engines.megatron.checkpoint.part_files import MANIFEST
 from relax_hpc.errors import CheckpointError, ConfigError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths
@@ -34,7 +34,7 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
             "converts a Hugging Face folder",
         )  # fmt: skip
         out = _free(out, f"{what}: say with --out where the checkpoint is to be")
-        engine.to_megatron(what, out)
+        conversion.to_megatron(what, out)
         return out
     folder, run = _checkpoint(what, step)
     if model is None:
@@ -44,10 +44,10 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
         )  # fmt: skip
         assert run is not None
         model = read_resolved(run.config).model.path
-    saved_step = checkpoints.step_of(folder)
+    saved_step = store.step_of(folder)
     default = run.hf(saved_step) if run and saved_step is not None else None
     out = _free(out or default, f"{folder}: say with --out where to write")
-    engine.to_hf(folder, model, out)
+    conversion.to_hf(folder, model, out)
     return out
 
 
@@ -56,7 +56,7 @@ def _checkpoint(what: Path, step: int | None) -> tuple[Path, RunPaths | None]:
     paths = RunPaths(what)
     if paths.config.is_file():
         try:
-            return checkpoints.find(paths.checkpoints, step), paths
+            return store.find(paths.checkpoints, step), paths
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
     _refuse_unless(what.is_dir(), f"{what}: is no folder; name a run or a checkpoint")

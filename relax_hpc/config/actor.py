@@ -1,16 +1,15 @@
 """Who trains, and whose policy it is compared with."""
 
 import math
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from relax_hpc.config.grid import GridConfig
+from relax_hpc.config.layout import GridConfig, MegatronLayout
+from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.config.sections import (
     NonNegative,
-    Number,
-    PassThrough,
     Positive,
     Resources,
     Section,
@@ -18,11 +17,9 @@ from relax_hpc.config.sections import (
 )
 
 
-class ActorConfig(Section, GridConfig):
-    _section: ClassVar[str] = "actor"
+class ActorConfig(Section, MegatronLayout):
+    section: ClassVar[str] = "actor"
 
-    tokens_per_micro_batch: Positive = 16384
-    """Budget of one packed micro-batch; a longer trajectory is an error."""
     portion_micro_batches: NonNegative = 4
     """Training starts on a part of a batch once every data-parallel rank can fill this many
     micro-batches; 0 waits for the whole batch. The update is the same."""
@@ -39,20 +36,7 @@ class ActorConfig(Section, GridConfig):
     about 14 bytes per parameter of the model, divided by the number of ranks."""
     save_hf_every: NonNegative = 0
     """Steps between exports of the model as a Hugging Face folder, hf/step_<step>; 0 makes none."""
-    attention: Literal["auto", "cudnn", "varlen", "sdpa"] = "auto"
-    """Kernel of packed attention; auto is the first of them that works on the machine."""
-    float32_logits: bool = False
-    """Do not round logits to the type of the weights."""
-    recomputed_passes: list[Literal["norm", "swiglu"]] = ["norm", "swiglu"]
-    """Outputs that are made again for the gradient instead of kept: a quarter of the activations of
-    a dense layer for 1 % of the time. What else is recomputed, `transformer` says."""
-    kept_logits_gib: Annotated[Number, Field(ge=0)] = 0.0
-    """Logits of this size are kept for the gradient; what is beyond is computed a second time."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    transformer: PassThrough = {}
-    """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""
-    ddp: PassThrough = {}
-    """Fields of its DistributedDataParallelConfig, e.g. overlap_grad_reduce = true."""
     resources: Resources = Resources()
 
     @property
@@ -67,7 +51,7 @@ class ActorConfig(Section, GridConfig):
 class ReferenceConfig(Section, GridConfig):
     """The policy that the KL term compares with; its grid counts with placement "own" only."""
 
-    _section: ClassVar[str] = "reference"
+    section: ClassVar[str] = "reference"
 
     placement: Literal["none", "actor", "own"] = "none"
     """Who computes ref_logprobs. actor: the trainer, which swaps its weights with a copy in host
@@ -93,3 +77,23 @@ class ReferenceConfig(Section, GridConfig):
                     f"{self.placement!r}; remove it, or use {' or '.join(map(repr, places))}"
                 )
         return self
+
+    def layout(self, actor: ActorConfig) -> MegatronLayout:
+        """That of a component of its own: its grid, and what it does not say as the actor's."""
+        fields: dict[str, Any] = {
+            name: getattr(self if name in GridConfig.model_fields else actor, name)
+            for name in MegatronLayout.model_fields
+        }
+        if self.tokens_per_micro_batch is not None:
+            fields["tokens_per_micro_batch"] = self.tokens_per_micro_batch
+        return _ReferenceLayout(**fields)
+
+    def model(self, trained: ModelConfig) -> ModelConfig:
+        """Whose weights they are; those that training starts with if it does not say."""
+        if self.path is None:
+            return trained
+        return trained.model_copy(update={"path": self.path, "weights": None})
+
+
+class _ReferenceLayout(MegatronLayout):
+    section: ClassVar[str] = "reference"

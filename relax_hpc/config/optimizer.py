@@ -36,6 +36,8 @@ class OptimizerConfig(BaseModel):
     every update, which is the same to the last bit."""
     megatron: PassThrough = {}
     """Further fields of Megatron-core's OptimizerConfig, e.g. adam_eps = 1e-15."""
+    ddp: PassThrough = {}
+    """Fields of its DistributedDataParallelConfig, e.g. overlap_grad_reduce = true."""
 
     @model_validator(mode="after")
     def _constant_ends_where_it_is(self) -> Self:

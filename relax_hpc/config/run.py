@@ -3,12 +3,13 @@
 import math
 from abc import abstractmethod
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
-from relax_hpc.config.grid import GridConfig
+from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.config.sections import NonNegative, Number, Positive, Section, UserPath
 from relax_hpc.schema import COLUMNS, Role
@@ -17,16 +18,6 @@ _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
 OWN_IN_TURN = ("python", "setup", "srun", "cpus_per_task")
 """Fields of `rollout.resources` that are its own where it shares the actor's GPUs."""
-
-
-class ModelConfig(Section):
-    path: UserPath
-    """Hugging Face folder of a model in docs/models.md: config.json, safetensors, tokenizer."""
-    weights: UserPath | None = None
-    """A checkpoint, of a run or made by `relax-hpc convert`, whose weights the trainer starts with
-    instead of those in `path`."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Type the engines and the trainer compute in; main gradients and Adam stay float32."""
 
 
 class PromptsConfig(Section):
@@ -217,13 +208,14 @@ class RunConfig(JobConfig):
         return {"reference-0": "reference"} if self.reference.placement == "own" else {}
 
     @property
-    def of_reference(self) -> Self:
-        """The run with the reference in the actor's place: its model and its grid."""
-        its, actor = self.reference, self.actor
-        grid: dict[str, Any] = {name: getattr(its, name) for name in GridConfig.model_fields}
-        grid["tokens_per_micro_batch"] = its.tokens_per_micro_batch or actor.tokens_per_micro_batch
-        model = self.model.model_copy(update={"path": its.path or self.model.path})
-        return self.model_copy(update={"model": model, "actor": actor.model_copy(update=grid)})
+    def reference_model(self) -> ModelConfig:
+        """Whose weights the reference has."""
+        return self.reference.model(self.model)
+
+    @property
+    def reference_layout(self) -> MegatronLayout:
+        """Of the reference that is a component of its own."""
+        return self.reference.layout(self.actor)
 
     @property
     def tokens_per_portion(self) -> float:

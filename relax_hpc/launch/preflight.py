@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from relax_hpc import user_files
-from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
@@ -113,12 +113,12 @@ def check_run_dir(run_dir: Path, name: str) -> None:
         raise ConfigError(f"{key}: {existing} cannot be written to; {_REMEDY}")
 
 
-def check_model(path: Path, actor: ActorConfig) -> Architecture:
+def check_model(path: Path, layout: MegatronLayout) -> Architecture:
     """The model is of an architecture that can be trained, and the grid divides it."""
     shape = registry.read_architecture(path)
     for doubt in hf_fields.doubts(ConfigJson(path)):
         log.warning("%s", doubt)
-    fit.check(actor, shape)
+    fit.check(layout, shape)
     return shape
 
 
@@ -140,7 +140,7 @@ def check_first_weights(folder: Path | None, shape: Architecture) -> None:
         if (folder / name).exists():
             raise ConfigError(f"{key}: {what}; {remedy}")
     optional_packages.hush()
-    from relax_hpc.engines.megatron.checkpoint.convert import check_fits  # a second, for torch
+    from relax_hpc.engines.megatron.checkpoint.conversion import check_fits  # a second, for torch
 
     try:
         check_fits(folder, shape)
@@ -153,12 +153,12 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
     reference = config.reference
     if reference.placement == "none":
         return
-    seen = config.of_reference
+    path = config.reference_model.path
     try:
         its = check_model(
-            seen.model.path, seen.actor if reference.placement == "own" else config.actor
+            path, config.reference_layout if reference.placement == "own" else config.actor
         )
-        check_weights(seen.model.path, its)
+        check_weights(path, its)
     except ConfigError as error:
         raise ConfigError(f"reference: {error}") from None
     names = [field.name for field in fields(Architecture) if field.name != "max_positions"]
@@ -166,7 +166,7 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
     for name in ["vocab_size"] if own else names:
         if getattr(its, name) != getattr(shape, name):
             raise ConfigError(
-                f"reference.path = {str(seen.model.path)!r}: {name} is {getattr(its, name)} in its "
+                f"reference.path = {str(path)!r}: {name} is {getattr(its, name)} in its "
                 f"config.json, {getattr(shape, name)} in model.path's; use a model of the same "
                 f"{'tokenizer' if own else 'shape, or placement = own'}"
             )
@@ -238,15 +238,16 @@ def check_turns(config: RunConfig) -> None:
 def check_trainer(config: JobConfig) -> None:
     """Megatron-core takes the pass-through tables of the actor."""
     actor = config.actor
-    if not (actor.transformer or actor.ddp or actor.optimizer.megatron):
+    if not (actor.transformer or actor.optimizer.ddp or actor.optimizer.megatron):
         return  # nothing to ask, and asking takes seconds: Megatron-core has to be imported
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of optional packages it could do without
-        from relax_hpc.engines.megatron.optimizer import settings as optimizer_config
+        from relax_hpc.engines.megatron.optimizer import settings
         from relax_hpc.engines.megatron.transformer import transformer_config
 
-        transformer_config(config, registry.read_architecture(config.model.path))
-        optimizer_config.check(config)
+        model = config.model
+        transformer_config(actor, registry.read_architecture(model.path), model.dtype)
+        settings.check(actor.optimizer, model.dtype)
 
 
 def check_prompts(config: RunConfig, say: Callable[[str], None] = _silent) -> None:

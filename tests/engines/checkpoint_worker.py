@@ -14,7 +14,7 @@ from megatron_worker import _state, train
 from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.comm.world import SoloWorld
-from relax_hpc.engines.megatron.checkpoint import write as checkpoint_write
+from relax_hpc.engines.megatron.checkpoint import part_files
 from relax_hpc.errors import RelaxError
 
 CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmdir")
@@ -138,7 +138,7 @@ def kill_in_save(root, call, half, names):
 
 
 def _save_and_die(root, call, half, names):
-    checkpoint_write.NUM_THREADS = 1  # calls in an order that repeats
+    part_files.NUM_THREADS = 1  # calls in an order that repeats
     _die_at(root, call, half, names)
     save_in_run(root)
 

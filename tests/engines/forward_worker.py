@@ -85,7 +85,9 @@ def open_scorer(config):
     from relax_hpc.engines.megatron.scorer import MegatronScorer
 
     world = FixedWorld(dist.get_rank(), dist.get_world_size())
-    _state["scorer"] = MegatronScorer(config, world, torch.device("cpu"))
+    _state["scorer"] = MegatronScorer(
+        config.model, config.actor, world, torch.device("cpu"), temperature=config.temperature
+    )
     parameters = [p for chunk in _state["scorer"]._chunks for p in chunk.parameters()]
     return [p.grad for p in parameters if p.grad is not None or hasattr(p, "main_grad")]
 

@@ -87,11 +87,11 @@ def open_trainer(config):
     import torch
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron.trainer import MegatronTrainer
+    from relax_hpc.roles.training.build import trainer_of
 
     _set_grid(config.actor)
     world = FixedWorld(dist.get_rank(), dist.get_world_size())
-    _state["trainer"] = MegatronTrainer(config, world, torch.device("cpu"))
+    _state["trainer"] = trainer_of(config, world, torch.device("cpu"))
 
 
 def _set_grid(actor):
@@ -280,7 +280,7 @@ def gradients(rows, advantages):
     """This rank's part of the gradient of the mean loss, reduced over ranks."""
     from megatron.core.distributed import finalize_model_grads
 
-    from relax_hpc.engines.megatron.hf.stream import named_weights
+    from relax_hpc.engines.megatron.hf.hf_stream import named_weights
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
@@ -391,9 +391,9 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
 
     from relax_hpc.engines.megatron import cpu, model
     from relax_hpc.engines.megatron import transformer as transformers
-    from relax_hpc.engines.megatron.attention import choice as attention
-    from relax_hpc.engines.megatron.attention.context import gather_parts, own_part
-    from relax_hpc.engines.megatron.hf import load as hf_names
+    from relax_hpc.engines.megatron.attention import packed_attention
+    from relax_hpc.engines.megatron.attention.context_parallel import gather_parts, own_part
+    from relax_hpc.engines.megatron.hf import hf_weights
     from relax_hpc.models import registry
 
     cpu.install()
@@ -403,14 +403,18 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     device = torch.device("cpu")
     shape = registry.read_architecture(folder)
-    made = transformers.transformer_config(job(folder, transformer=transformer or {}), shape)
-    (gpt,) = model.build(made, shape, device, attention.choose("auto", device, torch.float32))
-    hf_names.load([gpt], folder)
+    made = transformers.transformer_config(
+        job(folder, transformer=transformer or {}).actor, shape, "float32"
+    )
+    (gpt,) = model.build(
+        made, shape, device, packed_attention.choose("auto", device, torch.float32)
+    )
+    hf_weights.load([gpt], folder)
     ids = torch.from_numpy(np.concatenate(documents).astype(np.int64))
     lengths = [len(document) for document in documents]
     positions = torch.cat([torch.arange(length) for length in lengths])
     group = mpu.get_context_parallel_group() if size > 1 else None
-    rows = attention.PackedRows.of(lengths, device, group)
+    rows = packed_attention.PackedRows.of(lengths, device, group)
 
     def mine(values):
         return own_part(values, group) if group else values

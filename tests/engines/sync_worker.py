@@ -58,7 +58,7 @@ def open_publisher(
     _set_grid(config.actor)
     device = torch.device("cpu")
     world = PoolWorld(dist.get_rank(), dist.get_world_size())
-    scorer = _state["scorer"] = MegatronScorer(config, world, device)
+    scorer = _state["scorer"] = MegatronScorer(config.model, config.actor, world, device)
     specs, paths = scorer.weight_specs(), RunPaths(config.run_dir)
     weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     plan = bent(BucketPlan.of(specs, bucket_bytes), bend)
@@ -105,10 +105,10 @@ def publish(version, folder, check):
     """
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron.hf import load as hf_names
+    from relax_hpc.engines.megatron.hf import hf_weights
 
     scorer = _state["scorer"]
-    hf_names.load(scorer._chunks, folder)
+    hf_weights.load(scorer._chunks, folder)
     tensors = scorer.named_weights()
     if dist.get_rank():
         return _state["ranks"].publish(version, tensors)

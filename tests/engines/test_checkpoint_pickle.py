@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
+from relax_hpc.engines.megatron.checkpoint.part_files import checksum, write_names, write_part
 from relax_hpc.engines.megatron.checkpoint.read import Stored
-from relax_hpc.engines.megatron.checkpoint.write import checksum, write_names, write_part
 from relax_hpc.errors import CheckpointError
 
 

@@ -16,7 +16,7 @@ from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, m
 
 from relax_hpc.cli import main as cli
 from relax_hpc.engines.embedded.model import Qwen3, Shape
-from relax_hpc.engines.megatron.checkpoint import convert
+from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.launch import preflight
 from relax_hpc.models import fields
@@ -232,7 +232,7 @@ def test_a_folder_that_transformers_and_engines_read_differently_is_refused_ever
     engine = Qwen3(Shape.read(folder), torch.float32, torch.device("cpu"))
     for read in (
         lambda: preflight.check_weights(folder, shape),
-        lambda: convert.to_megatron(folder, tmp_path / "out"),
+        lambda: conversion.to_megatron(folder, tmp_path / "out"),
         lambda: engine.load_folder(folder),
         lambda: ranks[1].call(worker.open_trainer, config=job(folder)),
     ):
@@ -254,8 +254,8 @@ def test_what_is_exported_keeps_the_rotary_positions(weights, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
     linked(folder, weights["qwen3"], "qwen3", rope_parameters=SAVED, rope_scaling=YARN)
-    convert.to_megatron(folder, tmp_path / "core")
-    convert.to_hf(tmp_path / "core", folder, tmp_path / "back")
+    conversion.to_megatron(folder, tmp_path / "core")
+    conversion.to_hf(tmp_path / "core", folder, tmp_path / "back")
     config, exported = ((f / "config.json").read_text() for f in (folder, tmp_path / "back"))
     assert json.loads(exported) == json.loads(config)
     expected = by_transformers(folder)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from relax_hpc.checkpoints.convert import convert
 from relax_hpc.cli import main as cli
-from relax_hpc.engines.megatron.checkpoint import convert as engine
+from relax_hpc.engines.megatron.checkpoint import conversion
 
 ROWS, ADVANTAGES = trajectories(6)
 
@@ -63,8 +63,8 @@ def test_hugging_face_to_megatron_and_back_is_bitwise_and_loads_with_transformer
 ):
     from transformers import AutoModelForCausalLM
 
-    engine.to_megatron(models[kind], tmp_path / "megatron")
-    engine.to_hf(tmp_path / "megatron", models[kind], tmp_path / "hf")
+    conversion.to_megatron(models[kind], tmp_path / "megatron")
+    conversion.to_hf(tmp_path / "megatron", models[kind], tmp_path / "hf")
     first = AutoModelForCausalLM.from_pretrained(models[kind]).state_dict()
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert set(first) == set(second)
@@ -83,7 +83,7 @@ def test_hugging_face_to_megatron_and_back_is_bitwise_and_loads_with_transformer
 def test_a_run_starts_from_a_converted_folder_and_its_checkpoint_converts_to_what_it_gives_away(
     ranks, models, tmp_path, kind, actor
 ):
-    engine.to_megatron(models[kind], tmp_path / "weights")
+    conversion.to_megatron(models[kind], tmp_path / "weights")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((models[kind] / "config.json").read_text())
@@ -129,7 +129,7 @@ def test_what_convert_refuses_it_refuses_in_one_line_and_leaves_nothing(models, 
     assert "empty: is there already" in refused(
         models["dense"], "--to", "megatron", "--out", "empty"
     )
-    engine.to_megatron(models["dense"], tmp_path / "step")
+    conversion.to_megatron(models["dense"], tmp_path / "step")
     assert "say with --model" in refused("step", "--to", "hf", "--out", "x")
     assert "--step chooses among those of a run" in refused("step", "--to", "hf", "--step", "3")
     said = refused("step", "--to", "hf", "--out", "x", "--model", models["experts"])

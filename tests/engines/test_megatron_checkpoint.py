@@ -12,10 +12,10 @@ import torch
 from disk_calls import recorded
 from megatron_worker import VOCAB, job, trajectories
 
-from relax_hpc.engines.megatron.checkpoint import write as checkpoint_write
+from relax_hpc.engines.megatron.checkpoint import part_files
 from relax_hpc.engines.megatron.checkpoint.boxes import Box, cut
+from relax_hpc.engines.megatron.checkpoint.part_files import write_names, write_part
 from relax_hpc.engines.megatron.checkpoint.read import Stored, damage
-from relax_hpc.engines.megatron.checkpoint.write import write_names, write_part
 from relax_hpc.errors import CheckpointError, ConfigError, PeerTimeoutError
 
 ROWS, ADVANTAGES = trajectories(8)
@@ -122,7 +122,7 @@ def test_every_data_parallel_rank_writes_its_share(ranks, folder, tmp_path):
     pool = open_grid(ranks, folder, "dp2")
     pool.call(worker.save, folder=tmp_path / "dp2")
     sizes = [
-        sum(e.num_bytes for e in checkpoint_write.read_table(path) if e.offset is not None)
+        sum(e.num_bytes for e in part_files.read_table(path) if e.offset is not None)
         for path in sorted((tmp_path / "dp2").glob("*.distcp"))
     ]
     assert len(sizes) == 2
@@ -222,12 +222,12 @@ def flipped(path, at):
 
 
 def flipped_in_a_tensor(path):
-    entry = next(e for e in checkpoint_write.read_table(path) if e.num_bytes > 4000)
+    entry = next(e for e in part_files.read_table(path) if e.num_bytes > 4000)
     flipped(path, entry.at + entry.num_bytes // 2)
 
 
 def flipped_in_the_table(path):
-    flipped(path, -checkpoint_write.FOOTER.size - 10)
+    flipped(path, -part_files.FOOTER.size - 10)
 
 
 def flipped_in_the_middle(path):
@@ -290,7 +290,7 @@ def test_a_checkpoint_that_claims_the_grid_but_lacks_a_ranks_random_state_is_ref
     manifest = json.loads((tmp_path / "pp2/manifest.json").read_bytes())
     content = (tmp_path / "pp2/common.pt").read_bytes()
     manifest["files"]["common.pt"] = {
-        "bytes": len(content), "crc32c": checkpoint_write.checksum(content),
+        "bytes": len(content), "crc32c": part_files.checksum(content),
     }  # fmt: skip
     del manifest["files"]["__1_0.distcp"]
     (tmp_path / "pp2/manifest.json").write_text(json.dumps(manifest))

@@ -34,6 +34,10 @@ QWEN3_MOE = QWEN3 | {
 }
 
 
+def megatron(config, shape):
+    return transformer_config(config.actor, shape, config.model.dtype)
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
@@ -42,7 +46,7 @@ def folder(tmp_path):
 
 def test_a_field_of_the_job_reaches_megatron(folder):
     config = job(folder, transformer={"recompute_granularity": "selective"})
-    made = transformer_config(config, read_architecture(folder))
+    made = megatron(config, read_architecture(folder))
     assert made.recompute_granularity == "selective"
     assert (made.num_layers, made.num_query_groups, made.kv_channels) == (2, 2, 16)
     assert (made.qk_layernorm, made.add_qkv_bias, made.num_moe_experts) == (True, False, None)
@@ -54,7 +58,7 @@ def mixture(folder, **fields):
 
 
 def test_a_mixture_of_experts_reaches_megatron(folder):
-    made = transformer_config(job(folder), read_architecture(mixture(folder)))
+    made = megatron(job(folder), read_architecture(mixture(folder)))
     assert (made.num_moe_experts, made.moe_ffn_hidden_size, made.moe_router_topk) == (8, 32, 2)
     assert (made.ffn_hidden_size, made.moe_router_dtype) == (128, "fp32")
     assert made.moe_router_load_balancing_type == "none"
@@ -66,7 +70,7 @@ def test_router_weights_are_normalised_over_the_chosen_experts_if_the_model_says
     folder, norm_topk_prob
 ):
     shape = read_architecture(mixture(folder, norm_topk_prob=norm_topk_prob))
-    assert transformer_config(job(folder), shape).moe_router_pre_softmax is not norm_topk_prob
+    assert megatron(job(folder), shape).moe_router_pre_softmax is not norm_topk_prob
 
 
 @pytest.mark.parametrize(
@@ -81,17 +85,17 @@ def test_dense_layers_among_those_with_experts_are_where_hugging_face_has_them(
     folder, fields, pattern
 ):
     shape = read_architecture(mixture(folder, num_hidden_layers=4, **fields))
-    assert transformer_config(job(folder), shape).moe_layer_freq == pattern
+    assert megatron(job(folder), shape).moe_layer_freq == pattern
 
 
 def test_the_job_may_ask_for_a_balancing_loss_but_not_for_other_experts(folder):
     balance = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
     shape = read_architecture(mixture(folder))
-    made = transformer_config(job(folder, transformer=balance), shape)
+    made = megatron(job(folder, transformer=balance), shape)
     assert made.moe_router_load_balancing_type == "aux_loss"
     assert made.moe_aux_loss_coeff == 0.01
     with pytest.raises(ConfigError, match=r"moe_router_topk = 4.*remove it"):
-        transformer_config(job(folder, transformer={"moe_router_topk": 4}), shape)
+        megatron(job(folder, transformer={"moe_router_topk": 4}), shape)
 
 
 @pytest.mark.parametrize(
@@ -118,28 +122,28 @@ def test_a_mixture_that_makes_no_sense_is_refused_by_key(folder, fields, message
 def test_expert_parallelism_must_divide_the_experts(folder, actor, message):
     config = job(folder, actor=actor | {"data_parallel": 15})
     with pytest.raises(ConfigError, match=message):
-        transformer_config(config, read_architecture(mixture(folder)))
+        megatron(config, read_architecture(mixture(folder)))
 
 
 def test_an_unknown_transformer_field_is_an_error_that_names_the_nearest(folder):
     config = job(folder, transformer={"recompute_granularty": "full"})
     with pytest.raises(ConfigError, match=r"recompute_granularty.*did you mean recompute_granular"):
-        transformer_config(config, read_architecture(folder))
+        megatron(config, read_architecture(folder))
 
 
 def test_a_field_that_the_model_decides_is_not_the_jobs_to_set(folder):
     config = job(folder, transformer={"num_layers": 3})
     with pytest.raises(ConfigError, match=r"actor\.transformer\.num_layers = 3.*remove it"):
-        transformer_config(config, read_architecture(folder))
+        megatron(config, read_architecture(folder))
 
 
 def test_a_value_megatron_refuses_is_a_config_error(folder):
     config = job(folder, transformer={"recompute_granularity": "sometimes"})
     with pytest.raises(ConfigError, match="is not one of 'full', 'selective'"):
-        transformer_config(config, read_architecture(folder))
+        megatron(config, read_architecture(folder))
     config = job(folder, transformer={"recompute_granularity": "full"})  # but no method
     with pytest.raises(ConfigError, match="Megatron-core refuses it"):
-        transformer_config(config, read_architecture(folder))
+        megatron(config, read_architecture(folder))
 
 
 @pytest.mark.parametrize(
@@ -165,18 +169,18 @@ def test_a_value_megatron_refuses_is_a_config_error(folder):
 def test_a_grid_must_divide_the_model(folder, fields, actor, message):
     (folder / "config.json").write_text(json.dumps(QWEN3 | fields))
     with pytest.raises(ConfigError, match=message):
-        transformer_config(job(folder, actor=actor), read_architecture(folder))
+        megatron(job(folder, actor=actor), read_architecture(folder))
 
 
 def test_ranks_may_share_a_key_value_head(folder):
-    transformer_config(job(folder, tp=4), read_architecture(folder))
+    megatron(job(folder, tp=4), read_architecture(folder))
 
 
 def test_stages_may_be_uneven_if_the_job_says_how(folder):
     (folder / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 3}))
     uneven = {"num_layers_in_first_pipeline_stage": 1}
     config = job(folder, actor={"pipeline_parallel": 2, "transformer": uneven})
-    transformer_config(config, read_architecture(folder))
+    megatron(config, read_architecture(folder))
 
 
 @pytest.mark.parametrize(

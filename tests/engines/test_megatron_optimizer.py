@@ -11,7 +11,7 @@ from megatron_worker import VOCAB, job, trajectories
 
 from relax_hpc.engines.megatron.optimizer import adam
 from relax_hpc.engines.megatron.optimizer.adam import Shard, ShardedAdamW, noise, rounded
-from relax_hpc.engines.megatron.optimizer.build import Gradients, Update, update
+from relax_hpc.engines.megatron.optimizer.distributed_adam import Gradients, Update, update
 
 GROUP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 

@@ -15,11 +15,11 @@ from relax_hpc.launch import preflight
 
 
 def made(**actor):
-    """Both configurations of a job with these tables of the actor."""
-    config = job("unused", dtype=actor.pop("dtype", "float32"), actor=actor)
-    return ddp_config(config.actor, config.model.dtype), optimizer_config(
-        config.actor, config.model.dtype
-    )
+    """Both configurations of a job with these tables of the optimizer."""
+    dtype, optimizer = actor.pop("dtype", "float32"), actor.pop("optimizer", {})
+    config = job("unused", dtype=dtype, optimizer=optimizer | actor)
+    settings = config.actor.optimizer
+    return ddp_config(settings, dtype), optimizer_config(settings, dtype)
 
 
 def refused(text, **actor):
@@ -37,7 +37,8 @@ def test_fields_of_a_job_reach_megatron_beside_ours():
 
 def test_an_unknown_field_is_an_error_that_names_the_nearest():
     refused(
-        "actor.ddp.overlap_grad_reduc = True: Megatron-core's DistributedDataParallelConfig has no "
+        "actor.optimizer.ddp.overlap_grad_reduc = True: Megatron-core's "
+        "DistributedDataParallelConfig has no "
         "such field; did you mean overlap_grad_reduce?",
         ddp={"overlap_grad_reduc": True},
     )
@@ -68,9 +69,10 @@ def test_a_field_that_is_ours_is_an_error_that_names_the_key_that_sets_it(field,
     ],
 )
 def test_a_value_of_another_type_is_an_error(value, expected):
-    refused(f"actor.ddp.overlap_grad_reduce = {value!r}: {expected}",
+    refused(f"actor.optimizer.ddp.overlap_grad_reduce = {value!r}: {expected}",
             ddp={"overlap_grad_reduce": value})  # fmt: skip
-    refused("actor.ddp.bucket_size = 1.5: is not a whole number", ddp={"bucket_size": 1.5})
+    refused("actor.optimizer.ddp.bucket_size = 1.5: is not a whole number",
+            ddp={"bucket_size": 1.5})  # fmt: skip
     refused("actor.optimizer.megatron.adam_eps = 'small': is not a number",
             optimizer={"megatron": {"adam_eps": "small"}})  # fmt: skip
 
@@ -109,15 +111,15 @@ def test_every_field_of_megatrons_is_taken_or_refused_with_a_reason():
 
 def test_submitting_a_wrong_table_is_refused_before_anything_is_queued(folder):
     (folder / "config.json").write_text((folder / "config.json").read_text())
-    config = job(folder, actor={"ddp": {"bucket_sise": 1}})
-    with pytest.raises(ConfigError, match=r"actor\.ddp\.bucket_sise = 1.*bucket_size"):
+    config = job(folder, optimizer={"ddp": {"bucket_sise": 1}})
+    with pytest.raises(ConfigError, match=r"actor\.optimizer\.ddp\.bucket_sise = 1.*bucket_size"):
         preflight.check_trainer(config)
 
 
 def test_a_table_in_a_table_is_refused_when_the_job_is_read():
     tree = json.loads(job("unused").model_dump_json())
-    tree["actor"]["ddp"] = {"bucket_size": {"of": 1}}
-    with pytest.raises(ConfigError, match=r"actor\.ddp\.bucket_size.*is a table"):
+    tree["actor"]["optimizer"]["ddp"] = {"bucket_size": {"of": 1}}
+    with pytest.raises(ConfigError, match=r"actor\.optimizer\.ddp\.bucket_size.*is a table"):
         validate(tree, source="job")
 
 
@@ -157,7 +159,7 @@ def test_summing_gradients_on_the_way_gives_the_same_update(ranks, folder, layou
         (OVERLAP, (3, 3, 3), False),
         (OVERLAP, (1, 3, 2), True),  # Megatron learns in the first step when a gradient is whole
     ):
-        config = job(folder, budget=40, actor=layout | {"ddp": table})
+        config = job(folder, budget=40, actor=layout, optimizer={"ddp": table})
         ranks.call(worker.open_trainer, config=config)
         batch = {"rows": rows, "advantages": advantages, "tell_last": tell_last}
         for num_portions in portions_of_steps:
@@ -174,8 +176,8 @@ def test_gradients_in_bfloat16_train_nearly_as_those_in_float32(ranks, folder):
     batch = {"rows": rows, "advantages": np.ones(8, np.float32), "num_steps": 6}
     norms, gains = [], []
     for in_fp32 in (True, False):
-        layout = {"data_parallel": 2, "ddp": {"grad_reduce_in_fp32": in_fp32},
-                  "optimizer": {"lr": 3e-3, "clip_grad": 1.0}}  # fmt: skip
+        optimizer = {"lr": 3e-3, "clip_grad": 1.0, "ddp": {"grad_reduce_in_fp32": in_fp32}}
+        layout = {"data_parallel": 2, "optimizer": optimizer}
         ranks.call(worker.open_trainer, config=job(folder, dtype="bfloat16", actor=layout))
         assert ranks.call(worker.gradient_types) == 2 * [
             {"torch.float32" if in_fp32 else "torch.bfloat16"}

@@ -23,23 +23,25 @@ def load(config):
 
     from relax_hpc.engines.megatron import cpu, grid, model
     from relax_hpc.engines.megatron import transformer as transformers
-    from relax_hpc.engines.megatron.attention import choice as attention
-    from relax_hpc.engines.megatron.hf import load as hf_names
+    from relax_hpc.engines.megatron.attention import packed_attention
+    from relax_hpc.engines.megatron.hf import hf_weights
     from relax_hpc.models import registry
 
     cpu.install()
     shape = registry.read_architecture(config.model.path)
-    made = transformers.transformer_config(config, shape)
+    made = transformers.transformer_config(config.actor, shape, config.model.dtype)
     _set_grid(config.actor)
     grid.initialize(config.actor)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     device = torch.device("cpu")
-    chunks = model.build(made, shape, device, attention.choose("auto", device, made.params_dtype))
+    chunks = model.build(
+        made, shape, device, packed_attention.choose("auto", device, made.params_dtype)
+    )
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     for parameter in parameters:
         parameter.data.fill_(float("nan"))
     with _counted() as (read, opened):
-        hf_names.load(chunks, config.model.path)
+        hf_weights.load(chunks, config.model.path)
     _state["chunks"] = chunks
     return Loaded(sum(read), sum(p.numel() for p in parameters), dict(opened))
 
@@ -73,7 +75,7 @@ def export(**options):
     """[(name, weight)] as this rank is given them; how many collectives that took."""
     import torch.distributed as dist
 
-    from relax_hpc.engines.megatron.hf import stream as hf_stream
+    from relax_hpc.engines.megatron.hf import hf_stream
 
     calls = []
 
@@ -98,7 +100,7 @@ def gathered(bucket_bytes, to_all):
     import torch.distributed as dist
 
     from relax_hpc.comm.bucket import BucketPlan, views
-    from relax_hpc.engines.megatron.hf import stream as hf_stream
+    from relax_hpc.engines.megatron.hf import hf_stream
     from relax_hpc.engines.megatron.hf.gather import HfGather
 
     chunks = _state["chunks"]
@@ -133,7 +135,7 @@ def save_hf(folder, source, writer):
     import torch.distributed as dist
 
     from relax_hpc.checkpoints.export import save_hf
-    from relax_hpc.engines.megatron.hf.stream import named_weights
+    from relax_hpc.engines.megatron.hf.hf_stream import named_weights
 
     stream = named_weights(_state["chunks"], bucket_bytes=1000)
     save_hf(folder, stream, source, write=dist.get_rank() == writer, shard_bytes=20_000)

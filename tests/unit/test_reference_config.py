@@ -12,14 +12,14 @@ from relax_hpc.launch.script import Job, slurm_script
 from relax_hpc.models import registry
 
 
-def job(reference=None, *, kl=0.0, profile=None, path="m"):
+def job(reference=None, *, kl=0.0, profile=None, path="m", **model):
     return validate(
         {
             "name": "run",
-            "model": {"path": str(path)},
+            "model": {"path": str(path), **model},
             "prompts": {"train": "t", "heldout": "h"},
             "algorithm": {"num_steps": 1, "kl_coefficient": kl},
-            "actor": {"tensor_parallel": 4, "tokens_per_micro_batch": 1000},
+            "actor": {"tensor_parallel": 4, "tokens_per_micro_batch": 1000, "attention": "sdpa"},
             "reference": reference or {},
             "launch": {"profile": profile},
         },
@@ -85,13 +85,27 @@ def test_otherwise_there_is_no_further_component(placement):
     assert config.sidecar_writers == {}
 
 
-def test_the_component_sees_the_run_with_its_model_and_grid_in_the_actors_place():
+def test_a_component_of_its_own_has_its_grid_and_computes_as_the_actor_does():
     mine = {"placement": "own", "path": "other", "tensor_parallel": 2, "data_parallel": 3}
-    seen = job(mine).of_reference
-    assert (str(seen.model.path), seen.actor.world_size) == ("other", 6)
-    assert seen.actor.tokens_per_micro_batch == 1000
-    assert job(mine | {"tokens_per_micro_batch": 7}).of_reference.actor.tokens_per_micro_batch == 7
-    assert str(job({"placement": "own"}).of_reference.model.path) == "m"
+    config = job(mine)
+    layout = config.reference_layout
+    assert (str(config.reference_model.path), layout.world_size) == ("other", 6)
+    assert (layout.tokens_per_micro_batch, layout.attention) == (1000, "sdpa")
+    assert job(mine | {"tokens_per_micro_batch": 7}).reference_layout.tokens_per_micro_batch == 7
+    assert job({"placement": "own"}).reference_layout.world_size == 1  # not the actor's grid
+
+
+def test_the_reference_is_what_training_starts_with_unless_it_names_another_model():
+    config = job({"placement": "own"}, weights="step_1")
+    assert config.reference_model == config.model
+    other = job({"placement": "own", "path": "other"}, weights="step_1").reference_model
+    assert (str(other.path), other.weights) == ("other", None)
+
+
+def test_a_grid_that_does_not_divide_the_reference_is_named_by_its_own_key(tmp_path):
+    config = job({"placement": "own", "tensor_parallel": 3}, path=folder(tmp_path / "m"))
+    with pytest.raises(ConfigError, match=r"reference\.tensor_parallel = 3: does not divide"):
+        preflight.check_model(config.model.path, config.reference_layout)
 
 
 def folder(path, **changes):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 
@@ -14,57 +14,57 @@ _UNEVEN_STAGES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Fields of actor.transformer that share the layers out otherwise than evenly."""
+"""Fields of a layout's `transformer` that share the layers out otherwise than evenly."""
 
 
 class _Share(NamedTuple):
     key: str
-    """Of the job, below `actor`."""
+    """Of the job, below the layout's section."""
     ranks: int
     size: int
     what: str
 
 
-def check(actor: ActorConfig, shape: Architecture) -> None:
+def check(layout: MegatronLayout, shape: Architecture) -> None:
     """Refuses a grid that does not divide the model.
 
     Raises:
         ConfigError: naming the key and what it has to divide.
     """
-    if shape.experts is None and actor.expert_parallel * actor.expert_tensor_parallel > 1:
-        key = "expert_parallel" if actor.expert_parallel > 1 else "expert_tensor_parallel"
+    if shape.experts is None and layout.expert_parallel * layout.expert_tensor_parallel > 1:
+        key = "expert_parallel" if layout.expert_parallel > 1 else "expert_tensor_parallel"
         raise ConfigError(
-            f"actor.{key} = {getattr(actor, key)}: a model of model_type {shape.model_type!r} has "
-            "no experts; use 1"
+            f"{layout.section}.{key} = {getattr(layout, key)}: a model of model_type "
+            f"{shape.model_type!r} has no experts; use 1"
         )
-    for key, ranks, size, what in _shares(actor, shape):
+    for key, ranks, size, what in _shares(layout, shape):
         if size % ranks:
             raise ConfigError(
-                f"actor.{key} = {ranks}: does not divide the model's {size} {what}; "
+                f"{layout.section}.{key} = {ranks}: does not divide the model's {size} {what}; "
                 "use a divisor of it"
             )
-    tensor, heads = actor.tensor_parallel, shape.num_kv_heads
+    tensor, heads = layout.tensor_parallel, shape.num_kv_heads
     if max(tensor, heads) % min(tensor, heads):
         raise ConfigError(
-            f"actor.tensor_parallel = {tensor}: does not divide the model's {heads} key-value "
-            "heads, nor they it; use a divisor or a multiple"
+            f"{layout.section}.tensor_parallel = {tensor}: does not divide the model's {heads} "
+            "key-value heads, nor they it; use a divisor or a multiple"
         )
 
 
-def _shares(actor: ActorConfig, shape: Architecture) -> Iterator[_Share]:
-    tensor, experts = actor.tensor_parallel, shape.experts
+def _shares(layout: MegatronLayout, shape: Architecture) -> Iterator[_Share]:
+    tensor, experts = layout.tensor_parallel, shape.experts
     yield _Share("tensor_parallel", tensor, shape.num_heads, "attention heads")
     yield _Share("tensor_parallel", tensor, shape.vocab_size, "vocabulary entries")
     if experts is None or len(experts.layers) < shape.num_layers:
         yield _Share("tensor_parallel", tensor, shape.ffn_hidden_size, "feed-forward channels")
     if experts is not None:
-        yield _Share("expert_parallel", actor.expert_parallel, experts.num_experts, "experts")
+        yield _Share("expert_parallel", layout.expert_parallel, experts.num_experts, "experts")
         yield _Share(
-            "expert_tensor_parallel", actor.expert_tensor_parallel, experts.ffn_hidden_size,
+            "expert_tensor_parallel", layout.expert_tensor_parallel, experts.ffn_hidden_size,
             "channels of an expert",
         )  # fmt: skip
-    if not any(actor.transformer.get(name) for name in _UNEVEN_STAGES):
-        stages, key = actor.pipeline_parallel, "pipeline_parallel"
-        if actor.virtual_pipeline > 1:
-            stages, key = stages * actor.virtual_pipeline, f"{key} x virtual_pipeline"
+    if not any(layout.transformer.get(name) for name in _UNEVEN_STAGES):
+        stages, key = layout.pipeline_parallel, "pipeline_parallel"
+        if layout.virtual_pipeline > 1:
+            stages, key = stages * layout.virtual_pipeline, f"{key} x virtual_pipeline"
         yield _Share(key, stages, shape.num_layers, "layers")

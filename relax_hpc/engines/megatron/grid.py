@@ -11,30 +11,29 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from relax_hpc.comm.collectives import broadcast_json
-from relax_hpc.config.actor import ActorConfig
-from relax_hpc.engines.megatron.transformer import sequence_parallel
+from relax_hpc.config.layout import GridConfig
 
 FloatArray = npt.NDArray[np.float32]
 
 
-def initialize(actor: ActorConfig) -> None:
+def initialize(config: GridConfig) -> None:
     """Makes Megatron's process groups, if they are not there. Collective over all ranks."""
     if mpu.model_parallel_is_initialized():
         return
     mpu.initialize_model_parallel(
-        actor.tensor_parallel,
-        actor.pipeline_parallel,
-        actor.virtual_pipeline if actor.virtual_pipeline > 1 else None,
-        context_parallel_size=actor.context_parallel,
-        expert_model_parallel_size=actor.expert_parallel,
-        expert_tensor_parallel_size=actor.expert_tensor_parallel,
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=config.expert_tensor_parallel,
     )
 
 
-def tokens_multiple_of(actor: ActorConfig) -> int:
+def tokens_multiple_of(config: GridConfig) -> int:
     """What divides the tokens of a micro-batch, padding included."""
-    chunks = 2 * actor.context_parallel if actor.context_parallel > 1 else 1
-    return chunks * (actor.tensor_parallel if sequence_parallel(actor) else 1)
+    chunks = 2 * config.context_parallel if config.context_parallel > 1 else 1
+    return chunks * (config.tensor_parallel if config.is_sequence_parallel else 1)
 
 
 def context_group() -> dist.ProcessGroup | None:

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from relax_hpc.engines.megatron.attention.choice import Attend, PackedAttention
+from relax_hpc.engines.megatron.attention.packed_attention import Attend, PackedAttention
 from relax_hpc.engines.megatron.layers.dense import (
     FusedSelfAttention,
     PackedLayer,
@@ -29,8 +29,7 @@ from relax_hpc.engines.megatron.layers.dense import (
 )
 from relax_hpc.engines.megatron.layers.embedding import RowsEmbedding
 from relax_hpc.engines.megatron.layers.logprobs import hidden_logprobs
-from relax_hpc.engines.megatron.moe import layer as moe
-from relax_hpc.engines.megatron.moe import router
+from relax_hpc.engines.megatron.moe import expert_layer, router
 from relax_hpc.models.architecture import Architecture
 
 
@@ -82,7 +81,7 @@ def build(
     Raises:
         ConfigError: experts are to be reached by what is not installed.
     """
-    moe.check_installed(config)
+    expert_layer.check_installed(config)
     stages = config.virtual_pipeline_model_parallel_size
     if stages is None:
         return [_build_chunk(config, shape, device, attend, None)]
@@ -143,5 +142,5 @@ def _layer(config: TransformerConfig, attend: Attend, *, has_experts: bool) -> M
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = partial(PackedAttention, attend=attend)
     if has_experts:
-        return moe.with_experts(layer)
+        return expert_layer.with_experts(layer)
     return layer

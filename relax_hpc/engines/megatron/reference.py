@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.engines.megatron.hf import load as hf_names
+from relax_hpc.engines.megatron.hf import hf_weights
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.schema import Trajectory
 
@@ -31,7 +31,7 @@ class SwappedReference:
             self._bank.keep(_NAME)
             return
         with self._bank.lent():
-            hf_names.load(self._bank.chunks, path)
+            hf_weights.load(self._bank.chunks, path)
             self._bank.keep(_NAME)
 
     def logprobs(

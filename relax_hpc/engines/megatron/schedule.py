@@ -16,9 +16,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from relax_hpc.engines.megatron import grid
-from relax_hpc.engines.megatron.attention import context as attention_context
+from relax_hpc.engines.megatron.attention import context_parallel
 from relax_hpc.engines.megatron.attention.balance import Documents
-from relax_hpc.engines.megatron.attention.choice import PackedRows
+from relax_hpc.engines.megatron.attention.packed_attention import PackedRows
 from relax_hpc.engines.megatron.packing import MicroBatch
 
 
@@ -80,13 +80,13 @@ def forward(
 def own_part(values: Tensor) -> Tensor:
     """[T, ...] -> those of this context-parallel rank."""
     group = grid.context_group()
-    return values if group is None else attention_context.own_part(values, group)
+    return values if group is None else context_parallel.own_part(values, group)
 
 
 def whole(values: Tensor) -> Tensor:
     """The inverse; the gradient is this rank's part: all ranks are to compute the same from it."""
     group = grid.context_group()
-    return values if group is None else attention_context.gather_parts(values, group)
+    return values if group is None else context_parallel.gather_parts(values, group)
 
 
 def _hidden(chunk: Any, micro_batch: MicroBatch) -> Tensor:  # noqa: ANN401

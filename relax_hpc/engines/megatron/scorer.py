@@ -11,14 +11,14 @@ from torch import Tensor
 
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import World
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.model import ModelConfig
 from relax_hpc.engines.megatron import cpu, grid, model, packing, schedule
-from relax_hpc.engines.megatron.attention import choice as attention
-from relax_hpc.engines.megatron.checkpoint import snapshot as checkpoint
-from relax_hpc.engines.megatron.hf import load as hf_names
-from relax_hpc.engines.megatron.hf import stream as hf_stream
+from relax_hpc.engines.megatron.attention import packed_attention
+from relax_hpc.engines.megatron.checkpoint.snapshot import load_weights
+from relax_hpc.engines.megatron.hf import hf_stream, hf_weights
 from relax_hpc.engines.megatron.hf.gather import HfGather
-from relax_hpc.engines.megatron.layers import dense as layers
+from relax_hpc.engines.megatron.layers import dense
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
@@ -35,49 +35,55 @@ class MegatronScorer:
 
     def __init__(
         self,
-        config: JobConfig,
+        config: ModelConfig,
+        layout: MegatronLayout,
         world: World,
         device: torch.device,
         *,
+        seed: int = 0,
+        temperature: float = 1.0,
         random_weights: bool = False,
     ) -> None:
-        """Builds the model in the layout of `config.actor` and loads model.path.
+        """Builds the model and loads its weights.
 
         Needs torch.distributed initialised with the ranks of `world`.
 
         Args:
-            random_weights: do not load them; of model.path only config.json is read.
+            config: which model.
+            seed: of what is random in the model, e.g. of weights that are not loaded.
+            temperature: of the distribution whose logprobs are asked for.
+            random_weights: do not load them; of the model's folder only config.json is read.
 
         Raises:
-            ConfigError: the layout does not fit the ranks or the model; a field of
-                actor.transformer is unknown; the checkpoint is not what its
-                config.json says.
+            ConfigError: the layout does not fit the ranks or the model; a field of its
+                `transformer` is unknown; the checkpoint is not what its config.json says.
         """
-        if world.size != config.actor.world_size:
+        if world.size != layout.world_size:
             raise ConfigError(
-                f"actor's ranks (tensor x pipeline x context x data_parallel) = "
-                f"{config.actor.world_size}: but there are {world.size} ranks; they must agree"
+                f"{layout.section}'s ranks (tensor x pipeline x context x data_parallel) = "
+                f"{layout.world_size}: but there are {world.size} ranks; they must agree"
             )
         cpu.install()
-        shape = read_architecture(config.model.path)
-        transformer = transformer_config(config, shape)
-        grid.initialize(config.actor)
-        tensor_parallel.model_parallel_cuda_manual_seed(config.seed)
-        self._config = config
+        shape = read_architecture(config.path)
+        transformer = transformer_config(layout, shape, config.dtype)
+        grid.initialize(layout)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        self._layout = layout
+        self._temperature = temperature
         self._device = device
         self._shape = shape
-        attend = attention.choose(config.actor.attention, device, transformer.params_dtype)
+        attend = packed_attention.choose(layout.attention, device, transformer.params_dtype)
         self._chunks = model.build(transformer, shape, device, attend)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
         """What forward passes go through."""
         for chunk in self._chunks:
-            layers.set_recomputed(chunk, config.actor.recomputed_passes)
+            dense.set_recomputed(chunk, layout.recomputed_passes)
         if random_weights:
             return
-        if config.model.weights is not None:
-            checkpoint.load_weights(config.model.weights, self._chunks)
+        if config.weights is not None:
+            load_weights(config.weights, self._chunks)
         else:
-            hf_names.load(self._chunks, config.model.path)
+            hf_weights.load(self._chunks, config.path)
 
     @property
     def dp_rank(self) -> int:
@@ -137,7 +143,7 @@ class MegatronScorer:
     ) -> MicroBatch:
         return packing.build(
             trajectories, advantages, rows, device=self._device,
-            multiple_of=grid.tokens_multiple_of(self._config.actor),
+            multiple_of=grid.tokens_multiple_of(self._layout),
         )  # fmt: skip
 
     def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -148,9 +154,9 @@ class MegatronScorer:
         logprobs, entropy = self._chunks[-1].logprobs(
             hidden,
             schedule.own_part(packing.next_tokens(micro_batch.token_ids)),
-            temperature=self._config.temperature,
-            float32_logits=self._config.actor.float32_logits,
-            kept_gib=self._config.actor.kept_logits_gib,
+            temperature=self._temperature,
+            float32_logits=self._layout.float32_logits,
+            kept_gib=self._layout.kept_logits_gib,
         )
         return (
             packing.at_predicted_token(schedule.whole(logprobs), micro_batch.is_first),

@@ -13,17 +13,18 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from relax_hpc.comm.world import World
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.model import ModelConfig
+from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.engines.megatron import engine_gap, nonfinite, schedule
-from relax_hpc.engines.megatron.checkpoint import read as checkpoint_read
-from relax_hpc.engines.megatron.checkpoint import snapshot as checkpoint
 from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
+from relax_hpc.engines.megatron.checkpoint.read import damage
+from relax_hpc.engines.megatron.checkpoint.snapshot import Snapshot, Trainee, load_checkpoint
 from relax_hpc.engines.megatron.costs import Costs
 from relax_hpc.engines.megatron.engine_gap import Gap
 from relax_hpc.engines.megatron.moe.router import take_metrics
 from relax_hpc.engines.megatron.nonfinite import Loss, Skip, Work
-from relax_hpc.engines.megatron.optimizer import build as optimizer
-from relax_hpc.engines.megatron.optimizer import grad_sync
+from relax_hpc.engines.megatron.optimizer import distributed_adam, grad_sync
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
 from relax_hpc.engines.megatron.scorer import MegatronScorer
@@ -44,16 +45,34 @@ class MegatronTrainer(MegatronScorer):
 
     def __init__(
         self,
-        config: JobConfig,
+        config: ModelConfig,
+        layout: MegatronLayout,
+        optimizer: OptimizerConfig,
         world: World,
         device: torch.device,
         *,
+        num_steps: int,
+        epochs_per_step: int = 1,
+        seed: int = 0,
+        temperature: float = 1.0,
         random_weights: bool = False,
     ) -> None:
-        """As MegatronScorer, and makes gradient buffers and the optimizer."""
-        super().__init__(config, world, device, random_weights=random_weights)
+        """As MegatronScorer, and makes gradient buffers and the optimizer.
+
+        Args:
+            num_steps: where the learning rate has fallen to its end.
+            epochs_per_step: passes over a batch, each an update.
+        """
+        super().__init__(
+            config, layout, world, device,
+            seed=seed, temperature=temperature, random_weights=random_weights,
+        )  # fmt: skip
         self.step = 0
-        self._wrapped, self._optimizer = optimizer.build(config, self._chunks)
+        self._num_steps, self._epochs_per_step = num_steps, epochs_per_step
+        self._seed, self._rates = seed, optimizer
+        self._wrapped, self._optimizer = distributed_adam.build(
+            optimizer, self._chunks, config.dtype
+        )
         self._run_chunks = self._wrapped
         self.bank = WeightBank(self._wrapped)
         """Of further weights for this model, e.g. of a reference policy."""
@@ -122,13 +141,12 @@ class MegatronTrainer(MegatronScorer):
         Raises:
             TrainingError: an update made the weights infinite or not a number; on every rank.
         """
-        config = self._config
         self.step += 1
-        rate = learning_rate(config.actor.optimizer, self.step, config.num_steps)
-        optimizer.set_learning_rate(self._optimizer, rate)
+        rate = learning_rate(self._rates, self.step, self._num_steps)
+        distributed_adam.set_learning_rate(self._optimizer, rate)
         self.skip = None
         epochs = [self._end_pass()]
-        for _ in range(config.epochs_per_step - 1):
+        for _ in range(self._epochs_per_step - 1):
             self._pass_over(self._works, last=True)
             epochs.append(self._end_pass())
         self._works = []
@@ -157,12 +175,12 @@ class MegatronTrainer(MegatronScorer):
         for chunk in self._wrapped:
             chunk.restore_grad_buffers(synchronize=False)
 
-    def snapshot(self, *, copy: bool) -> checkpoint.Snapshot:
+    def snapshot(self, *, copy: bool) -> Snapshot:
         """What this rank saves of a checkpoint; a copy lets training go on meanwhile.
 
         There is one copy at a time: what an earlier one holds is lost.
         """
-        return checkpoint.Snapshot(self._trainee, self.step, self._host_copy if copy else None)
+        return Snapshot(self._trainee, self.step, self._host_copy if copy else None)
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint into `folder`, made if it is not there; it must be empty.
@@ -181,15 +199,15 @@ class MegatronTrainer(MegatronScorer):
     @staticmethod
     def damage(folder: Path) -> str | None:
         """Why a checkpoint is not whole; None if nothing shows without reading all. By one rank."""
-        return checkpoint_read.damage(folder)
+        return damage(folder)
 
     def load(self, folder: Path) -> None:
         """Continues from a checkpoint; bitwise, if the parallel layout is the same."""
-        self.step = checkpoint.load(folder, self._trainee)
+        self.step = load_checkpoint(folder, self._trainee)
 
     @property
-    def _trainee(self) -> checkpoint.Trainee:
-        return checkpoint.Trainee(self._chunks, self._optimizer, self.bank, self._config.seed)
+    def _trainee(self) -> Trainee:
+        return Trainee(self._chunks, self._optimizer, self.bank, self._seed)
 
     def _sum_loss(self, hidden: Tensor, work: Work) -> Tensor:
         """[] loss of a micro-batch, on the last stage; its metrics are noted."""
@@ -219,7 +237,7 @@ class MegatronTrainer(MegatronScorer):
         if all(epoch["skipped"] for epoch in epochs):
             return  # they are what they were
         with self._costs.phase("update"):
-            finite = optimizer.weights_are_finite(self._chunks)
+            finite = distributed_adam.weights_are_finite(self._chunks)
         if not finite:
             raise TrainingError(
                 f"step {self.step}: with a learning rate of {rate:g} its update made weights that "
@@ -237,23 +255,23 @@ class MegatronTrainer(MegatronScorer):
 
     def _end_pass(self) -> dict[str, float]:
         """Sums the gradient over ranks, divides it by their tokens and applies it."""
-        result, reason = optimizer.Update(math.nan, done=False), "the loss is not finite"
+        result, reason = distributed_adam.Update(math.nan, done=False), "the loss is not finite"
         with self._costs.phase("update"):
             grad_sync.start_rest(self._wrapped)
             finalize_model_grads(self._wrapped)
-            gradients = optimizer.gradients(self._optimizer)
-            num_tokens = optimizer.total_tokens(self._num_tokens)
+            gradients = distributed_adam.gradients(self._optimizer)
+            num_tokens = distributed_adam.total_tokens(self._num_tokens)
             metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
             engine_gap.settle(metrics, num_tokens)
             if math.isfinite(metrics["loss"]):
-                result = optimizer.update(self._optimizer, gradients, 1 / max(num_tokens, 1))
+                result = distributed_adam.update(self._optimizer, gradients, 1 / max(num_tokens, 1))
                 reason = "the gradient is not finite"
         if result.done:
             self._skipped_in_a_row = 0
         elif not result.has_overflowed:
             self._skipped_in_a_row += 1
             self.skip = nonfinite.explain(self._works, reason, self._skipped_in_a_row)
-        if scale := optimizer.loss_scale(self._optimizer):
+        if scale := distributed_adam.loss_scale(self._optimizer):
             metrics["loss_scale"] = scale
         self._begin_pass()
         return metrics | {"grad_norm": result.norm, "skipped": float(not result.done)}

@@ -1,4 +1,4 @@
-"""Job and model -> Megatron-core's TransformerConfig."""
+"""Layout and model -> Megatron-core's TransformerConfig."""
 
 import math
 from typing import Any
@@ -7,25 +7,29 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from relax_hpc.config.actor import ActorConfig
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.engines.megatron import fit
 from relax_hpc.engines.megatron.layers import gradient_fusion
-from relax_hpc.engines.megatron.moe import layer as moe
+from relax_hpc.engines.megatron.moe import expert_layer
 from relax_hpc.engines.megatron.passthrough import build, refusals
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.registry import FAMILIES
 
 
-def transformer_config(config: JobConfig, shape: Architecture) -> TransformerConfig:
-    """The model's shape, the parallel layout, then the job's own `actor.transformer` fields.
+def transformer_config(
+    layout: MegatronLayout, shape: Architecture, dtype: str
+) -> TransformerConfig:
+    """Takes the model's shape, the layout, then the layout's own `transformer` fields.
+
+    Args:
+        dtype: of the weights, a name of torch's.
 
     Raises:
         ConfigError: an unknown field, one that is not the job's to set, or a value Megatron-core
             refuses; a grid that does not divide the model.
     """
-    fit.check(config.actor, shape)
-    dtype = getattr(torch, config.model.dtype)
+    fit.check(layout, shape)
+    params_dtype = getattr(torch, dtype)
     ours: dict[str, Any] = {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -39,24 +43,24 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
         "activation_func": functional.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype is torch.bfloat16,
-        "fp16": dtype is torch.float16,
-        "tensor_model_parallel_size": config.actor.tensor_parallel,
-        "sequence_parallel": sequence_parallel(config.actor),
-        "pipeline_model_parallel_size": config.actor.pipeline_parallel,
+        "params_dtype": params_dtype,
+        "pipeline_dtype": params_dtype,
+        "bf16": params_dtype is torch.bfloat16,
+        "fp16": params_dtype is torch.float16,
+        "tensor_model_parallel_size": layout.tensor_parallel,
+        "sequence_parallel": layout.is_sequence_parallel,
+        "pipeline_model_parallel_size": layout.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": (
-            config.actor.virtual_pipeline if config.actor.virtual_pipeline > 1 else None
+            layout.virtual_pipeline if layout.virtual_pipeline > 1 else None
         ),
-        "context_parallel_size": config.actor.context_parallel,
-        "expert_model_parallel_size": config.actor.expert_parallel,
-        "expert_tensor_parallel_size": config.actor.expert_tensor_parallel,
+        "context_parallel_size": layout.context_parallel,
+        "expert_model_parallel_size": layout.expert_parallel,
+        "expert_tensor_parallel_size": layout.expert_tensor_parallel,
         # Every micro-batch has a length of its own, and outputs are views.
-        "variable_seq_lengths": config.actor.pipeline_parallel > 1,
+        "variable_seq_lengths": layout.pipeline_parallel > 1,
         "deallocate_pipeline_outputs": False,
         "batch_p2p_comm": False,
-        "overlap_p2p_comm": config.actor.virtual_pipeline > 1,
+        "overlap_p2p_comm": layout.virtual_pipeline > 1,
         # Random weights are overwritten, but drawing them also marks which ones ranks share:
         # without the marks the gradient norm misses all ranks but the first.
         "perform_initialization": True,
@@ -81,19 +85,12 @@ def transformer_config(config: JobConfig, shape: Architecture) -> TransformerCon
     made = build(
         TransformerConfig,
         "actor.transformer",
-        config.actor.transformer,
+        layout.transformer,
         ours=ours | family.defaults(shape),
         refused=refused,
     )
-    moe.check(made)
+    expert_layer.check(made)
     return made
-
-
-def sequence_parallel(actor: ActorConfig) -> bool:
-    """Whether tensor-parallel ranks share the tokens between their matrices."""
-    if actor.sequence_parallel is None:
-        return actor.tensor_parallel > 1
-    return actor.sequence_parallel
 
 
 _OVERRIDABLE = {"bias_activation_fusion", "bias_dropout_fusion"}

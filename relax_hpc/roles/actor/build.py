@@ -26,6 +26,7 @@ from relax_hpc.roles.actor.logprob_check import LogprobCheck
 from relax_hpc.roles.actor.rank0 import ActorLead
 from relax_hpc.roles.actor.reference import HybridReference
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights import quantize
@@ -52,7 +53,7 @@ def main(
     turns = _turns(config, world, sleep, events)
     device = own_device(context.local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
-    trainer = MegatronTrainer(config, world, device)
+    trainer = trainer_of(config, world, device)
     reference = _reference(config, trainer, events if world.rank == 0 else None)
     checkpoints = saving.checkpoints_of(
         config, paths, world, PlanPosition,

@@ -113,11 +113,11 @@ def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None
         longest: tokens of the longest prompt.
     """
     new = config.rollout.max_new_tokens
-    for role, its in (("actor", config), ("reference", config.of_reference)):
-        budget = its.actor.tokens_per_micro_batch
+    for layout in (config.actor, config.reference_layout):
+        budget = layout.tokens_per_micro_batch
         if longest_trained + new > budget:
             raise ConfigError(
-                f"{role}.tokens_per_micro_batch = {budget}: the longest prompt has "
+                f"{layout.section}.tokens_per_micro_batch = {budget}: the longest prompt has "
                 f"{longest_trained} tokens and rollout.max_new_tokens = {new}; "
                 f"use {longest_trained + new} or more"
             )

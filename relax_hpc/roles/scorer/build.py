@@ -22,10 +22,12 @@ def main(
     config: RunConfig, paths: RunPaths, world: World, context: TaskContext, events: EventWriter
 ) -> None:
     """Scores what rollout commits until the trainer has finished."""
-    its = config.of_reference
+    model, layout = config.reference_model, config.reference_layout
     device = own_device(context.local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
-    scorer = MegatronScorer(its, world, device)
+    scorer = MegatronScorer(
+        model, layout, world, device, seed=config.seed, temperature=config.temperature
+    )
     reader = Reader(paths.bus)
     lead = None
     if world.rank == 0:
@@ -36,11 +38,11 @@ def main(
             "component": context.role,
             "start": context.start,
             "node": context.node,
-            "model": str(its.model.path),
+            "model": str(model.path),
         }
         writer = SidecarWriter(paths.bus, name, provenance, compress=config.bus.compress)
         credits = CreditTail(paths.bus, every_s=CREDITS_EVERY_S)
-        lead = logprobs.SidecarLead(its.actor, writer, reader, credits, events)
+        lead = logprobs.SidecarLead(layout, writer, reader, credits, events)
     logprobs.run(world, scorer, reader, lead)
     if lead:
         lead.close()

@@ -18,7 +18,7 @@ from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sidecar import Pending, SidecarWriter
 from relax_hpc.comm.world import World
-from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.errors import DamagedError
 from relax_hpc.roles.dealing.micro_batches import plan_micro_batches
 from relax_hpc.roles.dealing.portions import Portion, lengths_of, shards_of, share_of
@@ -101,7 +101,7 @@ class SidecarLead:
 
     def __init__(
         self,
-        layout: ActorConfig,
+        layout: MegatronLayout,
         writer: SidecarWriter,
         reader: Reader,
         credits: CreditTail,

@@ -9,13 +9,13 @@ from relax_hpc.checkpoints.store import Checkpoint
 from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.documents import Documents
 from relax_hpc.roles.sft import document_check
 from relax_hpc.roles.sft import loop as sft
 from relax_hpc.roles.sft.rank0 import DataPosition, SftLead
+from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.telemetry.events import EventWriter
 
 
@@ -28,7 +28,7 @@ def main(
     document_check.check_share(config, files, tokenizer, world.rank, world.size)
     device = own_device(local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
-    trainer = MegatronTrainer(config, world, device)
+    trainer = trainer_of(config, world, device)
     checkpoints = saving.checkpoints_of(config, paths, world, DataPosition)
     resumed = saving.resume(checkpoints, trainer, events)
     lead = None

@@ -8,7 +8,7 @@ from role_fakes import Journal, config
 from relax_hpc.checkpoints import convert as module
 from relax_hpc.checkpoints.convert import convert
 from relax_hpc.demo import make_tiny
-from relax_hpc.engines.megatron.checkpoint.write import MANIFEST
+from relax_hpc.engines.megatron.checkpoint.part_files import MANIFEST
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json

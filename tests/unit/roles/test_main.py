@@ -144,8 +144,8 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_leads(
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
     logprobs_task.main(settings, paths, World(rank, journal), context("reference"), events)
-    [(_, (its, *_), _)] = journal.of("MegatronScorer")
-    assert str(its.model.path) == "its model" and its.actor.data_parallel == 2
+    [(_, (model, its_layout, *_), _)] = journal.of("MegatronScorer")
+    assert str(model.path) == "its model" and its_layout.data_parallel == 2
     [(_, (_, scorer, reader, lead), _)] = journal.of("run")
     assert (scorer, reader, lead) == ("MegatronScorer", closing, None if rank else closing)
     assert len(journal.of("closed")) == 2 - rank and journal[-1] == ("barrier",)
@@ -164,7 +164,7 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_leads(
 def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, monkeypatch, rank):
     journal, paths, events = Journal(), RunPaths(tmp_path), Events()
     resumed, lead = SimpleNamespace(position=DataPosition(1, 2, 3)), SimpleNamespace(position="at")
-    fake(monkeypatch, sft_task, journal, "init_torch", "MegatronTrainer", "SftLead", SftLead=lead)
+    fake(monkeypatch, sft_task, journal, "init_torch", "trainer_of", "SftLead", SftLead=lead)
     monkeypatch.setattr(sft_task.tokenizers, "load", lambda path: "tokenizer")
 
     class Documents:
@@ -191,11 +191,11 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     sft_task.main(SFT, paths, World(rank, journal), 1, events)
     assert journal.of("check_share")[0][1] == (SFT, files, "tokenizer", rank, 2)
     assert journal.of("checkpoints_of")[0][1][3] is DataPosition
-    assert journal.of("resume")[0][1] == ("checkpoints_of", "MegatronTrainer", events)
+    assert journal.of("resume")[0][1] == ("checkpoints_of", "trainer_of", events)
     [(_, (_, _, _, trainer, checkpoints, duties, _), _)] = journal.of("Saving")
-    assert (trainer, checkpoints) == ("MegatronTrainer", "checkpoints_of")
+    assert (trainer, checkpoints) == ("trainer_of", "checkpoints_of")
     [(_, (settings, _, trained, leads, save), _)] = journal.of("run")
-    assert (settings, trained, save) == (SFT, "MegatronTrainer", "Saving")
+    assert (settings, trained, save) == (SFT, "trainer_of", "Saving")
     if rank:
         assert leads is None and duties is None and not events.all
         return

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from relax_hpc.engines.megatron.attention.choice import Span
+from relax_hpc.engines.megatron.attention.packed_attention import Span
 
 log = logging.getLogger(__name__)
 

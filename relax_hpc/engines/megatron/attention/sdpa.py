@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from relax_hpc.engines.megatron.attention.choice import Span
+from relax_hpc.engines.megatron.attention.packed_attention import Span
 
 _WASTE = 0.8
 """Documents share a padded block when the shortest fills at least this much of its width."""

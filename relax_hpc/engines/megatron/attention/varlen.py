@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from relax_hpc.engines.megatron.attention.choice import Span
+from relax_hpc.engines.megatron.attention.packed_attention import Span
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, span: Span, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""Reads checkpoints that `checkpoint_write` made, box by box, and checks what it reads."""
+"""Reads checkpoints that `part_files` made, box by box, and checks what it reads."""
 
 import io
 import json
@@ -15,9 +15,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from relax_hpc.engines.megatron.checkpoint import pickles as checkpoint_pickle
+from relax_hpc.engines.megatron.checkpoint import pickles
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
-from relax_hpc.engines.megatron.checkpoint.write import MANIFEST, NUM_THREADS, checksum, read_table
+from relax_hpc.engines.megatron.checkpoint.part_files import (
+    MANIFEST,
+    NUM_THREADS,
+    checksum,
+    read_table,
+)
 from relax_hpc.errors import CheckpointError, ConfigError
 
 
@@ -66,9 +71,9 @@ class Stored:
         if wrong := damage(folder):
             raise CheckpointError(wrong)
         self.folder = folder
-        self._metadata = checkpoint_pickle.metadata(folder)
+        self._metadata = pickles.metadata(folder)
         common = folder / "common.pt"
-        self.common: dict[str, Any] = checkpoint_pickle.saved(common.read_bytes(), common)
+        self.common: dict[str, Any] = pickles.saved(common.read_bytes(), common)
         self._checksums: dict[str, dict[int, int]] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -136,7 +141,7 @@ class Stored:
 
     def _read(self, read: _Read) -> None:
         content = self._bytes(read.file, read.at, read.num_bytes)
-        stored = checkpoint_pickle.saved(content, self.folder / read.file)
+        stored = pickles.saved(content, self.folder / read.file)
         for target, part in read.targets:
             target.copy_(stored[part])
 
@@ -144,7 +149,7 @@ class Stored:
         path = self.folder / file
         if path.name != file:
             raise CheckpointError(
-                f"{self.folder / checkpoint_pickle.NAME}: names {file!r}, outside of the folder"
+                f"{self.folder / pickles.NAME}: names {file!r}, outside of the folder"
             )
         if file not in self._checksums:
             self._checksums[file] = {entry.at: entry.checksum for entry in read_table(path)}

@@ -26,9 +26,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from torch import Tensor
 
 from relax_hpc.comm.collectives import all_gather_json
-from relax_hpc.engines.megatron.checkpoint import boxes
-from relax_hpc.engines.megatron.checkpoint import pickles as checkpoint_pickle
-from relax_hpc.engines.megatron.checkpoint import write as checkpoint_write
+from relax_hpc.engines.megatron.checkpoint import boxes, part_files, pickles
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
 from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
 from relax_hpc.engines.megatron.checkpoint.read import Stored
@@ -81,19 +79,19 @@ class Snapshot:
         Raises:
             CheckpointError: naming the file and what the system said.
         """
-        checkpoint_write.write_part(folder, self._rank, self._boxes, self._objects)
+        part_files.write_part(folder, self._rank, self._boxes, self._objects)
 
     def write_names(self, folder: Path, **waiting: Any) -> int:  # noqa: ANN401
         """By one rank: waits for every rank's part, then makes the checkpoint a whole.
 
         Args:
-            waiting: see `checkpoint_write.write_names`; so is what is returned and raised.
+            waiting: see `part_files.write_names`; so is what is returned and raised.
         """
-        return checkpoint_write.write_names(folder, self._num_ranks, self._common, **waiting)
+        return part_files.write_names(folder, self._num_ranks, self._common, **waiting)
 
 
 @torch.no_grad()
-def load(folder: Path, trainee: Trainee) -> int:
+def load_checkpoint(folder: Path, trainee: Trainee) -> int:
     """Restores all of a checkpoint, and returns its step. Bitwise if the grid is the same.
 
     Collective over all ranks: either all of them have loaded it, or all raise. What was loaded
@@ -350,7 +348,7 @@ def _pickled(value: list[Any]) -> bytes:
 
 
 def _object(stored: Stored, key: str) -> Any:  # noqa: ANN401
-    (value,) = checkpoint_pickle.saved(stored.object(key), stored.folder)
+    (value,) = pickles.saved(stored.object(key), stored.folder)
     return value
 
 

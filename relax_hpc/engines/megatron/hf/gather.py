@@ -15,7 +15,7 @@ from torch import Tensor
 
 from relax_hpc.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.comm.collectives import all_gather_json
-from relax_hpc.engines.megatron.hf.stream import Shard, Slot, own_shards, slots_of
+from relax_hpc.engines.megatron.hf.hf_stream import Shard, Slot, own_shards, slots_of
 from relax_hpc.engines.megatron.model import PackedGPT
 from relax_hpc.models.names import Shape
 

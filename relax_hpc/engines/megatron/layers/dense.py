@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from relax_hpc.engines.megatron.attention.choice import PackedRows
+from relax_hpc.engines.megatron.attention.packed_attention import PackedRows
 from relax_hpc.engines.megatron.layers import fused
 from relax_hpc.models.rope import Rope
 

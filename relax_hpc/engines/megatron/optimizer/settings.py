@@ -1,11 +1,10 @@
-"""Job -> Megatron-core's DistributedDataParallelConfig and OptimizerConfig."""
+"""An optimizer section -> Megatron-core's DistributedDataParallelConfig and OptimizerConfig."""
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
-from relax_hpc.config.actor import ActorConfig
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.engines.megatron.passthrough import build, refusals
 from relax_hpc.errors import ConfigError
 
@@ -59,7 +58,7 @@ _OPTIMIZER_REFUSED = (
         "actor.optimizer.moments", "exp_avg_dtype", "exp_avg_sq_dtype",
         "use_precision_aware_optimizer", "store_param_remainders",
     )
-    | _set_by("actor.ddp.grad_reduce_in_fp32", "main_grads_dtype")
+    | _set_by("actor.optimizer.ddp.grad_reduce_in_fp32", "main_grads_dtype")
     | refusals("main parameters are float32; remove it", "main_params_dtype")
     | _set_by(
         "actor.optimizer.offload", "optimizer_cpu_offload", "optimizer_offload_fraction",
@@ -82,34 +81,33 @@ _OPTIMIZER_REFUSED = (
 )  # fmt: skip
 
 
-def ddp_config(actor: ActorConfig, dtype: str) -> DistributedDataParallelConfig:
-    """Gradient buffers and their reduction, with the job's own `actor.ddp`.
+def ddp_config(config: OptimizerConfig, dtype: str) -> DistributedDataParallelConfig:
+    """Gradient buffers and their reduction, with the job's own `actor.optimizer.ddp`.
 
     Raises:
         ConfigError: see `passthrough.build`; 16-bit sums of gradients in float16.
     """
     made = build(
         DistributedDataParallelConfig,
-        "actor.ddp",
-        actor.ddp,
+        "actor.optimizer.ddp",
+        config.ddp,
         ours={"grad_reduce_in_fp32": True, "use_distributed_optimizer": True},
         refused=_DDP_REFUSED,
     )
     if dtype == "float16" and not made.grad_reduce_in_fp32:
         raise ConfigError(
-            "actor.ddp.grad_reduce_in_fp32 = False: float16 ends at 65504, and gradients are sums "
-            'over tokens; remove it, or use model.dtype = "bfloat16"'
+            "actor.optimizer.ddp.grad_reduce_in_fp32 = False: float16 ends at 65504, and "
+            'gradients are sums over tokens; remove it, or use model.dtype = "bfloat16"'
         )
     return made
 
 
-def optimizer_config(actor: ActorConfig, dtype: str) -> MegatronOptimizerConfig:
+def optimizer_config(config: OptimizerConfig, dtype: str) -> MegatronOptimizerConfig:
     """What Megatron makes optimizer and loss scale of, with the job's `actor.optimizer.megatron`.
 
     Raises:
         ConfigError: see `passthrough.build`.
     """
-    config = actor.optimizer
     return build(
         MegatronOptimizerConfig,
         "actor.optimizer.megatron",
@@ -136,11 +134,11 @@ def optimizer_config(actor: ActorConfig, dtype: str) -> MegatronOptimizerConfig:
     )
 
 
-def check(config: JobConfig) -> None:
-    """Both tables, as the trainer will read them.
+def check(config: OptimizerConfig, dtype: str) -> None:
+    """Refuses what the trainer would, when it reads both tables.
 
     Raises:
         ConfigError: see `passthrough.build`.
     """
-    ddp_config(config.actor, config.model.dtype)
-    optimizer_config(config.actor, config.model.dtype)
+    ddp_config(config, dtype)
+    optimizer_config(config, dtype)

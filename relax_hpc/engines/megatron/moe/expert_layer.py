@@ -10,8 +10,8 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from torch import Tensor
 
-from relax_hpc.engines.megatron.attention.choice import PackedRows
-from relax_hpc.engines.megatron.layers import dense as layers
+from relax_hpc.engines.megatron.attention.packed_attention import PackedRows
+from relax_hpc.engines.megatron.layers import dense
 from relax_hpc.engines.megatron.layers.dense import PackedLayer
 from relax_hpc.engines.megatron.moe import dispatch, router
 from relax_hpc.engines.megatron.moe.experts import Experts
@@ -93,7 +93,7 @@ class PackedMoE(MoELayer):  # type: ignore[misc]
         if kind == "flex":
             out: tuple[Tensor, None] = super().forward(hidden_states)
             return out
-        with layers.kept_input(hidden_states, self.recompute_norm):
+        with dense.kept_input(hidden_states, self.recompute_norm):
             weights, chosen = self.router(hidden_states)
         found = dispatch.plan(
             weights, chosen,
@@ -102,7 +102,7 @@ class PackedMoE(MoELayer):  # type: ignore[misc]
         )  # fmt: skip
         again: Callable[[], Tensor] | None = None
         if self.moe_layer_recompute and torch.is_grad_enabled():
-            again = partial(_sent_again, found, layers.made_again(hidden_states))
+            again = partial(_sent_again, found, dense.made_again(hidden_states))
         sent = found.send(hidden_states.flatten(0, 1))
         rows, _ = self.experts(sent, found.groups, found.weights, again)
         return found.back(rows).view_as(hidden_states), None

@@ -7,11 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from relax_hpc.engines.megatron.checkpoint import write as checkpoint_write
+from relax_hpc.engines.megatron.checkpoint import part_files
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
 from relax_hpc.engines.megatron.checkpoint.read import Stored
-from relax_hpc.engines.megatron.hf import load as hf_names
-from relax_hpc.engines.megatron.hf import stream as hf_stream
+from relax_hpc.engines.megatron.hf import hf_stream, hf_weights
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import hf_folder
 from relax_hpc.models.architecture import Architecture
@@ -72,9 +71,9 @@ def to_megatron(model: Path, out: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir(parents=True)
-            checkpoint_write.write_part(draft, 0, _boxes(files, parameters(shape)), {})
+            part_files.write_part(draft, 0, _boxes(files, parameters(shape)), {})
             common = {"step": 0, "weights_only": True}
-            checkpoint_write.write_names(draft, 1, common, timeout_s=0)
+            part_files.write_names(draft, 1, common, timeout_s=0)
             draft.rename(out)
         except OSError as error:
             raise ConfigError(f"{out}: cannot be made: {error.strerror}; name another") from error
@@ -118,7 +117,7 @@ def _boxes(files: HfFiles, every: Iterator[Parameter]) -> Iterator[Box]:
     for parameter in every:
         experts = (parameter.num_experts,) if parameter.num_experts else ()
         whole = torch.empty((*experts, *parameter.shard_shape(1)), dtype=files.dtype())
-        hf_names.fill(files, parameter, whole, hf_names.Sharing(0, 1))
+        hf_weights.fill(files, parameter, whole, hf_weights.Sharing(0, 1))
         *_, key = _names(parameter.core[0])
         yield from _as_stored(key, parameter, whole)
 

@@ -21,30 +21,28 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from relax_hpc.config.optimizer import OptimizerConfig
-from relax_hpc.config.run import JobConfig
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.optimizer.adam import Shard, ShardedAdamW
 from relax_hpc.engines.megatron.optimizer.settings import ddp_config, optimizer_config
 
 
 def build(
-    config: JobConfig, chunks: Sequence[GPTModel]
+    config: OptimizerConfig, chunks: Sequence[GPTModel], dtype: str
 ) -> tuple[list[DistributedDataParallel], ChainedOptimizer]:
     """Wraps the chunks of the model, which must hold its weights: the optimizer copies them.
 
     Each data-parallel rank keeps a part of the main parameters, float32, and of Adam's moments.
 
     Raises:
-        ConfigError: `actor.ddp` or `actor.optimizer.megatron` is wrong; no room to offload to.
+        ConfigError: its `ddp` or `megatron` is wrong; no room to offload to.
     """
-    actor, dtype = config.actor, config.model.dtype
     wrapped = [
-        DistributedDataParallel(chunk.config, ddp_config(actor, dtype), chunk) for chunk in chunks
+        DistributedDataParallel(chunk.config, ddp_config(config, dtype), chunk) for chunk in chunks
     ]
-    optimizer = get_megatron_optimizer(optimizer_config(actor, dtype), wrapped)
+    optimizer = get_megatron_optimizer(optimizer_config(config, dtype), wrapped)
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler; norms get 0
-        group["weight_decay"] = actor.optimizer.weight_decay * group["wd_mult"]
-    _use_own_adam(optimizer, actor.optimizer)
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    _use_own_adam(optimizer, config)
     if loss_scale(optimizer):
         chunks[0].config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer

@@ -1,17 +1,18 @@
-"""The layout of a model over ranks."""
+"""The layout of a model: how ranks share it, and how they compute it."""
 
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-from relax_hpc.config.sections import SETTINGS, Positive
+from relax_hpc.config.sections import SETTINGS, Number, PassThrough, Positive
 
 
 class GridConfig(BaseModel):
     """How ranks share a model, and replicas of it the trajectories."""
 
     model_config = SETTINGS
-    _section: ClassVar[str]
+    section: ClassVar[str]
+    """Where its keys stand in a job, for messages."""
 
     tensor_parallel: Positive = 1
     """Ranks that share every matrix."""
@@ -35,13 +36,13 @@ class GridConfig(BaseModel):
         experts, ranks = self.expert_parallel * self.expert_tensor_parallel, self.world_size
         if ranks // self.pipeline_parallel % experts:
             raise ValueError(
-                f"{self._section}.expert_parallel x expert_tensor_parallel = {experts}: does not "
+                f"{self.section}.expert_parallel x expert_tensor_parallel = {experts}: does not "
                 f"divide the {ranks // self.pipeline_parallel} ranks of a pipeline stage"
             )
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ValueError(
-                f"{self._section}.virtual_pipeline = {self.virtual_pipeline}: needs "
-                f"{self._section}.pipeline_parallel of 2 or more"
+                f"{self.section}.virtual_pipeline = {self.virtual_pipeline}: needs "
+                f"{self.section}.pipeline_parallel of 2 or more"
             )
         return self
 
@@ -56,6 +57,31 @@ class GridConfig(BaseModel):
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
 
     @property
+    def is_sequence_parallel(self) -> bool:
+        """Whether tensor-parallel ranks share the tokens between their matrices."""
+        if self.sequence_parallel is None:
+            return self.tensor_parallel > 1
+        return self.sequence_parallel
+
+    @property
     def micro_batches_multiple_of(self) -> int:
         """Interleaved stages take turns in rounds of as many micro-batches as there are stages."""
         return self.pipeline_parallel if self.virtual_pipeline > 1 else 1
+
+
+class MegatronLayout(GridConfig):
+    """All that a model on Megatron-core needs to know besides which model it is."""
+
+    tokens_per_micro_batch: Positive = 16384
+    """Budget of one packed micro-batch; a longer trajectory is an error."""
+    attention: Literal["auto", "cudnn", "varlen", "sdpa"] = "auto"
+    """Kernel of packed attention; auto is the first of them that works on the machine."""
+    float32_logits: bool = False
+    """Do not round logits to the type of the weights."""
+    recomputed_passes: list[Literal["norm", "swiglu"]] = ["norm", "swiglu"]
+    """Outputs that are made again for the gradient instead of kept: a quarter of the activations of
+    a dense layer for 1 % of the time. What else is recomputed, `transformer` says."""
+    kept_logits_gib: Annotated[Number, Field(ge=0)] = 0.0
+    """Logits of this size are kept for the gradient; what is beyond is computed a second time."""
+    transformer: PassThrough = {}
+    """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from relax_hpc.comm.bucket import Spec, dtype_name, dtype_of
 from relax_hpc.comm.collectives import all_gather_json
-from relax_hpc.engines.megatron.hf.load import Sharing, by_expert, owned
+from relax_hpc.engines.megatron.hf.hf_weights import Sharing, by_expert, owned
 from relax_hpc.engines.megatron.model import PackedGPT
 from relax_hpc.models.names import Parameter, Piece, Shape
 

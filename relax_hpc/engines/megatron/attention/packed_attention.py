@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
-from relax_hpc.engines.megatron.attention import context as attention_context
+from relax_hpc.engines.megatron.attention import context_parallel
 from relax_hpc.engines.megatron.attention.balance import Documents
 from relax_hpc.errors import ConfigError
 
@@ -116,7 +116,7 @@ def runs(lengths: Sequence[int], size: int = 1, rank: int = 0) -> list[Run]:
     """What a context-parallel rank attends to, in the order of its tokens."""
     ends = list(accumulate(lengths))
     found, offset = [], 0
-    for begin, end in attention_context.chunks(ends[-1], size, rank):
+    for begin, end in context_parallel.chunks(ends[-1], size, rank):
         inside = [
             (start, stop)
             for start, stop in zip([0, *ends], ends, strict=False)
@@ -178,7 +178,7 @@ class PackedAttention(nn.Module):
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         rows = packed_seq_params
         if rows.group is not None:
-            key, value = attention_context.gather_keys(key, value, rows.group)
+            key, value = context_parallel.gather_keys(key, value, rows.group)
         if len(rows.spans) == 1:
             return self.attend(query, key, value, rows.spans[0], self.scale).flatten(1).unsqueeze(1)
         outs = []

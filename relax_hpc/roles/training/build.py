@@ -1,0 +1,25 @@
+"""Builds the engine that a job trains with."""
+
+import torch
+
+from relax_hpc.comm.world import World
+from relax_hpc.config.run import JobConfig
+from relax_hpc.engines.megatron.trainer import MegatronTrainer
+
+
+def trainer_of(
+    config: JobConfig, world: World, device: torch.device, *, random_weights: bool = False
+) -> MegatronTrainer:
+    """The model of a job in the actor's layout, with its optimizer. Collective."""
+    return MegatronTrainer(
+        config.model,
+        config.actor,
+        config.actor.optimizer,
+        world,
+        device,
+        num_steps=config.num_steps,
+        epochs_per_step=config.epochs_per_step,
+        seed=config.seed,
+        temperature=config.temperature,
+        random_weights=random_weights,
+    )
