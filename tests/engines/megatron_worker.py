@@ -170,13 +170,13 @@ def _shares(rows, num_portions=1):
     load, shares = [0] * trainer.dp_size, []
     for portion in np.array_split(np.arange(len(rows)), num_portions):
         lengths = [len(rows[row].token_ids) for row in portion]
-        budget = trainer._config.actor.tokens_per_micro_batch
+        budget = trainer._layout.tokens_per_micro_batch
         plan = plan_micro_batches(
             lengths,
             num_ranks=trainer.dp_size,
             budget=budget,
             load=load,
-            count_multiple_of=trainer._config.actor.micro_batches_multiple_of,
+            count_multiple_of=trainer._layout.micro_batches_multiple_of,
         )
         load = [
             before + sum(lengths[row] for batch in rank for row in batch)

@@ -17,8 +17,8 @@ from relax_hpc.records import read_json
 @pytest.fixture
 def journal(monkeypatch):
     noted = Journal()
-    monkeypatch.setattr(module.engine, "to_hf", lambda *args: noted.note("hf", *args))
-    monkeypatch.setattr(module.engine, "to_megatron", lambda *args: noted.note("megatron", *args))
+    monkeypatch.setattr(module.conversion, "to_hf", lambda *args: noted.note("hf", *args))
+    monkeypatch.setattr(module.conversion, "to_megatron", lambda *args: noted.note("megatron", *args))
     return noted
 
 
