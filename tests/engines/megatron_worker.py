@@ -91,6 +91,7 @@ def open_trainer(config):
 
     _set_grid(config.actor)
     world = FixedWorld(dist.get_rank(), dist.get_world_size())
+    _state["config"] = config
     _state["trainer"] = trainer_of(config, world, torch.device("cpu"))
 
 
@@ -232,7 +233,7 @@ def check(rows, advantages, limit):
     from relax_hpc.roles.actor.logprob_check import LogprobCheck
 
     trainer = _state["trainer"]
-    tree = trainer._config.model_dump()
+    tree = _state["config"].model_dump()
     tree["algorithm"]["max_logprob_gap"] = limit
     compare, update = LogprobCheck(RunConfig.model_validate(tree), trainer), trainer.update
 

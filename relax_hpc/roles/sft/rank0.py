@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import hf_folder
@@ -78,7 +79,7 @@ class SftLead:
         self._ahead = self._reader.submit(self._documents.batch, batch.end)
         # Of a truncated document there may be nothing left to train on.
         trained = [document for document in batch.documents if document.num_trained]
-        shares = deal(self._config, trained)
+        shares = deal(self._config.actor, trained)
         self._batch = {
             "data/epoch": batch.end / len(self._documents),
             "data/truncated": sum(document.is_truncated for document in batch.documents),
@@ -92,7 +93,7 @@ class SftLead:
         return shares
 
     def heldout(self) -> list[Share]:
-        return deal(self._config, self._heldout)
+        return deal(self._config.actor, self._heldout)
 
     def measured(self, step: int, heldout: HeldoutLoss) -> None:
         self._events.emit("heldout", step=step, **heldout._asdict())
@@ -122,13 +123,13 @@ class SftLead:
         log.info("the model is in %s", folder)
 
 
-def deal(config: SftRunConfig, documents: Sequence[Document]) -> list[Share]:
+def deal(layout: MegatronLayout, documents: Sequence[Document]) -> list[Share]:
     """Packs documents into micro-batches, a share for every data-parallel rank."""
     dealt = plan_micro_batches(
         [len(document.token_ids) for document in documents],
-        num_ranks=config.actor.data_parallel,
-        budget=config.actor.tokens_per_micro_batch,
-        count_multiple_of=config.actor.micro_batches_multiple_of,
+        num_ranks=layout.data_parallel,
+        budget=layout.tokens_per_micro_batch,
+        count_multiple_of=layout.micro_batches_multiple_of,
     )
     shares = []
     for micro_batches in dealt:

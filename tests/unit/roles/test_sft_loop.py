@@ -198,7 +198,7 @@ def document(line, size, trained):
 
 def test_documents_are_dealt_with_each_micro_batch_naming_rows_of_its_own_share():
     documents = [document(line, size, 2) for line, size in ((5, 4), (2, 9), (9, 5), (7, 6))]
-    shares = deal(config(data_parallel=2), documents)
+    shares = deal(config(data_parallel=2).actor, documents)
     assert sorted(row.guid for share in shares for row in share.rows) == [2, 5, 7, 9]
     for share in shares:
         assert sorted(n for rows in share.micro_batches for n in rows) == [*range(len(share.rows))]
