@@ -1,5 +1,6 @@
 """Which folders `convert` takes and where it writes, and what a made model consists of."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +18,8 @@ from relax_hpc.records import read_json
 @pytest.fixture
 def journal(monkeypatch):
     noted = Journal()
-    monkeypatch.setattr(module.conversion, "to_hf", lambda *args: noted.note("hf", *args))
-    monkeypatch.setattr(module.conversion, "to_megatron", lambda *args: noted.note("megatron", *args))
+    for name, said in (("to_hf", "hf"), ("to_megatron", "megatron")):
+        monkeypatch.setattr(module.conversion, name, partial(noted.note, said))
     return noted
 
 
