@@ -1,5 +1,6 @@
 # make demo    set up what is needed and run the main job on this machine
 # make test    set up what the tests need, a local Slurm included, and pass them
+# make docs    the pages of keys, events and columns, made of what the code declares
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
@@ -18,7 +19,7 @@ WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test check soak mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
+.PHONY: demo test docs check soak mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -26,6 +27,9 @@ demo: setup
 
 test: setup setup-packages check
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+docs: setup
+	$(BIN)/python -m relax_hpc.cli.keys docs
 
 soak: setup
 	$(BIN)/pytest -m soak -s tests/bus

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from relax_hpc import job_file, permissions
 from relax_hpc.cli.bus import Ended, Run, bus, run_dir_of
+from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.scale import scale
 from relax_hpc.errors import RelaxError
 
@@ -29,6 +30,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measure parts of relax-hpc on th
 app.add_typer(bench, name="bench")
 app.add_typer(bus, name="bus")
 app.add_typer(scale, name="scale")
+app.command(epilog="Example:  relax-hpc keys actor.optimizer")(keys)
 console = Console(soft_wrap=True)
 
 Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]
@@ -45,11 +47,17 @@ def check(
     job: Job,
     overrides: Overrides = [],  # noqa: B006
     local: Annotated[bool, typer.Option(help="Do not ask Slurm, even if it is here.")] = False,
+    explain: Annotated[
+        str | None, typer.Option(help="Only say what this key does, and its value here.")
+    ] = None,
 ) -> None:
     """Validate a job, the files it names and the cluster; print it with every default filled in."""
     from relax_hpc.launch import preflight
     from relax_hpc.launch.submit import resolve
 
+    if explain is not None:
+        typer.echo("\n".join(explained(job_file.load(job, overrides), explain)))
+        return
     config, components = resolve(job_file.load(job, overrides))
     use_slurm = not local and shutil.which("sbatch") is not None
     config = preflight.check(config, components, use_slurm=use_slurm, say=_remark)

@@ -126,8 +126,6 @@ def _weight_versions(events: Sequence[Event]) -> dict[str, int]:
             versions["trainer"] = event["version"]
         if event["event"] in ("publish", "loaded", "verify"):
             versions |= dict.fromkeys(event["members"], event["version"])
-        elif event["event"] == "refresh":  # engines that started since the last publication
-            versions |= dict.fromkeys(event["members"], versions.get("trainer", 0))
     return versions
 
 

@@ -1,34 +1,6 @@
 """What happened, one JSON line each: the truth of a run, of which every plot is a view.
 
-One file per role and rank, appended to by that process alone. Beside "start", "end" and "error",
-and "world" (kind, size) once the ranks of a component have found each other:
-
-    actor    step     step, policy_version, reward/..., staleness/..., loss, loss/..., time/...,
-                      num_trajectories, num_tokens, tokens_per_s, logprob_gap/..., engine_gap/...
-             engine_gap  step, policy_version, num_tokens, mean, max, k3, limit: once per start
-             phases   step, phases: (name, start, seconds) each; reference has them, too
-             publish  step, version, transport, members, fenced, again: whether others are still to
-                      get it, loading: those who load it by themselves, num_bytes, pause_seconds,
-                      error, phases, sync/...
-             loaded   step, version, members, fenced, num_bytes, error, phases, sync/...
-             verify   version, trainer, members: the digests; equal
-             resume   step
-             checkpoint         step, wait_s, background_s, bytes
-             checkpoint_failed, checkpoint_torn   step, message
-             reference   step: the policy of that step became the reference
-             skipped  step, reason, in_a_row, num_samples, samples: an update that was not done
-    actor of supervised fine-tuning
-             step     step, loss, data/..., time/..., num_documents, num_tokens, tokens_per_s
-             heldout  step, loss, num_tokens
-             export   path
-    rollout  engine   id, epoch, url, engine_pid, kind, version, start_s
-             engine_end   id, epoch, reason: it is started again
-             load     id, seconds, num_tokens, in_flight, version, kv_used
-             shard    first_guid, num_groups, num_trajectories, num_tokens, reward/mean,
-                      policy_version_min, policy_version_max
-             eval     when, version, step, correct, count: one per rank, to be added up
-    reference
-             scored   num_shards, num_trajectories, num_tokens, first_guid, time/...
+One file per role and rank, appended to by that process alone. `event_table.EVENTS` declares them.
 
 A number that is not finite is null, and `not_finite` says which fields held one, and what.
 """
@@ -40,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from relax_hpc.records import finite
+from relax_hpc.telemetry.event_table import EVENTS, undeclared
 
 Event = dict[str, Any]
 
@@ -56,7 +29,13 @@ class EventWriter:
         self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def emit(self, event: str, **fields: object) -> None:
-        """Appends one line in one write, so a reader sees at most the last line incomplete."""
+        """Appends one line in one write, so a reader sees at most the last line incomplete.
+
+        Raises:
+            ValueError: the event, or one of its fields, is not declared.
+        """
+        if event not in EVENTS or undeclared(event, fields):
+            raise ValueError(f"event_table.EVENTS does not declare {event}: {', '.join(fields)}")
         record = {"time": time.time(), "role": self._role, "rank": self._rank, "pid": os.getpid()}
         record |= {"event": event} | fields
         try:

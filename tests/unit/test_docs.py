@@ -9,12 +9,16 @@ from typing import get_origin
 
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
+from relax_hpc.cli.keys import PAGES as PAGES_MADE
+from relax_hpc.cli.keys import all_keys
 from relax_hpc.cli.main import app
 from relax_hpc.config.run import RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.job_file import validate
 from relax_hpc.schema import ROLES
+from relax_hpc.telemetry.event_table import EVENTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -158,12 +162,33 @@ def fields_of(field):
 
 def test_the_table_of_events_names_what_the_code_emits_and_nothing_else():
     sources = "".join(path.read_text() for path in (ROOT / "relax_hpc").rglob("*.py"))
-    emitted = set(re.findall(r'\.emit\(\s*"(\w+)"', sources))
-    text = (ROOT / "docs" / "operations.md").read_text()
-    described = set(
-        re.findall(r"^\| (?:all|rollout|extra|actor|reference) \| `(\w+)` \|", text, re.MULTILINE)
+    assert set(re.findall(r'\.emit\(\s*"(\w+)"', sources)) == EVENTS.keys()
+
+
+@pytest.mark.parametrize("name", PAGES_MADE)
+def test_pages_that_are_made_of_the_code_are_those_of_today(name):
+    assert PAGES_BY_NAME[name].read_text() == PAGES_MADE[name](), "run `make docs`"
+
+
+def test_a_key_is_explained_with_its_value_in_a_job():
+    found = CliRunner().invoke(
+        app, ["check", "jobs/arithmetic.toml", "--explain", "actor.optimizer"]
     )
-    assert described == emitted
+    assert "actor.optimizer.lr = 1e-06   [number]" in found.output
+    assert "here: actor.optimizer.lr = 0.0005" in found.output
+    assert "Adam's learning rate after the warm-up" in found.output
+    assert "actor.attention" not in found.output
+
+
+def test_keys_lists_every_setting_and_names_the_nearest():
+    listed = CliRunner().invoke(app, ["keys"]).output
+    missing = [key.name for key in all_keys() if f"\n{key.name}" not in f"\n{listed}"]
+    assert missing == []
+    assert {"sft.train", "prompts.train", "<component>.resources.partition"} <= {
+        key.name for key in all_keys()
+    }
+    error = CliRunner().invoke(app, ["keys", "actor.optmizer"]).exception
+    assert str(error) == "actor.optmizer: no key of a job; did you mean actor.optimizer?"
 
 
 def test_defaults_in_the_algorithms_page_are_those_of_the_code():

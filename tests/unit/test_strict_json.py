@@ -30,13 +30,17 @@ def test_a_figure_that_is_not_finite_is_null_and_named(tmp_path):
     with EventWriter(path, "actor", 0) as events:
         events.emit(
             "step", step=3, loss=NAN, grad_norm=np.float32(INF), lr=0.5,
-            parts=[["a", 1.0], ["b", -INF]], text="NaN",
+            num_tokens=[["a", 1.0], ["b", -INF]], num_documents="NaN",
         )  # fmt: skip
         events.emit("end")
     first, second = map(strict, path.read_text().splitlines())
     assert (first["step"], first["loss"], first["grad_norm"], first["lr"]) == (3, None, None, 0.5)
-    assert (first["parts"], first["text"]) == ([["a", 1.0], ["b", None]], "NaN")
-    assert first["not_finite"] == {"loss": "NaN", "grad_norm": "Infinity", "parts": "-Infinity"}
+    assert (first["num_tokens"], first["num_documents"]) == ([["a", 1.0], ["b", None]], "NaN")
+    assert first["not_finite"] == {
+        "loss": "NaN",
+        "grad_norm": "Infinity",
+        "num_tokens": "-Infinity",
+    }
     assert "not_finite" not in second
 
 

@@ -59,14 +59,31 @@ def run_dir(tmp_path):
 def test_an_event_is_one_line_with_time_role_rank_and_pid(tmp_path):
     path = tmp_path / "events" / "actor-3.jsonl"
     with EventWriter(path, "actor", 3) as events:
-        events.emit("step", step=1, loss=np.float32(0.5), n=np.int64(4), where=tmp_path)
-        events.emit("end")
+        events.emit("step", step=1, loss=np.float32(0.5), num_tokens=np.int64(4))
+        events.emit("export", step=1, path=tmp_path)
     first, second = read_events(path.parent)
     assert first.pop("time") <= second.pop("time")
     same = {"role": "actor", "rank": 3, "pid": os.getpid()}
-    assert first == same | {"event": "step", "step": 1, "loss": 0.5, "n": 4, "where": str(tmp_path)}
-    assert second == same | {"event": "end"}
+    assert first == same | {"event": "step", "step": 1, "loss": 0.5, "num_tokens": 4}
+    assert second == same | {"event": "export", "step": 1, "path": str(tmp_path)}
     assert path.read_bytes().count(b"\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("event", "fields"),
+    [
+        ("stepp", {}),
+        ("step", {"stepp": 1}),
+        ("step", {"losses/x": 1}),
+        ("checkpoint", {"time/x": 1}),
+    ],
+)
+def test_nothing_is_written_that_is_not_declared(tmp_path, event, fields):
+    with EventWriter(tmp_path / "a.jsonl", "actor", 0) as events:
+        events.emit("step", step=1, **{"loss/of_a_users_own": 2.0})
+        with pytest.raises(ValueError, match=f"does not declare {event}: {', '.join(fields)}"):
+            events.emit(event, **fields)
+    assert (tmp_path / "a.jsonl").read_bytes().count(b"\n") == 1
 
 
 def test_an_event_is_readable_before_its_writer_closes(tmp_path):

@@ -108,8 +108,6 @@ def test_events_say_how_far_a_run_is(paths):
     found = summary.summarize(paths.root)
     assert found["heldout_newest"] == {"step": 10, "value": 0.75}
     assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.75)
-    emit(paths, "actor", ("refresh", {"members": ["b"]}))
-    assert summary.summarize(paths.root)["weight_versions"] == {"trainer": 1, "a": 1, "b": 1}
 
 
 def test_the_time_left_is_the_pace_times_the_steps_left(paths):

@@ -1,0 +1,255 @@
+"""The events of a run, declared once: who writes one, when, and with which fields.
+
+`docs/events.md` is made of this table, and `EventWriter` writes nothing that is not in it.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class EventKind(NamedTuple):
+    """One kind of line in `events/*.jsonl`."""
+
+    by: str
+    """Components that write it; "all" is every task."""
+    meaning: str
+    fields: Mapping[str, str] = MappingProxyType({})
+    """Field -> meaning, "" where the name says it; "area/..." stands for all that begin so."""
+
+
+_PHASES = "`[name, start, seconds]` each, start in seconds since 1970"
+_SYNC = "seconds of the parts of an update, see docs/architecture.md"
+
+EVENTS: dict[str, EventKind] = {
+    # every task
+    "start": EventKind(
+        "all",
+        "a task begins",
+        {
+            "attempt": "job id and restart count",
+            "start": "of the step, from 1",
+            "node": "",
+        },
+    ),
+    "world": EventKind(
+        "all",
+        "the ranks of a component have found each other",
+        {"kind": "MpiWorld, StarWorld or SoloWorld", "size": ""},
+    ),
+    "error": EventKind("all", "the task fails", {"message": ""}),
+    "end": EventKind(
+        "all", "the task is done", {"duplicates": "trajectories committed twice and ignored; actor"}
+    ),
+    # rollout and engines
+    "engine": EventKind(
+        "rollout, engines",
+        "an engine is healthy",
+        {
+            "id": "",
+            "epoch": "as in its member record",
+            "url": "",
+            "engine_pid": "",
+            "kind": "",
+            "version": "of its package",
+            "start_s": "",
+        },
+    ),
+    "engine_end": EventKind(
+        "rollout, engines",
+        "an engine ended, hangs or was fenced, and is started again",
+        {"id": "", "epoch": "", "reason": ""},
+    ),
+    "drain": EventKind(
+        "engines",
+        "an added engine has finished what it had",
+        {"seconds": "", "aborted": "requests that it did not finish"},
+    ),
+    "load": EventKind(
+        "rollout",
+        "what an engine did for this task since the last such event",
+        {
+            "id": "",
+            "seconds": "",
+            "num_tokens": "sampled",
+            "in_flight": "requests now",
+            "version": "of its weights now",
+            "kv_used": "part of its cache, whoever uses it; null if it does not say",
+        },
+    ),
+    "shard": EventKind(
+        "rollout",
+        "prompt groups are committed to the bus",
+        {
+            "first_guid": "",
+            "num_groups": "",
+            "num_trajectories": "",
+            "num_tokens": "",
+            "policy_version_min": "",
+            "policy_version_max": "",
+            "reward/...": "mean",
+        },
+    ),
+    "eval": EventKind(
+        "rollout",
+        "this task's share of an evaluation, to be added up over tasks",
+        {
+            "when": "before, during or after",
+            "version": "policy",
+            "step": "",
+            "correct": "",
+            "count": "",
+        },
+    ),
+    # scorers
+    "scored": EventKind(
+        "reference",
+        "shards have got the logprobs of the reference",
+        {
+            "num_shards": "",
+            "num_trajectories": "",
+            "num_tokens": "",
+            "first_guid": "",
+            "time/...": "seconds: wait, score, write",
+        },
+    ),
+    # actor
+    "resume": EventKind("actor", "training goes on from a checkpoint", {"step": ""}),
+    "step": EventKind(
+        "actor",
+        "a step is trained; one that is trained again after a resume has two, the newer counts",
+        {
+            "step": "",
+            "eta_s": "",
+            "policy_version": "",
+            "num_trajectories": "",
+            "num_documents": "SFT",
+            "num_tokens": "",
+            "num_trained_tokens": "SFT",
+            "tokens_per_s": "",
+            "loss": "per trained token",
+            "loss/...": "of the algorithm",
+            "entropy": "nats",
+            "grad_norm": "before clipping",
+            "lr": "",
+            "skipped": "part of the updates that were not done",
+            "loss_scale": "float16",
+            "reward/...": "mean",
+            "staleness/...": "mean, max",
+            "response/...": "mean tokens",
+            "groups/...": "parts of the prompt groups: solved, teaching",
+            "batch/...": "portions, micro_batches per rank, imbalance of tokens over ranks",
+            "data/...": "SFT: epoch, truncated, left_out",
+            "kl/...": "to the reference: mean",
+            "logprob_gap/...": "this policy and the sampler, before the update: mean, max; nats",
+            "engine_gap/...": "likewise, of tokens that this very policy sampled",
+            "moe/...": "experts: max_load and the losses that are on",
+            "train/...": "tokens_per_s_per_gpu, mfu, padding",
+            "memory/...": "peak_gib of the fullest rank",
+            "time/...": "seconds",
+        },
+    ),
+    "phases": EventKind(
+        "actor, reference", "when the parts of the last step were", {"step": "", "phases": _PHASES}
+    ),
+    "publish": EventKind(
+        "actor",
+        "engines were given a version",
+        {
+            "step": "",
+            "version": "",
+            "transport": "null if nobody had to be given anything",
+            "members": "who has it",
+            "fenced": "who failed",
+            "again": "whether others are still to get it",
+            "loading": "who has begun to load it from files",
+            "num_bytes": "",
+            "pause_seconds": "",
+            "error": "why a snapshot was not written",
+            "phases": _PHASES,
+            "sync/...": _SYNC,
+        },
+    ),
+    "loaded": EventKind(
+        "actor",
+        "an engine has ended to load a version from files",
+        {
+            "step": "",
+            "version": "",
+            "members": "",
+            "fenced": "",
+            "num_bytes": "",
+            "error": "why it is fenced",
+            "phases": _PHASES,
+            "sync/...": _SYNC,
+        },
+    ),
+    "verify": EventKind(
+        "actor",
+        "weights of engines and trainer were compared",
+        {"version": "", "trainer": "digest", "members": "digests", "equal": ""},
+    ),
+    "engine_gap": EventKind(
+        "actor",
+        "once per start: how far the engines' logprobs are from the trainer's",
+        {
+            "step": "",
+            "policy_version": "",
+            "num_tokens": "",
+            "mean": "nats",
+            "max": "nats",
+            "k3": "",
+            "limit": "of the mean",
+        },
+    ),
+    "checkpoint": EventKind(
+        "actor",
+        "a checkpoint is complete",
+        {
+            "step": "",
+            "wait_s": "that training waited",
+            "background_s": "until it was complete",
+            "bytes": "",
+        },
+    ),
+    "checkpoint_failed": EventKind(
+        "actor", "it could not be saved; the run goes on", {"step": "", "message": ""}
+    ),
+    "checkpoint_torn": EventKind(
+        "actor", "it is not whole, and was passed over", {"step": "", "message": ""}
+    ),
+    "export": EventKind(
+        "actor", "the model is a Hugging Face folder", {"step": "", "path": "", "seconds": ""}
+    ),
+    "skipped": EventKind(
+        "actor",
+        "an update was not done",
+        {
+            "step": "",
+            "reason": "",
+            "in_a_row": "",
+            "num_samples": "with something that is not finite",
+            "samples": "up to 8: guid, sibling, dp_rank, micro_batch, what, shard",
+        },
+    ),
+    "heldout": EventKind(
+        "actor", "SFT: loss of the held-out documents", {"step": "", "loss": "", "num_tokens": ""}
+    ),
+    "reference": EventKind("actor", "the policy of that step became the reference", {"step": ""}),
+    "turn": EventKind(
+        "actor",
+        "engines on the actor's GPUs: who has them now",
+        {"holder": "trainer or engines", "seconds": "until they were its own", "free_gib": ""},
+    ),
+}
+
+
+def undeclared(event: str, fields: Iterable[str]) -> list[str]:
+    """Those of `fields` that `EVENTS` does not have for `event`."""
+    declared = EVENTS[event].fields
+    return [name for name in fields if name not in declared and _area(name) not in declared]
+
+
+def _area(name: str) -> str:
+    area, slash, _ = name.partition("/")
+    return f"{area}/..." if slash else ""
