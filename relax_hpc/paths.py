@@ -112,9 +112,9 @@ class RunPaths:
         return self.control / "switches" / f"{member}-{epoch}" / f"{version}.json"
 
     @property
-    def turn(self) -> Path:
+    def lease(self) -> Path:
         """Who may use GPUs that trainer and engines share; written by the trainer."""
-        return self.control / "turn.json"
+        return self.control / "lease.json"
 
     def heldout_shares(self, rank: int) -> Path:
         """What a rollout task scored on its share of the held-out prompts."""

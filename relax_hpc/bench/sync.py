@@ -107,7 +107,7 @@ def measure(
         overrides,
     )  # fmt: skip
     if colocated:
-        preflight.check_turns(task.config)
+        preflight.check_lease(task.config)
         in_flight = 0
     needed = task.first_gpu_of_engines + engines * engine_tp
     if gpus and needed > gpus:

@@ -16,7 +16,7 @@ from relax_hpc.schema import COLUMNS, Role
 
 _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
-OWN_IN_TURN = ("python", "setup", "srun", "cpus_per_task")
+OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
 """Fields of `rollout.resources` that are its own where it shares the actor's GPUs."""
 
 
@@ -225,7 +225,7 @@ class RunConfig(JobConfig):
         return self.actor.tokens_per_portion
 
     @model_validator(mode="after")
-    def _turns_are_possible(self) -> Self:
+    def _lease_is_possible(self) -> Self:
         """An actor and a rollout that share GPUs wait for each other."""
         rollout, key = self.rollout, 'rollout.placement = "actor"'
         if rollout.placement == "own":
@@ -251,7 +251,7 @@ class RunConfig(JobConfig):
                 f"rollout.resources.max_nodes = {asked.max_nodes}: with {key} engines are on the "
                 "actor's GPUs, and none can be added; remove it"
             )
-        for name in asked.model_fields_set - set(OWN_IN_TURN):
+        for name in asked.model_fields_set - set(OWN_UNDER_LEASE):
             if getattr(asked, name) != getattr(its, name):
                 raise ValueError(
                     f"rollout.resources.{name} = {getattr(asked, name)!r}: with {key} it is "

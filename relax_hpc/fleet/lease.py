@@ -1,7 +1,7 @@
-"""Whose turn it is on GPUs that the trainer shares with its engines: one record, the lead's.
+"""Who has the lease on GPUs that the trainer shares with its engines: one record of rank 0's.
 
-An engine says STARTING before it looks here, and takes no memory unless the turn is its own; the
-lead says that the turn is the trainer's before it looks who is STARTING. So both notice.
+An engine says STARTING before it looks here, and takes no memory unless engines have the lease;
+rank 0 gives the lease to the trainer before it looks who is STARTING. So both notice.
 """
 
 from typing import Literal, NamedTuple
@@ -12,17 +12,17 @@ from relax_hpc.records import read_json, write_json
 Holder = Literal["trainer", "engines"]
 
 
-class Turn(NamedTuple):
+class Lease(NamedTuple):
     attempt: str
-    """Of the job; the turn of an earlier one means nothing."""
+    """Of the job; the lease of an earlier one means nothing."""
     holder: Holder
 
 
 def give(paths: RunPaths, attempt: str, holder: Holder) -> None:
-    write_json(paths.turn, Turn(attempt, holder)._asdict())
+    write_json(paths.lease, Lease(attempt, holder)._asdict())
 
 
-def is_of_engines(paths: RunPaths, attempt: str) -> bool:
+def is_with_engines(paths: RunPaths, attempt: str) -> bool:
     """Whether engines of this attempt may take memory."""
-    record = read_json(paths.turn)
-    return record is not None and Turn(**record) == (attempt, "engines")
+    record = read_json(paths.lease)
+    return record is not None and Lease(**record) == (attempt, "engines")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from relax_hpc.config.run import OWN_IN_TURN, JobConfig, RunConfig
+from relax_hpc.config.run import OWN_UNDER_LEASE, JobConfig, RunConfig
 from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
@@ -65,7 +65,7 @@ def place(config: JobConfig) -> list[Component]:
 
 def _beside_actor(config: RunConfig, actor: Component) -> Component:
     """Rollout on the actor's nodes; what it runs may be its own, what Slurm is asked for is not."""
-    its = {name: getattr(config.rollout.resources, name) for name in OWN_IN_TURN}
+    its = {name: getattr(config.rollout.resources, name) for name in OWN_UNDER_LEASE}
     said = {name: value for name, value in its.items() if value}
     resources = actor.resources.model_copy(update=said)
     rollout = _component(config, "rollout", config.rollout.num_tasks, resources)

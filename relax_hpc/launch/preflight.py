@@ -68,7 +68,7 @@ def check(
     check_first_weights(config.model.weights, shape)
     if isinstance(config, RunConfig):
         check_engine(config.rollout, shape)
-        check_turns(config)
+        check_lease(config)
         quantized.check(config, shape)
         check_reference(config, shape)
     check_trainer(config)
@@ -213,7 +213,7 @@ def _check_size(rollout: RolloutConfig, shape: Architecture) -> None:
         )
 
 
-def check_turns(config: RunConfig) -> None:
+def check_lease(config: RunConfig) -> None:
     """Engines that share the actor's GPUs cover them: each of their ranks is beside one of its."""
     rollout, actor = config.rollout, config.actor
     if rollout.placement != "actor":

@@ -236,7 +236,7 @@ EVENTS: dict[str, EventKind] = {
         "actor", "SFT: loss of the held-out documents", {"step": "", "loss": "", "num_tokens": ""}
     ),
     "reference": EventKind("actor", "the policy of that step became the reference", {"step": ""}),
-    "turn": EventKind(
+    "lease": EventKind(
         "actor",
         "engines on the actor's GPUs: who has them now",
         {"holder": "trainer or engines", "seconds": "until they were its own", "free_gib": ""},

@@ -16,7 +16,7 @@ COLORS = {
     "reference": "#4c9f70",
     "score": "#4c9f70",
     "train": "#1f5fa8",
-    "turn": "#7b5ea7",
+    "lease": "#7b5ea7",
     "publish": "#d9660f",
     "save": "#8a5a2b",
     "write": "#8a5a2b",

@@ -8,8 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 from relax_hpc.errors import EngineError, PeerTimeoutError
-from relax_hpc.fleet import lease as turn
-from relax_hpc.fleet import members
+from relax_hpc.fleet import lease, members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.fleet.register import MEMORY, Register
@@ -43,7 +42,7 @@ class Sleep:
 
     def wake(self) -> None:
         """Lets engines that are not there yet start; the others wake when they get weights."""
-        turn.give(self._register.paths, self._attempt, "engines")
+        lease.give(self._register.paths, self._attempt, "engines")
 
     def fall_asleep(self, *, notice_s: float = 0.0) -> None:
         """Returns when no engine has more memory than it cannot do without.
@@ -57,7 +56,7 @@ class Sleep:
             PeerTimeoutError: an engine neither starts nor fails, or is fenced and does not end.
         """
         register = self._register
-        turn.give(register.paths, self._attempt, "trainer")
+        lease.give(register.paths, self._attempt, "trainer")
         self._wait_for_starts()
         awake = {
             member: register.client(member)

@@ -1,4 +1,4 @@
-"""Actor and engines on the same GPUs, as far as that can be seen without one: they take turns."""
+"""Actor and engines on the same GPUs, as far as one sees it without: the lease changes hands."""
 
 import os
 import signal
@@ -33,13 +33,13 @@ def submit_colocated(tiny, run_root, *, local, steps=STEPS, ranks=2, **settings)
     return submit("demo", tiny, local=local, **small | settings).run_dir
 
 
-def assert_turns_were_taken(run_dir, steps):
-    """No sample and no evaluation in a turn of the trainer, and no step in one of the engines."""
+def assert_the_lease_went_to_and_fro(run_dir, steps):
+    """No sample and no evaluation while the trainer has the lease, and no step while engines do."""
     events = events_of(run_dir)
-    turns = [(event["time"], event["holder"]) for event in events if event["event"] == "turn"]
-    assert [holder for _, holder in turns] == ["trainer", "engines"] * (steps + 1)
+    leases = [(event["time"], event["holder"]) for event in events if event["event"] == "lease"]
+    assert [holder for _, holder in leases] == ["trainer", "engines"] * (steps + 1)
     for event in events:
-        holder = next((holder for at, holder in reversed(turns) if at < event["time"]), None)
+        holder = next((holder for at, holder in reversed(leases) if at < event["time"]), None)
         if event["event"] in ("shard", "eval"):
             assert holder == "engines", event
 
@@ -58,7 +58,7 @@ def test_a_run_on_shared_gpus_samples_and_trains_in_turn(tiny, tmp_path):
     run_dir = submit_colocated(tiny, tmp_path, local=True)
     after = wait_until(run_dir, is_over, 120)
     assert_complete(run_dir, after, STEPS)
-    assert_turns_were_taken(run_dir, STEPS)
+    assert_the_lease_went_to_and_fro(run_dir, STEPS)
     held = {"rollout-0": STEPS, "rollout-1": STEPS, "trainer": STEPS}
     assert after["progress"]["weight_versions"] == held
     versions = [event["version"] for event in events_of(run_dir, "rollout", "eval")]
@@ -81,7 +81,7 @@ def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_a
     finally:
         cli("cancel", run_dir)
     assert_complete(run_dir, after, steps)
-    assert_turns_were_taken(run_dir, steps)
+    assert_the_lease_went_to_and_fro(run_dir, steps)
     assert [event["id"] for event in events_of(run_dir, "rollout", "engine")[2:]] == ["rollout-0.1"]
     assert [event["rank"] for event in events_of(run_dir, "rollout", "start")] == [0]
     held = dict.fromkeys(["rollout-0.0", "rollout-0.1", "trainer"], steps)
@@ -102,7 +102,7 @@ def test_slurm_runs_both_as_steps_of_one_component(slurm_cluster, tiny, tmp_path
         ("rollout", job_id),
     ]
     assert_complete(run_dir, after, 2)
-    assert_turns_were_taken(run_dir, 2)
+    assert_the_lease_went_to_and_fro(run_dir, 2)
     starts = events_of(run_dir, event="start")
     assert len({event["node"] for event in starts}) == 1
     assert {event["attempt"] for event in starts} == {f"{job_id}.0"}

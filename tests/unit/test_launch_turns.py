@@ -160,10 +160,10 @@ def test_a_resolved_job_is_accepted_again():
 )
 def test_engines_that_do_not_cover_the_actors_ranks_are_refused(rollout, actor, message):
     with pytest.raises(ConfigError, match=message):
-        preflight.check_turns(job(rollout=rollout, actor=actor))
+        preflight.check_lease(job(rollout=rollout, actor=actor))
 
 
 def test_engines_that_cover_them_are_accepted():
     args = {"tp_size": 2, "mem_fraction_static": 0.7}
     rollout = {"engine": "sglang", "num_engines": 2, "engine_args": args}
-    preflight.check_turns(job(rollout=rollout, actor={"resources": {"gpus_per_node": 4}}))
+    preflight.check_lease(job(rollout=rollout, actor={"resources": {"gpus_per_node": 4}}))

@@ -8,8 +8,7 @@ from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, PeerTimeoutError
-from relax_hpc.fleet import lease as turn
-from relax_hpc.fleet import members
+from relax_hpc.fleet import lease, members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.register import Register
 from relax_hpc.fleet.roster import Roster
@@ -94,10 +93,10 @@ def test_memory_is_given_back_and_taken_again_before_weights_are_loaded(house):
     asleep.fall_asleep()
     assert engine.calls == ["pause", "release weights kv_cache"]
     assert house.state("rollout-0") == "ASLEEP"
-    assert not turn.is_of_engines(house.paths, ATTEMPT)
+    assert not lease.is_with_engines(house.paths, ATTEMPT)
     engine.calls.clear()
     asleep.wake()
-    assert turn.is_of_engines(house.paths, ATTEMPT)
+    assert lease.is_with_engines(house.paths, ATTEMPT)
     assert publisher.publish(3, weights(7)).members == ["rollout-0"]
     assert engine.calls == ["take weights", "take kv_cache", "pause", "v3", "resume"]
     assert Roster.read(house.paths).serves("rollout-0", f"{ATTEMPT}-1-1")
@@ -179,7 +178,7 @@ def test_an_engine_that_does_not_wake_is_fenced_and_the_other_goes_on(house):
     assert bad.calls[-1] == "release weights kv_cache"
 
 
-def test_a_turn_of_an_earlier_attempt_lets_nobody_start(house):
-    turn.give(house.paths, "17.0", "engines")
-    assert turn.is_of_engines(house.paths, "17.0")
-    assert not turn.is_of_engines(house.paths, "17.1")
+def test_a_lease_of_an_earlier_attempt_lets_nobody_start(house):
+    lease.give(house.paths, "17.0", "engines")
+    assert lease.is_with_engines(house.paths, "17.0")
+    assert not lease.is_with_engines(house.paths, "17.1")

@@ -21,7 +21,7 @@ from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.register import Register
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop as actor
-from relax_hpc.roles.actor.lease import OWN_GPUS, OwnGpus, Turns
+from relax_hpc.roles.actor.lease import Lease, OwnGpus, SharedGpus
 from relax_hpc.roles.actor.logprob_check import LogprobCheck
 from relax_hpc.roles.actor.rank0 import ActorLead
 from relax_hpc.roles.actor.reference import HybridReference
@@ -50,7 +50,7 @@ def main(
         partial(_connect, config, RunSecret.read(paths.secret)),
     )
     sleep = _sleep(config, register, context) if world.rank == 0 else None
-    turns = _turns(config, world, sleep, events)
+    lease = _lease(config, world, sleep, events)
     device = own_device(context.local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
@@ -88,7 +88,7 @@ def main(
     check = LogprobCheck(
         config, trainer, lead.compared if lead else None, lead.place_of if lead else None
     )
-    actor.run(config, world, trainer, reader, lead, save, reference, ranks, turns, check)
+    actor.run(config, world, trainer, reader, lead, save, reference, ranks, lease, check)
     if lead:
         lead.close()
     if sleep:
@@ -109,15 +109,11 @@ def _sleep(config: RunConfig, register: Register, context: TaskContext) -> Sleep
     )
 
 
-def _turns(
-    config: RunConfig, world: World, sleep: Sleep | None, events: EventWriter
-) -> Turns | OwnGpus:
+def _lease(config: RunConfig, world: World, sleep: Sleep | None, events: EventWriter) -> Lease:
     """Returns when the GPUs are free for the trainer. Collective."""
     if config.rollout.placement != "actor":
-        return OWN_GPUS
-    turns = Turns(world, sleep, events)
-    turns.begin()
-    return turns
+        return OwnGpus()
+    return SharedGpus(world, sleep, events)
 
 
 def _helpers(gather: Gather, link: LaneLink | None) -> dict[str, Helper]:

@@ -1,10 +1,9 @@
-"""Actor and engines on the same GPUs: one uses them, then the other.
+"""Actor and engines on the same GPUs: a lease goes from one to the other.
 
-The lead leads. A turn of the trainer begins once a batch is whole, when engines have nothing to do,
-and ends with the update of the policy; then engines are given it, and sample the next batch.
+Rank 0 gives it. The trainer has it from when a batch is whole, and engines have nothing to do, to
+the update of the policy; then engines are given that policy, and sample the next batch.
 """
 
-import logging
 import time
 from typing import Protocol
 
@@ -13,8 +12,6 @@ import torch
 from relax_hpc.comm.world import World
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights.sleep import NOTICE_S
-
-log = logging.getLogger(__name__)
 
 
 class Borrower(Protocol):
@@ -28,26 +25,45 @@ class Borrower(Protocol):
 
 
 class Engines(Protocol):
-    """All of them, as rank 0 leads them."""
+    """All of them, as rank 0 sees to them."""
 
     def fall_asleep(self, *, notice_s: float = 0.0) -> None: ...
     def wake(self) -> None: ...
 
 
-class Turns:
-    """Of one actor rank; methods are collective."""
+class Lease(Protocol):
+    """Who uses the GPUs; every rank of the actor has one, and methods are collective."""
+
+    def to_trainer(self, trainer: Borrower) -> None:
+        """Returns when the trainer may compute; nothing to do if it may already."""
+        ...
+
+    def to_engines(self, trainer: Borrower) -> None:
+        """The trainer does not compute until it has the lease again."""
+        ...
+
+
+class OwnGpus:
+    """The lease on GPUs that nobody else uses: there is nothing to do."""
+
+    def to_trainer(self, trainer: Borrower) -> None: ...
+    def to_engines(self, trainer: Borrower) -> None: ...
+
+
+class SharedGpus:
+    """The lease on GPUs that engines use, too."""
 
     def __init__(self, world: World, engines: Engines | None, events: EventWriter) -> None:
-        """`engines` are rank 0's, nobody else's."""
-        self._world, self._engines, self._events = world, engines, events
-        self._is_trainers = False
+        """Returns when engines sleep: those of an actor that died may have the memory.
 
-    def begin(self) -> None:
-        """Before there is a trainer: engines of an actor that died may have the memory."""
+        Args:
+            engines: rank 0's, nobody else's.
+        """
+        self._world, self._engines, self._events = world, engines, events
         self._take(notice_s=NOTICE_S)
 
     def to_trainer(self, trainer: Borrower) -> None:
-        """Engines sleep, and the trainer has what it needs; nothing to do if it has it already."""
+        """Engines sleep, and the trainer takes back what it lent."""
         if not self._is_trainers:
             self._take()
             trainer.reclaim()
@@ -71,17 +87,4 @@ class Turns:
 
     def _note(self, holder: str, seconds: float) -> None:
         free = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else None
-        self._events.emit("turn", holder=holder, seconds=round(seconds, 4), free_gib=free)
-
-
-class OwnGpus:
-    """Of an actor that shares them with nobody."""
-
-    def to_trainer(self, trainer: Borrower) -> None:
-        """It is always the trainer's turn."""
-
-    def to_engines(self, trainer: Borrower) -> None:
-        """Engines have GPUs of their own."""
-
-
-OWN_GPUS = OwnGpus()
+        self._events.emit("lease", holder=holder, seconds=round(seconds, 4), free_gib=free)

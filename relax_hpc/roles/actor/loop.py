@@ -13,7 +13,7 @@ from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.run import RunConfig
-from relax_hpc.roles.actor.lease import OWN_GPUS, OwnGpus, Turns
+from relax_hpc.roles.actor.lease import Lease, OwnGpus
 from relax_hpc.roles.actor.reference import HybridReference
 from relax_hpc.roles.dealing.portions import Batch, Floats, Portion, Share, share_of
 from relax_hpc.roles.training.skips import Skip, stop_if_stuck
@@ -126,7 +126,7 @@ def run(
     save: Callable[[], None],
     reference: HybridReference | None = None,
     helper: Helper | None = None,
-    turns: Turns | OwnGpus = OWN_GPUS,
+    lease: Lease | None = None,
     check: Callable[[], None] | None = None,
 ) -> None:
     """Trains until `num_steps`.
@@ -139,11 +139,12 @@ def run(
     Args:
         save: called after every step; saves when it is time to.
         helper: of ranks without a lead.
-        turns: with engines on the same GPUs.
+        lease: on the GPUs.
         check: called when the gradient of a batch is there, and not applied yet.
     """
+    lease = lease or OwnGpus()
     replica, loss = world.split(trainer.dp_rank), loss_of(config)
-    turns.to_engines(trainer)
+    lease.to_engines(trainer)
     _publish(world, trainer, lead, helper)
     while trainer.step < config.algorithm.num_steps:
         step, timers, batch, last = trainer.step + 1, Timers(), Batch(config, reader), False
@@ -156,8 +157,8 @@ def run(
             with timers("read"):
                 share, last = share_of(portion, trainer.dp_rank), portion.record.last
                 trajectories = _read(config, replica, reader, portion, share)
-            with timers("turn"):
-                turns.to_trainer(trainer)
+            with timers("lease"):
+                lease.to_trainer(trainer)
             if reference:
                 with timers("reference"):
                     trajectories = reference.fill(trajectories, share.micro_batches)
@@ -170,7 +171,7 @@ def run(
         with timers.phase("train"):
             stats = trainer.update()
         stop_or_go_on(lead, trainer, step, config.actor)
-        turns.to_engines(trainer)
+        lease.to_engines(trainer)
         with timers("publish"):
             _publish(world, trainer, lead, helper)
         if reference:

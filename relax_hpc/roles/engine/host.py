@@ -21,8 +21,7 @@ from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.pulse import Pulse
 from relax_hpc.engines.sglang.launch import check_recompute, size_of
 from relax_hpc.errors import EngineError
-from relax_hpc.fleet import lease as turn
-from relax_hpc.fleet import members
+from relax_hpc.fleet import lease, members
 from relax_hpc.fleet.members import Member, State
 from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.paths import RunPaths
@@ -167,7 +166,7 @@ class EngineHost:
     def _start(self) -> EngineProcess:
         self._announce("STARTING", "starting its process")
         if self._rollout.placement == "actor":
-            self._wait_for_turn()
+            self._wait_for_lease()
         with self._parts.called(self._member.epoch) as share:
             return start_engine(
                 self._rollout.engine,
@@ -183,15 +182,15 @@ class EngineHost:
                 progress=self._progress,
             )
 
-    def _wait_for_turn(self) -> None:
-        """Returns when the engine may take memory of the trainer's GPUs; see `weights.turn`."""
+    def _wait_for_lease(self) -> None:
+        """Returns when the engine may take memory of the trainer's GPUs; see `fleet.lease`."""
         attempt = self._context.attempt
-        while not turn.is_of_engines(self._paths, attempt):
+        while not lease.is_with_engines(self._paths, attempt):
             if self._member.state != "WAITING":
                 self._announce("WAITING", "for the trainer to lend its GPUs")
             if self._stopping.wait(_WATCH_S):
                 raise _Stopped
-            if turn.is_of_engines(self._paths, attempt):
+            if lease.is_with_engines(self._paths, attempt):
                 self._announce("STARTING", "starting its process")
 
     def _progress(self, phase: str) -> None:

@@ -361,7 +361,7 @@ def test_of_a_replica_one_rank_reads_and_the_others_are_told_and_gather_every_te
     assert taken == [0, "gathered", 1, "gathered", 2, "gathered"]
 
 
-class Turns:
+class Lease:
     def __init__(self, journal):
         self.journal = journal
 
@@ -377,7 +377,7 @@ def test_with_shared_gpus_engines_have_them_before_every_publication_and_the_tra
     trainer = Trainer(journal)
     actor.run(
         config(), SoloWorld(), trainer, Reader(journal), Lead(journal), lambda: None,
-        turns=Turns(journal),
+        lease=Lease(journal),
     )  # fmt: skip
     kinds = ("to engines", "to trainer", "read", "publish", "accumulate", "update")
     step = ["read", "to trainer", "accumulate"] * 2 + ["update", "to engines", "publish"]

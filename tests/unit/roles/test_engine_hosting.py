@@ -142,7 +142,7 @@ def test_only_the_very_first_start_of_an_engine_on_one_node_has_to_succeed(
 def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):
     turns = [False, False, False, True, True]
     monkeypatch.setattr(engine_host, "_WATCH_S", 0.001)
-    monkeypatch.setattr(engine_host.turn, "is_of_engines", lambda paths, attempt: turns.pop(0))
+    monkeypatch.setattr(engine_host.lease, "is_with_engines", lambda paths, attempt: turns.pop(0))
     host = host_of()
     told = []
 
@@ -151,12 +151,12 @@ def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):
         told.append(state)
 
     monkeypatch.setattr(host, "_announce", announce)
-    host._wait_for_turn()
+    host._wait_for_lease()
     assert told == ["WAITING", "STARTING"]
     turns[:] = [False] * 9
     host.ask_to_stop()
     with pytest.raises(engine_host._Stopped):
-        host._wait_for_turn()
+        host._wait_for_lease()
 
 
 class Process:

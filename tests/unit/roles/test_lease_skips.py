@@ -1,4 +1,4 @@
-"""Whose turn on shared GPUs it is; which samples a skipped update is put down to."""
+"""Who has the lease on shared GPUs; which samples a skipped update is put down to."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,8 @@ import pytest
 from role_fakes import Events, Journal, config
 
 from relax_hpc.errors import TrainingError
-from relax_hpc.roles.actor import lease as turns
+from relax_hpc.roles.actor import lease
+from relax_hpc.roles.actor.lease import SharedGpus
 from relax_hpc.roles.training.skips import fields_of, line_of, stop_if_stuck
 
 
@@ -42,12 +43,11 @@ class Borrower:
 
 def test_the_trainer_takes_memory_when_engines_sleep_on_every_rank_and_they_wake_when_all_gave_it():
     journal, events = Journal(), Events()
-    taken = turns.Turns(World(journal), Engines(journal), events)
+    taken = SharedGpus(World(journal), Engines(journal), events)
     trainer = Borrower(journal)
-    taken.begin()
-    assert journal == [("asleep", turns.NOTICE_S), ("barrier",)]
+    assert journal == [("asleep", lease.NOTICE_S), ("barrier",)]
     journal.clear()
-    taken.to_trainer(trainer)  # it is its turn already
+    taken.to_trainer(trainer)  # it has it already
     assert journal == []
     taken.to_engines(trainer)
     assert journal == [("lend",), ("barrier",), ("wake",)]
@@ -56,13 +56,12 @@ def test_the_trainer_takes_memory_when_engines_sleep_on_every_rank_and_they_wake
     assert journal == [("asleep", 0.0), ("barrier",), ("reclaim",)]
     taken.to_trainer(trainer)
     assert len(journal) == 3
-    assert [event["holder"] for event in events.of("turn")] == ["trainer", "engines", "trainer"]
+    assert [event["holder"] for event in events.of("lease")] == ["trainer", "engines", "trainer"]
 
 
-def test_a_rank_without_engines_waits_for_the_one_that_leads_them():
+def test_a_rank_without_engines_waits_for_rank_0():
     journal, events = Journal(), Events()
-    taken = turns.Turns(World(journal), None, events)
-    taken.begin()
+    taken = SharedGpus(World(journal), None, events)
     taken.to_engines(Borrower(journal))
     taken.to_trainer(Borrower(journal))
     assert journal == [("barrier",), ("lend",), ("barrier",), ("barrier",), ("reclaim",)]
