@@ -29,20 +29,20 @@ class BusPaths:
     def log(self, producer: str) -> Path:
         return self.producer(producer) / "log"
 
-    def epoch(self, producer: str, epoch: int) -> Path:
-        return self.producer(producer) / f"e{epoch}"
+    def fence(self, producer: str, fence: int) -> Path:
+        return self.producer(producer) / f"f{fence}"
 
-    def shard(self, producer: str, epoch: int, seq: int) -> Path:
-        return self.epoch(producer, epoch) / f"{seq:012d}.h5"
+    def shard(self, producer: str, fence: int, seq: int) -> Path:
+        return self.fence(producer, fence) / f"{seq:012d}.h5"
 
-    def plan_claim(self, epoch: int) -> Path:
-        return self.plan / f"EPOCH.{epoch:06d}"
+    def plan_claim(self, fence: int) -> Path:
+        return self.plan / f"FENCE.{fence:06d}"
 
-    def plan_log(self, epoch: int) -> Path:
-        return self.plan / f"e{epoch:06d}.log"
+    def plan_log(self, fence: int) -> Path:
+        return self.plan / f"f{fence:06d}.log"
 
-    def plan_snapshot(self, epoch: int, records: int) -> Path:
-        return self.plan / f"snap.{records:012d}.{epoch:06d}.json"
+    def plan_snapshot(self, fence: int, records: int) -> Path:
+        return self.plan / f"snap.{records:012d}.{fence:06d}.json"
 
 
 @dataclass(frozen=True, slots=True)

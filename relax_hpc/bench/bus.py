@@ -35,7 +35,7 @@ from relax_hpc.scratch import scratch_folder
 TMPFS = Path("/dev/shm")
 FIELD = "ragged/rollout_logprobs"
 NAME, OTHER = "bench-0", "bench-1"
-ATTRIBUTES: dict[str, Attribute] = {"producer": NAME, "epoch": 1, "role": "rollout", "parent": ""}
+ATTRIBUTES: dict[str, Attribute] = {"producer": NAME, "fence": 1, "role": "rollout", "parent": ""}
 
 
 def places(folder: Path | None) -> dict[str, Path]:
@@ -99,7 +99,7 @@ class _Trial:
 
     def _commit(self, log: LogWriter) -> None:
         info = shard_write.write(self._shard, self._columns, ATTRIBUTES)
-        log.append(CommitRecord(RecordKind.BASE, log.epoch, 0, "rollout", **info._asdict()))
+        log.append(CommitRecord(RecordKind.BASE, log.fence, 0, "rollout", **info._asdict()))
 
     def reads(self, place: str, repeats: int) -> Iterator[Row]:
         _write_raw(self._raw, self._columns)

@@ -109,7 +109,7 @@ class Worker:
                     self._newest[paths] = committed
             record = self._newest[paths]
             self._memory.reset()
-            path = paths.shard(NAME, record.epoch, record.seq)
+            path = paths.shard(NAME, record.fence, record.seq)
             with Shard(path, memory=self._memory) as shard:
                 lo, hi = (shard.rows * p // parts for p in (part, part + 1))
                 names = [*FIELDS[kind], *(["ragged/media_ref"] if kind == "images" else [])]

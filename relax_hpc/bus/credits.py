@@ -40,14 +40,14 @@ class Credit(NamedTuple):
 class CreditWriter:
     """Appends to the log of credits; the sequencer's. Opening it fences every earlier one."""
 
-    def __init__(self, paths: BusPaths, plan_epoch: int) -> None:
-        self._plan_epoch = plan_epoch
+    def __init__(self, paths: BusPaths, plan_fence: int) -> None:
+        self._plan_fence = plan_fence
         self._lock = threading.RLock()  # a checkpoint asks whether it is fenced from its own thread
         self._frames = FrameWriter(paths.credits)
         self._tail = GrowingFile(paths.credits)
         newest = _Newest()
         newest.add(self._frames.found)
-        self._fenced_by = max((r["plan_epoch"] for r in self._frames.found), default=0)
+        self._fenced_by = max((r["plan_fence"] for r in self._frames.found), default=0)
         self.inherited = (newest.credit or Credit())._replace(finished=False)
         """What the trainer before granted."""
         self.write(self.inherited)
@@ -59,7 +59,7 @@ class CreditWriter:
         """
         with self._lock:
             self.check_fenced()
-            self._frames.append({"plan_epoch": self._plan_epoch, **credit._asdict()})
+            self._frames.append({"plan_fence": self._plan_fence, **credit._asdict()})
 
     def check_fenced(self) -> None:
         """Raises:
@@ -69,11 +69,11 @@ class CreditWriter:
             end = self._frames.end
             records, size = decode(self._tail.read_from(end), self._frames.path, end)
             self._frames.skip(size)
-            self._fenced_by = max([self._fenced_by, *(record["plan_epoch"] for record in records)])
-        if self._fenced_by > self._plan_epoch:
+            self._fenced_by = max([self._fenced_by, *(record["plan_fence"] for record in records)])
+        if self._fenced_by > self._plan_fence:
             raise FencedError(
-                f"{self._frames.path}: plan epoch {self._fenced_by} was claimed after "
-                f"{self._plan_epoch}; another trainer took over, this one must end"
+                f"{self._frames.path}: plan fence {self._fenced_by} was claimed after "
+                f"{self._plan_fence}; another trainer took over, this one must end"
             )
 
     def close(self) -> None:
@@ -110,16 +110,16 @@ class CreditTail:
 
 
 class _Newest:
-    """The last credit of the highest plan epoch: a fenced trainer grants nothing."""
+    """The last credit of the highest plan fence: a fenced trainer grants nothing."""
 
     def __init__(self) -> None:
         self.credit: Credit | None = None
-        self._plan_epoch = 0
+        self._plan_fence = 0
 
     def add(self, records: list[Record]) -> None:
         for record in records:
-            if record["plan_epoch"] >= self._plan_epoch:
-                self._plan_epoch = record["plan_epoch"]
-                values = {key: value for key, value in record.items() if key != "plan_epoch"}
+            if record["plan_fence"] >= self._plan_fence:
+                self._plan_fence = record["plan_fence"]
+                values = {key: value for key, value in record.items() if key != "plan_fence"}
                 refill = tuple(Refill(*entry) for entry in values.pop("refill", ()))
                 self.credit = Credit(**values, refill=refill)

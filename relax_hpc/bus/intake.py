@@ -74,7 +74,7 @@ class Intake:
         for name in self._names:
             position = chain.base.logs.get(name, LogPosition(0, 0, []))
             self._tails[name] = LogTail(
-                paths.log(name), start=position.records, epoch=position.epoch
+                paths.log(name), start=position.records, fence=position.fence
             )
             self._live[name] = deque()
             self._settled.update(position.settled)
@@ -177,9 +177,9 @@ class Intake:
                 self._sidecars.pop(record.uuid, None)
                 self.dropped.discard((WHOLE_SHARD, record.uuid))
             settled = [r.uuid for _, r in live if r.guid_max < retired.below]
-            first = (live[0][0], live[0][1].epoch) if live else None
+            first = (live[0][0], live[0][1].fence) if live else None
             tail = self._tails[name]
-            positions[name] = LogPosition(*(first or (tail.num_records, tail.epoch)), settled)
+            positions[name] = LogPosition(*(first or (tail.num_records, tail.fence)), settled)
         return positions
 
     def close(self) -> None:
@@ -218,7 +218,7 @@ class Intake:
 
     def _open(self, producer: str, record: CommitRecord) -> int:
         """Offers the groups of a shard; returns how many rows repeat earlier ones."""
-        shard = self._shards.get(producer, record.epoch, record.seq, record.uuid)
+        shard = self._shards.get(producer, record.fence, record.seq, record.uuid)
         _check_identity(shard, record)
         guids = shard.read("row/guid").astype(np.int64)
         versions = shard.read("row/policy_version_min").astype(np.int64)
@@ -235,7 +235,7 @@ class Intake:
                 if guid in self.waiting:
                     self._repeats.setdefault(guid, []).append(record.uuid)
                 continue
-            part = Part(producer, record.epoch, record.seq, record.uuid, lo, hi)
+            part = Part(producer, record.fence, record.seq, record.uuid, lo, hi)
             sampled = [int(v) for v in versions[lo:hi] if v >= 0]
             oldest = min(sampled, default=-1)
             self.waiting[guid] = Group(part, oldest, int(tokens[lo:hi].sum()))
@@ -254,12 +254,12 @@ class Intake:
         if record.role in found:
             return
         try:
-            shard = self._shards.get(writer, record.epoch, record.seq, record.uuid)
+            shard = self._shards.get(writer, record.fence, record.seq, record.uuid)
             _check_identity(shard, record)
         except DamagedError as error:
             log.error("%s; restart %s to have it made again", error, writer)
             return
-        found[record.role] = Sidecar(writer, record.epoch, record.seq, record.uuid)
+        found[record.role] = Sidecar(writer, record.fence, record.seq, record.uuid)
 
 
 def _check_identity(shard: Shard, record: CommitRecord) -> None:

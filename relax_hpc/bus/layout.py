@@ -14,7 +14,7 @@ from relax_hpc.paths import BusPaths
 from relax_hpc.records import read_json, sync, write_json
 from relax_hpc.schema import Role
 
-FORMAT = 1
+FORMAT = 2
 
 
 class BusHeader(NamedTuple):
@@ -64,19 +64,19 @@ def open_bus(paths: BusPaths) -> BusHeader:
     """Reads RUN.json.
 
     Raises:
-        BusError: not a bus, or one of a newer format.
+        BusError: not a bus, or one of another format.
     """
     try:
         record = read_json(paths.header)
         if record is None:
             raise BusError(f"{paths.root}: is not a bus (no {paths.header.name})")
-        if record["format"] <= FORMAT:
+        if int(record["format"]) == FORMAT:
             return BusHeader(**record)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise BusError(f"{paths.header}: cannot be read: {error}; restore the file") from error
     raise BusError(
-        f"{paths.header}: is bus format {record['format']}, this relax-hpc reads up to "
-        f"{FORMAT}; use the version that wrote it, or a newer one"
+        f"{paths.header}: is bus format {record['format']}, this relax-hpc reads {FORMAT}; use the "
+        "version that wrote it"
     )
 
 

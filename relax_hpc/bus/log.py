@@ -24,7 +24,7 @@ class RecordKind(IntEnum):
     SIDE = 2
     """A shard with further columns of the shard `parent` is committed."""
     OPEN = 3
-    """The producer opened an epoch: what older epochs left without a record is an orphan."""
+    """The producer opened a fence: what older fences left without a record is an orphan."""
     CLOSE = 4
     """The producer ended on purpose."""
     PARTIAL = 5
@@ -41,7 +41,7 @@ class CommitRecord(NamedTuple):
     """One record; guids and versions are -1 where there is no trajectory."""
 
     kind: RecordKind
-    epoch: int
+    fence: int
     seq: int
     role: Role = "rollout"
     uuid: str = "0" * 32
@@ -60,7 +60,7 @@ def pack(record: CommitRecord) -> bytes:
         MAGIC,
         record.kind,
         ROLES.index(record.role),
-        record.epoch,
+        record.fence,
         record.seq,
         bytes.fromhex(record.uuid),
         bytes.fromhex(record.parent),
@@ -81,11 +81,11 @@ def unpack(data: bytes) -> CommitRecord | None:
     """The record in 128 bytes; None if they are not (or not yet) one."""
     if len(data) < RECORD_BYTES or not data.startswith(MAGIC):
         return None
-    _, kind, role, epoch, seq, uuid, parent, *numbers, _, crc = RECORD.unpack(data)
+    _, kind, role, fence, seq, uuid, parent, *numbers, _, crc = RECORD.unpack(data)
     if checksum(data[:-4]) != crc:
         return None
     return CommitRecord(
-        RecordKind(kind), epoch, seq, ROLES[role], uuid.hex(), parent.hex(), *numbers
+        RecordKind(kind), fence, seq, ROLES[role], uuid.hex(), parent.hex(), *numbers
     )
 
 
@@ -123,11 +123,11 @@ def _cuts(record: CommitRecord, torn: bytes, offset: int) -> bool:
     return record.kind is RecordKind.CUT and record.length == offset and not whole
 
 
-class Epochs:
+class Fences:
     """Tells the records that count from those that a superseded owner slipped in.
 
-    An OPEN takes the log over if its epoch is above all before it. From there on only records of
-    that epoch count; whatever another owner appends is not committed.
+    An OPEN takes the log over if its fence is above all before it. From there on only records of
+    that fence count; whatever another owner appends is not committed.
     """
 
     def __init__(self, current: int = 0) -> None:
@@ -138,10 +138,10 @@ class Epochs:
         if record.kind is RecordKind.CUT:
             return False
         if record.kind is RecordKind.OPEN:
-            first = record.epoch > self.current
-            self.current = max(self.current, record.epoch)
+            first = record.fence > self.current
+            self.current = max(self.current, record.fence)
             return first
-        return record.epoch == self.current
+        return record.fence == self.current
 
 
 class LogTail:
@@ -150,19 +150,19 @@ class LogTail:
     Args:
         path: of the log.
         start: records to pass over.
-        epoch: of the owner there.
+        fence: of the owner there.
     """
 
-    def __init__(self, path: Path, *, start: int = 0, epoch: int = 0) -> None:
+    def __init__(self, path: Path, *, start: int = 0, fence: int = 0) -> None:
         self.num_records = start
         """Read so far, those that do not count included."""
         self._file = GrowingFile(path)
-        self._epochs = Epochs(epoch)
+        self._fences = Fences(fence)
 
     @property
-    def epoch(self) -> int:
+    def fence(self) -> int:
         """Of the owner at the end of what was read."""
-        return self._epochs.current
+        return self._fences.current
 
     def poll(self) -> list[CommitRecord]:
         """The valid records committed since the last poll.
@@ -177,7 +177,7 @@ class LogTail:
         data = self._file.read_from(self.num_records * RECORD_BYTES)
         first, records = self.num_records, decode(data, self._file.path, self.num_records)
         self.num_records += len(records)
-        return [(n, r) for n, r in enumerate(records, first) if self._epochs.admit(r)]
+        return [(n, r) for n, r in enumerate(records, first) if self._fences.admit(r)]
 
     def close(self) -> None:
         self._file.close()

@@ -5,7 +5,7 @@ import uuid as uuidlib
 from pathlib import Path
 
 from relax_hpc.bus.durable import is_full, pwrite_all
-from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, Epochs, RecordKind, decode, pack
+from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, Fences, RecordKind, decode, pack
 from relax_hpc.bus.tail import GrowingFile, current_size
 from relax_hpc.errors import BusError, FencedError
 from relax_hpc.records import sync
@@ -38,11 +38,11 @@ class LogWriter:
         # A client that has a file open for writing does not refresh what it cached of it.
         self._file = GrowingFile(path)
         self._end = 0
-        self._epochs = Epochs()
+        self._fences = Fences()
         self._failed = False
         self.records: list[CommitRecord] = []
         """Valid records of the owners before."""
-        self.epoch = self._take_over()
+        self.fence = self._take_over()
         self._has_ballast = self._ballast.exists()
         self.restore_ballast()
 
@@ -105,8 +105,8 @@ class LogWriter:
         """Appends an OPEN that counts; of two racing owners one has to go higher."""
         while True:
             self.records += self._catch_up()
-            epoch = self._epochs.current + 1
-            claim = CommitRecord(RecordKind.OPEN, epoch, self.next_seq, uuid=uuidlib.uuid4().hex)
+            fence = self._fences.current + 1
+            claim = CommitRecord(RecordKind.OPEN, fence, self.next_seq, uuid=uuidlib.uuid4().hex)
             try:
                 self._write(claim)
             except OSError as error:
@@ -114,13 +114,13 @@ class LogWriter:
             # Until here the owner before may have committed something.
             self.records += (found := self._catch_up())
             if claim in found:
-                return epoch
+                return fence
 
     def _check_owner(self) -> None:
-        if self._epochs.current != self.epoch:
+        if self._fences.current != self.fence:
             raise FencedError(
-                f"{self.path}: another process took it over (epoch {self._epochs.current} after "
-                f"{self.epoch}); this one must end"
+                f"{self.path}: another process took it over (fence {self._fences.current} after "
+                f"{self.fence}); this one must end"
             )
 
     def _catch_up(self) -> list[CommitRecord]:
@@ -128,7 +128,7 @@ class LogWriter:
         data = self._file.read_from(self._end)
         records = decode(data, self.path, self._end // RECORD_BYTES)
         self._end += len(records) * RECORD_BYTES
-        return [record for record in records if self._epochs.admit(record)]
+        return [record for record in records if self._fences.admit(record)]
 
     def _write(self, record: CommitRecord) -> None:
         try:
@@ -144,7 +144,7 @@ class LogWriter:
     def _write_once(self, record: CommitRecord) -> None:
         data, size = pack(record), current_size(self._fd)
         if size > self._end:  # the torn tail of a dead owner
-            cut = CommitRecord(RecordKind.CUT, self._epochs.current, 0, length=self._end)
+            cut = CommitRecord(RecordKind.CUT, self._fences.current, 0, length=self._end)
             data = bytes(-size % RECORD_BYTES) + pack(cut) + data
         pwrite_all(self._fd, data, size)
         os.fsync(self._fd)

@@ -21,7 +21,7 @@ from relax_hpc.schema import ColumnPieces, Role
 log = logging.getLogger(__name__)
 
 _RESERVED = {
-    "rl_shard_format", "shard_uuid", "n_samples", "producer", "epoch", "seq", "role",
+    "rl_shard_format", "shard_uuid", "n_samples", "producer", "fence", "seq", "role",
     "policy_min", "policy_max", "parent",
 }  # fmt: skip
 _NO_PARENT = "0" * 32
@@ -62,10 +62,10 @@ class Owner:
         self._paths = paths
         self._provenance, self._compress = dict(provenance), frozenset(compress)
         self._num_spares, self._spares = spares, list[Path]()
-        # The claim comes first: from here on whatever older epochs left unrecorded stays so.
+        # The claim comes first: from here on whatever older fences left unrecorded stays so.
         self._log = LogWriter(paths.log(name))
-        self.epoch, self._seq = self._log.epoch, self._log.next_seq
-        self._folder = self._make_folder(paths.epoch(name, self.epoch))
+        self.fence, self._seq = self._log.fence, self._log.next_seq
+        self._folder = self._make_folder(paths.fence(name, self.fence))
         self._live = self._clean()
         """Records whose file is there."""
 
@@ -84,12 +84,12 @@ class Owner:
             self._release()
 
     def shard(self, record: CommitRecord) -> Path:
-        return self._paths.shard(self.name, record.epoch, record.seq)
+        return self._paths.shard(self.name, record.fence, record.seq)
 
     def close(self) -> None:
         """Records that this owner ended on purpose."""
         self._drop_spares()
-        self._log.append(CommitRecord(RecordKind.CLOSE, self.epoch, self._seq, self.role))
+        self._log.append(CommitRecord(RecordKind.CLOSE, self.fence, self._seq, self.role))
         self._release()
 
     def _release(self) -> None:
@@ -129,7 +129,7 @@ class Owner:
             self.shard(record),
             columns,
             self._provenance
-            | {"producer": self.name, "epoch": record.epoch, "seq": record.seq}
+            | {"producer": self.name, "fence": record.fence, "seq": record.seq}
             | {"role": self.role, "parent": parent}
             | {"policy_min": record.policy_version_min, "policy_max": record.policy_version_max},
             compress=self._compress,
@@ -167,15 +167,15 @@ class Owner:
         self._live.remove(record)
 
     def _clean(self) -> list[CommitRecord]:
-        """Deletes what older epochs left without a record; returns the records whose file is left.
+        """Deletes what older fences left without a record; returns the records whose file is left.
 
         Listing is fine here: the folders are this owner's own, and it does so once. Those of later
-        epochs are not: there may be some if this owner was stopped for a while.
+        fences are not: there may be some if this owner was stopped for a while.
         """
         recorded = {self.shard(r): r for r in self._log.records if r.kind in SHARDS}
         live = []
-        for epoch in range(1, self.epoch):
-            folder = self._paths.epoch(self.name, epoch)
+        for fence in range(1, self.fence):
+            folder = self._paths.fence(self.name, fence)
             for file in sorted(folder.iterdir()) if folder.exists() else ():
                 if file in recorded:
                     live.append(recorded[file])

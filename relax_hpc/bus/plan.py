@@ -1,6 +1,6 @@
 """The plan: which rows each step trains on, decided once, in a log per incarnation of the trainer.
 
-Each incarnation claims the next epoch. Its log begins with the epoch it continues and how many
+Each incarnation claims the next fence. Its log begins with the fence it continues and how many
 records it keeps; what a fenced predecessor appends afterwards is thereby cut off.
 """
 
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """The rows of one prompt group, in one shard: lo <= row < hi."""
 
     producer: str
-    epoch: int
+    fence: int
     seq: int
     uuid: str
     lo: int
@@ -32,7 +32,7 @@ class Sidecar(NamedTuple):
     """A shard with further columns of another one."""
 
     writer: str
-    epoch: int
+    fence: int
     seq: int
     uuid: str
 
@@ -92,7 +92,7 @@ AnyRecord = PlanRecord | IgnoredShard | DroppedGroup
 class PlanPosition(NamedTuple):
     """How far a checkpoint has come in the plan."""
 
-    epoch: int
+    fence: int
     records: int
     """Records of the chain up to and including the last one of `step`."""
     step: int
@@ -100,21 +100,21 @@ class PlanPosition(NamedTuple):
 
 class ChainRecord(NamedTuple):
     record: AnyRecord
-    epoch: int
+    fence: int
     end: int
-    """Where it ends in the log of `epoch`."""
+    """Where it ends in the log of `fence`."""
 
 
 class Chain(NamedTuple):
-    """The one valid history: records of all epochs, what was cut off left out."""
+    """The one valid history: records of all fences, what was cut off left out."""
 
-    epoch: int
-    """Newest epoch with a header; 0 if nothing was ever planned."""
+    fence: int
+    """Newest fence with a header; 0 if nothing was ever planned."""
     base: Snapshot
     """Sums up the records in front of `records`."""
     records: list[ChainRecord]
     links: list[tuple[int, int]]
-    """(epoch, records it kept of the epochs before), oldest first."""
+    """(fence, records it kept of the fences before), oldest first."""
 
     @property
     def steps(self) -> list[PlanRecord]:
@@ -137,8 +137,8 @@ class Chain(NamedTuple):
         """Raises:
         BusError: `position` is not on this chain; its checkpoint came from a fenced trainer.
         """
-        later = [keep for epoch, keep in self.links if epoch > position.epoch]
-        known = position.epoch in [epoch for epoch, _ in self.links] or position.records == 0
+        later = [keep for fence, keep in self.links if fence > position.fence]
+        known = position.fence in [fence for fence, _ in self.links] or position.records == 0
         step = -1
         if position.records == self.base.records:
             step = self.base.step
@@ -148,26 +148,26 @@ class Chain(NamedTuple):
         if step != position.step or not known:
             raise BusError(
                 f"the checkpoint's plan position {tuple(position)} is not in this run's plan "
-                f"(epochs {self.links}): a fenced trainer or another run wrote it, or no shard of "
+                f"(fences {self.links}): a fenced trainer or another run wrote it, or no shard of "
                 "that time is left; resume from another checkpoint"
             )
 
 
-def newest_epoch(paths: BusPaths) -> int:
+def newest_fence(paths: BusPaths) -> int:
     """The highest claim; its owner is the only one whose plan counts."""
-    return max((int(claim.suffix[1:]) for claim in paths.plan.glob("EPOCH.*")), default=0)
+    return max((int(claim.suffix[1:]) for claim in paths.plan.glob("FENCE.*")), default=0)
 
 
-def claim_epoch(paths: BusPaths) -> int:
-    """Takes the next epoch; O_EXCL lets one of two racing trainers have each number.
+def claim_fence(paths: BusPaths) -> int:
+    """Takes the next fence; O_EXCL lets one of two racing trainers have each number.
 
     Raises:
         BusError: the folder of the plan cannot be written.
     """
-    epoch = newest_epoch(paths)
+    fence = newest_fence(paths)
     while True:
-        epoch += 1
-        claim = paths.plan_claim(epoch)
+        fence += 1
+        claim = paths.plan_claim(fence)
         try:
             os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
             sync(paths.plan)
@@ -175,11 +175,11 @@ def claim_epoch(paths: BusPaths) -> int:
             continue
         except OSError as error:
             raise BusError(f"{claim}: cannot be made: {error.strerror}") from error
-        return epoch
+        return fence
 
 
 def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True) -> Chain:
-    """Reads the valid plan, of the newest epoch or of the newest one below `below`.
+    """Reads the valid plan, of the newest fence or of the newest one below `below`.
 
     Args:
         whole: every record; else those behind the newest snapshot that is on the chain.
@@ -187,9 +187,9 @@ def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True)
     Raises:
         BusError: a record of the plan is damaged.
     """
-    newest = newest_epoch(paths) if below is None else below - 1
+    newest = newest_fence(paths) if below is None else below - 1
     for snapshot in [] if whole else read_snapshots(paths):
-        if snapshot.epoch <= newest and (chain := _read(paths, newest, snapshot)):
+        if snapshot.fence <= newest and (chain := _read(paths, newest, snapshot)):
             return chain
     chain = _read(paths, newest, NOTHING)
     assert chain is not None
@@ -210,22 +210,22 @@ def is_planned(paths: BusPaths, position: PlanPosition) -> bool:
     return True
 
 
-def _read(paths: BusPaths, epoch: int, base: Snapshot) -> Chain | None:
-    """The chain that ends at `epoch` and begins behind `base`; None if `base` is not on it."""
-    logs = {int(log.stem[1:]): log for log in paths.plan.glob("e*.log")}
+def _read(paths: BusPaths, fence: int, base: Snapshot) -> Chain | None:
+    """The chain that ends at `fence` and begins behind `base`; None if `base` is not on it."""
+    logs = {int(log.stem[1:]): log for log in paths.plan.glob("f*.log")}
     segments = []
-    while epoch > base.epoch:
-        frames = read_frames(logs[epoch]) if epoch in logs else []
+    while fence > base.fence:
+        frames = read_frames(logs[fence]) if fence in logs else []
         if not frames:  # claimed, but its owner died before it wrote the header
-            epoch -= 1
+            fence -= 1
             continue
         (header, _), *records = frames
-        segments.append((epoch, int(header["keep"]), records))
-        epoch = header["parent"]
-    if epoch < base.epoch or any(keep < base.records for _, keep, _ in segments):
+        segments.append((fence, int(header["keep"]), records))
+        fence = header["parent"]
+    if fence < base.fence or any(keep < base.records for _, keep, _ in segments):
         return None
-    if base.epoch:
-        segments.append((base.epoch, base.records, read_frames(logs[base.epoch], base.end)))
+    if base.fence:
+        segments.append((base.fence, base.records, read_frames(logs[base.fence], base.end)))
     chain: list[ChainRecord] = []
     for owner, keep, records in reversed(segments):
         found = [ChainRecord(_parse(record), owner, end) for record, end in records]

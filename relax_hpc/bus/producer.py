@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Producer(Owner):
-    """Publishes prompt groups. Opening it claims the next epoch and deletes its own orphans.
+    """Publishes prompt groups. Opening it claims the next fence and deletes its own orphans.
 
     Args:
         paths: a bus that `layout.create` made.
@@ -146,7 +146,7 @@ class Producer(Owner):
         return self._publish(
             CommitRecord(
                 kind,
-                self.epoch,
+                self.fence,
                 self._seq,
                 self.role,
                 policy_version_min=oldest,

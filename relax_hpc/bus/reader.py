@@ -123,7 +123,7 @@ class Reader:
         return span
 
     def _shard(self, part: Part) -> Shard:
-        return self._shards.get(part.producer, part.epoch, part.seq, part.uuid)
+        return self._shards.get(part.producer, part.fence, part.seq, part.uuid)
 
 
 def _merged(parts: Sequence[Part]) -> Iterator[Part]:

@@ -30,7 +30,7 @@ from relax_hpc.bus.plan import (
     PlanPosition,
     PlanRecord,
     Sidecar,
-    claim_epoch,
+    claim_fence,
     read_chain,
 )
 from relax_hpc.bus.shards.open_shards import OpenShards
@@ -52,7 +52,7 @@ class _Place(NamedTuple):
     """Where the last record of a step stands."""
 
     records: int
-    epoch: int
+    fence: int
     end: int
     duplicates: int
 
@@ -96,24 +96,24 @@ class Sequencer:
         self._paths, self._producers = paths, list(producers)
         self._prompts_per_step, self._over_age = prompts_per_step, over_age
         self._max_staleness, self._keep_steps = max_staleness, keep_steps
-        self.epoch = claim_epoch(paths)
-        self._credits = CreditWriter(paths, self.epoch)
+        self.fence = claim_fence(paths)
+        self._credits = CreditWriter(paths, self.fence)
         remove_drafts(paths)
-        chain = read_chain(paths, below=self.epoch, whole=False)
-        chain.check(position or PlanPosition(chain.epoch, 0, 0))
+        chain = read_chain(paths, below=self.fence, whole=False)
+        chain.check(position or PlanPosition(chain.fence, 0, 0))
         self._portions: dict[int, list[PlanRecord]] = {}
         self._places: dict[int, _Place] = {}
         self._base = base = chain.base
         self._num_records = base.records
         if base.step:
-            self._places[base.step] = _Place(base.records, base.epoch, base.end, base.duplicates)
+            self._places[base.step] = _Place(base.records, base.fence, base.end, base.duplicates)
         self.duplicates = base.duplicates
         """Trajectories that were committed again and ignored."""
         self._released = base.step
         self._retired = GuidSet(base.planned_below, base.planned_above)
         self._take_over(chain)
-        self._log = FrameWriter(paths.plan_log(self.epoch))
-        self._log.append({"parent": chain.epoch, "keep": self._num_records})
+        self._log = FrameWriter(paths.plan_log(self.fence))
+        self._log.append({"parent": chain.fence, "keep": self._num_records})
         self._shards = shards or OpenShards(paths)
         self._intake = Intake(paths, producers, header.sidecar_writers, needs, chain, self._shards)
         self._step = self._returned = position.step if position else 0
@@ -131,7 +131,7 @@ class Sequencer:
     def position(self) -> PlanPosition:
         """Where the step of the last returned portion ends; goes into the checkpoint."""
         place = self._places.get(self._returned)
-        return PlanPosition(self.epoch, place.records if place else 0, self._returned)
+        return PlanPosition(self.fence, place.records if place else 0, self._returned)
 
     @property
     def num_planned(self) -> int:
@@ -237,8 +237,8 @@ class Sequencer:
 
     def _take_over(self, chain: Chain) -> None:
         """Continues what was planned before."""
-        for record, epoch, end in chain.records:
-            self._count(record, epoch, end)
+        for record, fence, end in chain.records:
+            self._count(record, fence, end)
         for step, portions in self._portions.items():
             num_groups = sum(len(record.guids) for record in portions)
             if num_groups > self._prompts_per_step or (
@@ -250,7 +250,7 @@ class Sequencer:
                     "change within a run"
                 )
 
-    def _count(self, record: AnyRecord, epoch: int, end: int) -> None:
+    def _count(self, record: AnyRecord, fence: int, end: int) -> None:
         """Takes note of a record at the end of the plan."""
         self._num_records += 1
         if isinstance(record, IgnoredShard):
@@ -258,7 +258,7 @@ class Sequencer:
         if isinstance(record, PlanRecord):
             self._portions.setdefault(record.step, []).append(record)
             if record.last:
-                place = _Place(self._num_records, epoch, end, self.duplicates)
+                place = _Place(self._num_records, fence, end, self.duplicates)
                 self._places[record.step] = place
 
     def _choose(self, step: int, min_tokens: float) -> list[int]:
@@ -343,7 +343,7 @@ class Sequencer:
     def _append(self, record: AnyRecord) -> None:
         self.check_fenced()
         self._log.append(record._asdict())
-        self._count(record, self.epoch, self._log.end)
+        self._count(record, self.fence, self._log.end)
 
     def _grant(self, credit: Credit) -> None:
         owed = tuple(Refill(guid, uuid) for guid, uuid in self._intake.owed_again())
@@ -354,7 +354,7 @@ class Sequencer:
         logs = self._intake.retire(self._retired)
         self.check_fenced()
         self._base = Snapshot(
-            epoch=place.epoch,
+            fence=place.fence,
             records=place.records,
             end=place.end,
             step=step,

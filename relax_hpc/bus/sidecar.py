@@ -86,7 +86,7 @@ class SidecarWriter(Owner):
             DamagedError: it is missing or damaged; `skip` it, its owner makes the groups again.
         """
         record = pending.record
-        shard = Shard(self._paths.shard(pending.producer, record.epoch, record.seq))
+        shard = Shard(self._paths.shard(pending.producer, record.fence, record.seq))
         if shard.uuid != record.uuid:
             shard.close()
             raise DamagedError(f"{shard.path}: is not the shard that was committed; restore it")
@@ -129,7 +129,7 @@ class SidecarWriter(Owner):
         record = self._publish(
             pending.record._replace(
                 kind=RecordKind.SIDE,
-                epoch=self.epoch,
+                fence=self.fence,
                 seq=self._seq,
                 role=self.role,
                 parent=pending.record.uuid,

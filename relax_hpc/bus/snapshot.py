@@ -37,8 +37,8 @@ class LogPosition(NamedTuple):
 
     records: int
     """Leading records that are."""
-    epoch: int
-    """Epoch of the owner there."""
+    fence: int
+    """Fence of the owner there."""
     settled: list[str]
     """uuids of later ones that are, too."""
 
@@ -46,12 +46,12 @@ class LogPosition(NamedTuple):
 class Snapshot(NamedTuple):
     """The plan up to and including `step`. Everything else begins behind it."""
 
-    epoch: int
-    """Plan epoch whose log the last record of `step` stands in."""
+    fence: int
+    """Plan fence whose log the last record of `step` stands in."""
     records: int
     """Records of the chain that it sums up."""
     end: int
-    """Where they end in the log of `epoch`."""
+    """Where they end in the log of `fence`."""
     step: int
     planned_below: int
     """All guids below are planned,"""
@@ -76,7 +76,7 @@ def write_snapshot(paths: BusPaths, snapshot: Snapshot) -> None:
     Raises:
         BusError: storage refused, or a newer trainer took the draft away.
     """
-    path = paths.plan_snapshot(snapshot.epoch, snapshot.records)
+    path = paths.plan_snapshot(snapshot.fence, snapshot.records)
     try:
         write_json(path, snapshot._asdict())
         for old in _files(paths)[KEPT:]:

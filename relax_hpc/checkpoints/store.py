@@ -47,7 +47,7 @@ class Position(Protocol):
     """How far a run has come in its data: a named tuple of what JSON knows."""
 
     @property
-    def epoch(self) -> int:
+    def fence(self) -> int:
         """Never falls along a run."""
         ...
 
@@ -277,11 +277,11 @@ class Checkpoints(Generic[P]):
 
     def _refuse_to_replace_newer(self, folder: Path, position: P) -> None:
         if progress := read_json(folder / _PROGRESS):
-            epoch = self._position_type(*progress["position"]).epoch
-            if epoch > position.epoch:
+            fence = self._position_type(*progress["position"]).fence
+            if fence > position.fence:
                 raise FencedError(
-                    f"{folder}: was saved under plan epoch {epoch}, this trainer's is "
-                    f"{position.epoch}; another trainer took over, this one must end"
+                    f"{folder}: was saved under plan fence {fence}, this trainer's is "
+                    f"{position.fence}; another trainer took over, this one must end"
                 )
 
     def _remove_left_behind(self) -> None:

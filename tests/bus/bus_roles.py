@@ -101,7 +101,7 @@ def act(root, name, *steps):
                 if guid not in producer.committed:
                     producer.put([group(guid)])
         elif verb == "draft":  # stays open
-            draft = BusPaths(root).epoch(name, producer.epoch) / ".shard.tmp"
+            draft = BusPaths(root).fence(name, producer.fence) / ".shard.tmp"
             os.open(draft, os.O_WRONLY | os.O_CREAT)
         elif verb == "close":
             producer.close()
@@ -128,7 +128,7 @@ def append(log, turns, folder):
     """One record a turn, as `LogWriter` does it; then it is the other one's turn."""
     writer = LogWriter(log)
     for turn in range(int(turns)):
-        writer.append(CommitRecord(RecordKind.BASE, writer.epoch, turn, rows=1))
+        writer.append(CommitRecord(RecordKind.BASE, writer.fence, turn, rows=1))
         (Path(folder) / f"written-{turn}").touch()
         wait_for(Path(folder) / f"read-{turn}")
 

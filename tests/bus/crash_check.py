@@ -83,7 +83,7 @@ def accounts(world):
 
 def left_over(world):
     """Files that nobody needs any more."""
-    shards = world.bus.root.glob("p/*/e*/*")
+    shards = world.bus.root.glob("p/*/f*/*")
     drafts = world.bus.root.rglob(".*.tmp")
     return [f"left over: {file.relative_to(world.root)}" for file in sorted({*shards, *drafts})]
 

@@ -230,7 +230,7 @@ def train(world, me):
         if step % world.setup.save_every == 0:
             me.points.stage = "checkpoint"
             sequencer.check_fenced()
-            save(world, state | {"position": sequencer.position}, sequencer.epoch)
+            save(world, state | {"position": sequencer.position}, sequencer.fence)
             sequencer.check_fenced()
             keep_newest(world, world.setup.keep)
             me.points.stage = "release"
@@ -332,9 +332,9 @@ def newest_state(world):
     return valid_states(world, read_chain(world.bus))[-1]
 
 
-def save(world, state, epoch):
+def save(world, state, fence):
     """Published whole, and never in place of another trainer's."""
-    file = world.root / "checkpoints" / f"step{state['step']:03d}.{epoch:03d}.json"
+    file = world.root / "checkpoints" / f"step{state['step']:03d}.{fence:03d}.json"
     draft = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.write(fd, json.dumps(state).encode())

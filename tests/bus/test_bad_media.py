@@ -81,12 +81,12 @@ def survived_or_named(outcome, fault, bus):
 CODES = [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ESTALE]
 WRITES = [
     ("open", ".tmp"), ("pwritev", ".tmp"), ("fsync", ".tmp"), ("close", ".tmp"), ("rename", ".h5"),
-    ("fsync", "/e"), ("mkdir", "/e"), ("open", "/log"), ("pwritev", "/log"), ("fsync", "/log"),
+    ("fsync", "/f"), ("mkdir", "/f"), ("open", "/log"), ("pwritev", "/log"), ("fsync", "/log"),
     ("open", "RUN.json"), ("read", "RUN.json"), ("preadv", "/log"), ("open", "/ballast"),
     ("write", "/ballast"),
 ]  # fmt: skip
 PLANS = [
-    ("open", "EPOCH."), ("open", "/e0"), ("pwritev", "/e0"), ("fsync", "/e0"), ("open", "/credits"),
+    ("open", "FENCE."), ("open", "/f0"), ("pwritev", "/f0"), ("fsync", "/f0"), ("open", "/credits"),
     ("pwritev", "/credits"), ("fsync", "/credits"), ("preadv", "/credits"), ("open", "/log"),
     ("preadv", "/log"), ("fsync", "/plan"), ("open", "RUN.json"), ("read", "RUN.json"),
 ]  # fmt: skip

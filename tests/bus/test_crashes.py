@@ -87,7 +87,7 @@ class Run:
                 seq.release(step)
 
     def shard_files(self):
-        return sorted(self.paths.producer("rollout-0").glob("e*/*"))
+        return sorted(self.paths.producer("rollout-0").glob("f*/*"))
 
 
 def undisturbed(root):
@@ -152,14 +152,14 @@ def test_killing_a_producer_that_writes_over_a_spare_harms_no_other_shard(tmp_pa
             again.collect(2)
             records = [r for r in read_log(paths.log("rollout-0")) if r.guid_min in committed]
             for record in records:
-                with Shard(paths.shard("rollout-0", record.epoch, record.seq)) as shard:
+                with Shard(paths.shard("rollout-0", record.fence, record.seq)) as shard:
                     shard.verify()
                     assert (shard.uuid, shard.length) == (record.uuid, record.length)
                     tokens = shard.read("ragged/token_ids")
                     size = {2: 40, 3: 5, 4: 90}[record.guid_min]
                     expected = [t.token_ids for t in group(record.guid_min, response=size)[1]]
                     assert tokens.tolist() == [token for row in expected for token in row]
-            assert len(list(paths.producer("rollout-0").glob("e*/*"))) == len(records)
+            assert len(list(paths.producer("rollout-0").glob("f*/*"))) == len(records)
     assert nth > 15, "died at too few places"
 
 
@@ -223,10 +223,10 @@ def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(
     assert [r.guid_min for r in records] == list(range(len(records)))
     assert committed == set(range(len(records)))
     for record in records:
-        with Shard(paths.shard("rollout-0", record.epoch, record.seq)) as shard:
+        with Shard(paths.shard("rollout-0", record.fence, record.seq)) as shard:
             shard.verify()
             assert shard.uuid == record.uuid
-    assert len(list(paths.producer("rollout-0").glob("e*/*"))) == len(records)
+    assert len(list(paths.producer("rollout-0").glob("f*/*"))) == len(records)
     steps = len(records) // P
     with Sequencer(paths, ["rollout-0"], prompts_per_step=P, position=None) as seq:
         for step in range(1, steps + 1):
@@ -258,7 +258,7 @@ def test_a_full_file_system_leaves_nothing_half_and_goes_on_after_collecting(tmp
                 producer.put([group(guid, response=30_000)])
                 guid += 1
         assert guid >= 3
-        names = [f.name for f in sorted(paths.producer("rollout-0").glob("e*/*"))]
+        names = [f.name for f in sorted(paths.producer("rollout-0").glob("f*/*"))]
         assert names == [f"{n:012d}.h5" for n in range(guid)]  # no draft
         assert producer.committed == set(range(guid))
         assert producer.collect(2) == 2
@@ -273,7 +273,7 @@ def test_a_durable_shard_can_be_committed_on_a_full_file_system(tmp_path):
     with small_file_system(tmp_path / "full", megabytes=2) as root:
         paths = make_bus(root, ["rollout-0"])
         producer = Producer(paths, "rollout-0", {})
-        record = CommitRecord(RecordKind.CLOSE, producer.epoch, 0)
+        record = CommitRecord(RecordKind.CLOSE, producer.fence, 0)
         while paths.log("rollout-0").stat().st_size % 4096:  # up to where a page is needed
             producer._log.append(record)
         with pytest.raises(OSError, match="No space"), (root / "rest").open("wb", 0) as rest:

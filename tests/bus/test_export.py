@@ -184,8 +184,8 @@ def test_show_a_step_tells_where_each_group_lies_and_how_stale_it_is(tmp_path):
     lines = [line.split() for line in show.step(paths, 3).splitlines()]
     assert " ".join(lines[0]) == "step 3: 4 prompt groups, 8 trajectories"
     # guid, shard, rows, tokens, staleness (step 3 trained on policy 0), reward, sidecars
-    assert lines[3] == ["8", "p/rollout-0/e1/000000000002.h5", "0..1", "14", "2", "0.5", "-"]
-    assert lines[6] == ["11", "p/rollout-1/e1/000000000002.h5", "2..3", "14", "2", "0.5", "-"]
+    assert lines[3] == ["8", "p/rollout-0/f1/000000000002.h5", "0..1", "14", "2", "0.5", "-"]
+    assert lines[6] == ["11", "p/rollout-1/f1/000000000002.h5", "2..3", "14", "2", "0.5", "-"]
     paths.shard("rollout-1", 1, 2).unlink()
     assert "deleted" in show.step(paths, 3)
     with pytest.raises(BusError, match=r"^prompt group 11: .*h5 is deleted, .*bus ls says what"):

@@ -10,7 +10,7 @@ from disk_calls import recorded
 from relax_hpc.bus import layout
 from relax_hpc.bus.frames import FrameWriter, encode
 from relax_hpc.bus.log_writer import LogWriter
-from relax_hpc.bus.plan import PlanPosition, claim_epoch
+from relax_hpc.bus.plan import PlanPosition, claim_fence
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.snapshot import NOTHING, write_snapshot
 from relax_hpc.bus.tools import garbage
@@ -50,12 +50,12 @@ def test_a_shard_is_on_disk_under_its_name_before_the_log_says_so(tmp_path):
     assert calls == [
         "open log, O_DSYNC", "write log", "flush log",
         "flush rollout-0/",  # the ballast
-        "make e1/", "flush rollout-0/",
+        "make f1/", "flush rollout-0/",
     ]  # fmt: skip
     with producer, recorded() as calls:
         producer.put([group(0)])
     assert calls == [
-        "write draft", "rename draft -> 000000000000.h5", "flush 000000000000.h5", "flush e1/",
+        "write draft", "rename draft -> 000000000000.h5", "flush 000000000000.h5", "flush f1/",
         "write log", "flush log",
     ]  # fmt: skip
 
@@ -73,33 +73,33 @@ def test_the_torn_tail_of_a_log_is_disowned_before_anything_is_behind_it(tmp_pat
 def test_a_claim_of_the_plan_is_on_disk_before_it_is_believed(tmp_path):
     paths = make_bus(tmp_path)
     with recorded() as calls:
-        assert claim_epoch(paths) == 1
+        assert claim_fence(paths) == 1
     assert calls == [f"create {paths.plan_claim(1).name}", "flush plan/"]
 
 
 def test_a_record_of_the_plan_is_on_disk_when_it_is_appended(tmp_path):
     with recorded() as calls:
-        writer = FrameWriter(tmp_path / "e1.log")
-    assert calls == ["create e1.log, O_DSYNC", f"flush {tmp_path.name}/"]
+        writer = FrameWriter(tmp_path / "f1.log")
+    assert calls == ["create f1.log, O_DSYNC", f"flush {tmp_path.name}/"]
     with recorded() as calls:
         writer.append({"step": 1})
         writer.append({"step": 2})
-    assert calls == ["write e1.log", "flush e1.log"] * 2
+    assert calls == ["write f1.log", "flush f1.log"] * 2
     writer.close()
-    with (tmp_path / "e1.log").open("ab") as file:
+    with (tmp_path / "f1.log").open("ab") as file:
         file.write(encode({"step": 3})[:-1])
     with recorded() as calls:
-        FrameWriter(tmp_path / "e1.log").close()
-    assert calls == ["open e1.log, O_DSYNC", "write e1.log", "flush e1.log"]  # what is torn is cut
+        FrameWriter(tmp_path / "f1.log").close()
+    assert calls == ["open f1.log, O_DSYNC", "write f1.log", "flush f1.log"]  # what is torn is cut
 
 
 def test_older_sums_of_the_plan_go_when_the_newest_is_on_disk(tmp_path):
     paths = make_bus(tmp_path)
     for records in (1, 2):
-        write_snapshot(paths, NOTHING._replace(epoch=1, records=records))
+        write_snapshot(paths, NOTHING._replace(fence=1, records=records))
     names = [paths.plan_snapshot(1, records).name for records in (1, 3)]
     with recorded() as calls:
-        write_snapshot(paths, NOTHING._replace(epoch=1, records=3))
+        write_snapshot(paths, NOTHING._replace(fence=1, records=3))
     assert calls == ["flush draft", f"rename draft -> {names[1]}", f"delete {names[0]}"]
 
 
@@ -110,7 +110,7 @@ def test_what_is_collected_is_off_the_disk_when_it_is_counted(tmp_path):
     orphan.write_bytes(b"")
     with recorded() as calls:
         garbage.delete(garbage.find(paths, []))
-    assert calls == ["delete 000000000009.h5", "flush e1/"]
+    assert calls == ["delete 000000000009.h5", "flush f1/"]
 
 
 class Trainer:

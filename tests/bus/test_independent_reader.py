@@ -17,14 +17,14 @@ from relax_hpc.schema import PromptGroup
 def committed(bus):
     """Shards in order of commitment: RUN.json names the logs, the logs name the files."""
     for name in json.loads((bus / "RUN.json").read_text())["producers"]:
-        log, epoch = (bus / "p" / name / "log").read_bytes(), 0
+        log, fence = (bus / "p" / name / "log").read_bytes(), 0
         for at in range(0, len(log) - 127, 128):
-            magic, kind, _, record_epoch, seq = struct.unpack_from("<4sHHIQ", log, at)
+            magic, kind, _, record_fence, seq = struct.unpack_from("<4sHHIQ", log, at)
             assert magic == b"RLC1"
             if kind == 3:
-                epoch = max(epoch, record_epoch)
-            elif kind == 1 and record_epoch == epoch:
-                yield bus / "p" / name / f"e{epoch}" / f"{seq:012d}.h5"
+                fence = max(fence, record_fence)
+            elif kind == 1 and record_fence == fence:
+                yield bus / "p" / name / f"f{fence}" / f"{seq:012d}.h5"
 
 
 def trajectories(path):
@@ -68,7 +68,7 @@ def test_a_reader_in_plain_h5py_gets_what_was_put(tmp_path):
     put = {guid: group(guid) for guid in range(6)}
     produce(paths, PRODUCERS[0], [0, 2, 4], per_shard=2)
     produce(paths, PRODUCERS[1], [1, 3])
-    produce(paths, PRODUCERS[1], [5])  # in its second epoch
+    produce(paths, PRODUCERS[1], [5])  # in its second fence
     put[6] = rich(6, [3, 0, 5], prompt=4, shown=[image(1), image(2)], own_prompt={2})
     put[8] = rich(8, [2, 2], prompt=2, shown=[image(2)])
     with Producer(paths, PRODUCERS[0], {}, compress={"ragged/routed_experts"}) as producer:

@@ -45,7 +45,7 @@ def counts(tmp_path_factory):
             name = re.search(r"^\d+\s+(\w+)\(", line).group(1)
             if name in ("statx", "newfstatat") and '""' in line:  # by descriptor
                 name = "fstat"
-            if name == "fsync" and not re.search(r"\.(tmp|h5)>|/(log|credits|e\d+\.log)>", line):
+            if name == "fsync" and not re.search(r"\.(tmp|h5)>|/(log|credits|f\d+\.log)>", line):
                 name = "fsync of a folder"
             failed = "ENOENT" in line
             phases[phase][f"{name} ENOENT" if failed else name] += 1

@@ -76,7 +76,7 @@ def test_a_superseded_trainer_is_not_even_given_what_was_planned(tmp_path):
     with sequencer(paths) as seq:
         portion(seq, 1, TOKENS)
     zombie = sequencer(paths)
-    with sequencer(paths), pytest.raises(FencedError, match="epoch 3 was claimed after 2"):
+    with sequencer(paths), pytest.raises(FencedError, match="fence 3 was claimed after 2"):
         portion(zombie, 1, TOKENS)
 
 

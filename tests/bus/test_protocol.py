@@ -13,12 +13,12 @@ from relax_hpc.bus.frames import FrameWriter, encode, read_frames
 from relax_hpc.bus.log import (
     RECORD_BYTES,
     CommitRecord,
-    Epochs,
+    Fences,
     LogTail,
     RecordKind,
     read_log,
 )
-from relax_hpc.bus.plan import PlanPosition, claim_epoch, is_planned, read_chain
+from relax_hpc.bus.plan import PlanPosition, claim_fence, is_planned, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -43,7 +43,7 @@ def batch(seq, step):
 
 
 def files(paths, name):
-    return sorted(f.name for f in paths.producer(name).glob("e*/*"))
+    return sorted(f.name for f in paths.producer(name).glob("f*/*"))
 
 
 # from trajectories to batches
@@ -86,7 +86,7 @@ def test_damaged_payload_is_found_before_it_reaches_the_trainer(tmp_path):
     with sequencer(paths) as seq:
         record = batch(seq, 1)
     Reader(paths).rows(record, range(6))
-    with pytest.raises(BusError, match=r"rollout-1/e1/0{11}1\.h5: is corrupt.*token_ids"):
+    with pytest.raises(BusError, match=r"rollout-1/f1/0{11}1\.h5: is corrupt.*token_ids"):
         Reader(paths).rows(record, [6])
 
 
@@ -112,7 +112,7 @@ def test_groups_of_a_damaged_shard_are_sampled_again(tmp_path, caplog, damage, r
     with sequencer(paths) as seq:
         with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0\]"):
             seq.next_batch(1, timeout_s=0)
-        assert re.search(r"rollout-0/e1/0{12}\.h5: .*sampled again", caplog.text)
+        assert re.search(r"rollout-0/f1/0{12}\.h5: .*sampled again", caplog.text)
         if restart:
             producer = Producer(paths, "rollout-0", {})
             owed = [guid for guid in (0, 2) if guid not in producer.committed]
@@ -270,15 +270,15 @@ def test_a_zombie_sequencer_is_fenced_and_what_it_appends_does_not_count(tmp_pat
             lambda: zombie.release(1),
             zombie.finish,
         ):
-            with pytest.raises(BusError, match="epoch 2 was claimed after 1"):
+            with pytest.raises(BusError, match="fence 2 was claimed after 1"):
                 act()
         zombie._log.append(first._replace(step=2)._asdict())  # it had passed the check just before
         assert batch(owner, 2).guids == [4, 5, 6, 7]
         assert [r.guids[0] for r in read_chain(paths).steps] == [0, 4]
     zombie.close()
-    slipped_in = PlanPosition(epoch=1, records=2, step=2)
+    slipped_in = PlanPosition(fence=1, records=2, step=2)
     assert not is_planned(paths, slipped_in)
-    assert is_planned(paths, PlanPosition(epoch=1, records=1, step=1))
+    assert is_planned(paths, PlanPosition(fence=1, records=1, step=1))
     with pytest.raises(BusError, match="fenced trainer"):
         sequencer(paths, slipped_in)
 
@@ -289,9 +289,9 @@ def test_a_sequencer_that_died_between_claim_and_header_changes_nothing(tmp_path
     with sequencer(paths) as seq:
         record = batch(seq, 1)
         position = seq.position
-    assert claim_epoch(paths) == 2
+    assert claim_fence(paths) == 2
     with sequencer(paths, position) as seq:
-        assert seq.epoch == 3
+        assert seq.fence == 3
         assert batch(seq, 1) == record
 
 
@@ -340,7 +340,7 @@ def test_reading_a_released_batch_says_which_file_is_gone(tmp_path):
         record = batch(seq, 1)
     with Producer(paths, "rollout-0", {}) as producer:
         producer.collect(P)
-    with pytest.raises(BusError, match=r"rollout-0/e1/0{12}\.h5: cannot be opened"):
+    with pytest.raises(BusError, match=r"rollout-0/f1/0{12}\.h5: cannot be opened"):
         Reader(paths).index(record)
 
 
@@ -363,7 +363,7 @@ def test_credits_show_the_newest_and_only_deletions_outlive_a_restart(tmp_path):
         assert tail.latest().finished
     with sequencer(paths, position):
         assert tail.latest() == CreditTail(paths).latest() == Credit(1, 1, P, finished=False)
-    last_words = encode({"plan_epoch": 1, **Credit(9, 9, 99)._asdict()})  # of a fenced trainer
+    last_words = encode({"plan_fence": 1, **Credit(9, 9, 99)._asdict()})  # of a fenced trainer
     with paths.credits.open("ab") as file:
         file.write(last_words)
     assert tail.latest() == Credit(1, 1, P, finished=False)
@@ -407,7 +407,7 @@ def test_a_torn_tail_is_not_yet_a_record_and_the_next_writer_goes_on_behind_it(t
     log.write_bytes(whole + whole[RECORD_BYTES : RECORD_BYTES + 100])
     assert tail.poll() == []
     produce(paths, "rollout-0", [0, 2, 4])
-    assert [(r.kind.name, r.epoch) for r in tail.poll()] == [("OPEN", 2), ("BASE", 2), ("CLOSE", 2)]
+    assert [(r.kind.name, r.fence) for r in tail.poll()] == [("OPEN", 2), ("BASE", 2), ("CLOSE", 2)]
     assert len(log.read_bytes()) == 9 * RECORD_BYTES  # nothing is ever cut off
     assert log.read_bytes()[: 4 * RECORD_BYTES + 100] == whole + whole[128:228]
 
@@ -454,8 +454,8 @@ def test_a_record_fills_128_bytes_whose_last_four_are_their_checksum(tmp_path):
     paths = make_bus(tmp_path)
     produce(paths, "rollout-1", [3], version=5)
     data = paths.log("rollout-1").read_bytes()[RECORD_BYTES : 2 * RECORD_BYTES]
-    magic, kind, role, epoch, seq = struct.unpack_from("<4sHHIQ", data)
-    assert (magic, kind, role, epoch, seq) == (b"RLC1", RecordKind.BASE, 0, 1, 0)
+    magic, kind, role, fence, seq = struct.unpack_from("<4sHHIQ", data)
+    assert (magic, kind, role, fence, seq) == (b"RLC1", RecordKind.BASE, 0, 1, 0)
     rows, tokens, low, high, first, last = struct.unpack_from("<IQiiqq", data, 60)
     assert (rows, tokens, low, high, first, last) == (2, 14, 5, 5, 3, 3)
     assert struct.unpack_from("<I", data, 124)[0] == crc32c.crc32c(data[:124])
@@ -513,19 +513,19 @@ def test_a_producer_deletes_its_own_orphans_and_nothing_else(tmp_path):
     orphan.with_name(".000000000003.h5.99.tmp").write_bytes(b"half")
     with Producer(paths, "rollout-0", {}) as producer:
         assert producer.committed == {0, 2}
-        assert (producer.epoch, producer.put([group(4)])) == (2, 2)
+        assert (producer.fence, producer.put([group(4)])) == (2, 2)
     assert files(paths, "rollout-0") == [f"{n:012d}.h5" for n in range(3)]
     assert files(paths, "rollout-1") == ["000000000000.h5"]
 
 
 def test_only_what_the_newest_owner_of_a_log_appends_counts():
-    """Epoch 2 is claimed twice, by owners that raced; whoever was second went on to 3."""
+    """Fence 2 is claimed twice, by owners that raced; whoever was second went on to 3."""
     base, opened, cut = RecordKind.BASE, RecordKind.OPEN, RecordKind.CUT
     log = [(opened, 1, True), (base, 1, True), (opened, 2, True), (base, 1, False),
            (opened, 2, False), (base, 2, True), (opened, 1, False), (cut, 2, False),
            (opened, 3, True), (base, 2, False), (base, 3, True)]  # fmt: skip
-    epochs = Epochs()
-    assert [epochs.admit(CommitRecord(kind, epoch, 0)) for kind, epoch, _ in log] == [
+    fences = Fences()
+    assert [fences.admit(CommitRecord(kind, fence, 0)) for kind, fence, _ in log] == [
         counts for *_, counts in log
     ]
 
@@ -556,11 +556,11 @@ def test_provenance_is_in_the_file_and_cannot_pose_as_the_bus(tmp_path):
         attributes = dict(file.attrs)
     del attributes["shard_uuid"]
     assert attributes == {
-        "rl_shard_format": 1, "n_samples": 2, "producer": "rollout-1", "epoch": 1, "seq": 0,
+        "rl_shard_format": 1, "n_samples": 2, "producer": "rollout-1", "fence": 1, "seq": 0,
         "role": "rollout", "policy_min": 4, "policy_max": 4, "parent": "", "run": "test", "job": 7,
     }  # fmt: skip
-    with pytest.raises(BusError, match="epoch"):
-        Producer(paths, "rollout-1", {"epoch": 9})
+    with pytest.raises(BusError, match="fence"):
+        Producer(paths, "rollout-1", {"fence": 9})
 
 
 # the bus as a whole
@@ -581,10 +581,11 @@ def test_a_newer_or_missing_bus_is_refused_by_everyone(tmp_path):
         audit,
         lambda paths: Producer(paths, "rollout-0", {}),
     ]
-    write_json(paths.header, {"format": 2, "producers": PRODUCERS, "shape": "unknown"})
-    for opener in openers:
-        with pytest.raises(BusError, match=r"RUN\.json: is bus format 2"):
-            opener(paths)
+    for other in (1, 3):
+        write_json(paths.header, {"format": other, "producers": PRODUCERS, "shape": "unknown"})
+        for opener in openers:
+            with pytest.raises(BusError, match=rf"RUN\.json: is bus format {other}, .* reads 2"):
+                opener(paths)
     paths.header.unlink()
     for opener in openers:
         with pytest.raises(BusError, match="is not a bus"):

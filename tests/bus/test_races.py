@@ -70,7 +70,7 @@ def test_an_owner_that_was_stopped_over_a_torn_tail_takes_nothing_from_the_next_
 def test_a_trainer_that_was_stopped_while_it_started_finds_the_newer_one(tmp_path, monkeypatch):
     paths = make_bus(tmp_path)
     before(monkeypatch, credits, "FrameWriter", lambda: sequencer(paths).close())
-    with pytest.raises(FencedError, match="plan epoch 2 was claimed after 1"):
+    with pytest.raises(FencedError, match="plan fence 2 was claimed after 1"):
         sequencer(paths)
 
 

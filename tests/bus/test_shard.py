@@ -18,7 +18,7 @@ from relax_hpc.bus.tools import show
 from relax_hpc.errors import BusError
 from relax_hpc.schema import COLUMNS, OFFSETS, FinishReason, PromptGroup, columns_of
 
-ATTRIBUTES = {"producer": "rollout-0", "epoch": 1, "seq": 4, "run": "test", "parent": ""}
+ATTRIBUTES = {"producer": "rollout-0", "fence": 1, "seq": 4, "run": "test", "parent": ""}
 
 
 def write(path, groups):

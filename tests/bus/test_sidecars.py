@@ -156,7 +156,7 @@ def test_columns_that_do_not_fit_are_refused_before_anything_is_written(paths):
         ):
             with pytest.raises(BusError, match=message):
                 writer.put(pending, columns)
-        assert list(paths.producer("reference-0").glob("e*/*")) == []
+        assert list(paths.producer("reference-0").glob("f*/*")) == []
         other = pending._replace(record=pending.record._replace(uuid="ab" * 16))
         with pytest.raises(DamagedError, match="is not the shard"):
             writer.put(other, {"ragged/ref_logprobs": good})
@@ -185,7 +185,7 @@ def test_a_superseded_writer_is_fenced(paths):
     pending = zombie.pending()[0]
     with zombie.open(pending) as shard:
         columns = ref_logprobs(shard)
-    with SidecarWriter(paths, "reference-0", {}), pytest.raises(FencedError, match="epoch 2 after"):
+    with SidecarWriter(paths, "reference-0", {}), pytest.raises(FencedError, match="fence 2 after"):
         zombie.put(pending, columns)
 
 

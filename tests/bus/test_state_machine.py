@@ -311,9 +311,9 @@ class BusMachine(RuleBasedStateMachine):
         """Whether a newer one lived long enough to take over."""
         if isinstance(zombie, Trainer):
             grants = read_frames(self.paths.credits)
-            return max(g["plan_epoch"] for g, _ in grants) > zombie.sequencer.epoch
+            return max(g["plan_fence"] for g, _ in grants) > zombie.sequencer.fence
         records = read_log(self.paths.log(zombie.name))
-        return max(r.epoch for r in records if r.kind is RecordKind.OPEN) > zombie.epoch
+        return max(r.fence for r in records if r.kind is RecordKind.OPEN) > zombie.fence
 
     def trainer_acts(self, zombie, act):
         if act == "plan":
@@ -426,7 +426,7 @@ class BusMachine(RuleBasedStateMachine):
         for name in self.names:
             self.open_owner(name)
             self.owners[name].collect(MAX_STEPS * P)
-        left = set(self.paths.root.glob("p/*/e*/*")) - self.damaged
+        left = set(self.paths.root.glob("p/*/f*/*")) - self.damaged
         assert not left, f"left over: {left}"
 
     def attempt(self, dies, act, actor=None):
@@ -446,7 +446,7 @@ class BusMachine(RuleBasedStateMachine):
     def committed(self, owners):
         """(path, record) of every shard that is committed."""
         return [
-            (self.paths.shard(name, record.epoch, record.seq), record)
+            (self.paths.shard(name, record.fence, record.seq), record)
             for name in owners
             for record in read_log(self.paths.log(name))
             if record.kind in SHARDS

@@ -47,12 +47,12 @@ def test_ls_counts_what_is_live_retired_and_missing(tmp_path):
     assert (one.live_shards, one.retired_shards, one.missing_shards) == (2, 1, 1)
     # 8 prompt groups of 2 siblings of 7 tokens each
     assert (one.trajectories, one.tokens, one.guid_min, one.guid_max) == (16, 112, 1, 15)
-    assert (one.state, one.epoch, one.policy_version_min) == ("closed", 2, 0)
-    on_disk = sum(file.stat().st_size for file in paths.producer("rollout-1").glob("e*/*"))
+    assert (one.state, one.fence, one.policy_version_min) == ("closed", 2, 0)
+    on_disk = sum(file.stat().st_size for file in paths.producer("rollout-1").glob("f*/*"))
     assert one.bytes_on_disk == on_disk > 0
     assert (found.total.trajectories, found.total.live_shards) == (32, 5)
     assert (found.plan.steps, found.plan.trajectories) == (3, 24)
-    assert found.plan.epochs == [(1, 0)]
+    assert found.plan.fences == [(1, 0)]
     assert found.plan.credit.retired_guid_below == P
 
 
@@ -83,7 +83,7 @@ def test_ls_counts_trajectories_once_however_many_roles_widen_them(tmp_path):
 def test_ls_as_json_names_what_it_counts(tmp_path):
     paths = bus_with_steps(tmp_path)
     record = json.loads(listing.collect(paths, PlanPosition(1, 3, 3)).to_json())
-    assert record["plan"]["checkpoint"] == {"epoch": 1, "records": 3, "step": 3}
+    assert record["plan"]["checkpoint"] == {"fence": 1, "records": 3, "step": 3}
     assert record["plan"]["credit"]["finished"] is False
     assert [writer["name"] for writer in record["writers"]] == PRODUCERS
 
@@ -113,7 +113,7 @@ def test_a_healthy_bus_is_sound_through_restarts_sidecars_portions_and_retiremen
     found = check(paths, [position])
     assert found.findings == []
     assert (found.shards, found.retired, found.steps) == (10, 2, 3)
-    assert found.nbytes == sum(file.stat().st_size for file in paths.root.glob("p/*/e*/*.h5"))
+    assert found.nbytes == sum(file.stat().st_size for file in paths.root.glob("p/*/f*/*.h5"))
 
 
 def overwrite(paths, *, source):
@@ -145,12 +145,12 @@ DAMAGE = {
         lambda p: overwrite(p, source=("rollout-0", 1, 2)), "foreign", "is not the shard that was",
     ),
     "stray file": (
-        lambda p: (p.epoch("rollout-0", 1) / "notes.txt").touch(), "foreign", "is no file of a bus",
+        lambda p: (p.fence("rollout-0", 1) / "notes.txt").touch(), "foreign", "is no file of a bus",
     ),
     "stray folder": (
         lambda p: p.producer("rollout-7").mkdir(), "foreign", "is no file of a bus",
     ),
-    "stray plan": (lambda p: (p.plan / "e1.log").touch(), "foreign", "is no file of a bus"),
+    "stray plan": (lambda p: (p.plan / "f1.log").touch(), "foreign", "is no file of a bus"),
     "log": (lambda p: flip(p.log("rollout-0"), 128 * 2 + 30), "log", "record 2 is damaged"),
     "plan log": (lambda p: flip(p.plan_log(1), 40), "plan", "a record is damaged"),
     "end of the log": (lambda p: append(p.log("rollout-0"), NOISE), "log", "are no record"),
@@ -159,7 +159,7 @@ DAMAGE = {
     "credits": (lambda p: p.credits.write_bytes(NOISE), "credits", "are no record"),
     "end of the credits": (lambda p: append(p.credits, NOISE), "credits", "are no record"),
     "last credit": (lambda p: flip(p.credits, -9), "credits", "are no record"),
-    "empty credits": (lambda p: p.credits.write_bytes(b""), "credits", "plan epoch 1 has planned"),
+    "empty credits": (lambda p: p.credits.write_bytes(b""), "credits", "plan fence 1 has planned"),
     "no credits": (lambda p: p.credits.unlink(), "credits", "cannot be read"),
     "no plan": (lambda p: shutil.rmtree(p.plan), "missing", "restore the folder"),
     "snapshot cut short": (lambda p: snapshot_of(p).truncate(60), "plan", "cannot be read"),
@@ -212,7 +212,7 @@ def test_ls_does_not_make_up_what_damaged_credits_said(tmp_path):
     assert "none yet" in listing.text(listing.collect(unused, None)).splitlines()[-1]
 
 
-@pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 1}', "{"])
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 2}', "{"])
 def test_a_header_that_is_none_is_said_in_a_line(tmp_path, content):
     paths = make_bus(tmp_path)
     paths.header.write_text(content)
@@ -267,7 +267,7 @@ def test_what_a_crash_leaves_is_listed_and_not_wrong(tmp_path):
 
 def part_of(paths, name, seq, lo, hi):
     record = next(r for r in read_log(paths.log(name)) if r.seq == seq and r.rows)
-    return Part(name, record.epoch, record.seq, record.uuid, lo, hi)
+    return Part(name, record.fence, record.seq, record.uuid, lo, hi)
 
 
 def step_four(paths, **changes):
@@ -419,7 +419,7 @@ def test_gc_deletes_orphans_and_what_was_released_and_no_checkpoint_needs(tmp_pa
     positions, _ = plan(paths, 3, release=2)
     orphan = paths.shard("rollout-0", 1, 99)
     orphan.touch()
-    stranger = paths.epoch("rollout-0", 1) / "notes.txt"
+    stranger = paths.fence("rollout-0", 1) / "notes.txt"
     stranger.touch()
     kept = [positions[2], positions[3]]
     found = garbage.find(paths, kept)
@@ -459,7 +459,7 @@ def test_gc_keeps_what_was_not_released_and_what_is_not_planned(tmp_path):
     assert garbage.find(paths, [positions[3]]) == garbage.Garbage([], [])
     # A grant that goes beyond the plan, as no trainer writes it.
     credits = FrameWriter(paths.credits)
-    credits.append({"plan_epoch": 9, "step": 3, "policy_version": 3,
+    credits.append({"plan_fence": 9, "step": 3, "policy_version": 3,
                     "retired_guid_below": 1000, "finished": False})  # fmt: skip
     credits.close()
     found = garbage.find(paths, [positions[3]])
@@ -602,8 +602,8 @@ def test_the_commands_work_on_a_run_directory_and_say_what_they_allow(tmp_path):
     with subprocess.Popen(["sleep", "60"]) as process:
         run = make_run(tmp_path, ProcessId.of(process.pid))
         process.terminate()
-    assert "step 3: 4 records of plan epoch 1" not in invoke("ls", run.root).output
-    assert "step 3: 3 records of plan epoch" in invoke("ls", run.root).output
+    assert "step 3: 4 records of plan fence 1" not in invoke("ls", run.root).output
+    assert "step 3: 3 records of plan fence" in invoke("ls", run.root).output
     assert "4 prompt groups" in invoke("show", run.root, "--step", 2).output
     shard = run.bus.shard(*SHARD)
     assert "all checksums match" in invoke("show", shard).output

@@ -45,10 +45,10 @@ def checkpoints_in(root, world=None, keep=2, **kwargs):
     return Checkpoints(root, world or SoloWorld(), PlanPosition, keep=keep, **kwargs)
 
 
-def save(root, step, epoch=1, weight=None, keep=2, keep_every=0, **kwargs):
+def save(root, step, fence=1, weight=None, keep=2, keep_every=0, **kwargs):
     trainer = Trainer(step, step if weight is None else weight)
     checkpoints = checkpoints_in(root, keep=keep, keep_every=keep_every)
-    return checkpoints.save(trainer, PlanPosition(epoch, step, step), **kwargs)
+    return checkpoints.save(trainer, PlanPosition(fence, step, step), **kwargs)
 
 
 def steps_in(folder):
@@ -81,9 +81,9 @@ def test_steps_that_are_multiples_are_kept_for_good_and_do_not_hold_up_what_is_r
 
 
 def test_one_that_a_superseded_trainer_slipped_in_is_passed_over(tmp_path):
-    save(tmp_path, 3, epoch=2)
-    save(tmp_path, 6, epoch=1, weight=666)
-    checkpoints = checkpoints_in(tmp_path, is_valid=lambda p: p.epoch == 2)
+    save(tmp_path, 3, fence=2)
+    save(tmp_path, 6, fence=1, weight=666)
+    checkpoints = checkpoints_in(tmp_path, is_valid=lambda p: p.fence == 2)
     trainer = Trainer(0)
     assert checkpoints.resume(trainer).step == 3
     assert trainer.weight == 3
@@ -93,25 +93,25 @@ def test_one_that_a_superseded_trainer_slipped_in_is_passed_over(tmp_path):
 
 
 def test_a_superseded_trainer_replaces_nothing(tmp_path):
-    save(tmp_path, 3, epoch=2)
-    with pytest.raises(FencedError, match="was saved under plan epoch 2, this trainer's is 1"):
-        save(tmp_path, 3, epoch=1, weight=666)
+    save(tmp_path, 3, fence=2)
+    with pytest.raises(FencedError, match="was saved under plan fence 2, this trainer's is 1"):
+        save(tmp_path, 3, fence=1, weight=666)
 
     def fenced():
         raise FencedError("another trainer took over")
 
     with pytest.raises(FencedError, match="took over"):
-        save(tmp_path, 6, epoch=1, weight=666, check_fenced=fenced)
+        save(tmp_path, 6, fence=1, weight=666, check_fenced=fenced)
     trainer = Trainer(0)
     assert checkpoints_in(tmp_path).resume(trainer).step == 3
     assert trainer.weight == 3
 
 
 def test_a_resumed_trainer_saves_a_step_again(tmp_path):
-    save(tmp_path, 3, epoch=1, weight=1)
-    save(tmp_path, 3, epoch=2, weight=2)
+    save(tmp_path, 3, fence=1, weight=1)
+    save(tmp_path, 3, fence=2, weight=2)
     trainer = Trainer(0)
-    assert checkpoints_in(tmp_path).resume(trainer).position.epoch == 2
+    assert checkpoints_in(tmp_path).resume(trainer).position.fence == 2
     assert trainer.weight == 2
 
 

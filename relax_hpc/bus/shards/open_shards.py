@@ -22,13 +22,13 @@ class OpenShards:
         self._paths, self._verify = paths, verify
         self._open: dict[str, Shard] = {}
 
-    def get(self, owner: str, epoch: int, seq: int, uuid: str) -> Shard:
+    def get(self, owner: str, fence: int, seq: int, uuid: str) -> Shard:
         """The shard, for reading until something else is asked for.
 
         Raises:
             DamagedError: it is missing, damaged or another one.
         """
-        shard = self._open.pop(uuid, None) or self._look_up(owner, epoch, seq, uuid)
+        shard = self._open.pop(uuid, None) or self._look_up(owner, fence, seq, uuid)
         self._open[uuid] = shard
         if len(self._open) > MAX_OPEN:
             self.close([next(iter(self._open))])
@@ -40,8 +40,8 @@ class OpenShards:
             if shard := self._open.pop(uuid, None):
                 shard.close()
 
-    def _look_up(self, owner: str, epoch: int, seq: int, uuid: str) -> Shard:
-        path = self._paths.shard(owner, epoch, seq)
+    def _look_up(self, owner: str, fence: int, seq: int, uuid: str) -> Shard:
+        path = self._paths.shard(owner, fence, seq)
         shard = Shard(path, verify=self._verify)
         if shard.uuid != uuid:
             shard.close()

@@ -315,7 +315,7 @@ class Shard:
             return self._torn()
         return DamagedError(
             f"{self.path}: is not a shard (it starts with {bytes(head[:8])!r}); "
-            "shards lie in <run>/bus/p/<producer>/e<epoch>/"
+            "shards lie in <run>/bus/p/<producer>/f<fence>/"
         )
 
     def _torn(self) -> DamagedError:

@@ -56,7 +56,7 @@ def check_log_ends(paths: BusPaths, names: Collection[str]) -> Iterator[Finding]
 
 def check_plan_ends(paths: BusPaths) -> Iterator[Finding]:
     """Whether each log of the plan ends with a record, or with the beginning of one."""
-    for path in sorted(paths.plan.glob("e*.log")):
+    for path in sorted(paths.plan.glob("f*.log")):
         yield from _frames_end("plan", path)
 
 
@@ -66,12 +66,12 @@ def check_credits(paths: BusPaths, chain: Chain | None) -> Iterator[Finding]:
     yield from damage
     if damage:
         return
-    granted = [record["plan_epoch"] for record, _ in frames.read_frames(paths.credits)]
+    granted = [record["plan_fence"] for record, _ in frames.read_frames(paths.credits)]
     if chain is None:
         return
-    for epoch, _ in chain.links:
-        if epoch not in granted:
-            what = f"plan epoch {epoch} has planned, and a trainer grants before; {_REMEDY}"
+    for fence, _ in chain.links:
+        if fence not in granted:
+            what = f"plan fence {fence} has planned, and a trainer grants before; {_REMEDY}"
             yield Finding("credits", str(paths.credits), what)
     credit = inventory.latest_credit(paths)
     planned = max((record.step for record in read_chain(paths).steps), default=0)
@@ -89,13 +89,13 @@ def check_snapshots(paths: BusPaths, chain: Chain) -> Iterator[Finding]:
         return
     for snapshot in snapshots:
         if wrong := _wrong(snapshot, chain):
-            path = paths.plan_snapshot(snapshot.epoch, snapshot.records)
+            path = paths.plan_snapshot(snapshot.fence, snapshot.records)
             yield Finding("plan", str(path), f"{wrong}; delete it")
 
 
 def _wrong(snapshot: Snapshot, chain: Chain) -> str | None:
     try:
-        chain.check(PlanPosition(snapshot.epoch, snapshot.records, snapshot.step))
+        chain.check(PlanPosition(snapshot.fence, snapshot.records, snapshot.step))
     except BusError:
         return None  # of a trainer that was superseded: nobody goes by it
     planned = GuidSet()

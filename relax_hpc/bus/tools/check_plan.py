@@ -15,7 +15,7 @@ def check_logs(writers: Sequence[Writer]) -> Iterator[Finding]:
     for writer in writers:
         newest = -1
         for record in writer.shards:
-            where = f"{writer.name}, epoch {record.epoch}, shard {record.seq}"
+            where = f"{writer.name}, fence {record.fence}, shard {record.seq}"
             if (record.kind is RecordKind.SIDE) != (writer.role != "rollout"):
                 yield Finding("log", where, f"{writer.role} committed a {record.kind.name} record")
             if record.role != writer.role:
@@ -34,7 +34,7 @@ def check_sidecars(commits: Commits) -> Iterator[Finding]:
         record = commit.record
         if record.kind is not RecordKind.SIDE:
             continue
-        where = f"{commit.writer}, epoch {record.epoch}, shard {record.seq}"
+        where = f"{commit.writer}, fence {record.fence}, shard {record.seq}"
         parent = commits.get(record.parent)
         if parent is None or parent.record.kind is not RecordKind.BASE:
             yield Finding("log", where, f"its parent {record.parent} is not committed")
@@ -100,7 +100,7 @@ def _parts(record: PlanRecord, commits: Commits, where: str) -> Iterator[Finding
             yield Finding("plan", where, f"prompt group {guid}: {part.uuid} is not committed")
             continue
         shard = commit.record
-        if (commit.writer, shard.epoch, shard.seq) != part[:3]:
+        if (commit.writer, shard.fence, shard.seq) != part[:3]:
             yield Finding(
                 "plan",
                 where,

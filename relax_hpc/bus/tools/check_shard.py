@@ -51,10 +51,10 @@ def _stranger(shard: Shard, commit: Commit) -> Finding | None:
         "rows": record.rows,
         "tokens": record.tokens,
         "producer": commit.writer,
-        "epoch": record.epoch,
+        "fence": record.fence,
         "seq": record.seq,
     }
-    owner = {name: shard.attributes.get(name) for name in ("producer", "epoch", "seq")}
+    owner = {name: shard.attributes.get(name) for name in ("producer", "fence", "seq")}
     held = {"uuid": info.uuid, "bytes": info.length, "rows": info.rows, "tokens": info.tokens}
     held |= owner
     differ = [f"{name} {held[name]}, not {expected[name]}" for name in expected

@@ -51,7 +51,7 @@ def find(paths: BusPaths, checkpoints: Sequence[PlanPosition]) -> Garbage:
     for writer in writers:
         orphans += filter(is_orphan, inventory.unrecorded(paths, writer))
         for record in writer.shards:
-            file = writer.files.get(paths.shard(writer.name, record.epoch, record.seq))
+            file = writer.files.get(paths.shard(writer.name, record.fence, record.seq))
             if file is not None and not needs.needs(record):
                 retired.append(file)
     return Garbage(orphans, retired)

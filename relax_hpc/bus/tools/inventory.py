@@ -29,7 +29,7 @@ class Writer(NamedTuple):
     role: Role
     log: list[CommitRecord]
     files: dict[Path, File]
-    """What lies in its epoch folders, as of before `log` was read."""
+    """What lies in its fence folders, as of before `log` was read."""
 
     @property
     def shards(self) -> list[CommitRecord]:
@@ -37,8 +37,8 @@ class Writer(NamedTuple):
         return [record for record in self.log if record.kind in SHARDS]
 
     @property
-    def epoch(self) -> int:
-        return max((record.epoch for record in self.log), default=0)
+    def fence(self) -> int:
+        return max((record.fence for record in self.log), default=0)
 
     @property
     def is_closed(self) -> bool:
@@ -72,7 +72,7 @@ def take_all(paths: BusPaths) -> list[Writer]:
 
 def unrecorded(paths: BusPaths, writer: Writer) -> list[File]:
     """Files that no record names: orphans, drafts, and perhaps a shard about to be committed."""
-    known = {paths.shard(writer.name, r.epoch, r.seq) for r in writer.shards}
+    known = {paths.shard(writer.name, r.fence, r.seq) for r in writer.shards}
     return [file for path, file in writer.files.items() if path not in known]
 
 
@@ -91,8 +91,8 @@ def latest_credit(paths: BusPaths) -> Credit:
 
 
 def _list(folder: Path) -> Iterator[File]:
-    for epoch in sorted(folder.glob("e*")):
-        for path in sorted(epoch.iterdir()) if epoch.is_dir() else []:
+    for fence in sorted(folder.glob("f*")):
+        for path in sorted(fence.iterdir()) if fence.is_dir() else []:
             try:
                 facts = path.stat()
             except FileNotFoundError:  # its owner just deleted it

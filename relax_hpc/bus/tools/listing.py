@@ -21,7 +21,7 @@ class WriterRow:
     role: str
     state: str
     """open, closed (it ended on purpose), or unused; open does not mean that it is alive."""
-    epoch: int
+    fence: int
     live_shards: int
     """On disk."""
     retired_shards: int
@@ -57,7 +57,7 @@ class Totals:
 class PlanRow:
     """The plan, and what the trainer granted."""
 
-    epochs: list[tuple[int, int]]
+    fences: list[tuple[int, int]]
     """(incarnation of the trainer, records it kept of those before), oldest first."""
     steps: int
     trajectories: int
@@ -109,14 +109,14 @@ def collect(paths: BusPaths, checkpoint: PlanPosition | None) -> BusListing:
 
 def text(listing: BusListing) -> str:
     """A table of the writers, and a line for each fact of the plan."""
-    head = ("writer", "role", "state", "epoch", "live", "retired", "missing", "trajectories",
+    head = ("writer", "role", "state", "fence", "live", "retired", "missing", "trajectories",
             "tokens", "on disk", "per s", "policies", "guids")  # fmt: skip
     rows = [_cells(row) for row in listing.writers]
     total = ["total", "", "", "", *_counts(listing.total), "", ""]
     plan = listing.plan
-    epochs = [f"{epoch} (kept {keep})" if keep else str(epoch) for epoch, keep in plan.epochs]
+    fences = [f"{fence} (kept {keep})" if keep else str(fence) for fence, keep in plan.fences]
     facts = [
-        ("plan epochs", ", ".join(epochs) or "none yet"),
+        ("plan fences", ", ".join(fences) or "none yet"),
         ("planned", f"{plan.steps} steps, {plan.trajectories} trajectories"),
         ("checkpoint", _position(plan.checkpoint)),
         ("credits", plan.damage or _granted(plan.credit)),
@@ -125,7 +125,7 @@ def text(listing: BusListing) -> str:
 
 
 def _row(paths: BusPaths, writer: Writer, retired: int) -> WriterRow:
-    files = [writer.files.get(paths.shard(writer.name, r.epoch, r.seq)) for r in writer.shards]
+    files = [writer.files.get(paths.shard(writer.name, r.fence, r.seq)) for r in writer.shards]
     pairs = list(zip(writer.shards, files, strict=True))
     live = [(record, file) for record, file in pairs if file is not None]
     gone = [record for record, file in pairs if file is None]
@@ -136,7 +136,7 @@ def _row(paths: BusPaths, writer: Writer, retired: int) -> WriterRow:
         name=writer.name,
         role=writer.role,
         state="closed" if writer.is_closed else "open" if writer.log else "unused",
-        epoch=writer.epoch,
+        fence=writer.fence,
         live_shards=len(live),
         retired_shards=num_retired,
         missing_shards=len(gone) - num_retired,
@@ -186,7 +186,7 @@ def _cells(row: WriterRow) -> list[str]:
         row.name,
         row.role,
         row.state,
-        str(row.epoch),
+        str(row.fence),
         *_counts(row),
         tables.span(row.policy_version_min, row.policy_version_max),
         tables.span(row.guid_min, row.guid_max),
@@ -209,7 +209,7 @@ def _counts(row: WriterRow | Totals) -> list[str]:
 def _position(position: PlanPosition | None) -> str:
     if position is None:
         return "none yet"
-    return f"step {position.step}: {position.records} records of plan epoch {position.epoch}"
+    return f"step {position.step}: {position.records} records of plan fence {position.fence}"
 
 
 def _credit(paths: BusPaths, chain: Chain) -> tuple[Credit | None, str | None]:

@@ -80,7 +80,7 @@ def on_disk(paths: BusPaths) -> Iterator[PlanRecord]:
     planned, sidecars = _by_place(read_chain(paths)), sidecars_of(writers)
     for writer in writers:
         for record in writer.shards:
-            path = paths.shard(writer.name, record.epoch, record.seq)
+            path = paths.shard(writer.name, record.fence, record.seq)
             if record.kind is RecordKind.BASE and path in writer.files:
                 for guid, part in parts_of(paths, writer, record):
                     place = planned.get((part.uuid, part.lo))
@@ -116,17 +116,17 @@ def sidecars_of(writers: Sequence[Writer]) -> Sidecars:
     for writer in writers:
         for record in writer.shards:
             if record.kind is RecordKind.SIDE:
-                sidecar = Sidecar(writer.name, record.epoch, record.seq, record.uuid)
+                sidecar = Sidecar(writer.name, record.fence, record.seq, record.uuid)
                 found.setdefault(record.parent, {}).setdefault(record.role, sidecar)
     return found
 
 
 def parts_of(paths: BusPaths, writer: Writer, record: CommitRecord) -> list[tuple[int, Part]]:
     """The prompt groups of a shard: guid, and the rows that hold it."""
-    with Shard(paths.shard(writer.name, record.epoch, record.seq)) as shard:
+    with Shard(paths.shard(writer.name, record.fence, record.seq)) as shard:
         guids = shard.read("row/guid").astype(np.int64)
     starts = np.flatnonzero(np.diff(guids, prepend=guids[0] - 1)).tolist()
-    place = (writer.name, record.epoch, record.seq, record.uuid)
+    place = (writer.name, record.fence, record.seq, record.uuid)
     return [
         (int(guids[lo]), Part(*place, lo, hi))
         for lo, hi in zip(starts, [*starts[1:], len(guids)], strict=True)

@@ -86,14 +86,14 @@ def group(paths: BusPaths, guid: int, decode: Decode | None) -> str:
         )
     rows = Reader(paths).rows(record, range(record.num_trajectories))
     where = f"step {record.step}" if record.step else "not planned yet"
-    path = paths.shard(part.producer, part.epoch, part.seq)
+    path = paths.shard(part.producer, part.fence, part.seq)
     title = f"prompt group {guid}: {where}, rows {part.lo}..{part.hi - 1} of {path}"
     return "\n\n".join([title, *(_trajectory(row, decode) for row in rows)])
 
 
 def _group(paths: BusPaths, reader: Reader, record: PlanRecord) -> tuple[str, ...]:
     part = record.parts[0]
-    path = paths.shard(part.producer, part.epoch, part.seq)
+    path = paths.shard(part.producer, part.fence, part.seq)
     place = (str(path.relative_to(paths.root)), f"{part.lo}..{part.hi - 1}")
     if not path.exists():
         return (str(record.guids[0]), *place, "-", "-", "-", "deleted")

@@ -11,8 +11,8 @@ from relax_hpc.bus.tools.inventory import File, Writer
 from relax_hpc.paths import BusPaths
 
 _SHARD = re.compile(r"\d{12}\.h5")
-_EPOCH = re.compile(r"e\d+")
-_PLAN = re.compile(r"EPOCH\.\d{6}|e\d{6}\.log|snap\.\d+\.\d+\.json")
+_FENCE = re.compile(r"f\d+")
+_PLAN = re.compile(r"FENCE\.\d{6}|f\d{6}\.log|snap\.\d+\.\d+\.json")
 _OWN = ("log", "ballast")
 
 
@@ -27,7 +27,7 @@ def find_strays(paths: BusPaths, header: BusHeader, writers: Sequence[Writer]) -
         for file in inventory.unrecorded(paths, writer):
             yield _unrecorded(file)
         yield from _unknown(
-            paths.producer(writer.name), lambda n: n in _OWN or bool(_EPOCH.fullmatch(n))
+            paths.producer(writer.name), lambda n: n in _OWN or bool(_FENCE.fullmatch(n))
         )
     yield from _unknown(paths.producer("x").parent, lambda name: name in owners)
     yield from _unknown(paths.plan, lambda name: bool(_PLAN.fullmatch(name)))

@@ -158,7 +158,7 @@ def _tasks(paths: BusPaths, chain: Chain | None, commits: Commits) -> list[_Task
 
 
 def _path(paths: BusPaths, commit: Commit) -> Path:
-    return paths.shard(commit.writer, commit.record.epoch, commit.record.seq)
+    return paths.shard(commit.writer, commit.record.fence, commit.record.seq)
 
 
 class _Deletions:

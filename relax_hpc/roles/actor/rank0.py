@@ -62,7 +62,7 @@ class ActorLead:
             self._shards = {}
         bus = RunPaths(self._config.run_dir).bus
         for guid, part in zip(record.guids, record.parts, strict=True):
-            shard = bus.shard(part.producer, part.epoch, part.seq)
+            shard = bus.shard(part.producer, part.fence, part.seq)
             self._shards[guid] = str(shard.relative_to(self._config.run_dir))
         return record
 

@@ -171,7 +171,7 @@ class SidecarLead:
         """Who scores which rows: as a portion of a batch, whose parts are whole shards."""
         self._number += 1
         parts = [
-            Part(p.producer, p.record.epoch, p.record.seq, p.record.uuid, 0, p.record.rows)
+            Part(p.producer, p.record.fence, p.record.seq, p.record.uuid, 0, p.record.rows)
             for p in shards
         ]
         num_rows = sum(p.record.rows for p in shards)

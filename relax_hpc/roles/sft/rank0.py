@@ -36,6 +36,11 @@ class DataPosition(NamedTuple):
     num_documents: int
     """In the file, which must stay as it is."""
 
+    @property
+    def fence(self) -> int:
+        """Passes only ever follow each other."""
+        return self.epoch
+
 
 class SftLead:
     """The documents of a run, and the record of what became of them."""

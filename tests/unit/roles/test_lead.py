@@ -190,7 +190,7 @@ def test_a_skipped_update_names_the_shard_of_a_sample_of_any_portion_of_its_step
     lead.skipped(4, Skip)
     [third, fourth] = events.of("skipped")
     assert (third["step"], third["reason"], third["in_a_row"]) == (3, "loss is nan", 2)
-    path = "bus/p/rollout-0/e2/000000000005.h5"
+    path = "bus/p/rollout-0/f2/000000000005.h5"
     assert [sample["shard"] for sample in third["samples"]] == [path]
     assert [sample["shard"] for sample in fourth["samples"]] == [None]  # not of that step
 
@@ -297,7 +297,7 @@ def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engin
     sequencer = Sequencer(bus, ["rollout-0"], prompts_per_step=1, position=None)
     lead = ActorLead(settings, sequencer, FakePublisher(Journal()), FakeCheckpoints(), events)
     lead.next_portion(1)
-    assert lead.place_of(0) == ("bus/p/rollout-0/e1/000000000000.h5", "sglang 1.2")
+    assert lead.place_of(0) == ("bus/p/rollout-0/f1/000000000000.h5", "sglang 1.2")
     sequencer.close()
     gap = SimpleNamespace(num_tokens=8, mean=0.25, max=0.5, k3=0.125)
     lead.compared(4, gap, 0.3)

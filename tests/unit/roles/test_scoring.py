@@ -19,7 +19,7 @@ from relax_hpc.roles.scorer.loop import SidecarLead
 
 def pending(number, rows=2, tokens=10, damaged=False):
     record = SimpleNamespace(
-        epoch=1, seq=number, uuid=f"u{number}", rows=rows, tokens=tokens, guid_min=10 * number
+        fence=1, seq=number, uuid=f"u{number}", rows=rows, tokens=tokens, guid_min=10 * number
     )
     return SimpleNamespace(producer="rollout-0", record=record, damaged=damaged)
 
