@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,35 @@ class BusPaths:
 
     def plan_snapshot(self, fence: int, records: int) -> Path:
         return self.plan / f"snap.{records:012d}.{fence:06d}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentPaths:
+    """What the tasks of a component leave in its folder; names begin with the id of the job."""
+
+    folder: Path
+    job_id: str
+
+    def log(self, rank: int, stream: Literal["out", "err"]) -> Path:
+        return self.folder / f"{self.job_id}_{rank}_log.{stream}"
+
+    def done(self, rank: int) -> Path:
+        """Empty; is there once a task has returned, until its step starts again."""
+        return self.folder / f"{self.job_id}_{rank}_done"
+
+    def final(self, rank: int) -> Path:
+        """Empty; a task has failed in a way that a restart does not cure."""
+        return self.folder / f"{self.job_id}_{rank}_final"
+
+    @property
+    def step(self) -> Path:
+        """Which step of Slurm runs the tasks, where it runs those of other components too."""
+        return self.folder / f"{self.job_id}_step"
+
+    @property
+    def processes(self) -> Path:
+        """Who runs the tasks on this machine, where there is no Slurm."""
+        return self.folder / f"{self.job_id}_processes.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +182,12 @@ class RunPaths:
 
     @property
     def submission(self) -> Path:
-        """Folder of submitit: scripts, pickles, results and logs, one subfolder per component."""
+        """Scripts, and what they print; a folder for every component."""
         return self.root / "submission"
+
+    def component(self, name: str) -> Path:
+        """Logs of a component's tasks, and how they ended; see `ComponentPaths`."""
+        return self.submission / name
 
     def hf(self, step: int) -> Path:
         """The model of a step as a Hugging Face folder."""

@@ -1,27 +1,12 @@
-"""What the two executors have in common: calls in, job objects out."""
+"""A job that was started, and Slurm's commands."""
 
 import re
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
 
-from submitit.core.core import Job as SubmititJob
-from submitit.core.utils import DelayedSubmission, JobPaths
-
-from relax_hpc import permissions
-from relax_hpc.errors import PeerTimeoutError
-from relax_hpc.launch import script
-from relax_hpc.launch.component import Restartable
-from relax_hpc.launch.placement import Component
-
-# submitit asks a job without a limit of its own whether it "timed out"; such a job never does.
-_NO_LIMIT_MIN = 60 * 24 * 365
-
-MAX_REQUEUES = 1000
-"""Time limits a run may reach and go on; each needs a step of progress, so it is not endless."""
+from relax_hpc.comm.process_id import ProcessId
 
 _SILENCE = re.compile(
     r"Unable to contact|Could not establish a configuration|timed out|[Cc]onnection (refused|reset)"
@@ -29,90 +14,18 @@ _SILENCE = re.compile(
 )
 """What Slurm's commands say where the controller cannot be reached."""
 
-J = TypeVar("J", bound=SubmititJob[Any])
-
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A function and the component whose every task runs it."""
+class StartedJob:
+    """All components of one job."""
 
-    component: Component
-    function: Callable[..., Any]
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def delayed(self) -> DelayedSubmission:
-        submission = DelayedSubmission(Restartable(self.function), *self.args, **self.kwargs)
-        limit = self.component.resources.time
-        submission.set_timeout(script.minutes(limit) if limit else _NO_LIMIT_MIN, MAX_REQUEUES)
-        return submission
-
-
-class HetJob(Generic[J]):
-    """All components of one job; each is a submitit job of its own."""
-
-    def __init__(self, job_id: str, components: Sequence[J], end: Callable[[], None]) -> None:
-        self.job_id = job_id
-        self.components = list(components)
-        self._end = end
-
-    def done(self) -> bool:
-        return all(component.done() for component in self.components)
-
-    def wait(self, timeout_s: float) -> None:
-        """Waits until every component has ended.
-
-        Raises:
-            PeerTimeoutError: some have not within `timeout_s`.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not self.done():
-            if time.monotonic() > deadline:
-                waiting = [job.job_id for job in self.components if not job.done()]
-                raise PeerTimeoutError(
-                    f"components {', '.join(waiting)} have not ended in {timeout_s:.0f} s"
-                )
-            time.sleep(0.2)
-
-    def results(self) -> list[list[Any]]:
-        """What the tasks of each component returned; raises what one of them raised."""
-        self._check_own()
-        return [component.results() for component in self.components]
-
-    def exceptions(self) -> list[BaseException | None]:
-        self._check_own()
-        return [component.exception() for component in self.components]
-
-    def _check_own(self) -> None:
-        """What they left is unpickled."""
-        permissions.check_own(*(component.paths.folder for component in self.components))
-
-    def cancel(self) -> None:
-        """Ends every component."""
-        self._end()
-
-
-class HetExecutor(Protocol):
-    """Submits one heterogeneous job; here or through Slurm."""
-
-    def submit_het(self, calls: Sequence[Call], job: script.Job) -> HetJob[Any]: ...
-
-
-def dump(calls: Sequence[Call], job: script.Job) -> list[Path]:
-    """Pickles each call into the folder of its component."""
-    pickles = []
-    for index, call in enumerate(calls):
-        folder = job.component_folder(index)
-        folder.mkdir(parents=True, exist_ok=True)
-        pickles.append(folder / f"{job.name}.pkl")
-        call.delayed().dump(pickles[-1])
-    return pickles
-
-
-def name_pickles(pickles: Sequence[Path], job_id: str) -> None:
-    """Gives the pickles the names under which the tasks look for them."""
-    for path in pickles:
-        JobPaths(path.parent, job_id).move_temporary_file(path, "submitted_pickle")
+    job_id: str
+    component_ids: tuple[str, ...]
+    """What `squeue` and `scancel` call them."""
+    cancel: Callable[[], None]
+    """Ends every component."""
+    controller: ProcessId | None = None
+    """The process that runs the script, without Slurm."""
 
 
 def output_of(command: Sequence[str], timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":

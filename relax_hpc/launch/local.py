@@ -7,105 +7,41 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from submitit.core.core import Job as SubmititJob
-from submitit.core.core import R
 
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch import script
-from relax_hpc.launch.jobs import Call, HetJob, dump, name_pickles
+from relax_hpc.launch.jobs import StartedJob
+from relax_hpc.launch.placement import Component
+from relax_hpc.paths import ComponentPaths
 from relax_hpc.records import read_json
 
 _POLL_S = 0.1
 
 
-class HetLocalJob(SubmititJob[R]):
-    """One component of a job on this machine; over when its controller is."""
-
-    _results_timeout_s = 2  # the file system is this machine's
-    controller: ProcessId
-
-    def _register_in_watcher(self) -> None:
-        pass
-
-    def done(self, force_check: bool = False) -> bool:
-        if self._sub_jobs:
-            return all(task.done() for task in self._sub_jobs)
-        return self.paths.result_pickle.exists() or self.controller.find() is None
-
-    @property
-    def state(self) -> str:
-        return "RUNNING" if self.controller.find() else "ENDED"
-
-    def cancel(self, check: bool = True) -> None:
-        end_step(processes(self.paths.folder, self.job_id))
-
-
-class HetLocalExecutor:
-    """Runs one heterogeneous job on this machine."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder.absolute()
-
-    def submit_het(self, calls: Sequence[Call], job: script.Job) -> HetJob[HetLocalJob[Any]]:
-        """Starts a job, which outlives this process."""
-        job_id = f"local-{uuid.uuid4().hex[:12]}"
-        name_pickles(dump(calls, job), job_id)
-        path = job.folder / f"{job_id}_submission.sh"
-        path.write_text(script.local_script(job, [call.component for call in calls]))
-        with script.batch_log(job.folder, job_id).open("ab") as log:
-            bash = subprocess.Popen(
-                ["bash", str(path), job_id],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        controller = ProcessId.of(bash.pid)
-        components = [
-            _component_job(job.component_folder(index), job_id, call.component.tasks, controller)
-            for index, call in enumerate(calls)
-        ]
-        folders = [job.component_folder(index) for index in range(len(calls))]
-        return LocalHetJob(
-            job_id, components, lambda: cancel(controller, folders, job_id), controller, bash
+def start(job: script.Job, components: Sequence[Component]) -> StartedJob:
+    """Starts a job, which outlives this process."""
+    script.make_folders(job, components)
+    job_id = f"local-{uuid.uuid4().hex[:12]}"
+    path = job.folder / f"{job_id}_submission.sh"
+    path.write_text(script.local_script(job, components))
+    with script.batch_log(job.folder, job_id).open("ab") as log:
+        bash = subprocess.Popen(
+            ["bash", str(path), job_id],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
-
-
-class LocalHetJob(HetJob[HetLocalJob[Any]]):
-    """A job on this machine, and the process that runs its script."""
-
-    def __init__(
-        self,
-        job_id: str,
-        components: Sequence[HetLocalJob[Any]],
-        end: Any,  # noqa: ANN401
-        controller: ProcessId,
-        bash: "subprocess.Popen[bytes]",
-    ) -> None:
-        super().__init__(job_id, components, end)
-        self.controller = controller
-        self._bash = bash
-
-    def exit_code(self, timeout_s: float) -> int:
-        """Waits for the script to end; raises subprocess.TimeoutExpired."""
-        return self._bash.wait(timeout_s)
-
-
-def _component_job(
-    folder: Path, job_id: str, tasks: int, controller: ProcessId
-) -> HetLocalJob[Any]:
-    job: HetLocalJob[Any] = HetLocalJob(folder, job_id, range(tasks))
-    for task in (job, *job._sub_jobs):
-        task.controller = controller  # type: ignore[attr-defined]
-    return job
+    controller = ProcessId.of(bash.pid)
+    folders = [job.component_folder(component) for component in components]
+    ids = (job_id,) * len(components)
+    return StartedJob(job_id, ids, lambda: cancel(controller, folders, job_id), controller)
 
 
 def processes(folder: Path, job_id: str) -> list[ProcessId]:
     """The step that ran last in a component's folder: its launcher first, then its tasks."""
-    record = read_json(folder / f"{job_id}_processes.json") or {"processes": []}
+    record = read_json(ComponentPaths(folder, job_id).processes) or {"processes": []}
     return [ProcessId(entry["pid"], entry["start_time"]) for entry in record["processes"]]
 
 

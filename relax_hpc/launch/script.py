@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from submitit.slurm.slurm import _make_sbatch_string
-
+from relax_hpc.launch import requeue
 from relax_hpc.launch.placement import Component, groups
 from relax_hpc.launch.supervision import SUPERVISION, WAIT
+from relax_hpc.paths import RunPaths
 
 # Options that only mean something once in a heterogeneous job: component 0 says them.
-_LEADER_ONLY = {"output", "error", "open-mode", "job-name"}
+_LEADER_ONLY = {"output", "open-mode", "job-name"}
 
-# Fields of Resources that submitit takes under the same name.
+# Fields of Resources that are options of sbatch, with a dash for every underscore.
 _SAME_NAME = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constraint")
 
 # Slurm exports component 0's request to the batch script, where srun takes it for a default: a
@@ -45,12 +45,14 @@ class Job:
     """What the script needs to know besides its components."""
 
     name: str
-    folder: Path
-    """Absolute; component k keeps pickles, results and logs in `component_folder(k)`."""
+    run_dir: Path
+    """Absolute."""
     max_restarts: int = 0
     restart_delay_s: float = 2.0
-    run_dir: Path | None = None
-    """Where the summary is written at the end; toys have none."""
+    has_summary: bool = True
+    """Whether the end is summed up; toys of tests have nothing to sum up."""
+    task: tuple[str, ...] = ("-m", "relax_hpc.launch.entry")
+    """What Python runs in every task."""
     look_every_s: float = 15.0
     """How often Slurm is asked whether a step over several components is still there."""
     umask: int = 0o077
@@ -58,8 +60,18 @@ class Job:
     next_claim: Path | None = None
     """Is there once the run has been started anew: a job that begins then must end at once."""
 
-    def component_folder(self, index: int) -> Path:
-        return self.folder / f"c{index}"
+    @property
+    def folder(self) -> Path:
+        return RunPaths(self.run_dir).submission
+
+    def component_folder(self, component: Component) -> Path:
+        return RunPaths(self.run_dir).component(component.role)
+
+
+def make_folders(job: Job, components: Sequence[Component]) -> None:
+    """Makes the folders in which the script and the tasks write."""
+    for component in components:
+        job.component_folder(component).mkdir(parents=True, exist_ok=True)
 
 
 def slurm_script(job: Job, components: Sequence[Component]) -> str:
@@ -98,8 +110,8 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
             first[component.role] = first_gpu
             first_gpu += component.resources.gpus_per_node
     steps = [
-        _local_step(job, index, component, first[component.on or component.role])
-        for index, component in enumerate(components)
+        _local_step(job, component, first[component.on or component.role])
+        for component in components
     ]
     prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1"]
     return _assemble(["#!/bin/bash"], prepare, job, components, steps, ["--local"])
@@ -152,12 +164,12 @@ def _assemble(
         groups, steps = [[*range(len(components))]], [" : ".join(steps)]
     for group, step in zip(groups, steps, strict=True):
         lines += _supervised(job, {index: components[index] for index in group}, step)
-    if job.run_dir is not None and any(each.held_nodes > each.nodes for each in components):
+    if job.has_summary and any(each.held_nodes > each.nodes for each in components):
         module = [sys.executable, "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
         scaler = shlex.join([*module, *scaler_options])
         lines += [f'serve {scaler} --job-id "$job_id" --controller "$$" & scaler=$!', ""]
     lines.append(WAIT)
-    if job.run_dir is not None:
+    if job.has_summary:
         finish = shlex.join([sys.executable, "-m", "relax_hpc.runs.finish", str(job.run_dir)])
         lines.append(f'[ -n "$stopping" ] || {finish} || exit_code=1')
     lines += [
@@ -180,7 +192,7 @@ def _supervised(job: Job, components: Mapping[int, Component], step: str) -> lis
     """A function that keeps one step going, and a line that begins it."""
     role = "+".join(component.role for component in components.values())
     tasks = sum(component.tasks for component in components.values())
-    folders = [str(job.component_folder(index)) for index in components]
+    folders = [str(job.component_folder(component)) for component in components.values()]
     setup = [line for component in components.values() for line in component.resources.setup]
     name = f"component_{min(components)}"
     return [
@@ -211,26 +223,25 @@ def _environment(component: Component) -> list[str]:
 
 def _directives(job: Job, index: int, component: Component) -> list[str]:
     resources = component.resources
-    options: dict[str, Any] = {  # None leaves an option out, where submitit has a default
-        "wckey": None,
-        "job_name": job.name,
+    options: dict[str, Any] = {
+        "job-name": job.name,
         "nodes": component.held_nodes,
-        "ntasks_per_node": component.tasks_per_node,
-        "gpus_per_node": resources.gpus_per_node or None,
-        "additional_parameters": {"output": batch_log(job.folder, "%j")},
-        **{name: getattr(resources, name) for name in _SAME_NAME},
+        "ntasks-per-node": component.tasks_per_node,
+        "gpus-per-node": resources.gpus_per_node or None,
+        "open-mode": "append",
+        "output": batch_log(job.folder, "%j"),
+        "signal": f"{requeue.SIGNAL.name.removeprefix('SIG')}@{requeue.SIGNAL_AHEAD_S}",
+        **{name.replace("_", "-"): getattr(resources, name) for name in _SAME_NAME},
     }
-    text: str = _make_sbatch_string(
-        command="",
-        folder=job.component_folder(index),
-        use_srun=False,
-        stderr_to_stdout=True,
-        **options,
-    )
-    lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    if index:
-        lines = [line for line in lines if line.split("--")[1].split("=")[0] not in _LEADER_ONLY]
-    return [*lines, *(f"#SBATCH {_quoted(option)}" for option in resources.sbatch)]
+    said = {
+        name: value
+        for name, value in sorted(options.items())
+        if value is not None and not (index and name in _LEADER_ONLY)
+    }
+    return [
+        *(f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in said.items()),
+        *(f"#SBATCH {_quoted(option)}" for option in resources.sbatch),
+    ]
 
 
 def _quoted(option: str) -> str:
@@ -265,35 +276,34 @@ def _srun(job: Job, index: int, component: Component, first_rank: int, *, group:
         "--open-mode=append",
         *resources.srun,
     ]
-    command = _entry(job, index, component, first_rank)
-    return f"{shlex.join(options)} {_logs(job, index)} {command}"
+    command = _entry(job, component, first_rank, requeues=not index)
+    return f"{shlex.join(options)} {_logs(job, component)} {command}"
 
 
-def _local_step(job: Job, index: int, component: Component, first_gpu: int) -> str:
+def _local_step(job: Job, component: Component, first_gpu: int) -> str:
     options = [
         sys.executable,
         *("-m", "relax_hpc.launch.local_step", "--tasks", str(component.tasks)),
         *("--first-gpu", str(first_gpu), "--gpus", str(component.resources.gpus_per_node)),
     ]
-    folder = shlex.quote(str(job.component_folder(index)))
+    folder = shlex.quote(str(job.component_folder(component)))
     process = f'--controller "$$" --job-id "$job_id" --processes {folder}/"$job_id"_processes.json'
-    return (
-        f"{shlex.join(options)} {process} {_logs(job, index)} -- {_entry(job, index, component, 0)}"
-    )
+    return f"{shlex.join(options)} {process} {_logs(job, component)} -- {_entry(job, component)}"
 
 
-def _logs(job: Job, index: int) -> str:
+def _logs(job: Job, component: Component) -> str:
     # Not %j: in a step of component k that is the component's own id, while tasks name their files
     # by SLURM_JOB_ID, which is the leader's everywhere.
-    prefix = f'{shlex.quote(str(job.component_folder(index)))}/"$job_id"_%t_log'
+    prefix = f'{shlex.quote(str(job.component_folder(component)))}/"$job_id"_%t_log'
     return f"--output={prefix}.out --error={prefix}.err"
 
 
-def _entry(job: Job, index: int, component: Component, first_rank: int) -> str:
+def _entry(job: Job, component: Component, first_rank: int = 0, *, requeues: bool = False) -> str:
     command = [
-        component.resources.python or sys.executable,
-        *("-u", "-m", "relax_hpc.launch.entry", str(job.component_folder(index))),
-        *("--start", "@start@", "--last-start", str(job.max_restarts + 1)),
+        *(component.resources.python or sys.executable, "-u", *job.task),
+        *(str(job.run_dir), component.role, "--start", "@start@"),
+        *(["--requeues"] if requeues else []),
+        *(["--bootstrap", component.bootstrap] if component.bootstrap != "files" else []),
     ]
     if component.bootstrap == "mpi_job":
         command += ["--first-rank", str(first_rank), "--tasks", str(component.tasks)]

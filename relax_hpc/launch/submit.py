@@ -18,10 +18,9 @@ from relax_hpc.config.run import JobConfig, PromptsConfig, RunConfig
 from relax_hpc.config.sections import Resources, Section
 from relax_hpc.config.sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
-from relax_hpc.launch import component as task
+from relax_hpc.launch import local as local_job
 from relax_hpc.launch import preflight, record, script
-from relax_hpc.launch.jobs import Call, HetJob
-from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob
+from relax_hpc.launch.jobs import StartedJob
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.profiles import PROFILES
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
@@ -49,14 +48,14 @@ class Submission:
     components: tuple[Component, ...]
     number: int
     """Of the launch: 1 for `submit`, one more for every `resume`."""
-    job: HetJob[Any] | None
+    job: StartedJob | None
     """None after a dry run."""
 
     @property
     def job_ids(self) -> dict[str, str]:
         """Role -> what `squeue` and `scancel` call its component."""
-        jobs = self.job.components if self.job else []
-        return {c.role: job.job_id for c, job in zip(self.components, jobs, strict=False)}
+        ids = self.job.component_ids if self.job else ()
+        return {each.role: job_id for each, job_id in zip(self.components, ids, strict=False)}
 
     @property
     def job_id(self) -> str | None:
@@ -126,10 +125,9 @@ def plan(mode: Mode, config: JobConfig, components: Sequence[Component], number:
 def _job(config: JobConfig, number: int) -> script.Job:
     return script.Job(
         config.name,
-        RunPaths(config.run_dir).submission,
+        config.run_dir,
         config.launch.max_restarts,
         config.launch.restart_delay_s,
-        config.run_dir,
         next_claim=RunPaths(config.run_dir).launch_claim(number + 1),
         umask=permissions.UMASKS[config.launch.share],
     )
@@ -221,26 +219,21 @@ def start(
 ) -> Submission:
     """Starts a job and records it; what cannot be recorded is ended again."""
     job, components = _job(config, planned.number), planned.components
-    calls = [
-        Call(component, task.run, (component.role, str(paths.root), component.bootstrap))
-        for component in components
-    ]
-    executor = (HetSlurmExecutor if planned.mode == "slurm" else HetLocalExecutor)(job.folder)
-    submitted: HetJob[Any] = executor.submit_het(calls, job)
-    controller = submitted.controller if isinstance(submitted, LocalHetJob) else None
+    if planned.mode == "slurm":
+        submitted = HetSlurmExecutor(job.folder).submit_het(job, components)
+    else:
+        submitted = local_job.start(job, components)
     launched = LaunchRecord(
         planned.mode,
         submitted.job_id,
         tuple(
             LaunchedComponent(
-                component.role, its.job_id, component.tasks, job.component_folder(index)
+                component.role, job_id, component.tasks, job.component_folder(component)
             )
-            for index, (component, its) in enumerate(
-                zip(components, submitted.components, strict=True)
-            )
+            for component, job_id in zip(components, submitted.component_ids, strict=True)
         ),
         time.time(),
-        controller,
+        submitted.controller,
         socket.gethostname(),
         planned.number,
         tuple(reversed(before.all)) if before else (),

@@ -5,11 +5,9 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from submitit.core.utils import JobPaths
-
 from relax_hpc.launch.record import LaunchRecord
 from relax_hpc.launch.script import batch_log
-from relax_hpc.paths import RunPaths
+from relax_hpc.paths import ComponentPaths, RunPaths
 
 _ENDED = re.compile(r"^\S+ (?P<role>\S+): start (?P<start>\d+) ended with exit code (?P<code>\d+)$")
 _GAVE_UP = re.compile(r"^\S+ \S+: .*, giving up$")
@@ -77,7 +75,7 @@ def _last_words(launched: LaunchRecord, roles: list[str]) -> str:
         if component.role not in roles:
             continue
         for task in range(component.tasks):
-            lines = _tail(JobPaths(component.folder, launched.leader, task).stderr)
+            lines = _tail(ComponentPaths(component.folder, launched.leader).log(task, "err"))
             said = [line for line in lines if _ERROR.match(line)] or lines
             if said:
                 return f"{component.role}-{task}: {said[-1]}"

@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from submitit.core.utils import JobPaths
-
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record
 from relax_hpc.launch.script import batch_log
+from relax_hpc.paths import ComponentPaths
 
 _POLL_S = 0.5
 
@@ -66,9 +65,9 @@ def sources(run_dir: Path, role: str | None = None) -> list[tuple[str, Path]]:
         if role not in (None, component.role):
             continue
         for task in range(component.tasks):
-            paths = JobPaths(component.folder, launched.leader, task)
+            left = ComponentPaths(component.folder, launched.leader)
             source = f"{component.role}-{task}"
-            found += [(source, paths.stdout), (source, paths.stderr)]
+            found += [(source, left.log(task, "out")), (source, left.log(task, "err"))]
     if role in (None, "extra"):
         for folder in sorted((launched.folder / "extra").glob("extra-*")):
             found += [(folder.name, folder / "log.out"), (folder.name, folder / "log.err")]

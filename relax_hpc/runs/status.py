@@ -6,14 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import JobPaths
-
 from relax_hpc.launch import record, states
-from relax_hpc.launch.entry import succeeded
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.script import exit_code_file
-from relax_hpc.paths import RunPaths
+from relax_hpc.paths import ComponentPaths, RunPaths
 from relax_hpc.runs import engine_rows as scale_rows
 from relax_hpc.runs import failure
 from relax_hpc.runs.engine_rows import Row
@@ -223,10 +220,8 @@ def _status(
 
 
 def _finished_tasks(launched: LaunchRecord, component: LaunchedComponent) -> int:
-    tasks = range(component.tasks)
-    return sum(
-        succeeded(JobPaths(component.folder, launched.leader, task).result_pickle) for task in tasks
-    )
+    left = ComponentPaths(component.folder, launched.leader)
+    return sum(left.done(rank).exists() for rank in range(component.tasks))
 
 
 def _afterwards(launched: LaunchRecord, *, is_silent: bool) -> str:

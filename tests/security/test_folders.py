@@ -11,7 +11,7 @@ from adversary import bomb
 
 from relax_hpc import permissions
 from relax_hpc.errors import LaunchError
-from relax_hpc.launch.entry import check_folder, succeeded
+from relax_hpc.launch.entry import check_own
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
@@ -19,21 +19,19 @@ from relax_hpc.scratch import scratch_folder
 
 @pytest.fixture
 def paths(tmp_path):
-    """A run directory with a component whose call is a bomb."""
+    """A run directory where bombs stand in place of every file that a launcher might read."""
     paths = RunPaths(tmp_path / "run")
-    component = paths.submission / "c0"
     with permissions.masked(0o077):
-        component.mkdir(parents=True)
-        (component / "job_submitted.pkl").write_bytes(bomb(tmp_path / "executed"))
+        paths.component("actor").mkdir(parents=True)
+        for name in ("job_submitted.pkl", "job_0_result.pkl", "job_0_done"):
+            (paths.component("actor") / name).write_bytes(bomb(tmp_path / "executed"))
+        paths.config.write_bytes(bomb(tmp_path / "executed"))
     return paths
 
 
-def run_task(folder):
+def run_task(paths):
     return subprocess.run(
-        [
-            *(sys.executable, "-m", "relax_hpc.launch.entry", folder),
-            *("--start", "1", "--last-start", "1"),
-        ],
+        [sys.executable, "-m", "relax_hpc.launch.entry", paths.root, "actor", "--start", "1"],
         env=os.environ | {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "job",
                           "SUBMITIT_LOCAL_NTASKS": "1", "SUBMITIT_LOCAL_GLOBALID": "0"},
         capture_output=True, text=True, timeout=60, check=False,
@@ -41,51 +39,41 @@ def run_task(folder):
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])
-@pytest.mark.parametrize("place", [".", "submission", "submission/c0"])
+@pytest.mark.parametrize("place", [".", "submission", "submission/actor", "run.json"])
 def test_a_folder_that_others_may_write_is_refused(paths, place, mode):
-    check_folder(paths.submission / "c0")
+    check_own(paths, paths.component("actor"))
     (paths.root / place).chmod(mode)
     with pytest.raises(LaunchError) as error:
-        check_folder(paths.submission / "c0")
+        check_own(paths, paths.component("actor"))
     where = (paths.root / place).resolve()
     assert f"{where}: owner {os.geteuid()}, mode {mode:04o}: others" in str(error.value)
     assert f"chmod -R go-w {where}" in str(error.value)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-@pytest.mark.parametrize("place", [".", "submission", "submission/c0"])
+@pytest.mark.parametrize("place", [".", "submission", "submission/actor", "run.json"])
 def test_a_folder_of_another_user_is_refused(paths, place):
     os.chown(paths.root / place, 65534, -1)
-    with pytest.raises(LaunchError, match=r"owner 65534, mode 0700: is not of user 0"):
-        check_folder(paths.submission / "c0")
+    with pytest.raises(LaunchError, match=r"owner 65534, mode 0[67]00: is not of user 0"):
+        check_own(paths, paths.component("actor"))
 
 
-@pytest.mark.parametrize("place", ["submission", "submission/c0/job_submitted.pkl"])
+@pytest.mark.parametrize("place", ["submission", "run.json"])
 def test_a_task_executes_nothing_that_others_may_have_written(paths, place, tmp_path):
     (paths.root / place).chmod(0o777)
-    answer = run_task(paths.submission / "c0")
+    answer = run_task(paths)
     assert answer.returncode == 1
     assert answer.stdout == ""
     assert answer.stderr.count("\n") == 1 and f"{place}: owner" in answer.stderr
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_result_is_read_without_being_executed(tmp_path):
-    import pickle
-
-    mark, result = tmp_path / "executed", tmp_path / "result.pkl"
-    for content, good in (
-        (bomb(mark), False),
-        (pickle.dumps(("success", None)), True),
-        (pickle.dumps(("success", {"error": 1})), True),
-        (pickle.dumps(("error", "success")), False),
-        (pickle.dumps(("success", None))[:-1], False),
-        (b"", False),
-    ):
-        result.write_bytes(content)
-        assert succeeded(result) is good
-    assert not succeeded(tmp_path / "none")
-    assert not mark.exists()
+def test_what_lies_in_the_run_is_named_or_parsed_and_never_executed(paths, tmp_path):
+    assert run_task(paths).returncode == 0, "there is a mark of its end, whatever is in it"
+    (paths.component("actor") / "job_0_done").unlink()
+    answer = run_task(paths)
+    assert answer.returncode == 1 and f"{paths.config}: is not" in answer.stderr
+    assert not (tmp_path / "executed").exists()
 
 
 def test_a_secret_is_made_once_and_its_owners_alone(tmp_path):

@@ -3,9 +3,8 @@
 It shares with its group, which opens most. Under other umasks, tasks only write a file each.
 """
 
-import os
+import functools
 import stat
-import sys
 import tempfile
 import threading
 import time
@@ -13,24 +12,23 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
-import cloudpickle
 import psutil
 import pytest
+import toys
 from adversary import bomb, needs_another_user, open_to_nobody, talk
 from torch.distributed import DistError, TCPStore
 
 from relax_hpc import job_file, permissions
 from relax_hpc.demo import arithmetic, checkpoint
 from relax_hpc.fleet import members
-from relax_hpc.launch import component
+from relax_hpc.launch import script
+from relax_hpc.launch.script import Job
 from relax_hpc.launch.submit import submit
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs.cancel import cancel
 from relax_hpc.telemetry.events import read_events
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tasks do not import tests
 
 REPOSITORY = Path(__file__).parents[2]
 OWN_GROUP = "root"
@@ -184,22 +182,21 @@ def test_nobody_else_reads_or_writes_any_of_it(watched):
     assert open_to_nobody(everything(watched.paths)) == set()
 
 
-def leave(role, run_dir, _bootstrap):
-    """In place of a role: one file in the run, and one beside the call."""
-    for folder in (Path(run_dir) / "left", Path(os.environ["SUBMITIT_FOLDER"])):
-        folder.mkdir(exist_ok=True)
-        (folder / f"by-{role}").write_text("x")
-
-
 @pytest.mark.parametrize("umask", [0o002, 0o022])
 def test_a_run_that_is_not_shared_is_its_owners_alone_whatever_the_umask(
     folder, umask, monkeypatch
 ):
     """Real processes from bash to the entry of a task; what runs in it inherits their umask."""
     needs_another_user()
-    monkeypatch.setattr(component, "run", leave)
+    monkeypatch.setattr(script, "Job", functools.partial(Job, task=toys.TASK))
+    run = RunPaths(folder / "runs" / f"umask-{umask:03o}")
+    places = {role: (run.root / "left", run.component(role)) for role in ("rollout", "actor")}
+    calls = {
+        role: ["leave", *(place / f"by-{role}" for place in both)] for role, both in places.items()
+    }
+    toys.write(run.root.parent, **calls)
     with submitted(folder, umask, actor__tensor_parallel=1) as paths:
-        wait_for(lambda: len(list(paths.submission.glob("*/*_result.pkl"))) == 2, 60, paths)
+        wait_for(lambda: len(list(paths.submission.glob("*/*_done"))) == 2, 60, paths)
     found = everything(paths)
     assert len([path for path in found if path.name in {"by-actor", "by-rollout"}]) == 4
     assert len([path for path in found if path.name.endswith(("_log.out", "_log.err"))]) == 4

@@ -1,69 +1,42 @@
-"""The local executor, end to end with toy functions in real processes."""
+"""The job without Slurm, end to end with toys in real processes."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-import cloudpickle
 import psutil
 import pytest
-from submitit import JobEnvironment
-from submitit.core.utils import FailedJobError
+import toys
+from toys import exit_code, results, until
 
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.config.sections import Resources
-from relax_hpc.errors import MismatchError
-from relax_hpc.launch import component
-from relax_hpc.launch.jobs import Call
-from relax_hpc.launch.local import HetLocalExecutor, LocalHetJob, processes
+from relax_hpc.launch import local
+from relax_hpc.launch.local import processes
 from relax_hpc.launch.placement import Component
-from relax_hpc.launch.script import Job
-
-cloudpickle.register_pickle_by_value(sys.modules[__name__])  # tasks do not import tests
+from relax_hpc.paths import ComponentPaths, RunPaths
 
 
-def who_am_i(role):
-    return component.task_context(role)
-
-
-def kill_yourself_at_the_first_start(role):
-    context = component.task_context(role)
-    if context.start == 1 and context.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return context.start
-
-
-def raise_until(start, message):
-    if component.start_count.get() < start:
-        raise ValueError(message)
-    return component.start_count.get()
-
-
-def wait_forever_with_a_child(pid_file):
-    child = os.fork()
-    if child == 0:
-        time.sleep(3600)
-    Path(f"{pid_file}-{JobEnvironment().global_rank}").write_text(f"{os.getpid()} {child}")
-    time.sleep(3600)
-
-
-def launch(folder, calls, **options) -> LocalHetJob:
-    executor = HetLocalExecutor(folder)
-    return executor.submit_het(calls, Job("toy", folder.absolute(), restart_delay_s=0.1, **options))
+def launch(run_dir, components, calls, **options):
+    toys.write(run_dir, **calls)
+    return local.start(toys.job(run_dir, **options), components)
 
 
 def tasks(role, count, **resources):
     return Component(role, count, Resources(**resources))
 
 
-def until(condition, timeout_s=30.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "timeout"
-        time.sleep(0.05)
+def printed(run_dir, job, component, stream="err", rank=0):
+    return (
+        ComponentPaths(RunPaths(run_dir).component(component), job.job_id)
+        .log(rank, stream)
+        .read_text()
+    )
+
+
+def script_log(run_dir, job):
+    return (RunPaths(run_dir).submission / f"{job.job_id}_batch.log").read_text()
 
 
 def alive(pid):
@@ -87,74 +60,66 @@ def test_a_process_is_found_by_its_number_and_start_until_it_has_ended():
 
 
 def test_both_components_run_and_every_task_knows_who_it_is(tmp_path):
-    job = launch(tmp_path, [
-        Call(tasks("rollout", 2), who_am_i, ("rollout",)),
-        Call(tasks("actor", 1), who_am_i, ("actor",)),
-    ])  # fmt: skip
-    rollout, actor = job.results()
-    assert [(task.name, task.size, task.start) for task in rollout] == [
+    components = [tasks("rollout", 2), tasks("actor", 1)]
+    job = launch(tmp_path, components, {"rollout": ["who_am_i"], "actor": ["who_am_i"]})
+    assert exit_code(tmp_path, job.job_id, 60) == 0
+    tasks_of_rollout = results(tmp_path, "rollout", 2)
+    assert [(task["name"], task["size"], task["start"]) for task in tasks_of_rollout] == [
         ("rollout-0", 2, 1), ("rollout-1", 2, 1)]  # fmt: skip
-    assert [task.name for task in actor] == ["actor-0"]
-    assert actor[0].attempt == f"{job.job_id}.0"
-    assert job.exit_code(30) == 0
+    [actor] = results(tmp_path, "actor", 1)
+    assert (actor["name"], actor["attempt"]) == ("actor-0", f"{job.job_id}.0")
 
 
 @pytest.mark.parametrize("name", ["with space", "a'quote", 'double"quote', "dollar$HOME", "a;b&c"])
 def test_hostile_folder_names_are_only_names(tmp_path, name):
-    job = launch(tmp_path / name, [Call(tasks("role with 'quote", 1), raise_until, (1, "x"))])
-    assert job.results() == [[1]]
+    role, run_dir = "role with 'quote", tmp_path / name
+    job = launch(run_dir, [tasks(role, 1)], {role: ["raise_until", 1, "x"]})
+    assert exit_code(run_dir, job.job_id, 30) == 0
+    assert results(run_dir, role, 1) == [1]
 
 
 def test_a_killed_task_has_its_whole_step_started_again_in_place(tmp_path):
-    job = launch(tmp_path, [
-        Call(tasks("rollout", 2), kill_yourself_at_the_first_start, ("rollout",)),
-        Call(tasks("actor", 1), who_am_i, ("actor",)),
-    ], max_restarts=1)  # fmt: skip
-    assert job.exit_code(60) == 0  # before, a result of the first start may still lie there
-    rollout, actor = job.results()
-    assert rollout == [2, 2], "a finished rank starts again together with its peers"
-    assert actor[0].start == 1, "the other component was left alone"
+    calls = {"rollout": ["kill_yourself_at_the_first_start"], "actor": ["who_am_i"]}
+    job = launch(tmp_path, [tasks("rollout", 2), tasks("actor", 1)], calls, max_restarts=1)
+    assert exit_code(tmp_path, job.job_id, 60) == 0
+    again = results(tmp_path, "rollout", 2)
+    assert again == [2, 2], "a finished rank starts again together with its peers"
+    assert results(tmp_path, "actor", 1)[0]["start"] == 1, "the other component was left alone"
 
 
-def test_an_exception_that_is_followed_by_a_restart_leaves_no_result(tmp_path):
-    job = launch(tmp_path, [Call(tasks("actor", 1), raise_until, (3, "not yet"))], max_restarts=2)
-    assert job.results() == [[3]]
-    assert "ValueError: not yet" in job.components[0].stderr()
+def test_an_exception_is_followed_by_a_restart_while_there_is_one(tmp_path):
+    calls = {"actor": ["raise_until", 3, "not yet"]}
+    job = launch(tmp_path, [tasks("actor", 1)], calls, max_restarts=2)
+    assert exit_code(tmp_path, job.job_id, 60) == 0
+    assert results(tmp_path, "actor", 1) == [3]
+    assert "ValueError: not yet" in printed(tmp_path, job, "actor")
 
 
 def test_a_component_without_restarts_left_ends_the_others_and_says_why(tmp_path):
-    job = launch(tmp_path, [
-        Call(tasks("rollout", 1), wait_forever_with_a_child, (tmp_path / "pids",)),
-        Call(tasks("actor", 1), raise_until, (9, "boom in the actor")),
-    ], max_restarts=1)  # fmt: skip
-    error = job.components[1].exception()
-    assert isinstance(error, FailedJobError) and "boom in the actor" in str(error)
-    assert job.exit_code(30) != 0
-    until(lambda: job.components[0].done())
-    log = (tmp_path / f"{job.job_id}_batch.log").read_text()
-    assert "actor: failed 2 times, giving up" in log
-
-
-def fail_for_good(mark):
-    with Path(mark).open("a") as file:
-        file.write(f"{component.start_count.get()} ")
-    raise MismatchError("it will be no better")
+    calls = {
+        "rollout": ["wait_forever_with_a_child", tmp_path / "pids"],
+        "actor": ["raise_until", 9, "boom in the actor"],
+    }
+    job = launch(tmp_path, [tasks("rollout", 1), tasks("actor", 1)], calls, max_restarts=1)
+    assert exit_code(tmp_path, job.job_id, 60) != 0
+    assert "boom in the actor" in printed(tmp_path, job, "actor")
+    left = processes(RunPaths(tmp_path).component("rollout"), job.job_id)
+    until(lambda: not any(each.find() for each in left))
+    assert "actor: failed 2 times, giving up" in script_log(tmp_path, job)
 
 
 def test_an_error_that_no_restart_cures_ends_the_job_at_once(tmp_path):
-    folder = tmp_path / "a [b]"
-    call = Call(tasks("actor", 2), fail_for_good, (tmp_path / "starts",))
-    job = launch(folder, [call], max_restarts=3)
-    assert job.exit_code(60) != 0
-    # Whichever fails first, the other is told to end, maybe before it has a result.
-    errors = [task.exception() for task in job.components[0]._sub_jobs]
-    failures = [str(error) for error in errors if isinstance(error, FailedJobError)]
-    assert failures and all("it will be no better" in failure for failure in failures)
-    log = (folder / f"{job.job_id}_batch.log").read_text()
-    assert "actor: would fail again in the same way, giving up" in log
+    run_dir = tmp_path / "a [b]"
+    calls = {"actor": ["fail_for_good", tmp_path / "starts"]}
+    job = launch(run_dir, [tasks("actor", 2)], calls, max_restarts=3)
+    assert exit_code(run_dir, job.job_id, 60) != 0
+    # Whichever fails first, the other is told to end, maybe before it has failed.
+    said = [printed(run_dir, job, "actor", rank=rank) for rank in range(2)]
+    assert any("it will be no better" in words for words in said)
+    assert "actor: would fail again in the same way, giving up" in script_log(run_dir, job)
     assert set((tmp_path / "starts").read_text().split()) == {"1"}
-    mark = folder / "c0" / f"{job.job_id}_0_final"
-    assert mark.exists() or mark.with_name(f"{job.job_id}_1_final").exists()
+    left = ComponentPaths(RunPaths(run_dir).component("actor"), job.job_id)
+    assert left.final(0).exists() or left.final(1).exists()
 
 
 def pids_of(folder, ranks):
@@ -164,25 +129,27 @@ def pids_of(folder, ranks):
 
 
 def test_cancel_leaves_nothing_alive_and_touches_nothing_else(tmp_path):
-    calls = [Call(tasks("rollout", 2), wait_forever_with_a_child, (tmp_path / "pids",))]
-    other = Call(tasks("actor", 1), wait_forever_with_a_child, (tmp_path / "other-pids",))
-    bystander = launch(tmp_path / "other", [other])
-    job = launch(tmp_path, calls, max_restarts=3)
+    toy = "wait_forever_with_a_child"
+    other = {"actor": [toy, tmp_path / "other-pids"]}
+    bystander = launch(tmp_path / "other", [tasks("actor", 1)], other)
+    calls = {"rollout": [toy, tmp_path / "pids"]}
+    job = launch(tmp_path, [tasks("rollout", 2)], calls, max_restarts=3)
     pids = pids_of(tmp_path, 2)
     until((tmp_path / "other-pids-0").exists)
     job.cancel()
     assert not any(alive(pid) for pid in pids)
-    assert job.exit_code(10) == 143
-    assert not bystander.done()
+    assert exit_code(tmp_path, job.job_id, 10) == 143
+    assert bystander.controller.find()
+    assert all(alive(pid) for pid in map(int, (tmp_path / "other-pids-0").read_text().split()))
     bystander.cancel()
 
 
 @pytest.mark.parametrize("victim", ["controller", "launcher"])
 def test_nothing_survives_when_what_started_it_is_killed(tmp_path, victim):
-    job = launch(tmp_path, [
-        Call(tasks("rollout", 2), wait_forever_with_a_child, (tmp_path / "pids",))])  # fmt: skip
+    calls = {"rollout": ["wait_forever_with_a_child", tmp_path / "pids"]}
+    job = launch(tmp_path, [tasks("rollout", 2)], calls)
     pids = pids_of(tmp_path, 2)[::2]
-    launcher = processes(tmp_path / "c0", job.job_id)[0].pid
+    launcher = processes(RunPaths(tmp_path).component("rollout"), job.job_id)[0].pid
     os.kill(job.controller.pid if victim == "controller" else launcher, signal.SIGKILL)
     until(lambda: not any(alive(pid) for pid in [*pids, launcher]))
     for path in tmp_path.glob("pids-*"):  # grandchildren of a killed launcher are beyond reach

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from relax_hpc.cli.main import app
 from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError, RelaxError
-from relax_hpc.launch import preflight, script, slurm, states
+from relax_hpc.launch import preflight, requeue, script, states
 from relax_hpc.launch.placement import Component
 from relax_hpc.paths import RunPaths
 from relax_hpc.scale import listing as scale_list
@@ -191,18 +191,11 @@ def test_where_slurm_gives_no_partitions_one_line_says_so_and_what_to_do(run):
     )
 
 
-def test_a_requeue_that_is_refused_is_one_line_in_the_log_and_no_traceback(
-    run, monkeypatch, caplog
-):
+def test_a_requeue_that_is_refused_is_one_line_in_the_log_and_no_traceback(run, caplog):
     (run.folder / "scontrol").write_text(
         "#!/bin/bash\necho Requested operation is presently disabled >&2; exit 1\n"
     )
-    monkeypatch.setattr(slurm, "_END_WAIT_S", 0)
-    folder = run.run_dir / "submission" / "c0"
-    monkeypatch.setenv("SUBMITIT_FOLDER", str(folder))
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(slurm.HetSlurmJobEnvironment, "_wait_for_components", lambda *_: None)
-    slurm.HetSlurmJobEnvironment()._requeue(3)
+    requeue.ask("7", run.run_dir)
     [line] = [each.getMessage() for each in caplog.records]
     assert line == (
         "the job is not requeued (scontrol: Requested operation is presently disabled): once it "

@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from submitit.core.utils import cloudpickle_dump
 
 from relax_hpc.config.sections import Resources
 from relax_hpc.launch import script
@@ -37,8 +36,8 @@ COMPONENTS = [
 ]
 
 
-def job(folder):
-    return script.Job("my-run", Path(folder), 3, 2.0, Path("/runs/it's here"))
+def job(run_dir):
+    return script.Job("my-run", Path(run_dir), 3, 2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +48,7 @@ def same_interpreter(monkeypatch):
 @pytest.mark.parametrize("mode", ["slurm", "local"])
 def test_the_script_is_the_one_written_down(mode):
     write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
-    assert (
-        write(job("/runs/it's here/submission"), COMPONENTS) == (GOLDEN / f"{mode}.sh").read_text()
-    )
+    assert write(job("/runs/it's here"), COMPONENTS) == (GOLDEN / f"{mode}.sh").read_text()
 
 
 @pytest.mark.parametrize("folder", ["/a b", "/it's", '/"', "/$HOME", "/`id`", "/;|&<>()", "/-n"])
@@ -123,7 +120,8 @@ def test_components_of_one_mpi_world_are_one_step_that_is_restarted_whole():
     text = script.slurm_script(job("/runs/it"), parts)
     [line] = [line for line in text.splitlines() if line.strip().startswith("supervise ")]
     told, step = line.split(" -- ")
-    assert told.split() == ["supervise", "rollout+actor", "6", "/runs/it/c0", "/runs/it/c1"]
+    folders = [f"/runs/it/submission/{role}" for role in ("rollout", "actor")]
+    assert told.split() == ["supervise", "rollout+actor", "6", *folders]
     first, second = step.split(" : ")
     assert first.startswith("srun --het-group=0 ") and second.startswith("--het-group=1 ")
     assert first.endswith("--first-rank 0 --tasks 2") and "--mpi=pmix" in first
@@ -142,12 +140,11 @@ def test_the_fences_of_pmix_are_a_ring_unless_the_submitter_says_otherwise():
 # it does not hear TERM. The first time a task had failed, the second time all had succeeded.
 DEAF_SRUN = """#!/bin/bash
 cd "$(dirname "$0")"
-outcome=error
-[ ! -e called ] || outcome=success
+touch submission/rollout/7_0_done
+[ ! -e called ] || touch submission/actor/7_0_done
 touch called
-cp success c0/7_0_result.pkl; cp $outcome c1/7_0_result.pkl
 sleep 60 & echo $! > task
-echo 7.0 $! > c0/7_step
+echo 7.0 $! > submission/rollout/7_step
 trap '' TERM
 while true; do sleep 0.05; done
 """
@@ -162,16 +159,15 @@ case $times in 1) exit 1 ;; 2) echo 7.0 ;; *) echo 7.1 ;; esac
 """
 
 
-def test_srun_that_does_not_end_after_its_step_is_killed_and_the_results_say_how_it_went(tmp_path):
+def test_srun_that_does_not_end_after_its_step_is_killed_and_marks_say_how_it_went(
+    tmp_path,
+):
     parts = [Component(role, 1, Resources(mpi="pmix"), "mpi_job") for role in ("rollout", "actor")]
-    toy = script.Job("toy", tmp_path, 1, 0.0, look_every_s=0.1)
+    toy = script.Job("toy", tmp_path, 1, 0.0, has_summary=False, look_every_s=0.1)
     for name, text in (("srun", DEAF_SRUN), ("squeue", SQUEUE)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    for folder in ("c0", "c1"):
-        (tmp_path / folder).mkdir()
-    cloudpickle_dump(("success", [1]), tmp_path / "success")
-    cloudpickle_dump(("error", "Traceback: no success"), tmp_path / "error")
+    script.make_folders(toy, parts)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     command = ["bash", "-c", script.slurm_script(toy, parts)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
@@ -182,7 +178,7 @@ def test_srun_that_does_not_end_after_its_step_is_killed_and_the_results_say_how
         "step 7.0 has ended, its srun has not: killing srun",
         "rollout+actor: start 2 ended with exit code 0",
     ]
-    assert done.returncode == 0 and (tmp_path / "7_exit_code").read_text() == "0\n"
+    assert done.returncode == 0 and (toy.folder / "7_exit_code").read_text() == "0\n"
     asked = len((tmp_path / "asked").read_text().splitlines())
     # More where a task that was killed is a zombie for a while.
     assert asked >= 7 + 2, "silence, a step that is there and a task that is do not count"

@@ -14,8 +14,8 @@ from relax_hpc.cli.main import app
 from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved, validate
-from relax_hpc.launch import preflight, record
-from relax_hpc.launch.local import HetLocalExecutor, processes
+from relax_hpc.launch import local, preflight, record
+from relax_hpc.launch.local import processes
 from relax_hpc.launch.submit import submit
 from relax_hpc.paths import RunPaths
 from relax_hpc.runs import logs
@@ -89,7 +89,7 @@ def test_a_run_that_cannot_work_is_refused_and_leaves_nothing(tmp_path, job, cha
 @pytest.mark.parametrize("at", ["relax_hpc.bus.layout.create", "relax_hpc.launch.record.write"])
 def test_a_disk_that_is_full_while_a_run_is_made_leaves_nothing(tmp_path, job, monkeypatch, at):
     started = []
-    start = HetLocalExecutor.submit_het
+    start = local.start
 
     def starting(*args):
         started.append(start(*args))
@@ -98,7 +98,7 @@ def test_a_disk_that_is_full_while_a_run_is_made_leaves_nothing(tmp_path, job, m
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(HetLocalExecutor, "submit_het", starting)
+    monkeypatch.setattr(local, "start", starting)
     monkeypatch.setattr(at, full)
     with pytest.raises(LaunchError, match="No space left on device; nothing was started") as error:
         submit(job(), local=True)

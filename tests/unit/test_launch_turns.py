@@ -7,7 +7,7 @@ import pytest
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
-from relax_hpc.launch import preflight, script, slurm
+from relax_hpc.launch import preflight, script
 from relax_hpc.launch.placement import groups, place
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
@@ -66,13 +66,6 @@ def test_further_components_are_numbered_as_slurm_numbers_them(tmp_path):
     text = script.slurm_script(script.Job("run", tmp_path), components)
     steps = re.findall(r"srun --het-group=(\d)", text)
     assert steps == ["0", "0", "1"]
-
-
-def test_files_of_a_component_are_named_by_the_jobs_first_one(tmp_path):
-    """Inside every step Slurm gives that id."""
-    job = slurm.HetComponentJob(tmp_path, "12+1", range(2))
-    assert (job.job_id, job.paths.stdout.name) == ("12+1", "12_0_log.out")
-    assert job.paths.result_pickle.name == "12_0_result.pkl"
 
 
 def test_on_this_machine_both_see_the_same_gpus(tmp_path):

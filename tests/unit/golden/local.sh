@@ -17,13 +17,15 @@ join() {
   done
 }
 
-# srun has been seen to say 0 after a node failed; a task that returned has left its result, which
-# begins with its outcome.
-all_succeeded() { # all_succeeded TASKS FOLDER...
-  local files=() count tasks=$1 folder
+# srun has been seen to say 0 after a node failed; a task that has returned leaves a mark.
+all_done() { # all_done TASKS FOLDER...
+  local count=0 tasks=$1 folder mark
   shift
-  for folder in "$@"; do files+=("$folder/$job_id"_*_result.pkl); done
-  count=$(LC_ALL=C grep -laF $'\x8c\x07success' "${files[@]}" 2>/dev/null | wc -l)
+  for folder in "$@"; do
+    for mark in "$folder/$job_id"_*_done; do
+      [ ! -e "$mark" ] || count=$((count + 1))
+    done
+  done
   [ "$count" -ge "$tasks" ]
 }
 
@@ -77,8 +79,8 @@ supervise() {
     join "$step"
     [ -z "$watch" ] || kill "$watch" 2>/dev/null
     case $status in # 137: killed, maybe by end_deaf
-      0) all_succeeded "$tasks" "${folders[@]}" || status=1 ;;
-      137) ! all_succeeded "$tasks" "${folders[@]}" || status=0 ;;
+      0) all_done "$tasks" "${folders[@]}" || status=1 ;;
+      137) ! all_done "$tasks" "${folders[@]}" || status=0 ;;
     esac
     echo "$(date +%FT%T) $role: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
@@ -94,8 +96,8 @@ supervise() {
       exit "$status"
     fi
     start=$((start + 1))
-    # A rank that had finished takes part again: a slow one must not find all results there.
-    for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_result.pkl; done
+    # A rank that had finished takes part again: a slow one must not find all marks there.
+    for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_done; done
     sleep "$restart_delay_s"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
@@ -127,12 +129,12 @@ failed=''
 component_0() {
   module load cuda
   export NCCL_CUMEM_ENABLE=0
-  supervise rollout 4 '/runs/it'"'"'s here/submission/c0' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/c0'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.err -- /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c0' --start @start@ --last-start 4
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/rollout'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err -- /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --bootstrap mpi
 }
 component_0 & components+=($!)
 
 component_1() {
-  supervise actor 2 '/runs/it'"'"'s here/submission/c1' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 2 --first-gpu 4 --gpus 0 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/c1'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.err -- /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c1' --start @start@ --last-start 4
+  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 2 --first-gpu 4 --gpus 0 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/actor'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err -- /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@
 }
 component_1 & components+=($!)
 

@@ -38,13 +38,15 @@ join() {
   done
 }
 
-# srun has been seen to say 0 after a node failed; a task that returned has left its result, which
-# begins with its outcome.
-all_succeeded() { # all_succeeded TASKS FOLDER...
-  local files=() count tasks=$1 folder
+# srun has been seen to say 0 after a node failed; a task that has returned leaves a mark.
+all_done() { # all_done TASKS FOLDER...
+  local count=0 tasks=$1 folder mark
   shift
-  for folder in "$@"; do files+=("$folder/$job_id"_*_result.pkl); done
-  count=$(LC_ALL=C grep -laF $'\x8c\x07success' "${files[@]}" 2>/dev/null | wc -l)
+  for folder in "$@"; do
+    for mark in "$folder/$job_id"_*_done; do
+      [ ! -e "$mark" ] || count=$((count + 1))
+    done
+  done
   [ "$count" -ge "$tasks" ]
 }
 
@@ -98,8 +100,8 @@ supervise() {
     join "$step"
     [ -z "$watch" ] || kill "$watch" 2>/dev/null
     case $status in # 137: killed, maybe by end_deaf
-      0) all_succeeded "$tasks" "${folders[@]}" || status=1 ;;
-      137) ! all_succeeded "$tasks" "${folders[@]}" || status=0 ;;
+      0) all_done "$tasks" "${folders[@]}" || status=1 ;;
+      137) ! all_done "$tasks" "${folders[@]}" || status=0 ;;
     esac
     echo "$(date +%FT%T) $role: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
@@ -115,8 +117,8 @@ supervise() {
       exit "$status"
     fi
     start=$((start + 1))
-    # A rank that had finished takes part again: a slow one must not find all results there.
-    for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_result.pkl; done
+    # A rank that had finished takes part again: a slow one must not find all marks there.
+    for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_done; done
     sleep "$restart_delay_s"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
@@ -148,12 +150,12 @@ failed=''
 component_0() {
   module load cuda
   export NCCL_CUMEM_ENABLE=0
-  supervise rollout 4 '/runs/it'"'"'s here/submission/c0' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c0'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c0' --start @start@ --last-start 4
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --requeues --bootstrap mpi
 }
 component_0 & components+=($!)
 
 component_1() {
-  supervise actor 2 '/runs/it'"'"'s here/submission/c1' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/c1'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here/submission/c1' --start @start@ --last-start 4
+  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@
 }
 component_1 & components+=($!)
 

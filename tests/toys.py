@@ -1,0 +1,143 @@
+"""Toys in place of roles, in real processes: a task runs this file instead of the entry.
+
+`launch` and its sisters write down which toy each component is, and read what its tasks returned.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from submitit import JobEnvironment
+
+from relax_hpc.errors import MismatchError
+from relax_hpc.launch import entry
+from relax_hpc.launch.script import Job, exit_code_file
+from relax_hpc.paths import RunPaths
+
+TASK = (str(Path(__file__).absolute()),)
+
+
+def job(run_dir, **options):
+    options = {"restart_delay_s": 0.1, "has_summary": False, "task": TASK, **options}
+    return Job("toy", Path(run_dir).absolute(), **options)
+
+
+def write(run_dir, **calls):
+    """Says what the tasks of each component do: the name of a toy, and its arguments."""
+    Path(run_dir).mkdir(parents=True, exist_ok=True)
+    (Path(run_dir) / "toys.json").write_text(json.dumps(calls, default=str))
+
+
+def results(run_dir, component, tasks):
+    """What the tasks of a component returned in the start that was the last."""
+    paths = [RunPaths(Path(run_dir)).component(component) / f"{n}.json" for n in range(tasks)]
+    return [json.loads(path.read_text()) for path in paths]
+
+
+def exit_code(run_dir, job_id, timeout_s):
+    """Waits for the script to end; what it left."""
+    path = exit_code_file(RunPaths(Path(run_dir)).submission, job_id)
+    until(lambda: path.exists() and path.read_text(), timeout_s)
+    return int(path.read_text())
+
+
+def until(condition, timeout_s=30.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timeout"
+        time.sleep(0.05)
+
+
+def play(run_dir, context, _bootstrap):
+    """Plays the toy of this task's component, and writes down what it returns."""
+    written = [folder / "toys.json" for folder in (run_dir, run_dir.parent)]
+    path = next(path for path in written if path.exists())
+    name, *arguments = json.loads(path.read_text())[context.role]
+    result = globals()[name](context, *arguments)
+    path = RunPaths(run_dir).component(context.role) / f"{context.rank}.json"
+    path.write_text(json.dumps(result))
+
+
+def who_am_i(context):
+    print(f"this is {context.name}")
+    me = {**asdict(context), "name": context.name, "nodes": JobEnvironment().num_nodes}
+    return {**me, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+
+def kill_yourself_at_the_first_start(context, *, others_wait=False):
+    if context.start == 1 and context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if others_wait and context.rank == 0 and context.start == 1:
+        time.sleep(3600)  # only its step can end it
+    return context.start
+
+
+def be_killed_while_others_wait(context):
+    return kill_yourself_at_the_first_start(context, others_wait=True)
+
+
+def raise_until(context, start, message):
+    if context.start < start:
+        raise ValueError(message)
+    return context.start
+
+
+def wait_forever_with_a_child(context, pid_file):
+    child = os.fork()
+    if child == 0:
+        time.sleep(3600)
+    Path(f"{pid_file}-{context.rank}").write_text(f"{os.getpid()} {child}")
+    time.sleep(3600)
+
+
+def fail_for_good(context, mark):
+    with Path(mark).open("a") as file:
+        file.write(f"{context.start} ")
+    raise MismatchError("it will be no better")
+
+
+def sleep_for_ever(_context, started):
+    Path(started).touch()
+    time.sleep(3600)
+
+
+def sleep_at_the_first_attempt(context, started):
+    Path(started).touch()
+    while context.attempt.endswith(".0"):
+        time.sleep(0.1)
+    return context.attempt
+
+
+def leave(_context, *paths):
+    for path in map(Path, paths):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+
+
+def mpi_world(_context):
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    return world.rank, world.size, world.allgather(MPI.Get_processor_name())
+
+
+def world_of_the_job(context):
+    from mpi4py import MPI
+
+    from relax_hpc.comm.world import MpiWorld
+
+    if context.role == "actor" and context.rank == 0 and context.start == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    world = MpiWorld.of_step(context.size, context.role)
+    print(f"this is {context.name}")
+    all_ranks = world.allgather(context.role)
+    return context.name, context.start, MPI.COMM_WORLD.size, world.rank, all_ranks
+
+
+if __name__ == "__main__":
+    sys.path.pop(0)  # tests are no package
+    entry.main(play)
