@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from relax_hpc.bench import plain_load, train
+from relax_hpc.bench import plain_load
 from relax_hpc.bench.report import Row
+from relax_hpc.bench.shapes import SHAPES, model_folder
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.pool import Endpoint, Pool
@@ -83,7 +84,7 @@ def measure(
     """Starts an engine and lets all ways take turns, each round in another order.
 
     Args:
-        shape: a name of `bench.train.SHAPES` (random weights), or a model's folder.
+        shape: a name of `bench.shapes.SHAPES` (random weights), or a model's folder.
         kind: "sglang" or "embedded"; the latter needs a folder with weights.
         load: what to ask.
         repeats: rounds of turns.
@@ -178,12 +179,12 @@ def _config(
     import torch
 
     args: dict[str, Any] = {}
-    if kind == "sglang" and shape in train.SHAPES:
+    if kind == "sglang" and shape in SHAPES:
         args = {"load_format": "dummy"}
     tree = {
         "name": "bench",
         "model": {
-            "path": str(train.model_folder(shape, scratch)),
+            "path": str(model_folder(shape, scratch)),
             "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         },
         "prompts": {"train": "unused", "heldout": "unused"},

@@ -15,9 +15,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc.bench import train, wire
+from relax_hpc.bench import shapes, train, wire
 from relax_hpc.bench.steady_load import SteadyLoad
 from relax_hpc.bench.sync_figures import Figures, Gap, Update
+from relax_hpc.bench.sync_task import ATTEMPT, Task
+from relax_hpc.bench.train_task import grid_name
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.process import start_engine
@@ -26,42 +28,12 @@ from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.job_file import with_overrides
 from relax_hpc.launch import preflight
-from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
 
-LOGPROB_VERSIONS = (0, 1, 10)
-"""After which the engines' logprobs are compared with the trainer's."""
 _FEWEST = 3
 """Updates between which engines are looked at."""
-ATTEMPT = "1"
-"""Of the engines' start."""
 _SEGMENTS = "PYTORCH_CUDA_ALLOC_CONF"
-
-
-class Task(NamedTuple):
-    """What the ranks of the trainer are told."""
-
-    config: RunConfig
-    shape: str
-    updates: int
-    first_gpu_of_engines: int
-    compare_logprobs: bool
-    every_s: float
-    """From the end of an update to the next."""
-
-    @property
-    def is_colocated(self) -> bool:
-        """Engines are on the trainer's GPUs."""
-        return self.config.rollout.placement == "actor"
-
-    @property
-    def paths(self) -> RunPaths:
-        return RunPaths(self.config.run_dir)
-
-    @property
-    def results(self) -> Path:
-        return self.config.run_dir / "figures.json"
 
 
 def measure(
@@ -83,7 +55,7 @@ def measure(
     """Publishes `updates` versions after version 0.
 
     Args:
-        shape: a name of `train.SHAPES`, or a folder with a config.json.
+        shape: a name of `shapes.SHAPES`, or a folder with a config.json.
         grid: of the trainer, as `train.measure` takes it.
         kind: of the engines, sglang or embedded.
         engines: each on `engine_tp` GPUs after the trainer's.
@@ -130,7 +102,7 @@ def measure(
             speeds = _speeds(load, done, every_s) if compare_load and in_flight else _NO_SPEEDS
     return Figures(
         shape,
-        train.grid_name(task.config.actor),
+        grid_name(task.config.actor),
         f"{engines} {kind}, tp{engine_tp}",
         in_flight,
         done,
@@ -140,10 +112,6 @@ def measure(
         load.failed,
         *speeds,
     )
-
-
-def grid_size(task: Task) -> int:
-    return task.config.actor.world_size
 
 
 def _task(
@@ -186,7 +154,7 @@ def _task(
 
 
 def _with_model(config: RunConfig, shape: str, folder: Path) -> RunConfig:
-    model = train.model_folder(shape, folder)
+    model = shapes.model_folder(shape, folder)
     return config.model_copy(update={"model": config.model.model_copy(update={"path": model})})
 
 
@@ -272,7 +240,7 @@ def _run_ranks(task: Task) -> None:
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=sync_rank.run, args=(rank, task), daemon=False)
-        for rank in range(grid_size(task))
+        for rank in range(task.num_ranks)
     ]
     train.run_to_end(ranks)
     if not task.results.exists():

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relax_hpc.bench.sync import ATTEMPT, LOGPROB_VERSIONS, Task
 from relax_hpc.bench.sync_figures import Gap, Update
+from relax_hpc.bench.sync_task import ATTEMPT, LOGPROB_VERSIONS, Task
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.client import EngineClient

@@ -9,124 +9,24 @@ import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from relax_hpc.bench.report import machine
+from relax_hpc.bench.shapes import model_folder
+from relax_hpc.bench.train_task import Figures, Task, Work, grid_name
 from relax_hpc.config.actor import ActorConfig
-from relax_hpc.config.layout import GridConfig
-from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides
-from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
 
-Documents = Literal["one", "mix"]
 _FORMULA = "(6 N T + 6 layers heads head_dim sum(length^2)) / (seconds x 989e12)"
 _JOIN_S = 120
-
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
-    "vocab_size": 151936, "head_dim": 128,
-    "num_key_value_heads": 8, "max_position_embeddings": 40960, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-4b": _QWEN3 | {"hidden_size": 2560, "intermediate_size": 9728,
-                          "num_hidden_layers": 36, "num_attention_heads": 32},
-    "qwen3-0.6b": _QWEN3 | {"hidden_size": 1024, "intermediate_size": 3072,
-                            "num_hidden_layers": 28, "num_attention_heads": 16},
-    "qwen3-30b-a3b": _QWEN3 | {"architectures": ["Qwen3MoeForCausalLM"],
-                               "model_type": "qwen3_moe", "hidden_size": 2048,
-                               "intermediate_size": 6144, "moe_intermediate_size": 768,
-                               "num_experts": 128, "num_experts_per_tok": 8,
-                               "norm_topk_prob": True, "decoder_sparse_step": 1,
-                               "mlp_only_layers": [], "router_aux_loss_coef": 1e-3,
-                               "num_hidden_layers": 48, "num_attention_heads": 32,
-                               "num_key_value_heads": 4, "tie_word_embeddings": False},
-    "tiny": _QWEN3 | {"vocab_size": 512, "head_dim": 16, "num_key_value_heads": 2,
-                      "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-                      "num_attention_heads": 4},
-}  # fmt: skip
-"""config.json of what can be measured; `tiny` is for machines without a GPU."""
-
-
-class Work(NamedTuple):
-    """What one step trains on, per replica."""
-
-    tokens: int
-    """Of a micro-batch; context-parallel ranks share them."""
-    documents: Documents = "one"
-    recompute: str = "none"
-    """`none`, `mlp` (one of its products again) or `full`."""
-    micro_batches: int = 1
-
-
-_SHORT = {
-    "dp": "data_parallel", "tp": "tensor_parallel", "pp": "pipeline_parallel",
-    "vpp": "virtual_pipeline", "cp": "context_parallel", "ep": "expert_parallel",
-    "etp": "expert_tensor_parallel",
-}  # fmt: skip
-
-
-def grid_of(**sizes: int) -> dict[str, int]:
-    """Keys of `GridConfig`, by their short names."""
-    return {_SHORT[short]: size for short, size in sizes.items()}
-
-
-def grid_name(grid: GridConfig) -> str:
-    """Data and tensor parallelism, and what else there is: "dp1 tp2 cp2"."""
-    return " ".join(
-        f"{short}{size}"
-        for short, name in _SHORT.items()
-        if (size := getattr(grid, name)) > 1 or short in ("dp", "tp")
-    )
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One measurement; seconds are medians over the steps."""
-
-    shape: str
-    grid: str
-    overrides: str
-    tokens: int
-    documents: Documents
-    recompute: str
-    micro_batches: int
-    step_s: float
-    forward_s: float
-    """Of the same micro-batches, without gradient."""
-    forward_backward_s: float
-    update_s: float
-    """Gradient reduction, norm, Adam, and gathering the weights."""
-    tokens_per_s: float
-    """Of all GPUs together."""
-    tokens_per_s_per_gpu: float
-    mfu: float
-    """Operations of a replica's micro-batches, divided by its ranks, against the peak of one."""
-    peak_gib: float
-    """Of the rank that has most."""
-    loss: float
-
-
-def lengths_of(work: Work, seed: int) -> list[int]:
-    """Documents of a micro-batch: one, or a long tail of them, new for every seed."""
-    if work.documents == "one":
-        return [work.tokens]
-    rng = np.random.default_rng(seed)
-    lengths: list[int] = []
-    while (left := work.tokens - sum(lengths)) > 0:
-        length = int(np.clip(rng.lognormal(np.log(600), 1.2), 16, work.tokens // 2))
-        lengths.append(length if left - length >= 16 else left)
-    return lengths
 
 
 def works(
@@ -215,7 +115,7 @@ def task_of(
     steps: int = 5,
     overrides: Sequence[str] = (),
     profile: Path | None = None,
-) -> "Task":
+) -> Task:
     """What the ranks are told; see `measure`.
 
     Args:
@@ -227,57 +127,6 @@ def task_of(
         _check_micro_batches(work, config.actor)
     architecture = read_architecture(model)
     return Task(folder, shape, architecture, tuple(works), config, steps, tuple(overrides), profile)
-
-
-def model_folder(shape: str, folder: Path) -> Path:
-    """Where the model's config.json is: in a folder of the user's, or written to `folder`."""
-    if (Path(shape) / "config.json").is_file():
-        return Path(shape)
-    if shape not in SHAPES:
-        raise ConfigError(
-            f"--shape {shape}: is none of {', '.join(SHAPES)}, nor a folder with a config.json"
-        )
-    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-    return folder
-
-
-class Task(NamedTuple):
-    folder: Path
-    shape: str
-    architecture: Architecture
-    """That of the shape."""
-    works: tuple[Work, ...]
-    config: JobConfig
-    """Of the job; each work adds what it recomputes."""
-    steps: int
-    overrides: tuple[str, ...]
-    profile: Path | None
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether the model is more than a shape."""
-        return any(Path(self.config.model.path).glob("*.safetensors"))
-
-    @property
-    def secret(self) -> Path:
-        return self.folder / "secret"
-
-    @property
-    def results(self) -> Path:
-        return self.folder / "figures.json"
-
-    def config_of(self, work: Work) -> JobConfig:
-        """The job that measures `work`."""
-        actor = self.config.actor
-        transformer = dict(actor.transformer)
-        if work.recompute == "mlp":
-            transformer |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-        elif work.recompute == "full":
-            layers = self.architecture.num_layers // actor.pipeline_parallel
-            transformer |= {"recompute_granularity": "full", "recompute_method": "block",
-                            "recompute_num_layers": layers // actor.virtual_pipeline}  # fmt: skip
-        update = {"tokens_per_micro_batch": work.tokens, "transformer": transformer}
-        return self.config.model_copy(update={"actor": actor.model_copy(update=update)})
 
 
 def _tree(model: Path, grid: Mapping[str, int]) -> dict[str, Any]:

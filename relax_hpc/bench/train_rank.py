@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_hpc.algorithms.losses import LossOutput, grpo
-from relax_hpc.bench.train import Figures, Task, Work, grid_name, lengths_of
+from relax_hpc.bench.train_task import Figures, Task, Work, grid_name, lengths_of
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.megatron.flops import PEAK, training_flops

@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 
 from relax_hpc import job_file
+from relax_hpc.cli.run_argument import Ended, Run, run_dir_of
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.paths import RunPaths
 
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 
 bus = typer.Typer(no_args_is_help=True, help="Look into the data bus of a run, and tidy it up.")
 
-Run = Annotated[str, typer.Argument(help="A run directory, or its name under runs/.")]
-Ended = Annotated[
-    bool, typer.Option("--ended", help="I know that its job has ended, though Slurm cannot say so.")
-]
 Text = Annotated[bool, typer.Option(help="Decode tokens with the tokenizer of the model.")]
 
 
@@ -169,11 +166,3 @@ def _decoder(paths: RunPaths) -> "Decode":
 
     decode = tokenizer.load(job_file.read_resolved(paths.config).model.path).decode
     return lambda tokens: str(decode(tokens))
-
-
-def run_dir_of(run: str) -> Path:
-    """Of a run that is named on the command line."""
-    for candidate in (Path(run), Path("runs") / run):
-        if (candidate / "run.json").is_file():
-            return candidate
-    raise ConfigError(f"{run}: no such run; give a run directory, or a name under runs/")

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relax_hpc.cli.bus import Run, run_dir_of
+from relax_hpc.cli.run_argument import Run, run_dir_of
 
 if TYPE_CHECKING:
     from relax_hpc.scale.requests import Asked

@@ -5,7 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
-from relax_hpc.bench import bus, report, transfer_queue, workload
+from relax_hpc.bench import bus, report, workload
 
 
 @pytest.fixture
@@ -35,9 +35,3 @@ def test_bench_bus_compares_every_kind_on_every_file_system_with_raw(tmp_path, s
 def test_a_ratio_is_the_median_of_ratios_within_a_repeat():
     row = report.compared("x", 10**9, [1.0, 2.0, 4.0], [2.0, 2.0, 2.0], "raw", 0.9)
     assert (row.value, row.baseline, row.ratio) == (0.5, 0.5, 1.0)
-
-
-@pytest.mark.skipif(not transfer_queue.missing(), reason="TransferQueue is installed")
-def test_without_transfer_queue_it_says_so_and_compares_nothing(tmp_path):
-    assert "TransferQueue==0.1.11" in transfer_queue.missing()
-    assert list(transfer_queue.measure(tmp_path, 3)) == []

@@ -3,9 +3,9 @@
 from collections import Counter
 
 import pytest
+from bus_simulation import BASE, READ, SIDECAR
 
 from relax_hpc.bench import bus_operations
-from relax_hpc.bench.bus_simulation import BASE, READ, SIDECAR
 
 SHARDS = 10
 

@@ -392,7 +392,7 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
 
     from relax_hpc.engines.megatron import cpu, model
     from relax_hpc.engines.megatron import transformer as transformers
-    from relax_hpc.engines.megatron.attention import packed_attention
+    from relax_hpc.engines.megatron.attention import choice, packed_attention
     from relax_hpc.engines.megatron.attention.context_parallel import gather_parts, own_part
     from relax_hpc.engines.megatron.hf import hf_weights
     from relax_hpc.models import registry
@@ -407,9 +407,7 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
     made = transformers.transformer_config(
         job(folder, transformer=transformer or {}).actor, shape, "float32"
     )
-    (gpt,) = model.build(
-        made, shape, device, packed_attention.choose("auto", device, torch.float32)
-    )
+    (gpt,) = model.build(made, shape, device, choice.choose("auto", device, torch.float32))
     hf_weights.load([gpt], folder)
     ids = torch.from_numpy(np.concatenate(documents).astype(np.int64))
     lengths = [len(document) for document in documents]

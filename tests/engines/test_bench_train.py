@@ -8,7 +8,8 @@ import torch
 from typer.testing import CliRunner
 
 from relax_hpc.bench import train
-from relax_hpc.bench.train import Work
+from relax_hpc.bench.shapes import SHAPES, model_folder
+from relax_hpc.bench.train_task import Work, grid_of, lengths_of
 from relax_hpc.cli.main import app
 from relax_hpc.engines.megatron.flops import training_flops
 from relax_hpc.errors import ConfigError
@@ -26,7 +27,7 @@ def test_operations_are_those_counted_by_hand():
 
 
 def test_of_experts_those_count_that_a_token_passes_through(tmp_path):
-    shape = read_architecture(train.model_folder("qwen3-30b-a3b", tmp_path))
+    shape = read_architecture(model_folder("qwen3-30b-a3b", tmp_path))
     layer = 2048 * (2 * 32 * 128 + 2 * 4 * 128 + 3 * 8 * 768)
     weights = 48 * layer + 151936 * 2048  # 3.03e9
     assert training_flops(shape, [1]) == 6 * weights + 6 * 48 * 32 * 128
@@ -34,10 +35,10 @@ def test_of_experts_those_count_that_a_token_passes_through(tmp_path):
 
 def test_mixes_fill_the_micro_batch_and_change_with_the_seed():
     work = Work(tokens=4096, documents="mix")
-    mixes = [train.lengths_of(work, seed) for seed in range(20)]
+    mixes = [lengths_of(work, seed) for seed in range(20)]
     assert all(sum(mix) == 4096 and min(mix) >= 16 for mix in mixes)
     assert len({tuple(mix) for mix in mixes}) == 20
-    assert train.lengths_of(Work(tokens=4096), 0) == [4096]
+    assert lengths_of(Work(tokens=4096), 0) == [4096]
 
 
 def test_two_ranks_are_measured_and_written_down(tmp_path):
@@ -61,7 +62,7 @@ def model(tmp_path_factory):
 
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    shape = {k: v for k, v in train.SHAPES["tiny"].items() if k not in ("model_type", "hidden_act")}
+    shape = {k: v for k, v in SHAPES["tiny"].items() if k not in ("model_type", "hidden_act")}
     Qwen3ForCausalLM(Qwen3Config(**shape)).float().save_pretrained(folder)
     return folder
 
@@ -75,10 +76,10 @@ def test_every_grid_finds_the_same_loss_in_the_same_batch(pair, model, tmp_path)
     """Two micro-batches a step, three steps; the loss is the last one's."""
     work = Work(96, "mix", micro_batches=2)
     shape = read_architecture(model)
-    flops = sum(training_flops(shape, train.lengths_of(work, seed)) for seed in (4, 5))
+    flops = sum(training_flops(shape, lengths_of(work, seed)) for seed in (4, 5))
     overrides = ("actor.optimizer.lr=1e-3", "actor.optimizer.warmup_steps=0")
     found = {}
-    for grid in (train.grid_of(tp=2), train.grid_of(cp=2), train.grid_of(pp=2)):
+    for grid in (grid_of(tp=2), grid_of(cp=2), grid_of(pp=2)):
         task = train.task_of(str(model), [work], grid, tmp_path, steps=1, overrides=overrides)
         first, second = pair.call(worker.bench, task=task, work=work)
         assert first.loss == second.loss != 0
@@ -105,11 +106,11 @@ def test_an_unknown_shape_names_those_there_are():
 
 
 def test_interleaved_chunks_want_a_multiple_of_the_stages():
-    grid = train.grid_of(pp=2, vpp=2)
+    grid = grid_of(pp=2, vpp=2)
     with pytest.raises(ConfigError, match=r"--micro-batches 3: dp1 tp1 pp2 vpp2 .* use 4"):
         train.measure("tiny", [Work(16, micro_batches=3)], grid)
 
 
 def test_a_grid_that_cannot_be_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match="virtual_pipeline = 2: needs"):
-        train.measure("tiny", [Work(16)], train.grid_of(vpp=2))
+        train.measure("tiny", [Work(16)], grid_of(vpp=2))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron_worker import VOCAB
 
+from relax_hpc.engines.megatron.attention import choice
 from relax_hpc.engines.megatron.attention import cudnn as attention_cudnn
-from relax_hpc.engines.megatron.attention import packed_attention
 from relax_hpc.engines.megatron.attention.packed_attention import PackedRows, Run, runs
 from relax_hpc.errors import ConfigError
 
@@ -76,7 +76,7 @@ def test_a_rank_attends_from_its_two_chunks_to_the_start_of_their_documents():
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_padded_blocks_give_what_the_written_out_mask_gives(size):
-    attend = packed_attention.choose("sdpa", CPU, torch.float32)
+    attend = choice.choose("sdpa", CPU, torch.float32)
     for rank in range(size):
         rows = PackedRows.of(LENGTHS, CPU, Group(size, rank) if size > 1 else None)
         for span in rows.spans:
@@ -138,7 +138,7 @@ def test_recomputation_changes_nothing(pair, folder, transformer):
 @pytest.mark.parametrize("kernel", ["cudnn", "varlen"])
 def test_a_kernel_that_does_not_work_here_is_refused_with_the_one_that_does(kernel):
     with pytest.raises(ConfigError, match=rf'actor\.attention = "{kernel}".*"sdpa"'):
-        packed_attention.choose(kernel, CPU, torch.float32)
+        choice.choose(kernel, CPU, torch.float32)
 
 
 @pytest.mark.parametrize("kept_gib", [0.0, 1e-6, 1.0])

@@ -23,7 +23,7 @@ def load(config):
 
     from relax_hpc.engines.megatron import cpu, grid, model
     from relax_hpc.engines.megatron import transformer as transformers
-    from relax_hpc.engines.megatron.attention import packed_attention
+    from relax_hpc.engines.megatron.attention import choice
     from relax_hpc.engines.megatron.hf import hf_weights
     from relax_hpc.models import registry
 
@@ -34,9 +34,7 @@ def load(config):
     grid.initialize(config.actor)
     tensor_parallel.model_parallel_cuda_manual_seed(0)
     device = torch.device("cpu")
-    chunks = model.build(
-        made, shape, device, packed_attention.choose("auto", device, made.params_dtype)
-    )
+    chunks = model.build(made, shape, device, choice.choose("auto", device, made.params_dtype))
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     for parameter in parameters:
         parameter.data.fill_(float("nan"))

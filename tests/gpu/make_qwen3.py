@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from relax_hpc.bench.train import SHAPES
+from relax_hpc.bench.shapes import SHAPES
 from relax_hpc.demo import arithmetic, checkpoint
 
 folder, shape = Path(sys.argv[1]), SHAPES[sys.argv[2] if len(sys.argv) > 2 else "qwen3-0.6b"]

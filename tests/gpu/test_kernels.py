@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 import torch.distributed as dist
 
-from relax_hpc.engines.megatron.attention import packed_attention
+from relax_hpc.engines.megatron.attention import choice
 from relax_hpc.engines.megatron.attention.packed_attention import PackedRows, Span
 from relax_hpc.engines.megatron.layers import fused, logprobs
 from relax_hpc.engines.megatron.optimizer import adam
@@ -75,7 +75,7 @@ def spans(mix, size):
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("kernel", ["cudnn", "varlen", "sdpa"])
 def test_attention_and_its_gradient_are_those_of_a_dense_one(kernel, mix, size):
-    attend = packed_attention.choose(kernel, DEVICE, torch.bfloat16)
+    attend = choice.choose(kernel, DEVICE, torch.bfloat16)
     for span in spans(mix, size):
         torch.manual_seed(0)
         made = [

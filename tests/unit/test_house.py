@@ -1,16 +1,90 @@
-"""What holds of the package as a whole: whom it knows of other libraries, and its size."""
+"""What holds of the package as a whole: no circles, small files and loops, and whom it knows."""
 
 import ast
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 PACKAGE = Path(__file__).parents[2] / "relax_hpc"
+FILES = sorted(PACKAGE.rglob("*.py"))
+MOST_LINES, MOST_FILES, MOST_LINES_OF_A_LOOP = 400, 20, 40
 SUBMITIT = {"JobEnvironment", "SlurmExecutor"}
 """What we use of submitit; docs/architecture.md says for what."""
 
 
+def module_of(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+@pytest.fixture(scope="module")
 def trees():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        yield path.relative_to(PACKAGE), ast.parse(path.read_text())
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
+
+def imported(tree, modules):
+    """Modules of the package that a file imports, wherever in it; for types only does not count."""
+    if isinstance(tree, ast.If) and ast.unparse(tree.test) == "TYPE_CHECKING":
+        return
+    if isinstance(tree, ast.Import):
+        yield from (each.name for each in tree.names if each.name in modules)
+    elif isinstance(tree, ast.ImportFrom) and tree.module:
+        for each in tree.names:
+            name = f"{tree.module}.{each.name}"
+            name = name if name in modules else tree.module
+            yield from [name] if name in modules else []
+    for child in ast.iter_child_nodes(tree):
+        yield from imported(child, modules)
+
+
+def circle(graph):
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_file_imports_itself_by_way_of_others(trees):
+    modules = {module_of(path) for path in FILES}
+    graph = {module_of(path): set(imported(tree, modules)) for path, tree in trees.items()}
+    assert sum(map(len, graph.values())) > 1000, "it does look"
+    assert circle(graph) == []
+
+
+def test_a_circle_would_be_noticed_even_inside_a_function_but_not_for_types_only():
+    modules = {"p", "p.a", "p.b"}
+    inside = ast.parse("def f():\n    from p import b")
+    types = ast.parse("if TYPE_CHECKING:\n    from p.b import B")
+    back = set(imported(ast.parse("from p.a import A"), modules))
+    assert circle({"p.a": set(imported(inside, modules)), "p.b": back})
+    assert not circle({"p.a": set(imported(types, modules)), "p.b": back})
+
+
+def test_files_and_folders_are_small():
+    lines = {path: len(path.read_text().splitlines()) for path in FILES}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+    folders = {path.parent for path in FILES}
+    counts = {folder: len(list(folder.glob("[!_]*.py"))) for folder in folders}
+    assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
+
+
+def lines_of(function):
+    """Of its body, without its docstring."""
+    body = function.body[1:] if ast.get_docstring(function) else function.body
+    return body[-1].end_lineno - body[0].lineno + 1
+
+
+def test_every_loop_of_a_role_fits_on_a_screen(trees):
+    loops = {
+        path: [each for each in ast.walk(tree) if getattr(each, "name", "") == "run"]
+        for path, tree in trees.items()
+        if path.match("roles/*/loop.py")
+    }
+    assert len(loops) >= 4 and all(loops.values())
+    found = {path: lines_of(run) for path, runs in loops.items() for run in runs}
+    assert {path: count for path, count in found.items() if count > MOST_LINES_OF_A_LOOP} == {}
 
 
 def of_submitit(tree):
@@ -26,8 +100,12 @@ def of_submitit(tree):
                 yield from (each.name for each in names if each.name.split(".")[0] == "submitit")
 
 
-def test_of_submitit_only_public_names_are_known_and_only_to_the_launcher():
-    found = {(path.parts[0], name) for path, tree in trees() for name in of_submitit(tree)}
+def test_of_submitit_only_public_names_are_known_and_only_to_the_launcher(trees):
+    found = {
+        (path.relative_to(PACKAGE).parts[0], name)
+        for path, tree in trees.items()
+        for name in of_submitit(tree)
+    }
     assert found == {("launch", name) for name in SUBMITIT}
     said = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     assert all(f"`submitit.{name}`" in said for name in SUBMITIT)

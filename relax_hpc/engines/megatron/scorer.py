@@ -14,7 +14,7 @@ from relax_hpc.comm.world import World
 from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.engines.megatron import cpu, grid, model, packing, schedule
-from relax_hpc.engines.megatron.attention import packed_attention
+from relax_hpc.engines.megatron.attention import choice
 from relax_hpc.engines.megatron.checkpoint.snapshot import load_weights
 from relax_hpc.engines.megatron.hf import hf_stream, hf_weights
 from relax_hpc.engines.megatron.hf.gather import HfGather
@@ -72,7 +72,7 @@ class MegatronScorer:
         self._temperature = temperature
         self._device = device
         self._shape = shape
-        attend = packed_attention.choose(layout.attention, device, transformer.params_dtype)
+        attend = choice.choose(layout.attention, device, transformer.params_dtype)
         self._chunks = model.build(transformer, shape, device, attend)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
         """What forward passes go through."""

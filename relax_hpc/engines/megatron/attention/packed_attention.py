@@ -1,12 +1,10 @@
-"""Causal attention within the documents of a packed micro-batch: one interface, three kernels.
+"""Causal attention within the documents of a packed micro-batch; `choice` picks its kernel.
 
 T = tokens of a packed micro-batch, documents end to end. With context parallelism each rank owns
 two of its `2 * cp` equal chunks, the r-th from both ends, so that all have as much to attend to;
 a rank gathers the keys and values of all, and its queries see them from their document's start.
 """
 
-import importlib.util
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +18,6 @@ from torch import Tensor, nn
 
 from relax_hpc.engines.megatron.attention import context_parallel
 from relax_hpc.engines.megatron.attention.balance import Documents
-from relax_hpc.errors import ConfigError
-
-log = logging.getLogger(__name__)
 
 Cached = TypeVar("Cached")
 
@@ -186,52 +181,3 @@ class PackedAttention(nn.Module):
             queries, keys = slice(*span.run.queries), slice(*span.run.keys)
             outs.append(self.attend(query[queries], key[keys], value[keys], span, self.scale))
         return torch.cat(outs).flatten(1).unsqueeze(1)
-
-
-def choose(name: str, device: torch.device, dtype: torch.dtype) -> Attend:
-    """The kernel called `actor.attention`, or the fastest that works here; logs which.
-
-    Raises:
-        ConfigError: the one asked for does not work here.
-    """
-    half = dtype in (torch.bfloat16, torch.float16)
-    works = {
-        "cudnn": device.type == "cuda" and half and _importable("cudnn"),
-        "varlen": device.type == "cuda" and half and _importable("torch.nn.attention.varlen"),
-        "sdpa": True,
-    }
-    chosen = next(kernel for kernel, it_does in works.items() if it_does)
-    if name != "auto":
-        if not works[name]:
-            raise ConfigError(
-                f'actor.attention = "{name}": does not work with {dtype} on {device.type} here '
-                f'(it needs {_NEEDS[name]}); use "auto", which is "{chosen}"'
-            )
-        chosen = name
-    log.info("attention: %s", chosen)
-    return _load(chosen)
-
-
-_NEEDS = {
-    "cudnn": "a GPU, 16-bit weights and the package nvidia-cudnn-frontend",
-    "varlen": "a GPU, 16-bit weights and torch >= 2.10",
-    "sdpa": "nothing",
-}
-
-
-def _importable(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _load(name: str) -> Attend:
-    if name == "cudnn":
-        from relax_hpc.engines.megatron.attention.cudnn import CudnnAttention
-
-        return CudnnAttention()
-    if name == "varlen":
-        from relax_hpc.engines.megatron.attention.varlen import attend
-
-        return attend
-    from relax_hpc.engines.megatron.attention.sdpa import attend as padded
-
-    return padded

@@ -1,8 +1,7 @@
+import bus_flow
 import pytest
-
-from relax_hpc.bench import bus_flow
-from relax_hpc.bench.bus_flow import Outage
-from relax_hpc.bench.bus_simulation import (
+from bus_flow import Outage
+from bus_simulation import (
     Load,
     Site,
     breaking_point,

@@ -119,7 +119,7 @@ class Worker:
         return taken, _sum(found[0], kind)
 
 
-def _tensors(columns: Columns, kind: Kind) -> Any:  # noqa: ANN401 - a TensorDict
+def _tensors(columns: Columns, kind: Kind) -> Any:
     import torch
     from tensordict import TensorDict
 
@@ -134,7 +134,7 @@ def _tensors(columns: Columns, kind: Kind) -> Any:  # noqa: ANN401 - a TensorDic
     return TensorDict(tensors, batch_size=(len(next(iter(tensors.values()))),))
 
 
-def _sum(batch: Any, kind: Kind) -> int:  # noqa: ANN401 - a TensorDict
+def _sum(batch: Any, kind: Kind) -> int:
     tensor = batch[CHECKED[kind]]
     return int((tensor.values() if tensor.is_nested else tensor)[::997].long().sum())
 

@@ -1,11 +1,12 @@
 """The simulation as docs/bus-scale.md shows it: tables in Markdown, and a picture."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_hpc.bench import bus_flow
-from relax_hpc.bench.bus_flow import Outage
-from relax_hpc.bench.bus_simulation import (
+import bus_flow
+from bus_flow import Outage
+from bus_simulation import (
     BASE,
     COST,
     READ,
@@ -20,6 +21,7 @@ from relax_hpc.bench.bus_simulation import (
     sequencer,
     utilization,
 )
+
 from relax_hpc.telemetry import picture
 
 STEP_S = 60.0
@@ -164,3 +166,18 @@ def _percent(share: float) -> str:
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--capacity", type=float, default=50_000, help="creates/s of your server")
+    parser.add_argument("--plot", type=Path, help="also draw a picture")
+    args = parser.parse_args()
+    site = Site(capacity=args.capacity)
+    print(report(site))
+    if args.plot:
+        plot(args.plot, site)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from relax_hpc.bench.bus_simulation import COST, Load, Site, per_shard, sequencer
+from bus_simulation import COST, Load, Site, per_shard, sequencer
 
 TICK_S = 0.1
 

@@ -5,10 +5,14 @@ producer's memory and ends in a `TensorDict` of the same tensors in the consumer
 holds everything in memory (two storage units); the bus commits shards, with fsync, compares every
 checksum, and reads into memory that it uses again. Needs TransferQueue and Ray, which relax-hpc
 itself does not.
+
+    python tests/bench/against_transfer_queue.py --folder DIR --json rows.json
 """
 
+import argparse
 import importlib.util
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -16,9 +20,11 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 import psutil
+from ray_worker import Worker
+from rich.console import Console
 
+from relax_hpc.bench import report
 from relax_hpc.bench.bus import in_turns_order, places
-from relax_hpc.bench.ray_worker import Worker
 from relax_hpc.bench.report import Row, compared
 from relax_hpc.bench.workload import GROUPS, Kind
 from relax_hpc.paths import BusPaths
@@ -150,7 +156,7 @@ class _Queue:
         name = f"{self._kind}-{self._trips}"
         put = get(self._cluster.producer.queue_put.remote(name, clean=clean))
 
-        def take(worker: Any, task: str, rows: int) -> Any:  # noqa: ANN401 - of Ray
+        def take(worker: Any, task: str, rows: int) -> Any:
             return worker.queue_get.remote(self._kind, name, task, rows, clean=clean)
 
         one, self.sum = get(take(self._cluster.consumers[0], "a", self._rows))
@@ -232,3 +238,23 @@ def _times(
         for name in in_turns_order(list(sides), repeat):
             rounds[name].append(cluster.cpu_seconds(sides[name], queue=name == QUEUE))
     return seconds, {name: statistics.median(values) for name, values in rounds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--folder", type=Path, help="file system to measure")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="also draw the ratios to this PNG")
+    args = parser.parse_args()
+    if words := missing():
+        sys.exit(f"not compared with TransferQueue: {words}")
+    before = report.machine()
+    rows = list(measure(args.folder, args.repeats))
+    report.show(rows, Console(soft_wrap=True), args.json, before)
+    if args.plot:
+        report.plot(rows, args.plot, before)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""`relax-hpc bench`: measure parts of relax-hpc on this machine."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+bench = typer.Typer(no_args_is_help=True, help="Measure parts of relax-hpc on this machine.")
+console = Console(soft_wrap=True)
+
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")]
+Overrides = Annotated[list[str], typer.Option("--set", help="section.key=value of a job.")]
+
+
+@bench.command("bus", epilog="Example:  relax-hpc bench bus --folder /scratch --json bus.json")
+def bench_bus(
+    folder: Annotated[Path | None, typer.Option(help="File system to measure.")] = None,
+    repeats: Annotated[int, typer.Option(min=3)] = 9,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the ratios to this PNG.")] = None,
+) -> None:
+    """The bus against raw reads and writes, and what it asks of a metadata server."""
+    from relax_hpc.bench import bus, bus_operations, bus_restart, report
+
+    before = report.machine()
+    rows = [
+        *bus.measure(folder, repeats),
+        *bus_restart.measure(folder),
+        *bus_operations.measure(),
+    ]
+    report.show(rows, console, json_file, before)
+    if missing := bus_operations.missing():
+        typer.echo(f"metadata operations not counted: {missing}")
+    if plot is not None:
+        report.plot(rows, plot, before)
+
+
+@bench.command(
+    "train",
+    epilog="Example:  relax-hpc bench train --shape qwen3-4b --tokens 16384 --documents mix --dp 2",
+)
+def bench_train(
+    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
+    tokens: Annotated[list[int], typer.Option(help="Of a micro-batch; repeatable.")] = [16384],  # noqa: B006
+    documents: Annotated[
+        list[str], typer.Option(help="one: a single one; mix: a long tail of them; repeatable.")
+    ] = ["one"],  # noqa: B006
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1)] = 1,
+    vpp: Annotated[int, typer.Option(help="Chunks of layers per stage.", min=1)] = 1,
+    cp: Annotated[int, typer.Option(help="Context-parallel ranks.", min=1)] = 1,
+    ep: Annotated[int, typer.Option(help="Ranks that share the experts.", min=1)] = 1,
+    etp: Annotated[int, typer.Option(help="Ranks that share an expert.", min=1)] = 1,
+    recompute: Annotated[str, typer.Option(help="none, mlp or full.")] = "none",
+    micro_batches: Annotated[int, typer.Option(help="Per step and replica.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Timed ones, after two that are not.", min=1)] = 5,
+    overrides: Annotated[list[str], typer.Option("--set", help="actor.key=value.")] = [],  # noqa: B006
+    json_file: JsonFile = None,
+    profile: Annotated[Path | None, typer.Option(help="Append the profiler's table here.")] = None,
+) -> None:
+    """Train a model with random weights on this machine's GPUs: tokens/s, MFU, memory, phases."""
+    from relax_hpc.bench import train
+    from relax_hpc.bench.train_task import grid_of
+
+    works = train.works(tokens, documents, recompute, micro_batches)
+    grid = grid_of(dp=dp, tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp)
+    figures = train.measure(shape, works, grid, steps=steps, overrides=overrides, profile=profile)
+    typer.echo(train.show(figures, json_file))
+
+
+@bench.command(
+    "sync",
+    epilog="Example:  relax-hpc bench sync --shape qwen3-4b --engines 1 --in-flight 64",
+)
+def bench_sync(
+    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
+    engine: Annotated[str, typer.Option(help="sglang or embedded.")] = "sglang",
+    engines: Annotated[int, typer.Option(help="Engines.", min=1)] = 1,
+    engine_tp: Annotated[int, typer.Option(help="GPUs of an engine.", min=1)] = 1,
+    dp: Annotated[int, typer.Option(help="Data-parallel ranks of the trainer.", min=1)] = 1,
+    tp: Annotated[int, typer.Option(help="Its tensor-parallel ranks.", min=1)] = 1,
+    pp: Annotated[int, typer.Option(help="Its pipeline stages.", min=1)] = 1,
+    ep: Annotated[int, typer.Option(help="Its ranks that share the experts.", min=1)] = 1,
+    updates: Annotated[int, typer.Option(help="Versions after version 0.", min=1)] = 10,
+    in_flight: Annotated[int, typer.Option(help="Requests per engine.", min=1)] = 64,
+    logprobs: Annotated[bool, typer.Option(help="Compare engine and trainer, too.")] = False,
+    every: Annotated[float, typer.Option(help="Seconds between updates.", min=0)] = 1.0,
+    undisturbed: Annotated[
+        bool, typer.Option(help="Compare tokens/s with as long without updates.")
+    ] = False,
+    colocated: Annotated[bool, typer.Option(help="On the same GPUs, in turn.")] = False,
+    overrides: Overrides = [],  # noqa: B006
+    json_file: JsonFile = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
+) -> None:
+    """Update engines that are sampling: how long they stand still, by part, and GB/s."""
+    from relax_hpc.bench import sync, sync_figures
+    from relax_hpc.bench.train_task import grid_of
+
+    grid = grid_of(dp=dp, tp=tp, pp=pp, ep=ep)
+    figures = sync.measure(
+        shape, grid, kind=engine, engines=engines, engine_tp=engine_tp,
+        updates=updates, in_flight=in_flight, compare_logprobs=logprobs, every_s=every,
+        compare_load=undisturbed, overrides=overrides, colocated=colocated, python=python,
+    )  # fmt: skip
+    typer.echo(sync_figures.show(figures, json_file))
+
+
+@bench.command(
+    "generate",
+    epilog="Example:  relax-hpc bench generate --shape qwen3-4b --in-flight 1024",
+)
+def bench_generate(
+    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
+    engine: Annotated[str, typer.Option(help="sglang or embedded.")] = "sglang",
+    in_flight: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 1024,
+    requests: Annotated[int, typer.Option(help="Requests of a turn.", min=1)] = 4096,
+    siblings: Annotated[int, typer.Option(help="Requests that share a prompt.", min=1)] = 8,
+    prompt_tokens: Annotated[int, typer.Option(help="Of every prompt.", min=1)] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Of a response, on average.", min=1)] = 512,
+    repeats: Annotated[int, typer.Option(help="Rounds of turns.", min=1)] = 3,
+    streamed: Annotated[bool, typer.Option(help="Ask token by token, too.")] = True,
+    overrides: Overrides = [],  # noqa: B006
+    json_file: JsonFile = None,
+    python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
+) -> None:
+    """Tokens per second of our client and of plain requests, on the same engine, in turns."""
+    from relax_hpc.bench import generate
+    from relax_hpc.bench.report import machine, show
+
+    before = machine()
+    load = generate.Load(in_flight, requests, siblings, prompt_tokens, new_tokens)
+    turns = generate.measure(
+        shape, kind=engine, load=load, repeats=repeats, streamed=streamed, overrides=overrides,
+        python=python,
+    )  # fmt: skip
+    show(generate.rows(turns, load), console, json_file, before)

@@ -1,0 +1,52 @@
+"""Commands that make models, or other files of them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relax_hpc.cli.run_argument import run_dir_of
+
+models = typer.Typer()
+
+
+@models.command("make-tiny", epilog="Example:  relax-hpc make-tiny models/tiny --digits 2")
+def make_tiny(
+    folder: Annotated[Path, typer.Argument(help="Gets model/ and the prompts.")],
+    digits: Annotated[int, typer.Option(help="Of each summand.", min=1, max=6)] = 2,
+    seed: int = 0,
+    target: Annotated[float, typer.Option(help="Held-out accuracy to start RL from.")] = 0.45,
+) -> None:
+    """Make a tiny policy and an addition task to try everything with: offline, in a minute."""
+    import torch
+
+    from relax_hpc.demo.make_tiny import make
+
+    torch.set_num_threads(1)  # the model is too small to share out
+    made = make(folder, digits=digits, seed=seed, target=target, progress=typer.echo)
+    typer.echo(f"{folder}: {made}")
+
+
+@models.command(
+    epilog="Examples:  relax-hpc convert arithmetic --to hf --step 40  |  "
+    "relax-hpc convert models/qwen3 --to megatron --out weights/qwen3"
+)
+def convert(
+    what: Annotated[str, typer.Argument(help="A run, a checkpoint, or a Hugging Face folder.")],
+    to: Annotated[str, typer.Option(help="hf or megatron.")],
+    out: Annotated[Path | None, typer.Option(help="Is made; by default in the run, hf/.")] = None,
+    step: Annotated[int | None, typer.Option(help="Of a run; the newest if not given.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Lends config.json and tokenizer; the run's by default.")
+    ] = None,
+) -> None:
+    """Convert weights between checkpoints and Hugging Face folders, a tensor at a time, no GPU."""
+    from relax_hpc.engines import optional_packages
+
+    optional_packages.hush()
+    from relax_hpc.checkpoints import convert as conversion
+
+    folder = Path(what)
+    if not folder.exists():
+        folder = run_dir_of(what)
+    typer.echo(conversion.convert(folder, to, out=out, step=step, model=model))

@@ -1,0 +1,84 @@
+"""Commands that look at a run, or end it."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from relax_hpc.cli.run_argument import Run, run_dir_of
+
+runs = typer.Typer()
+
+
+@runs.command(epilog="Example:  relax-hpc status arithmetic --json | jq .trajectories")
+def status(
+    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
+) -> None:
+    """What a run is doing, and what it has done."""
+    from relax_hpc.runs import report
+    from relax_hpc.runs import status as run_status
+
+    found = run_status.collect(run_dir_of(run))
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        typer.echo(report.text(found))
+
+
+@runs.command(epilog="Example:  relax-hpc logs arithmetic --role actor --follow")
+def logs(
+    run: Run,
+    role: Annotated[str | None, typer.Option(help="Only this role.", show_default=False)] = None,
+    follow: Annotated[bool, typer.Option(help="Go on as the run goes on.")] = False,
+) -> None:
+    """Print the logs of a run, each line with the task it comes from."""
+    from relax_hpc.runs import logs as run_logs
+    from relax_hpc.runs.report import is_over
+
+    run_dir = run_dir_of(run)
+    lines = (
+        run_logs.follow(run_dir, role, until=lambda: is_over(run_dir))
+        if follow
+        else run_logs.lines(run_dir, role)
+    )
+    for line in lines:
+        typer.echo(f"{line.source}: {line.text}")
+
+
+@runs.command(epilog="Example:  relax-hpc timeline arithmetic --steps 10:20 --out timeline.png")
+def timeline(
+    run: Run,
+    steps: Annotated[str, typer.Option(help="FIRST:LAST; either may be left out.")] = ":",
+    out: Annotated[
+        Path | None, typer.Option(help="The picture; timeline.png in the run if not given.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Where the time of a run goes: a table, and a picture of who worked and who waited."""
+    import json
+
+    from relax_hpc.paths import RunPaths
+    from relax_hpc.telemetry import picture as pictures
+    from relax_hpc.telemetry import timeline as timelines
+    from relax_hpc.telemetry import timeline_plot
+
+    run_dir = run_dir_of(run)
+    first, last = timelines.parse_steps(steps)
+    pictures.check(out or RunPaths(run_dir).timeline)
+    found = timelines.read(run_dir, first=first, last=last)
+    numbers = timelines.summary(found)
+    typer.echo(
+        json.dumps(numbers._asdict(), allow_nan=False) if as_json else timelines.text(numbers)
+    )
+    picture = timeline_plot.plot(found, out or RunPaths(run_dir).timeline)
+    typer.echo(f"picture: {picture}", err=as_json)
+
+
+@runs.command(epilog="Example:  relax-hpc cancel arithmetic")
+def cancel(run: Run) -> None:
+    """End every job that a run started, and nothing else; say what each was doing."""
+    from relax_hpc.runs import cancel as run_cancel
+
+    run_dir = run_dir_of(run)
+    run_cancel.cancel(run_dir, typer.echo)
+    typer.echo(f"what it has done: relax-hpc status {run_dir}")
