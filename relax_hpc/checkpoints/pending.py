@@ -8,28 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 from relax_hpc.comm.world import World
+from relax_hpc.engines.training_engine import Snapshot, TrainingEngine
 from relax_hpc.errors import CheckpointError, FencedError, PeerTimeoutError, RelaxError
-
-
-class Snapshot(Protocol):
-    """What a rank has to save."""
-
-    def write(self, folder: Path) -> None:
-        """Its part, durably; raises CheckpointError."""
-        ...
-
-    def write_names(self, folder: Path, *, timeout_s: float, cancelled: Callable[[], bool]) -> int:
-        """Rank 0: waits for all parts and names them; bytes of all files."""
-        ...
-
-
-class Source(Protocol):
-    step: int
-
-    def snapshot(self, *, copy: bool) -> Snapshot: ...
 
 
 class Saved(NamedTuple):
@@ -67,7 +50,7 @@ class PendingSave:
     @classmethod
     def begin(
         cls,
-        source: Source,
+        trainer: TrainingEngine,
         draft: Path,
         world: World,
         publish: Callable[[], None],
@@ -81,10 +64,10 @@ class PendingSave:
             publish: makes it the newest checkpoint; rank 0 does.
             copy: training will go on.
         """
-        save = cls(source.step, draft, world, timeout_s)
+        save = cls(trainer.step, draft, world, timeout_s)
         snapshot = None
         try:
-            snapshot = source.snapshot(copy=copy)
+            snapshot = trainer.snapshot(copy=copy)
         except CheckpointError as error:  # e.g. no memory for the copy, on this rank
             save._error = error
             save._written.set()

@@ -1,16 +1,16 @@
 """When a run is saved: checkpoints beside training, and the model for others to load."""
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, Protocol
-
-from torch import Tensor
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
 from relax_hpc.checkpoints.export import save_hf
 from relax_hpc.checkpoints.pending import Saved
-from relax_hpc.checkpoints.store import Checkpoint, Checkpoints, P, Saveable
+from relax_hpc.checkpoints.store import Checkpoint, Checkpoints, P, Position
 from relax_hpc.comm.world import World
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.saving import SavingConfig
+from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.errors import CheckpointError
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.events import EventWriter
@@ -19,32 +19,36 @@ from relax_hpc.telemetry.timers import Timers
 log = logging.getLogger(__name__)
 
 
+P_co = TypeVar("P_co", bound=Position, covariant=True)
+
+
 def _nothing() -> None: ...
 
 
 def checkpoints_of(
-    config: JobConfig,
+    config: SavingConfig,
     paths: RunPaths,
     world: World,
     position_type: Callable[..., P],
+    *,
+    timeout_s: float,
     is_valid: Callable[[P], bool] = lambda _: True,
 ) -> Checkpoints[P]:
-    """Those of a run, as it is configured."""
-    actor = config.actor
+    """Those of a run, kept as its settings say."""
     return Checkpoints(
         paths.checkpoints,
         world,
         position_type,
-        keep=actor.keep_checkpoints,
-        keep_every=actor.keep_every,
-        beside_training=actor.async_save,
-        timeout_s=config.launch.peer_timeout_s,
+        keep=config.keep_checkpoints,
+        keep_every=config.keep_every,
+        beside_training=config.async_save,
+        timeout_s=timeout_s,
         is_valid=is_valid,
     )
 
 
 def resume(
-    checkpoints: Checkpoints[P], trainer: Saveable, events: EventWriter
+    checkpoints: Checkpoints[P], trainer: TrainingEngine, events: EventWriter
 ) -> Checkpoint[P] | None:
     """Loads the newest whole checkpoint, if there is any, and notes which ones were not whole."""
     resumed = checkpoints.resume(
@@ -55,24 +59,21 @@ def resume(
     return resumed
 
 
-class Trainer(Saveable, Protocol):
+class Rank0(Protocol[P_co]):
+    """What only rank 0 knows of a run."""
+
     @property
-    def skip(self) -> object | None:
-        """Why the last update was not done."""
+    def position(self) -> P_co:
+        """Where the step that was just trained ends."""
         ...
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def check_fenced(self) -> None:
+        """Raises if another trainer took over; called from another thread."""
+        ...
 
-
-class Lead(NamedTuple, Generic[P]):
-    """What only rank 0 knows."""
-
-    position: Callable[[], P]
-    """Where the step that was just trained ends."""
-    check_fenced: Callable[[], None] = _nothing
-    """Raises if another trainer took over; called from another thread."""
-    covered: Callable[[], None] = _nothing
-    """A checkpoint is complete: what not even the oldest one needs can go."""
+    def release(self) -> None:
+        """A checkpoint is complete: what not even the oldest one needs can go."""
+        ...
 
 
 class Saving(Generic[P]):
@@ -80,17 +81,27 @@ class Saving(Generic[P]):
 
     def __init__(
         self,
-        config: JobConfig,
+        config: SavingConfig,
         paths: RunPaths,
         world: World,
-        trainer: Trainer,
+        trainer: TrainingEngine,
         checkpoints: Checkpoints[P],
-        lead: Lead[P] | None,
+        rank0: Rank0[P] | None,
         events: EventWriter,
+        *,
+        num_steps: int,
+        source: Path,
     ) -> None:
+        """Of a rank.
+
+        Args:
+            rank0: on rank 0; None on the others.
+            num_steps: of the run.
+            source: Hugging Face folder that lends exports config.json and tokenizer.
+        """
         self._config, self._paths, self._world = config, paths, world
-        self._trainer, self._checkpoints, self._lead = trainer, checkpoints, lead
-        self._events = events
+        self._trainer, self._checkpoints, self._rank0 = trainer, checkpoints, rank0
+        self._events, self._num_steps, self._source = events, num_steps, source
         self._is_due = False
 
     def __call__(self) -> None:
@@ -103,16 +114,16 @@ class Saving(Generic[P]):
             CheckpointError: the run's last checkpoint, or several in a row, could not be saved.
             FencedError: another trainer took over.
         """
-        step, actor = self._trainer.step, self._config.actor
-        last = step == self._config.num_steps
+        step, config = self._trainer.step, self._config
+        last = step == self._num_steps
         done = self._checkpoints.poll()
-        self._is_due |= step % actor.save_every == 0
+        self._is_due |= step % config.save_every == 0
         if last or (self._is_due and self._trainer.skip is None):
             self._is_due = False
             done += self._checkpoints.save(
                 self._trainer,
-                self._lead.position() if self._lead else None,
-                self._lead.check_fenced if self._lead else _nothing,
+                self._rank0.position if self._rank0 else None,
+                self._rank0.check_fenced if self._rank0 else _nothing,
             )
         if last:
             done += self._checkpoints.wait()
@@ -123,16 +134,16 @@ class Saving(Generic[P]):
                 f"the run's last checkpoint could not be saved: {done[-1].failure}; a restart goes "
                 "on from the one before"
             )
-        if actor.save_hf_every and step % actor.save_hf_every == 0:
+        if config.save_hf_every and step % config.save_hf_every == 0:
             self._save_hf(step)
 
     def _note(self, saved: Saved) -> None:
-        if self._lead is None:
+        if self._rank0 is None:
             return
         if saved.failure:
             self._events.emit("checkpoint_failed", step=saved.step, message=saved.failure)
             return
-        self._lead.covered()
+        self._rank0.release()
         self._events.emit(
             "checkpoint",
             step=saved.step,
@@ -151,10 +162,10 @@ class Saving(Generic[P]):
             save_hf(
                 folder,
                 self._trainer.named_weights(),
-                self._config.model.path,
-                write=self._lead is not None,
+                self._source,
+                write=self._rank0 is not None,
             )
-        if self._lead:
+        if self._rank0:
             seconds = timers.seconds["time/save_hf"]
             self._events.emit("export", step=step, path=str(folder), seconds=seconds)
             log.info("the model of step %d is in %s", step, folder)

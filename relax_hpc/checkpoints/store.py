@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
-from relax_hpc.checkpoints.pending import PendingSave, Saved, Snapshot
+from relax_hpc.checkpoints.pending import PendingSave, Saved
 from relax_hpc.comm.world import World
+from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.errors import BusError, CheckpointError, FencedError
 from relax_hpc.records import read_json, sync, write_json
 
@@ -28,19 +29,6 @@ _NAME = re.compile(r"step_(\d{8,})")
 _LEFT_BEHIND = re.compile(r"\.step_\d+\.[0-9a-f]+\.(draft|old)")
 _KEPT = "kept"
 _TORN = "torn"
-
-
-class Saveable(Protocol):
-    step: int
-
-    def snapshot(self, *, copy: bool) -> Snapshot: ...
-    def damage(self, folder: Path) -> str | None:
-        """Why a checkpoint is not whole, naming a file; not collective."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Raises CheckpointError on every rank if one of them finds damage."""
-        ...
 
 
 class Position(Protocol):
@@ -113,7 +101,7 @@ class Checkpoints(Generic[P]):
 
     def save(
         self,
-        trainer: Saveable,
+        trainer: TrainingEngine,
         position: P | None,
         check_fenced: Callable[[], None] = lambda: None,
     ) -> list[Saved]:
@@ -184,7 +172,7 @@ class Checkpoints(Generic[P]):
                 log.warning("%s: comes from a superseded trainer and does not count", folder)
 
     def resume(
-        self, trainer: Saveable, on_torn: Callable[[int, str], None] = lambda step, why: None
+        self, trainer: TrainingEngine, on_torn: Callable[[int, str], None] = lambda step, why: None
     ) -> Checkpoint[P] | None:
         """Loads the newest checkpoint that counts and is whole; None if there is none at all.
 
@@ -229,7 +217,7 @@ class Checkpoints(Generic[P]):
             )
         return found[::-1]
 
-    def _load(self, trainer: Saveable, checkpoint: Checkpoint[P]) -> str | None:
+    def _load(self, trainer: TrainingEngine, checkpoint: Checkpoint[P]) -> str | None:
         """Why it cannot be loaded; the same on all ranks."""
         why = trainer.damage(checkpoint.folder) if self._world.rank == 0 else None
         if why := self._world.bcast(why):

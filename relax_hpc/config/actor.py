@@ -8,6 +8,7 @@ from pydantic import model_validator
 from relax_hpc.config.layout import GridConfig, MegatronLayout
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
+from relax_hpc.config.saving import SavingConfig
 from relax_hpc.config.sections import (
     NonNegative,
     Positive,
@@ -17,7 +18,7 @@ from relax_hpc.config.sections import (
 )
 
 
-class ActorConfig(Section, MegatronLayout):
+class ActorConfig(Section, SavingConfig, MegatronLayout):
     section: ClassVar[str] = "actor"
 
     portion_micro_batches: NonNegative = 4
@@ -25,17 +26,6 @@ class ActorConfig(Section, MegatronLayout):
     micro-batches; 0 waits for the whole batch. The update is the same."""
     max_skipped_updates: Positive = 3
     """An update whose loss or gradient is not finite is skipped; as many in a row stop the run."""
-    save_every: Positive = 10
-    """Steps between checkpoints; shards are kept until the next one."""
-    keep_checkpoints: Positive = 2
-    """The newest ones, which a run can be resumed from."""
-    keep_every: NonNegative = 0
-    """A checkpoint whose step is a multiple of it is kept for good; 0 keeps none."""
-    async_save: bool = True
-    """Train on while a checkpoint is written. It takes host memory for a copy of what a rank saves:
-    about 14 bytes per parameter of the model, divided by the number of ranks."""
-    save_hf_every: NonNegative = 0
-    """Steps between exports of the model as a Hugging Face folder, hf/step_<step>; 0 makes none."""
     optimizer: OptimizerConfig = OptimizerConfig()
     resources: Resources = Resources()
 

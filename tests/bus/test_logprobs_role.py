@@ -17,7 +17,7 @@ from relax_hpc.comm.star import StarWorld
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.paths import BusPaths
-from relax_hpc.roles.actor.reference import HybridReference
+from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.scorer import loop as logprobs
 from relax_hpc.telemetry.events import EventWriter, read_events
 
@@ -179,22 +179,19 @@ def test_ranks_hear_from_rank_0_while_there_is_nothing_to_do(tmp_path, monkeypat
 
 
 def test_the_reference_in_the_actor_is_renewed_at_its_steps():
-    class Policy:
-        refreshed = 0
+    class Trainer:
+        renewed = 0
 
-        def logprobs(self, trajectories, micro_batches):
-            return [-row.token_ids.astype(np.float32) for row in trajectories]
+        def keep(self, name, folder=None, *, lasting=False):
+            self.renewed += lasting
 
-        def refresh(self):
-            self.refreshed += 1
-
-    policy = Policy()
+    trainer = Trainer()
     counts = []
-    reference = HybridReference(policy, refresh_every=3, events=None)
+    reference = Reference(trainer, refresh_every=3)
     for step in range(1, 8):
         reference.end_step(step)
-        counts.append(policy.refreshed)
+        counts.append(trainer.renewed)
     assert counts == [0, 0, 1, 1, 1, 2, 2]
-    never = HybridReference(policy, refresh_every=0, events=None)
+    never = Reference(trainer, refresh_every=0)
     never.end_step(3)
-    assert policy.refreshed == 2
+    assert trainer.renewed == 2

@@ -60,20 +60,20 @@ def swap(rows, advantages, fail=False):
 
 
 def open_reference(path=None):
-    from relax_hpc.engines.megatron.reference import SwappedReference
+    from relax_hpc.roles.actor.reference import Reference
 
-    _state["reference"] = SwappedReference(_state["trainer"], path)
+    _state["reference"] = Reference(_state["trainer"], path, refresh_every=1)
 
 
 def ref_logprobs(rows):
     """The rank's own rows -> {row: logprobs}."""
     ((_, micro_batches),) = _shares(rows)
-    found = _state["reference"].logprobs(rows, micro_batches)
-    return {row: found[row] for batch in micro_batches for row in batch}
+    found = _state["reference"].fill(rows, micro_batches)
+    return {row: found[row].ref_logprobs for batch in micro_batches for row in batch}
 
 
 def refresh():
-    _state["reference"].refresh()
+    _state["reference"].end_step(_state["trainer"].step)
 
 
 def open_scorer(config):
@@ -102,7 +102,7 @@ def train_with_kl(rows, advantages, coefficient):
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
-    scored = _state["reference"].logprobs(rows, micro_batches)
+    scored = [row.ref_logprobs for row in _state["reference"].fill(rows, micro_batches)]
     rows = [
         row._replace(ref_logprobs=values if len(values) else np.zeros(len(row.token_ids), "f4"))
         for row, values in zip(rows, scored, strict=True)

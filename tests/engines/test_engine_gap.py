@@ -167,10 +167,11 @@ def check_of(*gaps, step=0, **settings):
     tree = config.model_dump()
     tree["algorithm"] |= settings
     noted, trainer = [], Trainer(*gaps, step=step)
-    check = LogprobCheck(
-        RunConfig.model_validate(tree), trainer, lambda *given: noted.append(given),
-        lambda guid: (f"bus/{guid}.h5", "sglang 1.2"),
-    )  # fmt: skip
+    witness = SimpleNamespace(
+        compared=lambda *given: noted.append(given),
+        place_of=lambda guid: (f"bus/{guid}.h5", "sglang 1.2"),
+    )
+    check = LogprobCheck(RunConfig.model_validate(tree), trainer, witness)
     return check, trainer, noted
 
 

@@ -8,6 +8,7 @@ import pytest
 from engine_fixtures import save_checkpoint
 from megatron_worker import job, trajectories
 
+from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.checkpoints import saving
 from relax_hpc.checkpoints.pending import Saved
 from relax_hpc.comm.world import SoloWorld
@@ -15,6 +16,7 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import TrainingError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop as actor
+from relax_hpc.roles.dealing.portions import Portion
 from relax_hpc.roles.sft import loop as sft
 from relax_hpc.roles.training import skips
 
@@ -59,14 +61,12 @@ def test_weights_that_give_no_sample_finite_logprobs_are_told_from_bad_samples(r
 
 
 def test_a_broken_model_ends_training_at_once_and_bad_samples_after_a_while():
-    few = SimpleNamespace(max_skipped_updates=3)
-    skips.stop_if_stuck(None, few)
-    skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=2), few)
+    skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=2), 3)
     with pytest.raises(TrainingError, match="3 updates in a row were skipped"):
-        skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=3), few)
+        skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=3), 3)
     broken = SimpleNamespace(**vars(BAD) | {"is_model": True}, in_a_row=1)
     with pytest.raises(TrainingError, match="its weights are broken"):
-        skips.stop_if_stuck(broken, few)
+        skips.stop_if_stuck(broken, 3)
 
 
 class Trainer:
@@ -90,8 +90,10 @@ class Trainer:
         return iter(())
 
 
-class Lead:
+class Rank0:
     """Of either kind of run."""
+
+    position = None
 
     def __init__(self, said):
         self.said = said
@@ -102,15 +104,24 @@ class Lead:
     def heldout(self):
         return [sft.Share([], [])]
 
+    def next_portion(self, step, timers):
+        return Portion(PlanRecord(step, [], [], 0, 0, 0), np.empty(0), [[]])
+
+    def check_fenced(self):
+        pass
+
+    def release(self):
+        pass
+
     def skipped(self, step, skip):
         self.said.append(("skipped", step))
 
-    def end_step(self, step, fields, phases):
+    def end_step(self, step, fields, timers):
         self.said.append(("logged", step))
 
     def publish(self, version, tensors):
         self.said.append(("published", version))
-        return SimpleNamespace(again=False)
+        return False
 
     def export(self, tensors):
         self.said.append("exported")
@@ -120,7 +131,7 @@ class Lead:
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """Runs `num_steps` whose `bad` ones are skipped; what happened, in order."""
 
     def go(kind, num_steps, bad, save_every=1, check=lambda trainer: None):
@@ -141,27 +152,23 @@ def train(tmp_path, monkeypatch):
                     "algorithm": {"num_steps": num_steps},
                 }
             )
-        lead, world = Lead(said), SoloWorld()
+        rank0, world = Rank0(said), SoloWorld()
         checkpoints = SimpleNamespace(
             poll=list, wait=list,
             save=lambda trainer, *_: said.append(("saved", trainer.step)) or [Saved(trainer.step)],
         )  # fmt: skip
         events = SimpleNamespace(emit=lambda *_, **__: None)
-        duties = saving.Lead(lambda: None)
         save = saving.Saving(
-            config, RunPaths(config.run_dir), world, trainer, checkpoints, duties, events
-        )
+            config.actor, RunPaths(config.run_dir), world, trainer, checkpoints, rank0, events,
+            num_steps=num_steps, source=config.model.path,
+        )  # fmt: skip
         try:
             if kind == "sft":
-                sft.run(config, world, trainer, lead, save)
+                sft.run(config, world, trainer, rank0, save)
             else:
-                portion = SimpleNamespace(record=SimpleNamespace(last=True))
-                share = SimpleNamespace(micro_batches=[], advantages=None)
-                monkeypatch.setattr(actor, "_next_portion", lambda *_: portion)
-                monkeypatch.setattr(actor, "share_of", lambda *_: share)
-                monkeypatch.setattr(actor, "_read", lambda *_: [])
-                monkeypatch.setattr(actor.Batch, "describe", lambda *_: {})
-                actor.run(config, world, trainer, None, lead, save, check=lambda: check(trainer))
+                stages = actor.Stages(save, checks=[lambda: check(trainer)])
+                reader = SimpleNamespace(rows=lambda record, rows: [])
+                actor.run(config, world, trainer, reader, rank0, stages)
         except TrainingError:
             said.append("failed")
         return said

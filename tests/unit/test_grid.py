@@ -19,7 +19,8 @@ from relax_hpc.comm.star import StarWorld
 from relax_hpc.errors import TrainingError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop as actor
-from relax_hpc.roles.actor.rank0 import ActorLead
+from relax_hpc.roles.actor.other_ranks import OtherRank
+from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.roles.dealing.micro_batches import imbalance
 from relax_hpc.roles.dealing.portions import Portion
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
@@ -123,6 +124,13 @@ class Trainer:
         yield "weight", torch.zeros(1)
 
 
+class Takes:
+    """Helps to publish: takes every tensor."""
+
+    def publish(self, version, tensors):
+        list(tensors)
+
+
 class Grid:
     """Runs a job whose rollout commits `commits`, one list of (guid, rewards) after another."""
 
@@ -197,18 +205,19 @@ class Grid:
 
         meeting = self.paths.rendezvous("ranks")
         world = World.join(rank, RANKS, meeting, b"key", timeout_s=60)
-        lead = self._lead() if rank == 0 else None
         reader = NotedReader(self.paths.bus)
-        actor.run(self.config, world, self.trainers[rank], reader, lead, lambda: None)
-        if lead:
-            lead.sequencer.close()
+        duties = OtherRank(Takes()) if rank else self._rank0(reader)
+        stages = actor.Stages(lambda: None)
+        actor.run(self.config, world, self.trainers[rank], reader, duties, stages)
+        if rank == 0:
+            duties.sequencer.close()
 
-    def _lead(self):
+    def _rank0(self, reader):
         sequencer = Sequencer(
             self.paths.bus, self.config.producers, prompts_per_step=PROMPTS, position=None
         )
         events = EventWriter(self.paths.events("actor", 0), "actor", 0)
-        return ActorLead(self.config, sequencer, self.rollout, None, events)
+        return Rank0(self.config, sequencer, reader, self.rollout, None, events)
 
     def rows_of(self, step, trainers):
         """(guid, sibling) of all that the trainers were given in a step."""

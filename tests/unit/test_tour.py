@@ -23,7 +23,7 @@ from relax_hpc.comm.world import SoloWorld
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.actor import loop as actor
-from relax_hpc.roles.actor.rank0 import ActorLead
+from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.schema import FinishReason
 from relax_hpc.telemetry.events import EventWriter, read_events
@@ -190,7 +190,8 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     checkpoints = Checkpoints(paths.checkpoints, world, PlanPosition, keep=1)
     events = EventWriter(paths.events("actor", 0), "actor", 0)
     trainer = FakeTrainer(policy)
-    lead = ActorLead(config, sequencer, FakePublisher(policy), checkpoints, events)
+    reader = Reader(paths.bus)
+    rank0 = Rank0(config, sequencer, reader, FakePublisher(policy), checkpoints, events)
 
     def sample_until_finished():
         prompts = [
@@ -217,12 +218,12 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     def save():
         if trainer.step % 3 == 0 or trainer.step == STEPS:
             checkpoints.save(trainer, sequencer.position)
-            lead.release()
+            rank0.release()
 
-    actor.run(config, world, trainer, Reader(paths.bus), lead, save)
+    actor.run(config, world, trainer, reader, rank0, actor.Stages(save))
     other.join(timeout=20)
     assert not other.is_alive()
-    lead.close()
+    rank0.close()
 
     found = read_events(paths.root / "events")
     steps = [event for event in found if event["event"] == "step"]

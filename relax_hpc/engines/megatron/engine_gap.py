@@ -17,6 +17,7 @@ from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.training_engine import Gap, Worst
 from relax_hpc.schema import Trajectory
 
 _NAME = "engine_gap"
@@ -27,28 +28,6 @@ class Work(Protocol):
 
     micro_batch: MicroBatch
     samples: Sequence[Trajectory]
-
-
-class Worst(NamedTuple):
-    """The token of which the two differ most."""
-
-    guid: int
-    sibling: int
-    token: int
-    """Of the trajectory, from 0, prompt included."""
-    engine: float
-    """Its logprob, nats."""
-    trainer: float
-
-
-class Gap(NamedTuple):
-    """nats"""
-
-    num_tokens: int
-    mean: float
-    max: float
-    k3: float
-    worst: Worst
 
 
 class _Part(NamedTuple):

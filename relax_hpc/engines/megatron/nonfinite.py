@@ -1,9 +1,9 @@
 """Which samples made a loss or a gradient infinite or not a number: asked only after it was."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -12,27 +12,10 @@ from torch import Tensor
 from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.training_engine import Loss, Sample, Skip
 from relax_hpc.schema import Trajectory
 
 _NAMED = 8
-
-
-class LossOutput(Protocol):
-    """What a loss returns; read only."""
-
-    @property
-    def loss(self) -> Tensor:
-        """[] summed over tokens: micro-batches, portions and ranks add up."""
-        ...
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """[] each, summed likewise."""
-        ...
-
-
-Loss = Callable[[Tensor, MicroBatch], LossOutput]
-"""([T] logprobs with gradient, micro-batch with `old_logprobs`) -> loss."""
 
 
 @dataclass
@@ -45,32 +28,6 @@ class Work:
     """In packed order."""
     logprobs: Tensor | None = None
     """[T] without gradient, of the last forward pass, where the last stage is."""
-
-
-class Sample(NamedTuple):
-    """A trajectory, and what of it is not finite."""
-
-    guid: int
-    sibling: int
-    dp_rank: int
-    micro_batch: int
-    """Of the rank's in this step, from 0."""
-    what: str
-    """`logprobs`, `loss`, or `gradient` (of the loss by the logprobs)."""
-
-
-class Skip(NamedTuple):
-    """Why an update was not done."""
-
-    reason: str
-    samples: tuple[Sample, ...]
-    """A few of them. None if only the gradient inside the model is not finite."""
-    num_samples: int
-    """All samples with something that is not finite."""
-    in_a_row: int
-    """Updates, this one included; not those for which a loss scale was too large."""
-    is_model: bool = False
-    """No sample has finite logprobs: it is the weights, not the samples."""
 
 
 class _Found(NamedTuple):

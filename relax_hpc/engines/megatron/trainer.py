@@ -21,14 +21,15 @@ from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
 from relax_hpc.engines.megatron.checkpoint.read import damage
 from relax_hpc.engines.megatron.checkpoint.snapshot import Snapshot, Trainee, load_checkpoint
 from relax_hpc.engines.megatron.costs import Costs
-from relax_hpc.engines.megatron.engine_gap import Gap
+from relax_hpc.engines.megatron.hf import hf_weights
 from relax_hpc.engines.megatron.moe.router import take_metrics
-from relax_hpc.engines.megatron.nonfinite import Loss, Skip, Work
+from relax_hpc.engines.megatron.nonfinite import Work
 from relax_hpc.engines.megatron.optimizer import distributed_adam, grad_sync
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.training_engine import Gap, Loss, Skip
 from relax_hpc.errors import TrainingError
 from relax_hpc.schema import Trajectory
 
@@ -157,6 +158,33 @@ class MegatronTrainer(MegatronScorer):
             for key in epochs[0]
         }
         return means | {"lr": rate}
+
+    def keep(self, name: str, folder: Path | None = None, *, lasting: bool = False) -> None:
+        """Keeps the weights of now under a name, or those of a Hugging Face folder.
+
+        Args:
+            folder: of a model of the same shape.
+            lasting: checkpoints hold them, too.
+
+        Raises:
+            ConfigError: `folder` is not this model with other numbers.
+        """
+        if folder is None:
+            self.bank.keep(name, lasting=lasting)
+            return
+        with self.bank.lent():
+            hf_weights.load(self.bank.chunks, folder)
+            self.bank.keep(name, lasting=lasting)
+
+    def kept_logprobs(
+        self,
+        name: str,
+        trajectories: Sequence[Trajectory],
+        micro_batches: Sequence[Sequence[int]],
+    ) -> list[npt.NDArray[np.float32]]:
+        """As `forward_logprobs`, under weights that were kept."""
+        with self.bank.swapped(name, version=self.step):
+            return self.forward_logprobs(trajectories, micro_batches)
 
     def lend(self) -> None:
         """Gives up the gradient buffers, and what torch keeps for itself, until `reclaim`.

@@ -29,6 +29,7 @@ class Engines(Protocol):
 
     def fall_asleep(self, *, notice_s: float = 0.0) -> None: ...
     def wake(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Lease(Protocol):
@@ -42,12 +43,15 @@ class Lease(Protocol):
         """The trainer does not compute until it has the lease again."""
         ...
 
+    def close(self) -> None: ...
+
 
 class OwnGpus:
     """The lease on GPUs that nobody else uses: there is nothing to do."""
 
     def to_trainer(self, trainer: Borrower) -> None: ...
     def to_engines(self, trainer: Borrower) -> None: ...
+    def close(self) -> None: ...
 
 
 class SharedGpus:
@@ -76,6 +80,10 @@ class SharedGpus:
         if self._engines:
             self._engines.wake()
             self._note("engines", 0.0)
+
+    def close(self) -> None:
+        if self._engines:
+            self._engines.close()
 
     def _take(self, *, notice_s: float = 0.0) -> None:
         start = time.perf_counter()

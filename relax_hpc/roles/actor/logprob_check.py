@@ -2,56 +2,24 @@
 
 import logging
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.training_engine import Gap, TrainingEngine
 from relax_hpc.errors import MismatchError
 
 log = logging.getLogger(__name__)
 
 
-class Worst(Protocol):
-    """The token of which the two differ most."""
+class Witness(Protocol):
+    """Who knows where rows come from, and keeps the record."""
 
-    @property
-    def guid(self) -> int: ...
-    @property
-    def sibling(self) -> int: ...
-    @property
-    def token(self) -> int:
-        """Of the trajectory, from 0."""
+    def compared(self, step: int, gap: Gap, limit: float) -> None:
+        """Notes what was found after `step`."""
         ...
 
-    @property
-    def engine(self) -> float:
-        """Its logprob, nats."""
-        ...
-
-    @property
-    def trainer(self) -> float: ...
-
-
-class Gap(Protocol):
-    """Between logprobs of tokens that the trainer's own policy sampled, nats."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def mean(self) -> float: ...
-    @property
-    def max(self) -> float: ...
-    @property
-    def k3(self) -> float: ...
-    @property
-    def worst(self) -> Worst: ...
-
-
-class Trainer(Protocol):
-    step: int
-
-    def engine_gap(self) -> Gap | None:
-        """Of what was accumulated; None if it has no such tokens. Collective."""
+    def place_of(self, guid: int) -> tuple[str, str]:
+        """Where a prompt group is, and which engine made it."""
         ...
 
 
@@ -62,18 +30,16 @@ class LogprobCheck:
     values of prompts that older ones computed, so after a resume the same is but a warning.
 
     Args:
-        note: of rank 0: the step, the policy that sampled, what was found, the limit.
-        place: of rank 0: where a prompt group is, and which engine made it.
+        witness: rank 0's.
     """
 
     def __init__(
         self,
         config: RunConfig,
-        trainer: Trainer,
-        note: Callable[[int, Gap, float], None] | None = None,
-        place: Callable[[int], tuple[str, str]] | None = None,
+        trainer: TrainingEngine,
+        witness: Witness | None = None,
     ) -> None:
-        self._config, self._trainer, self._note, self._place = config, trainer, note, place
+        self._config, self._trainer, self._witness = config, trainer, witness
         self._is_done = config.algorithm.logprob_check == "off"
 
     def __call__(self) -> None:
@@ -88,18 +54,19 @@ class LogprobCheck:
             return
         self._is_done = True
         limit = self._config.max_logprob_gap
-        if self._note:
-            self._note(self._trainer.step, gap, limit)
+        if self._witness:
+            self._witness.compared(self._trainer.step, gap, limit)
         if gap.mean <= limit:
             return
         if self._config.algorithm.logprob_check == "stop" and self._trainer.step == 0:
             raise MismatchError(self._line(gap, limit))
-        if self._note:
+        if self._witness:
             log.warning("%s", self._line(gap, limit))
 
     def _line(self, gap: Gap, limit: float) -> str:
         config, worst = self._config, gap.worst
-        shard, engine = self._place(worst.guid) if self._place else ("", config.rollout.engine)
+        nowhere = ("", config.rollout.engine)
+        shard, engine = self._witness.place_of(worst.guid) if self._witness else nowhere
         engine_type = config.rollout.engine_args.get("dtype", config.model.dtype)
         weights = f", weights in {config.weights.quantize}" * (config.weights.quantize != "none")
         return (

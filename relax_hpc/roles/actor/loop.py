@@ -1,133 +1,58 @@
 """The actor role: trains on batches in their order, each portion as soon as it is there."""
 
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from relax_hpc.algorithms.losses import LossOutput, grpo, with_kl
-from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
-from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.training_engine import TrainingEngine
+from relax_hpc.roles.actor.columns import ColumnSource
 from relax_hpc.roles.actor.lease import Lease, OwnGpus
-from relax_hpc.roles.actor.reference import HybridReference
-from relax_hpc.roles.dealing.portions import Batch, Floats, Portion, Share, share_of
-from relax_hpc.roles.training.skips import Skip, stop_if_stuck
+from relax_hpc.roles.actor.loss import loss_of
+from relax_hpc.roles.dealing.portions import Portion, Share, share_of
+from relax_hpc.roles.training.steps import StepLog, stop_or_go_on
 from relax_hpc.schema import Trajectory
-from relax_hpc.telemetry.timers import Phase, Timers
-from relax_hpc.weights.publish import Published
-
-log = logging.getLogger(__name__)
+from relax_hpc.telemetry.timers import Timers
 
 
-class Tokens(Protocol):
-    """Packed tokens of one micro-batch, as the trainer hands them to the loss; [T] each."""
+class Duties(StepLog, Protocol):
+    """What a rank does besides training: rank 0 decides, serves and notes, the others help."""
 
-    @property
-    def loss_mask(self) -> Tensor: ...
-    @property
-    def rollout_logprobs(self) -> Tensor: ...
-    @property
-    def old_logprobs(self) -> Tensor | None: ...
-    @property
-    def ref_logprobs(self) -> Tensor | None: ...
-    @property
-    def advantages(self) -> Tensor: ...
-
-
-Loss = Callable[[Tensor, Tokens], LossOutput]
-
-
-class Trainer(Protocol):
-    """What this role needs of a training engine; collective over its ranks."""
-
-    step: int
-
-    @property
-    def dp_rank(self) -> int: ...
-    @property
-    def costs(self) -> Mapping[str, float]:
-        """Time, memory and use of the hardware of the last step's training."""
+    def next_portion(self, step: int, timers: Timers) -> Portion | None:
+        """Rank 0's counts: the next part of the batch; None if engines need the weights first."""
         ...
 
-    @property
-    def skip(self) -> Skip | None:
-        """Why the last update was not done."""
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> bool:
+        """The rank's part in giving engines the policy; rank 0 says whether some are left."""
         ...
 
-    def accumulate(
-        self,
-        trajectories: Sequence[Trajectory],
-        micro_batches: Sequence[Sequence[int]],
-        advantages: Floats,
-        loss: Loss,
-        *,
-        last: bool,
-    ) -> None:
-        """Adds the gradient of a part of the batch; `micro_batches` index `trajectories`.
-
-        Args:
-            last: nothing follows.
-        """
-        ...
-
-    def update(self) -> dict[str, float]:
-        """Turns policy `step` into `step` + 1 by what was accumulated."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
-
-    def lend(self) -> None:
-        """Gives up memory that it needs only while it trains."""
-        ...
-
-    def reclaim(self) -> None: ...
-
-
-class StepLog(Protocol):
-    """How rank 0 keeps the record of steps."""
-
-    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
-        """Logs the step, and its phases as they happened."""
-        ...
-
-    def skipped(self, step: int, skip: Skip) -> None:
-        """Notes an update that was not done."""
-        ...
-
-
-class Lead(StepLog, Protocol):
-    """What only rank 0 does: decide batches, serve engines, keep the record."""
-
-    def next_portion(self, step: int) -> PlanRecord | None:
-        """None if engines have to be given the current weights first."""
-        ...
-
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published: ...
     def finish(self) -> None: ...
+    def close(self) -> None: ...
 
 
-class Helper(Protocol):
-    """What the other ranks do in a publication."""
+class Stages(NamedTuple):
+    """What a run does around its steps, besides what all runs do."""
 
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
+    save: Callable[[], None]
+    """Called after every step; saves when it is time to."""
+    columns: Sequence[ColumnSource] = ()
+    """What is added to rows, in this order."""
+    checks: Sequence[Callable[[], None]] = ()
+    """Called when the gradient of a batch is there, and not applied yet."""
+    lease: Lease = OwnGpus()
 
 
 def run(
     config: RunConfig,
     world: World,
-    trainer: Trainer,
+    trainer: TrainingEngine,
     reader: Reader,
-    lead: Lead | None,
-    save: Callable[[], None],
-    reference: HybridReference | None = None,
-    helper: Helper | None = None,
-    lease: Lease | None = None,
-    check: Callable[[], None] | None = None,
+    duties: Duties,
+    stages: Stages,
 ) -> None:
     """Trains until `num_steps`.
 
@@ -135,135 +60,82 @@ def run(
     told. The order is the protocol: publish, save, and only then release, which `save` does once a
     checkpoint is complete. A shard is forgotten when no resume can need it, so a restarted actor
     finds its next batches.
-
-    Args:
-        save: called after every step; saves when it is time to.
-        helper: of ranks without a lead.
-        lease: on the GPUs.
-        check: called when the gradient of a batch is there, and not applied yet.
     """
-    lease = lease or OwnGpus()
-    replica, loss = world.split(trainer.dp_rank), loss_of(config)
-    lease.to_engines(trainer)
-    _publish(world, trainer, lead, helper)
+    batches, loss = _Batches(config, world, trainer, reader, duties), loss_of(config)
+    stages.lease.to_engines(trainer)
+    _publish(world, trainer, duties)
     while trainer.step < config.algorithm.num_steps:
-        step, timers, batch, last = trainer.step + 1, Timers(), Batch(config, reader), False
-        while not last:
-            portion = _next_portion(world, lead, batch, step, timers)
-            if portion is None:
-                with timers("publish"):
-                    _publish(world, trainer, lead, helper)
-                continue
-            with timers("read"):
-                share, last = share_of(portion, trainer.dp_rank), portion.record.last
-                trajectories = _read(config, replica, reader, portion, share)
+        step, timers = trainer.step + 1, Timers()
+        for rows, share, last in batches.portions(step, timers):
             with timers("lease"):
-                lease.to_trainer(trainer)
-            if reference:
-                with timers("reference"):
-                    trajectories = reference.fill(trajectories, share.micro_batches)
+                stages.lease.to_trainer(trainer)
+            for source in stages.columns:
+                with timers(source.name):
+                    rows = source.fill(rows, share.micro_batches)
             with timers.phase("train"):
-                trainer.accumulate(
-                    trajectories, share.micro_batches, share.advantages, loss, last=last
-                )
-        if check:
+                trainer.accumulate(rows, share.micro_batches, share.advantages, loss, last=last)
+        for check in stages.checks:
             check()
         with timers.phase("train"):
             stats = trainer.update()
-        stop_or_go_on(lead, trainer, step, config.actor)
-        lease.to_engines(trainer)
+        stop_or_go_on(duties, step, trainer.skip, config.actor.max_skipped_updates)
+        stages.lease.to_engines(trainer)
         with timers("publish"):
-            _publish(world, trainer, lead, helper)
-        if reference:
-            reference.end_step(step)
+            _publish(world, trainer, duties)
+        for source in stages.columns:
+            source.end_step(step)
         with timers("save"):
-            save()
-        if lead:
-            end_step(lead, trainer, step, batch.describe(step) | stats, timers)
-    if lead:
-        lead.finish()
+            stages.save()
+        duties.end_step(step, stats | trainer.costs, timers)
+    duties.finish()
 
 
-def loss_of(config: RunConfig) -> Loss:
-    """The policy loss of this run, with a KL term if there is a reference."""
-    algorithm = config.algorithm
+class _Batches:
+    """What one rank is given to train on."""
 
-    def loss(logprobs: Tensor, tokens: Tokens) -> LossOutput:
-        assert tokens.old_logprobs is not None
-        output = grpo(
-            logprobs,
-            tokens.old_logprobs,
-            tokens.rollout_logprobs,
-            tokens.advantages,
-            tokens.loss_mask,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            importance_cap=algorithm.importance_cap,
-        )
-        if config.reference.placement == "none":
-            return output
-        assert tokens.ref_logprobs is not None
-        return with_kl(
-            output,
-            logprobs,
-            tokens.ref_logprobs,
-            tokens.loss_mask,
-            coefficient=algorithm.kl_coefficient,
-        )
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        trainer: TrainingEngine,
+        reader: Reader,
+        duties: Duties,
+    ) -> None:
+        self._config, self._world, self._trainer = config, world, trainer
+        self._reader, self._duties = reader, duties
+        self._replica = world.split(trainer.dp_rank)
 
-    return loss
+    def portions(self, step: int, timers: Timers) -> Iterator[tuple[list[Trajectory], Share, bool]]:
+        """The rank's share of the batch of `step`, as it comes: rows, and whether it is the last.
 
+        Engines that come meanwhile are given the current policy.
+        """
+        last = False
+        while not last:
+            dealt = self._duties.next_portion(step, timers)
+            with timers("read"):
+                portion: Portion | None = self._world.bcast(dealt)
+            if portion is None:
+                with timers("publish"):
+                    _publish(self._world, self._trainer, self._duties)
+                continue
+            with timers("read"):
+                share, last = share_of(portion, self._trainer.dp_rank), portion.record.last
+                rows = self._read(portion, share)
+            yield rows, share, last
 
-def _next_portion(
-    world: World, lead: Lead | None, batch: Batch, step: int, timers: Timers
-) -> Portion | None:
-    """On all ranks; None if engines have to be given the current weights first."""
-    with timers("wait"):
-        record = lead.next_portion(step) if lead else None
-    with timers("read"):
-        portion: Portion | None = world.bcast(batch.deal(record) if record else None)
-    return portion
-
-
-def _read(
-    config: RunConfig, replica: World, reader: Reader, portion: Portion, share: Share
-) -> list[Trajectory]:
-    """The rows of `share`, on all ranks of a replica, which one of them reads."""
-    rows = reader.rows(portion.record, share.rows) if replica.rank == 0 else []
-    if config.algorithm.over_age == "mask":
-        step, limit = portion.record.step, config.algorithm.max_staleness
-        rows = [mask_over_age(row, step=step, max_staleness=limit) for row in rows]
-    return list(replica.bcast(rows))
+    def _read(self, portion: Portion, share: Share) -> list[Trajectory]:
+        """The rows of `share`, on all ranks of a replica, which one of them reads."""
+        algorithm, record = self._config.algorithm, portion.record
+        rows = self._reader.rows(record, share.rows) if self._replica.rank == 0 else []
+        if algorithm.over_age == "mask":
+            limit = algorithm.max_staleness
+            rows = [mask_over_age(row, step=record.step, max_staleness=limit) for row in rows]
+        return list(self._replica.bcast(rows))
 
 
-def stop_or_go_on(lead: StepLog | None, trainer: Trainer, step: int, actor: ActorConfig) -> None:
-    """Says why the update was not done, if it was not; called before anything is made of it.
-
-    Raises:
-        TrainingError: it is not worth while to go on.
-    """
-    if lead and trainer.skip:
-        lead.skipped(step, trainer.skip)
-    stop_if_stuck(trainer.skip, actor)
-
-
-def end_step(
-    lead: StepLog, trainer: Trainer, step: int, fields: dict[str, Any], timers: Timers
-) -> None:
-    """Logs a step with what it cost."""
-    lead.end_step(step, {**fields, **trainer.costs, **timers.seconds}, timers.phases)
-
-
-def _publish(world: World, trainer: Trainer, lead: Lead | None, helper: Helper | None) -> None:
+def _publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:
     """Gives the engines the current policy. Bringing tensors together needs every rank."""
     again = True
     while again:
-        tensors = trainer.named_weights()
-        if lead:
-            again = lead.publish(trainer.step, tensors).again
-        elif helper:
-            helper.publish(trainer.step, tensors)
-        else:
-            for _ in tensors:  # only rank 0 keeps what comes out
-                pass
-        again = world.bcast(again)
+        again = world.bcast(duties.publish(trainer.step, trainer.named_weights()))

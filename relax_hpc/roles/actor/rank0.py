@@ -2,90 +2,96 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from relax_hpc.bus.plan import PlanPosition, PlanRecord
+from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.training_engine import Gap, Skip
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.actor.logprob_check import Gap
+from relax_hpc.roles.dealing.portions import Batch, Portion
 from relax_hpc.roles.training import skips
-from relax_hpc.roles.training.skips import Skip
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
-from relax_hpc.telemetry.timers import Phase
+from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published, Publisher
 from relax_hpc.weights.verify import Verified
 
 log = logging.getLogger(__name__)
 
 
-class ActorLead:
-    """The actor's dealings with the bus, the engines and whoever reads the logs."""
+class Rank0:
+    """The actor's dealings with the bus, the engines and whoever reads the logs: its `Duties`."""
 
     def __init__(
         self,
         config: RunConfig,
         sequencer: Sequencer,
+        reader: Reader,
         publisher: Publisher,
         checkpoints: Checkpoints[PlanPosition],
         events: EventWriter,
     ) -> None:
         self._config, self._events = config, events
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
+        self._reader, self._batch = reader, Batch(config, reader)
         self._pace = PaceMeter()
         self._num_bytes = 0
         self._shards: dict[int, str] = {}
         """guid -> shard, of the prompt groups of this step."""
 
-    def next_portion(self, step: int) -> PlanRecord | None:
-        """The next part of the batch of `step`, once there is enough of it to start on.
+    def next_portion(self, step: int, timers: Timers) -> Portion | None:
+        """Deals out the next part of the batch of `step`, once there is enough to start on.
 
         None if meanwhile engines came that have to be given the current weights first.
         """
         try:
-            record = self.sequencer.next_portion(
-                step,
-                min_tokens=self._config.tokens_per_portion,
-                timeout_s=self._config.launch.peer_timeout_s,
-                on_wait=self._look_for_newcomers,
-            )
+            with timers("wait"):
+                record = self.sequencer.next_portion(
+                    step,
+                    min_tokens=self._config.tokens_per_portion,
+                    timeout_s=self._config.launch.peer_timeout_s,
+                    on_wait=self._look_for_newcomers,
+                )
         except _Newcomers:
             return None
-        if record.portion == 0:
-            self._shards = {}
-        bus = RunPaths(self._config.run_dir).bus
-        for guid, part in zip(record.guids, record.parts, strict=True):
-            shard = bus.shard(part.producer, part.fence, part.seq)
-            self._shards[guid] = str(shard.relative_to(self._config.run_dir))
-        return record
+        with timers("read"):
+            self._note_shards(record)
+            return self._batch.deal(record)
 
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> Published:
-        """Gives engines the weights; compares them if it is time to."""
+    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> bool:
+        """Gives engines the weights; compares them if it is time to.
+
+        Returns:
+            Whether some are left that have to be given them.
+        """
         self.sequencer.check_fenced()
         published = self._publisher.publish(version, tensors, check=self._is_checked(version))
         self.sequencer.advance(step=version, policy_version=version)
         self._num_bytes = published.num_bytes
         self._note(published)
-        if version == self._config.algorithm.num_steps and not published.again:
+        again = published.again
+        if version == self._config.algorithm.num_steps and not again:
             # Nobody looks for newcomers any more, and the last policy is to be evaluated.
-            published = published._replace(again=self._publisher.wait_for_loads())
+            again = self._publisher.wait_for_loads()
         self._note_loads()
-        return published
+        return again
 
-    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
-        """Logs the step."""
+    def end_step(self, step: int, fields: dict[str, Any], timers: Timers) -> None:
+        """Logs the step, and what its batch was like."""
+        fields = {**self._batch.describe(step), **fields, **timers.seconds}
         num_steps = self._config.algorithm.num_steps
         seconds, eta_s = self._pace.end_step(step, num_steps)
         fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
-        self._events.emit("phases", step=step, phases=phases)
+        self._events.emit("phases", step=step, phases=timers.phases)
         log.info("%s", step_line({"step": step, **fields}, num_steps, eta_s))
 
     def compared(self, step: int, gap: Gap, limit: float) -> None:
@@ -115,6 +121,15 @@ class ActorLead:
         self._events.emit("skipped", step=step, **skips.fields_of(skip, self._shards))
         log.warning("step %d: update skipped: %s", step, skips.line_of(skip, self._shards))
 
+    @property
+    def position(self) -> PlanPosition:
+        """Where the step that was trained last ends."""
+        return self.sequencer.position
+
+    def check_fenced(self) -> None:
+        """Raises FencedError if another trainer took over; also called from another thread."""
+        self.sequencer.check_fenced()
+
     def release(self) -> None:
         """Lets rollout delete what not even the oldest checkpoint that is kept can need."""
         self.sequencer.release(self._checkpoints.complete()[0].step)
@@ -126,6 +141,14 @@ class ActorLead:
     def close(self) -> None:
         self._publisher.close()
         self.sequencer.close()
+
+    def _note_shards(self, record: PlanRecord) -> None:
+        if record.portion == 0:
+            self._shards, self._batch = {}, Batch(self._config, self._reader)
+        bus = RunPaths(self._config.run_dir).bus
+        for guid, part in zip(record.guids, record.parts, strict=True):
+            shard = bus.shard(part.producer, part.fence, part.seq)
+            self._shards[guid] = str(shard.relative_to(self._config.run_dir))
 
     def _is_checked(self, version: int) -> bool:
         every = self._config.weights.checksum_every

@@ -1,60 +1,60 @@
-"""The reference inside the actor: scores what is about to be trained on, and may be renewed."""
+"""The reference policy inside the actor: its weights and the policy's alternate in one model."""
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
+from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
 
-
-class ReferencePolicy(Protocol):
-    """A further policy of the training engine; collective over its ranks."""
-
-    def logprobs(
-        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
-    ) -> list[npt.NDArray[np.float32]]:
-        """[tokens] nats of each trajectory; `micro_batches` index `trajectories`."""
-        ...
-
-    def refresh(self) -> None:
-        """The policy of now becomes the reference."""
-        ...
+_NAME = "reference"
+"""Of the weights, in the engine and in checkpoints."""
 
 
-class HybridReference:
-    """The reference of one actor rank.
+class Reference:
+    """The column `ref_logprobs`; a `ColumnSource`.
 
     Args:
-        policy: in the actor's engine.
+        trainer: holds the policy before the first step still.
+        path: Hugging Face folder of the reference, of the same shape; None takes what the trainer
+            holds.
         refresh_every: steps between renewals; 0 never.
         events: rank 0's.
+
+    Raises:
+        ConfigError: `path` is not the trainer's model with other numbers.
     """
 
+    name = _NAME
+
     def __init__(
-        self, policy: ReferencePolicy, *, refresh_every: int, events: EventWriter | None
+        self,
+        trainer: TrainingEngine,
+        path: Path | None = None,
+        *,
+        refresh_every: int = 0,
+        events: EventWriter | None = None,
     ) -> None:
-        self._policy, self._refresh_every, self._events = policy, refresh_every, events
+        self._trainer, self._refresh_every, self._events = trainer, refresh_every, events
+        trainer.keep(_NAME, path)
 
     def fill(
         self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
     ) -> list[Trajectory]:
         """The trajectories with `ref_logprobs`."""
-        found = self._policy.logprobs(trajectories, micro_batches)
+        found = self._trainer.kept_logprobs(_NAME, trajectories, micro_batches)
         return [
             trajectory._replace(ref_logprobs=logprobs)
             for trajectory, logprobs in zip(trajectories, found, strict=True)
         ]
 
     def end_step(self, step: int) -> None:
-        """Renews the reference if it is time to: before a checkpoint of the step is saved."""
+        """The policy of now becomes the reference, if it is time to; checkpoints hold it then."""
         if self._refresh_every and step % self._refresh_every == 0:
-            self._policy.refresh()
+            self._trainer.keep(_NAME, lasting=True)
             if self._events:
                 self._events.emit("reference", step=step)
                 log.info("policy %d is the reference from now on", step)

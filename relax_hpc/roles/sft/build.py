@@ -1,4 +1,4 @@
-"""Builds an actor rank of supervised fine-tuning: trainer, checkpoints, on rank 0 the lead."""
+"""Builds an actor rank of supervised fine-tuning: trainer, checkpoints, its duties."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,8 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.documents import Documents
-from relax_hpc.roles.sft import document_check
-from relax_hpc.roles.sft import loop as sft
-from relax_hpc.roles.sft.rank0 import DataPosition, SftLead
+from relax_hpc.roles.sft import document_check, loop
+from relax_hpc.roles.sft.rank0 import DataPosition, Rank0
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.telemetry.events import EventWriter
 
@@ -29,34 +28,37 @@ def main(
     device = own_device(local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
-    checkpoints = saving.checkpoints_of(config, paths, world, DataPosition)
+    checkpoints = saving.checkpoints_of(
+        config.actor, paths, world, DataPosition, timeout_s=config.launch.peer_timeout_s
+    )
     resumed = saving.resume(checkpoints, trainer, events)
-    lead = None
+    rank0 = None
     if world.rank == 0:
         train, *heldout = (Documents(each.path, tokenizer, config.sft, each.rows) for each in files)
-        lead = _lead(config, paths, train, heldout, resumed, events)
-
-    duties = saving.Lead(lambda: lead.position) if lead else None
-    save = saving.Saving(config, paths, world, trainer, checkpoints, duties, events)
-    sft.run(config, world, trainer, lead, save)
-    if lead:
+        rank0 = _rank0(config, paths, train, heldout, resumed, events)
+    save = saving.Saving(
+        config.actor, paths, world, trainer, checkpoints, rank0, events,
+        num_steps=config.num_steps, source=config.model.path,
+    )  # fmt: skip
+    loop.run(config, world, trainer, rank0 or loop.OtherRank(), save)
+    if rank0:
         events.emit("end")
     world.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _lead(
+def _rank0(
     config: SftRunConfig,
     paths: RunPaths,
     documents: Documents,
     heldout: Sequence[Documents],
     resumed: Checkpoint[DataPosition] | None,
     events: EventWriter,
-) -> SftLead:
+) -> Rank0:
     measured = [
         source.document(line)
         for source in heldout
         for line in range(min(config.sft.heldout_documents, len(source)))
     ]
     position = resumed.position if resumed else None
-    return SftLead(config, paths, documents, measured, events, position)
+    return Rank0(config, paths, documents, measured, events, position)

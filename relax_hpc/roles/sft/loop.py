@@ -1,7 +1,7 @@
 """The actor of a supervised fine-tuning: documents in, a model out; there are no engines."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -10,9 +10,11 @@ from torch import Tensor
 from relax_hpc.algorithms.losses import LossOutput, cross_entropy
 from relax_hpc.comm.world import World
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.roles.actor.loop import StepLog, Tokens, Trainer, end_step, stop_or_go_on
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.training_engine import ScoringEngine, TrainingEngine
 from relax_hpc.roles.dealing.micro_batches import MicroBatches
-from relax_hpc.schema import Array, Trajectory
+from relax_hpc.roles.training.steps import NoLog, StepLog, stop_or_go_on
+from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
 
 
@@ -31,31 +33,40 @@ class HeldoutLoss(NamedTuple):
     num_tokens: int
 
 
-class SftTrainer(Trainer, Protocol):
-    def forward_logprobs(
-        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
-    ) -> Sequence[Array]:
-        """Per trajectory [tokens] logprobs under the current weights."""
+class Duties(StepLog, Protocol):
+    """What a rank does besides training: rank 0 reads documents, notes, and writes the model."""
+
+    def next_batch(self) -> list[Share] | None:
+        """Rank 0's counts: what every data-parallel rank trains."""
         ...
 
-
-class Lead(StepLog, Protocol):
-    """What only rank 0 does: read documents, keep the record, write the model."""
-
-    def next_batch(self) -> list[Share]:
-        """Per data-parallel rank."""
+    def heldout(self) -> list[Share] | None:
+        """Rank 0's counts: what every data-parallel rank measures."""
         ...
 
-    def heldout(self) -> list[Share]: ...
     def measured(self, step: int, heldout: HeldoutLoss) -> None: ...
-    def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
+    def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Iterates to the end: gathering needs every rank."""
+        ...
+
+
+class OtherRank(NoLog):
+    """The duties of ranks besides rank 0."""
+
+    def next_batch(self) -> None: ...
+    def heldout(self) -> None: ...
+    def measured(self, step: int, heldout: HeldoutLoss) -> None: ...
+
+    def export(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        for _ in tensors:
+            pass
 
 
 def run(
     config: SftRunConfig,
     world: World,
-    trainer: SftTrainer,
-    lead: Lead | None,
+    trainer: TrainingEngine,
+    duties: Duties,
     save: Callable[[], None],
 ) -> None:
     """Trains until `num_steps`, and exports the model; rank 0 reads, and deals out.
@@ -63,35 +74,34 @@ def run(
     Args:
         save: called after every step; saves when it is time to.
     """
-    heldout: Share = world.bcast(lead.heldout() if lead else None)[trainer.dp_rank]
+    heldout: Share = world.bcast(duties.heldout())[trainer.dp_rank]
     if trainer.step == 0:
-        _measure(world, trainer, heldout, lead)
+        _measure(world, trainer, heldout, duties)
     while trainer.step < config.num_steps:
         step, timers = trainer.step + 1, Timers()
         last = step == config.num_steps
         with timers("read"):
-            share: Share = world.bcast(lead.next_batch() if lead else None)[trainer.dp_rank]
+            share: Share = world.bcast(duties.next_batch())[trainer.dp_rank]
         unused = np.zeros(len(share.rows))
         with timers.phase("train"):
             trainer.accumulate(share.rows, share.micro_batches, unused, loss, last=True)
             stats = trainer.update()
-        stop_or_go_on(lead, trainer, step, config.actor)
+        stop_or_go_on(duties, step, trainer.skip, config.actor.max_skipped_updates)
         if last or _is_due(step, config.sft.heldout_every):
             with timers("heldout"):
-                _measure(world, trainer, heldout, lead)
+                _measure(world, trainer, heldout, duties)
         with timers("save"):
             save()
-        if lead:
-            end_step(lead, trainer, step, stats, timers)
-    _export(trainer, lead)
+        duties.end_step(step, stats | trainer.costs, timers)
+    duties.export(trainer.named_weights())
 
 
-def loss(logprobs: Tensor, tokens: Tokens) -> LossOutput:
+def loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
     """Of one micro-batch."""
     return cross_entropy(logprobs, tokens.loss_mask)
 
 
-def heldout_loss(world: World, trainer: SftTrainer, share: Share) -> HeldoutLoss:
+def heldout_loss(world: World, trainer: ScoringEngine, share: Share) -> HeldoutLoss:
     """Of the documents in all ranks' shares; the same on every rank."""
     found = trainer.forward_logprobs(share.rows, share.micro_batches)
     mine = {}
@@ -104,22 +114,11 @@ def heldout_loss(world: World, trainer: SftTrainer, share: Share) -> HeldoutLoss
     return HeldoutLoss(math.fsum(nll for nll, _ in every.values()) / num_tokens, num_tokens)
 
 
-def _measure(world: World, trainer: SftTrainer, share: Share, lead: Lead | None) -> None:
+def _measure(world: World, trainer: TrainingEngine, share: Share, duties: Duties) -> None:
     if not share.rows and not share.micro_batches:
         return  # on no rank: there are no held-out documents
-    measured = heldout_loss(world, trainer, share)
-    if lead:
-        lead.measured(trainer.step, measured)
+    duties.measured(trainer.step, heldout_loss(world, trainer, share))
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _export(trainer: SftTrainer, lead: Lead | None) -> None:
-    tensors = trainer.named_weights()
-    if lead:
-        lead.export(tensors)
-    else:
-        for _ in tensors:  # gathering needs every rank; only rank 0 keeps what comes out
-            pass

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.sft import SftRunConfig
+from relax_hpc.engines.training_engine import Skip
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import hf_folder
 from relax_hpc.paths import RunPaths
@@ -17,12 +18,11 @@ from relax_hpc.prompts.documents import Document, Documents
 from relax_hpc.roles.dealing.micro_batches import imbalance, plan_micro_batches
 from relax_hpc.roles.sft.loop import HeldoutLoss, Share
 from relax_hpc.roles.training import skips
-from relax_hpc.roles.training.skips import Skip
 from relax_hpc.schema import FinishReason, Trajectory
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
-from relax_hpc.telemetry.timers import Phase
+from relax_hpc.telemetry.timers import Timers
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,8 @@ class DataPosition(NamedTuple):
         return self.epoch
 
 
-class SftLead:
-    """The documents of a run, and the record of what became of them."""
+class Rank0:
+    """The documents of a run, and the record of what became of them: its `Duties`."""
 
     def __init__(
         self,
@@ -78,6 +78,12 @@ class SftLead:
         count = len(self._documents)
         return DataPosition(*divmod(self._ordinal, count), count)
 
+    def check_fenced(self) -> None:
+        """There is one trainer, and nothing that another one could take over."""
+
+    def release(self) -> None:
+        """Documents stay where they are."""
+
     def next_batch(self) -> list[Share]:
         batch = self._ahead.result()
         self._ordinal = batch.end
@@ -104,15 +110,15 @@ class SftLead:
         self._events.emit("heldout", step=step, **heldout._asdict())
         log.info("held-out, step %d: loss %.4f", step, heldout.loss)
 
-    def end_step(self, step: int, fields: dict[str, Any], phases: Sequence[Phase]) -> None:
+    def end_step(self, step: int, fields: dict[str, Any], timers: Timers) -> None:
         """Logs the step."""
         # Nobody sampled the documents, so there is no sampler to differ from.
         own = {key: value for key, value in fields.items() if not key.startswith("logprob_gap/")}
         seconds, eta_s = self._pace.end_step(step, self._config.num_steps)
         speed = {"time/step": seconds, "tokens_per_s": self._batch["num_tokens"] / seconds}
-        fields = {**self._batch, **own, **speed}
+        fields = {**self._batch, **own, **timers.seconds, **speed}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
-        self._events.emit("phases", step=step, phases=phases)
+        self._events.emit("phases", step=step, phases=timers.phases)
         log.info("%s", step_line({"step": step, **fields}, self._config.num_steps, eta_s))
 
     def skipped(self, step: int, skip: Skip) -> None:

@@ -1,45 +1,10 @@
 """Updates that were not done, since a loss or a gradient was not finite."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
-from relax_hpc.config.actor import ActorConfig
+from relax_hpc.engines.training_engine import Skip
 from relax_hpc.errors import TrainingError
-
-
-class Sample(Protocol):
-    """A trajectory, and what of it is not finite."""
-
-    @property
-    def guid(self) -> int: ...
-    @property
-    def sibling(self) -> int: ...
-    @property
-    def what(self) -> str: ...
-    def _asdict(self) -> dict[str, Any]: ...
-
-
-class Skip(Protocol):
-    """Why an update was not done."""
-
-    @property
-    def reason(self) -> str: ...
-    @property
-    def samples(self) -> Sequence[Sample]:
-        """A few of them."""
-        ...
-
-    @property
-    def num_samples(self) -> int:
-        """All samples with something that is not finite."""
-        ...
-
-    @property
-    def in_a_row(self) -> int: ...
-    @property
-    def is_model(self) -> bool:
-        """No sample has finite logprobs: it is the weights, not the samples."""
-        ...
 
 
 def fields_of(skip: Skip, places: Mapping[int, str]) -> dict[str, Any]:
@@ -68,24 +33,20 @@ def line_of(skip: Skip, places: Mapping[int, str]) -> str:
     return f"{skip.reason}: guid/sibling {named}" + (f" and {more} more" if more else "")
 
 
-def stop_if_stuck(skip: Skip | None, actor: ActorConfig) -> None:
+def stop_if_stuck(skip: Skip, max_skipped: int) -> None:
     """Ends the actor if nothing has been learned for a while, or nothing can be.
 
-    To be called before the step is published or saved.
-
     Raises:
-        TrainingError: `actor.max_skipped_updates` were skipped in a row, or the model gives no
-            sample finite logprobs.
+        TrainingError: `max_skipped` updates were skipped in a row, or the model gives no sample
+            finite logprobs.
     """
-    if skip is None:
-        return
     if skip.is_model:
         raise TrainingError(
             f"{skip.reason}: the model gives none of the batch's samples finite logprobs, so its "
             "weights are broken, by an update before; nothing was published or saved since, and a "
             "restart begins at the newest checkpoint: lower actor.optimizer.lr"
         )
-    if skip.in_a_row >= actor.max_skipped_updates:
+    if skip.in_a_row >= max_skipped:
         raise TrainingError(
             f"{skip.in_a_row} updates in a row were skipped (actor.max_skipped_updates): "
             f"{line_of(skip, {})}; none of them changed the weights, and none was saved: a restart "

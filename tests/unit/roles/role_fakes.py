@@ -75,6 +75,16 @@ def sampled(token_ids, logprobs, version_runs, finish=FinishReason.STOP, routed_
     )  # fmt: skip
 
 
+class NobodyElse:
+    """The ranks of a world as one sees them that helps to publish: it keeps what comes out."""
+
+    def __init__(self, journal):
+        self.journal = journal
+
+    def publish(self, version, tensors):
+        self.journal.note("help", version, dict(tensors))
+
+
 class Snapshot:
     """What a trainer has to save: small files."""
 

@@ -2,17 +2,18 @@
 
 import numpy as np
 import pytest
-from role_fakes import Events, Journal, Snapshot, config, row
+from role_fakes import Events, Journal, NobodyElse, Snapshot, config, row
 
 from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import TrainingError
-from relax_hpc.roles.actor import loop as actor
-from relax_hpc.roles.actor.reference import HybridReference
+from relax_hpc.roles.actor import loop
+from relax_hpc.roles.actor.loop import Stages
+from relax_hpc.roles.actor.other_ranks import OtherRank
+from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.dealing.portions import Batch
-from relax_hpc.weights.publish import Published
 
 ROWS = [
     [row(0, 0, reward=1.0, version=1), row(0, 1, response=1, version=0)],
@@ -47,11 +48,14 @@ class Trainer:
     def named_weights(self):
         yield "w", self.step
 
-    def lend(self):
-        self.journal.note("lend")
+    def keep(self, name, folder=None, *, lasting=False):
+        if lasting:
+            self.journal.note("refresh")
 
-    def reclaim(self):
-        self.journal.note("reclaim")
+    def kept_logprobs(self, name, trajectories, micro_batches):
+        assert name == "reference"
+        self.journal.note("score", [t.guid for t in trajectories], micro_batches)
+        return [-t.token_ids.astype(np.float32) for t in trajectories]
 
 
 class Reader:
@@ -83,31 +87,31 @@ def record(step, portion):
     return PlanRecord(step, [portion], parts, 2, 0, 9, portion, last=portion == 1)
 
 
-class Lead:
+class Rank0:
     """Two portions a step; now and then an engine comes that has to be given weights first."""
 
     def __init__(self, journal, newcomers=(), again=()):
         self.journal, self.newcomers, self.again = journal, list(newcomers), list(again)
-        self.portions = {}
+        self.portions, self.batch = {}, Batch(config(), Reader(Journal()))
 
-    def next_portion(self, step):
+    def next_portion(self, step, timers):
         self.journal.note("next", step)
         if step in self.newcomers:
             self.newcomers.remove(step)
             return None
         number = self.portions.get(step, 0)
         self.portions[step] = number + 1
-        return record(step, number)
+        return self.batch.deal(record(step, number))
 
     def publish(self, version, tensors):
         self.journal.note("publish", version, dict(tensors))
         again = version in self.again
         if again:
             self.again.remove(version)
-        return Published(version, [], [], again, 0, 0.0, {}, None)
+        return again
 
-    def end_step(self, step, fields, phases):
-        self.journal.note("end_step", step, fields)
+    def end_step(self, step, fields, timers):
+        self.journal.note("end_step", step, fields | timers.seconds)
 
     def skipped(self, step, skip):
         self.journal.note("skipped", step, skip.reason)
@@ -116,26 +120,19 @@ class Lead:
         self.journal.note("finish")
 
 
-class Policy:
-    def __init__(self, journal):
-        self.journal = journal
-
-    def logprobs(self, trajectories, micro_batches):
-        self.journal.note("score", [t.guid for t in trajectories], micro_batches)
-        return [-t.token_ids.astype(np.float32) for t in trajectories]
-
-    def refresh(self):
-        self.journal.note("refresh")
-
-
-def run(journal, *, lead=None, trainer=None, save=None, **settings):
+def run(journal, *, rank0=None, trainer=None, **settings):
     trainer = trainer or Trainer(journal)
     made = config(reference__placement="actor", **settings)
-    reference = HybridReference(Policy(journal), refresh_every=2, events=Events())
-    save = save or (lambda: journal.note("save", trainer.step))
-    lead = lead or Lead(journal)
-    actor.run(made, SoloWorld(), trainer, Reader(journal), lead, save, reference)
+    reference = Reference(trainer, refresh_every=2, events=Events())
+    stages = Stages(lambda: journal.note("save", trainer.step), [reference])
+    loop.run(made, SoloWorld(), trainer, Reader(journal), rank0 or Rank0(journal), stages)
     return trainer
+
+
+def plain_run(journal, trainer, **stages):
+    """Without a reference."""
+    stages = Stages(lambda: None, **stages)
+    loop.run(config(), SoloWorld(), trainer, Reader(journal), Rank0(journal), stages)
 
 
 STEP = ["next", "read", "score", "accumulate"] * 2 + ["update", "publish"]
@@ -181,10 +178,7 @@ def test_over_age_tokens_leave_the_loss_only_where_the_settings_say_mask():
 def test_engines_and_trainer_are_compared_when_a_batch_is_whole_and_not_applied_yet():
     journal = Journal()
     trainer = Trainer(journal)
-    actor.run(
-        config(), SoloWorld(), trainer, Reader(journal), Lead(journal), lambda: None,
-        check=lambda: journal.note("check", trainer.step),
-    )  # fmt: skip
+    plain_run(journal, trainer, checks=[lambda: journal.note("check", trainer.step)])
     kinds = [entry[0] for entry in journal.of("accumulate", "check", "update", "publish")]
     assert kinds == ["publish", *["accumulate", "accumulate", "check", "update", "publish"] * 2]
     assert journal.of("check") == [("check", 0), ("check", 1)]
@@ -192,7 +186,7 @@ def test_engines_and_trainer_are_compared_when_a_batch_is_whole_and_not_applied_
 
 def test_engines_that_come_are_given_the_current_weights_before_the_batch_goes_on():
     journal = Journal()
-    run(journal, lead=Lead(journal, newcomers=[2]))
+    run(journal, rank0=Rank0(journal, newcomers=[2]))
     after_first = [entry[:2] for entry in journal][journal.index(("save", 1)) :]
     assert after_first[2:5] == [("next", 2), ("publish", 1), ("next", 2)]
     assert [entry[1] for entry in journal.of("publish")] == [0, 1, 1, 2]
@@ -200,18 +194,16 @@ def test_engines_that_come_are_given_the_current_weights_before_the_batch_goes_o
 
 def test_a_publication_is_repeated_as_long_as_somebody_is_left():
     journal = Journal()
-    run(journal, lead=Lead(journal, again=[1, 1]))
+    run(journal, rank0=Rank0(journal, again=[1, 1]))
     assert [entry[1] for entry in journal.of("publish")] == [0, 1, 1, 1, 2]
 
 
-def test_the_record_of_a_step_has_the_batch_the_update_the_costs_and_the_time():
+def test_the_record_of_a_step_has_the_update_the_costs_and_the_time():
     journal = Journal()
     run(journal)
     _, step, fields = journal.of("end_step")[1]
-    assert (step, fields["policy_version"], fields["num_trajectories"]) == (2, 2, 4)
-    assert (fields["loss"], fields["time/forward"]) == (0.5, 1.0)
-    assert fields["staleness/max"] == 1  # policy 1 is trained on what policy 0 sampled
-    assert {f"time/{name}" for name in ("wait", "read", "publish", "save")} <= fields.keys()
+    assert (step, fields["loss"], fields["time/forward"]) == (2, 0.5, 1.0)
+    assert {f"time/{name}" for name in ("read", "publish", "save")} <= fields.keys()
     assert "time/train" not in fields  # the trainer measures that itself
 
 
@@ -256,10 +248,8 @@ class Model(Trainer):
     def load(self, folder):
         self.step, self.reference = map(int, (folder / "weight").read_text().split())
 
-    def logprobs(self, trajectories, micro_batches):
-        return [np.zeros(len(t.token_ids), np.float32) for t in trajectories]
-
-    def refresh(self):
+    def keep(self, name, folder=None, *, lasting=False):
+        assert lasting == (self.step > 0)
         self.reference = self.step
 
 
@@ -267,13 +257,14 @@ def test_a_checkpoint_of_a_step_that_renews_the_reference_holds_the_renewed_one(
     checkpoints = Checkpoints(tmp_path, SoloWorld(), PlanPosition, keep=1)
     journal = Journal()
     model = Model(journal)
-    reference = HybridReference(model, refresh_every=2, events=None)
+    reference = Reference(model, refresh_every=2)
 
     def save():
         checkpoints.save(model, PlanPosition(1, model.step, model.step))
 
     made = config(reference__placement="actor")
-    actor.run(made, SoloWorld(), model, Reader(journal), Lead(journal), save, reference)
+    stages = Stages(save, [reference])
+    loop.run(made, SoloWorld(), model, Reader(journal), Rank0(journal), stages)
     resumed = Model(journal)
     assert checkpoints.resume(resumed).step == 2
     assert (resumed.step, resumed.reference) == (2, 2)
@@ -301,25 +292,17 @@ def portions_of(step):
     return [batch.deal(record(step, number)) for number in range(2)]
 
 
-def follow(journal, replica, **arguments):
-    trainer = Trainer(journal)
+def follow(journal, trainer, world):
     trainer.dp_rank = 1
-    told = [False, *portions_of(1), False, None, True, False, *portions_of(2), False]
-    world = Rank1(told, replica)
-    made = config(actor__data_parallel=2)
-    save = lambda: journal.note("save")  # noqa: E731
-    actor.run(made, world, trainer, Reader(journal), None, save, **arguments)
+    duties, stages = OtherRank(NobodyElse(journal)), Stages(lambda: journal.note("save"))
+    loop.run(config(actor__data_parallel=2), world, trainer, Reader(journal), duties, stages)
     assert world.told == []
-    return portions_of(1)
 
 
-def test_a_rank_without_the_lead_trains_its_own_share_and_helps_to_publish():
-    class Helper:
-        def publish(self, version, tensors):
-            journal.note("help", version, dict(tensors))
-
-    journal = Journal()
-    dealt = follow(journal, SoloWorld(), helper=Helper())
+def test_a_rank_besides_rank_0_trains_its_own_share_and_helps_to_publish():
+    journal, dealt = Journal(), portions_of(1)
+    told = [False, *dealt, False, None, True, False, *portions_of(2), False]
+    follow(journal, Trainer(journal), Rank1(told, SoloWorld()))
     # With the first step's end an engine comes, and one is left over at once.
     assert [entry[1] for entry in journal.of("help")] == [0, 1, 1, 1, 2]
     [mine] = {row for rows in dealt[0].micro_batches[1] for row in rows}
@@ -333,15 +316,7 @@ def test_a_rank_without_the_lead_trains_its_own_share_and_helps_to_publish():
     ] * 2
 
 
-def test_of_a_replica_one_rank_reads_and_the_others_are_told_and_gather_every_tensor():
-    taken = []
-
-    class Silent(Trainer):
-        def named_weights(self):
-            taken.append(self.step)
-            yield "w", self.step
-            taken.append("gathered")
-
+def test_of_a_replica_one_rank_reads_and_the_others_are_told():
     class Second(Rank1):
         rank = 1
 
@@ -350,15 +325,10 @@ def test_of_a_replica_one_rank_reads_and_the_others_are_told_and_gather_every_te
             return [ROWS[0][1]]
 
     journal = Journal()
-    trainer = Silent(journal)
-    trainer.dp_rank = 1
     told = [False, *portions_of(1), False, *portions_of(2), False]
-    world = Rank1(told, Second([]))
-    made = config(actor__data_parallel=2)
-    actor.run(made, world, trainer, Reader(journal), None, lambda: None)
+    follow(journal, Trainer(journal), Rank1(told, Second([])))
     assert not journal.of("read")
     assert journal.of("accumulate")[0][1] == [(0, 1, [0, 0, 1])]
-    assert taken == [0, "gathered", 1, "gathered", 2, "gathered"]
 
 
 class Lease:
@@ -374,11 +344,7 @@ class Lease:
 
 def test_with_shared_gpus_engines_have_them_before_every_publication_and_the_trainer_to_train():
     journal = Journal()
-    trainer = Trainer(journal)
-    actor.run(
-        config(), SoloWorld(), trainer, Reader(journal), Lead(journal), lambda: None,
-        lease=Lease(journal),
-    )  # fmt: skip
+    plain_run(journal, Trainer(journal), lease=Lease(journal))
     kinds = ("to engines", "to trainer", "read", "publish", "accumulate", "update")
     step = ["read", "to trainer", "accumulate"] * 2 + ["update", "to engines", "publish"]
     expected = ["to engines", "publish", *step, *step]

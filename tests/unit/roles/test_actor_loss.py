@@ -7,7 +7,7 @@ import pytest
 import torch
 from role_fakes import config
 
-from relax_hpc.roles.actor.loop import loss_of
+from relax_hpc.roles.actor.loss import loss_of
 
 SETTINGS = {
     "algorithm__clip_low": 0.1,

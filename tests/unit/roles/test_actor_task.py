@@ -14,7 +14,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
     tmp_path, monkeypatch
 ):
     given = []
-    for name in ("Sequencer", "ActorLead", "EngineClient"):
+    for name in ("Sequencer", "EngineClient"):
         monkeypatch.setattr(
             actor_task, name, lambda *args, _name=name, **kwargs: given.append((args, kwargs))
         )  # fmt: skip
@@ -24,7 +24,23 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
         weights__kv_cache="recompute", weights__timeout_s=40,
     )  # fmt: skip
     paths, resumed = RunPaths(tmp_path), SimpleNamespace(position="position")
-    actor_task._lead(settings, "publisher", paths, "checkpoints", resumed, "shards", "events")
+    released = []
+
+    class Rank0:
+        def __init__(self, *args):
+            given.append(args)
+
+        def release(self):
+            released.append(self)
+
+    monkeypatch.setattr(actor_task, "Rank0", Rank0)
+
+    def rank0(resumed):
+        return actor_task._rank0(
+            settings, paths, "reader", "shards", "publisher", "checkpoints", resumed, "events"
+        )
+
+    assert released == [rank0(resumed)]  # whoever saved that checkpoint may not have come to it
     assert given[0] == (
         (paths.bus, ["rollout-0", "rollout-1"]),
         {
@@ -32,9 +48,9 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
             "over_age": "mask", "max_staleness": 3, "keep_steps": 5, "shards": "shards",
         },
     )  # fmt: skip
-    assert given[1] == ((settings, None, "publisher", "checkpoints", "events"), {})
-    actor_task._lead(settings, "publisher", paths, "checkpoints", None, "shards", "events")
-    assert given[2][1]["position"] is None
+    assert given[1] == (settings, None, "reader", "publisher", "checkpoints", "events")
+    rank0(None)
+    assert given[2][1]["position"] is None and len(released) == 1
     given.clear()
     secret = RunSecret.new()
     actor_task._connect(settings, secret, Member("m", "1", "http://m", 1, "sglang", "HEALTHY"))
@@ -46,15 +62,21 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
 def test_the_reference_in_the_actor_is_the_model_of_its_path_renewed_as_often_as_it_says(
     monkeypatch,
 ):
-    made = []
-    monkeypatch.setattr(actor_task, "SwappedReference", lambda *args: made.append(args) or "policy")
-    events = Events()
+    events, kept = Events(), []
+
+    class Trainer:
+        def keep(self, name, folder=None, *, lasting=False):
+            kept.append((name, folder, lasting))
+
     for placement in ("none", "own"):
         none = config(reference__placement=placement)
-        assert actor_task._reference(none, "trainer", events) is None
+        assert actor_task._columns(none, Trainer(), events) == []
     settings = config(
         reference__placement="actor", reference__path="elsewhere", reference__refresh_every=6
     )
-    found = actor_task._reference(settings, "trainer", events)
-    assert made == [("trainer", settings.reference.path)]
-    assert (found._policy, found._refresh_every, found._events) == ("policy", 6, events)
+    [found] = actor_task._columns(settings, Trainer(), events)
+    for step in range(1, 7):
+        found.end_step(step)
+    path = settings.reference.path
+    assert kept == [("reference", path, False), ("reference", None, True)]
+    assert events.of("reference") == [{"step": 6}]

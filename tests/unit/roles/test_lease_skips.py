@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from role_fakes import Events, Journal, config
+from role_fakes import Events, Journal
 
 from relax_hpc.errors import TrainingError
 from relax_hpc.roles.actor import lease
@@ -28,6 +28,9 @@ class Engines:
 
     def wake(self):
         self.journal.note("wake")
+
+    def close(self):
+        self.journal.note("closed")
 
 
 class Borrower:
@@ -64,6 +67,7 @@ def test_a_rank_without_engines_waits_for_rank_0():
     taken = SharedGpus(World(journal), None, events)
     taken.to_engines(Borrower(journal))
     taken.to_trainer(Borrower(journal))
+    taken.close()
     assert journal == [("barrier",), ("lend",), ("barrier",), ("barrier",), ("reclaim",)]
     assert events.all == []
 
@@ -98,10 +102,9 @@ def test_a_skipped_update_names_its_samples_and_where_they_are():
 
 
 def test_a_run_ends_when_as_many_updates_in_a_row_were_skipped_as_the_settings_say():
-    stop_if_stuck(None, config().actor)
-    stop_if_stuck(SKIP, config(actor__max_skipped_updates=3).actor)
+    stop_if_stuck(SKIP, 3)
     with pytest.raises(TrainingError, match=r"2 updates in a row .*4/1 \(loss\), 6/0"):
-        stop_if_stuck(SKIP, config(actor__max_skipped_updates=2).actor)
+        stop_if_stuck(SKIP, 2)
     broken = SimpleNamespace(**{**SKIP.__dict__, "is_model": True, "in_a_row": 1})
     with pytest.raises(TrainingError, match="loss is nan: the model gives none"):
-        stop_if_stuck(broken, config().actor)
+        stop_if_stuck(broken, 3)

@@ -163,8 +163,8 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_leads(
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, monkeypatch, rank):
     journal, paths, events = Journal(), RunPaths(tmp_path), Events()
-    resumed, lead = SimpleNamespace(position=DataPosition(1, 2, 3)), SimpleNamespace(position="at")
-    fake(monkeypatch, sft_task, journal, "init_torch", "trainer_of", "SftLead", SftLead=lead)
+    resumed, rank0 = SimpleNamespace(position=DataPosition(1, 2, 3)), SimpleNamespace(position="at")
+    fake(monkeypatch, sft_task, journal, "init_torch", "trainer_of", "Rank0", Rank0=rank0)
     monkeypatch.setattr(sft_task.tokenizers, "load", lambda path: "tokenizer")
 
     class Documents:
@@ -186,20 +186,21 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
         monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", "Saving",
         resume=resumed,
     )  # fmt: skip
-    fake(monkeypatch, sft_task.sft, journal, "run")
+    fake(monkeypatch, sft_task.loop, journal, "run")
     monkeypatch.setattr(sft_task.torch.distributed, "destroy_process_group", lambda: None)
     sft_task.main(SFT, paths, World(rank, journal), 1, events)
     assert journal.of("check_share")[0][1] == (SFT, files, "tokenizer", rank, 2)
     assert journal.of("checkpoints_of")[0][1][3] is DataPosition
     assert journal.of("resume")[0][1] == ("checkpoints_of", "trainer_of", events)
-    [(_, (_, _, _, trainer, checkpoints, duties, _), _)] = journal.of("Saving")
+    [(_, (_, _, _, trainer, checkpoints, saves, _), ends)] = journal.of("Saving")
     assert (trainer, checkpoints) == ("trainer_of", "checkpoints_of")
-    [(_, (settings, _, trained, leads, save), _)] = journal.of("run")
+    assert ends == {"num_steps": SFT.num_steps, "source": SFT.model.path}
+    [(_, (settings, _, trained, duties, save), _)] = journal.of("run")
     assert (settings, trained, save) == (SFT, "trainer_of", "Saving")
     if rank:
-        assert leads is None and duties is None and not events.all
+        assert isinstance(duties, sft_task.loop.OtherRank) and saves is None and not events.all
         return
-    assert leads is lead and duties.position() == "at" and events.of("end") == [{}]
-    [(_, (_, _, documents, heldout, _, position), _)] = journal.of("SftLead")
+    assert duties is saves is rank0 and events.of("end") == [{}]
+    [(_, (_, _, documents, heldout, _, position), _)] = journal.of("Rank0")
     assert (documents.path, heldout) == ("t", ["h 0", "h 1"])  # of three that were asked for
     assert position == DataPosition(1, 2, 3)

@@ -41,19 +41,30 @@ class Checkpoints:
         return done
 
 
-def saver(tmp_path, journal, *, lead=True, fails=(), **settings):
+class Rank0:
+    def __init__(self, journal, trainer):
+        self.journal, self.trainer = journal, trainer
+
+    @property
+    def position(self):
+        return f"position {self.trainer.step}"
+
+    def check_fenced(self):
+        self.journal.note("check_fenced")
+
+    def release(self):
+        self.journal.note("release")
+
+
+def saver(tmp_path, journal, *, is_rank0=True, fails=(), **settings):
     events, trainer = Events(), Trainer()
     settings = {"algorithm__num_steps": 10, "actor__save_every": 4} | settings
-    duties = saving.Lead(
-        lambda: f"position {trainer.step}",
-        lambda: journal.note("check_fenced"),
-        lambda: journal.note("covered"),
-    )
-    checkpoints = Checkpoints(journal, fails)
-    paths = RunPaths(tmp_path)
+    checkpoints, made = Checkpoints(journal, fails), config(**settings)
     save = saving.Saving(
-        config(**settings), paths, None, trainer, checkpoints, duties if lead else None, events
-    )
+        made.actor, RunPaths(tmp_path), None, trainer, checkpoints,
+        Rank0(journal, trainer) if is_rank0 else None, events,
+        num_steps=made.num_steps, source=made.model.path,
+    )  # fmt: skip
 
     def steps(*numbers, skip=None):
         for number in numbers:
@@ -73,7 +84,7 @@ def test_steps_that_are_multiples_and_the_last_are_saved_and_the_last_is_waited_
     assert events.of("checkpoint") == [
         {"step": n, "wait_s": 1.5, "background_s": 2.5, "bytes": 10} for n in (4, 8, 10)
     ]
-    assert len(journal.of("covered")) == len(journal.of("check_fenced")) == 3
+    assert len(journal.of("release")) == len(journal.of("check_fenced")) == 3
 
 
 def test_after_a_skipped_update_the_next_one_that_is_done_is_saved_once(tmp_path):
@@ -91,10 +102,10 @@ def test_what_is_complete_is_noted_at_the_end_of_the_step_that_sees_it(tmp_path)
     journal = Journal()
     steps, events, checkpoints = saver(tmp_path, journal)
     steps(4)
-    assert not journal.of("covered") and not events.all
+    assert not journal.of("release") and not events.all
     checkpoints.done, checkpoints.pending = checkpoints.wait(), None
     steps(5)
-    assert journal[-1] == ("covered",)
+    assert journal[-1] == ("release",)
     assert [event["step"] for event in events.of("checkpoint")] == [4]
 
 
@@ -103,7 +114,7 @@ def test_a_save_that_failed_is_noted_and_lets_nothing_be_deleted(tmp_path):
     steps, events, _ = saver(tmp_path, journal, fails=[4])
     steps(4, 8)
     assert events.all == [("checkpoint_failed", {"step": 4, "message": "disk full"})]
-    assert not journal.of("covered")
+    assert not journal.of("release")
 
 
 def test_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path):
@@ -115,7 +126,7 @@ def test_a_run_whose_last_checkpoint_fails_does_not_end_well(tmp_path):
 
 def test_other_ranks_save_with_rank_0_and_say_nothing(tmp_path):
     journal = Journal()
-    steps, events, _ = saver(tmp_path, journal, lead=False)
+    steps, events, _ = saver(tmp_path, journal, is_rank0=False)
     steps(*range(1, 11))
     assert journal.of("save") == [("save", n, None) for n in (4, 8, 10)]
     assert events.all == []
@@ -138,7 +149,7 @@ def test_the_model_is_written_for_others_at_its_own_multiples(tmp_path, monkeypa
         (3, str(paths.hf(3))), (6, str(paths.hf(6))),
     ]  # fmt: skip
     written.clear()
-    steps, events, _ = saver(tmp_path, Journal(), lead=False, **settings)
+    steps, events, _ = saver(tmp_path, Journal(), is_rank0=False, **settings)
     steps(3)
     assert written == [(*three[:3], False)] and not events.of("export")
 
@@ -155,7 +166,10 @@ def test_checkpoints_are_kept_and_waited_for_as_the_settings_say(tmp_path, monke
     def is_valid(position):
         return True
 
-    saving.checkpoints_of(settings, paths, "world", tuple, is_valid)
+    timeout_s = settings.launch.peer_timeout_s
+    saving.checkpoints_of(
+        settings.actor, paths, "world", tuple, timeout_s=timeout_s, is_valid=is_valid
+    )
     assert given == [
         (
             (paths.checkpoints, "world", tuple),

@@ -11,7 +11,7 @@ from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.errors import DamagedError
-from relax_hpc.roles.actor.reference import HybridReference
+from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.dealing.portions import Portion
 from relax_hpc.roles.scorer import loop as logprobs
 from relax_hpc.roles.scorer.loop import SidecarLead
@@ -245,15 +245,15 @@ def test_the_lead_gets_all_rows_in_their_order():
 def test_every_trajectory_is_filled_with_its_own_logprobs_and_a_renewal_is_noted():
     journal, events = Journal(), Events()
 
-    class Policy:
-        def logprobs(self, trajectories, micro_batches):
-            journal.note("logprobs", micro_batches)
+    class Trainer:
+        def keep(self, name, folder=None, *, lasting=False):
+            journal.note("keep", name, folder, lasting)
+
+        def kept_logprobs(self, name, trajectories, micro_batches):
+            journal.note("logprobs", name, micro_batches)
             return [-each.token_ids for each in trajectories]
 
-        def refresh(self):
-            journal.note("refresh")
-
-    reference = HybridReference(Policy(), refresh_every=2, events=events)
+    reference = Reference(Trainer(), "elsewhere", refresh_every=2, events=events)
     given = [row(1), row(2)]
     for before, after in zip(given, reference.fill(given, [[1], [0]]), strict=True):
         assert after.ref_logprobs.tolist() == (-before.token_ids).tolist()
@@ -261,5 +261,9 @@ def test_every_trajectory_is_filled_with_its_own_logprobs_and_a_renewal_is_noted
         assert after.token_ids is before.token_ids
     for step in range(1, 5):
         reference.end_step(step)
-    assert journal == [("logprobs", [[1], [0]]), ("refresh",), ("refresh",)]
+    assert journal == [
+        ("keep", "reference", "elsewhere", False),
+        ("logprobs", "reference", [[1], [0]]),
+        *[("keep", "reference", None, True)] * 2,
+    ]
     assert events.of("reference") == [{"step": 2}, {"step": 4}]

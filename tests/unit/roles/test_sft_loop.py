@@ -50,7 +50,7 @@ class Trainer:
         self.journal.note("gathered")
 
 
-class Lead:
+class Rank0:
     """Two ranks' shares: rank r has documents 10 r + step."""
 
     def __init__(self, journal, heldout=True):
@@ -69,17 +69,17 @@ class Lead:
     def export(self, tensors):
         self.journal.note("export", dict(tensors))
 
-    def end_step(self, step, fields, phases):
-        self.journal.note("end_step", step, fields)
+    def end_step(self, step, fields, timers):
+        self.journal.note("end_step", step, fields | timers.seconds)
 
     def skipped(self, step, skip):
         self.journal.note("skipped", step)
 
 
-def run(journal, *, step=0, lead=None, trainer=None, **settings):
+def run(journal, *, step=0, rank0=None, trainer=None, **settings):
     trainer = trainer or Trainer(journal, step)
     save = lambda: journal.note("save", trainer.step)  # noqa: E731
-    sft.run(config(**settings), SoloWorld(), trainer, lead or Lead(journal), save)
+    sft.run(config(**settings), SoloWorld(), trainer, rank0 or Rank0(journal), save)
 
 
 def test_a_run_measures_first_then_trains_measures_when_due_saves_and_exports_the_last():
@@ -117,7 +117,7 @@ def test_a_resumed_run_does_not_measure_the_first_policy_again_and_a_finished_on
 
 def test_without_held_out_documents_nothing_is_measured():
     journal = Journal()
-    run(journal, lead=Lead(journal, heldout=False), heldout_every=1)
+    run(journal, rank0=Rank0(journal, heldout=False), heldout_every=1)
     assert not journal.of("forward", "measured")
 
 
@@ -136,25 +136,25 @@ class Rank1:
 
     rank, size = 1, 2
 
-    def __init__(self, lead):
-        self.lead, self.calls = lead, 0
+    def __init__(self, rank0):
+        self.rank0, self.calls = rank0, 0
 
     def bcast(self, value):
         assert value is None
         self.calls += 1
-        return self.lead.heldout() if self.calls == 1 else self.lead.next_batch()
+        return self.rank0.heldout() if self.calls == 1 else self.rank0.next_batch()
 
     def allgather(self, value):
         assert value == {}  # it holds none of them
         return [{77: (3.0, 2)}, value]
 
 
-def test_a_rank_without_the_lead_trains_its_share_measures_with_the_others_and_gathers():
+def test_a_rank_besides_rank_0_trains_its_share_measures_with_the_others_and_gathers():
     journal = Journal()
     trainer = Trainer(journal)
     trainer.dp_rank = 1
     sft.run(
-        config(data_parallel=2, heldout_every=0), Rank1(Lead(journal)), trainer, None,
+        config(data_parallel=2, heldout_every=0), Rank1(Rank0(journal)), trainer, sft.OtherRank(),
         lambda: journal.note("save"),
     )  # fmt: skip
     assert [entry[1] for entry in journal.of("accumulate")] == [[11], [12], [13]]

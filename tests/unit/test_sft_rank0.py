@@ -10,17 +10,18 @@ from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.documents import Documents
-from relax_hpc.roles.sft.rank0 import DataPosition, SftLead
+from relax_hpc.roles.sft.rank0 import DataPosition, Rank0
 from relax_hpc.telemetry.events import EventWriter, read_events
+from relax_hpc.telemetry.timers import Timers
 
 COUNT = 10
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Makes a lead of a run over ten documents, 4 a step, dealt to 2 ranks."""
+    """Makes a rank0 of a run over ten documents, 4 a step, dealt to 2 ranks."""
 
-    def lead(position=None, count=COUNT, **sft):
+    def rank0(position=None, count=COUNT, **sft):
         lines = [{"prompt": "q" * n, "completion": "a"} for n in range(1, count + 1)]
         path = tmp_path / "train.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -32,9 +33,9 @@ def make(tmp_path):
         documents = Documents(path, checkpoint.tokenizer(), config.sft)
         paths = RunPaths(tmp_path / "run")
         events = EventWriter(paths.events("actor", 0), "actor", 0)
-        return SftLead(config, paths, documents, [], events, position)
+        return Rank0(config, paths, documents, [], events, position)
 
-    return lead
+    return rank0
 
 
 def lines(shares):
@@ -54,12 +55,12 @@ def test_a_batch_is_dealt_out_whole_within_the_budget_and_equally_often(make):
 
 
 def test_whoever_goes_on_from_a_position_is_dealt_the_same(make):
-    lead, dealt, positions = make(), [], []
+    rank0, dealt, positions = make(), [], []
     for _ in range(5):
-        positions.append(lead.position)
-        dealt.append(lines(lead.next_batch()))
+        positions.append(rank0.position)
+        dealt.append(lines(rank0.next_batch()))
     assert positions == [(0, 0, 10), (0, 4, 10), (0, 8, 10), (1, 2, 10), (1, 6, 10)]
-    assert lead.position == (2, 0, 10)
+    assert rank0.position == (2, 0, 10)
     assert [len(batch) for batch in dealt] == [4] * 5
     assert sorted(line for batch in dealt for line in batch) == sorted([*range(COUNT)] * 2)
     for position, batch in zip(positions, dealt, strict=True):
@@ -75,10 +76,10 @@ def test_a_file_that_was_changed_meanwhile_is_refused(make):
 def test_what_was_cut_and_what_was_left_out_is_counted(make, tmp_path):
     # 6 tokens and the question, of 1 to 10, are before an answer of 2 and a line break: of question
     # 8 the line break is cut, of 9 half the answer, of 10 all of it.
-    lead = make(max_tokens=16, too_long="truncate", batch_size=COUNT, num_steps=1)
-    shares = lead.next_batch()
+    rank0 = make(max_tokens=16, too_long="truncate", batch_size=COUNT, num_steps=1)
+    shares = rank0.next_batch()
     assert lines(shares) == list(range(9))
-    lead.end_step(1, {"loss": 1.0, "logprob_gap/mean": 3.0}, [])
+    rank0.end_step(1, {"loss": 1.0, "logprob_gap/mean": 3.0}, Timers())
     step, phases = read_events(tmp_path / "run" / "events")
     assert phases["event"] == "phases"
     assert (step["data/truncated"], step["data/left_out"], step["num_documents"]) == (3, 1, 9)

@@ -3,6 +3,7 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from role_fakes import Events, Journal, Snapshot, config, row
 
@@ -10,14 +11,15 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
 from relax_hpc.bus.producer import Producer
-from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.checkpoints.store import Checkpoint, Checkpoints
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import FencedError
 from relax_hpc.paths import BusPaths
-from relax_hpc.roles.actor.rank0 import ActorLead
+from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.schema import PromptGroup
+from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.publish import Published
 from relax_hpc.weights.verify import Verified
 
@@ -69,37 +71,52 @@ class FakePublisher:
         return []
 
 
+class FakeReader:
+    """Rows of prompt groups of two, of which the first is solved by the later policy."""
+
+    def index(self, record):
+        count = len(record.guids)
+        columns = {
+            "guid": np.repeat(record.guids, 2), "sibling": [0, 1] * count,
+            "rewards": np.array([1.0, 0.0] * count, np.float32), "prompt_len": [2, 2] * count,
+            "response_len": [3, 1] * count, "policy_version_min": [2, 1] * count,
+            "policy_version_max": [2, 1] * count, "finish": [0, 0] * count,
+        }  # fmt: skip
+        return BatchIndex(**{name: np.array(values) for name, values in columns.items()})
+
+
 class FakeCheckpoints:
     def complete(self):
         return [Checkpoint(None, step, PlanPosition(1, step, step)) for step in (3, 6, 9)]
 
 
-def lead_of(journal, *, published=DONE, records=(), **settings):
+def rank0_of(journal, *, published=DONE, records=(), **settings):
     events = Events()
     settings = {"weights__checksum_every": 3, "algorithm__num_steps": 8} | settings
     publisher = FakePublisher(journal, published)
     sequencer = FakeSequencer(journal, records)
-    lead = ActorLead(config(**settings), sequencer, publisher, FakeCheckpoints(), events)
-    return lead, publisher, events
+    checkpoints = FakeCheckpoints()
+    rank0 = Rank0(config(**settings), sequencer, FakeReader(), publisher, checkpoints, events)
+    return rank0, publisher, events
 
 
 def test_a_rank_that_was_superseded_publishes_nothing():
     journal = Journal()
-    lead, _, events = lead_of(journal)
+    rank0, _, events = rank0_of(journal)
 
     def fenced():
         raise FencedError("another trainer took over")
 
-    lead.sequencer.check_fenced = fenced
+    rank0.sequencer.check_fenced = fenced
     with pytest.raises(FencedError):
-        lead.publish(1, iter([]))
+        rank0.publish(1, iter([]))
     assert journal == [] and events.all == []
 
 
 def test_the_credit_is_granted_once_engines_have_the_weights():
     journal = Journal()
-    lead, _, _ = lead_of(journal)
-    assert lead.publish(2, iter(["w"])) == DONE._replace(version=2)
+    rank0, _, _ = rank0_of(journal)
+    assert rank0.publish(2, iter(["w"])) is False
     assert journal == [
         ("check_fenced",),
         ("publish", 2, ["w"], False),
@@ -110,9 +127,9 @@ def test_the_credit_is_granted_once_engines_have_the_weights():
 def test_weights_are_compared_at_multiples_and_at_the_last_version_and_never_at_the_first():
     def checked(**settings):
         journal = Journal()
-        lead, _, _ = lead_of(journal, **settings)
+        rank0, _, _ = rank0_of(journal, **settings)
         for version in range(9):
-            lead.publish(version, iter([]))
+            rank0.publish(version, iter([]))
         return [version for _, version, _, check in journal.of("publish") if check]
 
     assert checked() == [3, 6, 8]
@@ -121,20 +138,20 @@ def test_weights_are_compared_at_multiples_and_at_the_last_version_and_never_at_
 
 def test_only_after_the_last_version_loads_are_waited_for():
     journal = Journal()
-    lead, _, _ = lead_of(journal)
-    assert not lead.publish(7, iter([])).again
+    rank0, _, _ = rank0_of(journal)
+    assert not rank0.publish(7, iter([]))
     assert not journal.of("wait_for_loads")
-    assert lead.publish(8, iter([])).again  # some came late
+    assert rank0.publish(8, iter([]))  # some came late
     assert journal[-1] == ("wait_for_loads",)
     journal.clear()
-    lead, _, _ = lead_of(journal, published=DONE._replace(again=True))
-    assert lead.publish(8, iter([])).again
+    rank0, _, _ = rank0_of(journal, published=DONE._replace(again=True))
+    assert rank0.publish(8, iter([]))
     assert not journal.of("wait_for_loads")  # there is another publication first
 
 
 def test_a_publication_is_noted_with_its_speed_and_what_was_compared():
-    lead, _, events = lead_of(Journal())
-    lead.publish(1, iter([]))
+    rank0, _, events = rank0_of(Journal())
+    rank0.publish(1, iter([]))
     [event] = events.of("publish")
     assert (event["step"], event["version"], event["members"]) == (1, 1, ["rollout-0"])
     assert event["sync/wire"] == 2.0 and event["sync/total"] == 3.0
@@ -142,8 +159,8 @@ def test_a_publication_is_noted_with_its_speed_and_what_was_compared():
     assert "verified" not in event and "seconds" not in event and not events.of("verify")
     verified = Verified("x", {"rollout-0": "y"}, False)
     published = DONE._replace(verified=verified, seconds={"load": 1.0, "write": 8.0}, members=[])
-    lead, _, events = lead_of(Journal(), published=published)
-    lead.publish(1, iter([]))
+    rank0, _, events = rank0_of(Journal(), published=published)
+    rank0.publish(1, iter([]))
     [event] = events.of("publish")
     assert event["sync/write_gb_per_s"] == 0.5 and "sync/gb_per_s" not in event
     [told] = events.of("verify")
@@ -157,14 +174,14 @@ def portion(number, guids=(4, 5), *, last=True):
 
 def test_the_next_portion_is_as_large_and_waited_for_as_long_as_the_settings_say():
     journal = Journal()
-    lead, publisher, _ = lead_of(
+    rank0, publisher, _ = rank0_of(
         journal, records=[portion(0)], actor__tokens_per_micro_batch=50,
         actor__portion_micro_batches=3, launch__peer_timeout_s=77,
     )  # fmt: skip
     publisher.newcomers = True
-    assert lead.next_portion(3) is None  # engines are given weights first
+    assert rank0.next_portion(3, Timers()) is None  # engines are given weights first
     publisher.newcomers = False
-    assert lead.next_portion(3) == portion(0)
+    assert rank0.next_portion(3, Timers()).record == portion(0)
     assert journal == [("next_portion", 3, {"min_tokens": 142.5, "timeout_s": 77})] * 2
 
 
@@ -182,12 +199,12 @@ class Skip:
 
 def test_a_skipped_update_names_the_shard_of_a_sample_of_any_portion_of_its_step():
     records = [portion(0, (5,), last=False), portion(1, (6,)), portion(0, (7,))]
-    lead, _, events = lead_of(Journal(), records=records)
-    lead.next_portion(3)
-    lead.next_portion(3)
-    lead.skipped(3, Skip)
-    lead.next_portion(4)
-    lead.skipped(4, Skip)
+    rank0, _, events = rank0_of(Journal(), records=records)
+    rank0.next_portion(3, Timers())
+    rank0.next_portion(3, Timers())
+    rank0.skipped(3, Skip)
+    rank0.next_portion(4, Timers())
+    rank0.skipped(4, Skip)
     [third, fourth] = events.of("skipped")
     assert (third["step"], third["reason"], third["in_a_row"]) == (3, "loss is nan", 2)
     path = "bus/p/rollout-0/f2/000000000005.h5"
@@ -196,28 +213,45 @@ def test_a_skipped_update_names_the_shard_of_a_sample_of_any_portion_of_its_step
 
 
 def test_a_step_is_noted_with_its_speed(monkeypatch):
-    lead, _, events = lead_of(Journal())
-    monkeypatch.setattr(lead._pace, "end_step", lambda step, num_steps: (4.0, 8.0 - step))
-    lead.end_step(3, {"num_tokens": 100, "loss": 0.5}, ["phase"])
+    rank0, _, events = rank0_of(Journal())
+    monkeypatch.setattr(rank0._pace, "end_step", lambda step, num_steps: (4.0, 8.0 - step))
+    monkeypatch.setattr(rank0._batch, "describe", lambda step: {"num_tokens": 100})
+    timers = SimpleNamespace(seconds={"time/save": 2.0}, phases=["phase"])
+    rank0.end_step(3, {"loss": 0.5}, timers)
     [step] = events.of("step")
     assert step == {
-        "step": 3, "eta_s": 5.0, "num_tokens": 100, "loss": 0.5,
+        "step": 3, "eta_s": 5.0, "num_tokens": 100, "loss": 0.5, "time/save": 2.0,
         "time/step": 4.0, "tokens_per_s": 25.0,
     }  # fmt: skip
     assert events.of("phases") == [{"step": 3, "phases": ["phase"]}]
 
 
+def test_the_record_of_a_step_says_what_its_batch_was_like_and_no_other():
+    records = [portion(0, (5,), last=False), portion(1, (6,)), portion(0, (7,))]
+    rank0, _, events = rank0_of(Journal(), records=records)
+    for step, portions in ((3, 2), (4, 1)):
+        timers = Timers()
+        for _ in range(portions):
+            rank0.next_portion(step, timers)
+        rank0.end_step(step, {}, timers)
+    third, fourth = events.of("step")
+    assert (third["num_trajectories"], third["batch/portions"], third["num_tokens"]) == (4, 2, 16)
+    assert (fourth["num_trajectories"], fourth["batch/portions"]) == (2, 1)
+    assert (third["staleness/max"], fourth["staleness/max"]) == (1, 2)  # policy 1 sampled some
+    assert {"time/wait", "time/read"} <= third.keys()
+
+
 def test_the_end_is_said_to_the_bus_and_noted_with_the_duplicates():
     journal = Journal()
-    lead, _, events = lead_of(journal)
-    lead.finish()
+    rank0, _, events = rank0_of(journal)
+    rank0.finish()
     assert journal == [("finish",)] and events.all == [("end", {"duplicates": 6})]
 
 
 def test_what_the_oldest_kept_checkpoint_does_not_need_may_go():
     journal = Journal()
-    lead, _, _ = lead_of(journal)
-    lead.release()
+    rank0, _, _ = rank0_of(journal)
+    rank0.release()
     assert journal == [("release", 3)]
 
 
@@ -247,12 +281,14 @@ def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_pat
     with Producer(paths, "rollout-0", {}) as producer, sequencer() as first:
         for guid in range(6):
             producer.put([PromptGroup(guid, [row(guid, 0), row(guid, 1)])])
-        lead = ActorLead(settings, first, FakePublisher(Journal()), checkpoints, Events())
+        rank0 = Rank0(
+            settings, first, Reader(paths), FakePublisher(Journal()), checkpoints, Events()
+        )
         for step in range(1, 6):
-            lead.next_portion(step)
+            rank0.next_portion(step, Timers())
             trainer.step = step
             checkpoints.save(trainer, first.position)
-            lead.release()
+            rank0.release()
             producer.collect(CreditTail(paths).latest().retired_guid_below)
     assert not paths.shard("rollout-0", 1, 3).exists()  # of step 4, which none needs
     (tmp_path / "checkpoints" / "step_00000005" / "weight").unlink()
@@ -264,7 +300,7 @@ def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_pat
 
 
 def test_of_what_an_engine_loads_by_itself_the_time_and_the_failure_are_noted():
-    lead, publisher, events = lead_of(Journal())
+    rank0, publisher, events = rank0_of(Journal())
 
     def loaded(name, reason, seconds, verified=None):
         return SimpleNamespace(
@@ -277,7 +313,7 @@ def test_of_what_an_engine_loads_by_itself_the_time_and_the_failure_are_noted():
         loaded("rollout-0", "broken", {}),
         loaded("rollout-1", "", {"pause": 0.5, "load": 8.0}, digests),
     ]
-    lead.publish(5, iter([]))
+    rank0.publish(5, iter([]))
     bad, good = events.of("loaded")
     assert (bad["members"], bad["fenced"], bad["error"]) == ([], ["rollout-0"], "broken")
     assert (good["members"], good["fenced"], good["step"], good["version"]) == (
@@ -295,12 +331,14 @@ def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engin
     with Producer(bus, "rollout-0", {"engine": "sglang 1.2"}) as producer:
         producer.put([PromptGroup(0, [row(0, 0), row(0, 1)])])
     sequencer = Sequencer(bus, ["rollout-0"], prompts_per_step=1, position=None)
-    lead = ActorLead(settings, sequencer, FakePublisher(Journal()), FakeCheckpoints(), events)
-    lead.next_portion(1)
-    assert lead.place_of(0) == ("bus/p/rollout-0/f1/000000000000.h5", "sglang 1.2")
+    rank0 = Rank0(
+        settings, sequencer, Reader(bus), FakePublisher(Journal()), FakeCheckpoints(), events
+    )
+    rank0.next_portion(1, Timers())
+    assert rank0.place_of(0) == ("bus/p/rollout-0/f1/000000000000.h5", "sglang 1.2")
     sequencer.close()
     gap = SimpleNamespace(num_tokens=8, mean=0.25, max=0.5, k3=0.125)
-    lead.compared(4, gap, 0.3)
+    rank0.compared(4, gap, 0.3)
     assert events.of("engine_gap") == [
         {
             "step": 5, "policy_version": 4, "num_tokens": 8, "mean": 0.25, "max": 0.5, "k3": 0.125,

@@ -1,0 +1,191 @@
+"""What an engine that computes a model offers, and one that trains it: said once, for all who ask.
+
+Every rank has one. Methods are collective over its ranks, properties are not, unless it says so.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.schema import Trajectory
+
+
+class LossOutput(Protocol):
+    """What a loss returns; read only."""
+
+    @property
+    def loss(self) -> Tensor:
+        """[] summed over tokens: micro-batches, portions and ranks add up."""
+        ...
+
+    @property
+    def metrics(self) -> dict[str, Tensor]:
+        """[] each, summed likewise."""
+        ...
+
+
+Loss = Callable[[Tensor, MicroBatch], LossOutput]
+"""([T] logprobs with gradient, micro-batch with `old_logprobs`) -> loss."""
+
+
+class Sample(NamedTuple):
+    """A trajectory, and what of it is not finite."""
+
+    guid: int
+    sibling: int
+    dp_rank: int
+    micro_batch: int
+    """Of the rank's in this step, from 0."""
+    what: str
+    """`logprobs`, `loss`, or `gradient` (of the loss by the logprobs)."""
+
+
+class Skip(NamedTuple):
+    """Why an update was not done."""
+
+    reason: str
+    samples: tuple[Sample, ...]
+    """A few of them. None if only the gradient inside the model is not finite."""
+    num_samples: int
+    """All samples with something that is not finite."""
+    in_a_row: int
+    """Updates, this one included; not those for which a loss scale was too large."""
+    is_model: bool = False
+    """No sample has finite logprobs: it is the weights, not the samples."""
+
+
+class Worst(NamedTuple):
+    """The token of which the logprobs of two engines differ most."""
+
+    guid: int
+    sibling: int
+    token: int
+    """Of the trajectory, from 0, prompt included."""
+    engine: float
+    """The sampler's logprob, nats."""
+    trainer: float
+
+
+class Gap(NamedTuple):
+    """Between logprobs of tokens that the trainer's own policy sampled, nats."""
+
+    num_tokens: int
+    mean: float
+    max: float
+    k3: float
+    worst: Worst
+
+
+class Snapshot(Protocol):
+    """What a rank has to save; nothing of it is collective."""
+
+    def write(self, folder: Path) -> None:
+        """Writes the rank's part, durably; raises CheckpointError."""
+        ...
+
+    def write_names(self, folder: Path, *, timeout_s: float, cancelled: Callable[[], bool]) -> int:
+        """On rank 0: waits for all parts and names them; returns the bytes of all files."""
+        ...
+
+
+class ScoringEngine(Protocol):
+    """A model that gives logprobs."""
+
+    @property
+    def dp_rank(self) -> int:
+        """Which data-parallel replica this rank is of; its ranks are given the same rows."""
+        ...
+
+    def forward_logprobs(
+        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Per trajectory [tokens] nats; `micro_batches` index `trajectories`."""
+        ...
+
+
+class TrainingEngine(ScoringEngine, Protocol):
+    """A model that learns."""
+
+    step: int
+    """Batches trained on; also the policy version of the weights."""
+
+    @property
+    def skip(self) -> Skip | None:
+        """Why the last update was not done, if it was not."""
+        ...
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Time, memory and use of the hardware of the last step's training."""
+        ...
+
+    def accumulate(
+        self,
+        trajectories: Sequence[Trajectory],
+        micro_batches: Sequence[Sequence[int]],
+        advantages: npt.NDArray[np.floating],
+        loss: Loss,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Adds the gradient of a part of the batch; `micro_batches` index `trajectories`.
+
+        Args:
+            last: nothing follows.
+        """
+        ...
+
+    def engine_gap(self) -> Gap | None:
+        """How far the sampler is from this policy in what was accumulated; None if nothing tells.
+
+        Of tokens that this very policy sampled.
+        """
+        ...
+
+    def update(self) -> dict[str, float]:
+        """Turns policy `step` into `step` + 1 by what was accumulated; returns metrics."""
+        ...
+
+    def keep(self, name: str, folder: Path | None = None, *, lasting: bool = False) -> None:
+        """Keeps the weights of now under a name, or those of a Hugging Face folder.
+
+        Args:
+            lasting: checkpoints hold them, too.
+        """
+        ...
+
+    def kept_logprobs(
+        self,
+        name: str,
+        trajectories: Sequence[Trajectory],
+        micro_batches: Sequence[Sequence[int]],
+    ) -> list[npt.NDArray[np.float32]]:
+        """As `forward_logprobs`, under weights that were kept."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under Hugging Face names; every rank must iterate to the end."""
+        ...
+
+    def lend(self) -> None:
+        """Gives up memory that it needs only while it trains."""
+        ...
+
+    def reclaim(self) -> None: ...
+
+    def snapshot(self, *, copy: bool) -> Snapshot:
+        """What this rank saves of a checkpoint; a copy lets training go on meanwhile."""
+        ...
+
+    def damage(self, folder: Path) -> str | None:
+        """Why a checkpoint is not whole, naming a file; not collective."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continues from a checkpoint; raises CheckpointError on every rank if one finds damage."""
+        ...

@@ -1,0 +1,77 @@
+"""Puts together what the ranks of a trainer publish with."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from relax_hpc.comm.bucket import Spec
+from relax_hpc.comm.world import World
+from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.fleet.register import Register
+from relax_hpc.weights import quantize
+from relax_hpc.weights.lanes import LaneHelper, LaneLink
+from relax_hpc.weights.publish import Publisher
+from relax_hpc.weights.quantize import Quantizer
+from relax_hpc.weights.ranks import Helper, TrainerRanks
+from relax_hpc.weights.snapshot import SnapshotWriter
+from relax_hpc.weights.staging import Gather, Giver
+
+
+class Model(Protocol):
+    """Whose weights are published; collective over its ranks."""
+
+    def weight_specs(self) -> list[Spec]: ...
+    def gather(self, bucket_bytes: int, *, to_all: bool = False) -> Gather:
+        """What brings buckets of at most that size to rank 0, or to all."""
+        ...
+
+
+class Publishing:
+    """A rank's part in publications; every rank of the trainer makes one, together.
+
+    Args:
+        config: how weights get to engines.
+        folder: of snapshots.
+        source: Hugging Face folder that lends them config.json and tokenizer.
+        shares_gpus: engines are on the trainer's own GPUs.
+    """
+
+    def __init__(
+        self,
+        config: WeightsConfig,
+        world: World,
+        model: Model,
+        device: torch.device,
+        *,
+        folder: Path,
+        source: Path,
+        shares_gpus: bool,
+    ) -> None:
+        self._config, self._device, self._shares_gpus = config, device, shares_gpus
+        by_lanes = shares_gpus and config.transport == "collective"
+        specs = model.weight_specs()
+        plain = model.gather(config.bucket_bytes, to_all=by_lanes)
+        self._plan, self._gather = quantize.gathered(config, specs, plain)
+        self._link = LaneLink(world, self._plan, device, config) if by_lanes else None
+        quantizer = Quantizer.of(config)
+        snapshots = SnapshotWriter(folder, specs, world, source, quantizer=quantizer)
+        self.ranks = TrainerRanks(world, snapshots, self._helpers())
+
+    def publisher(self, register: Register) -> Publisher:
+        """Rank 0's, to the members in `register`."""
+        return Publisher(
+            self._config,
+            register,
+            self._plan,
+            device=self._device,
+            ranks=self.ranks,
+            gather=self._gather,
+            link=self._link,
+            waits_for_loads=self._shares_gpus,
+        )
+
+    def _helpers(self) -> dict[str, Helper]:
+        if self._link:
+            return {"lanes": LaneHelper(self._link, self._gather)}
+        return {"collective": Giver(self._gather)}
