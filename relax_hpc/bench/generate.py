@@ -189,7 +189,7 @@ def _config(
         },
         "prompts": {"train": "unused", "heldout": "unused"},
         "rollout": {"engine": kind, "max_running_requests": in_flight, "engine_args": args},
-        "algorithm": {"num_steps": 1},
+        "schedule": {"num_steps": 1},
     }
     config = with_overrides(tree, overrides, source="bench generate")
     assert isinstance(config, RunConfig)

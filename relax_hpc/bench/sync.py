@@ -142,11 +142,11 @@ def _task(
         "prompts": {"train": "unused", "heldout": "unused"},
         "actor": dict(grid),
         "rollout": {"engine": kind, "num_engines": engines, "engine_args": args},
-        "algorithm": {"num_steps": updates},
+        "schedule": {"num_steps": updates},
     }
     if colocated:
         tree["rollout"] |= {"placement": "actor"}
-        tree["algorithm"] |= {"max_staleness": 0}
+        tree["schedule"] |= {"max_staleness": 0}
     config = with_overrides(tree, overrides, source="bench sync")
     assert isinstance(config, RunConfig)
     first = 0 if colocated else config.actor.world_size

@@ -139,7 +139,7 @@ def _tree(model: Path, grid: Mapping[str, int]) -> dict[str, Any]:
         "model": {"path": str(model), "dtype": dtype},
         "prompts": {"train": "unused", "heldout": "unused"},
         "actor": dict(grid),
-        "algorithm": {"num_steps": 1000},
+        "schedule": {"num_steps": 1000},
     }
 
 

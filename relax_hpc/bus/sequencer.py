@@ -246,7 +246,7 @@ class Sequencer:
             ):
                 raise BusError(
                     f"{self._paths.plan}: step {step} was planned with {num_groups} prompt groups; "
-                    f"algorithm.prompts_per_step was not {self._prompts_per_step} then, and cannot "
+                    f"schedule.prompts_per_step was not {self._prompts_per_step} then, and cannot "
                     "change within a run"
                 )
 

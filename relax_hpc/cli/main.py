@@ -40,9 +40,7 @@ Overrides = Annotated[
 ]
 
 
-@app.command(
-    epilog="Example:  relax-hpc check jobs/arithmetic.toml --set algorithm.max_staleness=3"
-)
+@app.command(epilog="Example:  relax-hpc check jobs/arithmetic.toml --set schedule.max_staleness=3")
 def check(
     job: Job,
     overrides: Overrides = [],  # noqa: B006

@@ -24,7 +24,7 @@ class RolloutConfig(Section):
     """`sglang` is the production engine; `embedded` runs anywhere torch does."""
     placement: Literal["own", "actor"] = "own"
     """own: a component with nodes of its own. actor: on the actor's GPUs, which the two use in
-    turn; `algorithm.max_staleness` is 0 then, and `resources` are the actor's."""
+    turn; `schedule.max_staleness` is 0 then, and `resources` are the actor's."""
     num_engines: Positive = 1
     """Engines of the core job."""
     engines_per_task: Positive = 1
@@ -44,8 +44,8 @@ class RolloutConfig(Section):
     """A shard is published once it holds that many prompt groups, its batch is done, or its first
     group has waited for a second."""
     over_sampling: Annotated[Number, Field(ge=0)] = 0.0
-    """Fraction of a batch that is sampled beyond what `algorithm.max_staleness` admits, so that
-    groups that are ready take the place of stragglers; needs `algorithm.over_age` drop or mask."""
+    """Fraction of a batch that is sampled beyond what `schedule.max_staleness` admits, so that
+    groups that are ready take the place of stragglers; needs `schedule.over_age` drop or mask."""
     routed_experts: bool = False
     """Record which experts each token went to, in the bus column ragged/routed_experts; needs a
     mixture of experts, and `engine` sglang."""
@@ -127,6 +127,12 @@ class WeightsConfig(Section):
     """Tensors are sent in flat buckets of at most this size."""
     checksum_every: NonNegative = 10
     """Steps between comparisons of the engines' weights with the trainer's; 0 only at the end."""
+    logprob_check: Literal["stop", "warn", "off"] = "stop"
+    """What to do where engines and trainer compute different models. At each start of the actor
+    their logprobs of tokens that the trainer's own policy sampled are compared, once."""
+    max_logprob_gap: Annotated[Number, Field(gt=0)] | None = None
+    """Mean difference of those logprobs, nats, that is rounding. Unset it goes by the type:
+    float32 0.001, float16 0.03, bfloat16 0.15, engines with numbers of 8 bits or less 0.5."""
     timeout_s: Positive = 300
     """An engine that does not take an update within this time is fenced."""
 

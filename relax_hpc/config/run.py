@@ -38,9 +38,9 @@ class RewardConfig(Section):
     """Which verifier scores a response; `coin` scores by a hash, to exercise random weights."""
 
 
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = "grpo"
-    """How rewards become a loss; see docs/algorithms.md."""
+class ScheduleConfig(Section):
+    """When what is sampled and trained on."""
+
     num_steps: Positive
     """Batches to train on; step b turns policy b-1 into policy b."""
     prompts_per_step: Positive = 32
@@ -51,6 +51,11 @@ class AlgorithmConfig(Section):
     """Which prompt groups make up a batch. wait: its own, so no token is ever over age. drop: those
     that are ready; a group that grew older than max_staleness is sampled again. mask: likewise, but
     it is trained on, and its over-age tokens leave the loss."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    """How rewards become a loss; see docs/algorithms.md."""
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
     epochs_per_step: Positive = 1
@@ -61,12 +66,6 @@ class AlgorithmConfig(Section):
     """Upper clip: ratio <= 1 + clip_high (clip-higher)."""
     importance_cap: Annotated[Number, Field(gt=0)] = 2.0
     """Truncated importance sampling: weight min(pi_old / mu, cap) per token."""
-    logprob_check: Literal["stop", "warn", "off"] = "stop"
-    """What to do where engines and trainer compute different models. At each start of the actor
-    their logprobs of tokens that the trainer's own policy sampled are compared, once."""
-    max_logprob_gap: Annotated[Number, Field(gt=0)] | None = None
-    """Mean difference of those logprobs, nats, that is rounding. Unset it goes by the type:
-    float32 0.001, float16 0.03, bfloat16 0.15, engines with numbers of 8 bits or less 0.5."""
     kl_coefficient: Annotated[Number, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the reference in the loss; above 0 needs a reference."""
 
@@ -158,14 +157,15 @@ class RunConfig(JobConfig):
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
     reference: ReferenceConfig = ReferenceConfig()
-    algorithm: AlgorithmConfig
+    schedule: ScheduleConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     bus: BusConfig = BusConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: EvalConfig = EvalConfig()
 
     @property
     def num_steps(self) -> int:
-        return self.algorithm.num_steps
+        return self.schedule.num_steps
 
     @property
     def epochs_per_step(self) -> int:
@@ -182,8 +182,8 @@ class RunConfig(JobConfig):
         Measured: 1e-7 to 1e-5 in float32, 0.007 to 0.036 in bfloat16 (docs/benchmarks.md); the
         models that differ in a scaling of RoPE or a head were 0.9 to 2.8 apart.
         """
-        if self.algorithm.max_logprob_gap is not None:
-            return self.algorithm.max_logprob_gap
+        if self.weights.max_logprob_gap is not None:
+            return self.weights.max_logprob_gap
         args = self.rollout.engine_args
         few_bits = args.keys() & {"quantization", "kv_cache_dtype", "torchao_config"}
         if few_bits or self.weights.quantize != "none":
@@ -230,9 +230,9 @@ class RunConfig(JobConfig):
         rollout, key = self.rollout, 'rollout.placement = "actor"'
         if rollout.placement == "own":
             return self
-        if self.algorithm.max_staleness:
+        if self.schedule.max_staleness:
             raise ValueError(
-                f"algorithm.max_staleness = {self.algorithm.max_staleness}: with {key} nothing is "
+                f"schedule.max_staleness = {self.schedule.max_staleness}: with {key} nothing is "
                 "sampled while the actor trains; set it to 0"
             )
         if rollout.nodes_per_engine > 1:
@@ -270,10 +270,10 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def _over_sampling_needs_free_batches(self) -> Self:
-        if self.rollout.over_sampling and self.algorithm.over_age == "wait":
+        if self.rollout.over_sampling and self.schedule.over_age == "wait":
             raise ValueError(
                 f"rollout.over_sampling = {self.rollout.over_sampling}: needs batches of the first "
-                "that are ready; set algorithm.over_age to 'drop' or 'mask'"
+                "that are ready; set schedule.over_age to 'drop' or 'mask'"
             )
         return self
 

@@ -40,7 +40,7 @@ def cli(*arguments):
 
 
 def submit(job, model_folder, *, local, run=cli, **settings):
-    """Submits jobs/<job>.toml; `algorithm__num_steps=9` sets algorithm.num_steps."""
+    """Submits jobs/<job>.toml; `schedule__num_steps=9` sets schedule.num_steps."""
     settings |= {
         "model.path": model_folder / "model",
         "prompts.train": model_folder / "train.jsonl",

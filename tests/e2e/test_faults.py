@@ -28,8 +28,8 @@ STEPS, PROMPTS, SIBLINGS = 24, 8, 4
 def submit_small(tiny, run_root, *, local, **settings):
     small = {
         "run_root": run_root,
-        "algorithm.num_steps": STEPS,
-        "algorithm.prompts_per_step": PROMPTS,
+        "schedule.num_steps": STEPS,
+        "schedule.prompts_per_step": PROMPTS,
         "rollout.samples_per_prompt": SIBLINGS,
         "rollout.groups_per_shard": 4,
         "actor.save_every": 4,
@@ -143,7 +143,7 @@ def test_a_killed_rollout_step_goes_on_under_slurm_while_the_trainer_stays(tiny,
 
 
 def test_cancel_ends_all_of_a_run_and_nothing_else(tiny, tmp_path):
-    endless = {"algorithm.num_steps": 100000}
+    endless = {"schedule.num_steps": 100000}
     # Its run directory differs in one letter at the end: a pattern would hit both.
     run_dir, bystander = (
         submit_small(tiny, tmp_path, local=True, name=name, **endless) for name in ("run", "run2")

@@ -27,8 +27,8 @@ STEPS, PROMPTS, SIBLINGS = 8, 4, 4
 def submit_small(tiny, run_root, **settings):
     small = {
         "run_root": run_root,
-        "algorithm.num_steps": STEPS,
-        "algorithm.prompts_per_step": PROMPTS,
+        "schedule.num_steps": STEPS,
+        "schedule.prompts_per_step": PROMPTS,
         "algorithm.kl_coefficient": 0.01,
         "algorithm.epochs_per_step": 1,
         "rollout.samples_per_prompt": SIBLINGS,
@@ -102,7 +102,7 @@ def test_a_resumed_actor_has_the_reference_that_it_had(tiny, tmp_path):
         **{
             "reference.placement": "actor",
             "reference.refresh_every": 3,
-            "algorithm.num_steps": steps,
+            "schedule.num_steps": steps,
             "actor.save_every": 5,
         },
     )

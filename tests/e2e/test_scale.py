@@ -32,8 +32,8 @@ def submit_small(tiny, run_root, *, local, **settings):
     small = {
         "run_root": run_root,
         "rollout.resources.max_nodes": 2,
-        "algorithm.num_steps": STEPS,
-        "algorithm.prompts_per_step": PROMPTS,
+        "schedule.num_steps": STEPS,
+        "schedule.prompts_per_step": PROMPTS,
         "algorithm.epochs_per_step": 1,
         "rollout.samples_per_prompt": SIBLINGS,
         "rollout.groups_per_shard": 8,
@@ -119,7 +119,7 @@ def test_an_engine_joins_a_run_under_slurm_serves_and_leaves(tiny, tmp_path):
 
 def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
     own = shutil.copytree(tiny, tmp_path / "tiny")
-    light = {"algorithm.num_steps": 100000, "algorithm.prompts_per_step": 4}
+    light = {"schedule.num_steps": 100000, "schedule.prompts_per_step": 4}
     run_dir = submit_small(own, tmp_path, local=True, **light)
     weights, hidden = own / "model" / "model.safetensors", tmp_path / "hidden"
     try:

@@ -234,7 +234,7 @@ def check(rows, advantages, limit):
 
     trainer = _state["trainer"]
     tree = _state["config"].model_dump()
-    tree["algorithm"]["max_logprob_gap"] = limit
+    tree["weights"]["max_logprob_gap"] = limit
     compare, update = LogprobCheck(RunConfig.model_validate(tree), trainer), trainer.update
 
     def and_check():

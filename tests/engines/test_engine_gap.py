@@ -165,7 +165,7 @@ class Trainer:
 def check_of(*gaps, step=0, **settings):
     config = job("unused").model_copy(update={})
     tree = config.model_dump()
-    tree["algorithm"] |= settings
+    tree["weights"] |= settings
     noted, trainer = [], Trainer(*gaps, step=step)
     witness = SimpleNamespace(
         compared=lambda *given: noted.append(given),
@@ -191,10 +191,10 @@ def test_the_error_names_both_sides_the_figures_and_the_worst_token():
     assert str(raised.value) == (
         "engines (sglang 1.2, float32) and trainer (Megatron-core, float32) compute different "
         "models: the logprobs of 640 tokens that policy 0 sampled differ by 1.05 nats on average "
-        "(largest 7.25, k3 2), and rounding explains 0.001 (algorithm.max_logprob_gap); most for "
+        "(largest 7.25, k3 2), and rounding explains 0.001 (weights.max_logprob_gap); most for "
         "token 17 of guid/sibling 12/3 in bus/12.h5: -0.2500 by the engine, -7.5000 by the "
         "trainer. A restart does not help: compare model.path, model.weights and "
-        "rollout.engine_args, or set algorithm.logprob_check"
+        "rollout.engine_args, or set weights.logprob_check"
     )
 
 
@@ -223,13 +223,13 @@ def test_it_can_warn_or_be_off_and_its_limit_is_the_jobs(caplog):
         ("float32", {"rollout": {"engine_args": {"dtype": "bfloat16"}}}, 0.15),
         ("bfloat16", {"rollout": {"engine_args": {"kv_cache_dtype": "fp8_e4m3"}}}, 0.5),
         ("bfloat16", {"weights": {"quantize": "fp8"}}, 0.5),
-        ("bfloat16", {"algorithm": {"num_steps": 1, "max_logprob_gap": 0.02}}, 0.02),
+        ("bfloat16", {"weights": {"max_logprob_gap": 0.02}}, 0.02),
     ],
 )
 def test_the_limit_goes_by_the_type_unless_it_is_given(dtype, sections, limit):
     tree = {
         "name": "run", "model": {"path": "m", "dtype": dtype},
-        "prompts": {"train": "t", "heldout": "h"}, "algorithm": {"num_steps": 1},
+        "prompts": {"train": "t", "heldout": "h"}, "schedule": {"num_steps": 1},
     }  # fmt: skip
     config = RunConfig.model_validate(tree | sections)
     assert config.max_logprob_gap == limit < 0.9  # what was seen of models that differ

@@ -149,7 +149,7 @@ def train(tmp_path):
                 tree
                 | {
                     "prompts": {"train": "unused", "heldout": "unused"},
-                    "algorithm": {"num_steps": num_steps},
+                    "schedule": {"num_steps": num_steps},
                 }
             )
         rank0, world = Rank0(said), SoloWorld()

@@ -37,7 +37,7 @@ def job(tmp_path):
                     "heldout": str(tmp_path / "heldout.jsonl"),
                     "chat_template": False,
                 },
-                "algorithm": {"num_steps": 100000, "prompts_per_step": 2},
+                "schedule": {"num_steps": 100000, "prompts_per_step": 2},
                 "rollout": {
                     "num_engines": 2,
                     "samples_per_prompt": 2,

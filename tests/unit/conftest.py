@@ -23,7 +23,7 @@ dtype = "float32"
 train = "train.jsonl"
 heldout = "heldout.jsonl"
 
-[algorithm]
+[schedule]
 num_steps = 5
 prompts_per_step = 4
 """

@@ -82,7 +82,7 @@ def make(tmp_path: Path, monkeypatch, earlier=()) -> FakeSlurm:
             "run_root": str(fake.run_dir.parent),
             "model": {"path": "model"},
             "prompts": {"train": "t", "heldout": "h"},
-            "algorithm": {"num_steps": 30},
+            "schedule": {"num_steps": 30},
             "rollout": {"resources": {"max_nodes": 3}},
         },
         source="test",

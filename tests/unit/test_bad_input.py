@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 SETTINGS = {
-    "algorithm.max_stalenes=1": (
-        "algorithm.max_stalenes = 1: unknown key; did you mean algorithm.max_staleness?"
+    "schedule.max_stalenes=1": (
+        "schedule.max_stalenes = 1: unknown key; did you mean schedule.max_staleness?"
     ),
-    "algorithm.max_staleness=-1": (
-        "algorithm.max_staleness = -1: input should be greater than or equal to 0"
+    "schedule.max_staleness=-1": (
+        "schedule.max_staleness = -1: input should be greater than or equal to 0"
     ),
-    "algorithm.num_steps=many": "algorithm.num_steps = 'many': input should be a valid integer",
+    "schedule.num_steps=many": "schedule.num_steps = 'many': input should be a valid integer",
     "algorithm=3": "algorithm = 3: is a table of settings; see jobs/",
     "model.dtype=float64": "model.dtype = 'float64': input should be 'float32', 'bfloat16' or",
     "name=a/b": "name = 'a/b': string should match pattern",
@@ -124,9 +124,9 @@ def test_groups_of_one_are_refused_however_advantages_are_normalized(refused):
 
 
 def test_each_mistake_has_a_line_of_its_own(refused):
-    said = refused("check", "job.toml", "--set", "sed=1", "--set", "algorithm.num_steps=0")
+    said = refused("check", "job.toml", "--set", "sed=1", "--set", "schedule.num_steps=0")
     assert [line.split(": ")[1] for line in said.splitlines()] == [
-        "algorithm.num_steps = 0",
+        "schedule.num_steps = 0",
         "sed = 1",
     ]
 

@@ -134,7 +134,7 @@ class Takes:
 class Grid:
     """Runs a job whose rollout commits `commits`, one list of (guid, rewards) after another."""
 
-    def __init__(self, folder, commits, trainer=Trainer, fails=False, **algorithm):
+    def __init__(self, folder, commits, trainer=Trainer, fails=False, **schedule):
         num_groups = sum(map(len, commits))
         self.config = job_file.validate(
             {
@@ -148,11 +148,8 @@ class Grid:
                     "tokens_per_micro_batch": BUDGET,
                     "portion_micro_batches": 1,
                 },
-                "algorithm": {
-                    "num_steps": num_groups // PROMPTS,
-                    "prompts_per_step": PROMPTS,
-                    **algorithm,
-                },
+                "schedule": {"num_steps": num_groups // PROMPTS, "prompts_per_step": PROMPTS}
+                | schedule,
             },
             source="test",
         )

@@ -57,7 +57,7 @@ def test_a_task_alone_says_its_own(tmp_path, caplog):
 
 
 RUNS = {
-    "rl": {"prompts": {"train": "t", "heldout": "h"}, "algorithm": {"num_steps": 30}},
+    "rl": {"prompts": {"train": "t", "heldout": "h"}, "schedule": {"num_steps": 30}},
     "sft": {"sft": {"train": "t", "batch_size": 1, "num_steps": 30}},
 }
 

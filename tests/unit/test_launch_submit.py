@@ -47,7 +47,7 @@ def job(tmp_path, model):
                 "heldout": str(tmp_path / "heldout.jsonl"),
                 "chat_template": False,
             },
-            "algorithm": {"num_steps": 100000, "prompts_per_step": 2},
+            "schedule": {"num_steps": 100000, "prompts_per_step": 2},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4},
         }
         return validate(tree | changes, source="test")
@@ -136,12 +136,13 @@ def test_engines_weights_and_the_reference_are_looked_at_before_the_job(tmp_path
     engines = {"samples_per_prompt": 2, "max_new_tokens": 4, "num_engines": 2}
     wrong = {
         "engines have 2 ranks, the actor has 1": {
-            "rollout": engines | {"placement": "actor"}, "algorithm": steps,
+            "rollout": engines | {"placement": "actor"}, "schedule": steps,
         },
         "weights.quantize = 'fp8': the embedded engine": {"weights": {"quantize": "fp8"}},
         f"reference: model.path = {other}: has neither model.safetensors": {
             "reference": {"path": str(other), "placement": "actor"},
-            "algorithm": steps | {"kl_coefficient": 0.1},
+            "schedule": steps,
+            "algorithm": {"kl_coefficient": 0.1},
         },
     }  # fmt: skip
     for message, tables in wrong.items():

@@ -17,13 +17,14 @@ from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 
 
-def job(rollout=None, actor=None, reference=None, **algorithm):
+def job(rollout=None, actor=None, reference=None, algorithm=None, **schedule):
     return validate(
         {
             "name": "run",
             "model": {"path": "m"},
             "prompts": {"train": "t", "heldout": "h"},
-            "algorithm": {"num_steps": 1, "max_staleness": 0, **algorithm},
+            "schedule": {"num_steps": 1, "max_staleness": 0, **schedule},
+            "algorithm": algorithm or {},
             "rollout": {"placement": "actor", "num_engines": 4, **(rollout or {})},
             "actor": {"data_parallel": 4, **(actor or {})},
             "reference": reference or {},
@@ -60,7 +61,7 @@ def test_slurm_is_asked_for_one_component_with_two_steps_that_share_its_gpus(tmp
 
 
 def test_further_components_are_numbered_as_slurm_numbers_them(tmp_path):
-    components = place(job(reference={"placement": "own"}, kl_coefficient=0.1))
+    components = place(job(reference={"placement": "own"}, algorithm={"kl_coefficient": 0.1}))
     assert [each.role for each in components] == ["actor", "rollout", "reference"]
     assert groups(components) == [0, 0, 1]
     text = script.slurm_script(script.Job("run", tmp_path), components)
@@ -102,9 +103,9 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
 
 
 @pytest.mark.parametrize(
-    ("rollout", "algorithm", "message"),
+    ("rollout", "schedule", "message"),
     [
-        ({}, {"max_staleness": 1}, "algorithm.max_staleness = 1: with rollout.placement = .*to 0"),
+        ({}, {"max_staleness": 1}, "schedule.max_staleness = 1: with rollout.placement = .*to 0"),
         (
             {"resources": {"gpus_per_node": 2}},
             {},
@@ -122,9 +123,9 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
         ),
     ],
 )
-def test_what_taking_turns_rules_out_is_refused(rollout, algorithm, message):
+def test_what_taking_turns_rules_out_is_refused(rollout, schedule, message):
     with pytest.raises(ConfigError, match=message):
-        job(rollout=rollout, **algorithm)
+        job(rollout=rollout, **schedule)
 
 
 def test_a_resolved_job_is_accepted_again():

@@ -189,7 +189,7 @@ def job(**tables):
         "name": "run",
         "model": {"path": "model", "dtype": "bfloat16"},
         "prompts": {"train": "t", "heldout": "h"},
-        "algorithm": {"num_steps": 9},
+        "schedule": {"num_steps": 9},
         "rollout": {"engine": "sglang", "engine_args": {"tp_size": 2}},
         "weights": {"quantize": "fp8"},
     }

@@ -52,14 +52,14 @@ class Events:
         pass
 
 
-def config(**algorithm):
+def config(**schedule):
     return job_file.validate(
         {
             "name": "test",
             "model": {"path": "none"},
             "prompts": {"train": "none", "heldout": "none"},
             "rollout": {"samples_per_prompt": SIBLINGS, "groups_per_shard": 1},
-            "algorithm": {"num_steps": 1, "prompts_per_step": PROMPTS, **algorithm},
+            "schedule": {"num_steps": 1, "prompts_per_step": PROMPTS, **schedule},
             "eval": {"every": 0, "num_prompts": 1},
         },
         source="test",

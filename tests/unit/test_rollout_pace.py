@@ -12,9 +12,9 @@ from relax_hpc.roles.rollout.routing import standing
 from relax_hpc.schema import PromptGroup
 
 
-def pace(over_sampling=0.0, **algorithm):
+def pace(over_sampling=0.0, **schedule):
     over_age = "drop" if over_sampling else "wait"
-    settings = config(num_steps=9, over_age=over_age, **algorithm)
+    settings = config(num_steps=9, over_age=over_age, **schedule)
     rollout_config = settings.rollout.model_copy(update={"over_sampling": over_sampling})
     return rollout.Pace(settings.model_copy(update={"rollout": rollout_config}))
 

@@ -28,7 +28,7 @@ class House:
                 "run_root": str(folder),
                 "model": {"path": "model"},
                 "prompts": {"train": "t", "heldout": "h"},
-                "algorithm": {"num_steps": 9},
+                "schedule": {"num_steps": 9},
                 "rollout": {"start_timeout_s": 60, "resources": {"max_nodes": 4}},
                 "launch": {"max_restarts": 1},
             },
@@ -256,7 +256,7 @@ def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(hous
 
 @pytest.mark.parametrize("transport", [None, "collective", "files"])
 def test_engines_cannot_be_added_to_those_on_the_actors_gpus(house, transport):
-    changes = {"rollout": {"placement": "actor"}, "algorithm": {"num_steps": 9, "max_staleness": 0}}
+    changes = {"rollout": {"placement": "actor"}, "schedule": {"num_steps": 9, "max_staleness": 0}}
     config = validate(house.config.model_dump(mode="json") | changes, source="test")
     write_json(house.paths.config, config.model_dump(mode="json"))
     with pytest.raises(ConfigError, match=r'placement = "actor": its engines are those') as error:

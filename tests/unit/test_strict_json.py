@@ -48,7 +48,7 @@ def test_a_figure_that_is_not_finite_is_null_and_named(tmp_path):
 def test_a_run_with_such_figures_has_its_summary_its_picture_and_its_tensorboard(tmp_path, kind):
     paths = RunPaths(tmp_path / "run")
     tree = {"name": "run", "model": {"path": "m"}} | {
-        "rl": {"prompts": {"train": "t", "heldout": "h"}, "algorithm": {"num_steps": 9}},
+        "rl": {"prompts": {"train": "t", "heldout": "h"}, "schedule": {"num_steps": 9}},
         "sft": {"sft": {"train": "t", "batch_size": 1, "num_steps": 9}},
     }[kind]
     paths.root.mkdir()

@@ -36,7 +36,7 @@ def paths(tmp_path):
         "name": "run",
         "model": {"path": "m"},
         "prompts": {"train": "t", "heldout": "h"},
-        "algorithm": {"num_steps": 10, "prompts_per_step": 1},
+        "schedule": {"num_steps": 10, "prompts_per_step": 1},
         "rollout": {"samples_per_prompt": 2},
     }
     paths.root.mkdir()

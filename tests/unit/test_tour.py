@@ -175,7 +175,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
                 "tokens_per_micro_batch": 12,  # 4 rows
                 "portion_micro_batches": 2,  # 24 tokens: a prompt group
             },
-            "algorithm": {
+            "schedule": {
                 "num_steps": STEPS,
                 "prompts_per_step": PROMPTS,
                 "max_staleness": max_staleness,
@@ -244,7 +244,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
 
 
 def test_a_killed_rollout_task_owes_exactly_what_is_not_committed():
-    config = SimpleNamespace(algorithm=SimpleNamespace(num_steps=2, prompts_per_step=5))
+    config = SimpleNamespace(schedule=SimpleNamespace(num_steps=2, prompts_per_step=5))
     first, second = rollout.Task(0, 2), rollout.Task(1, 2)
     assert list(rollout.owned_guids(config, first, {2}, start=0)) == [0, 4, 6, 8]
     assert list(rollout.owned_guids(config, second, set(), start=4)) == [5, 7, 9]

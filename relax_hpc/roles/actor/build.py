@@ -120,11 +120,11 @@ def _rank0(
     sequencer = Sequencer(
         paths.bus,
         config.producers,
-        prompts_per_step=config.algorithm.prompts_per_step,
+        prompts_per_step=config.schedule.prompts_per_step,
         position=resumed.position if resumed else None,
         needs=tuple(config.sidecar_writers.values()),
-        over_age=config.algorithm.over_age,
-        max_staleness=config.algorithm.max_staleness,
+        over_age=config.schedule.over_age,
+        max_staleness=config.schedule.max_staleness,
         keep_steps=config.bus.keep_steps,
         shards=shards,
     )

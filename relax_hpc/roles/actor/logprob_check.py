@@ -40,7 +40,7 @@ class LogprobCheck:
         witness: Witness | None = None,
     ) -> None:
         self._config, self._trainer, self._witness = config, trainer, witness
-        self._is_done = config.algorithm.logprob_check == "off"
+        self._is_done = config.weights.logprob_check == "off"
 
     def __call__(self) -> None:
         """Raises:
@@ -58,7 +58,7 @@ class LogprobCheck:
             self._witness.compared(self._trainer.step, gap, limit)
         if gap.mean <= limit:
             return
-        if self._config.algorithm.logprob_check == "stop" and self._trainer.step == 0:
+        if self._config.weights.logprob_check == "stop" and self._trainer.step == 0:
             raise MismatchError(self._line(gap, limit))
         if self._witness:
             log.warning("%s", self._line(gap, limit))
@@ -74,8 +74,8 @@ class LogprobCheck:
             f"{config.model.dtype}) compute different models: the logprobs of {gap.num_tokens} "
             f"tokens that policy {self._trainer.step} sampled differ by {gap.mean:.3g} nats on "
             f"average (largest {gap.max:.3g}, k3 {gap.k3:.3g}), and rounding explains "
-            f"{limit:g} (algorithm.max_logprob_gap); most for token {worst.token} of guid/sibling "
+            f"{limit:g} (weights.max_logprob_gap); most for token {worst.token} of guid/sibling "
             f"{worst.guid}/{worst.sibling}{f' in {shard}' * bool(shard)}: {worst.engine:.4f} by "
             f"the engine, {worst.trainer:.4f} by the trainer. A restart does not help: compare "
-            "model.path, model.weights and rollout.engine_args, or set algorithm.logprob_check"
+            "model.path, model.weights and rollout.engine_args, or set weights.logprob_check"
         )

@@ -64,7 +64,7 @@ def run(
     batches, loss = _Batches(config, world, trainer, reader, duties), loss_of(config)
     stages.lease.to_engines(trainer)
     _publish(world, trainer, duties)
-    while trainer.step < config.algorithm.num_steps:
+    while trainer.step < config.schedule.num_steps:
         step, timers = trainer.step + 1, Timers()
         for rows, share, last in batches.portions(step, timers):
             with timers("lease"):
@@ -126,10 +126,10 @@ class _Batches:
 
     def _read(self, portion: Portion, share: Share) -> list[Trajectory]:
         """The rows of `share`, on all ranks of a replica, which one of them reads."""
-        algorithm, record = self._config.algorithm, portion.record
+        schedule, record = self._config.schedule, portion.record
         rows = self._reader.rows(record, share.rows) if self._replica.rank == 0 else []
-        if algorithm.over_age == "mask":
-            limit = algorithm.max_staleness
+        if schedule.over_age == "mask":
+            limit = schedule.max_staleness
             rows = [mask_over_age(row, step=record.step, max_staleness=limit) for row in rows]
         return list(self._replica.bcast(rows))
 

@@ -78,7 +78,7 @@ class Rank0:
         self._num_bytes = published.num_bytes
         self._note(published)
         again = published.again
-        if version == self._config.algorithm.num_steps and not again:
+        if version == self._config.schedule.num_steps and not again:
             # Nobody looks for newcomers any more, and the last policy is to be evaluated.
             again = self._publisher.wait_for_loads()
         self._note_loads()
@@ -87,7 +87,7 @@ class Rank0:
     def end_step(self, step: int, fields: dict[str, Any], timers: Timers) -> None:
         """Logs the step, and what its batch was like."""
         fields = {**self._batch.describe(step), **fields, **timers.seconds}
-        num_steps = self._config.algorithm.num_steps
+        num_steps = self._config.schedule.num_steps
         seconds, eta_s = self._pace.end_step(step, num_steps)
         fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
@@ -152,7 +152,7 @@ class Rank0:
 
     def _is_checked(self, version: int) -> bool:
         every = self._config.weights.checksum_every
-        is_last = version == self._config.algorithm.num_steps
+        is_last = version == self._config.schedule.num_steps
         return version > 0 and (is_last or (every > 0 and version % every == 0))
 
     def _note(self, published: Published) -> None:

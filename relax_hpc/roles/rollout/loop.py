@@ -134,15 +134,15 @@ async def _final_version(config: RunConfig, sampler: Sampler) -> int | None:
     deadline = time.monotonic() + FINAL_VERSION_S
     while (version := await sampler.version()) is None and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)
-    return version if version == config.algorithm.num_steps else None  # started after the update
+    return version if version == config.schedule.num_steps else None  # started after the update
 
 
 class Pace:
     """How far sampling may run ahead of training."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._max_staleness = config.algorithm.max_staleness
-        self._prompts_per_step = config.algorithm.prompts_per_step
+        self._max_staleness = config.schedule.max_staleness
+        self._prompts_per_step = config.schedule.prompts_per_step
         self._spare = int(config.rollout.over_sampling * self._prompts_per_step)
 
     def may_start(self, guid: int, version: int | None) -> bool:
@@ -170,7 +170,7 @@ class Pace:
 
 def owned_guids(config: RunConfig, task: Task, committed: set[int], *, start: int) -> Iterator[int]:
     """Prompt ordinals of this task that are not committed yet, in order."""
-    end = config.algorithm.num_steps * config.algorithm.prompts_per_step
+    end = config.schedule.num_steps * config.schedule.prompts_per_step
     first = start + (task.rank - start) % task.size
     return (guid for guid in range(first, end, task.size) if guid not in committed)
 

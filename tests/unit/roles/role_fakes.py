@@ -33,13 +33,13 @@ class Events:
 
 
 def config(**sections):
-    """A run's settings; `algorithm__num_steps=3` sets algorithm.num_steps."""
+    """A run's settings; `schedule__num_steps=3` sets schedule.num_steps."""
     tree = {
         "name": "test",
         "model": {"path": "model"},
         "prompts": {"train": "train", "heldout": "heldout"},
         "rollout": {"samples_per_prompt": 2},
-        "algorithm": {"num_steps": 2, "prompts_per_step": 2},
+        "schedule": {"num_steps": 2, "prompts_per_step": 2},
         "eval": {"every": 0, "num_prompts": 1},
     }
     for key, value in sections.items():

@@ -169,7 +169,7 @@ def test_over_age_tokens_leave_the_loss_only_where_the_settings_say_mask():
     for over_age, short in (("mask", [0, 0, 0]), ("drop", [0, 0, 1])):
         journal = Journal()
         trainer = Trainer(journal, step=1)
-        settings = {"algorithm__over_age": over_age, "algorithm__max_staleness": 0}
+        settings = {"schedule__over_age": over_age, "schedule__max_staleness": 0}
         run(journal, trainer=trainer, **settings)
         first = journal.of("accumulate")[0][1]
         assert first == [(0, 0, [0, 0, 1, 1, 1]), (0, 1, short)]

@@ -19,7 +19,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
             actor_task, name, lambda *args, _name=name, **kwargs: given.append((args, kwargs))
         )  # fmt: skip
     settings = config(
-        algorithm__prompts_per_step=6, algorithm__over_age="mask", algorithm__max_staleness=3,
+        schedule__prompts_per_step=6, schedule__over_age="mask", schedule__max_staleness=3,
         bus__keep_steps=5, reference__placement="own", rollout__num_engines=2,
         weights__kv_cache="recompute", weights__timeout_s=40,
     )  # fmt: skip

@@ -92,7 +92,7 @@ class FakeCheckpoints:
 
 def rank0_of(journal, *, published=DONE, records=(), **settings):
     events = Events()
-    settings = {"weights__checksum_every": 3, "algorithm__num_steps": 8} | settings
+    settings = {"weights__checksum_every": 3, "schedule__num_steps": 8} | settings
     publisher = FakePublisher(journal, published)
     sequencer = FakeSequencer(journal, records)
     checkpoints = FakeCheckpoints()
@@ -271,7 +271,7 @@ class Trainer:
 def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_path):
     """Owners have deleted what they may: the batches after that checkpoint are there still."""
     paths, world, trainer = BusPaths(tmp_path / "bus"), SoloWorld(), Trainer()
-    settings = config(algorithm__num_steps=6, algorithm__prompts_per_step=1)
+    settings = config(schedule__num_steps=6, schedule__prompts_per_step=1)
     layout.create(paths, ["rollout-0"], {})
     checkpoints = Checkpoints(tmp_path / "checkpoints", world, PlanPosition, keep=2)
 
@@ -325,7 +325,7 @@ def test_of_what_an_engine_loads_by_itself_the_time_and_the_failure_are_noted():
 
 
 def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engine(tmp_path):
-    settings = config(run_root=str(tmp_path), algorithm__prompts_per_step=1)
+    settings = config(run_root=str(tmp_path), schedule__prompts_per_step=1)
     bus, events = BusPaths(settings.run_dir / "bus"), Events()
     layout.create(bus, ["rollout-0"], {})
     with Producer(bus, "rollout-0", {"engine": "sglang 1.2"}) as producer:

@@ -25,14 +25,14 @@ from relax_hpc.schema import PromptGroup
     ],
 )
 def test_a_task_owns_every_prompt_of_its_rank_from_any_start_on(start, rank, owned):
-    settings = config(algorithm__num_steps=5, algorithm__prompts_per_step=2)
+    settings = config(schedule__num_steps=5, schedule__prompts_per_step=2)
     assert list(owned_guids(settings, Task(rank, 2), set(), start=start)) == owned
     assert list(owned_guids(settings, Task(rank, 2), {owned[0]}, start=start)) == owned[1:]
 
 
 @pytest.mark.parametrize("start", range(7))
 def test_three_tasks_share_the_prompts_and_leave_none_out(start):
-    settings = config(algorithm__num_steps=5, algorithm__prompts_per_step=2)
+    settings = config(schedule__num_steps=5, schedule__prompts_per_step=2)
     shares = [list(owned_guids(settings, Task(rank, 3), set(), start=start)) for rank in range(3)]
     assert sorted(guid for share in shares for guid in share) == list(range(start, 10))
     assert all(guid % 3 == rank for rank, share in enumerate(shares) for guid in share)
@@ -83,7 +83,7 @@ class Credits:
 def run(*, version=2, committed=(), again=(), credit=None, count=4, rank=1, **settings):
     journal, events = Journal(), Events()
     made = config(
-        seed=3, algorithm__num_steps=3, algorithm__prompts_per_step=4, algorithm__max_staleness=1,
+        seed=3, schedule__num_steps=3, schedule__prompts_per_step=4, schedule__max_staleness=1,
         rollout__num_engines=2, rollout__temperature=0.6, rollout__groups_per_shard=1, **settings
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]

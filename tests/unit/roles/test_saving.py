@@ -58,7 +58,7 @@ class Rank0:
 
 def saver(tmp_path, journal, *, is_rank0=True, fails=(), **settings):
     events, trainer = Events(), Trainer()
-    settings = {"algorithm__num_steps": 10, "actor__save_every": 4} | settings
+    settings = {"schedule__num_steps": 10, "actor__save_every": 4} | settings
     checkpoints, made = Checkpoints(journal, fails), config(**settings)
     save = saving.Saving(
         made.actor, RunPaths(tmp_path), None, trainer, checkpoints,
