@@ -95,19 +95,14 @@ def bus_gc(
     Nothing goes that a resume from any checkpoint on disk needs.
     """
     from relax_hpc.bus.tools import garbage
-    from relax_hpc.launch import states
     from relax_hpc.runs import status as run_status
 
     run_dir = run_dir_of(run)
-    for launch in run_status.of_run(run_dir):
-        if doubt := run_status.doubt(launch):
-            if not ended:
-                raise LaunchError(f"{run_dir}: {doubt}")
-        elif states.is_alive(launch.state):
-            raise LaunchError(
-                f"{run_dir}: is {launch.state}, and its components delete what they own "
-                f"themselves; wait for its end, or end it: relax-hpc cancel {run}"
-            )
+    if alive := run_status.alive(run_dir, run_status.of_run(run_dir), sure=ended):
+        raise LaunchError(
+            f"{run_dir}: is {alive.state}, and its components delete what they own "
+            f"themselves; wait for its end, or end it: relax-hpc cancel {run}"
+        )
     paths = RunPaths(run_dir)
     found = garbage.find(paths.bus, _positions(paths))
     if not dry_run:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from relax_hpc.comm.address import node_address
-from relax_hpc.comm.torch_store import open_store
+from relax_hpc.comm.torch_store import connect_store, open_store
 from relax_hpc.comm.world import World
 
 
@@ -28,7 +28,7 @@ def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float
         address = (host, store.port)
     host, port = world.bcast(address)
     if store is None:
-        store = dist.TCPStore(host, port, world.size, False, timeout)
+        store = connect_store(host, port, world.size, timeout_s=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout

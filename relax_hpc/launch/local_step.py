@@ -27,7 +27,7 @@ from relax_hpc.records import write_json
 
 _POLL_S = 0.05
 _GRACE_S = 5.0
-_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGCHLD}
+_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 """What this process waits for. They are blocked, so nothing happens between two lines of it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -104,9 +104,7 @@ def main() -> None:
     record_processes(args.processes, [os.getpid(), *(task.pid for task in step.tasks)])
     while step.running:
         told = signal.sigtimedwait(_SIGNALS, _POLL_S)
-        if told and told.si_signo == signal.SIGUSR2:
-            step.signal(signal.SIGUSR2)
-        elif told and told.si_signo != signal.SIGCHLD:
+        if told and told.si_signo != signal.SIGCHLD:
             step.end()
         if controller.find() is None:
             step.kill()

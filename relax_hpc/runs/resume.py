@@ -6,7 +6,7 @@ from relax_hpc import permissions
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.job_file import read_resolved
-from relax_hpc.launch import record, states, submit
+from relax_hpc.launch import record, submit
 from relax_hpc.launch.placement import place
 from relax_hpc.launch.slurm import MaybeQueuedError
 from relax_hpc.paths import RunPaths
@@ -34,17 +34,14 @@ def resume(run_dir: Path, *, local: bool = False, ended: bool = False) -> submit
     config = read_resolved(paths.config)
     permissions.check_own(paths.root, paths.submission)
     newest = record.read(paths.root)
-    for found in status.launches(newest):
-        if doubt := status.doubt(found):
-            if not ended:
-                raise ConfigError(f"{run_dir}: {doubt}")
-        elif states.is_alive(found.state):
-            raise ConfigError(
-                f"{run_dir}: is {found.state.lower()} as job {found.record.leader}; "
-                f"cancel it first: relax-hpc cancel {run_dir}"
-            )
-        elif found.state == "COMPLETED":
-            raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
+    found = status.launches(newest)
+    if alive := status.alive(run_dir, found, sure=ended):
+        raise ConfigError(
+            f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader}; "
+            f"cancel it first: relax-hpc cancel {run_dir}"
+        )
+    if any(each.state == "COMPLETED" for each in found):
+        raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
     number = record.claim(paths, newest.number + 1, sure=ended)
     planned = submit.plan(submit.mode_of(local=local), config, place(config), number)
     try:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record, states
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
@@ -136,6 +137,25 @@ def doubt(launch: Launch) -> str:
         f"Slurm says {launch.state} of {job}, which may mean that it runs; end it with relax-hpc "
         "cancel, or, if you know that it has ended, add --ended"
     )
+
+
+def alive(run_dir: Path, found: Sequence[Launch], *, sure: bool) -> Launch | None:
+    """The newest launch of a run that is alive, if there is one.
+
+    Args:
+        run_dir: of the run.
+        found: its launches, newest first.
+        sure: the caller knows that those have ended of which nobody can tell.
+
+    Raises:
+        ConfigError: of one it is not known; says what to do.
+    """
+    for launch in found:
+        if not sure and (words := doubt(launch)):
+            raise ConfigError(f"{run_dir}: {words}")
+        if states.is_alive(launch.state) and not states.is_doubtful(launch.state):
+            return launch
+    return None
 
 
 def launches(newest: LaunchRecord) -> list[Launch]:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from relax_hpc.cli import main as cli
-from relax_hpc.demo import checkpoint
 
 JOB = """
 name = "run"
@@ -24,19 +23,11 @@ epochs = 3
 GOOD = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
-    return folder
-
-
 @pytest.fixture
-def job(tmp_path, model, monkeypatch):
+def job(tmp_path, tiny_model, monkeypatch):
     """A job that would run, in the current directory; each test breaks one thing."""
     monkeypatch.chdir(tmp_path)
-    Path("model").symlink_to(model)
+    Path("model").symlink_to(tiny_model)
     Path("job.toml").write_text(JOB)
     for name in ("train", "heldout"):
         Path(f"{name}.jsonl").write_text((json.dumps(GOOD) + "\n") * 5)

@@ -252,7 +252,9 @@ def test_a_job_that_begins_after_the_run_was_started_anew_ends_at_once(slurm, tm
     components = place(read_resolved(RunPaths(slurm.run_dir).config))
     text = script.slurm_script(job, components)
     head = text.split("max_restarts=")[0] + "echo goes on; exit 0"
-    (tmp_path / "7_exit_code").write_text("143\n")
+    left = script.exit_code_file(job.folder, "7")
+    left.parent.mkdir()
+    left.write_text("143\n")
     for exists, said, code in ((False, "goes on\n", 0), (True, "the run was resumed", 1)):
         if exists:
             claim.touch()
@@ -260,4 +262,4 @@ def test_a_job_that_begins_after_the_run_was_started_anew_ends_at_once(slurm, tm
             ["bash", "-c", head], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True
         )
         assert done.stdout.startswith(said) and done.returncode == code
-    assert not (tmp_path / "7_exit_code").exists(), "143 was the end of an earlier attempt"
+    assert not left.exists(), "143 was the end of an earlier attempt"

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from relax_hpc import job_file
 from relax_hpc.cli.main import app
-from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved, validate
 from relax_hpc.launch import local, preflight, record
@@ -23,16 +22,8 @@ from relax_hpc.runs.cancel import cancel
 from relax_hpc.runs.status import collect, overall
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    tokens = checkpoint.tokenizer()
-    checkpoint.save(folder, checkpoint.model(tokens, seed=0), tokens)
-    return folder
-
-
 @pytest.fixture
-def job(tmp_path, model):
+def job(tmp_path, tiny_model):
     for name in ("train", "heldout"):
         lines = [json.dumps({"prompt": f"{n}+1=", "answer": f"{n + 1}"}) for n in range(4)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
@@ -41,7 +32,7 @@ def job(tmp_path, model):
         tree = {
             "name": "run",
             "run_root": str(tmp_path / "my runs"),
-            "model": {"path": str(model), "dtype": "float32"},
+            "model": {"path": str(tiny_model), "dtype": "float32"},
             "prompts": {
                 "train": str(tmp_path / "train.jsonl"),
                 "heldout": str(tmp_path / "heldout.jsonl"),
@@ -127,11 +118,11 @@ def test_check_asks_slurm_only_without_local(job, monkeypatch):
     assert asked == [1]
 
 
-def test_engines_weights_and_the_reference_are_looked_at_before_the_job(tmp_path, job, model):
+def test_engines_weights_and_the_reference_are_looked_at_before_the_job(tmp_path, job, tiny_model):
     """Each job is wrong in one way, which nothing else looks for."""
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text((model / "config.json").read_text())
+    (other / "config.json").write_text((tiny_model / "config.json").read_text())
     steps = {"num_steps": 1, "prompts_per_step": 2, "max_staleness": 0}
     engines = {"samples_per_prompt": 2, "max_new_tokens": 4, "num_engines": 2}
     wrong = {
