@@ -1,22 +1,41 @@
 """The reading end: the rows of a planned batch, verified, and no more bytes than asked for."""
 
-from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.plan import Part, PlanRecord
+from relax_hpc.bus.plan import Part, Sidecar
 from relax_hpc.bus.shards.encode import from_columns
 from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import DamagedError
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import Array, Columns, Trajectory, columns_of
+from relax_hpc.schema import Array, Columns, Role, Trajectory, columns_of
 
 NARROW = columns_of("rollout")
 """What every trajectory consists of."""
+
+
+class Selection(Protocol):
+    """Rows to be read: a batch, a portion of one, or whole shards."""
+
+    @property
+    def step(self) -> int:
+        """Readers let go of the shards of another step."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Rows, in the order that they are numbered in."""
+        ...
+
+    @property
+    def sidecars(self) -> Mapping[str, Mapping[Role, Sidecar]]:
+        """uuid of a shard of `parts` -> role -> the sidecar that counts."""
+        ...
 
 
 class BatchIndex(NamedTuple):
@@ -33,7 +52,7 @@ class BatchIndex(NamedTuple):
 
 
 class Reader:
-    """Reads planned batches. Every rank may have its own; nothing is shared but files.
+    """Reads rows that were chosen. Every rank may have its own; nothing is shared but files.
 
     Shards stay open while a step lasts: each is looked up once, however often it is read.
 
@@ -54,7 +73,7 @@ class Reader:
         self._step = 0
         self._used: set[str] = set()
 
-    def index(self, record: PlanRecord) -> BatchIndex:
+    def index(self, record: Selection) -> BatchIndex:
         """Reads the row columns of a batch.
 
         Raises:
@@ -69,13 +88,13 @@ class Reader:
         return BatchIndex(**{name: np.concatenate(values) for name, values in columns.items()})
 
     def rows(
-        self, record: PlanRecord, rows: Sequence[int], columns: Collection[str] | None = None
+        self, record: Selection, rows: Sequence[int], columns: Collection[str] | None = None
     ) -> list[Trajectory]:
         """Reads some trajectories of a batch, in the order asked for, sidecar columns included.
 
         Args:
-            record: a batch, or a portion of one.
-            rows: numbers in plan order, 0 <= row < `record.num_trajectories`.
+            record: what the numbers count in.
+            rows: numbers in its order, from 0.
             columns: what to read besides `NARROW`, e.g. media; everything if not given.
 
         Raises:
@@ -98,7 +117,7 @@ class Reader:
     def close(self) -> None:
         self._shards.close()
 
-    def _begin(self, record: PlanRecord) -> None:
+    def _begin(self, record: Selection) -> None:
         sidecars = (s.uuid for roles in record.sidecars.values() for s in roles.values())
         uuids = {*(part.uuid for part in record.parts), *sidecars}
         if record.step != self._step:
@@ -107,7 +126,7 @@ class Reader:
         self._used |= uuids
 
     def _span(
-        self, record: PlanRecord, part: Part, lo: int, hi: int, columns: Collection[str] | None
+        self, record: Selection, part: Part, lo: int, hi: int, columns: Collection[str] | None
     ) -> Columns:
         base = self._shard(part)
         wide = columns_of("rollout", optional=True)

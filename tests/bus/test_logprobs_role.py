@@ -15,10 +15,11 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.comm.star import StarWorld
 from relax_hpc.comm.world import SoloWorld
-from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles.actor.reference import Reference
-from relax_hpc.roles.scorer import loop as logprobs
+from relax_hpc.roles.scorer import loop, rank0
+from relax_hpc.roles.scorer.build import COLUMN
 from relax_hpc.telemetry.events import EventWriter, read_events
 
 GROUPS = 12
@@ -48,9 +49,10 @@ def paths(tmp_path):
     return made
 
 
-def open_lead(paths, events, *, data_parallel=1, budget=20):
-    return logprobs.SidecarLead(
-        ActorConfig(tokens_per_micro_batch=budget, data_parallel=data_parallel),
+def open_rank0(paths, events, *, data_parallel=1, budget=20):
+    return rank0.Rank0(
+        MegatronLayout(tokens_per_micro_batch=budget, data_parallel=data_parallel),
+        COLUMN,
         SidecarWriter(paths, "reference-0", {}),
         Reader(paths),
         CreditTail(paths),
@@ -62,10 +64,10 @@ def score(paths, tmp_path, scorer=None):
     """Runs the role until everything there is has been scored."""
     scorer = scorer or Echo()
     with EventWriter(tmp_path / "events" / "reference-0.jsonl", "reference", 0) as events:
-        lead = open_lead(paths, events)
-        with finished_when(paths, lambda: not lead._writer.pending() and not lead._unsent):
-            logprobs.run(SoloWorld(), scorer, Reader(paths), lead)
-        lead.close()
+        mine = open_rank0(paths, events)
+        with finished_when(paths, lambda: not mine._writer.pending() and not mine._unsent):
+            loop.run(SoloWorld(), scorer, Reader(paths), mine)
+        mine.close()
     return scorer
 
 
@@ -134,27 +136,29 @@ def test_a_restarted_task_scores_what_is_left_and_nothing_twice(paths, tmp_path)
 def test_ranks_share_the_rows_and_one_of_them_writes(paths, tmp_path):
     scorers = [Echo(dp_rank) for dp_rank in range(2)]
     with EventWriter(tmp_path / "events" / "reference-0.jsonl", "reference", 0) as events:
-        lead = open_lead(paths, events, data_parallel=2)
+        mine = open_rank0(paths, events, data_parallel=2)
 
         def rank(number):
             world = StarWorld.join(number, 2, tmp_path / "rendezvous", b"key", timeout_s=20)
-            logprobs.run(world, scorers[number], Reader(paths), lead if number == 0 else None)
+            loop.run(
+                world, scorers[number], Reader(paths), mine if number == 0 else loop.OtherRank()
+            )
 
         threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in range(2)]
-        with finished_when(paths, lambda: not lead._writer.pending()):
+        with finished_when(paths, lambda: not mine._writer.pending()):
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(30)
         assert not any(thread.is_alive() for thread in threads)
-        lead.close()
+        mine.close()
     assert scorers[0].rows + scorers[1].rows == GROUPS * SIBLINGS
     assert min(scorer.rows for scorer in scorers) > GROUPS * SIBLINGS // 4
     assert_every_row_scored(paths)
 
 
 def test_a_full_file_system_delays_and_loses_nothing(paths, tmp_path, monkeypatch):
-    monkeypatch.setattr(logprobs, "FULL_RETRY_S", 0.05)
+    monkeypatch.setattr(rank0, "FULL_RETRY_S", 0.05)
     put, refusals = SidecarWriter.put, [3, 2, 1]
 
     def put_if_there_is_space(self, *args):
@@ -170,12 +174,12 @@ def test_a_full_file_system_delays_and_loses_nothing(paths, tmp_path, monkeypatc
 
 
 def test_ranks_hear_from_rank_0_while_there_is_nothing_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(logprobs, "SIGN_OF_LIFE_S", 0.1)
+    monkeypatch.setattr(rank0, "SIGN_OF_LIFE_S", 0.1)
     paths = BusPaths(tmp_path / "bus")
     layout.create(paths, PRODUCERS, {}, sidecar_writers={"reference-0": "reference"})
     with EventWriter(tmp_path / "events" / "reference-0.jsonl", "reference", 0) as events:
-        portion = open_lead(paths, events).next_portion()
-    assert portion.record.num_trajectories == 0 and portion.micro_batches == [[]]
+        found = open_rank0(paths, events).next_round()
+    assert found.parts == [] and found.micro_batches == [[]]
 
 
 def test_the_reference_in_the_actor_is_renewed_at_its_steps():

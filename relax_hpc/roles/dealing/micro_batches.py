@@ -6,6 +6,7 @@ One process plans and tells the others. The same input gives the same plan anywh
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 from relax_hpc.errors import ConfigError
 
@@ -64,6 +65,22 @@ def plan_micro_batches(
         _even(rows, lengths, budget, count) or _padded(bins, lengths, count)
         for rows, bins in zip(ranks, packed, strict=True)
     ]
+
+
+class OwnRows(NamedTuple):
+    """What one rank has of rows that were dealt out."""
+
+    rows: list[int]
+    """Among all, rising."""
+    micro_batches: MicroBatches
+    """Indices into `rows`."""
+
+
+def own_rows(mine: MicroBatches) -> OwnRows:
+    """The micro-batches of a rank, numbered among the rows that it has."""
+    rows = sorted(row for batch in mine for row in batch)
+    place = {row: index for index, row in enumerate(rows)}
+    return OwnRows(rows, [[place[row] for row in batch] for batch in mine])
 
 
 def imbalance(tokens: Sequence[int]) -> float:

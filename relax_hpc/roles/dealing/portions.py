@@ -8,10 +8,15 @@ import numpy.typing as npt
 import torch
 
 from relax_hpc.algorithms.advantages import group_relative
-from relax_hpc.bus.plan import PlanRecord
+from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.config.run import AlgorithmConfig, RunConfig
-from relax_hpc.roles.dealing.micro_batches import MicroBatches, imbalance, plan_micro_batches
+from relax_hpc.roles.dealing.micro_batches import (
+    MicroBatches,
+    imbalance,
+    own_rows,
+    plan_micro_batches,
+)
 
 Floats = npt.NDArray[np.floating]
 
@@ -70,7 +75,7 @@ class Batch:
             budget=self._config.actor.tokens_per_micro_batch,
             count_multiple_of=self._config.actor.micro_batches_multiple_of,
             load=self._load,
-            shards=shards_of(record)[teaching].tolist(),
+            shards=shards_of(record.parts)[teaching].tolist(),
         )
         self._indices.append(index)
         self._num_micro_batches += len(dealt[0])
@@ -102,10 +107,8 @@ class Batch:
 
 def share_of(portion: Portion, dp_rank: int) -> Share:
     """What data-parallel rank `dp_rank` trains, numbered among the rows that it reads."""
-    mine = portion.micro_batches[dp_rank]
-    rows = sorted(row for batch in mine for row in batch)
-    place = {row: index for index, row in enumerate(rows)}
-    return Share(rows, portion.advantages[rows], [[place[row] for row in batch] for batch in mine])
+    rows, micro_batches = own_rows(portion.micro_batches[dp_rank])
+    return Share(rows, portion.advantages[rows], micro_batches)
 
 
 def group_advantages(index: BatchIndex, algorithm: AlgorithmConfig, siblings: int) -> Floats:
@@ -119,8 +122,8 @@ def lengths_of(index: BatchIndex) -> npt.NDArray[np.int64]:
     return index.prompt_len.astype(np.int64) + index.response_len.astype(np.int64)
 
 
-def shards_of(record: PlanRecord) -> npt.NDArray[np.int64]:
+def shards_of(parts: Sequence[Part]) -> npt.NDArray[np.int64]:
     """[rows] number of the shard that each row is in."""
     numbers: dict[str, int] = {}
-    parts: Sequence[int] = [numbers.setdefault(part.uuid, len(numbers)) for part in record.parts]
-    return np.repeat(parts, [part.hi - part.lo for part in record.parts]).astype(np.int64)
+    of_part = [numbers.setdefault(part.uuid, len(numbers)) for part in parts]
+    return np.repeat(of_part, [part.hi - part.lo for part in parts]).astype(np.int64)

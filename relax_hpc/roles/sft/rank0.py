@@ -15,7 +15,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models import hf_folder
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.documents import Document, Documents
-from relax_hpc.roles.dealing.micro_batches import imbalance, plan_micro_batches
+from relax_hpc.roles.dealing.micro_batches import imbalance, own_rows, plan_micro_batches
 from relax_hpc.roles.sft.loop import HeldoutLoss, Share
 from relax_hpc.roles.training import skips
 from relax_hpc.schema import FinishReason, Trajectory
@@ -144,14 +144,8 @@ def deal(layout: MegatronLayout, documents: Sequence[Document]) -> list[Share]:
     )
     shares = []
     for micro_batches in dealt:
-        mine = sorted(row for rows in micro_batches for row in rows)
-        place = {row: index for index, row in enumerate(mine)}
-        shares.append(
-            Share(
-                [as_trajectory(documents[row]) for row in mine],
-                [[place[row] for row in rows] for rows in micro_batches],
-            )
-        )
+        own = own_rows(micro_batches)
+        shares.append(Share([as_trajectory(documents[row]) for row in own.rows], own.micro_batches))
     return shares
 
 

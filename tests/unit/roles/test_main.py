@@ -128,7 +128,7 @@ def fake(monkeypatch, module, journal, *names, **values):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_leads(
+def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
     tmp_path, monkeypatch, rank
 ):
     journal, paths, events = Journal(), RunPaths(tmp_path), Events()
@@ -137,7 +137,8 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_leads(
         monkeypatch, logprobs_task, journal, "init_torch", "MegatronScorer", "Reader",
         "SidecarWriter", "CreditTail", Reader=closing,
     )  # fmt: skip
-    fake(monkeypatch, logprobs_task.logprobs, journal, "SidecarLead", "run", SidecarLead=closing)
+    fake(monkeypatch, logprobs_task, journal, "Rank0", Rank0=closing)
+    fake(monkeypatch, logprobs_task.loop, journal, "run")
     monkeypatch.setattr(logprobs_task.torch.distributed, "destroy_process_group", lambda: None)
     settings = config(
         reference__placement="own", reference__path="its model", reference__data_parallel=2,
@@ -146,17 +147,17 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_leads(
     logprobs_task.main(settings, paths, World(rank, journal), context("reference"), events)
     [(_, (model, its_layout, *_), _)] = journal.of("MegatronScorer")
     assert str(model.path) == "its model" and its_layout.data_parallel == 2
-    [(_, (_, scorer, reader, lead), _)] = journal.of("run")
-    assert (scorer, reader, lead) == ("MegatronScorer", closing, None if rank else closing)
+    [(_, (_, scorer, reader, duties), _)] = journal.of("run")
+    assert (scorer, reader) == ("MegatronScorer", closing)
+    assert isinstance(duties, logprobs_task.loop.OtherRank) if rank else duties is closing
     assert len(journal.of("closed")) == 2 - rank and journal[-1] == ("barrier",)
-    assert len(events.of("end")) == 1 - rank
     if rank == 0:
         [(_, (bus, name, provenance), how)] = journal.of("SidecarWriter")
         assert (bus, name) == (paths.bus, "reference-0")
         assert how == {"compress": ["ragged/token_ids"]}
         assert (provenance["model"], provenance["start"]) == ("its model", 3)
-        [(_, (layout, writer, _, credits, _), _)] = journal.of("SidecarLead")
-        assert layout.data_parallel == 2
+        [(_, (layout, column, writer, _, credits, _), _)] = journal.of("Rank0")
+        assert (layout.data_parallel, column) == (2, "ragged/ref_logprobs")
         assert (writer, credits) == ("SidecarWriter", "CreditTail")
 
 

@@ -139,4 +139,4 @@ def test_what_is_said_of_a_batch_is_of_all_its_portions():
 
 
 def test_rows_know_the_shard_that_they_are_in():
-    assert shards_of(record(3)).tolist() == [0] * 8 + [1] * 4
+    assert shards_of(record(3).parts).tolist() == [0] * 8 + [1] * 4

@@ -8,13 +8,13 @@ from role_fakes import Events, Journal, row
 
 from relax_hpc.bus.credits import Credit
 from relax_hpc.bus.durable import BusFullError
-from relax_hpc.bus.plan import Part, PlanRecord
-from relax_hpc.config.actor import ActorConfig
+from relax_hpc.bus.plan import Part
+from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.errors import DamagedError
 from relax_hpc.roles.actor.reference import Reference
-from relax_hpc.roles.dealing.portions import Portion
-from relax_hpc.roles.scorer import loop as logprobs
-from relax_hpc.roles.scorer.loop import SidecarLead
+from relax_hpc.roles.scorer import loop, rank0
+from relax_hpc.roles.scorer.loop import OtherRank, Round
+from relax_hpc.roles.scorer.rank0 import Rank0
 
 
 def pending(number, rows=2, tokens=10, damaged=False):
@@ -56,7 +56,7 @@ class Reader:
     """Rows of 3 + n tokens."""
 
     def index(self, record):
-        count = record.num_trajectories
+        count = sum(part.hi - part.lo for part in record.parts)
         return SimpleNamespace(
             prompt_len=np.full(count, 3), response_len=np.arange(count, dtype=np.int32)
         )
@@ -70,19 +70,22 @@ class Credits:
         return self.credits.pop(0) if len(self.credits) > 1 else self.credits[0]
 
 
-def lead_of(journal, shards, *credits, data_parallel=1, budget=10):
-    layout = ActorConfig(tokens_per_micro_batch=budget, data_parallel=data_parallel)
+COLUMN = "ragged/a_column"
+
+
+def rank0_of(journal, shards, *credits, data_parallel=1, budget=10):
+    layout = MegatronLayout(tokens_per_micro_batch=budget, data_parallel=data_parallel)
     events = Events()
     writer = Writer(journal, shards)
     credits = Credits(*(credits or [None]))
-    return SidecarLead(layout, writer, Reader(), credits, events), events
+    return Rank0(layout, COLUMN, writer, Reader(), credits, events), events
 
 
 def test_a_round_is_the_oldest_shards_that_fill_it_and_a_large_one_comes_alone():
     def chosen(*tokens, **settings):
-        lead, _ = lead_of(Journal(), [pending(n, 1, size) for n, size in enumerate(tokens)])
-        lead._layout = ActorConfig(tokens_per_micro_batch=10, **settings)
-        return [part.seq for part in lead.next_portion().record.parts]
+        mine, _ = rank0_of(Journal(), [pending(n, 1, size) for n, size in enumerate(tokens)])
+        mine._layout = MegatronLayout(tokens_per_micro_batch=10, **settings)
+        return [part.seq for part in mine.next_round().parts]
 
     assert chosen(20, 20, 1) == [0, 1]  # four micro-batches of ten
     assert chosen(20, 21, 1) == [0]  # in their order: the third does not overtake
@@ -92,8 +95,8 @@ def test_a_round_is_the_oldest_shards_that_fill_it_and_a_large_one_comes_alone()
 
 def test_a_damaged_shard_is_passed_over_and_the_next_is_scored():
     journal = Journal()
-    lead, _ = lead_of(journal, [pending(0, damaged=True), pending(1)])
-    assert [part.uuid for part in lead.next_portion().record.parts] == ["u1"]
+    mine, _ = rank0_of(journal, [pending(0, damaged=True), pending(1)])
+    assert [part.uuid for part in mine.next_round().parts] == ["u1"]
     assert journal.of("skip") == [("skip", "u0")]
 
 
@@ -101,27 +104,25 @@ def test_rows_are_whole_shards_in_order_and_nothing_retired_is_asked_for():
     journal = Journal()
     shards = [pending(3, rows=2, tokens=7), pending(4, rows=3, tokens=12)]
     credit = Credit(retired_guid_below=30)
-    lead, _ = lead_of(journal, shards, credit)
-    portion = lead.next_portion()
+    mine, _ = rank0_of(journal, shards, credit)
+    found = mine.next_round()
     assert journal.of("collect", "pending") == [("collect", 30), ("pending", 30)]
-    record = portion.record
-    assert record.parts == [
+    assert found.parts == [
         Part("rollout-0", 1, 3, "u3", 0, 2), Part("rollout-0", 1, 4, "u4", 0, 3),
     ]  # fmt: skip
-    assert (record.num_trajectories, record.num_tokens, record.guids) == (5, 19, [30, 40])
-    [micro_batches] = portion.micro_batches
+    [micro_batches] = found.micro_batches
     assert sorted(n for rows in micro_batches for n in rows) == [0, 1, 2, 3, 4]
-    assert lead.next_portion().record.step == record.step + 1  # so that readers let go
+    assert mine.next_round().step == found.step + 1  # so that readers let go
 
 
 def test_each_shard_gets_the_logprobs_of_its_own_rows_in_their_order():
     journal = Journal()
-    lead, events = lead_of(journal, [pending(3, rows=2, tokens=7), pending(4, rows=1, tokens=3)])
-    lead.next_portion()
-    lead.put([np.full(size, -value, np.float32) for size, value in ((3, 1), (4, 2), (3, 3))])
+    mine, events = rank0_of(journal, [pending(3, rows=2, tokens=7), pending(4, rows=1, tokens=3)])
+    mine.next_round()
+    mine.put([np.full(size, -value, np.float32) for size, value in ((3, 1), (4, 2), (3, 3))])
     assert journal.of("put") == [
-        ("put", "u3", logprobs.COLUMN, [-1, -1, -1, -2, -2, -2, -2]),
-        ("put", "u4", logprobs.COLUMN, [-3, -3, -3]),
+        ("put", "u3", COLUMN, [-1, -1, -1, -2, -2, -2, -2]),
+        ("put", "u4", COLUMN, [-3, -3, -3]),
     ]
     [scored] = events.of("scored")
     told = (scored["num_shards"], scored["num_trajectories"], scored["num_tokens"])
@@ -130,30 +131,30 @@ def test_each_shard_gets_the_logprobs_of_its_own_rows_in_their_order():
 
 
 def test_what_finds_no_space_is_kept_and_nothing_new_is_scored_until_it_is_written(monkeypatch):
-    monkeypatch.setattr(logprobs, "SIGN_OF_LIFE_S", 0.0)
-    monkeypatch.setattr(logprobs, "POLL_S", 0.0)
+    monkeypatch.setattr(rank0, "SIGN_OF_LIFE_S", 0.0)
+    monkeypatch.setattr(rank0, "POLL_S", 0.0)
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(logprobs.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(rank0.time, "monotonic", lambda: clock.now)
     journal = Journal()
-    lead, _ = lead_of(journal, [pending(3, rows=1, tokens=3)])
-    lead.next_portion()
-    lead._writer.is_full = True
-    lead.put([np.zeros(3, np.float32)])
-    lead._writer.is_full = False
+    mine, _ = rank0_of(journal, [pending(3, rows=1, tokens=3)])
+    mine.next_round()
+    mine._writer.is_full = True
+    mine.put([np.zeros(3, np.float32)])
+    mine._writer.is_full = False
     ticks = iter([100.0] * 4 + [101.0] * 99)
-    monkeypatch.setattr(logprobs.time, "monotonic", lambda: next(ticks))
-    assert lead.next_portion().record.num_trajectories == 0  # the ranks hear that it waits
+    monkeypatch.setattr(rank0.time, "monotonic", lambda: next(ticks))
+    assert mine.next_round().parts == []  # the ranks hear that it waits
     assert not journal.of("put")  # it is not tried at once again
-    lead.put([])
-    clock.now = 100.0 + logprobs.FULL_RETRY_S
-    monkeypatch.setattr(logprobs.time, "monotonic", lambda: clock.now)
-    assert lead.next_portion().record.num_trajectories == 1  # there is more to score
-    assert journal.of("put") == [("put", "u3", logprobs.COLUMN, [0, 0, 0])]
+    mine.put([])
+    clock.now = 100.0 + rank0.FULL_RETRY_S
+    monkeypatch.setattr(rank0.time, "monotonic", lambda: clock.now)
+    assert len(mine.next_round().parts) == 1  # there is more to score
+    assert journal.of("put") == [("put", "u3", COLUMN, [0, 0, 0])]
 
 
 def test_when_training_is_over_nothing_more_is_scored():
-    lead, _ = lead_of(Journal(), [pending(0)], Credit(step=5, finished=True))
-    assert lead.next_portion() is None
+    mine, _ = rank0_of(Journal(), [pending(0)], Credit(step=5, finished=True))
+    assert mine.next_round() is None
 
 
 class Rank1:
@@ -187,8 +188,7 @@ class Replica:
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_rank_scores_its_share_and_the_one_that_read_it_gives_it_back(reads):
     """Rows 0 and 3 of four are this replica's."""
-    record = PlanRecord(1, [0, 1], [], 4, -1, 20)
-    portion = Portion(record, np.zeros(4), [[[1], [2]], [[3], [0]]])
+    found = Round(1, [], [[[1], [2]], [[3], [0]]])
     rows = [row(0), row(3, response=1)]
     journal = Journal()
 
@@ -204,13 +204,13 @@ def test_a_rank_scores_its_share_and_the_one_that_read_it_gives_it_back(reads):
             assert trajectories == rows and micro_batches == [[1], [0]]
             return ["of row 0", "of row 3"]
 
-    world = Rank1([portion, None], Replica(0 if reads else 1, rows))
-    logprobs.run(world, Scorer(), Rows(), None)
+    world = Rank1([found, None], Replica(0 if reads else 1, rows))
+    loop.run(world, Scorer(), Rows(), OtherRank())
     assert journal == ([([0, 3], ())] if reads else [])
     assert world.given == [{0: "of row 0", 3: "of row 3"} if reads else {}]
 
 
-def test_the_lead_gets_all_rows_in_their_order():
+def test_rank_0_gets_all_rows_in_their_order():
     got = []
 
     class World:
@@ -225,20 +225,18 @@ def test_the_lead_gets_all_rows_in_their_order():
         def allgather(self, mine):
             return [mine, {1: "b", 2: "c"}]
 
-    class Lead:
-        portions = [  # noqa: RUF012
-            Portion(PlanRecord(1, [], [], 4, -1, 0), np.zeros(4), [[[3, 0]], [[1, 2]]]), None,
-        ]  # fmt: skip
+    class Deals:
+        rounds = [Round(1, [], [[[3, 0]], [[1, 2]]]), None]  # noqa: RUF012
 
-        def next_portion(self):
-            return self.portions.pop(0)
+        def next_round(self):
+            return self.rounds.pop(0)
 
         def put(self, scored):
             got.append(scored)
 
     scorer = SimpleNamespace(dp_rank=0, forward_logprobs=lambda rows, micro_batches: ["a", "d"])
     reader = SimpleNamespace(rows=lambda record, rows, columns: rows)
-    logprobs.run(World(), scorer, reader, Lead())
+    loop.run(World(), scorer, reader, Deals())
     assert got == [["a", "b", "c", "d"]]
 
 

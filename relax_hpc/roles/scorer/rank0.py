@@ -1,0 +1,170 @@
+"""What only rank 0 of a role that scores does: follow the bus, deal shards out, write sidecars."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.plan import Part
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sidecar import Pending, SidecarWriter
+from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.errors import DamagedError
+from relax_hpc.roles.dealing.micro_batches import plan_micro_batches
+from relax_hpc.roles.dealing.portions import lengths_of, shards_of
+from relax_hpc.roles.scorer.loop import Floats, Round
+from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.timers import Timers
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+FULL_RETRY_S = 5.0
+"""Between attempts to write to a full file system."""
+SIGN_OF_LIFE_S = 30.0
+"""After which ranks that wait for rank 0 hear from it, work or not."""
+MICRO_BATCHES_PER_ROUND = 4
+"""What a rank computes before results are written: shards are taken until it is full."""
+
+
+class _UnderWay(NamedTuple):
+    """The shards of the last round, in its order."""
+
+    shards: list[Pending]
+    timers: Timers
+    begin: float
+
+
+class Rank0:
+    """The bus and the record of a role that scores: its `Duties`.
+
+    Args:
+        layout: grid and budget of the model.
+        column: what the role writes.
+        writer: of the role.
+        reader: of this rank.
+        credits: of the trainer.
+    """
+
+    def __init__(
+        self,
+        layout: MegatronLayout,
+        column: str,
+        writer: SidecarWriter,
+        reader: Reader,
+        credits: CreditTail,
+        events: EventWriter,
+    ) -> None:
+        self._layout, self._column = layout, column
+        self._writer, self._reader = writer, reader
+        self._credits, self._events = credits, events
+        self._under_way = _UnderWay([], Timers(), 0.0)
+        self._unsent: list[tuple[Pending, Floats]] = []
+        self._retry_at = 0.0
+        self._number = 0
+
+    def next_round(self) -> Round | None:
+        """See `Duties`. While the file system is full nothing new is begun."""
+        timers, deadline = Timers(), time.monotonic() + SIGN_OF_LIFE_S
+        with timers("wait"):
+            while True:
+                credit = self._credits.latest()
+                if credit and credit.finished:
+                    return None
+                retired = credit.retired_guid_below if credit else 0
+                self._writer.collect(retired)
+                self._send()
+                shards = [] if self._unsent else self._choose(self._writer.pending(retired))
+                if shards or time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_S)
+        self._under_way = _UnderWay(shards, timers, time.perf_counter())
+        return self._deal(shards)
+
+    def put(self, scored: Sequence[Floats]) -> None:
+        """Commits a sidecar per shard of the last round, or keeps it until there is space."""
+        shards, timers, begin = self._under_way
+        timers.add("score", begin)
+        ends = np.cumsum([pending.record.rows for pending in shards])
+        parts = [part for part in np.split(np.arange(len(scored)), ends[:-1]) if len(part)]
+        for pending, rows in zip(shards, parts, strict=True):
+            self._unsent.append((pending, np.concatenate([scored[row] for row in rows])))
+        with timers("write"):
+            self._send()
+        if shards:
+            self._note(timers)
+
+    def close(self) -> None:
+        self._writer.close()
+        self._credits.close()
+        self._events.emit("end")
+
+    def _choose(self, pending: Sequence[Pending]) -> list[Pending]:
+        """The oldest that can be read, as many as make a round."""
+        budget = self._layout.tokens_per_micro_batch * self._layout.data_parallel
+        chosen: list[Pending] = []
+        room = MICRO_BATCHES_PER_ROUND * budget
+        for each in pending:
+            if chosen and each.record.tokens > room:
+                break
+            try:
+                self._writer.open(each).close()
+            except DamagedError as error:
+                log.error("%s; its prompt groups are sampled again", error)
+                self._writer.skip(each)
+                continue
+            chosen.append(each)
+            room -= each.record.tokens
+        return chosen
+
+    def _deal(self, shards: Sequence[Pending]) -> Round:
+        """Decides who scores which rows."""
+        self._number += 1
+        parts = [
+            Part(p.producer, p.record.fence, p.record.seq, p.record.uuid, 0, p.record.rows)
+            for p in shards
+        ]
+        found = Round(self._number, parts, [[] for _ in range(self._layout.data_parallel)])
+        if not parts:
+            return found
+        micro_batches = plan_micro_batches(
+            lengths_of(self._reader.index(found)).tolist(),
+            num_ranks=self._layout.data_parallel,
+            budget=self._layout.tokens_per_micro_batch,
+            count_multiple_of=self._layout.micro_batches_multiple_of,
+            shards=shards_of(parts).tolist(),
+        )
+        return found._replace(micro_batches=micro_batches)
+
+    def _send(self) -> None:
+        if time.monotonic() < self._retry_at:
+            return
+        try:
+            while self._unsent:
+                pending, values = self._unsent[0]
+                self._writer.put(pending, {self._column: values})
+                del self._unsent[0]
+        except BusFullError as error:
+            log.warning("%s; trying again every %g s", error, FULL_RETRY_S)
+            self._retry_at = time.monotonic() + FULL_RETRY_S
+
+    def _note(self, timers: Timers) -> None:
+        records = [pending.record for pending in self._under_way.shards]
+        num_tokens = sum(record.tokens for record in records)
+        self._events.emit(
+            "scored",
+            num_shards=len(records),
+            num_trajectories=sum(record.rows for record in records),
+            num_tokens=num_tokens,
+            first_guid=min(record.guid_min for record in records),
+            **timers.seconds,
+        )
+        self._events.emit("phases", phases=timers.phases)
+        log.info(
+            "scored %d shards from prompt %d on | %d tokens | %s",
+            len(records), records[0].guid_min, num_tokens, timers,
+        )  # fmt: skip
