@@ -8,7 +8,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -120,7 +120,9 @@ def _merge(base: dict[str, Any], overlay: dict[str, Any]) -> None:
 def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
-        if item["type"] == "extra_forbidden":
+        if new := MOVED.get(key):
+            yield f"{key} = {shown(item['input'])}: is {new} now; use that"
+        elif item["type"] == "extra_forbidden":
             yield f"{key} = {shown(item['input'])}: {_unknown(item['loc'], kind)}"
         elif item["type"] == "missing":
             yield f"{key}: is required; add it to the job"
@@ -136,14 +138,16 @@ def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
 def _unknown(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
     if kind is SftRunConfig and loc[0] in RunConfig.model_fields:
         return "a job with [sft] has no rollout and does not take it; remove it, or [sft]"
-    if new := MOVED.get(".".join(map(str, loc))):
-        return f"is {new} now; use that"
     return f"unknown key{_nearest(loc, kind)}"
 
 
 def _nearest(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
-    for part in loc[:-1]:
+    path = iter(loc[:-1])
+    for part in path:
         annotation = section.model_fields[str(part)].annotation
+        if get_origin(annotation) is dict:  # tables by name: [eval.NAME]
+            next(path)
+            annotation = get_args(annotation)[1]
         assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
         section = annotation
     prefix = "".join(f"{part}." for part in loc[:-1])

@@ -147,8 +147,12 @@ class RunPaths:
         return self.control / "lease.json"
 
     def heldout_shares(self, rank: int) -> Path:
-        """What a rollout task scored on its share of the held-out prompts."""
+        """What a rollout task scored on its shares of the held-out sets."""
         return self.control / "heldout" / f"{rank}.json"
+
+    def eval_rows(self, name: str, version: int, when: str, rank: int) -> Path:
+        """Samples that a rollout task scored for one evaluation of a held-out set."""
+        return self.root / "eval" / name / f"{version:06d}-{when}.{rank}.jsonl"
 
     @property
     def checkpoints(self) -> Path:

@@ -12,7 +12,12 @@ from typing import Any
 
 
 def write_json(path: Path, record: object) -> None:
-    """Publishes `record` at `path`, replacing what was there.
+    """Publishes `record` at `path`, replacing what was there."""
+    write_text(path, json.dumps(record, indent=1, allow_nan=False))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Publishes `text` at `path`, replacing what was there.
 
     Readers may open the final name at any moment, so it must never name a half-written file: write
     beside it, flush to disk, then rename, which is atomic within one POSIX file system.
@@ -20,7 +25,7 @@ def write_json(path: Path, record: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with draft.open("w") as file:
-        json.dump(record, file, indent=1, allow_nan=False)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)

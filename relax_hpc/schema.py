@@ -38,6 +38,17 @@ class FinishReason(IntEnum):
     """Somebody ended it; what there is counts as partial."""
 
 
+class TurnKind(IntEnum):
+    """Who wrote a stretch of tokens."""
+
+    GIVEN = 0
+    """What the policy was asked."""
+    SAMPLED = 1
+    """The policy."""
+    TOOL = 2
+    """The environment, after the policy had answered."""
+
+
 class MediaKind(IntEnum):
     """How the bytes of a medium are encoded."""
 
@@ -149,6 +160,8 @@ class Trajectory(NamedTuple):
     """[R, 2] (first token of the row, policy version); empty when nothing was sampled."""
     finish: FinishReason
     reward: float
+    turns: npt.NDArray[np.int32] | None = None
+    """[turns, 2] (first token of the row, TurnKind); None where they were not read."""
     environment: int = 0
     media: tuple[Medium, ...] = ()
     """What the prompt shows, in order; siblings share them, and a shard holds each once."""

@@ -166,7 +166,14 @@ async def _ours(url: str, token: str, requests: Requests, in_flight: int) -> int
     pool.enlist({Endpoint("engine", "0", url, token): "serving"})
     async with asyncio.TaskGroup() as group:
         samples = [
-            group.create_task(pool.sample(prompt, seed, Sampling(1.0, count, ignore_eos=True)))
+            group.create_task(
+                pool.sample(
+                    prompt,
+                    seed,
+                    Sampling(1.0, count, ignore_eos=True),
+                    homes=(tuple(prompt),),
+                )
+            )
             for seed, (prompt, count) in enumerate(requests)
         ]
     await pool.aclose()
@@ -187,7 +194,7 @@ def _config(
             "path": str(model_folder(shape, scratch)),
             "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         },
-        "prompts": {"train": "unused", "heldout": "unused"},
+        "prompts": {"train": "unused"},
         "rollout": {"engine": kind, "max_running_requests": in_flight, "engine_args": args},
         "schedule": {"num_steps": 1},
     }

@@ -139,7 +139,7 @@ def _task(
             "path": "unused",
             "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         },
-        "prompts": {"train": "unused", "heldout": "unused"},
+        "prompts": {"train": "unused"},
         "actor": dict(grid),
         "rollout": {"engine": kind, "num_engines": engines, "engine_args": args},
         "schedule": {"num_steps": updates},

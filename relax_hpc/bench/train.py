@@ -137,7 +137,7 @@ def _tree(model: Path, grid: Mapping[str, int]) -> dict[str, Any]:
     return {
         "name": "bench",
         "model": {"path": str(model), "dtype": dtype},
-        "prompts": {"train": "unused", "heldout": "unused"},
+        "prompts": {"train": "unused"},
         "actor": dict(grid),
         "schedule": {"num_steps": 1000},
     }

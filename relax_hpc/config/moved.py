@@ -8,5 +8,8 @@ MOVED: dict[str, str] = {
     "algorithm.over_age": "schedule.over_age",
     "algorithm.logprob_check": "weights.logprob_check",
     "algorithm.max_logprob_gap": "weights.max_logprob_gap",
+    "prompts.heldout": "eval.heldout.path",
+    "eval.every": "eval.heldout.every",
+    "eval.num_prompts": "eval.heldout.num_prompts",
 }
 """Old dotted key -> the new one, or what to write instead."""

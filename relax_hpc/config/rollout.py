@@ -32,6 +32,9 @@ class RolloutConfig(Section):
     node has one task, which is one bus producer. An engine over several nodes has tasks alone."""
     nodes_per_engine: Positive = 1
     """Above 1, an engine spans that many nodes, with one task on each; `engine` is sglang then."""
+    environment: str = "single_turn"
+    """What an episode is: single_turn asks the prompt once. Others by the place of their class:
+    "file.py:Class" or "package.module:Class"."""
     samples_per_prompt: Positive = 8
     """G, the siblings of a prompt group."""
     temperature: Annotated[Number, Field(gt=0)] = 1.0

@@ -16,6 +16,8 @@ from relax_hpc.schema import COLUMNS, Role
 
 _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""What may be the name of a folder."""
 OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
 """Fields of `rollout.resources` that are its own where it shares the actor's GPUs."""
 
@@ -23,8 +25,6 @@ OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
 class PromptsConfig(Section):
     train: UserPath
     """JSON lines, each with `prompt` (text or chat messages) and `answer`."""
-    heldout: UserPath
-    """Prompts nothing is trained on; scored before, during and after."""
     shuffle_seed: NonNegative | None = 0
     """Order of the training prompts, drawn anew each epoch; unset keeps the file's order."""
     chat_template: bool = True
@@ -88,10 +88,18 @@ class BusConfig(Section):
 
 
 class EvalConfig(Section):
+    """A set of prompts that nothing is trained on: scored before, during and after training."""
+
+    path: UserPath
+    """JSON lines, as in `prompts.train`."""
     every: NonNegative = 20
-    """Steps between held-out evaluations; 0 evaluates before and after only."""
+    """Steps between evaluations; 0 evaluates before and after only."""
     num_prompts: Positive = 256
-    """Held-out prompts used, from the top of the file."""
+    """Prompts used, from the top of the file."""
+    samples_per_prompt: Positive = 1
+    """Responses to each of them."""
+    temperature: Annotated[Number, Field(ge=0)] = 0.0
+    """Of sampling; 0 is greedy."""
 
 
 class LaunchConfig(Section):
@@ -114,7 +122,7 @@ class LaunchConfig(Section):
 class JobConfig(Section):
     """What every job has: a model, an actor that trains it, and a launcher."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+    name: Annotated[str, Field(pattern=NAME, max_length=200)]
     """Name of the run and of its Slurm job; a run directory is used once."""
     run_root: UserPath = Path("runs")
     """The run directory is made below this one, on a file system every node sees."""
@@ -161,7 +169,8 @@ class RunConfig(JobConfig):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     bus: BusConfig = BusConfig()
     weights: WeightsConfig = WeightsConfig()
-    eval: EvalConfig = EvalConfig()
+    eval: dict[Annotated[str, Field(pattern=NAME, max_length=100)], EvalConfig] = {}
+    """Held-out sets by name; curve and summary show the first."""
 
     @property
     def num_steps(self) -> int:

@@ -24,8 +24,8 @@ _VERSION_AGE_S = 0.05
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 """An engine that failed is left alone, each time twice as long."""
 _ABORT_AGAIN_S = 0.2
-_HOMES = 4096
-"""Prompts whose engine is remembered."""
+_HOMES = 1 << 16
+"""Episodes and prompts whose engine is remembered."""
 
 
 class Endpoint(NamedTuple):
@@ -88,8 +88,8 @@ class _Turn(NamedTuple):
     """Somebody who waits for room."""
 
     rid: str
-    home: Hashable
-    """Whoever shares it shares a prefix."""
+    homes: Sequence[Hashable]
+    """Whoever shares one shares a prefix."""
     min_version: int
     granted: "asyncio.Future[_Engine]"
 
@@ -186,23 +186,33 @@ class Pool:
     # Samples.
 
     async def sample(
-        self, prompt: Sequence[int], seed: int, sampling: Sampling, *, min_version: int = 0
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        sampling: Sampling,
+        *,
+        min_version: int = 0,
+        homes: Sequence[Hashable] = (),
+        draft: Draft | None = None,
     ) -> Generation:
         """Samples one response, on as many engines one after the other as it takes.
 
         Args:
-            prompt: token ids; samples of one prompt go to one engine while it has room.
+            prompt: token ids.
             seed: >= 0.
             sampling: how.
             min_version: oldest policy that may sample a token of it.
+            homes: whose prefixes it shares, an episode's or a prompt's, the longest first; while
+                it has room it goes to the engine that has served one of them.
+            draft: what there is already; it grows while the response arrives.
 
         Raises:
             EngineError: refused, or got nowhere for `patience_s`.
         """
-        draft, home, since = Draft(), hash(tuple(prompt)), time.monotonic()
+        draft, since = Draft() if draft is None else draft, time.monotonic()
         while True:
             held = len(draft.token_ids)
-            turn = self._queue(home, min_version, first=held > 0)
+            turn = self._queue(homes, min_version, first=held > 0)
             engine = await self._wait(turn, since)
             try:
                 await self._look(engine)
@@ -223,10 +233,10 @@ class Pool:
             if len(draft.token_ids) > held:
                 since = time.monotonic()
 
-    def _queue(self, home: Hashable, min_version: int, *, first: bool) -> _Turn:
+    def _queue(self, homes: Sequence[Hashable], min_version: int, *, first: bool) -> _Turn:
         """Lines up; who has something to lose goes first."""
         granted: asyncio.Future[_Engine] = asyncio.get_running_loop().create_future()
-        turn = _Turn(uuid.uuid4().hex, home, min_version, granted)
+        turn = _Turn(uuid.uuid4().hex, homes, min_version, granted)
         (self._turns.appendleft if first else self._turns.append)(turn)
         return turn
 
@@ -264,19 +274,25 @@ class Pool:
         self._turns.extendleft(reversed(kept))
 
     def _choose(self, turn: _Turn) -> _Engine | None:
-        home = self._homes.get(turn.home)
-        if home is not None and home.takes(turn.min_version):
-            self._homes.move_to_end(turn.home)
-            return home
-        able = [engine for engine in self._usable() if engine.takes(turn.min_version)]
-        if not able:
-            return None
-        best = min(able, key=lambda e: (len(e.in_flight) / e.limit, len(e.in_flight)))
-        if home is None or not home.usable:
-            self._homes[turn.home] = best
-            if len(self._homes) > _HOMES:
-                self._homes.popitem(last=False)
+        known = (self._homes.get(home) for home in turn.homes)
+        best = next((e for e in known if e is not None and e.takes(turn.min_version)), None)
+        if best is None:
+            able = [engine for engine in self._usable() if engine.takes(turn.min_version)]
+            if not able:
+                return None
+            best = min(able, key=lambda e: (len(e.in_flight) / e.limit, len(e.in_flight)))
+        for home in turn.homes:
+            self._settle(home, best)
         return best
+
+    def _settle(self, home: Hashable, engine: _Engine) -> None:
+        """Its home is an engine as long as that can be used: others only help out."""
+        settled = self._homes.get(home)
+        if settled is None or not settled.usable:
+            self._homes[home] = engine
+        self._homes.move_to_end(home)
+        if len(self._homes) > _HOMES:
+            self._homes.popitem(last=False)
 
     async def _look(self, engine: _Engine) -> None:
         """Brings what is known of an engine's version up to date."""

@@ -17,6 +17,7 @@ from relax_hpc.engines import optional_packages
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.megatron import fit
 from relax_hpc.engines.sglang import launch as sglang
+from relax_hpc.environments import registry as environments
 from relax_hpc.errors import CheckpointError, ConfigError
 from relax_hpc.launch import quantized, script
 from relax_hpc.launch.jobs import output_of, words_of
@@ -252,6 +253,7 @@ def check_trainer(config: JobConfig) -> None:
 
 def check_prompts(config: RunConfig, say: Callable[[str], None] = _silent) -> None:
     """Both files are prompts, and what is made of them fits the trainer and the model."""
+    environments.make(config.rollout.environment)
     files = prompt_check.read(config)  # most mistakes are there: find them before a slow import
     from relax_hpc.prompts.tokenizer import load
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 from relax_hpc import permissions
 from relax_hpc.bus import layout
 from relax_hpc.config.actor import ReferenceConfig
-from relax_hpc.config.run import JobConfig, PromptsConfig, RunConfig
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sections import Resources, Section
 from relax_hpc.config.sft import SftConfig, SftRunConfig
+from relax_hpc.environments import registry as environments
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.launch import local as local_job
 from relax_hpc.launch import preflight, record, script
@@ -140,7 +141,7 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     profile = config.launch.profile
     if profile is not None and not (PROFILES / f"{profile}.toml").is_file():
         profile = str(Path(profile).absolute())
-    resolved: dict[str, Section] = {
+    resolved: dict[str, Any] = {
         "model": config.model.model_copy(
             update={
                 "path": config.model.path.absolute(),
@@ -151,8 +152,16 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
         "launch": config.launch.model_copy(update={"profile": profile}),
     }
     if isinstance(config, RunConfig):
-        rollout = config.rollout.model_copy(update={"resources": asked["rollout"]})
-        resolved |= {"rollout": rollout, "prompts": _with_absolute_paths(config.prompts)}
+        environment = environments.absolute(config.rollout.environment)
+        rollout = config.rollout.model_copy(
+            update={"resources": asked["rollout"], "environment": environment}
+        )
+        train = {"train": config.prompts.train.absolute()}
+        resolved |= {"rollout": rollout, "prompts": config.prompts.model_copy(update=train)}
+        resolved["eval"] = {
+            name: each.model_copy(update={"path": each.path.absolute()})
+            for name, each in config.eval.items()
+        }
         resolved["reference"] = _resolved_reference(config.reference, asked)
     elif isinstance(config, SftRunConfig):
         resolved["sft"] = _with_absolute_paths(config.sft)
@@ -167,7 +176,7 @@ def _resolved_reference(reference: ReferenceConfig, asked: dict[str, Resources])
     return reference.model_copy(update=known)
 
 
-def _with_absolute_paths(section: PromptsConfig | SftConfig) -> Section:
+def _with_absolute_paths(section: SftConfig) -> Section:
     paths = {"train": section.train, "heldout": section.heldout}
     return section.model_copy(update={k: path and path.absolute() for k, path in paths.items()})
 

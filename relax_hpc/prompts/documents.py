@@ -13,7 +13,7 @@ import numpy.typing as npt
 from relax_hpc.config.sft import SftConfig
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.prompts.chat import ChatTemplate, Masked
-from relax_hpc.prompts.rows import Row, Rows, open_rows
+from relax_hpc.prompts.rows import Row, Rows, is_list_of_objects, open_rows
 from relax_hpc.prompts.source import epoch_order
 from relax_hpc.prompts.template import Message
 
@@ -192,7 +192,7 @@ def read_text(row: Row, *, chat_template: bool) -> Conversation | Pair:
     where, fields = row
     if "messages" in fields:
         tools = fields.get("tools")
-        if not (tools is None or _is_list_of_objects(tools)):
+        if not (tools is None or is_list_of_objects(tools)):
             raise ConfigError(f"{where}: tools = {shown(tools)}: must be a list of objects")
         return Conversation(check_messages(where, fields["messages"]), tools)
     prompt, completion = _pair(where, fields)
@@ -203,10 +203,6 @@ def read_text(row: Row, *, chat_template: bool) -> Conversation | Pair:
     if not isinstance(prompt, str):
         raise ConfigError(f"{where}: prompt is messages; set sft.chat_template = true")
     return Pair(prompt, completion)
-
-
-def _is_list_of_objects(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(element, dict) for element in value)
 
 
 def check_messages(where: str, messages: object) -> list[Message]:

@@ -56,6 +56,10 @@ def sample(sizes: Sequence[int], count: int) -> list[int]:
     return sorted([*by_size[: count // 2], *(rest[place] for place in places)])
 
 
+def is_list_of_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(element, dict) for element in value)
+
+
 class JsonLines:
     """One object per line; blank lines are no rows. The file stays on disk."""
 

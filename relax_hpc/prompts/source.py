@@ -1,15 +1,17 @@
 """Prompt files, and the map from a prompt's ordinal in the run to the prompt."""
 
 import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.prompts import rows
-from relax_hpc.prompts.template import Message, Template
+from relax_hpc.prompts.conversation import Conversation, as_messages
+from relax_hpc.prompts.template import Message
+from relax_hpc.schema import Medium
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +22,12 @@ class Record(NamedTuple):
 
     prompt: str | list[Message]
     answer: str
+    tools: list[Message] | None = None
+    """As chat templates take them."""
+    source: str = ""
+    """Which of several data sets it is from."""
+    metadata: Mapping[str, Any] = {}
+    """The further keys."""
 
     @property
     def size(self) -> int:
@@ -30,7 +38,9 @@ class Record(NamedTuple):
 
 
 class Records:
-    """A prompt file: JSON lines with `prompt` and `answer`; further keys are ignored.
+    """A prompt file: JSON lines with `prompt` and `answer`, and maybe `tools` and `source`.
+
+    Further keys are the prompt's metadata.
 
     Raises:
         ConfigError: missing, empty, not text, or a line that does not fit; names line and key.
@@ -78,12 +88,22 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as an engine takes it."""
+    """A prompt as an engine and an environment take it."""
 
     index: int
     """Line of the file, 0-based, blank lines not counted."""
     token_ids: list[int]
     answer: str
+    messages: list[Message] = field(default_factory=list)
+    """What `token_ids` were made of; text is a message of the user's."""
+    tools: list[Message] | None = None
+    media: tuple[Medium, ...] = ()
+    """What it shows, in order."""
+    source: str = ""
+    """Which of several data sets it is from."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    where: str = "a prompt"
+    """File and line, for messages."""
 
 
 class PromptSource:
@@ -109,7 +129,8 @@ class PromptSource:
         """
         self.tokenizer = tokenizer
         self.records = Records(records) if isinstance(records, Path) else records
-        self._template = Template(tokenizer) if chat_template else None
+        self._chat_template = chat_template
+        self._conversation = Conversation(tokenizer, chat_template=chat_template)
         self._shuffle_seed = shuffle_seed
         self._max_prompt_tokens = max_prompt_tokens
         self._order = lru_cache(maxsize=2)(self._draw_order)
@@ -133,7 +154,17 @@ class PromptSource:
         """The prompt on line `index` of the file."""
         if index not in self._tokenized:
             self._tokenized[index] = self._tokenize(index)
-        return Prompt(index, self._tokenized[index], self.records[index].answer)
+        record = self.records[index]
+        return Prompt(
+            index,
+            self._tokenized[index],
+            record.answer,
+            messages=as_messages(record.prompt),
+            tools=record.tools,
+            source=record.source,
+            metadata=record.metadata,
+            where=self.records.where(index),
+        )
 
     def longest(self, indices: Iterable[int]) -> int:
         """Tokenizes the prompts on these lines, and remembers none.
@@ -150,16 +181,10 @@ class PromptSource:
         return epoch_order(self._shuffle_seed, epoch, len(self))
 
     def _tokenize(self, index: int) -> list[int]:
-        prompt, where = self.records[index].prompt, self.records.where(index)
-        if self._template:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            text = self._template.render(where, messages, add_generation_prompt=True)
-        elif isinstance(prompt, str):
-            text = prompt
-        else:
+        record, where = self.records[index], self.records.where(index)
+        if not self._chat_template and not isinstance(record.prompt, str):
             raise ConfigError(f"{where}: is chat messages; set prompts.chat_template = true")
-        # The template writes the special tokens itself.
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=not self._template)
+        ids = self._conversation.encode(where, as_messages(record.prompt), record.tools)
         if not ids:
             raise ConfigError(f"{where}: the prompt makes no tokens; write another, or remove it")
         if len(ids) > self._max_prompt_tokens:
@@ -181,7 +206,7 @@ def epoch_order(seed: int | None, epoch: int, count: int) -> list[int]:
 
 def _record(row: rows.Row) -> Record:
     where, fields = row
-    for key in Record._fields:
+    for key in ("prompt", "answer"):
         if key not in fields:
             raise ConfigError(f"{where}: has no {key}; every line needs prompt and answer")
     prompt, answer = fields["prompt"], fields["answer"]
@@ -192,7 +217,13 @@ def _record(row: rows.Row) -> Record:
     if not isinstance(answer, str):
         quoted = f'write "{answer}"' if isinstance(answer, int | float) else "write it as text"
         raise ConfigError(f"{where}: answer = {shown(answer)}: must be text; {quoted}")
-    record = Record(prompt, answer)
+    tools, source = fields.get("tools"), fields.get("source", "")
+    if not (tools is None or rows.is_list_of_objects(tools)):
+        raise ConfigError(f"{where}: tools = {shown(tools)}: must be a list of objects")
+    if not isinstance(source, str):
+        raise ConfigError(f"{where}: source = {shown(source)}: must be text")
+    metadata = {key: value for key, value in fields.items() if key not in Record._fields}
+    record = Record(prompt, answer, tools, source, metadata)
     texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
     if not any(text.strip() for text in texts):
         raise ConfigError(f"{where}: the prompt is empty; write one, or remove the line")

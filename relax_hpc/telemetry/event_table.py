@@ -94,11 +94,14 @@ EVENTS: dict[str, EventKind] = {
         "rollout",
         "this task's share of an evaluation, to be added up over tasks",
         {
+            "name": "of the set in `eval`",
+            "headline": "whether it is the job's first set, which curve and summary show",
             "when": "before, during or after",
-            "version": "policy",
-            "step": "",
-            "correct": "",
-            "count": "",
+            "number": "among those of `when`",
+            "version": "oldest policy that sampled a token; -1 if none was sampled",
+            "version_max": "newest policy that did",
+            "correct": "sum of the scores",
+            "num_samples": "",
         },
     ),
     # scorers

@@ -8,18 +8,21 @@ from relax_hpc.telemetry.events import Event
 
 
 class Heldout(NamedTuple):
-    """One held-out evaluation, added up over the rollout ranks that took part."""
+    """One evaluation of a held-out set, added up over the rollout ranks that took part."""
 
+    name: str
+    """Of the set."""
     when: str
     """"before", "during" or "after"."""
     version: int
+    """Oldest policy that sampled a token."""
     time: float
     correct: float
-    num_prompts: int
+    num_samples: int
 
     @property
     def reward(self) -> float:
-        return self.correct / self.num_prompts
+        return self.correct / self.num_samples
 
 
 def steps(events: Sequence[Event]) -> list[Event]:
@@ -49,18 +52,25 @@ def publications(events: Sequence[Event]) -> list[Event]:
     ]
 
 
-def heldout(events: Sequence[Event]) -> list[Heldout]:
-    """Evaluations in order of the policy version; a rank's repetition replaces its first try."""
-    parts: dict[tuple[str, int], dict[int, Event]] = defaultdict(dict)
+def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout]:
+    """Evaluations in order of the policy version; a rank's repetition replaces its first try.
+
+    Args:
+        every_set: or those of the job's first set only.
+    """
+    parts: dict[tuple[str, str, int], dict[int, Event]] = defaultdict(dict)
     for event in events:
-        if event["event"] == "eval" and event["correct"] is not None:
-            parts[event["when"], event["version"]][event["rank"]] = event
+        if event["event"] != "eval" or event["correct"] is None:
+            continue
+        if every_set or event["headline"]:
+            parts[event["name"], event["when"], event["number"]][event["rank"]] = event
     points = []
-    for (when, version), by_rank in parts.items():
-        if count := sum(e["count"] for e in by_rank.values()):
+    for (name, when, _), by_rank in parts.items():
+        if count := sum(e["num_samples"] for e in by_rank.values()):
             correct = sum(e["correct"] for e in by_rank.values())
             newest = max(e["time"] for e in by_rank.values())
-            points.append(Heldout(when, version, newest, correct, count))
+            version = min((v for e in by_rank.values() if (v := e["version"]) >= 0), default=0)
+            points.append(Heldout(name, when, version, newest, correct, count))
     return sorted(points, key=lambda point: (point.version, point.time))
 
 

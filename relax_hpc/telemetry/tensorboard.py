@@ -35,8 +35,8 @@ def write(run_dir: Path) -> Path:
         for sent in history.publications(events):
             for tag, value in history.numbers(sent).items():
                 _scalar(writer, tag, value, sent["step"], sent["time"])
-        for point in history.heldout(events):
-            _scalar(writer, "eval/heldout_reward", point.reward, point.version, point.time)
+        for point in history.heldout(events, every_set=True):
+            _scalar(writer, f"eval/{point.name}_reward", point.reward, point.version, point.time)
         for measured in history.heldout_losses(events):
             loss, step = measured["loss"], measured["step"]
             _scalar(writer, "eval/heldout_loss", loss, step, measured["time"])

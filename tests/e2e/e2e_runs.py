@@ -44,7 +44,7 @@ def submit(job, model_folder, *, local, run=cli, **settings):
     settings |= {
         "model.path": model_folder / "model",
         "prompts.train": model_folder / "train.jsonl",
-        "prompts.heldout": model_folder / "heldout.jsonl",
+        "eval.heldout.path": model_folder / "heldout.jsonl",
     }
     overrides = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
     said = run("submit", REPOSITORY / "jobs" / f"{job}.toml", *["--local"] * local, *overrides)

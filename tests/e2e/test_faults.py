@@ -34,8 +34,8 @@ def submit_small(tiny, run_root, *, local, **settings):
         "rollout.groups_per_shard": 4,
         "actor.save_every": 4,
         "launch.restart_delay_s": 0.2,
-        "eval.every": 0,
-        "eval.num_prompts": 16,
+        "eval.heldout.every": 0,
+        "eval.heldout.num_prompts": 16,
     }
     return submit("demo", tiny, local=local, **small | settings).run_dir
 

@@ -36,8 +36,8 @@ def submit_small(tiny, run_root, **settings):
         "actor.save_every": 3,
         "bus.keep_steps": STEPS,
         "launch.restart_delay_s": 0.2,
-        "eval.every": 0,
-        "eval.num_prompts": 4,
+        "eval.heldout.every": 0,
+        "eval.heldout.num_prompts": 4,
     }
     return submit("demo", tiny, local=True, **small | settings).run_dir
 

@@ -38,8 +38,8 @@ def submit_small(tiny, run_root, *, local, **settings):
         "rollout.samples_per_prompt": SIBLINGS,
         "rollout.groups_per_shard": 8,
         "actor.save_every": 1000,
-        "eval.every": 0,
-        "eval.num_prompts": 64,
+        "eval.heldout.every": 0,
+        "eval.heldout.num_prompts": 64,
         "weights.checksum_every": 1,
     }
     return submit("demo", tiny, local=local, **small | settings).run_dir

@@ -38,8 +38,8 @@ def finished(slurm_cluster, tiny, tmp_path_factory):
         rollout__samples_per_prompt=SIBLINGS,
         actor__optimizer__lr=2e-4,
         actor__optimizer__warmup_steps=2,
-        eval__every=0,
-        eval__num_prompts=128,
+        eval__heldout__every=0,
+        eval__heldout__num_prompts=128,
     )
     run_dir = submitted.run_dir
     try:

@@ -21,7 +21,7 @@ def test_the_lag_reaches_the_bound_but_never_passes_it_and_the_policy_learns(
         actor__optimizer__lr=2e-4,
         actor__optimizer__warmup_steps=2,
         actor__save_every=100,
-        eval__every=0,
+        eval__heldout__every=0,
     ).run_dir
     try:
         progress = wait_until(run_dir, is_over, 400)["progress"]

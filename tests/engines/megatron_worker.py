@@ -32,7 +32,7 @@ def job(folder, *, tp=1, dp=1, budget=64, **tables):
     tree = {
         "name": "test",
         "model": {"path": str(folder), "dtype": tables.pop("dtype", "float32")},
-        "prompts": {"train": "unused", "heldout": "unused"},
+        "prompts": {"train": "unused"},
         "rollout": {"temperature": tables.pop("temperature", 1.0)},
         "actor": {
             "tensor_parallel": tp,

@@ -229,7 +229,7 @@ def test_it_can_warn_or_be_off_and_its_limit_is_the_jobs(caplog):
 def test_the_limit_goes_by_the_type_unless_it_is_given(dtype, sections, limit):
     tree = {
         "name": "run", "model": {"path": "m", "dtype": dtype},
-        "prompts": {"train": "t", "heldout": "h"}, "schedule": {"num_steps": 1},
+        "prompts": {"train": "t"}, "schedule": {"num_steps": 1},
     }  # fmt: skip
     config = RunConfig.model_validate(tree | sections)
     assert config.max_logprob_gap == limit < 0.9  # what was seen of models that differ

@@ -32,7 +32,7 @@ class Hosted:
             {
                 "name": "host",
                 "model": {"path": model, "dtype": "float32"},
-                "prompts": {"train": "unused", "heldout": "unused"},
+                "prompts": {"train": "unused"},
                 "schedule": {"num_steps": 1},
                 "launch": {"max_restarts": 3, "restart_delay_s": 0},
                 "rollout": {"start_timeout_s": 60, **rollout},

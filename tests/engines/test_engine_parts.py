@@ -28,7 +28,7 @@ def config_of(model, **launch_settings):
         {
             "name": "parts",
             "model": {"path": model, "dtype": "float32"},
-            "prompts": {"train": "unused", "heldout": "unused"},
+            "prompts": {"train": "unused"},
             "schedule": {"num_steps": 1},
             "launch": {"restart_delay_s": 0, **launch_settings},
             "rollout": {

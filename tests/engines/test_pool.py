@@ -81,7 +81,9 @@ async def until(condition):
 async def sample_all(pool, groups, siblings=4, sampling=LONG, **kwargs):
     return await asyncio.gather(
         *(
-            pool.sample(prompt_of(9, group), 10 * group + sibling, sampling, **kwargs)
+            pool.sample(
+                prompt_of(9, group), 10 * group + sibling, sampling, homes=(group,), **kwargs
+            )
             for group in range(groups)
             for sibling in range(siblings)
         )
@@ -298,7 +300,7 @@ def test_siblings_share_an_engine_while_it_has_room_and_groups_spread(pair):
 
         def spy(turn):
             if engine := choose(turn):
-                seen.setdefault(turn.home, []).append(engine.endpoint.id)
+                seen.setdefault(turn.homes, []).append(engine.endpoint.id)
             return engine
 
         pool._choose = spy

@@ -148,7 +148,7 @@ def train(tmp_path):
             config = job("unused").model_validate(
                 tree
                 | {
-                    "prompts": {"train": "unused", "heldout": "unused"},
+                    "prompts": {"train": "unused"},
                     "schedule": {"num_steps": num_steps},
                 }
             )

@@ -31,7 +31,7 @@ echo "model made after $SECONDS s"
 name=$(basename "$job" .toml) status=0
 timeout "$limit" python3 -m relax_hpc submit "$job" --follow \
   --set run_root="$work/runs" --set model.path="$work/model/model" \
-  --set prompts.train="$work/model/train.jsonl" --set prompts.heldout="$work/model/heldout.jsonl" \
+  --set prompts.train="$work/model/train.jsonl" --set eval.heldout.path="$work/model/heldout.jsonl" \
   --set rollout.resources.mpi=pmix --set actor.resources.mpi=pmix "${@:4}" || status=$?
 run="$work/runs/$name"
 if python3 -m relax_hpc timeline "$run" --out "$out/timeline.png" | tee "$out/timeline.txt"; then

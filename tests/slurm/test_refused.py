@@ -13,7 +13,8 @@ CLI = Path(sys.executable).with_name("relax-hpc")
 JOB = """
 name = "refused"
 model = { path = "model", dtype = "float32" }
-prompts = { train = "prompts.jsonl", heldout = "prompts.jsonl" }
+prompts.train = "prompts.jsonl"
+eval.heldout.path = "prompts.jsonl"
 algorithm = { num_steps = 5, prompts_per_step = 4 }
 """
 

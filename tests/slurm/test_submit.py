@@ -34,9 +34,9 @@ def job(tmp_path):
                 "model": {"path": str(tmp_path / "model"), "dtype": "float32"},
                 "prompts": {
                     "train": str(tmp_path / "train.jsonl"),
-                    "heldout": str(tmp_path / "heldout.jsonl"),
                     "chat_template": False,
                 },
+                "eval": {"heldout": {"path": str(tmp_path / "heldout.jsonl")}},
                 "schedule": {"num_steps": 100000, "prompts_per_step": 2},
                 "rollout": {
                     "num_engines": 2,

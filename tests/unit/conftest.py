@@ -21,7 +21,9 @@ dtype = "float32"
 
 [prompts]
 train = "train.jsonl"
-heldout = "heldout.jsonl"
+
+[eval.heldout]
+path = "heldout.jsonl"
 
 [schedule]
 num_steps = 5

@@ -81,7 +81,7 @@ def make(tmp_path: Path, monkeypatch, earlier=()) -> FakeSlurm:
             "name": "run",
             "run_root": str(fake.run_dir.parent),
             "model": {"path": "model"},
-            "prompts": {"train": "t", "heldout": "h"},
+            "prompts": {"train": "t"},
             "schedule": {"num_steps": 30},
             "rollout": {"resources": {"max_nodes": 3}},
         },

@@ -37,13 +37,17 @@ SETTINGS = {
         "rollout.max_new_tokens = 5000: the longest prompt has 10 tokens and the model 4096 "
         "positions; use 4086 or less"
     ),
+    "rollout.environment=two_turns": "no such environment; use single_turn, or name a class",
+    "rollout.environment=mine.py:Mine": "cannot be made: FileNotFoundError",
+    "eval.every=20": "eval.every = 20: is eval.heldout.every now; use that",
+    "eval.heldout.evry=20": "unknown key; did you mean eval.heldout.every?",
     "rollout.engine_args.num_thread=2": "did you mean num_threads?",
     "launch.profile=locl": "launch.profile = 'locl': no such profile; did you mean local?",
     "model.path=nowhere": "no such folder; name a downloaded Hugging Face model",
     "run_root=job.toml/runs": "job.toml is not a folder",
     "run_root=/proc/runs": "choose a folder of yours that every node sees",
     "prompts.train=nowhere": "nowhere: no such file; name a file of JSON lines",
-    "prompts.heldout=model": "model: is a folder; name a file of JSON lines",
+    "eval.heldout.path=model": "model: is a folder; name a file of JSON lines",
     "prompts.max_prompt_tokens=2": "raise it, or remove the line",
     "rollout.resources.time=soon": "rollout.resources.time = 'soon': is not a time limit; use",
 }

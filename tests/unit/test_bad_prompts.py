@@ -39,7 +39,8 @@ PROMPTS = {
 def test_a_line_that_is_no_prompt_is_named_as_editors_count(refused, key, line):
     Path(f"{key}.jsonl").write_text(f"{GOOD}\n\n  \n{line}\n{GOOD}\n")
     said = refused("submit", "job.toml", "--local")
-    assert said.startswith(f"prompts.{key}: {Path(f'{key}.jsonl').absolute()}, line 4: ")
+    setting = {"train": "prompts.train", "heldout": "eval.heldout.path"}[key]
+    assert said.startswith(f"{setting}: {Path(f'{key}.jsonl').absolute()}, line 4: ")
     assert PROMPTS[line] in said and "\n" not in said and len(said) < 500
 
 

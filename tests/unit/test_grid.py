@@ -141,7 +141,7 @@ class Grid:
                 "name": "grid",
                 "run_root": str(folder),
                 "model": {"path": "none"},
-                "prompts": {"train": "none", "heldout": "none"},
+                "prompts": {"train": "none"},
                 "rollout": {"samples_per_prompt": SIBLINGS},
                 "actor": {
                     "data_parallel": DP,

@@ -1,16 +1,21 @@
 """What is said of the held-out prompts: the whole set's figure, and of which policy it is."""
 
+import json
 import logging
 
 import pytest
 from matplotlib.figure import Figure
 
-from relax_hpc import job_file
+from relax_hpc import job_file, permissions
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.rollout.heldout import Board, Share
+from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
 from relax_hpc.runs import report, status, summary
 from relax_hpc.telemetry import curve
 from relax_hpc.telemetry.events import EventWriter
+
+
+def share(version, correct, num_samples):
+    return Share(version, version, correct, num_samples)
 
 
 def said(caplog):
@@ -22,42 +27,79 @@ def said(caplog):
 def test_the_last_task_of_an_evaluation_says_what_all_scored(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     boards = [Board(RunPaths(tmp_path), rank, 3) for rank in range(3)]
-    boards[2].add("before", 0, Share(0, 2.0, 4))
-    boards[0].add("before", 0, Share(0, 3.0, 4))
+    boards[2].add(Due("h", "before", 0), share(0, 2.0, 4), [])
+    boards[0].add(Due("h", "before", 0), share(0, 3.0, 4), [])
     assert said(caplog) == []
-    boards[1].add("before", 0, Share(0, 1.0, 2))
-    assert said(caplog) == ["held-out before, policy 0: 0.600"]
+    boards[1].add(Due("h", "before", 0), share(0, 1.0, 2), [])
+    assert said(caplog) == ["held-out before, policy 0: 0.600 (h)"]
     for rank, version in enumerate((25, 27, 26)):
-        boards[rank].add("during", 1, Share(version, 1.0, 4))
-    assert said(caplog) == ["held-out during, policies 25 to 27: 0.250"]
+        boards[rank].add(Due("h", "during", 1), share(version, 1.0, 4), [])
+    assert said(caplog) == ["held-out during, policies 25 to 27: 0.250 (h)"]
     again = Board(RunPaths(tmp_path), 1, 3)  # its task was killed meanwhile
-    again.add("after", 0, Share(30, 4.0, 4))
-    boards[0].add("after", 0, Share(30, 4.0, 4))
-    boards[2].add("after", 0, Share(30, 4.0, 4))
-    assert said(caplog) == ["held-out after, policy 30: 1.000"]
+    again.add(Due("h", "after", 0), share(30, 4.0, 4), [])
+    boards[0].add(Due("h", "after", 0), share(30, 4.0, 4), [])
+    boards[2].add(Due("h", "after", 0), share(30, 4.0, 4), [])
+    assert said(caplog) == ["held-out after, policy 30: 1.000 (h)"]
 
 
 def test_a_task_that_is_ahead_of_the_others_keeps_its_shares_of_each_evaluation(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     ahead, behind = (Board(RunPaths(tmp_path), rank, 2) for rank in range(2))
-    ahead.add("during", 0, Share(10, 1.0, 4))
-    ahead.add("during", 1, Share(20, 3.0, 4))
+    ahead.add(Due("h", "during", 0), share(10, 1.0, 4), [])
+    ahead.add(Due("h", "during", 1), share(20, 3.0, 4), [])
     assert said(caplog) == []
-    behind.add("during", 0, Share(10, 1.0, 4))
-    assert said(caplog) == ["held-out during, policy 10: 0.250"]
-    behind.add("during", 1, Share(20, 3.0, 4))
-    assert said(caplog) == ["held-out during, policy 20: 0.750"]
+    behind.add(Due("h", "during", 0), share(10, 1.0, 4), [])
+    assert said(caplog) == ["held-out during, policy 10: 0.250 (h)"]
+    behind.add(Due("h", "during", 1), share(20, 3.0, 4), [])
+    assert said(caplog) == ["held-out during, policy 20: 0.750 (h)"]
 
 
 def test_a_task_alone_says_its_own(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    Board(RunPaths(tmp_path), 0, 1).add("before", 0, Share(0, 1.0, 2))
-    assert said(caplog) == ["held-out before, policy 0: 0.500"]
+    Board(RunPaths(tmp_path), 0, 1).add(Due("h", "before", 0), share(0, 1.0, 2), [])
+    assert said(caplog) == ["held-out before, policy 0: 0.500 (h)"]
     assert not RunPaths(tmp_path).control.exists()
 
 
+def test_sets_are_told_apart_and_a_share_may_be_of_several_policies_or_of_none(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    first, second = (Board(RunPaths(tmp_path), rank, 2) for rank in range(2))
+    first.add(Due("easy", "during", 1), Share(20, 21, 3.0, 4), [])
+    second.add(Due("hard", "during", 1), Share(20, 20, 1.0, 4), [])
+    assert said(caplog) == []
+    second.add(Due("easy", "during", 1), Share(19, 20, 3.0, 4), [])
+    first.add(Due("hard", "during", 1), Share(-1, -1, 0.0, 0), [])
+    assert said(caplog) == [
+        "held-out during, policies 19 to 21: 0.750 (easy)",
+        "held-out during, policy 20: 0.250 (hard)",
+    ]
+
+
+def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp_path):
+    """Two prompts of two samples each: pass@1 is 0.25, pass@2 is 0.5."""
+    scores = {(0, 0): 0.0, (0, 1): 1.0, (3, 0): 0.0, (3, 1): 0.0}
+    rows = [
+        Row(prompt, sample, score, {"boxed_number": score}, 7 + sample, 8, "stop", 3, ["75"])
+        for (prompt, sample), score in scores.items()
+    ]
+    with permissions.masked(permissions.UMASKS["none"]):
+        Board(RunPaths(tmp_path), 1, 2).add(Due("hard", "during", 2), Share.of(rows), rows)
+    [path] = (tmp_path / "eval").rglob("*.jsonl")
+    assert path == tmp_path / "eval" / "hard" / "000007-during.1.jsonl"
+    assert path.stat().st_mode & 0o077 == 0
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {(row["prompt"], row["sample"]): row["score"] for row in found} == scores
+    best = {prompt: max(s for (p, _), s in scores.items() if p == prompt) for prompt in (0, 3)}
+    assert sum(best.values()) / len(best) == 0.5
+    assert found[1] == {
+        "prompt": 0, "sample": 1, "score": 1.0, "parts": {"boxed_number": 1.0}, "version": 8,
+        "version_max": 8, "finish": "stop", "num_tokens": 3, "texts": ["75"],
+    }  # fmt: skip
+    assert Share.of(rows) == Share(7, 8, 1.0, 4)
+
+
 RUNS = {
-    "rl": {"prompts": {"train": "t", "heldout": "h"}, "schedule": {"num_steps": 30}},
+    "rl": {"prompts": {"train": "t"}, "schedule": {"num_steps": 30}},
     "sft": {"sft": {"train": "t", "batch_size": 1, "num_steps": 30}},
 }
 
@@ -78,8 +120,14 @@ def text(tmp_path):
             for step, value in evaluated.items():
                 when = {0: "before", 30: "after"}.get(step, "during")
                 if kind == "rl":
-                    correct = {"correct": 10 * value, "count": 10}
-                    events.emit("eval", when=when, version=step, **correct)
+                    share = {
+                        "correct": 10 * value,
+                        "num_samples": 10,
+                        "headline": True,
+                        "name": "h",
+                    }
+                    share |= {"number": step, "version": step, "version_max": step}
+                    events.emit("eval", when=when, **share)
                 else:
                     events.emit("heldout", step=step, loss=value)
         found = summary.write(paths.root)

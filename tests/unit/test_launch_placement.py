@@ -14,7 +14,7 @@ def config(rollout=None, actor=None, **launch):
         {
             "name": "run",
             "model": {"path": "m"},
-            "prompts": {"train": "t", "heldout": "h"},
+            "prompts": {"train": "t"},
             "schedule": {"num_steps": 1},
             "rollout": {"num_engines": 4, "resources": rollout or {}},
             "actor": {"tensor_parallel": 2, "resources": actor or {}},

@@ -35,9 +35,9 @@ def job(tmp_path, tiny_model):
             "model": {"path": str(tiny_model), "dtype": "float32"},
             "prompts": {
                 "train": str(tmp_path / "train.jsonl"),
-                "heldout": str(tmp_path / "heldout.jsonl"),
                 "chat_template": False,
             },
+            "eval": {"heldout": {"path": str(tmp_path / "heldout.jsonl")}},
             "schedule": {"num_steps": 100000, "prompts_per_step": 2},
             "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4},
         }
@@ -65,7 +65,7 @@ def test_a_dry_run_shows_the_script_and_creates_nothing(tmp_path, job):
     [
         ({"actor": {"tensor_parallel": 64}}, "actor.tensor_parallel = 64: does not divide"),
         ({"model": {"path": "/nowhere"}}, "model.path = '/nowhere': no such folder"),
-        ({"prompts": {"train": "/no.jsonl", "heldout": "/no.jsonl"}}, "/no.jsonl: no such file"),
+        ({"prompts": {"train": "/no.jsonl"}}, "/no.jsonl: no such file"),
         ({"launch": {"profile": "nowhere"}}, "launch.profile = 'nowhere': no such profile"),
         ({"run_root": "/proc/1/runs"}, "run_root = '/proc/1/runs'"),
     ],

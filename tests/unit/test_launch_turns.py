@@ -22,7 +22,7 @@ def job(rollout=None, actor=None, reference=None, algorithm=None, **schedule):
         {
             "name": "run",
             "model": {"path": "m"},
-            "prompts": {"train": "t", "heldout": "h"},
+            "prompts": {"train": "t"},
             "schedule": {"num_steps": 1, "max_staleness": 0, **schedule},
             "algorithm": algorithm or {},
             "rollout": {"placement": "actor", "num_engines": 4, **(rollout or {})},

@@ -66,10 +66,25 @@ def test_text_is_a_user_turn_under_the_chat_template_and_bare_without(tmp_path, 
     )
     rendered = "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n"
     assert tokens.decode(source(text, tokens)[0].token_ids) == rendered
-    assert source(chat, tokens)[0] == source(text, tokens)[0]
+    of_chat, of_text = source(chat, tokens)[0], source(text, tokens)[0]
+    assert of_chat.token_ids == of_text.token_ids
+    assert of_chat.messages == of_text.messages == [{"role": "user", "content": "1+2="}]
     assert tokens.decode(source(text, tokens, chat_template=False)[0].token_ids) == "1+2="
     with pytest.raises(ConfigError, match="chat_template = true"):
         source(chat, tokens, chat_template=False)[0]
+
+
+def test_what_else_a_line_says_goes_with_the_prompt(tmp_path, tokens):
+    asked = {"prompt": "1+2=", "answer": "3"}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = lines(tmp_path / "p", asked | {"tools": tools, "source": "sums", "level": 4}, asked)
+    first, second = (source(path, tokens, shuffle_seed=None)[index] for index in (0, 1))
+    assert (first.tools, first.source, first.metadata) == (tools, "sums", {"level": 4})
+    assert (second.tools, second.source, second.metadata, second.media) == (None, "", {}, ())
+    assert first.where == f"{path}, line 1"
+    for wrong in ({"tools": ["add"]}, {"source": 3}):
+        with pytest.raises(ConfigError, match=f"line 1: {next(iter(wrong))} = .*must be"):
+            source(lines(tmp_path / "q", asked | wrong), tokens)
 
 
 def test_a_tokenizer_adds_its_special_tokens_to_plain_text_and_not_to_a_rendered_prompt(tmp_path):

@@ -188,7 +188,7 @@ def job(**tables):
     tree = {
         "name": "run",
         "model": {"path": "model", "dtype": "bfloat16"},
-        "prompts": {"train": "t", "heldout": "h"},
+        "prompts": {"train": "t"},
         "schedule": {"num_steps": 9},
         "rollout": {"engine": "sglang", "engine_args": {"tp_size": 2}},
         "weights": {"quantize": "fp8"},

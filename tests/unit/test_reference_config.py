@@ -17,7 +17,7 @@ def job(reference=None, *, kl=0.0, profile=None, path="m", **model):
         {
             "name": "run",
             "model": {"path": str(path), **model},
-            "prompts": {"train": "t", "heldout": "h"},
+            "prompts": {"train": "t"},
             "algorithm": {"kl_coefficient": kl},
             "schedule": {"num_steps": 1},
             "actor": {"tensor_parallel": 4, "tokens_per_micro_batch": 1000, "attention": "sdpa"},

@@ -3,9 +3,10 @@
 import asyncio
 import threading
 import time
-from types import SimpleNamespace
 
+import episode_fakes
 import numpy as np
+from episode_fakes import answer
 
 from relax_hpc import job_file
 from relax_hpc.bus import layout
@@ -19,7 +20,7 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.paths import BusPaths
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout import loop as rollout
-from relax_hpc.schema import FinishReason
+from relax_hpc.roles.rollout.episodes import seed_of
 
 PROMPTS, SIBLINGS = 4, 2
 EXPERTS = np.arange(8, dtype=np.int16).reshape(2, 4)  # 2 tokens, 2 layers x 2 experts
@@ -34,17 +35,14 @@ class Sampler:
     async def version(self):
         return self.now
 
-    async def sample(self, prompts, seeds, *, temperature, min_version=0, routed_experts=False):
-        self.asked.append((temperature, routed_experts))
-        assert min_version == 0 and {tuple(prompt) for prompt in prompts} == {(7,)}
-        assert len(prompts) == len(seeds) == (SIBLINGS if temperature else 1)
-        return [
-            SimpleNamespace(
-                token_ids=[1], logprobs=[-0.5], version_runs=[(0, self.now)],
-                finish=FinishReason.STOP, routed_experts=EXPERTS + i if routed_experts else None,
-            )
-            for i, _ in enumerate(seeds)
-        ]  # fmt: skip
+    async def sample(self, given, draft, how, *, seed, homes):
+        self.asked.append((how.temperature, how.routed_experts))
+        assert (how.min_version, list(given)) == (0, [7])
+        experts = None
+        if how.routed_experts:
+            sibling = [seed_of(0, homes[1], each) for each in range(SIBLINGS)].index(seed)
+            experts = EXPERTS + sibling
+        return answer(draft, [1], [-0.5], [(0, self.now)], experts=experts)
 
 
 class Events:
@@ -57,10 +55,10 @@ def config(**schedule):
         {
             "name": "test",
             "model": {"path": "none"},
-            "prompts": {"train": "none", "heldout": "none"},
+            "prompts": {"train": "none"},
             "rollout": {"samples_per_prompt": SIBLINGS, "groups_per_shard": 1},
             "schedule": {"num_steps": 1, "prompts_per_step": PROMPTS, **schedule},
-            "eval": {"every": 0, "num_prompts": 1},
+            "eval": {"heldout": {"path": "none", "every": 0}},
         },
         source="test",
     )
@@ -69,7 +67,7 @@ def config(**schedule):
 def start(paths, producer, sampler, settings):
     prompts = [Prompt(index=i, token_ids=[7], answer="1") for i in range(PROMPTS)]
     arguments = (prompts, prompts[:1], sampler, lambda response, prompt: 1.0, producer)
-    loop = rollout.run(settings, rollout.Task(0, 1), *arguments, CreditTail(paths), Events())
+    loop = episode_fakes.run(settings, rollout.Task(0, 1), *arguments, CreditTail(paths), Events())
     thread = threading.Thread(target=asyncio.run, args=(loop,), daemon=True)
     thread.start()
     return thread

@@ -27,7 +27,7 @@ class House:
                 "name": "run",
                 "run_root": str(folder),
                 "model": {"path": "model"},
-                "prompts": {"train": "t", "heldout": "h"},
+                "prompts": {"train": "t"},
                 "schedule": {"num_steps": 9},
                 "rollout": {"start_timeout_s": 60, "resources": {"max_nodes": 4}},
                 "launch": {"max_restarts": 1},

@@ -48,7 +48,7 @@ def test_a_figure_that_is_not_finite_is_null_and_named(tmp_path):
 def test_a_run_with_such_figures_has_its_summary_its_picture_and_its_tensorboard(tmp_path, kind):
     paths = RunPaths(tmp_path / "run")
     tree = {"name": "run", "model": {"path": "m"}} | {
-        "rl": {"prompts": {"train": "t", "heldout": "h"}, "schedule": {"num_steps": 9}},
+        "rl": {"prompts": {"train": "t"}, "schedule": {"num_steps": 9}},
         "sft": {"sft": {"train": "t", "batch_size": 1, "num_steps": 9}},
     }[kind]
     paths.root.mkdir()
@@ -58,7 +58,17 @@ def test_a_run_with_such_figures_has_its_summary_its_picture_and_its_tensorboard
         events.emit("step", step=2, loss=NAN, grad_norm=INF, **{"reward/mean": NAN})
         events.emit("heldout", step=2, loss=NAN, num_tokens=5)
     with EventWriter(paths.events("rollout", 0), "rollout", 0) as events:
-        events.emit("eval", when="before", version=0, step=0, correct=NAN, count=4)
+        events.emit(
+            "eval",
+            name="h",
+            headline=True,
+            when="before",
+            number=0,
+            version=0,
+            version_max=0,
+            correct=NAN,
+            num_samples=4,
+        )
         events.emit("shard", num_trajectories=2, **{"reward/mean": NAN})
     found = summary.write(paths.root)
     assert strict(paths.summary.read_text()) == found

@@ -8,7 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.rollout.heldout import Board, Share
+from relax_hpc.roles.rollout.heldout import Board, Due, Share
 from relax_hpc.telemetry import curve, history, logs, progress, tensorboard
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.telemetry.pace import Pace, PaceMeter
@@ -24,9 +24,11 @@ def step(number, time, reward, **fields):
     return event("step", time, step=number, **({"reward/mean": reward} | ages | fields))
 
 
-def evaluation(when, version, rank, correct, count, time=0.0):
-    return event("eval", time, "rollout", rank, when=when, version=version, correct=correct,
-                 count=count)  # fmt: skip
+def evaluation(when, version, rank, correct, num_samples, time=0.0, number=0, **fields):
+    policies = {"version": version, "version_max": version}
+    fields = {"name": "heldout", "headline": True} | policies | fields
+    return event("eval", time, "rollout", rank, when=when, number=number, correct=correct,
+                 num_samples=num_samples, **fields)  # fmt: skip
 
 
 def write(run_dir, events):
@@ -307,7 +309,7 @@ def test_rank_0_tells_the_story_and_the_others_only_warn(
 def test_what_a_rank_says_for_all_of_them_is_part_of_the_story(tmp_path, capsys, package_log):
     logs.setup("rollout", 1, None)
     logging.getLogger("relax_hpc.roles.rollout.loop").info("mine")
-    Board(RunPaths(tmp_path), 0, 2).add("before", 0, Share(0, 1.0, 4))
-    Board(RunPaths(tmp_path), 1, 2).add("before", 0, Share(0, 3.0, 4))
+    Board(RunPaths(tmp_path), 0, 2).add(Due("h", "before", 0), Share(0, 0, 1.0, 4), [])
+    Board(RunPaths(tmp_path), 1, 2).add(Due("h", "before", 0), Share(0, 0, 3.0, 4), [])
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("relax_hpc.roles.rollout.heldout: held-out before, policy 0: 0.500")
+    assert line.endswith("relax_hpc.roles.rollout.heldout: held-out before, policy 0: 0.500 (h)")

@@ -35,7 +35,7 @@ def paths(tmp_path):
     tree = {
         "name": "run",
         "model": {"path": "m"},
-        "prompts": {"train": "t", "heldout": "h"},
+        "prompts": {"train": "t"},
         "schedule": {"num_steps": 10, "prompts_per_step": 1},
         "rollout": {"samples_per_prompt": 2},
     }
@@ -83,11 +83,16 @@ def test_trajectories_are_counted_from_the_bus_and_the_steps(paths):
     assert found["max_staleness_seen"] == 1  # step 2 trains on policy 0; one step is its due lag
 
 
+HELDOUT = {"name": "h", "headline": True, "num_samples": 8, "version_max": 10}
+
+
 def test_events_say_how_far_a_run_is(paths):
     emit(
         paths, "rollout",
-        ("eval", {"when": "before", "version": 0, "correct": 2.0, "count": 8}),
-        ("eval", {"when": "during", "version": 1, "correct": 4.0, "count": 8}),
+        ("eval", HELDOUT | {"when": "before", "number": 0, "version": 0, "correct": 2.0}),
+        ("eval", HELDOUT | {"when": "during", "number": 1, "version": 1, "correct": 4.0}),
+        ("eval", HELDOUT | {"when": "before", "number": 0, "version": 0, "correct": 8.0}
+         | {"name": "other", "headline": False}),
     )  # fmt: skip
     emit(
         paths, "actor",
@@ -103,8 +108,9 @@ def test_events_say_how_far_a_run_is(paths):
     assert found["max_staleness_seen"] == 3
     assert found["weight_versions"] == {"trainer": 1, "a": 1, "b": 0}
     assert found["checksums_equal"] is None
-    more = {"when": "during", "version": 2, "correct": 6.0, "count": 8}
-    emit(paths, "rollout", ("eval", more), ("eval", more | {"when": "after", "version": 10}))
+    more = HELDOUT | {"when": "during", "number": 2, "version": 2, "correct": 6.0}
+    last = more | {"when": "after", "number": 0, "version": 10}
+    emit(paths, "rollout", ("eval", more), ("eval", last))
     found = summary.summarize(paths.root)
     assert found["heldout_newest"] == {"step": 10, "value": 0.75}
     assert (found["heldout_before"], found["heldout_after"]) == (0.25, 0.75)

@@ -5,9 +5,11 @@ import json
 import threading
 from types import SimpleNamespace
 
+import episode_fakes
 import numpy as np
 import pytest
 import torch
+from episode_fakes import answer
 from fake_snapshot import FakeSnapshot
 
 from relax_hpc import job_file
@@ -25,7 +27,7 @@ from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.roles.rollout import loop as rollout
-from relax_hpc.schema import FinishReason
+from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.weights.publish import Published
 from relax_hpc.weights.verify import Verified
@@ -55,30 +57,27 @@ class FakeSampler:
     async def version(self):
         return self.policy.served[0]
 
-    async def sample(self, prompts, seeds, *, temperature, min_version=0, routed_experts=False):
-        guids = [ordinal - 100 for _, ordinal in prompts]
-        if temperature:
-            assert temperature == TEMPERATURE and len(seeds) == SIBLINGS and len(set(guids)) == 1
-            assert min_version == max(guids[0] // PROMPTS - self.max_staleness, 0)
-            siblings = range(SIBLINGS)
-            assert list(seeds) == [rollout.seed_of(SEED, guids[0], each) for each in siblings]
+    async def sample(self, given, draft, how, *, seed, homes):
+        guid = given[1] - 100
+        if how.temperature:
+            assert how.temperature == TEMPERATURE
+            assert how.min_version == max(guid // PROMPTS - self.max_staleness, 0)
+            assert seed in [seed_of(SEED, guid, each) for each in range(SIBLINGS)]
+            assert homes == ((guid, seed), guid)
         else:
-            assert (guids, list(seeds), min_version) == ([0, 1], [0, 0], 0)
-        assert not routed_experts
+            assert guid in (0, 1) and how.min_version == 0
+        assert not how.routed_experts
         await asyncio.sleep(0.001)
         version, weight = self.policy.served
-        assert version >= min_version
-        return [self._response(seed, temperature, version, weight) for seed in seeds]
+        assert version >= how.min_version
+        return self._response(draft, seed, how.temperature, version, weight)
 
-    def _response(self, seed, temperature, version, weight):
+    def _response(self, draft, seed, temperature, version, weight):
         odds = torch.sigmoid(torch.tensor(weight)).item()
         drawn = torch.rand((), generator=torch.Generator().manual_seed(seed)).item()
         token = int(odds > 0.5) if temperature == 0 else int(drawn < odds)
         logprob = Policy.logprobs(torch.tensor(token), torch.tensor(weight)).item()
-        return SimpleNamespace(
-            token_ids=[token], logprobs=[logprob], version_runs=[(0, version)],
-            finish=FinishReason.STOP, routed_experts=None,
-        )  # fmt: skip
+        return answer(draft, [token], [logprob], [(0, version)])
 
 
 class FakeTrainer:
@@ -164,7 +163,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
             "seed": SEED,
             "run_root": str(tmp_path),
             "model": {"path": "none"},
-            "prompts": {"train": "none", "heldout": "none"},
+            "prompts": {"train": "none"},
             "rollout": {
                 "samples_per_prompt": SIBLINGS,
                 "groups_per_shard": 2,
@@ -180,7 +179,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
                 "prompts_per_step": PROMPTS,
                 "max_staleness": max_staleness,
             },
-            "eval": {"every": 4, "num_prompts": 2},
+            "eval": {"heldout": {"path": "none", "every": 4}},
         },
         source="test",
     )
@@ -199,7 +198,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
         ]
         with Producer(paths.bus, "rollout-0", {"run": "tour"}) as producer:
             asyncio.run(
-                rollout.run(
+                episode_fakes.run(
                     config,
                     rollout.Task(0, 1),
                     prompts,
@@ -233,7 +232,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     assert max(abs(event["loss/approx_kl"]) for event in steps) < 1e-6
     assert max(event["staleness/max"] for event in steps) <= max_staleness
     assert {event["num_trajectories"] for event in steps} == {PROMPTS * SIBLINGS}
-    scores = {e["when"]: e["correct"] / e["count"] for e in found if e["event"] == "eval"}
+    scores = {e["when"]: e["correct"] / e["num_samples"] for e in found if e["event"] == "eval"}
     assert (scores["before"], scores["after"]) == (0.0, 1.0)
 
     counts = audit(paths.bus)
@@ -251,7 +250,7 @@ def test_a_killed_rollout_task_owes_exactly_what_is_not_committed():
 
 
 def test_seeds_differ_between_siblings_and_repeat_after_a_restart():
-    seeds = {rollout.seed_of(0, guid, sibling) for guid in range(50) for sibling in range(8)}
+    seeds = {seed_of(0, guid, sibling) for guid in range(50) for sibling in range(8)}
     assert len(seeds) == 400
-    assert rollout.seed_of(0, 3, 1) == rollout.seed_of(0, 3, 1)
+    assert seed_of(0, 3, 1) == seed_of(0, 3, 1)
     assert all(0 <= seed < 2**31 for seed in seeds)

@@ -10,8 +10,10 @@ from typing import Any
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.producer import Producer
 from relax_hpc.config.run import RunConfig
+from relax_hpc.environments import registry as environments
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
+from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.rewards.registry import REWARDS
 from relax_hpc.roles.context import TaskContext
@@ -20,6 +22,8 @@ from relax_hpc.roles.engine.host import EngineHost
 from relax_hpc.roles.engine.parts import Seat, seats_of
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.heldout import Board
 from relax_hpc.roles.rollout.prompt_check import Sources
 from relax_hpc.roles.rollout.routing import EngineSampler
@@ -107,27 +111,47 @@ async def _loop(
     producer: Producer,
     events: EventWriter,
 ) -> None:
-    prompts, heldout = sources
-    tokenizer = prompts.tokenizer
+    task = rollout.Task(number, config.rollout.num_producers)
+    tokenizer = sources.train.tokenizer
     reward = REWARDS[config.reward.name].score
 
-    def score(response: Sequence[int], prompt: Prompt) -> float:
-        return reward(tokenizer.decode(response, skip_special_tokens=True), prompt.answer)
+    async def score(prompt: Prompt, responses: Sequence[str]) -> list[float]:
+        return [reward(response, prompt.answer) for response in responses]
 
-    count = min(config.eval.num_prompts, len(heldout))
+    environment = environments.make(config.rollout.environment)
+    conversation = Conversation(tokenizer, chat_template=config.prompts.chat_template)
     async with EngineSampler(config, paths, own, tokenizer.eos_token_id, events) as sampler:
+
+        def episodes(max_tokens: int) -> Episodes:
+            return Episodes(
+                config, environment, sampler, conversation, score, max_tokens=max_tokens
+            )
+
+        limits = prompt_check.limits_of(config)
+        board = Board(paths, task.rank, task.size)
+        shares = heldout_shares(config, task, sources)
         await rollout.run(
             config,
-            rollout.Task(number, config.rollout.num_producers),
-            prompts,
-            [heldout[index] for index in range(count)],
+            task,
             sampler,
-            score,
+            Grouper(config, sources.train, episodes(limits.trained)),
+            Evaluator(config, shares, episodes(limits.sampled), events, board),
             producer,
             CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
             events,
-            Board(paths, number, config.rollout.num_producers),
         )
+
+
+def heldout_shares(
+    config: RunConfig, task: rollout.Task, sources: Sources
+) -> dict[str, list[Prompt]]:
+    """The prompts of each held-out set that this task scores."""
+    shares = {}
+    for name, settings in config.eval.items():
+        source = sources.heldout[name]
+        count = min(settings.num_prompts, len(source))
+        shares[name] = [source[index] for index in range(task.rank, count, task.size)]
+    return shares
 
 
 def _provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:

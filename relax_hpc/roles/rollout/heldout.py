@@ -1,26 +1,91 @@
-"""What all rollout tasks together scored on the held-out prompts: each has a share of them."""
+"""What tasks scored on the held-out sets: their shares of a result, and every sample in files."""
 
+import json
 import logging
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Self
 
 from relax_hpc.paths import RunPaths
-from relax_hpc.records import read_json, write_json
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.records import read_json, write_json, write_text
+from relax_hpc.roles.rollout.episodes import Episode
 from relax_hpc.telemetry.logs import OF_ALL
 
 log = logging.getLogger(__name__)
+
+
+class Due(NamedTuple):
+    """An evaluation that is to be made."""
+
+    name: str
+    """Of the set."""
+    when: str
+    """before, during or after training."""
+    number: int
+    """Among those of `when`: tasks may get to it at other policies."""
+
+
+class Row(NamedTuple):
+    """One held-out sample, as it is kept."""
+
+    prompt: int
+    """Line of the file, 0-based, blank lines not counted."""
+    sample: int
+    """0..n-1 among those of the prompt."""
+    score: float
+    parts: Mapping[str, float]
+    """Of the score, by name."""
+    version: int
+    """Oldest policy that sampled a token of it; -1 if there is none."""
+    version_max: int
+    """Newest policy that did."""
+    finish: str
+    num_tokens: int
+    """Sampled."""
+    texts: list[str]
+    """What the policy said, call by call."""
+
+    @classmethod
+    def of(cls, prompt: Prompt, sample: int, episode: Episode, texts: list[str]) -> Self:
+        calls = episode.record.calls
+        versions = [version for call in calls for _, version in call.draft.version_runs]
+        last = calls[-1].finish if calls else None
+        return cls(
+            prompt=prompt.index,
+            sample=sample,
+            score=episode.reward,
+            parts=dict(episode.rewards),
+            version=min(versions, default=-1),
+            version_max=max(versions, default=-1),
+            finish="" if last is None else last.name.lower(),
+            num_tokens=sum(len(call.draft.token_ids) for call in calls),
+            texts=texts,
+        )
 
 
 class Share(NamedTuple):
     """What one task scored."""
 
     version: int
-    """Of the policy."""
+    """Oldest policy that sampled a token; -1 if there is none."""
+    version_max: int
+    """Newest policy that did."""
     correct: float
-    num_prompts: int
+    """Sum of the scores."""
+    num_samples: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Self:
+        return cls(
+            min((row.version for row in rows if row.version >= 0), default=-1),
+            max((row.version_max for row in rows), default=-1),
+            sum(row.score for row in rows),
+            len(rows),
+        )
 
 
 class Board:
-    """Where tasks leave their shares. Whoever completes an evaluation says its result.
+    """Where tasks leave what they scored. Whoever completes an evaluation says its result.
 
     Args:
         paths: of the run.
@@ -31,21 +96,19 @@ class Board:
     def __init__(self, paths: RunPaths, rank: int, size: int) -> None:
         self._paths, self._rank, self._size = paths, rank, size
 
-    def add(self, when: str, number: int, share: Share) -> None:
-        """Leaves the share of this task, and says the whole if it is there now.
-
-        Args:
-            when: before, during or after.
-            number: of the evaluation among those of `when`; tasks may get to it at other policies.
-        """
-        key = f"{when}/{number}"
+    def add(self, due: Due, share: Share, rows: Sequence[Row]) -> None:
+        """Keeps the samples, leaves the share of this task, and says the whole if it is there."""
+        if rows:
+            path = self._paths.eval_rows(due.name, share.version, due.when, self._rank)
+            write_text(path, "".join(f"{json.dumps(row._asdict())}\n" for row in rows))
+        key = f"{due.name}/{due.when}/{due.number}"
         found = [share]
         if self._size > 1:
             own = self._paths.heldout_shares(self._rank)
             write_json(own, (read_json(own) or {}) | {key: share})
             found += self._others(key)
         if len(found) == self._size:
-            log.info("%s", _line(when, found), extra=OF_ALL)
+            log.info("%s", _line(due, found), extra=OF_ALL)
 
     def _others(self, key: str) -> list[Share]:
         """As many as there are until one is missing."""
@@ -59,11 +122,10 @@ class Board:
         return found
 
 
-def _line(when: str, shares: list[Share]) -> str:
-    versions = sorted({share.version for share in shares})
-    policy = f"policy {versions[0]}"
-    if len(versions) > 1:
-        policy = f"policies {versions[0]} to {versions[-1]}"
-    num_prompts = sum(share.num_prompts for share in shares)
-    mean = sum(share.correct for share in shares) / max(num_prompts, 1)
-    return f"held-out {when}, {policy}: {mean:.3f}"
+def _line(due: Due, shares: list[Share]) -> str:
+    ends = [v for share in shares for v in (share.version, share.version_max) if v >= 0]
+    oldest, newest = min(ends, default=-1), max(ends, default=-1)
+    policy = f"policy {oldest}" if oldest == newest else f"policies {oldest} to {newest}"
+    num_samples = sum(share.num_samples for share in shares)
+    mean = sum(share.correct for share in shares) / max(num_samples, 1)
+    return f"held-out {due.when}, {policy}: {mean:.3f} ({due.name})"

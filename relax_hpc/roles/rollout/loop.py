@@ -1,7 +1,6 @@
-"""The rollout role: samples prompt groups, scores them, and stays within the staleness bound."""
+"""The rollout role: makes prompt groups, publishes them, and stays within the staleness bound."""
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import deque
@@ -9,16 +8,15 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
-from relax_hpc.prompts.source import Prompt, PromptSource
-from relax_hpc.roles.rollout.heldout import Board, Share
-from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+from relax_hpc.roles.rollout.episodes import Grouper
+from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.schema import PromptGroup
 from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
@@ -32,54 +30,16 @@ FULL_RETRY_S = 5.0
 """Between attempts to write to a full file system."""
 
 
-class Sampled(Protocol):
-    """What an engine made of one prompt."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-    @property
-    def logprobs(self) -> Sequence[float]: ...
-    @property
-    def version_runs(self) -> Sequence[tuple[int, int]]: ...
-    @property
-    def finish(self) -> FinishReason: ...
-    @property
-    def routed_experts(self) -> npt.NDArray[np.int16] | None:
-        """[prompt and response tokens, layers x experts per token], if asked for."""
-        ...
-
-
-class Sampler(Protocol):
-    """What this role needs of an inference engine."""
+class Engines(Protocol):
+    """What paces this role."""
 
     async def version(self) -> int | None:
         """The oldest policy that would sample now; None while there is no engine for it."""
         ...
 
-    async def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
-        *,
-        temperature: float,
-        min_version: int = 0,
-        routed_experts: bool = False,
-    ) -> Sequence[Sampled]:
-        """One response per prompt and seed; temperature 0 is greedy.
-
-        No policy older than `min_version` samples any of their tokens.
-        """
-        ...
-
-
-class Score(Protocol):
-    """The reward of a response to a prompt."""
-
-    def __call__(self, response: Sequence[int], prompt: Prompt) -> float: ...
-
 
 class Task(NamedTuple):
-    """One rollout task's share of the work: prompt ordinals and held-out lines, by rank."""
+    """One rollout task's share of the work: prompt ordinals, by rank."""
 
     rank: int
     size: int
@@ -88,33 +48,26 @@ class Task(NamedTuple):
 async def run(
     config: RunConfig,
     task: Task,
-    prompts: PromptSource,
-    heldout: Sequence[Prompt],
-    sampler: Sampler,
-    score: Score,
+    engines: Engines,
+    group: Grouper,
+    evaluator: Evaluator,
     producer: Producer,
     credits: CreditTail,
     events: EventWriter,
-    board: Board | None = None,
 ) -> None:
     """Samples every prompt ordinal this task owns, once, until the trainer says it is finished.
 
     Nothing is remembered outside the bus: what is committed is done, everything else is owed. So a
     task that is killed anywhere goes on where its log ends, with no prompt skipped or doubled.
-
-    Args:
-        board: where tasks add up what they score on the held-out prompts.
     """
-    group = Grouper(config, prompts, sampler, score)
-    evaluator = Evaluator(config, task, heldout, sampler, score, events, board)
     outbox = Outbox(producer, events, groups_per_shard=config.rollout.groups_per_shard)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
     owed = deque(owned_guids(config, task, producer.committed, start=retired))
     pace = Pace(config)
     running = dict[asyncio.Task[PromptGroup], int]()
     while not ((credit := credits.latest()) and credit.finished):
-        version = await sampler.version()
-        await evaluator.maybe(version, trained=credit.step if credit else 0)
+        version = await engines.version()
+        evaluator.consider(version, trained=credit.step if credit else 0)
         owed.extendleft(reversed(producer.owe_again(credit.refill if credit else ())))
         while owed and not outbox.full and pace.may_start(owed[0], version):
             guid = owed.popleft()
@@ -126,13 +79,13 @@ async def run(
         outbox.send(rest=pace.is_done(outbox.guids, running.values()))
     for unneeded in running:
         unneeded.cancel()
-    await evaluator.finish(await _final_version(config, sampler))
+    await evaluator.finish(await _final_version(config, engines))
 
 
-async def _final_version(config: RunConfig, sampler: Sampler) -> int | None:
+async def _final_version(config: RunConfig, engines: Engines) -> int | None:
     """The last policy, once the records say that the engines hold it."""
     deadline = time.monotonic() + FINAL_VERSION_S
-    while (version := await sampler.version()) is None and time.monotonic() < deadline:
+    while (version := await engines.version()) is None and time.monotonic() < deadline:
         await asyncio.sleep(POLL_S)
     return version if version == config.schedule.num_steps else None  # started after the update
 
@@ -173,12 +126,6 @@ def owned_guids(config: RunConfig, task: Task, committed: set[int], *, start: in
     end = config.schedule.num_steps * config.schedule.prompts_per_step
     first = start + (task.rank - start) % task.size
     return (guid for guid in range(first, end, task.size) if guid not in committed)
-
-
-def seed_of(run_seed: int, guid: int, sibling: int) -> int:
-    """The sampling seed of one trajectory: the same after every restart, below 2**31."""
-    content = f"{run_seed}/{guid}/{sibling}".encode()
-    return int.from_bytes(hashlib.sha256(content).digest()[:4], "big") >> 1
 
 
 class Outbox:
@@ -235,107 +182,6 @@ def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWrit
         policy_version_max=max(row.policy_version_max for row in rows),
         **{"reward/mean": float(np.mean([row.reward for row in rows]))},
     )
-
-
-class Grouper:
-    """Turns a prompt ordinal into a finished prompt group."""
-
-    def __init__(
-        self, config: RunConfig, prompts: PromptSource, sampler: Sampler, score: Score
-    ) -> None:
-        self._config, self._prompts = config, prompts
-        self._sampler, self._score = sampler, score
-
-    async def __call__(self, guid: int, min_version: int) -> PromptGroup:
-        prompt = self._prompts[guid]
-        siblings = range(self._config.rollout.samples_per_prompt)
-        seeds = [seed_of(self._config.seed, guid, sibling) for sibling in siblings]
-        sampled = await self._sampler.sample(
-            [prompt.token_ids] * len(seeds),
-            seeds,
-            temperature=self._config.rollout.temperature,
-            min_version=min_version,
-            routed_experts=self._config.rollout.routed_experts,
-        )
-        rows = [
-            self._trajectory(guid, sibling, prompt, seed, response)
-            for sibling, seed, response in zip(siblings, seeds, sampled, strict=True)
-        ]
-        return PromptGroup(guid, rows)
-
-    def _trajectory(
-        self, guid: int, sibling: int, prompt: Prompt, seed: int, response: Sampled
-    ) -> Trajectory:
-        given, sampled = len(prompt.token_ids), len(response.token_ids)
-        zeros = np.zeros(given)
-        runs = [(given + first, version) for first, version in response.version_runs]
-        return Trajectory(
-            guid=guid,
-            sibling=sibling,
-            prompt_index=prompt.index,
-            seed=seed,
-            token_ids=np.array([*prompt.token_ids, *response.token_ids], dtype=np.int32),
-            prompt_len=given,
-            loss_mask=np.concatenate([zeros, np.ones(sampled)]).astype(np.uint8),
-            rollout_logprobs=np.concatenate([zeros, response.logprobs]).astype(np.float32),
-            version_runs=np.array(runs, dtype=np.int32).reshape(-1, 2),
-            finish=response.finish,
-            reward=self._score(response.token_ids, prompt),
-            routed_experts=response.routed_experts,
-        )
-
-
-class Evaluator:
-    """Scores this task's share of the held-out prompts: before, now and then, and after."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        task: Task,
-        heldout: Sequence[Prompt],
-        sampler: Sampler,
-        score: Score,
-        events: EventWriter,
-        board: Board | None = None,
-    ) -> None:
-        self._every, self._board = config.eval.every, board
-        self._share = heldout[task.rank :: task.size]
-        self._sampler, self._score, self._events = sampler, score, events
-        self._last: int | None = None
-
-    async def maybe(self, version: int | None, *, trained: int) -> None:
-        """Evaluates the first policy seen, and then one every `eval.every` versions.
-
-        An engine that starts when steps have been `trained` holds the first policy only until it
-        is brought up to date.
-        """
-        if version is None:
-            return
-        if self._last is None:
-            if trained == 0:
-                await self._evaluate("before", version)
-            self._last = version
-        elif self._every and version // self._every > self._last // self._every:
-            self._last = version
-            await self._evaluate("during", version)
-
-    async def finish(self, version: int | None) -> None:
-        if version is not None:
-            await self._evaluate("after", version)
-
-    async def _evaluate(self, when: str, version: int) -> None:
-        tokens = [prompt.token_ids for prompt in self._share]
-        responses = await self._sampler.sample(tokens, [0] * len(tokens), temperature=0.0)
-        scores = [
-            self._score(response.token_ids, prompt)
-            for response, prompt in zip(responses, self._share, strict=True)
-        ]
-        self._events.emit(
-            "eval", when=when, version=version, step=version, correct=sum(scores), count=len(scores)
-        )
-        if self._board:
-            number = version // self._every if when == "during" else 0
-            self._board.add(when, number, Share(version, sum(scores), len(scores)))
 
 
 async def _some(

@@ -5,6 +5,7 @@ rollout tasks tokenize all of them before anything is sampled.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from relax_hpc.config.run import RunConfig
@@ -24,34 +25,45 @@ class Files(NamedTuple):
     """The prompt files of a run, read."""
 
     train: Records
-    heldout: Records
+    heldout: dict[str, Records]
+    """By the name of the set, as `eval` is."""
 
 
 class Sources(NamedTuple):
     """The prompts of a run."""
 
     train: PromptSource
-    heldout: PromptSource
+    heldout: dict[str, PromptSource]
+
+    @property
+    def by_key(self) -> dict[str, PromptSource]:
+        """Every file's, by the key that names the file."""
+        sets = {f"eval.{name}.path": source for name, source in self.heldout.items()}
+        return {"prompts.train": self.train} | sets
 
 
 def read(config: RunConfig) -> Files:
-    """Reads every line of both files.
+    """Reads every line of all files.
 
     Raises:
         ConfigError: one is no prompt, or has an answer that the reward can never match.
     """
+    return Files(
+        _read(config, "prompts.train", config.prompts.train),
+        {name: _read(config, f"eval.{name}.path", each.path) for name, each in config.eval.items()},
+    )
+
+
+def _read(config: RunConfig, key: str, path: Path) -> Records:
     reward = REWARDS[config.reward.name]
-    files = []
-    for key, path in (("train", config.prompts.train), ("heldout", config.prompts.heldout)):
-        try:
-            records = Records(path)
-            records.check_answers(
-                reward.can_match, f"with reward.name = {config.reward.name!r} {reward.remedy}"
-            )
-        except ConfigError as error:
-            raise ConfigError(f"prompts.{key}: {error}") from None
-        files.append(records)
-    return Files(*files)
+    try:
+        records = Records(path)
+        records.check_answers(
+            reward.can_match, f"with reward.name = {config.reward.name!r} {reward.remedy}"
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    return records
 
 
 def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerBase") -> Sources:
@@ -66,17 +78,18 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
             f"prompts.chat_template = True: the tokenizer in {config.model.path} has none; "
             "set it to false, or add a chat_template.jinja"
         )
-    train, heldout = (
-        PromptSource(
+
+    def source(records: Records, shuffle_seed: int | None) -> PromptSource:
+        return PromptSource(
             records,
             tokenizer,
-            shuffle_seed=seed,
+            shuffle_seed=shuffle_seed,
             chat_template=settings.chat_template,
             max_prompt_tokens=settings.max_prompt_tokens,
         )
-        for records, seed in ((files.train, settings.shuffle_seed), (files.heldout, None))
-    )
-    return Sources(train, heldout)
+
+    train = source(files.train, settings.shuffle_seed)
+    return Sources(train, {name: source(records, None) for name, records in files.heldout.items()})
 
 
 def check_sample(config: RunConfig, sources: Sources) -> str | None:
@@ -88,9 +101,10 @@ def check_sample(config: RunConfig, sources: Sources) -> str | None:
     Raises:
         ConfigError: one is too long, or the chat template fails on it.
     """
-    chosen = [source.records.sample(SAMPLE) for source in sources]
+    every = sources.by_key.values()
+    chosen = [source.records.sample(SAMPLE) for source in every]
     _check(config, sources, chosen)
-    count, total = sum(map(len, chosen)), sum(map(len, sources))
+    count, total = sum(map(len, chosen)), sum(map(len, every))
     if count == total:
         return None
     return (
@@ -101,7 +115,7 @@ def check_sample(config: RunConfig, sources: Sources) -> str | None:
 
 def check_share(config: RunConfig, sources: Sources, rank: int, size: int) -> None:
     """Tokenizes the prompts that this one of the rollout tasks has to look at; raises likewise."""
-    _check(config, sources, [range(rank, len(source), size) for source in sources])
+    _check(config, sources, [range(rank, len(source), size) for source in sources.by_key.values()])
 
 
 def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None:
@@ -113,11 +127,10 @@ def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None
         longest: tokens of the longest prompt.
     """
     new = config.rollout.max_new_tokens
-    for layout in (config.actor, config.reference_layout):
-        budget = layout.tokens_per_micro_batch
+    for section, budget in _budgets(config).items():
         if longest_trained + new > budget:
             raise ConfigError(
-                f"{layout.section}.tokens_per_micro_batch = {budget}: the longest prompt has "
+                f"{section}.tokens_per_micro_batch = {budget}: the longest prompt has "
                 f"{longest_trained} tokens and rollout.max_new_tokens = {new}; "
                 f"use {longest_trained + new} or more"
             )
@@ -131,11 +144,32 @@ def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None
         )
 
 
+class Limits(NamedTuple):
+    """How long a conversation may become, in tokens."""
+
+    trained: int
+    """If it is trained on."""
+    sampled: int
+    """If it is only sampled."""
+
+
+def limits_of(config: RunConfig) -> Limits:
+    """What trainer and model can take."""
+    positions = read_architecture(config.model.path).max_positions
+    return Limits(min(positions, *_budgets(config).values()), positions)
+
+
+def _budgets(config: RunConfig) -> dict[str, int]:
+    """Tokens of the longest row that each of those who read it takes, by section of the job."""
+    layouts = (config.actor, config.reference_layout)
+    return {layout.section: layout.tokens_per_micro_batch for layout in layouts}
+
+
 def _check(config: RunConfig, sources: Sources, chosen: Sequence[Sequence[int]]) -> None:
     lengths = []
-    for key, source, indices in zip(Sources._fields, sources, chosen, strict=True):
+    for (key, source), indices in zip(sources.by_key.items(), chosen, strict=True):
         try:
             lengths.append(source.longest(indices))
         except ConfigError as error:
-            raise ConfigError(f"prompts.{key}: {error}") from None
+            raise ConfigError(f"{key}: {error}") from None
     check_lengths(config, lengths[0], max(lengths))

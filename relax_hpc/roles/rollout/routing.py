@@ -7,12 +7,13 @@ member record per engine.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Self
 
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
+from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Sampling
 from relax_hpc.engines.pool import Endpoint, EngineLoad, Pool, Standing
+from relax_hpc.environments.session import How
 from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
@@ -94,23 +95,23 @@ class EngineSampler:
 
     async def sample(
         self,
-        prompts: Sequence[Sequence[int]],
-        seeds: Sequence[int],
+        given: Sequence[int],
+        draft: Draft,
+        how: How,
         *,
-        temperature: float,
-        min_version: int = 0,
-        routed_experts: bool = False,
-    ) -> Sequence[Generation]:
-        limit = self._config.rollout.max_new_tokens
-        sampling = Sampling(temperature, limit, (self._stop_token,), routed_experts=routed_experts)
-        async with asyncio.TaskGroup() as group:
-            samples = [
-                group.create_task(
-                    self._pool.sample(prompt, seed, sampling, min_version=min_version)
-                )
-                for prompt, seed in zip(prompts, seeds, strict=True)
-            ]
-        return [sample.result() for sample in samples]
+        seed: int,
+        homes: Sequence[Hashable],
+    ) -> Generation:
+        """As `environments.session.Sampler` says."""
+        sampling = Sampling(
+            how.temperature,
+            how.max_new_tokens,
+            (self._stop_token,),
+            routed_experts=how.routed_experts,
+        )
+        return await self._pool.sample(
+            given, seed, sampling, min_version=how.min_version, homes=homes, draft=draft
+        )
 
     async def _look_again(self) -> None:
         while True:

@@ -37,10 +37,10 @@ def config(**sections):
     tree = {
         "name": "test",
         "model": {"path": "model"},
-        "prompts": {"train": "train", "heldout": "heldout"},
+        "prompts": {"train": "train"},
         "rollout": {"samples_per_prompt": 2},
         "schedule": {"num_steps": 2, "prompts_per_step": 2},
-        "eval": {"every": 0, "num_prompts": 1},
+        "eval": {"heldout": {"path": "heldout", "every": 0}},
     }
     for key, value in sections.items():
         *path, name = key.split("__")

@@ -3,10 +3,12 @@
 import asyncio
 
 import numpy as np
+from episode_fakes import answer, episodes
 from role_fakes import config, sampled
 
+from relax_hpc.environments.session import How
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles.rollout.loop import Grouper
+from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.schema import FinishReason
 
 PROMPT = Prompt(index=7, token_ids=[11, 12, 13], answer="42")
@@ -28,18 +30,20 @@ class Prompts:
 
 
 class Sampler:
-    """Is asked once, for this."""
+    """Is asked once for each sibling, for this."""
 
     def __init__(self, responses=RESPONSES, **wanted):
         self.responses, self.wanted = responses, wanted
 
-    async def sample(self, prompts, seeds, **settings):
-        assert prompts == [[11, 12, 13]] * 2
-        assert list(seeds) == SEEDS
-        assert settings == {
-            "temperature": 0.7, "min_version": 4, "routed_experts": False
-        } | self.wanted  # fmt: skip
-        return self.responses
+    async def sample(self, given, draft, how, *, seed, homes):
+        assert given == [11, 12, 13]
+        assert homes == ((5, seed), 5)
+        assert how == How(0.7, 256, 1 << 20, min_version=4)._replace(**self.wanted)
+        response = self.responses[SEEDS.index(seed)]
+        return answer(
+            draft, response.token_ids, response.logprobs, response.version_runs, response.finish,
+            response.routed_experts,
+        )  # fmt: skip
 
 
 def score(response, prompt):
@@ -48,7 +52,8 @@ def score(response, prompt):
 
 
 def group(sampler, **settings):
-    made = Grouper(config(seed=9, rollout__temperature=0.7, **settings), Prompts(), sampler, score)
+    settings = config(seed=9, rollout__temperature=0.7, **settings)
+    made = Grouper(settings, Prompts(), episodes(settings, sampler, score))
     return asyncio.run(made(5, 4))
 
 
@@ -64,6 +69,7 @@ def test_a_trajectory_is_the_prompt_and_the_response_with_everything_at_its_own_
     assert first.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
     assert first.rollout_logprobs.tolist() == [0, 0, 0, -0.5, -0.25, -1.0, -2.0]
     assert first.version_runs.tolist() == [[3, 6], [5, 7]]
+    assert first.turns.tolist() == [[0, 0], [3, 1]]
     assert (first.policy_version_min, first.policy_version_max) == (6, 7)
     assert (first.finish, first.reward) == (FinishReason.LENGTH, 0.25)
     assert first.routed_experts is RESPONSES[0].routed_experts

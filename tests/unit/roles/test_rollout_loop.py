@@ -1,15 +1,17 @@
-"""The rollout loop, its evaluations and its shards' events: what exactly is asked of whom."""
+"""The rollout loop and its shards' events: what exactly is asked of whom."""
 
 import asyncio
-from types import SimpleNamespace
 
+import episode_fakes
 import pytest
-from role_fakes import Events, Journal, config, row, sampled
+from episode_fakes import answer
+from role_fakes import Events, Journal, config, row
 
 from relax_hpc.bus.credits import Credit, Refill
+from relax_hpc.environments.session import How
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles.rollout import loop as rollout
-from relax_hpc.roles.rollout.loop import Evaluator, Task, owned_guids, publish
+from relax_hpc.roles.rollout.episodes import seed_of
+from relax_hpc.roles.rollout.loop import Task, owned_guids, publish
 from relax_hpc.schema import PromptGroup
 
 
@@ -47,9 +49,9 @@ class Sampler:
     async def version(self):
         return self.now
 
-    async def sample(self, prompts, seeds, **settings):
-        self.journal.note("sample", [list(p) for p in prompts], list(seeds), settings)
-        return [sampled([5], [-0.5], [(0, self.now)]) for _ in seeds]
+    async def sample(self, given, draft, how, *, seed, homes):
+        self.journal.note("sample", list(given), seed, how)
+        return answer(draft, [5], [-0.5], [(0, self.now)])
 
 
 class Producer:
@@ -96,27 +98,26 @@ def run(*, version=2, committed=(), again=(), credit=None, count=4, rank=1, **se
     credit = credit or Credit(step=version, policy_version=version)
     credits = Credits(journal, count, credit)
     producer = Producer(journal, committed, again)
-    loop = rollout.run(made, Task(rank, 2), *arguments, producer, credits, events)
+    loop = episode_fakes.run(made, Task(rank, 2), *arguments, producer, credits, events)
     asyncio.run(asyncio.wait_for(loop, 20))
     return journal, events
 
 
 def asked(journal):
     """Guids that training wants, in order; the held-out prompt has another token."""
-    return [prompts[0][1] - 100 for _, prompts, _, _ in journal.of("sample") if prompts != [[9]]]
+    guids = [given[1] - 100 for _, given, _, _ in journal.of("sample") if given != [9]]
+    return guids[::2]  # of two siblings
 
 
 def test_every_prompt_of_the_task_is_asked_for_with_the_settings_of_the_run():
     journal, events = run(count=6)
     assert asked(journal) == [1, 3, 5, 7, 9, 11]
-    for _, prompts, seeds, settings in journal.of("sample")[:6]:
-        guid = prompts[0][1] - 100
-        assert prompts == [[7, 100 + guid]] * 2
-        assert seeds == [rollout.seed_of(3, guid, sibling) for sibling in range(2)]
+    for number, (_, given, seed, how) in enumerate(journal.of("sample")):
+        guid = given[1] - 100
+        assert given == [7, 100 + guid]
+        assert seed == seed_of(3, guid, number % 2)
         # batch guid // 4 + 1 wants policy guid // 4, and takes the one before
-        assert settings == {
-            "temperature": 0.6, "min_version": max(guid // 4 - 1, 0), "routed_experts": False
-        }  # fmt: skip
+        assert how == How(0.6, 256, 1 << 20, min_version=max(guid // 4 - 1, 0))
     assert sum(event["num_groups"] for event in events.of("shard")) == 6
     assert not events.of("eval")  # the engine was not there from the start, nor at the end
 
@@ -144,55 +145,7 @@ def test_the_first_policy_and_the_last_are_evaluated_and_no_other():
     assert [e["when"] for e in events.of("eval")] == ["before"]  # the last policy never came
     journal, events = run(version=3, credit=Credit(step=3, policy_version=3), count=6)
     assert [(e["when"], e["version"]) for e in events.of("eval")] == [("after", 3)]
-    assert journal[-1] == ("sample", [[9]], [0], {"temperature": 0.0})
-
-
-def evaluate(visits, *, rank=0, size=1, every=0, finish=None):
-    journal, events = Journal(), Events()
-
-    class Greedy:
-        async def sample(self, prompts, seeds, *, temperature):
-            journal.note(prompts, seeds, temperature)
-            return [SimpleNamespace(token_ids=prompt) for prompt in prompts]
-
-    heldout = [Prompt(index=i, token_ids=[i], answer=str(i)) for i in range(5)]
-    made = Evaluator(
-        config(eval__every=every), Task(rank, size), heldout, Greedy(),
-        lambda response, prompt: float(response[0] == prompt.index and response[0] in (1, 3, 4)),
-        events,
-    )  # fmt: skip
-
-    async def run():
-        for version, trained in visits:
-            await made.maybe(version, trained=trained)
-        await made.finish(finish)
-
-    asyncio.run(run())
-    return journal, events.of("eval")
-
-
-def test_a_task_evaluates_its_own_share_of_the_held_out_prompts_greedily():
-    journal, [event] = evaluate([(0, 0)], rank=1, size=2)
-    assert journal == [([[1], [3]], [0, 0], 0.0)]
-    assert event == {"when": "before", "version": 0, "step": 0, "correct": 2.0, "count": 2}
-    journal, [event] = evaluate([(0, 0)], rank=0, size=2)
-    assert journal == [([[0], [2], [4]], [0, 0, 0], 0.0)]
-    assert (event["correct"], event["count"]) == (1.0, 3)
-
-
-def test_a_policy_is_evaluated_when_a_multiple_has_been_passed_since_the_last():
-    visits = [(None, 0), (0, 0), (3, 3), (4, 4), (5, 5), (9, 9), (10, 10), (13, 13)]
-    _, events = evaluate(visits, every=4, finish=14)
-    assert [(event["when"], event["version"]) for event in events] == [
-        ("before", 0), ("during", 4), ("during", 9), ("during", 13), ("after", 14),
-    ]  # fmt: skip
-    _, events = evaluate(visits, every=0)
-    assert [event["when"] for event in events] == ["before"]
-
-
-def test_an_engine_that_starts_in_the_middle_is_not_taken_for_the_first_policy():
-    _, events = evaluate([(0, 5), (5, 5), (8, 8)], every=8)
-    assert [(event["when"], event["version"]) for event in events] == [("during", 8)]
+    assert journal[-1][1] == [9] and journal[-1][3] == How(0.0, 256, 1 << 20)
 
 
 def test_the_event_of_a_shard_says_what_is_in_it():

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Events, Journal, config
 
+from relax_hpc.engines.generation import Draft
+from relax_hpc.environments.base import Outcome
+from relax_hpc.environments.record import Call, Record
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
@@ -48,21 +51,21 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         async def __aexit__(self, *_):
             pass
 
-    async def loop(
-        config, task, prompts, heldout, sampler, score, producer, credits, events, board
-    ):
+    async def loop(config, task, engines, group, evaluator, producer, credits, events):
         given.update(locals())
 
     monkeypatch.setattr(prompt_check, "PromptSource", Source)
     monkeypatch.setattr(rollout_task, "EngineSampler", Sampler)
     monkeypatch.setattr(rollout_task.rollout, "run", loop)
+    architecture = SimpleNamespace(max_positions=20000)
+    monkeypatch.setattr(prompt_check, "read_architecture", lambda path: architecture)
     monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, every_s: "the credits")
     settings = config(
-        rollout__num_engines=6, rollout__engines_per_task=2, eval__num_prompts=3,
+        rollout__num_engines=6, rollout__engines_per_task=2, eval__heldout__num_prompts=3,
         prompts__shuffle_seed=5, prompts__max_prompt_tokens=70, prompts__chat_template=False,
     )  # fmt: skip
     own = ["rollout-1.0", "rollout-1.1"]
-    sources = prompt_check.sources_of(settings, Files("train", "heldout"), Tokenizer())
+    sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())
     paths, producer = RunPaths(tmp_path), "the producer"
     asyncio.run(rollout_task._loop(settings, paths, 1, own, sources, producer, Events()))
     each = {"chat_template": False, "max_prompt_tokens": 70}
@@ -72,14 +75,25 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         ("sampler", own, 2),
     ]
     assert given["task"] == Task(1, 3)
-    assert given["prompts"][1] == "train 1"
-    assert given["heldout"] == ["heldout 0", "heldout 1", "heldout 2"]
-    assert (given["sampler"], given["producer"]) == ("the sampler", "the producer")
-    prompt = SimpleNamespace(answer="75")
+    group, evaluator = given["group"], given["evaluator"]
+    assert group._prompts[1] == "train 1"
+    assert evaluator._shares == {"heldout": ["heldout 1"]}  # of three; a task has every third
+    assert (given["engines"], given["producer"]) == ("the sampler", "the producer")
+    assert (group._episodes.how(0.5).max_tokens, evaluator._episodes.how(0.5).max_tokens) == (
+        16384, 20000
+    )  # fmt: skip
     right = [ord(letter) for letter in r"\boxed{75}"]
-    assert given["score"]([*right, 2], prompt) == 1.0
-    assert given["score"]([*right[:-2], 2, *right[-2:]], prompt) == 1.0  # 2 is no text
-    assert given["score"](right, SimpleNamespace(answer="7")) == 0.0
+    said = [[*right, 2], [*right[:-2], 2, *right[-2:]], right[1:]]  # 2 is no text
+    assert scores(group, "75", said) == [1.0, 1.0, 0.0]
+    assert scores(group, "7", said) == [0.0, 0.0, 0.0]
+
+
+def scores(group, answer, said):
+    """What the job's reward gives responses."""
+    prompt, outcomes = SimpleNamespace(answer=answer), [Outcome()] * len(said)
+    records = [Record([Call([1], draft=Draft(tokens))]) for tokens in said]
+    made = asyncio.run(group._episodes._scored(prompt, records, outcomes))
+    return [episode.reward for episode in made]
 
 
 @pytest.mark.parametrize("fails", ["engine", "loop", "both", None])

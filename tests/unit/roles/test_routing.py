@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Events, config
 
-from relax_hpc.engines.generation import Sampling
+from relax_hpc.engines.generation import Draft, Sampling
 from relax_hpc.engines.pool import Endpoint, EngineLoad
+from relax_hpc.environments.session import How
 from relax_hpc.errors import PeerTimeoutError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
@@ -31,10 +32,9 @@ class Pool:
     async def version(self):
         return self.now
 
-    async def sample(self, prompt, seed, sampling, *, min_version):
-        await asyncio.sleep(0.002 * (seed == 8))  # the first comes last
-        self.asked.append((sampling, min_version))
-        return (prompt, seed)
+    async def sample(self, prompt, seed, sampling, *, min_version, homes, draft):
+        self.asked.append((prompt, seed, sampling, min_version, homes, draft))
+        return "the response"
 
     def enlist(self, standings):
         self.standings = standings
@@ -58,17 +58,15 @@ def sampler_of(tmp_path, monkeypatch):
     return make
 
 
-def test_engines_are_asked_with_the_settings_of_the_run_and_answers_keep_their_order(sampler_of):
-    sampler, _ = sampler_of(
-        rollout__max_new_tokens=17, rollout__max_running_requests=5, launch__peer_timeout_s=33
-    )  # fmt: skip
+def test_engines_are_asked_as_the_episode_says_and_the_draft_is_the_callers(sampler_of):
+    sampler, _ = sampler_of(rollout__max_running_requests=5, launch__peer_timeout_s=33)
     assert sampler._pool.settings == {"max_in_flight": 5, "patience_s": 33}
-    asked = sampler.sample([[1], [2]], [8, 9], temperature=0.7, min_version=4, routed_experts=True)
-    assert asyncio.run(asked) == [([1], 8), ([2], 9)]
+    draft, how = Draft([5]), How(0.7, 17, 1000, min_version=4, routed_experts=True)
+    asked = sampler.sample([1, 2], draft, how, seed=8, homes=("episode", 3))
+    assert asyncio.run(asked) == "the response"
+    [(*found, given)] = sampler._pool.asked
     wanted = Sampling(0.7, 17, (99,), ignore_eos=False, routed_experts=True)
-    assert sampler._pool.asked == [(wanted, 4)] * 2
-    asyncio.run(sampler.sample([[1]], [8], temperature=0.0))
-    assert sampler._pool.asked[-1] == (Sampling(0.0, 17, (99,)), 0)
+    assert found == [[1, 2], 8, wanted, 4, ("episode", 3)] and given is draft
 
 
 def test_a_task_gives_up_when_for_too_long_no_engine_had_the_newest_weights(

@@ -1,0 +1,114 @@
+"""What is left of an episode, and the sequences that are trained on.
+
+A record belongs to whoever runs the episode, so what was sampled is there when an episode is
+cancelled or fails, and another session can go on with it.
+"""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.engines.generation import Draft
+from relax_hpc.schema import FinishReason, Medium, TurnKind
+
+
+@dataclass(slots=True)
+class Call:
+    """One request to the policy, and what it has sampled so far."""
+
+    given: Items[int]
+    """Token ids of everything before the response."""
+    media: tuple[Medium, ...] = ()
+    """What they show, in order."""
+    draft: Draft = field(default_factory=Draft)
+    """Sampled ids, logprobs and versions; it grows while the response arrives."""
+    finish: FinishReason | None = None
+    """None while it is under way, or where it was broken off."""
+    routed_experts: npt.NDArray[np.int16] | None = None
+    """[given and sampled tokens, layers x experts per token], if asked for."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Given and sampled."""
+        return [*self.given, *self.draft.token_ids]
+
+
+@dataclass(slots=True)
+class Record:
+    """The calls of an episode in the order in which they began."""
+
+    calls: list[Call] = field(default_factory=list)
+
+
+class Sequence(NamedTuple):
+    """Tokens that are trained on as one row; T of them."""
+
+    token_ids: npt.NDArray[np.int32]
+    """[T]"""
+    prompt_len: int
+    """Tokens before the first that was sampled."""
+    loss_mask: npt.NDArray[np.uint8]
+    """[T] 1 on tokens that were sampled, each in one sequence only."""
+    logprobs: npt.NDArray[np.float32]
+    """[T] nats, at sampling time; 0 where not sampled."""
+    version_runs: npt.NDArray[np.int32]
+    """[R, 2] (first token of the row, policy version)"""
+    turns: npt.NDArray[np.int32]
+    """[turns, 2] (first token of the row, schema.TurnKind)"""
+    finish: FinishReason
+    media: tuple[Medium, ...]
+    routed_experts: npt.NDArray[np.int16] | None
+    """[T, layers x experts per token]"""
+
+
+def sequences(record: Record) -> list[Sequence]:
+    """What is trained on of an episode.
+
+    A call goes on with the sequence whose tokens its given ids begin with. Where they begin with
+    no whole sequence, because history was left out, written anew or branched, a sequence begins;
+    what was sampled before is given there. So every sampled token is trained on once.
+    """
+    chains: list[list[Call]] = []
+    for call in record.calls:
+        for chain in reversed(chains):
+            before = chain[-1].token_ids
+            if list(call.given[: len(before)]) == before:
+                chain.append(call)
+                break
+        else:
+            chains.append([call])
+    return [_sequence(chain) for chain in chains]
+
+
+def _sequence(chain: Items[Call]) -> Sequence:
+    last = chain[-1]
+    token_ids = np.array(last.token_ids, np.int32)
+    loss_mask = np.zeros(len(token_ids), np.uint8)
+    logprobs = np.zeros(len(token_ids), np.float32)
+    runs: list[tuple[int, int]] = []
+    turns: list[tuple[int, int]] = []
+    end = 0
+    for call in chain:
+        start, draft = len(call.given), call.draft
+        if start > end:
+            turns.append((end, TurnKind.TOOL if turns else TurnKind.GIVEN))
+        end = start + len(draft.token_ids)
+        if end > start:
+            turns.append((start, TurnKind.SAMPLED))
+        loss_mask[start:end] = 1
+        logprobs[start:end] = draft.logprobs
+        runs += [(start + first, v) for first, v in draft.version_runs if start + first < end]
+    return Sequence(
+        token_ids=token_ids,
+        prompt_len=len(chain[0].given),
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        version_runs=np.array(runs, np.int32).reshape(-1, 2),
+        turns=np.array(turns, np.int32).reshape(-1, 2),
+        finish=FinishReason.ABORT if last.finish is None else last.finish,
+        media=last.media,
+        routed_experts=last.routed_experts,
+    )

@@ -1,0 +1,204 @@
+"""A policy as an environment sees it: messages in, replies out; every call is recorded."""
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.engines.generation import Draft
+from relax_hpc.environments.record import Call, Record
+from relax_hpc.prompts.conversation import Conversation
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.prompts.template import Message
+from relax_hpc.schema import FinishReason
+
+
+class Sampled(Protocol):
+    """How an engine's response ended; its tokens are in the draft."""
+
+    @property
+    def finish(self) -> FinishReason: ...
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """[given and response tokens, layers x experts per token], if asked for."""
+        ...
+
+
+class How(NamedTuple):
+    """How the calls of an episode are sampled."""
+
+    temperature: float
+    """0 is greedy."""
+    max_new_tokens: int
+    """Of a reply."""
+    max_tokens: int
+    """Of a conversation."""
+    min_version: int = 0
+    """No older policy samples any of their tokens."""
+    routed_experts: bool = False
+    """Ask which experts every token went to."""
+
+
+class Sampler(Protocol):
+    """What an episode needs of inference engines."""
+
+    async def sample(
+        self,
+        given: Sequence[int],
+        draft: Draft,
+        how: How,
+        *,
+        seed: int,
+        homes: Sequence[Hashable],
+    ) -> Sampled:
+        """Samples one response, or what is missing of it.
+
+        Args:
+            given: token ids.
+            draft: what there is already; it grows while the response arrives.
+            how: of the episode.
+            seed: >= 0.
+            homes: whose cached prefixes it shares, the one with most of it first.
+        """
+        ...
+
+
+class Reply:
+    """What the policy answered."""
+
+    def __init__(self, call: Call, conversation: Conversation) -> None:
+        self._call, self._conversation = call, conversation
+        self._text: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Without special tokens."""
+        if self._text is None:
+            self._text = self._conversation.decode(self._call.draft.token_ids)
+        return self._text
+
+    @property
+    def message(self) -> Message:
+        return {"role": "assistant", "content": self.text}
+
+    @property
+    def finish(self) -> FinishReason:
+        assert self._call.finish is not None
+        return self._call.finish
+
+    @property
+    def call(self) -> Call:
+        return self._call
+
+
+class Session:
+    """One episode's way to the policy.
+
+    A session that is given a record goes on where that ends: calls that are asked for again are
+    answered from it, one that was broken off is continued.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        record: Record,
+        sampler: Sampler,
+        conversation: Conversation,
+        how: How,
+        *,
+        group: Hashable,
+        episode: Hashable,
+        seed: int,
+    ) -> None:
+        """Asks nobody before `chat`.
+
+        Args:
+            prompt: what the episode begins with.
+            record: gets the calls; the caller's.
+            conversation: how messages become tokens.
+            group: episodes of one group begin with the same tokens.
+            episode: of this session; differs between all that run at a time.
+            seed: of the first call; those of the others follow from it.
+        """
+        self._prompt, self._record, self._sampler = prompt, record, sampler
+        self._conversation, self._how, self._seed = conversation, how, seed
+        self._group, self._episode = group, episode
+        self._replies: list[tuple[Sequence[Message], Reply]] = []
+        self._num_calls = 0
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far, the newest reply included."""
+        if not self._replies:
+            return list(self._prompt.messages)
+        messages, reply = self._replies[-1]
+        return [*messages, reply.message]
+
+    async def chat(
+        self, messages: Sequence[Message] | None = None, *, max_new_tokens: int | None = None
+    ) -> Reply:
+        """Samples the policy's next message.
+
+        Where `messages` go on from a conversation of this session, what was sampled stays as it
+        is, token by token, and only what is new is rendered and appended. Any other history is
+        rendered as a whole, and begins a sequence of its own.
+
+        Args:
+            messages: the whole conversation so far; None is the prompt.
+            max_new_tokens: of the reply; None is the run's limit.
+
+        Returns:
+            The reply; without a token, and finished by LENGTH, where the conversation is as long
+            as it may become.
+        """
+        asked = self._prompt.messages if messages is None else list(messages)
+        given = self._given(asked)
+        left = min(max_new_tokens or self._how.max_new_tokens, self._how.max_tokens - len(given))
+        call = self._begin(given) if left > 0 else Call(given, finish=FinishReason.LENGTH)
+        if call.finish is None:
+            done = await self._sampler.sample(
+                given,
+                call.draft,
+                self._how._replace(max_new_tokens=left),
+                seed=seed_of_call(self._seed, self._num_calls - 1),
+                homes=(self._episode, self._group),
+            )
+            call.finish, call.routed_experts = done.finish, done.routed_experts
+        reply = Reply(call, self._conversation)
+        self._replies.append((asked, reply))
+        return reply
+
+    def _given(self, asked: list[Message]) -> Sequence[int]:
+        """The token ids of a conversation that the policy is to go on with."""
+        for messages, reply in reversed(self._replies):
+            known = len(messages) + 1
+            if len(asked) >= known and asked[:known] == [*messages, reply.message]:
+                sampled = reply.call.token_ids
+                more = self._conversation.following(
+                    self._prompt.where, asked, known, sampled, self._prompt.tools
+                )
+                if more is not None:
+                    return [*sampled, *more]
+        if asked == self._prompt.messages:
+            return self._prompt.token_ids
+        return self._conversation.encode(self._prompt.where, asked, self._prompt.tools)
+
+    def _begin(self, given: Sequence[int]) -> Call:
+        """The call of these tokens: the record's next one, if it is of them, or a new one."""
+        calls, number = self._record.calls, self._num_calls
+        self._num_calls += 1
+        if number < len(calls):
+            if list(calls[number].given) == list(given):
+                return calls[number]
+            del calls[number:]  # from the first difference on it is another episode
+        calls.append(Call(given, self._prompt.media))
+        return calls[number]
+
+
+def seed_of_call(seed: int, number: int) -> int:
+    """The seed of a session's call: the session's own for the first, below 2**31."""
+    if number == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big") >> 1

@@ -1,0 +1,94 @@
+"""Messages -> token ids: of a whole conversation, or of what comes after tokens that stay."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from relax_hpc.prompts.template import Message, Template
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_REPLY = "b1d5f0c49ae34c53"
+"""Stands for a reply whose tokens are known, while a template renders what is around it."""
+
+
+class Conversation:
+    """How a run turns messages into tokens."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: bool) -> None:
+        """Without a chat template, contents are put one after the other.
+
+        Raises:
+            ConfigError: the tokenizer's template cannot be used.
+        """
+        self._tokenizer = tokenizer
+        self._template = Template(tokenizer) if chat_template else None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def encode(
+        self, where: str, messages: Sequence[Message], tools: Sequence[Message] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation that the policy is to go on with.
+
+        Args:
+            where: what to call it in messages.
+            messages: with a role each.
+            tools: as the template takes them.
+
+        Raises:
+            ConfigError: the template refuses it, or fails.
+        """
+        if self._template:
+            text = self._template.render(where, messages, tools, add_generation_prompt=True)
+        else:
+            text = "".join(message["content"] for message in messages)
+        # The template writes the special tokens itself.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._template)
+        return ids
+
+    def following(
+        self,
+        where: str,
+        messages: Sequence[Message],
+        num_known: int,
+        token_ids: Sequence[int],
+        tools: Sequence[Message] | None = None,
+    ) -> list[int] | None:
+        """Token ids of what comes after a reply, up to where the policy is to go on.
+
+        The tokens of the reply and before it stay what they are: only what the template writes
+        after a reply is tokenized. A reply that was cut off gets its end of turn.
+
+        Args:
+            where: as in `encode`.
+            messages: the whole conversation.
+            num_known: messages whose tokens are known; the last of them is the reply.
+            token_ids: of those, the reply as it was sampled.
+            tools: as in `encode`.
+
+        Returns:
+            None where the template does not render the reply, so there is no such place.
+        """
+        new = messages[num_known:]
+        if self._template is None:
+            rest = "".join(message["content"] for message in new)
+        else:
+            reply = {"role": "assistant", "content": _REPLY}
+            around = [*messages[: num_known - 1], reply, *new]
+            text = self._template.render(where, around, tools, add_generation_prompt=True)
+            _, found, rest = text.rpartition(_REPLY)
+            if not found:
+                return None
+            end = self._tokenizer.eos_token
+            if end and token_ids and token_ids[-1] == self._tokenizer.eos_token_id:
+                before, _, after = rest.partition(end)
+                rest = rest if before.strip() else after
+        return list(self._tokenizer.encode(rest, add_special_tokens=False)) if rest else []
+
+
+def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
+    """A prompt as a conversation: text is the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

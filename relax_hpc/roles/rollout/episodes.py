@@ -1,0 +1,181 @@
+"""Episodes of a rollout task: run side by side, scored together, made into rows of the bus."""
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from relax_hpc.config.run import RunConfig
+from relax_hpc.environments.base import Environment, Outcome
+from relax_hpc.environments.record import Call, Record, sequences
+from relax_hpc.environments.session import How, Sampler, Session
+from relax_hpc.errors import RelaxError
+from relax_hpc.prompts.conversation import Conversation
+from relax_hpc.prompts.source import Prompt, PromptSource
+from relax_hpc.schema import PromptGroup, Trajectory
+
+
+class Score(Protocol):
+    """The job's reward."""
+
+    def __call__(self, prompt: Prompt, responses: Sequence[str]) -> Awaitable[Sequence[float]]:
+        """Scores all responses to a prompt."""
+        ...
+
+
+class Episode(NamedTuple):
+    """One that has ended."""
+
+    record: Record
+    rewards: Mapping[str, float]
+    """By the name of the part."""
+
+    @property
+    def reward(self) -> float:
+        return sum(self.rewards.values())
+
+
+class Episodes:
+    """Runs the episodes of a prompt."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        environment: Environment,
+        sampler: Sampler,
+        conversation: Conversation,
+        score: Score,
+        *,
+        max_tokens: int,
+    ) -> None:
+        """`max_tokens` is as long as a conversation may become."""
+        self._config, self._environment, self._sampler = config, environment, sampler
+        self._conversation, self._score, self._max_tokens = conversation, score, max_tokens
+
+    def how(self, temperature: float, min_version: int = 0) -> How:
+        """The run's settings; `min_version` is the oldest policy that may sample a token."""
+        limit = self._config.rollout.max_new_tokens
+        return How(temperature, limit, self._max_tokens, min_version)
+
+    async def run(
+        self,
+        prompt: Prompt,
+        records: Sequence[Record],
+        how: How,
+        group: Hashable,
+        seeds: Sequence[int],
+    ) -> list[Episode]:
+        """Runs one episode for each record, all at once, and scores them together.
+
+        Args:
+            prompt: of all of them.
+            records: get the calls; those that hold some are gone on with.
+            how: they are sampled.
+            group: their name, among all that run at a time.
+            seeds: of each.
+        """
+        rollout = self._environment.rollout
+        async with asyncio.TaskGroup() as running:
+            tasks = [
+                running.create_task(
+                    rollout(prompt, self._session(prompt, record, how, group, seed))
+                )
+                for record, seed in zip(records, seeds, strict=True)
+            ]
+        outcomes = [task.result() for task in tasks]
+        return await self._scored(prompt, records, outcomes)
+
+    def _session(
+        self, prompt: Prompt, record: Record, how: How, group: Hashable, seed: int
+    ) -> Session:
+        return Session(
+            prompt,
+            record,
+            self._sampler,
+            self._conversation,
+            how,
+            group=group,
+            episode=(group, seed),
+            seed=seed,
+        )
+
+    async def _scored(
+        self, prompt: Prompt, records: Sequence[Record], outcomes: Sequence[Outcome]
+    ) -> list[Episode]:
+        """The rewards of environments; of the others the job's, for what was said last."""
+        left = [n for n, outcome in enumerate(outcomes) if not outcome.rewards]
+        rewards: dict[int, Mapping[str, float]] = {}
+        if left:
+            said = [self._last_words(records[n]) for n in left]
+            scores = await self._score(prompt, said)
+            name = self._config.reward.name
+            rewards = {n: {name: score} for n, score in zip(left, scores, strict=True)}
+        return [
+            Episode(record, rewards.get(n, outcomes[n].rewards)) for n, record in enumerate(records)
+        ]
+
+    def texts(self, episode: Episode) -> list[str]:
+        """What the policy said in each call."""
+        return [self._conversation.decode(call.draft.token_ids) for call in episode.record.calls]
+
+    def _last_words(self, record: Record) -> str:
+        return self._conversation.decode(record.calls[-1].draft.token_ids) if record.calls else ""
+
+
+class Grouper:
+    """Turns a prompt ordinal into a finished prompt group."""
+
+    def __init__(self, config: RunConfig, prompts: PromptSource, episodes: Episodes) -> None:
+        self._config, self._prompts, self._episodes = config, prompts, episodes
+        self.running: dict[int, list[Record]] = {}
+        """What there is of groups that are not finished, a record per sibling, by ordinal: those
+        under way, and those that were cancelled."""
+
+    async def __call__(self, guid: int, min_version: int) -> PromptGroup:
+        prompt, rollout = self._prompts[guid], self._config.rollout
+        siblings = range(rollout.samples_per_prompt)
+        seeds = [seed_of(self._config.seed, guid, sibling) for sibling in siblings]
+        how = self._episodes.how(rollout.temperature, min_version)
+        records = self.running.setdefault(guid, [Record() for _ in siblings])
+        episodes = await self._episodes.run(
+            prompt, records, how._replace(routed_experts=rollout.routed_experts), guid, seeds
+        )
+        del self.running[guid]
+        rows = [
+            _row(guid, sibling, prompt, seed, episode)
+            for sibling, seed, episode in zip(siblings, seeds, episodes, strict=True)
+        ]
+        return PromptGroup(guid, rows)
+
+
+def _row(guid: int, sibling: int, prompt: Prompt, seed: int, episode: Episode) -> Trajectory:
+    nothing = Record([Call(prompt.token_ids)])
+    made = sequences(episode.record if episode.record.calls else nothing)
+    if len(made) > 1:
+        raise RelaxError(
+            f"{prompt.where}: an episode left {len(made)} sequences, of which training takes one: "
+            "messages of a call have to go on from session.messages"
+        )
+    [sequence] = made
+    return Trajectory(
+        guid=guid,
+        sibling=sibling,
+        prompt_index=prompt.index,
+        seed=seed,
+        token_ids=sequence.token_ids,
+        prompt_len=sequence.prompt_len,
+        loss_mask=sequence.loss_mask,
+        rollout_logprobs=sequence.logprobs,
+        version_runs=sequence.version_runs,
+        turns=sequence.turns,
+        finish=sequence.finish,
+        reward=episode.reward,
+        media=sequence.media,
+        routed_experts=sequence.routed_experts,
+    )
+
+
+def seed_of(run_seed: int, guid: int | str, sibling: int) -> int:
+    """The sampling seed of one episode: the same after every restart, below 2**31."""
+    content = f"{run_seed}/{guid}/{sibling}".encode()
+    return int.from_bytes(hashlib.sha256(content).digest()[:4], "big") >> 1

@@ -1,0 +1,55 @@
+"""Episodes without engines: what stands in for them, and a rollout loop put together of it."""
+
+from types import SimpleNamespace
+
+from relax_hpc.environments.single_turn import SingleTurn
+from relax_hpc.roles.rollout import loop as rollout
+from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.schema import FinishReason
+
+
+def answer(draft, token_ids, logprobs, version_runs, finish=FinishReason.STOP, experts=None):
+    """Puts a response into a draft; what the sampler returns of it."""
+    draft.token_ids += token_ids
+    draft.logprobs += logprobs
+    draft.version_runs += version_runs
+    return SimpleNamespace(finish=finish, routed_experts=experts)
+
+
+class Numbers:
+    """A conversation in which the text of tokens is their numbers."""
+
+    def decode(self, token_ids):
+        return " ".join(map(str, token_ids))
+
+
+class Board:
+    """Keeps what evaluations leave."""
+
+    def __init__(self):
+        self.added = []
+
+    def add(self, due, share, rows):
+        self.added.append((due, share, rows))
+
+
+def episodes(config, sampler, score, environment=None, conversation=None, max_tokens=1 << 20):
+    """Episodes scored by a function of a response's tokens and the prompt."""
+
+    async def scores(prompt, responses):
+        return [score([int(n) for n in response.split()], prompt) for response in responses]
+
+    environment, conversation = environment or SingleTurn(), conversation or Numbers()
+    return Episodes(config, environment, sampler, conversation, scores, max_tokens=max_tokens)
+
+
+def run(config, task, prompts, heldout, sampler, score, producer, credits, events):
+    """The loop of a rollout task; the held-out prompts are those of its first set."""
+    made = episodes(config, sampler, score)
+    [name] = config.eval
+    shares = {name: heldout[task.rank :: task.size]}
+    group, evaluator = Grouper(config, prompts, made), Evaluator(
+        config, shares, made, events, Board()
+    )  # fmt: skip
+    return rollout.run(config, task, sampler, group, evaluator, producer, credits, events)

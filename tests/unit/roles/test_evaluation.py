@@ -1,0 +1,239 @@
+"""Held-out evaluations: when, of which prompts, by which policies, and beside what."""
+
+import asyncio
+import time
+
+import episode_fakes
+import pytest
+from episode_fakes import Board, answer, episodes
+from role_fakes import Events, Journal, config
+
+from relax_hpc.bus.credits import Credit
+from relax_hpc.errors import EngineError
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.roles.rollout.heldout import Due
+from relax_hpc.roles.rollout.loop import Task
+
+
+class Greedy:
+    """Answers a prompt with its own token, by policy `now`; may be held up."""
+
+    def __init__(self, journal):
+        self.journal, self.now, self.asked = journal, 0, 0
+        self.free = asyncio.Event()
+        self.free.set()
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        self.journal.note(given, how.temperature)
+        self.asked += 1
+        await self.free.wait()
+        return answer(draft, list(given), [-0.5], [(0, self.now)])
+
+
+def right(response, prompt):
+    return float(response[0] == prompt.index and response[0] in (1, 3, 4))
+
+
+class Made:
+    """An evaluator of five prompts and what stands around it."""
+
+    def __init__(self, *, rank=0, size=1, sets=("heldout",), **settings):
+        self.journal, self.events, self.board = Journal(), Events(), Board()
+        self.sampler = Greedy(self.journal)
+        prompts = [Prompt(index=i, token_ids=[i], answer=str(i)) for i in range(5)]
+        tables = {name: {"path": "p"} | settings for name in sets}
+        made = config(eval=tables, rollout__max_running_requests=8)
+        shares = {name: prompts[rank::size] for name in sets}
+        each = episodes(made, self.sampler, right)
+        self.evaluator = Evaluator(made, shares, each, self.events, self.board)
+
+    async def visit(self, version, trained):
+        self.sampler.now = version
+        self.evaluator.consider(version, trained=trained)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+
+    @property
+    def said(self):
+        return [(e["when"], e["version"]) for e in self.events.of("eval")]
+
+
+def evaluate(visits, *, finish=None, **settings):
+    async def run():
+        made = Made(**settings)
+        for version, trained in visits:
+            await made.visit(version, trained)
+        made.sampler.now = finish
+        await made.evaluator.finish(finish)
+        return made
+
+    return asyncio.run(run())
+
+
+def test_a_task_evaluates_its_own_share_of_the_held_out_prompts_greedily():
+    made = evaluate([(0, 0)], rank=1, size=2, every=0)
+    assert made.journal == [([1], 0.0), ([3], 0.0)]
+    assert made.events.of("eval") == [
+        {
+            "name": "heldout", "headline": True, "when": "before", "number": 0, "version": 0,
+            "version_max": 0, "correct": 2.0, "num_samples": 2,
+        }
+    ]  # fmt: skip
+    made = evaluate([(0, 0)], rank=0, size=2, every=0)
+    assert [given for given, _ in made.journal] == [[0], [2], [4]]
+    [event] = made.events.of("eval")
+    assert (event["correct"], event["num_samples"]) == (1.0, 3)
+
+
+def test_a_policy_is_evaluated_when_a_multiple_has_been_passed_since_the_last():
+    visits = [(None, 0), (0, 0), (3, 3), (4, 4), (5, 5), (9, 9), (10, 10), (13, 13)]
+    assert evaluate(visits, every=4, finish=14).said == [
+        ("before", 0), ("during", 4), ("during", 9), ("during", 13), ("after", 14),
+    ]  # fmt: skip
+    assert evaluate(visits, every=0).said == [("before", 0)]
+
+
+def test_an_engine_that_starts_in_the_middle_is_not_taken_for_the_first_policy():
+    assert evaluate([(0, 5), (5, 5), (8, 8)], every=8).said == [("during", 8)]
+
+
+def test_sets_are_evaluated_each_in_its_own_time_and_the_first_is_the_headline():
+    made = evaluate([(0, 0), (4, 4)], sets=("easy", "hard"), every=4, finish=5)
+    told = [(e["name"], e["headline"], e["when"]) for e in made.events.of("eval")]
+    whens = ("before", "during", "after")
+    assert sorted(told) == sorted(
+        (name, name == "easy", when) for name in ("easy", "hard") for when in whens
+    )
+
+
+def test_every_sample_is_kept_with_the_policies_that_sampled_it():
+    """The policy changes while the second of two samples is under way."""
+
+    async def run():
+        made = Made(samples_per_prompt=2, temperature=0.6, every=0)
+        sample = made.sampler.sample
+
+        async def changing(given, draft, how, *, seed, homes):
+            done = await sample(given, draft, how, seed=seed, homes=homes)
+            if made.sampler.asked == 10:
+                draft.token_ids, draft.logprobs = draft.token_ids * 2, draft.logprobs * 2
+                draft.version_runs.append((1, 3))
+            return done
+
+        made.sampler.sample = changing
+        await made.visit(2, 0)
+        return made
+
+    made = asyncio.run(run())
+    [(due, share, rows)] = made.board.added
+    assert due == Due("heldout", "before", 0)
+    assert [(row.prompt, row.sample) for row in rows] == [(p, s) for p in range(5) for s in (0, 1)]
+    assert [(row.version, row.version_max, row.num_tokens) for row in rows].count((2, 2, 1)) == 9
+    [mixed] = [row for row in rows if row.version_max == 3]
+    assert (mixed.version, mixed.num_tokens, mixed.finish) == (2, 2, "stop")
+    assert [row.score for row in rows] == [0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
+    assert rows[2].parts == {"boxed_number": 1.0} and rows[2].texts == ["1"]
+    assert (share.version, share.version_max, share.correct, share.num_samples) == (2, 3, 6.0, 10)
+    assert len({seed for _, seed in [(n, s) for n, s in enumerate(range(10))]}) == 10
+
+
+def test_while_training_goes_on_an_evaluation_has_a_share_of_the_places():
+    async def run():
+        made = Made(every=4)
+        made.sampler.free.clear()
+        await made.visit(0, 0)
+        before, made.sampler.asked = made.sampler.asked, 0
+        made.sampler.free.set()
+        await made.visit(1, 1)
+        made.sampler.free.clear()
+        await made.visit(4, 4)
+        during = made.sampler.asked - before + 5
+        made.sampler.free.set()
+        await made.evaluator.finish(None)
+        return before, during
+
+    before, during = asyncio.run(run())
+    assert before == 5  # of eight places, all that there are prompts for
+    assert during == 2  # a quarter of them
+
+
+def test_a_slow_evaluation_is_not_begun_twice_and_the_next_one_follows_it():
+    async def run():
+        made = Made(every=4)
+        made.sampler.free.clear()
+        await made.visit(0, 0)
+        for version in (4, 8, 9):
+            await made.visit(version, version)
+        assert made.sampler.asked == 5
+        made.sampler.free.set()
+        await made.visit(9, 9)
+        await made.visit(9, 9)
+        return made
+
+    made = asyncio.run(run())
+    whens = [(event["when"], event["number"]) for event in made.events.of("eval")]
+    assert whens == [("before", 0), ("during", 2)]
+
+
+def test_what_an_evaluation_raises_ends_the_loop():
+    async def run():
+        made = Made()
+
+        async def sample(*_, **__):
+            raise EngineError("refused")
+
+        made.sampler.sample = sample
+        await made.visit(0, 0)
+        await made.visit(0, 0)
+
+    with pytest.raises(ExceptionGroup) as found:
+        asyncio.run(run())
+    assert found.group_contains(EngineError, match="refused")
+
+
+class Busy:
+    """A trainer's bus: says what is published; the sampler does not answer held-out prompts."""
+
+    def __init__(self, num_groups):
+        self.put_at, self.num_groups, self.committed = [], num_groups, set()
+        self.looks = 0
+
+    async def version(self):
+        return 0
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        if how.temperature == 0:
+            await asyncio.sleep(0.6)
+        return answer(draft, [5], [-0.5], [(0, 0)])
+
+    def owe_again(self, refill):
+        return []
+
+    def collect(self, retired_guid_below):
+        pass
+
+    def put(self, groups):
+        self.put_at += [time.monotonic()] * len(groups)
+
+    def latest(self):
+        self.looks += 1
+        return Credit(finished=len(self.put_at) >= self.num_groups)
+
+
+def test_groups_go_on_being_started_and_published_while_held_out_prompts_are_sampled():
+    busy, events = Busy(8), Events()
+    settings = config(
+        schedule__num_steps=2, schedule__prompts_per_step=4, schedule__max_staleness=1,
+        rollout__groups_per_shard=1,
+    )  # fmt: skip
+    prompts = [Prompt(index=i, token_ids=[7, i], answer="") for i in range(8)]
+    loop = episode_fakes.run(
+        settings, Task(0, 1), prompts, [Prompt(0, [8], "h")], busy, lambda *_: 1.0,
+        busy, busy, events,
+    )  # fmt: skip
+    begun = time.monotonic()
+    asyncio.run(asyncio.wait_for(loop, 20))
+    assert len(busy.put_at) == 8 and busy.put_at[-1] - begun < 0.5  # all before the first score
+    assert busy.looks > 1
+    assert [event["when"] for event in events.of("eval")] == ["before"]

@@ -1,0 +1,352 @@
+"""What a session makes of an environment's calls, and what of its record is trained on."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from episode_fakes import answer, episodes
+from roles.role_fakes import config
+
+from relax_hpc.demo import checkpoint
+from relax_hpc.engines.generation import Draft
+from relax_hpc.environments import registry
+from relax_hpc.environments.base import Outcome
+from relax_hpc.environments.record import Call, Record, sequences
+from relax_hpc.environments.session import How, Session, seed_of_call
+from relax_hpc.environments.single_turn import SingleTurn
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.prompts.conversation import Conversation
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles.rollout.episodes import Grouper
+from relax_hpc.schema import FinishReason
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def call(given, sampled, version=0, finish=FinishReason.STOP):
+    logprobs = [-0.5 * (n + 1) for n in range(len(sampled))]
+    runs = [(0, version)] if sampled else []
+    return Call(given, draft=Draft(list(sampled), logprobs, runs), finish=finish)
+
+
+def test_two_turns_are_one_sequence_with_everything_at_its_own_token():
+    """Given 1 2; sampled 3 4 by policies 6 and 7; the tool says 5; sampled 6 by policy 8."""
+    first = call([1, 2], [3, 4], 6)
+    first.draft.version_runs.append((1, 7))
+    [made] = sequences(Record([first, call([1, 2, 3, 4, 5], [6], 8, FinishReason.LENGTH)]))
+    assert made.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert made.prompt_len == 2
+    assert made.loss_mask.tolist() == [0, 0, 1, 1, 0, 1]
+    assert made.logprobs.tolist() == [0, 0, -0.5, -1.0, 0, -0.5]
+    assert made.version_runs.tolist() == [[2, 6], [3, 7], [5, 8]]
+    assert made.turns.tolist() == [[0, 0], [2, 1], [4, 2], [5, 1]]
+    assert made.finish is FinishReason.LENGTH
+    dtypes = [made.token_ids.dtype, made.loss_mask.dtype, made.logprobs.dtype, made.turns.dtype]
+    assert dtypes == [np.int32, np.uint8, np.float32, np.int32]
+
+
+def test_history_that_was_changed_begins_a_sequence_and_no_token_is_trained_on_twice():
+    """The second call leaves 3 out; the third branches from the first, whose 3 is given there."""
+    record = Record([call([1, 2], [3, 4]), call([1, 2, 4], [5]), call([1, 2, 3, 4, 6], [7]),
+                     call([1, 2, 3, 4, 9], [8])])  # fmt: skip
+    made = sequences(record)
+    assert [each.token_ids.tolist() for each in made] == [
+        [1, 2, 3, 4, 6, 7], [1, 2, 4, 5], [1, 2, 3, 4, 9, 8],
+    ]  # fmt: skip
+    assert [each.loss_mask.tolist() for each in made] == [
+        [0, 0, 1, 1, 0, 1], [0, 0, 0, 1], [0, 0, 0, 0, 0, 1],
+    ]  # fmt: skip
+    assert [each.prompt_len for each in made] == [2, 3, 5]
+
+
+def test_a_call_that_was_broken_off_or_sampled_nothing_leaves_what_there_is():
+    [made] = sequences(Record([call([1], [2], finish=None)]))
+    assert (made.finish, made.token_ids.tolist()) == (FinishReason.ABORT, [1, 2])
+    [made] = sequences(Record([call([1], [])]))
+    assert made.turns.tolist() == [[0, 0]] and made.version_runs.shape == (0, 2)
+    assert sequences(Record()) == []
+
+
+class Engine:
+    """Says what it was told to, token by token; may stop in the middle of a response."""
+
+    def __init__(self, tokens, *replies, stop_after=None):
+        self.tokens, self.replies, self.asked = tokens, list(replies), []
+        self.left = stop_after
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        self.asked.append((list(given), list(draft.token_ids), how, seed, homes))
+        reply = self.replies[len({tuple(given) for given, *_ in self.asked}) - 1]
+        ids = self.tokens.encode(reply, add_special_tokens=False)
+        for place in range(len(draft.token_ids), min(len(ids), how.max_new_tokens)):
+            if self.left == 0:
+                await asyncio.sleep(60)
+            self.left = None if self.left is None else self.left - 1
+            answer(draft, [ids[place]], [-1.0], [] if place else [(0, 4)])
+            await asyncio.sleep(0)
+        whole = len(ids) <= how.max_new_tokens
+        return answer(draft, [], [], [], FinishReason.STOP if whole else FinishReason.LENGTH)
+
+
+class Twice:
+    """Asks, and asks whether that is so; pays for the second answer."""
+
+    async def rollout(self, prompt, session):
+        await session.chat()
+        more = {"role": "user", "content": "7+5="}
+        reply = await session.chat([*session.messages, more])
+        return Outcome({"right": float(reply.text == "12"), "short": 0.25})
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    tokens = checkpoint.tokenizer()
+    tokens.chat_template = CHATML
+    return tokens
+
+
+def prompt_of(conversation, text="1+2="):
+    messages = [{"role": "user", "content": text}]
+    return Prompt(3, conversation.encode("a test", messages), "12", messages)
+
+
+def session_of(tokens, engine, record, *, max_tokens=1000, **how):
+    conversation = Conversation(tokens, chat_template=True)
+    how = How(0.7, 50, max_tokens, **how)
+    prompt = prompt_of(conversation)
+    return prompt, Session(
+        prompt, record, engine, conversation, how, group=9, episode=(9, 1), seed=11
+    )  # fmt: skip
+
+
+def play(tokens, engine, environment, record=None, **settings):
+    record = Record() if record is None else record
+    prompt, session = session_of(tokens, engine, record, **settings)
+    return record, asyncio.run(environment.rollout(prompt, session))
+
+
+def test_the_second_turn_goes_on_from_exactly_the_tokens_of_the_first(tokens):
+    engine = Engine(tokens, "3<|im_end|>", "12<|im_end|>")
+    record, outcome = play(tokens, engine, Twice())
+    assert outcome.rewards == {"right": 1.0, "short": 0.25}
+    [made] = sequences(record)
+    assert tokens.decode(made.token_ids) == (
+        "<|im_start|>user\n1+2=<|im_end|>\n<|im_start|>assistant\n3<|im_end|>\n"
+        "<|im_start|>user\n7+5=<|im_end|>\n<|im_start|>assistant\n12<|im_end|>"
+    )
+    sampled = [token for token, mask in zip(made.token_ids, made.loss_mask, strict=True) if mask]
+    assert tokens.decode(sampled) == "3<|im_end|>12<|im_end|>"
+    assert [kind for _, kind in made.turns.tolist()] == [0, 1, 2, 1]
+    (_, _, how, seed, homes), (_, _, _, later, _) = engine.asked
+    assert (how.temperature, seed, homes) == (0.7, 11, ((9, 1), 9))
+    assert later == seed_of_call(11, 1) != 11
+
+
+def test_what_the_policy_said_stays_even_where_the_tokenizer_would_write_it_otherwise(tokens):
+    """The reply is sampled letter by letter; as text it would be fewer tokens."""
+
+    class Letters(Engine):
+        async def sample(self, given, draft, how, *, seed, homes):
+            self.asked.append((list(given), [], how, seed, homes))
+            ids = [tokens.encode(c, add_special_tokens=False)[0] for c in "user"]
+            return answer(draft, [*ids, tokens.eos_token_id], [-1.0] * 5, [(0, 4)])
+
+    engine = Letters(tokens)
+    record, _ = play(tokens, engine, Twice())
+    first = record.calls[0]
+    assert engine.asked[1][0][: len(first.token_ids)] == first.token_ids
+    assert len(sequences(record)) == 1
+
+
+def test_a_reply_that_was_cut_off_gets_its_end_of_turn_as_given_tokens(tokens):
+    engine = Engine(tokens, "1234567", "12<|im_end|>")
+    record = Record()
+    _, session = session_of(tokens, engine, record)
+
+    async def run():
+        first = await session.chat(max_new_tokens=3)
+        assert (first.finish, first.text) == (FinishReason.LENGTH, "123")
+        await session.chat([*session.messages, {"role": "user", "content": "on"}])
+
+    asyncio.run(run())
+    [made] = sequences(record)
+    assert "assistant\n123<|im_end|>\n<|im_start|>user\non" in tokens.decode(made.token_ids)
+    end = made.token_ids.tolist().index(tokens.eos_token_id, made.prompt_len)
+    assert made.loss_mask[end] == 0
+
+
+def test_messages_that_were_edited_begin_a_sequence_of_their_own(tokens):
+    engine, record = Engine(tokens, "3<|im_end|>", "4<|im_end|>"), Record()
+    _, session = session_of(tokens, engine, record)
+
+    async def run():
+        await session.chat()
+        asked, reply = session.messages
+        await session.chat([asked, reply | {"content": "5"}, {"role": "user", "content": "on"}])
+
+    asyncio.run(run())
+    first, second = sequences(record)
+    assert "assistant\n5<|im_end|>" in tokens.decode(second.token_ids)
+    assert (first.loss_mask.sum(), second.loss_mask.sum()) == (2, 2)
+
+
+def test_without_a_template_what_is_said_is_appended_as_it_is(tokens):
+    plain = Conversation(tokens, chat_template=False)
+    known = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    more = [*known, {"role": "user", "content": "7+5="}]
+    assert tokens.decode(plain.following("a test", more, 2, [5])) == "7+5="
+    assert plain.following("a test", known, 2, [5]) == []
+
+
+def test_a_template_that_leaves_replies_out_has_no_place_to_go_on_from(tokens):
+    forgetful = checkpoint.tokenizer()
+    forgetful.chat_template = (
+        "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    conversation = Conversation(forgetful, chat_template=True)
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    assert conversation.following("a test", messages, 2, [5]) is None
+    engine, record = Engine(forgetful, "3", "4"), Record()
+    prompt = prompt_of(conversation)
+    session = Session(
+        prompt, record, engine, conversation, How(1.0, 9, 99), group=0, episode=1, seed=2
+    )  # fmt: skip
+    asyncio.run(Twice().rollout(prompt, session))
+    assert len(sequences(record)) == 2
+
+
+def test_a_conversation_grows_no_longer_than_may_be_trained_on(tokens):
+    engine = Engine(tokens, "1234567<|im_end|>", "12<|im_end|>")
+    record = Record()
+    prompt, session = session_of(tokens, engine, record)
+    limit = len(prompt.token_ids) + 5
+    _, session = session_of(tokens, engine, record, max_tokens=limit)
+
+    async def run():
+        first = await session.chat()
+        more = [*session.messages, {"role": "user", "content": "on"}]
+        return first, await session.chat(more)
+
+    first, second = asyncio.run(run())
+    assert (first.text, first.finish) == ("12345", FinishReason.LENGTH)
+    assert (second.text, second.finish) == ("", FinishReason.LENGTH)
+    [made] = sequences(record)  # nobody was asked the second time
+    assert len(made.token_ids) == limit and len(engine.asked) == 1
+
+
+def test_a_cancelled_episode_leaves_its_tokens_with_the_caller_and_goes_on_from_them(tokens):
+    replies = ("3<|im_end|>", "12<|im_end|>")
+    whole, _ = play(tokens, Engine(tokens, *replies), Twice())
+    record = Record()
+
+    async def cancelled():
+        prompt, session = session_of(tokens, Engine(tokens, *replies, stop_after=3), record)
+        running = asyncio.create_task(Twice().rollout(prompt, session))
+        while len(record.calls) < 2 or not record.calls[1].draft.token_ids:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    [partial] = sequences(record)
+    assert partial.finish is FinishReason.ABORT
+    assert partial.loss_mask.sum() == 3  # the first turn, and a token of the second
+    engine = Engine(tokens, replies[1])
+    _, outcome = play(tokens, engine, Twice(), record)
+    [(given, held, _, seed, _)] = engine.asked  # the first turn was not asked for again
+    assert (given, held) == (list(whole.calls[1].given), whole.calls[1].draft.token_ids[:1])
+    assert seed == seed_of_call(11, 1)
+    assert outcome.rewards["right"] == 1.0
+    [made], [expected] = sequences(record), sequences(whole)
+    assert made.token_ids.tolist() == expected.token_ids.tolist()
+    assert made.turns.tolist() == expected.turns.tolist()
+
+
+def test_from_the_first_other_question_on_a_record_is_written_anew(tokens):
+    record, _ = play(tokens, Engine(tokens, "3<|im_end|>", "12<|im_end|>"), Twice())
+
+    class Otherwise:
+        async def rollout(self, prompt, session):
+            await session.chat()
+            await session.chat([*session.messages, {"role": "user", "content": "9+9="}])
+            return Outcome()
+
+    engine = Engine(tokens, "18<|im_end|>")
+    play(tokens, engine, Otherwise(), record)
+    assert len(engine.asked) == 1 and engine.asked[0][1] == []
+    [made] = sequences(record)
+    assert "9+9=" in tokens.decode(made.token_ids) and "7+5=" not in tokens.decode(made.token_ids)
+
+
+def test_rewards_of_an_environment_count_and_the_jobs_reward_is_for_the_others(tokens):
+    conversation = Conversation(tokens, chat_template=True)
+    prompts = {5: prompt_of(conversation)}
+
+    def made(environment):
+        engine = Engine(tokens, "3<|im_end|>", "12<|im_end|>")
+        settings = config()
+        each = episodes(settings, engine, lambda response, prompt: 0.5, environment, conversation)
+        return asyncio.run(Grouper(settings, prompts, each)(5, 0))
+
+    assert [row.reward for row in made(Twice()).trajectories] == [1.25, 1.25]
+    assert [row.reward for row in made(SingleTurn()).trajectories] == [0.5, 0.5]
+
+
+def test_an_episode_of_several_sequences_is_refused_with_what_to_do(tokens):
+    class Forks:
+        async def rollout(self, prompt, session):
+            await session.chat()
+            await session.chat([{"role": "user", "content": "else"}])
+            return Outcome({"right": 1.0})
+
+    conversation = Conversation(tokens, chat_template=True)
+    engine = Engine(tokens, *["3<|im_end|>"] * 4)
+    each = episodes(config(), engine, None, Forks(), conversation)
+    with pytest.raises(RelaxError, match=r"left 2 sequences.*session.messages"):
+        asyncio.run(Grouper(config(), {5: prompt_of(conversation)}, each)(5, 0))
+
+
+def test_a_cancelled_group_is_kept_and_a_finished_one_is_not(tokens):
+    conversation = Conversation(tokens, chat_template=True)
+    engine = Engine(tokens, "123<|im_end|>", stop_after=3)
+    each = episodes(config(), engine, lambda *_: 1.0, SingleTurn(), conversation)
+    group = Grouper(config(), {5: prompt_of(conversation)}, each)
+
+    async def run():
+        running = asyncio.create_task(group(5, 0))
+        while engine.left:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        held = [len(record.calls[0].draft.token_ids) for record in group.running[5]]
+        engine.left = None
+        made = await group(5, 0)
+        return held, made
+
+    held, made = asyncio.run(run())
+    assert sum(held) == 3
+    assert [tokens.decode(row.token_ids[row.prompt_len :]) for row in made.trajectories] == [
+        "123<|im_end|>"
+    ] * 2
+    assert group.running == {}
+
+
+def test_an_environment_is_named_or_found_by_its_place(tmp_path):
+    assert isinstance(registry.make("single_turn"), SingleTurn)
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n    async def rollout(self, prompt, session): ...\n")
+    assert type(registry.make(f"{path}:Mine")).__name__ == "Mine"
+    found = registry.make("relax_hpc.environments.single_turn:SingleTurn")
+    assert isinstance(found, SingleTurn)
+    for name, said in {
+        "single": "no such environment; use single_turn",
+        f"{path}:Yours": "cannot be made: AttributeError",
+        f"{tmp_path}/none.py:Mine": "cannot be made: FileNotFoundError",
+        "no.where:Mine": "cannot be made: ModuleNotFoundError",
+        "builtins:dict": "has no method rollout",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            registry.make(name)
