@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from relax_hpc.engines.megatron.flops import peak_of, training_flops
-from relax_hpc.engines.megatron.nonfinite import Work
+from relax_hpc.engines.megatron.work import Work
 from relax_hpc.models.architecture import Architecture
 
 _Mark = float | torch.cuda.Event

@@ -7,7 +7,7 @@ exp(d) - 1 - d, which estimates KL(engine || trainer) (http://joschu.net/blog/kl
 
 import math
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -17,17 +17,10 @@ from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.megatron.work import Work
 from relax_hpc.engines.training_engine import Gap, Worst
-from relax_hpc.schema import Trajectory
 
 _NAME = "engine_gap"
-
-
-class Work(Protocol):
-    """A micro-batch that was passed over."""
-
-    micro_batch: MicroBatch
-    samples: Sequence[Trajectory]
 
 
 class _Part(NamedTuple):

@@ -17,7 +17,7 @@ _UNEVEN_STAGES = (
 """Fields of a layout's `transformer` that share the layers out otherwise than evenly."""
 
 
-class _Share(NamedTuple):
+class _Split(NamedTuple):
     key: str
     """Of the job, below the layout's section."""
     ranks: int
@@ -37,7 +37,7 @@ def check(layout: MegatronLayout, shape: Architecture) -> None:
             f"{layout.section}.{key} = {getattr(layout, key)}: a model of model_type "
             f"{shape.model_type!r} has no experts; use 1"
         )
-    for key, ranks, size, what in _shares(layout, shape):
+    for key, ranks, size, what in _splits(layout, shape):
         if size % ranks:
             raise ConfigError(
                 f"{layout.section}.{key} = {ranks}: does not divide the model's {size} {what}; "
@@ -51,15 +51,15 @@ def check(layout: MegatronLayout, shape: Architecture) -> None:
         )
 
 
-def _shares(layout: MegatronLayout, shape: Architecture) -> Iterator[_Share]:
+def _splits(layout: MegatronLayout, shape: Architecture) -> Iterator[_Split]:
     tensor, experts = layout.tensor_parallel, shape.experts
-    yield _Share("tensor_parallel", tensor, shape.num_heads, "attention heads")
-    yield _Share("tensor_parallel", tensor, shape.vocab_size, "vocabulary entries")
+    yield _Split("tensor_parallel", tensor, shape.num_heads, "attention heads")
+    yield _Split("tensor_parallel", tensor, shape.vocab_size, "vocabulary entries")
     if experts is None or len(experts.layers) < shape.num_layers:
-        yield _Share("tensor_parallel", tensor, shape.ffn_hidden_size, "feed-forward channels")
+        yield _Split("tensor_parallel", tensor, shape.ffn_hidden_size, "feed-forward channels")
     if experts is not None:
-        yield _Share("expert_parallel", layout.expert_parallel, experts.num_experts, "experts")
-        yield _Share(
+        yield _Split("expert_parallel", layout.expert_parallel, experts.num_experts, "experts")
+        yield _Split(
             "expert_tensor_parallel", layout.expert_tensor_parallel, experts.ffn_hidden_size,
             "channels of an expert",
         )  # fmt: skip
@@ -67,4 +67,4 @@ def _shares(layout: MegatronLayout, shape: Architecture) -> Iterator[_Share]:
         stages, key = layout.pipeline_parallel, "pipeline_parallel"
         if layout.virtual_pipeline > 1:
             stages, key = stages * layout.virtual_pipeline, f"{key} x virtual_pipeline"
-        yield _Share(key, stages, shape.num_layers, "layers")
+        yield _Split(key, stages, shape.num_layers, "layers")

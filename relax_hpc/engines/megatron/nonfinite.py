@@ -1,7 +1,7 @@
 """Which samples made a loss or a gradient infinite or not a number: asked only after it was."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -11,23 +11,10 @@ from torch import Tensor
 
 from relax_hpc.comm.collectives import all_gather_json
 from relax_hpc.engines.megatron import grid
-from relax_hpc.engines.megatron.packing import MicroBatch
-from relax_hpc.engines.training_engine import Loss, Sample, Skip
-from relax_hpc.schema import Trajectory
+from relax_hpc.engines.megatron.work import Work
+from relax_hpc.engines.training_engine import Sample, Skip
 
 _NAMED = 8
-
-
-@dataclass
-class Work:
-    """A micro-batch on its way through the pipeline."""
-
-    micro_batch: MicroBatch
-    loss: Loss
-    samples: Sequence[Trajectory]
-    """In packed order."""
-    logprobs: Tensor | None = None
-    """[T] without gradient, of the last forward pass, where the last stage is."""
 
 
 class _Found(NamedTuple):

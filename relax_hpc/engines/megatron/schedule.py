@@ -6,7 +6,7 @@ T = tokens of a micro-batch; with context parallelism a rank computes T / size o
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,19 +20,13 @@ from relax_hpc.engines.megatron.attention import context_parallel
 from relax_hpc.engines.megatron.attention.balance import Documents
 from relax_hpc.engines.megatron.attention.packed_attention import PackedRows
 from relax_hpc.engines.megatron.packing import MicroBatch
-
-
-class Work(Protocol):
-    micro_batch: MicroBatch
-
-
-AnyWork = TypeVar("AnyWork", bound=Work)
+from relax_hpc.engines.megatron.work import Work
 
 
 def backward(
     chunks: Sequence[DistributedDataParallel],
-    works: Sequence[AnyWork],
-    loss: Callable[[Tensor, AnyWork], Tensor],
+    works: Sequence[Work],
+    loss: Callable[[Tensor, Work], Tensor],
 ) -> None:
     """Adds the gradient of every micro-batch's loss to the buffers of the chunks.
 
@@ -40,11 +34,11 @@ def backward(
         loss: (the last stage's hidden states, work) -> [] loss; called there only.
     """
 
-    def forward_step(works: Iterator[AnyWork], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
+    def forward_step(works: Iterator[Work], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         work = next(works)
         return _hidden(chunk, work.micro_batch), partial(outcome, work)
 
-    def outcome(work: AnyWork, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+    def outcome(work: Work, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
         # Tokens are counted by the caller: a batch may come in several portions.
         return loss(hidden, work), torch.zeros((), dtype=torch.int, device=hidden.device), None
 

@@ -23,12 +23,12 @@ from relax_hpc.engines.megatron.checkpoint.snapshot import Snapshot, Trainee, lo
 from relax_hpc.engines.megatron.costs import Costs
 from relax_hpc.engines.megatron.hf import hf_weights
 from relax_hpc.engines.megatron.moe.router import take_metrics
-from relax_hpc.engines.megatron.nonfinite import Work
 from relax_hpc.engines.megatron.optimizer import distributed_adam, grad_sync
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.megatron.work import Work
 from relax_hpc.engines.training_engine import Gap, Loss, Skip
 from relax_hpc.errors import TrainingError
 from relax_hpc.schema import Trajectory

@@ -10,18 +10,9 @@ from typing import Protocol
 import torch
 
 from relax_hpc.comm.world import World
+from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights.sleep import NOTICE_S
-
-
-class Borrower(Protocol):
-    """The rank's trainer, as far as its memory goes."""
-
-    def lend(self) -> None:
-        """Gives up what it can make anew."""
-        ...
-
-    def reclaim(self) -> None: ...
 
 
 class Engines(Protocol):
@@ -35,11 +26,11 @@ class Engines(Protocol):
 class Lease(Protocol):
     """Who uses the GPUs; every rank of the actor has one, and methods are collective."""
 
-    def to_trainer(self, trainer: Borrower) -> None:
+    def to_trainer(self, trainer: TrainingEngine) -> None:
         """Returns when the trainer may compute; nothing to do if it may already."""
         ...
 
-    def to_engines(self, trainer: Borrower) -> None:
+    def to_engines(self, trainer: TrainingEngine) -> None:
         """The trainer does not compute until it has the lease again."""
         ...
 
@@ -49,8 +40,8 @@ class Lease(Protocol):
 class OwnGpus:
     """The lease on GPUs that nobody else uses: there is nothing to do."""
 
-    def to_trainer(self, trainer: Borrower) -> None: ...
-    def to_engines(self, trainer: Borrower) -> None: ...
+    def to_trainer(self, trainer: TrainingEngine) -> None: ...
+    def to_engines(self, trainer: TrainingEngine) -> None: ...
     def close(self) -> None: ...
 
 
@@ -66,13 +57,13 @@ class SharedGpus:
         self._world, self._engines, self._events = world, engines, events
         self._take(notice_s=NOTICE_S)
 
-    def to_trainer(self, trainer: Borrower) -> None:
+    def to_trainer(self, trainer: TrainingEngine) -> None:
         """Engines sleep, and the trainer takes back what it lent."""
         if not self._is_trainers:
             self._take()
             trainer.reclaim()
 
-    def to_engines(self, trainer: Borrower) -> None:
+    def to_engines(self, trainer: TrainingEngine) -> None:
         """The trainer keeps little; engines may start, and wake once they are given weights."""
         trainer.lend()
         self._world.barrier()

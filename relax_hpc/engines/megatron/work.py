@@ -1,0 +1,22 @@
+"""A micro-batch on its way through the pipeline."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.training_engine import Loss
+from relax_hpc.schema import Trajectory
+
+
+@dataclass
+class Work:
+    """What is computed of it, and with what; kept until the end of the step."""
+
+    micro_batch: MicroBatch
+    loss: Loss
+    samples: Sequence[Trajectory]
+    """In packed order."""
+    logprobs: Tensor | None = None
+    """[T] without gradient, of the last forward pass, where the last stage is."""
