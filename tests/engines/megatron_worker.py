@@ -42,7 +42,8 @@ def job(folder, *, tp=1, dp=1, budget=64, **tables):
             "transformer": tables.pop("transformer", {}),
         }
         | tables.pop("actor", {}),
-        "algorithm": {"num_steps": 100} | tables.pop("algorithm", {}),
+        "algorithm": tables.pop("algorithm", {}),
+        "schedule": {"num_steps": 100} | tables.pop("schedule", {}),
     }
     assert not tables
     return RunConfig.model_validate(tree)
