@@ -34,7 +34,7 @@ from relax_hpc.roles.sft import document_check
 log = logging.getLogger(__name__)
 
 _REMEDY = "choose a folder of yours that every node sees"
-# Slurm and submitit replace %x in file names; Slurm reads a backslash as "replace nothing".
+# Slurm replaces %x in file names, and reads a backslash as "replace nothing".
 _REPLACED = "%\\\n"
 
 
