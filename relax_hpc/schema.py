@@ -16,6 +16,9 @@ Role = Literal[
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
+PRODUCER: Role = "rollout"
+"""Who writes the rows that the others widen."""
+
 Array = npt.NDArray[np.generic]
 Columns = dict[str, Array]
 """Column name -> flat array; ragged columns go with the offsets named in `COLUMNS`."""

@@ -56,9 +56,9 @@ def play(run_dir, context, _bootstrap):
     """Plays the toy of this task's component, and writes down what it returns."""
     written = [folder / "toys.json" for folder in (run_dir, run_dir.parent)]
     path = next(path for path in written if path.exists())
-    name, *arguments = json.loads(path.read_text())[context.role]
+    name, *arguments = json.loads(path.read_text())[context.component]
     result = globals()[name](context, *arguments)
-    path = RunPaths(run_dir).component(context.role) / f"{context.rank}.json"
+    path = RunPaths(run_dir).component(context.component) / f"{context.rank}.json"
     path.write_text(json.dumps(result))
 
 
@@ -130,11 +130,11 @@ def world_of_the_job(context):
 
     from relax_hpc.comm.world import MpiWorld
 
-    if context.role == "actor" and context.rank == 0 and context.start == 1:
+    if context.component == "actor" and context.rank == 0 and context.start == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    world = MpiWorld.of_step(context.size, context.role)
+    world = MpiWorld.of_step(context.size, context.component)
     print(f"this is {context.name}")
-    all_ranks = world.allgather(context.role)
+    all_ranks = world.allgather(context.component)
     return context.name, context.start, MPI.COMM_WORLD.size, world.rank, all_ranks
 
 

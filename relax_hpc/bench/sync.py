@@ -27,7 +27,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.job_file import with_overrides
-from relax_hpc.launch import preflight
+from relax_hpc.roles.rollout.check import check_lease
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
 
@@ -79,7 +79,7 @@ def measure(
         overrides,
     )  # fmt: skip
     if colocated:
-        preflight.check_lease(task.config)
+        check_lease(task.config)
         in_flight = 0
     needed = task.first_gpu_of_engines + engines * engine_tp
     if gpus and needed > gpus:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from relax_hpc.bus.durable import checksum
 from relax_hpc.bus.tail import GrowingFile
 from relax_hpc.errors import BusError
-from relax_hpc.schema import ROLES, Role
+from relax_hpc.schema import PRODUCER, ROLES, Role
 
 MAGIC = b"RLC1"
 RECORD = struct.Struct("<4sHHIQ16s16sQIQiiqq28sI")
@@ -43,7 +43,7 @@ class CommitRecord(NamedTuple):
     kind: RecordKind
     fence: int
     seq: int
-    role: Role = "rollout"
+    role: Role = PRODUCER
     uuid: str = "0" * 32
     parent: str = "0" * 32
     length: int = 0

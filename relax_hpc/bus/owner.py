@@ -16,7 +16,7 @@ from relax_hpc.bus.shards.shard_format import ShardInfo
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import sync
-from relax_hpc.schema import ColumnPieces, Role
+from relax_hpc.schema import PRODUCER, ColumnPieces, Role
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Owner:
         if clash := _RESERVED & provenance.keys():
             raise BusError(f"provenance of {name}: {sorted(clash)} are the bus's own attributes")
         header = layout.open_bus(paths)
-        roles = dict.fromkeys(header.producers, "rollout") | dict(header.sidecar_writers)
+        roles = dict.fromkeys(header.producers, PRODUCER) | dict(header.sidecar_writers)
         if roles.get(name) != role:
             raise BusError(f"{paths.header}: has no {_kind(role)} {name}; it has {roles}")
         self.name, self.role = name, role
@@ -193,4 +193,4 @@ def _delete_orphan(file: Path) -> None:
 
 
 def _kind(role: Role) -> str:
-    return "producer" if role == "rollout" else f"sidecar writer of role {role}"
+    return "producer" if role == PRODUCER else f"sidecar writer of role {role}"

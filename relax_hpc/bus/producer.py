@@ -12,7 +12,7 @@ from relax_hpc.bus.shards.encode import from_columns, gather
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import ColumnPieces, PromptGroup
+from relax_hpc.schema import PRODUCER, ColumnPieces, PromptGroup
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Producer(Owner):
         compress: Iterable[str] = (),
         spares: int = 0,
     ) -> None:
-        super().__init__(paths, name, "rollout", provenance, compress=compress, spares=spares)
+        super().__init__(paths, name, PRODUCER, provenance, compress=compress, spares=spares)
         self._source: dict[int, str] = {}
         """guid -> uuid of the live shard that it is committed in."""
         self._partial_in: dict[str, set[int]] = {}

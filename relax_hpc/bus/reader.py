@@ -13,9 +13,9 @@ from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.errors import DamagedError
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import Array, Columns, Role, Trajectory, columns_of
+from relax_hpc.schema import PRODUCER, Array, Columns, Role, Trajectory, columns_of
 
-NARROW = columns_of("rollout")
+NARROW = columns_of(PRODUCER)
 """What every trajectory consists of."""
 
 
@@ -129,7 +129,7 @@ class Reader:
         self, record: Selection, part: Part, lo: int, hi: int, columns: Collection[str] | None
     ) -> Columns:
         base = self._shard(part)
-        wide = columns_of("rollout", optional=True)
+        wide = columns_of(PRODUCER, optional=True)
         named = None if columns is None else {*NARROW, *(wide.keys() & set(columns))}
         span = base.read_span(lo, hi, named)
         for role, sidecar in record.sidecars.get(part.uuid, {}).items():

@@ -12,7 +12,7 @@ from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.config.sections import NonNegative, Number, Positive, Section, UserPath
-from relax_hpc.schema import COLUMNS, Role
+from relax_hpc.schema import COLUMNS
 
 _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
@@ -210,11 +210,6 @@ class RunConfig(JobConfig):
         """Names of the engines that the job starts with, in the order of their GPUs."""
         count = self.rollout.engines_per_task
         return [name for task in self.producers for name in engines_of(task, count)]
-
-    @property
-    def sidecar_writers(self) -> dict[str, Role]:
-        """Names and roles of those that add columns to what the producers commit."""
-        return {"reference-0": "reference"} if self.reference.placement == "own" else {}
 
     @property
     def reference_model(self) -> ModelConfig:

@@ -81,7 +81,7 @@ def _context(args: argparse.Namespace) -> TaskContext:
     environment = JobEnvironment()
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     return TaskContext(
-        role=args.component,
+        component=args.component,
         rank=environment.global_rank - args.first_rank,
         size=args.tasks or environment.num_tasks,
         local_rank=environment.local_rank,

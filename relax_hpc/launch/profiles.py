@@ -8,27 +8,33 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.job_file import read_toml
+from relax_hpc.roles.table import profile_tables
 
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
 
 
 class Profile(Resources):
-    rollout: Resources = Resources()
-    actor: Resources = Resources()
-    reference: Resources = Resources()
+    """What a site says of every component. Tables of roles are added by `_kind`."""
 
-    def resources(self, role: str, job: Resources) -> Resources:
-        """What `role` asks for: the job's fields over the role's over the site's."""
-        of_role: Resources = getattr(self, role)
-        site = self.model_dump(exclude_unset=True, exclude={"rollout", "actor", "reference"})
+    def resources(self, table: str | None, job: Resources) -> Resources:
+        """What a component asks for: the job's fields over its table's over the site's."""
+        tables = set(type(self).model_fields) - set(Resources.model_fields)
+        site = self.model_dump(exclude_unset=True, exclude=tables)
+        of_role: Resources = getattr(self, table) if table else Resources()
         return Resources.model_validate(
             site | of_role.model_dump(exclude_unset=True) | job.model_dump(exclude_unset=True)
         )
+
+
+def _kind() -> type[Profile]:
+    """A profile with a table for each that the table of roles names."""
+    tables: dict[str, Any] = {name: (Resources, Resources()) for name in profile_tables()}
+    return create_model("Profile", __base__=Profile, **tables)
 
 
 def load(name: str | None) -> Profile:
@@ -37,16 +43,16 @@ def load(name: str | None) -> Profile:
     Raises:
         ConfigError: no such profile, an unknown key, or a wrong value.
     """
+    kind = _kind()
     if name is None:
-        return Profile()
+        return kind()
     path = locate(name)
     tree = read_toml(path)
     try:
-        return Profile.model_validate(tree)
+        return kind.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{path}: {_explain(item)}" for item in error.errors())) from (
-            error
-        )
+        lines = [f"{path}: {_explain(item, kind)}" for item in error.errors()]
+        raise ConfigError("\n".join(lines)) from error
 
 
 def locate(name: str) -> Path:
@@ -64,12 +70,12 @@ def locate(name: str) -> Path:
     raise ConfigError(f"launch.profile = {name!r}: no such profile; {hint}")
 
 
-def _explain(item: Any) -> str:  # noqa: ANN401
+def _explain(item: Any, kind: type[Profile]) -> str:  # noqa: ANN401
     *table, key = map(str, item["loc"])
     dotted = ".".join([*table, key])
     if item["type"] != "extra_forbidden":
         return f"{dotted} = {shown(item['input'])}: {item['msg'][0].lower()}{item['msg'][1:]}"
-    known = list((Resources if table else Profile).model_fields)
+    known = list((Resources if table else kind).model_fields)
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"a profile takes {', '.join(known)}"
     return f"{dotted} = {shown(item['input'])}: unknown key; {hint}"

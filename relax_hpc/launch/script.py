@@ -65,7 +65,7 @@ class Job:
         return RunPaths(self.run_dir).submission
 
     def component_folder(self, component: Component) -> Path:
-        return RunPaths(self.run_dir).component(component.role)
+        return RunPaths(self.run_dir).component(component.name)
 
 
 def make_folders(job: Job, components: Sequence[Component]) -> None:
@@ -83,7 +83,7 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
     for index, component in enumerate(components):
         if component.on is None:
             head += ["#SBATCH hetjob"] if its[index] else []
-            head += [f"# component {its[index]}: {component.role}"]
+            head += [f"# component {its[index]}: {component.name}"]
             head += _directives(job, index, component)
     several = max(its) > 0
     before = itertools.accumulate((component.tasks for component in components), initial=0)
@@ -107,10 +107,10 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
     first, first_gpu = dict[str, int](), 0
     for component in components:
         if component.on is None:
-            first[component.role] = first_gpu
+            first[component.name] = first_gpu
             first_gpu += component.resources.gpus_per_node
     steps = [
-        _local_step(job, component, first[component.on or component.role])
+        _local_step(job, component, first[component.on or component.name])
         for component in components
     ]
     prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1"]
@@ -190,7 +190,7 @@ def _superseded(job: Job) -> list[str]:
 
 def _supervised(job: Job, components: Mapping[int, Component], step: str) -> list[str]:
     """A function that keeps one step going, and a line that begins it."""
-    role = "+".join(component.role for component in components.values())
+    names = "+".join(component.name for component in components.values())
     tasks = sum(component.tasks for component in components.values())
     folders = [str(job.component_folder(component)) for component in components.values()]
     setup = [line for component in components.values() for line in component.resources.setup]
@@ -198,7 +198,7 @@ def _supervised(job: Job, components: Mapping[int, Component], step: str) -> lis
     return [
         f"{name}() {{",
         *(f"  {line}" for line in setup),
-        f"  supervise {shlex.join([role, str(tasks), *folders])} -- {step}",
+        f"  supervise {shlex.join([names, str(tasks), *folders])} -- {step}",
         "}",
         f"{name} & components+=($!)",
         "",
@@ -206,19 +206,11 @@ def _supervised(job: Job, components: Mapping[int, Component], step: str) -> lis
 
 
 def _environment(component: Component) -> list[str]:
-    """What CUDA and torch read when a trainer starts, unless the submitter says otherwise.
-
-    With several queues to the GPU a sum over ranks that is to overlap with a product may start
-    after it: Megatron insists on one. Segments that grow keep packed micro-batches, each of another
-    size, from cutting memory into pieces.
-    """
-    if component.role != "actor" or not component.resources.gpus_per_node:
+    """What its tasks on GPUs find in their environment, unless the submitter says otherwise."""
+    if not component.environment or not component.resources.gpus_per_node:
         return []
-    return [
-        "env",
-        'CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"',
-        'PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"',
-    ]
+    values = component.environment.items()
+    return ["env", *(f'{name}="${{{name}:-{value}}}"' for name, value in values)]
 
 
 def _directives(job: Job, index: int, component: Component) -> list[str]:
@@ -301,7 +293,7 @@ def _logs(job: Job, component: Component) -> str:
 def _entry(job: Job, component: Component, first_rank: int = 0, *, requeues: bool = False) -> str:
     command = [
         *(component.resources.python or sys.executable, "-u", *job.task),
-        *(str(job.run_dir), component.role, "--start", "@start@"),
+        *(str(job.run_dir), component.name, "--start", "@start@"),
         *(["--requeues"] if requeues else []),
         *(["--bootstrap", component.bootstrap] if component.bootstrap != "files" else []),
     ]

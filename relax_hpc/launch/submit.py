@@ -9,11 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from relax_hpc import permissions
 from relax_hpc.bus import layout
-from relax_hpc.config.actor import ReferenceConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sections import Resources, Section
 from relax_hpc.config.sft import SftConfig, SftRunConfig
@@ -28,9 +27,11 @@ from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
+from relax_hpc.roles import table
 from relax_hpc.run_secret import RunSecret
 
 Mode = Literal["slurm", "local"]
+S = TypeVar("S", bound=Section)
 
 _RECORDED = ("relax-hpc", "torch", "megatron-core", "transformers", "sglang", "submitit", "mpi4py")
 
@@ -54,9 +55,9 @@ class Submission:
 
     @property
     def job_ids(self) -> dict[str, str]:
-        """Role -> what `squeue` and `scancel` call its component."""
+        """Component -> what `squeue` and `scancel` call its component."""
         ids = self.job.component_ids if self.job else ()
-        return {each.role: job_id for each, job_id in zip(self.components, ids, strict=False)}
+        return {each.name: job_id for each, job_id in zip(self.components, ids, strict=False)}
 
     @property
     def job_id(self) -> str | None:
@@ -137,7 +138,6 @@ def _job(config: JobConfig, number: int) -> script.Job:
 def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     """The run with nothing left to look up: absolute paths, and the site profile filled in."""
     components = place(config)
-    asked: dict[str, Resources] = {each.role: each.resources for each in components}
     profile = config.launch.profile
     if profile is not None and not (PROFILES / f"{profile}.toml").is_file():
         profile = str(Path(profile).absolute())
@@ -148,32 +148,36 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
                 "weights": config.model.weights and config.model.weights.absolute(),
             }
         ),
-        "actor": config.actor.model_copy(update={"resources": asked["actor"]}),
         "launch": config.launch.model_copy(update={"profile": profile}),
     }
     if isinstance(config, RunConfig):
         environment = environments.absolute(config.rollout.environment)
-        rollout = config.rollout.model_copy(
-            update={"resources": asked["rollout"], "environment": environment}
-        )
+        rollout = config.rollout.model_copy(update={"environment": environment})
         train = {"train": config.prompts.train.absolute()}
         resolved |= {"rollout": rollout, "prompts": config.prompts.model_copy(update=train)}
         resolved["eval"] = {
             name: each.model_copy(update={"path": each.path.absolute()})
             for name, each in config.eval.items()
         }
-        resolved["reference"] = _resolved_reference(config.reference, asked)
+        path = config.reference.path
+        known = {"path": path and path.absolute()}
+        resolved["reference"] = config.reference.model_copy(update=known)
     elif isinstance(config, SftRunConfig):
         resolved["sft"] = _with_absolute_paths(config.sft)
     absolute = config.model_copy(update={"run_root": config.run_root.absolute(), **resolved})
+    for each in components:
+        if each.section:
+            absolute = _with_resources(absolute, each.section.split("."), each.resources)
     return absolute, components
 
 
-def _resolved_reference(reference: ReferenceConfig, asked: dict[str, Resources]) -> Section:
-    known: dict[str, Any] = {"path": reference.path and reference.path.absolute()}
-    if "reference" in asked:
-        known["resources"] = asked["reference"]
-    return reference.model_copy(update=known)
+def _with_resources(section: S, names: Sequence[str], resources: Resources) -> S:
+    """A section in which the table that `names` lead to asks for these resources."""
+    if not names:
+        return section.model_copy(update={"resources": resources})
+    inner: Section = getattr(section, names[0])
+    changed = _with_resources(inner, names[1:], resources)
+    return section.model_copy(update={names[0]: changed})
 
 
 def _with_absolute_paths(section: SftConfig) -> Section:
@@ -208,7 +212,7 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
         write_json(paths.config, config.model_dump(mode="json"))
         if isinstance(config, RunConfig):
             header = {"name": config.name, "seed": config.seed, **provenance()}
-            writers = config.sidecar_writers
+            writers = table.sidecar_writers(config)
             layout.create(paths.bus, config.producers, header, sidecar_writers=writers)
 
 
@@ -237,7 +241,7 @@ def start(
         submitted.job_id,
         tuple(
             LaunchedComponent(
-                component.role, job_id, component.tasks, job.component_folder(component)
+                component.name, job_id, component.tasks, job.component_folder(component)
             )
             for component, job_id in zip(components, submitted.component_ids, strict=True)
         ),

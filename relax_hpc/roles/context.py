@@ -1,4 +1,4 @@
-"""Who a task is: what the launcher knows about it, handed to the role as a value."""
+"""Who a task is: what the launcher knows about it, handed to its role as a value."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,8 @@ from relax_hpc.config.rollout import Transport
 class TaskContext:
     """One task of one component, in one start."""
 
-    role: str
+    component: str
+    """Its name in Slurm, logs, events and folders; `table.role_of` says which role it is of."""
     rank: int
     """Within the component."""
     size: int
@@ -26,9 +27,9 @@ class TaskContext:
 
     @property
     def name(self) -> str:
-        return f"{self.role}-{self.rank}"
+        return f"{self.component}-{self.rank}"
 
     @property
     def start_id(self) -> str:
         """Never used before by this component: names rendezvous records."""
-        return f"{self.role}-{self.attempt}-{self.start}"
+        return f"{self.component}-{self.attempt}-{self.start}"

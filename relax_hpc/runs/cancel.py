@@ -6,6 +6,7 @@ from pathlib import Path
 from relax_hpc.errors import LaunchError
 from relax_hpc.launch import local, record, slurm, states
 from relax_hpc.paths import RunPaths
+from relax_hpc.roles.table import joining
 from relax_hpc.runs import status
 from relax_hpc.runs.status import Launch
 
@@ -44,7 +45,8 @@ def _end(launch: Launch) -> str:
         raise LaunchError(f"{launch.silence}; cancel it there")
     if record.controller is not None and not record.is_elsewhere:
         folders = [component.folder for component in record.components]
-        folders += sorted((record.folder / "extra").glob("extra-*"))
+        for name in joining():
+            folders += sorted((record.folder / name).glob(f"{name}-*"))
         local.cancel(record.controller, folders, record.leader)  # also what its script left
     elif states.is_alive(was):
         slurm.cancel(record.leader)

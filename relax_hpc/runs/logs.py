@@ -9,6 +9,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record
 from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import ComponentPaths
+from relax_hpc.roles.table import joining
 
 _POLL_S = 0.5
 
@@ -56,7 +57,7 @@ def sources(run_dir: Path, role: str | None = None) -> list[tuple[str, Path]]:
         ConfigError: the run has no such role, or is none.
     """
     launched = record.read(run_dir)
-    roles = [*(component.role for component in launched.components), "extra", "job"]
+    roles = [*(component.role for component in launched.components), *joining(), "job"]
     if role not in (None, *roles):
         raise ConfigError(f"--role {role}: this run has no such role; use {', '.join(roles)}")
     script_log = ("job", batch_log(launched.folder, launched.leader))
@@ -68,8 +69,8 @@ def sources(run_dir: Path, role: str | None = None) -> list[tuple[str, Path]]:
             left = ComponentPaths(component.folder, launched.leader)
             source = f"{component.role}-{task}"
             found += [(source, left.log(task, "out")), (source, left.log(task, "err"))]
-    if role in (None, "extra"):
-        for folder in sorted((launched.folder / "extra").glob("extra-*")):
+    for name in joining() if role is None else {role} & set(joining()):
+        for folder in sorted((launched.folder / name).glob(f"{name}-*")):
             found += [(folder.name, folder / "log.out"), (folder.name, folder / "log.err")]
     return found
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from relax_hpc import permissions
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.table import joining
 
 
 def main() -> None:
@@ -22,8 +23,9 @@ def main() -> None:
     permissions.adopt(args.run_dir)
     # Slurm announces the time limit to every step; those of the job itself act on it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    (component,) = joining()
     context = TaskContext(
-        role="extra",
+        component=component,
         rank=args.number,
         size=1,
         local_rank=args.slot,

@@ -23,7 +23,7 @@ _SHOWN_CHARACTERS = 300
 
 def folder(submission: Path, member: str) -> Path:
     """Where output and records of an added engine's step are."""
-    return submission / "extra" / member
+    return submission / member.rpartition("-")[0] / member
 
 
 class _Steps:

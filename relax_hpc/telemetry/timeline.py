@@ -35,7 +35,7 @@ class Timeline(NamedTuple):
     steps: list[Event]
     """The `step` events, in order."""
     phases: dict[str, list[Phase]]
-    """By process, "actor" first."""
+    """By process, first the one whose steps they are."""
     engines: dict[str, list[Rate]]
     """By engine: what all rollout tasks had of it."""
     pauses: dict[str, list[Phase]]
@@ -160,7 +160,8 @@ def _phases(events: Sequence[Event]) -> dict[str, list[Phase]]:
         if event["event"] == "phases":
             name = event["role"] if event["rank"] == 0 else f"{event['role']} {event['rank']}"
             newest[name][event.get("step", -number)] = [Phase(*p) for p in event["phases"]]
-    order = sorted(newest, key=lambda name: (name != "actor", name))
+    first = {event["role"] for event in events if event["event"] == "step"}
+    order = sorted(newest, key=lambda name: (name not in first, name))
     return {name: [p for its in newest[name].values() for p in its] for name in order}
 
 

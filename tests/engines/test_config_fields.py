@@ -18,10 +18,10 @@ from relax_hpc.cli import main as cli
 from relax_hpc.engines.embedded.model import Qwen3, Shape
 from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.errors import ConfigError, EngineError
-from relax_hpc.launch import preflight
 from relax_hpc.models import fields
 from relax_hpc.models.fields import FIELDS, Inert, Obeyed, Only
 from relax_hpc.models.registry import read_architecture
+from relax_hpc.roles.training import check as training_check
 
 
 def test_every_field_of_the_installed_transformers_has_an_entry():
@@ -181,14 +181,14 @@ def test_fields_without_effect_have_none_in_transformers_either(ranks, weights, 
 def test_an_unknown_field_and_a_base_that_is_lost_are_named_by_the_check(tmp_path, caplog):
     parameters = {"rope_type": "default", "rope_theta": 1e6}
     write(tmp_path, "qwen3", rope_theta=None, rope_parameters=parameters)
-    preflight.check_model(tmp_path, job(tmp_path).actor)
+    training_check.check_model(tmp_path, job(tmp_path).actor)
     assert caplog.messages == []
     write(
         tmp_path, "qwen3", rope_theta=None, rope_parameters=parameters, rope_scaling=YARN,
         new_gate=True, mup=0.5,
     )  # fmt: skip
     with caplog.at_level(logging.WARNING):
-        preflight.check_model(tmp_path, job(tmp_path).actor)
+        training_check.check_model(tmp_path, job(tmp_path).actor)
     unknown, lost = caplog.messages
     assert unknown.startswith(f"{tmp_path / 'config.json'}: mup, new_gate: unknown fields, are")
     assert "rope_parameters.rope_theta = 1000000.0: is passed over" in lost
@@ -231,7 +231,7 @@ def test_a_folder_that_transformers_and_engines_read_differently_is_refused_ever
     shape = read_architecture(folder)
     engine = Qwen3(Shape.read(folder), torch.float32, torch.device("cpu"))
     for read in (
-        lambda: preflight.check_weights(folder, shape),
+        lambda: training_check.check_weights(folder, shape),
         lambda: conversion.to_megatron(folder, tmp_path / "out"),
         lambda: engine.load_folder(folder),
         lambda: ranks[1].call(worker.open_trainer, config=job(folder)),

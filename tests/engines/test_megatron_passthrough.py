@@ -11,7 +11,7 @@ from megatron_worker import job, trajectories
 from relax_hpc.engines.megatron.optimizer.settings import ddp_config, optimizer_config
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
-from relax_hpc.launch import preflight
+from relax_hpc.roles.training import check as training_check
 
 
 def made(**actor):
@@ -113,7 +113,7 @@ def test_submitting_a_wrong_table_is_refused_before_anything_is_queued(folder):
     (folder / "config.json").write_text((folder / "config.json").read_text())
     config = job(folder, optimizer={"ddp": {"bucket_sise": 1}})
     with pytest.raises(ConfigError, match=r"actor\.optimizer\.ddp\.bucket_sise = 1.*bucket_size"):
-        preflight.check_trainer(config)
+        training_check.check_trainer(config)
 
 
 def test_a_table_in_a_table_is_refused_when_the_job_is_read():

@@ -13,10 +13,10 @@ from relax_hpc.engines.embedded.model import Shape
 from relax_hpc.engines.generation import Sampling
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import preflight
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.models.rope import Rope
+from relax_hpc.roles.engine import check as engine_check
 
 WIDE = YARN | {"beta_fast": 1, "beta_slow": 0.1}
 
@@ -114,16 +114,16 @@ def test_rotary_positions_that_are_not_computed_are_refused_by_name(tmp_path, ca
 
 def test_what_sglang_would_pass_over_is_refused_for_it_alone(tmp_path):
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, longer"]))
-    preflight.check_engine(RolloutConfig(engine="embedded"), shape)
+    engine_check.check_engine(RolloutConfig(engine="embedded"), shape)
     with pytest.raises(ConfigError, match=r"rope_scaling: attention_factor = 1\.3: .* mscale"):
-        preflight.check_engine(RolloutConfig(engine="sglang"), shape)
+        engine_check.check_engine(RolloutConfig(engine="sglang"), shape)
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["linear"]))
     with pytest.raises(ConfigError, match=r"rope_scaling: factor = 3: .* write 3\.0"):
-        preflight.check_engine(RolloutConfig(engine="sglang"), shape)
+        engine_check.check_engine(RolloutConfig(engine="sglang"), shape)
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["linear beside parameters"]))
-    preflight.check_engine(RolloutConfig(engine="sglang"), shape)
+    engine_check.check_engine(RolloutConfig(engine="sglang"), shape)
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, lengths by scales"]))
-    preflight.check_engine(RolloutConfig(engine="sglang"), shape)
+    engine_check.check_engine(RolloutConfig(engine="sglang"), shape)
 
 
 @pytest.mark.sglang

@@ -163,7 +163,7 @@ def test_components_can_be_one_mpi_world_which_is_restarted_whole(tmp_path):
         tasks("rollout", 2, "mpi_job", nodes=2, mpi="pmix"),
         tasks("actor", 3, "mpi_job", mpi="pmix"),
     ]
-    calls = {each.role: ["world_of_the_job"] for each in components}
+    calls = {each.name: ["world_of_the_job"] for each in components}
     job = submit(tmp_path, components, calls, max_restarts=1)
     assert exit_code(tmp_path, job.job_id, 120) == 0
     for role, count in (("rollout", 2), ("actor", 3)):

@@ -15,6 +15,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import load
 from relax_hpc.launch import preflight
 from relax_hpc.launch.submit import resolve
+from relax_hpc.roles.training import check as training_check
 from relax_hpc.telemetry import picture
 
 NOBODY = 65534
@@ -102,12 +103,12 @@ def test_weights_to_begin_with_become_absolute_and_are_checked(refused, job):
     assert "prompts.max_prompt_tokens" in refused("submit", "job.toml", "--local", *small)
     config = Path("model/config.json")
     text = config.read_text()
-    shape = preflight.check_model(Path("model"), load(Path("job.toml")).actor)
+    shape = training_check.check_model(Path("model"), load(Path("job.toml")).actor)
     import dataclasses
 
     other = dataclasses.replace(shape, ffn_hidden_size=shape.ffn_hidden_size * 2)
     with pytest.raises(ConfigError, match=r"model.weights = 'mg': .*of another model"):
-        preflight.check_first_weights(Path("mg"), other)
+        training_check.check_first_weights(Path("mg"), other)
     assert config.read_text() == text
     next(Path("mg").glob("*.distcp")).write_bytes(b"")
     assert "has 0 bytes of" in said("mg")

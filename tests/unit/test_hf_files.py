@@ -7,10 +7,10 @@ import pytest
 from hf_checkpoint import EXPERTS, INDEX, QWEN3, tensors, write
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import preflight
 from relax_hpc.models import registry
 from relax_hpc.models.hf_files import HfFiles
 from relax_hpc.models.names import Parameter, Piece
+from relax_hpc.roles.training import check as training_check
 
 
 @pytest.fixture(params=[QWEN3, EXPERTS], ids=["dense", "experts"])
@@ -19,7 +19,7 @@ def config(request):
 
 
 def check(folder):
-    preflight.check_weights(folder, registry.read_architecture(folder))
+    training_check.check_weights(folder, registry.read_architecture(folder))
 
 
 @pytest.mark.parametrize("num_files", [1, 3])

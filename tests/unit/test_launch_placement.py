@@ -36,7 +36,7 @@ def profile(tmp_path):
 
 def test_rollout_is_component_0_because_its_time_limit_ends_the_job():
     components = place(config(rollout={"nodes": 2}))
-    assert [(c.role, c.tasks, c.nodes, c.tasks_per_node) for c in components] == [
+    assert [(c.name, c.tasks, c.nodes, c.tasks_per_node) for c in components] == [
         ("rollout", 4, 2, 2),
         ("actor", 2, 1, 2),
     ]

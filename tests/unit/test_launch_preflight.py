@@ -10,6 +10,8 @@ from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
 from relax_hpc.launch.placement import Component
+from relax_hpc.roles.engine import check as engine_check
+from relax_hpc.roles.training import check as training_check
 
 SINFO = """\
 gpu*|n1|gpu:h100:4(S:0-1)
@@ -78,23 +80,23 @@ def test_what_the_cluster_can_give_is_accepted():
 )
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path, fields, actor, message):
     with pytest.raises(ConfigError) as error:
-        preflight.check_model(model(tmp_path / "m", **fields), ActorConfig(**actor))
+        training_check.check_model(model(tmp_path / "m", **fields), ActorConfig(**actor))
     assert message in str(error.value)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such folder"):
-        preflight.check_model(tmp_path / "missing", ActorConfig())
+        training_check.check_model(tmp_path / "missing", ActorConfig())
     with pytest.raises(ConfigError, match=r"has no config.json"):
-        preflight.check_model(tmp_path, ActorConfig())
+        training_check.check_model(tmp_path, ActorConfig())
 
 
 def test_the_embedded_engine_is_refused_for_experts(tmp_path):
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = model(tmp_path / "m", model_type="qwen3_moe", **mixture)
-    shape = preflight.check_model(folder, ActorConfig(expert_parallel=2, data_parallel=2))
+    shape = training_check.check_model(folder, ActorConfig(expert_parallel=2, data_parallel=2))
     with pytest.raises(ConfigError, match=r"rollout.engine = 'embedded': .* use 'sglang'"):
-        preflight.check_engine(RolloutConfig(), shape)
+        engine_check.check_engine(RolloutConfig(), shape)
 
 
 def test_a_run_directory_is_used_once_and_its_name_is_one_slurm_leaves_alone(tmp_path):
@@ -120,7 +122,9 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
     with pytest.raises(ConfigError, match=r"actor.resources.max_nodes = 2: only rollout can be"):
         preflight.check_component(Component("actor", 1, Resources(max_nodes=2)))
     with pytest.raises(ConfigError, match=r"max_nodes = 1: is less than rollout.resources.nodes"):
-        preflight.check_component(Component("rollout", 2, Resources(nodes=2, max_nodes=1)))
+        preflight.check_component(
+            Component("rollout", 2, Resources(nodes=2, max_nodes=1), is_scalable=True)
+        )
     nodes = preflight.parse_sinfo("main*|n1|(null)\nmain*|n2|(null)")
     preflight.check_partitions([Component("rollout", 1, Resources(max_nodes=2))], nodes)
     with pytest.raises(ConfigError, match=r"rollout.resources.max_nodes = 3"):
@@ -149,9 +153,11 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
 def test_an_engine_that_does_not_fit_its_gpus_or_its_model_is_refused_before_the_job(
     tmp_path, rollout, answer
 ):
-    shape = preflight.check_model(model(tmp_path / "model"), ActorConfig())
+    shape = training_check.check_model(model(tmp_path / "model"), ActorConfig())
     with pytest.raises(ConfigError) as error:
-        preflight.check_engine(RolloutConfig.model_validate({"engine": "sglang", **rollout}), shape)
+        engine_check.check_engine(
+            RolloutConfig.model_validate({"engine": "sglang", **rollout}), shape
+        )
     assert answer in str(error.value)
     fits = {"engine_args": {"tp_size": 2}, "num_engines": 2, "resources": {"gpus_per_node": 4}}
-    preflight.check_engine(RolloutConfig.model_validate({"engine": "sglang", **fits}), shape)
+    engine_check.check_engine(RolloutConfig.model_validate({"engine": "sglang", **fits}), shape)

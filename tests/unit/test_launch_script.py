@@ -10,6 +10,7 @@ from relax_hpc.config.sections import Resources
 from relax_hpc.launch import script
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.supervision import SUPERVISION
+from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
 
 GOLDEN = Path(__file__).parent / "golden"
 COMPONENTS = [
@@ -99,7 +100,8 @@ def test_what_slurm_would_not_read_is_no_time_limit(limit):
 def test_a_trainer_on_gpus_has_its_environment_unless_the_jobs_own_lines_say_otherwise(mode):
     write = {"slurm": script.slurm_script, "local": script.local_script}[mode]
     own = "export CUDA_DEVICE_MAX_CONNECTIONS=32"
-    trainer = Component("actor", 2, Resources(gpus_per_node=2, setup=[own]))
+    asked = Resources(gpus_per_node=2, setup=[own])
+    trainer = Component("actor", 2, asked, environment=TRAINER_ENVIRONMENT)
     text = write(job("/runs/it"), [COMPONENTS[0], trainer])
     rollout, actor = text.split("component_1() {")
     assert "PYTORCH_CUDA_ALLOC_CONF" not in rollout

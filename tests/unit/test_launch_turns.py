@@ -7,12 +7,13 @@ import pytest
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
-from relax_hpc.launch import preflight, script
+from relax_hpc.launch import script
 from relax_hpc.launch.placement import groups, place
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.host import EngineHost
 from relax_hpc.roles.engine.parts import on_own_gpus, seats_of
+from relax_hpc.roles.rollout import check as rollout_check
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 
@@ -62,7 +63,7 @@ def test_slurm_is_asked_for_one_component_with_two_steps_that_share_its_gpus(tmp
 
 def test_further_components_are_numbered_as_slurm_numbers_them(tmp_path):
     components = place(job(reference={"placement": "own"}, algorithm={"kl_coefficient": 0.1}))
-    assert [each.role for each in components] == ["actor", "rollout", "reference"]
+    assert [each.name for each in components] == ["actor", "rollout", "reference"]
     assert groups(components) == [0, 0, 1]
     text = script.slurm_script(script.Job("run", tmp_path), components)
     steps = re.findall(r"srun --het-group=(\d)", text)
@@ -154,10 +155,10 @@ def test_a_resolved_job_is_accepted_again():
 )
 def test_engines_that_do_not_cover_the_actors_ranks_are_refused(rollout, actor, message):
     with pytest.raises(ConfigError, match=message):
-        preflight.check_lease(job(rollout=rollout, actor=actor))
+        rollout_check.check_lease(job(rollout=rollout, actor=actor))
 
 
 def test_engines_that_cover_them_are_accepted():
     args = {"tp_size": 2, "mem_fraction_static": 0.7}
     rollout = {"engine": "sglang", "num_engines": 2, "engine_args": args}
-    preflight.check_lease(job(rollout=rollout, actor={"resources": {"gpus_per_node": 4}}))
+    rollout_check.check_lease(job(rollout=rollout, actor={"resources": {"gpus_per_node": 4}}))

@@ -9,9 +9,9 @@ from relax_hpc.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
-from relax_hpc.launch import quantized
 from relax_hpc.models.architecture import Architecture, Experts
 from relax_hpc.models.rope import Rope
+from relax_hpc.roles.engine import quantized
 from relax_hpc.weights.quantize import QuantizedGather, Quantizer, quantize
 
 FP8 = torch.float8_e4m3fn

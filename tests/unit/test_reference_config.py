@@ -6,10 +6,12 @@ from hf_checkpoint import QWEN3, write
 from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
-from relax_hpc.launch import preflight
 from relax_hpc.launch.placement import place
 from relax_hpc.launch.script import Job, slurm_script
 from relax_hpc.models import registry
+from relax_hpc.roles import table
+from relax_hpc.roles.scorer import check as scorer_check
+from relax_hpc.roles.training import check as training_check
 
 
 def job(reference=None, *, kl=0.0, profile=None, path="m", **model):
@@ -71,19 +73,19 @@ def test_a_component_of_its_own_comes_last_and_has_its_own_grid_and_resources(tm
         profile=str(profile),
     )
     rollout, actor, reference = place(config)
-    assert (rollout.role, actor.role, reference.role) == ("rollout", "actor", "reference")
+    assert (rollout.name, actor.name, reference.name) == ("rollout", "actor", "reference")
     assert (reference.tasks, reference.tasks_per_node) == (6, 2)
     assert reference.resources == Resources(partition="small", nodes=3)
     text = slurm_script(Job("run", tmp_path), place(config))
     assert text.count("#SBATCH hetjob") == 2 and "srun --het-group=2 --nodes=3 --ntasks=6" in text
-    assert config.sidecar_writers == {"reference-0": "reference"}
+    assert table.sidecar_writers(config) == {"reference-0": "reference"}
 
 
 @pytest.mark.parametrize("placement", ["none", "actor"])
 def test_otherwise_there_is_no_further_component(placement):
     config = job({"placement": placement})
-    assert [component.role for component in place(config)] == ["rollout", "actor"]
-    assert config.sidecar_writers == {}
+    assert [component.name for component in place(config)] == ["rollout", "actor"]
+    assert table.sidecar_writers(config) == {}
 
 
 def test_a_component_of_its_own_has_its_grid_and_computes_as_the_actor_does():
@@ -106,7 +108,7 @@ def test_the_reference_is_what_training_starts_with_unless_it_names_another_mode
 def test_a_grid_that_does_not_divide_the_reference_is_named_by_its_own_key(tmp_path):
     config = job({"placement": "own", "tensor_parallel": 3}, path=folder(tmp_path / "m"))
     with pytest.raises(ConfigError, match=r"reference\.tensor_parallel = 3: does not divide"):
-        preflight.check_model(config.model.path, config.reference_layout)
+        training_check.check_model(config.model.path, config.reference_layout)
 
 
 def folder(path, **changes):
@@ -133,8 +135,8 @@ def test_a_model_that_cannot_be_the_reference_is_refused(tmp_path, placement, ch
     config = job({"placement": placement, "path": str(other)}, path=model)
     shape = registry.read_architecture(model)
     if message is None:
-        preflight.check_reference(config, shape)
+        scorer_check.check_reference(config, shape)
         return
     with pytest.raises(ConfigError) as error:
-        preflight.check_reference(config, shape)
+        scorer_check.check_reference(config, shape)
     assert message in str(error.value)

@@ -7,6 +7,7 @@ from relax_hpc.bus.plan import Chain, PlanPosition, PlanRecord
 from relax_hpc.bus.tools.findings import Commits, Finding
 from relax_hpc.bus.tools.inventory import Writer
 from relax_hpc.errors import BusError
+from relax_hpc.schema import PRODUCER
 
 
 def check_logs(writers: Sequence[Writer]) -> Iterator[Finding]:
@@ -16,7 +17,7 @@ def check_logs(writers: Sequence[Writer]) -> Iterator[Finding]:
         newest = -1
         for record in writer.shards:
             where = f"{writer.name}, fence {record.fence}, shard {record.seq}"
-            if (record.kind is RecordKind.SIDE) != (writer.role != "rollout"):
+            if (record.kind is RecordKind.SIDE) != (writer.role != PRODUCER):
                 yield Finding("log", where, f"{writer.role} committed a {record.kind.name} record")
             if record.role != writer.role:
                 yield Finding("log", where, f"is of {record.role}, its log of {writer.role}")

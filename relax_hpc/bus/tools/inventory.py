@@ -12,7 +12,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.log import SHARDS, CommitRecord, RecordKind, read_log
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import Role
+from relax_hpc.schema import PRODUCER, Role
 
 
 class File(NamedTuple):
@@ -47,7 +47,7 @@ class Writer(NamedTuple):
 
 def writers_of(header: layout.BusHeader) -> dict[str, Role]:
     """Everybody who has a log on this bus."""
-    return {**dict.fromkeys(header.producers, "rollout"), **header.sidecar_writers}
+    return {**dict.fromkeys(header.producers, PRODUCER), **header.sidecar_writers}
 
 
 def take(paths: BusPaths, name: str, role: Role) -> Writer:

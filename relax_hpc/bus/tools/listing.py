@@ -11,6 +11,7 @@ from relax_hpc.bus.tools import inventory, tables
 from relax_hpc.bus.tools.check_control import check_credits
 from relax_hpc.bus.tools.inventory import File, Writer
 from relax_hpc.paths import BusPaths
+from relax_hpc.schema import PRODUCER
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,14 +157,14 @@ def _may_be_gone(record: CommitRecord, retired: int) -> bool:
 
 
 def _total(rows: Sequence[WriterRow]) -> Totals:
-    rates = [row.trajectories_per_s for row in rows if row.role == "rollout"]
+    rates = [row.trajectories_per_s for row in rows if row.role == PRODUCER]
     known = [rate for rate in rates if rate is not None]
     return Totals(
         live_shards=sum(row.live_shards for row in rows),
         retired_shards=sum(row.retired_shards for row in rows),
         missing_shards=sum(row.missing_shards for row in rows),
-        trajectories=sum(row.trajectories for row in rows if row.role == "rollout"),
-        tokens=sum(row.tokens for row in rows if row.role == "rollout"),
+        trajectories=sum(row.trajectories for row in rows if row.role == PRODUCER),
+        tokens=sum(row.tokens for row in rows if row.role == PRODUCER),
         bytes_on_disk=sum(row.bytes_on_disk for row in rows),
         trajectories_per_s=sum(known) if known else None,
     )

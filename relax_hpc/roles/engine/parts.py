@@ -49,7 +49,7 @@ def seats_of(rollout: RolloutConfig, context: TaskContext) -> list[Seat]:
     count = rollout.engines_per_task
     return [
         Seat(name, task * count + index, context.local_rank * count + index, part)
-        for index, name in enumerate(engines_of(f"{context.role}-{task}", count))
+        for index, name in enumerate(engines_of(f"{context.component}-{task}", count))
     ]
 
 

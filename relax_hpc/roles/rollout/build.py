@@ -162,7 +162,7 @@ def _provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]
     return {
         "run": config.name,
         "job": context.attempt,
-        "component": context.role,
+        "component": context.component,
         "rank": context.rank,
         "start": context.start,
         "node": context.node,

@@ -43,15 +43,14 @@ def main(
 def _rank0(
     config: RunConfig, paths: RunPaths, context: TaskContext, reader: Reader, events: EventWriter
 ) -> Rank0:
-    (name,) = config.sidecar_writers
     provenance: dict[str, str | int] = {
         "run": config.name,
         "job": context.attempt,
-        "component": context.role,
+        "component": context.component,
         "start": context.start,
         "node": context.node,
         "model": str(config.reference_model.path),
     }
-    writer = SidecarWriter(paths.bus, name, provenance, compress=config.bus.compress)
+    writer = SidecarWriter(paths.bus, context.name, provenance, compress=config.bus.compress)
     credits = CreditTail(paths.bus, every_s=CREDITS_EVERY_S)
     return Rank0(config.reference_layout, COLUMN, writer, reader, credits, events)

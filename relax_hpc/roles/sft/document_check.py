@@ -32,6 +32,19 @@ class File(NamedTuple):
     rows: Rows
 
 
+def check(config: SftRunConfig, say: Callable[[str], None]) -> SftRunConfig:
+    """The documents can be trained on; how many steps their epochs are is counted."""
+    files = open_files(config)
+    sizes = read(config, files)  # finds most mistakes, before a slow import
+    from relax_hpc.prompts.tokenizer import load
+
+    tokenizer = load(config.model.path)
+    steps, left_out = check_sample(config, files, sizes, tokenizer)
+    if left_out:
+        say(left_out)
+    return config.model_copy(update={"sft": config.sft.model_copy(update={"num_steps": steps})})
+
+
 def open_files(config: SftRunConfig) -> list[File]:
     """The files of a run, training documents first.
 

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from role_fakes import Events, config
 
+from relax_hpc.bus import layout
 from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import build as actor_task
@@ -24,6 +25,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
         weights__kv_cache="recompute", weights__timeout_s=40,
     )  # fmt: skip
     paths, resumed = RunPaths(tmp_path), SimpleNamespace(position="position")
+    layout.create(paths.bus, [], {}, sidecar_writers={"reference-0": "reference"})
     released = []
 
     class Rank0:

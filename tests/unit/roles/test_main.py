@@ -9,6 +9,7 @@ from role_fakes import Events, Journal, config
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.paths import RunPaths
+from relax_hpc.roles import table
 from relax_hpc.roles import task as main
 from relax_hpc.roles.actor import build as actor_task
 from relax_hpc.roles.context import TaskContext
@@ -51,8 +52,13 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
 ):
     given = []
     monkeypatch.setattr(module, "main", lambda *args: given.append(args))
-    paths, events, settings = RunPaths(tmp_path), Events(), config(launch__peer_timeout_s=77)
-    main._role(role)(settings, paths, context(role), "files", events)
+    paths, events, settings = (
+        RunPaths(tmp_path),
+        Events(),
+        config(launch__peer_timeout_s=77, reference__placement="own"),
+    )
+    its = table.role_of(settings, role)
+    main.start(its, settings, paths, context(role), "files", events)
     [(bootstrap, how)] = joined
     assert (bootstrap, how.pop("rendezvous")) == ("files", paths.rendezvous(f"{role}-7.0-3"))
     assert how.pop("secret").derive("x") == RunSecret.read(paths.secret).derive("x")
@@ -65,7 +71,8 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
 def test_a_fine_tuning_has_an_actor_of_its_own(tmp_path, monkeypatch, joined):
     given = []
     monkeypatch.setattr(sft_task, "main", lambda *args: given.append(args))
-    main._role("actor")(SFT, RunPaths(tmp_path), context(), "mpi", Events())
+    its = table.role_of(SFT, "actor")
+    main.start(its, SFT, RunPaths(tmp_path), context(), "mpi", Events())
     [(settings, _, _, local_rank, _)] = given
     assert settings is SFT and local_rank == 1
 
@@ -76,7 +83,8 @@ def test_rollout_tasks_work_alone_and_join_only_where_they_were_started_by_mpi(
 ):
     given = []
     monkeypatch.setattr(rollout_task, "main", lambda *args: given.append(args))
-    main._role("rollout")(config(), RunPaths(tmp_path), context("rollout"), bootstrap, Events())
+    its, paths = table.role_of(config(), "rollout"), RunPaths(tmp_path)
+    main.start(its, config(), paths, context("rollout"), bootstrap, Events())
     assert len(joined) == joins and len(given) == 1
 
 
@@ -87,7 +95,7 @@ def test_what_a_role_raises_is_noted_and_raised(tmp_path, monkeypatch):
     paths = RunPaths(tmp_path)
     monkeypatch.setattr(main, "read_resolved", lambda path: config())
     monkeypatch.setattr(main.logs, "setup", lambda *_: None)
-    monkeypatch.setattr(main, "_role", lambda role: fails)
+    monkeypatch.setattr(main, "start", fails)
     logging.getLogger("relax_hpc").setLevel(logging.CRITICAL)
     try:
         with pytest.raises(EngineError):
@@ -100,9 +108,9 @@ def test_what_a_role_raises_is_noted_and_raised(tmp_path, monkeypatch):
     assert (error["event"], error["message"]) == ("error", "EngineError: no memory")
 
 
-def test_a_role_that_is_not_there_is_named():
-    with pytest.raises(ConfigError, match="role 'critic'"):
-        main._role("critic")
+def test_a_component_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="component 'critic': this version runs rollout, actor, "):
+        table.role_of(config(), "critic")
 
 
 class World:
@@ -144,7 +152,7 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
         reference__placement="own", reference__path="its model", reference__data_parallel=2,
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
-    logprobs_task.main(settings, paths, World(rank, journal), context("reference"), events)
+    logprobs_task.main(settings, paths, World(rank, journal), context("reference", rank), events)
     [(_, (model, its_layout, *_), _)] = journal.of("MegatronScorer")
     assert str(model.path) == "its model" and its_layout.data_parallel == 2
     [(_, (_, scorer, reader, duties), _)] = journal.of("run")

@@ -1,0 +1,47 @@
+"""The actor: trains the policy on batches of the bus, and publishes its weights."""
+
+from collections.abc import Sequence
+
+from relax_hpc.comm.world import World
+from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.role import Place, Role, Say
+from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
+from relax_hpc.telemetry.events import EventWriter
+
+
+def _places(config: JobConfig) -> Sequence[Place]:
+    if not isinstance(config, RunConfig):
+        return ()
+    return [Place("actor", config.actor.world_size, config.actor.resources, "actor")]
+
+
+def _check(config: JobConfig, _shape: Architecture, _say: Say) -> JobConfig:
+    from relax_hpc.roles.training import check
+
+    if isinstance(config, RunConfig):
+        check.check_trainer(config)
+    return config
+
+
+def _main(
+    config: JobConfig, paths: RunPaths, context: TaskContext, world: World | None,
+    events: EventWriter,
+) -> None:  # fmt: skip
+    from relax_hpc.roles.actor import build
+
+    assert isinstance(config, RunConfig) and world is not None
+    build.main(config, paths, world, context, events)
+
+
+ACTOR = Role(
+    "actor",
+    _main,
+    _places,
+    _check,
+    is_one_world=True,
+    profile="actor",
+    environment=TRAINER_ENVIRONMENT,
+)

@@ -1,0 +1,79 @@
+"""A role, as its folder declares it: where its tasks are, what they run, and what is checked first.
+
+Nothing heavy is imported here or by who declares a role: `main` and `check` import their own.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from relax_hpc.comm.world import World
+from relax_hpc.config.run import JobConfig
+from relax_hpc.config.sections import Resources
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.schema import Role as Writer
+from relax_hpc.telemetry.events import EventWriter
+
+Restart = Literal["step", "none"]
+"""Of a component one of whose tasks failed. step: all its tasks are started again in place, up to
+`launch.max_restarts` times, then the job ends. none: the run goes on without that task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One component: what a role asks for in a job."""
+
+    component: str
+    """Its name in Slurm, logs, events and folders."""
+    tasks: int
+    resources: Resources
+    """As the job says; a site profile fills in the rest."""
+    section: str | None = None
+    """Table of the job that says so; a dot leads into a table of it. None: no table does."""
+    beside: str | None = None
+    """Component whose nodes and GPUs it uses; it has none of its own then."""
+    own_beside: tuple[str, ...] = ()
+    """Fields of `resources` that are its own even so."""
+
+
+Say = Callable[[str], None]
+Main = Callable[[JobConfig, RunPaths, TaskContext, World | None, EventWriter], None]
+"""Runs a task to its end. The world is None where its tasks work alone."""
+Check = Callable[[JobConfig, Architecture, Say], JobConfig]
+"""Refuses what cannot work, with a ConfigError; tells what is left to be checked when the job
+starts; returns the job, maybe with what was counted."""
+
+
+def no_place(_: JobConfig) -> Sequence[Place]:
+    """Of a role that is in no job's script."""
+    return ()
+
+
+def nothing_to_check(config: JobConfig, _shape: Architecture, _say: Say) -> JobConfig:
+    return config
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A row of `table.ROLES`."""
+
+    name: str
+    main: Main
+    places: Callable[[JobConfig], Sequence[Place]] = no_place
+    """Its components in a job; none if it is not in that job."""
+    check: Check = nothing_to_check
+    is_one_world: bool = False
+    """Whether its ranks are one world, Megatron's; otherwise tasks work alone."""
+    restart: Restart = "step"
+    writes: Writer | None = None
+    """Whose columns of the bus its rank 0 writes (`schema.COLUMNS`), if any."""
+    profile: str | None = None
+    """Table of site profiles with its resources; None: it takes those of the whole site."""
+    is_scalable: bool = False
+    """Whether it may hold nodes on which engines are added later."""
+    joins: str | None = None
+    """Component of its tasks that are started while the job runs."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What its tasks on GPUs find in their environment, unless the submitter says otherwise."""

@@ -1,0 +1,52 @@
+"""What can be known to be wrong with what is sampled, and with what, before anything is queued."""
+
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.sglang import launch as sglang
+from relax_hpc.environments import registry as environments
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.roles.engine import quantized
+from relax_hpc.roles.engine.check import check_engine
+from relax_hpc.roles.role import Say
+from relax_hpc.roles.rollout import prompt_check
+
+
+def check(config: RunConfig, shape: Architecture, say: Say) -> None:
+    """Refuses a rollout that cannot work; what is read for longest comes last."""
+    check_engine(config.rollout, shape)
+    check_lease(config)
+    quantized.check(config, shape)
+    check_prompts(config, say)
+
+
+def check_lease(config: RunConfig) -> None:
+    """Engines that share the actor's GPUs cover them: each of their ranks is beside one of its."""
+    rollout, actor = config.rollout, config.actor
+    if rollout.placement != "actor":
+        return
+    on_gpus = rollout.engine == "sglang"
+    size = sglang.size_of(rollout.engine_args).gpus if on_gpus else 1
+    if size * rollout.num_engines != actor.world_size:
+        each = f" of tp_size {size}" if on_gpus else ""
+        raise ConfigError(
+            f"rollout.num_engines = {rollout.num_engines}: engines{each} have "
+            f"{size * rollout.num_engines} ranks, the actor has {actor.world_size}; with "
+            'rollout.placement = "actor" there are as many of both'
+        )
+    unsaid = "mem_fraction_static" not in rollout.engine_args
+    if on_gpus and actor.resources.gpus_per_node and unsaid:
+        raise ConfigError(
+            'rollout.engine_args.mem_fraction_static: is not set; with rollout.placement = "actor" '
+            "say which part of what the actor leaves free engines may take, e.g. 0.7"
+        )
+
+
+def check_prompts(config: RunConfig, say: Say) -> None:
+    """Both files are prompts, and what is made of them fits the trainer and the model."""
+    environments.make(config.rollout.environment)
+    files = prompt_check.read(config)  # most mistakes are there: find them before a slow import
+    from relax_hpc.prompts.tokenizer import load
+
+    sources = prompt_check.sources_of(config, files, load(config.model.path))
+    if left_out := prompt_check.check_sample(config, sources):
+        say(left_out)

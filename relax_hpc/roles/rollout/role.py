@@ -1,0 +1,52 @@
+"""Rollout: keeps engines, samples with them, and is the producer of the bus."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from relax_hpc import schema
+from relax_hpc.comm.world import World
+from relax_hpc.config.run import OWN_UNDER_LEASE, JobConfig, RunConfig
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.role import Place, Role, Say
+from relax_hpc.telemetry.events import EventWriter
+
+
+def _places(config: JobConfig) -> Sequence[Place]:
+    if not isinstance(config, RunConfig):
+        return ()
+    rollout = config.rollout
+    place = Place("rollout", rollout.num_tasks, rollout.resources, "rollout")
+    if rollout.placement == "own":
+        return [place]
+    return [replace(place, beside="actor", own_beside=OWN_UNDER_LEASE)]
+
+
+def _check(config: JobConfig, shape: Architecture, say: Say) -> JobConfig:
+    from relax_hpc.roles.rollout import check
+
+    if isinstance(config, RunConfig):
+        check.check(config, shape, say)
+    return config
+
+
+def _main(
+    config: JobConfig, paths: RunPaths, context: TaskContext, _world: World | None,
+    events: EventWriter,
+) -> None:  # fmt: skip
+    from relax_hpc.roles.rollout import build
+
+    assert isinstance(config, RunConfig)
+    build.main(config, paths, context, events)
+
+
+ROLLOUT = Role(
+    "rollout",
+    _main,
+    _places,
+    _check,
+    writes=schema.PRODUCER,
+    profile="rollout",
+    is_scalable=True,
+)

@@ -1,0 +1,32 @@
+"""What can be known to be wrong with the reference before anything is queued."""
+
+from dataclasses import fields
+
+from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.roles.training.check import check_model, check_weights
+
+
+def check_reference(config: RunConfig, shape: Architecture) -> None:
+    """The reference reads the same tokens; in the trainer's place it has the trainer's shape."""
+    reference = config.reference
+    if reference.placement == "none":
+        return
+    path = config.reference_model.path
+    try:
+        its = check_model(
+            path, config.reference_layout if reference.placement == "own" else config.actor
+        )
+        check_weights(path, its)
+    except ConfigError as error:
+        raise ConfigError(f"reference: {error}") from None
+    names = [field.name for field in fields(Architecture) if field.name != "max_positions"]
+    own = reference.placement == "own"
+    for name in ["vocab_size"] if own else names:
+        if getattr(its, name) != getattr(shape, name):
+            raise ConfigError(
+                f"reference.path = {str(path)!r}: {name} is {getattr(its, name)} in its "
+                f"config.json, {getattr(shape, name)} in model.path's; use a model of the same "
+                f"{'tokenizer' if own else 'shape, or placement = own'}"
+            )

@@ -1,0 +1,47 @@
+"""The reference as a component of its own: writes logprobs of what is committed to sidecars."""
+
+from collections.abc import Sequence
+
+from relax_hpc.comm.world import World
+from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.role import Place, Role, Say
+from relax_hpc.telemetry.events import EventWriter
+
+
+def _places(config: JobConfig) -> Sequence[Place]:
+    if not isinstance(config, RunConfig) or config.reference.placement != "own":
+        return ()
+    reference = config.reference
+    return [Place("reference", reference.world_size, reference.resources, "reference")]
+
+
+def _check(config: JobConfig, shape: Architecture, _say: Say) -> JobConfig:
+    from relax_hpc.roles.scorer import check
+
+    if isinstance(config, RunConfig):
+        check.check_reference(config, shape)
+    return config
+
+
+def _main(
+    config: JobConfig, paths: RunPaths, context: TaskContext, world: World | None,
+    events: EventWriter,
+) -> None:  # fmt: skip
+    from relax_hpc.roles.scorer import build
+
+    assert isinstance(config, RunConfig) and world is not None
+    build.main(config, paths, world, context, events)
+
+
+REFERENCE = Role(
+    "reference",
+    _main,
+    _places,
+    _check,
+    is_one_world=True,
+    writes="reference",
+    profile="reference",
+)

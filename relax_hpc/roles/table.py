@@ -1,0 +1,76 @@
+"""The roles, each declared in its folder. Launching, looking at runs and scaling ask this table."""
+
+from collections.abc import Iterator
+
+from relax_hpc import schema
+from relax_hpc.config.run import JobConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.roles.actor.role import ACTOR
+from relax_hpc.roles.engine.role import ENGINE
+from relax_hpc.roles.role import Place, Role
+from relax_hpc.roles.rollout.role import ROLLOUT
+from relax_hpc.roles.scorer.role import REFERENCE
+from relax_hpc.roles.sft.role import SFT
+
+ROLES: tuple[Role, ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE)
+"""In the order of their components in a job: the time limit of component 0 ends the whole job, and
+without engines nothing goes on."""
+
+
+def places(config: JobConfig) -> Iterator[tuple[Role, Place]]:
+    """The components of a job and their roles; one beside another follows it.
+
+    Raises:
+        ConfigError: one is beside a component that the job does not have.
+    """
+    found = [(role, place) for role in ROLES for place in role.places(config)]
+    for role, place in found:
+        if place.beside is None:
+            yield role, place
+            yield from ((r, guest) for r, guest in found if guest.beside == place.component)
+    hosts = {place.component for _, place in found if place.beside is None}
+    for _, place in found:
+        if place.beside is not None and place.beside not in hosts:
+            raise ConfigError(
+                f"{place.component}: is to run beside {place.beside}, which has no nodes of its "
+                "own in this job; give it a place of its own"
+            )
+
+
+def role_of(config: JobConfig, component: str) -> Role:
+    """The role of a component.
+
+    Raises:
+        ConfigError: the job has no such component.
+    """
+    known = {place.component: role for role, place in places(config)}
+    known |= {role.joins: role for role in ROLES if role.joins}
+    if component not in known:
+        raise ConfigError(
+            f"component {component!r}: this version runs {', '.join(known)} in such a job"
+        )
+    return known[component]
+
+
+def sidecar_writers(config: JobConfig) -> dict[str, schema.Role]:
+    """Names of those that add columns to what the producers commit, and whose columns they are."""
+    return {
+        f"{place.component}-0": role.writes
+        for role, place in places(config)
+        if role.writes and role.writes != schema.PRODUCER
+    }
+
+
+def profile_tables() -> list[str]:
+    """Tables of a site profile."""
+    return list(dict.fromkeys(role.profile for role in ROLES if role.profile))
+
+
+def scalable() -> list[str]:
+    """Roles that may hold nodes on which engines are added later."""
+    return [role.name for role in ROLES if role.is_scalable]
+
+
+def joining() -> list[str]:
+    """Components of tasks that are started while the job runs."""
+    return [role.joins for role in ROLES if role.joins]

@@ -1,0 +1,70 @@
+"""What can be known to be wrong with a model, or with what Megatron-core is told, before a job."""
+
+import logging
+import warnings
+from pathlib import Path
+
+from relax_hpc import user_files
+from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.run import JobConfig
+from relax_hpc.engines import optional_packages
+from relax_hpc.engines.megatron import fit
+from relax_hpc.errors import CheckpointError, ConfigError
+from relax_hpc.models import fields as hf_fields
+from relax_hpc.models import registry
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.hf_check import check_names, check_shapes
+from relax_hpc.models.hf_files import HfFiles
+
+log = logging.getLogger(__name__)
+
+
+def check_model(path: Path, layout: MegatronLayout) -> Architecture:
+    """The model is of an architecture that can be trained, and the grid divides it."""
+    shape = registry.read_architecture(path)
+    for doubt in hf_fields.doubts(ConfigJson(path)):
+        log.warning("%s", doubt)
+    fit.check(layout, shape)
+    return shape
+
+
+def check_weights(path: Path, shape: Architecture) -> None:
+    """The folder holds all of the model's tensors, and they are what its config.json says."""
+    with HfFiles(path, framework="np") as files:
+        check_names(files, shape, registry.parameters(shape))
+        check_shapes(files, registry.parameters(shape))
+
+
+def check_first_weights(folder: Path | None, shape: Architecture) -> None:
+    """The checkpoint that training starts from is whole, and one of this model."""
+    if folder is None:
+        return
+    key = f"model.weights = {str(folder)!r}"
+    remedy = "name a checkpoint: checkpoints/step_... of a run, or what relax-hpc convert made"
+    user_files.check_folder(key, folder, remedy)
+    for name, what in (("run.json", "is a run"), ("config.json", "is a Hugging Face folder")):
+        if (folder / name).exists():
+            raise ConfigError(f"{key}: {what}; {remedy}")
+    optional_packages.hush()
+    from relax_hpc.engines.megatron.checkpoint.conversion import check_fits  # a second, for torch
+
+    try:
+        check_fits(folder, shape)
+    except (CheckpointError, ConfigError) as error:
+        raise ConfigError(f"{key}: {error}; {remedy}") from None
+
+
+def check_trainer(config: JobConfig) -> None:
+    """Megatron-core takes the pass-through tables of the actor."""
+    actor = config.actor
+    if not (actor.transformer or actor.optimizer.ddp or actor.optimizer.megatron):
+        return  # nothing to ask, and asking takes seconds: Megatron-core has to be imported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of optional packages it could do without
+        from relax_hpc.engines.megatron.optimizer import settings
+        from relax_hpc.engines.megatron.transformer import transformer_config
+
+        model = config.model
+        transformer_config(actor, registry.read_architecture(model.path), model.dtype)
+        settings.check(actor.optimizer, model.dtype)
