@@ -274,9 +274,11 @@ class Pool:
         self._turns.extendleft(reversed(kept))
 
     def _choose(self, turn: _Turn) -> _Engine | None:
-        known = (self._homes.get(home) for home in turn.homes)
-        best = next((e for e in known if e is not None and e.takes(turn.min_version)), None)
-        if best is None:
+        for home in turn.homes:
+            best = self._homes.get(home)
+            if best is not None and best.takes(turn.min_version):
+                break
+        else:
             able = [engine for engine in self._usable() if engine.takes(turn.min_version)]
             if not able:
                 return None
@@ -288,11 +290,14 @@ class Pool:
     def _settle(self, home: Hashable, engine: _Engine) -> None:
         """Its home is an engine as long as that can be used: others only help out."""
         settled = self._homes.get(home)
-        if settled is None or not settled.usable:
+        if settled is None:
+            self._homes[home] = engine
+            if len(self._homes) > _HOMES:
+                self._homes.popitem(last=False)
+            return
+        if settled is not engine and not settled.usable:
             self._homes[home] = engine
         self._homes.move_to_end(home)
-        if len(self._homes) > _HOMES:
-            self._homes.popitem(last=False)
 
     async def _look(self, engine: _Engine) -> None:
         """Brings what is known of an engine's version up to date."""

@@ -14,6 +14,8 @@ import numpy.typing as npt
 from relax_hpc.engines.generation import Draft
 from relax_hpc.schema import FinishReason, Medium, TurnKind
 
+_GIVEN, _SAMPLED, _TOOL = map(int, TurnKind)  # NumPy takes its time over enumerations
+
 
 @dataclass(slots=True)
 class Call:
@@ -94,10 +96,10 @@ def _sequence(chain: Items[Call]) -> Sequence:
     for call in chain:
         start, draft = len(call.given), call.draft
         if start > end:
-            turns.append((end, TurnKind.TOOL if turns else TurnKind.GIVEN))
+            turns.append((end, _TOOL if turns else _GIVEN))
         end = start + len(draft.token_ids)
         if end > start:
-            turns.append((start, TurnKind.SAMPLED))
+            turns.append((start, _SAMPLED))
         loss_mask[start:end] = 1
         logprobs[start:end] = draft.logprobs
         runs += [(start + first, v) for first, v in draft.version_runs if start + first < end]

@@ -68,15 +68,17 @@ class Sampler(Protocol):
 class Reply:
     """What the policy answered."""
 
+    __slots__ = ("_conversation", "_text", "call")
+
     def __init__(self, call: Call, conversation: Conversation) -> None:
-        self._call, self._conversation = call, conversation
+        self.call, self._conversation = call, conversation
         self._text: str | None = None
 
     @property
     def text(self) -> str:
         """Without special tokens."""
         if self._text is None:
-            self._text = self._conversation.decode(self._call.draft.token_ids)
+            self._text = self._conversation.decode(self.call.draft.token_ids)
         return self._text
 
     @property
@@ -85,12 +87,8 @@ class Reply:
 
     @property
     def finish(self) -> FinishReason:
-        assert self._call.finish is not None
-        return self._call.finish
-
-    @property
-    def call(self) -> Call:
-        return self._call
+        assert self.call.finish is not None
+        return self.call.finish
 
 
 class Session:
@@ -99,6 +97,19 @@ class Session:
     A session that is given a record goes on where that ends: calls that are asked for again are
     answered from it, one that was broken off is continued.
     """
+
+    __slots__ = (
+        "_conversation",
+        "_episode",
+        "_group",
+        "_how",
+        "_num_calls",
+        "_prompt",
+        "_record",
+        "_replies",
+        "_sampler",
+        "_seed",
+    )
 
     def __init__(
         self,
@@ -154,14 +165,14 @@ class Session:
             as it may become.
         """
         asked = self._prompt.messages if messages is None else list(messages)
-        given = self._given(asked)
-        left = min(max_new_tokens or self._how.max_new_tokens, self._how.max_tokens - len(given))
+        given, how = self._given(asked), self._how
+        left = min(max_new_tokens or how.max_new_tokens, how.max_tokens - len(given))
         call = self._begin(given) if left > 0 else Call(given, finish=FinishReason.LENGTH)
         if call.finish is None:
             done = await self._sampler.sample(
                 given,
                 call.draft,
-                self._how._replace(max_new_tokens=left),
+                how if left == how.max_new_tokens else how._replace(max_new_tokens=left),
                 seed=seed_of_call(self._seed, self._num_calls - 1),
                 homes=(self._episode, self._group),
             )

@@ -149,8 +149,8 @@ class Grouper:
 
 
 def _row(guid: int, sibling: int, prompt: Prompt, seed: int, episode: Episode) -> Trajectory:
-    nothing = Record([Call(prompt.token_ids)])
-    made = sequences(episode.record if episode.record.calls else nothing)
+    record = episode.record if episode.record.calls else Record([Call(prompt.token_ids)])
+    made = sequences(record)
     if len(made) > 1:
         raise RelaxError(
             f"{prompt.where}: an episode left {len(made)} sequences, of which training takes one: "
