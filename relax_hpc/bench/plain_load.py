@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-from relax_hpc.engines.connections import Connections
+from relax_hpc.engines.async_http import AsyncHttp
 
 _TIMEOUT_S = 3600.0
 Requests = Sequence[tuple[list[int], int]]
@@ -92,9 +92,9 @@ async def _aiohttp(url: str, token: str) -> AsyncIterator[Post]:
 
 @asynccontextmanager
 async def _asyncio(url: str, token: str) -> AsyncIterator[Post]:
-    http = Connections(url.removesuffix("/generate"), token, silence_s=_TIMEOUT_S)
+    http = AsyncHttp(url.removesuffix("/generate"), token, silence_s=_TIMEOUT_S)
     yield lambda body: http.stream("POST", "/generate", body)
-    http.close()
+    await http.aclose()
 
 
 _CLIENTS: dict[str, Callable[[str, str], AbstractAsyncContextManager[Post]]] = {

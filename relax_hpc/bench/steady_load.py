@@ -79,7 +79,7 @@ class SteadyLoad:
         lengths = [-(-self._length * i // self._in_flight) for i in range(1, self._in_flight + 1)]
         await asyncio.gather(look(), *(ask(c, length) for c in clients for length in lengths))
         for client in clients:
-            client.close()
+            await client.aclose()
 
 
 def tokens_per_s(seen: Sequence[tuple[float, int]], begin: float, end: float) -> float:

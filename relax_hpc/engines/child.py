@@ -16,7 +16,6 @@ import psutil
 from relax_hpc.engines import leash
 from relax_hpc.engines import reaper as reaping
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import GenerationClient
 
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_MPI", "SLURM_PMI")
 """Variables of the owner's MPI rank; an engine that found them would try to join its world."""
@@ -69,9 +68,6 @@ class EngineProcess:
 
     def client(self) -> EngineClient:
         return EngineClient(self.url, self.token)
-
-    def generation_client(self) -> GenerationClient:
-        return GenerationClient(self.url, self.token)
 
     def is_healthy(self) -> bool:
         """Whether it answers at /health; `url` must be known."""

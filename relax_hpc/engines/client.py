@@ -10,14 +10,14 @@ import json
 import pickle
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
-
-import httpx
+from typing import Any, Self
 
 from relax_hpc.comm.orders import LOADER, Order
-from relax_hpc.engines.load import num_requests
-from relax_hpc.engines.replies import checked, parse_version
-from relax_hpc.errors import EngineError
+from relax_hpc.engines.http import Http, cut, parse_version
+from relax_hpc.errors import EngineError, EngineLostError
+
+_LOAD_S = 5.0
+"""For an engine to say how many requests it has."""
 
 
 class EngineClient:
@@ -41,27 +41,28 @@ class EngineClient:
             recompute: a pause throws the caches of requests away.
             has_prefix_cache: then a pause throws that away, too.
         """
-        self.url, self._token = url, token
-        # trust_env off: a site's HTTP proxy must not see traffic between our own nodes.
-        self._http = httpx.Client(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=timeout_s,
-            trust_env=False,
-        )
+        self.url = url
+        self._http = Http(url, token, timeout_s=timeout_s)
+        self._load_s = min(timeout_s, _LOAD_S)
         self._session_open = False
         self._recompute, self._has_prefix_cache = recompute, has_prefix_cache
 
     def close(self) -> None:
         self._http.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # State.
 
     def health(self, timeout_s: float) -> bool:
         """Whether the server answers within `timeout_s`. Never raises."""
         try:
-            return self._http.get("/health", timeout=timeout_s).is_success
-        except httpx.HTTPError:
+            return self._http.status("GET", "/health", timeout_s=timeout_s) == HTTPStatus.OK
+        except EngineLostError:
             return False
 
     def version(self) -> int:
@@ -69,11 +70,21 @@ class EngineClient:
         return parse_version(self._get("/model_info"))
 
     def num_requests(self) -> int:
-        """That run or wait."""
-        found = num_requests(self.url, self._token)
-        if found is None:
-            raise EngineError(f"{self.url}: does not say how many requests it has")
-        return found
+        """Requests that run or wait."""
+        path = "/v1/loads?include=core"
+        reply = self._http.ask("GET", path, optional=True, timeout_s=self._load_s)
+        if reply is None:  # SGLang before 0.5.1x
+            path = "/server_info"
+            reply = {"loads": [self._http.ask("GET", path, timeout_s=self._load_s)]}
+        try:
+            return sum(
+                int(rank["num_running_reqs"]) + int(rank["num_waiting_reqs"])
+                for rank in reply["loads"]
+            )
+        except (TypeError, KeyError, ValueError) as error:
+            raise EngineError(
+                f"{self.url}{path}: does not say how many requests there are: {cut(reply)}"
+            ) from error
 
     def checksum(self) -> str:
         """Digest of the weights.
@@ -240,14 +251,7 @@ class EngineClient:
     def _request(
         self, method: str, endpoint: str, body: dict[str, Any] | None, *, optional: bool
     ) -> dict[str, Any]:
-        try:
-            response = self._http.request(method, endpoint, json=body)
-        except httpx.HTTPError as error:
-            raise EngineError(f"{self.url}{endpoint}: {error!r}") from error
-        absent = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
-        if optional and response.status_code in absent:
-            return {}
-        reply = checked(f"{self.url}{endpoint}", response)
+        reply = self._http.ask(method, endpoint, body, optional=optional)
         return reply if isinstance(reply, dict) else {}
 
 

@@ -12,14 +12,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.engines.connections import Connections
-from relax_hpc.engines.replies import cut, parse_version
+from relax_hpc.engines.async_http import AsyncHttp
+from relax_hpc.engines.http import cut, parse_version
 from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.fleet.switches import Switches
 from relax_hpc.schema import FinishReason
 
 _FINISH = {
@@ -103,15 +104,6 @@ class Draft:
         return Generation(self.token_ids, self.logprobs, runs, reason, experts)
 
 
-class Switches(Protocol):
-    """What is known of an engine's changes of policy, by others than the engine's replies."""
-
-    async def between(self, before: int, now: int) -> Mapping[int, Mapping[str, int]] | None:
-        """Response tokens that each request had when the engine was given a version, for those
-        after `before` up to `now`; None if they are not known."""
-        ...
-
-
 class GenerationClient:
     """Asks one engine. Every failure is an EngineError that names URL and endpoint."""
 
@@ -138,18 +130,18 @@ class GenerationClient:
         """Sampled tokens that came, so far."""
         self.heard_version, self.heard_at = -1, 0.0
         """Of the last tokens that came: the engine's policy version; when, as `time.monotonic`."""
-        self._http = Connections(url, token, silence_s=silence_s)
+        self._http = AsyncHttp(url, token, silence_s=silence_s)
         self._tokens_per_chunk, self._switches = tokens_per_chunk, switches
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Cuts all connections; requests under way raise EngineLostError."""
-        self._http.close()
+        await self._http.aclose()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.close()
+        await self.aclose()
 
     async def version(self) -> int:
         """Policy version of the weights; 0 until the first update."""
@@ -164,10 +156,6 @@ class GenerationClient:
             waiting=sum(int(rank["num_waiting_reqs"]) for rank in ranks),
             kv_used=max((float(rank["token_usage"]) for rank in ranks), default=0.0),
         )
-
-    async def abort(self, rid: str) -> None:
-        """Ends a request; whoever waits for it gets what there is, finished by ABORT."""
-        await self._http.ask("POST", "/abort_request", {"rid": rid})
 
     async def sample(
         self,

@@ -9,9 +9,9 @@ import logging
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Load, Sampling
 from relax_hpc.errors import EngineError, EngineLostError
@@ -23,7 +23,6 @@ _VERSION_AGE_S = 0.05
 """How old may be what is known of an engine's version."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 """An engine that failed is left alone, each time twice as long."""
-_ABORT_AGAIN_S = 0.2
 _HOMES = 1 << 16
 """Episodes and prompts whose engine is remembered."""
 
@@ -37,9 +36,8 @@ class Endpoint(NamedTuple):
     token: str
 
 
-Standing = Literal["serving", "held", "draining", "lost"]
-"""serving: gets requests. held: finishes those it has. draining: hands them over to engines that
-serve, if any do. lost: they go on elsewhere at once."""
+Standing = Literal["serving", "held", "lost"]
+"""serving: gets requests. held: finishes those it has. lost: they go on elsewhere at once."""
 
 
 class EngineLoad(NamedTuple):
@@ -65,13 +63,13 @@ class _Engine:
     version: int = -1
     """-1: not known yet."""
     asked_at: float = 0.0
+    serves_since: float = 0.0
+    """What it said before is of no account: its policy may have changed."""
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     failures: int = 0
     not_before: float = 0.0
     in_flight: set[str] = field(default_factory=set)
     """Their rids."""
-    handed_over: set[str] = field(default_factory=set)
-    """Those that are being aborted."""
     kv_used: float | None = None
 
     @property
@@ -84,8 +82,8 @@ class _Engine:
         )
 
 
-class _Turn(NamedTuple):
-    """Somebody who waits for room."""
+class _Waiting(NamedTuple):
+    """A place in the queue for room."""
 
     rid: str
     homes: Sequence[Hashable]
@@ -114,7 +112,7 @@ class Pool:
         self._connect, self._most, self._patience_s = connect, max_in_flight, patience_s
         self._engines: dict[tuple[str, str], _Engine] = {}
         self._homes: OrderedDict[Hashable, _Engine] = OrderedDict()
-        self._turns: deque[_Turn] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._chores = set[asyncio.Task[None]]()
 
     # Engines.
@@ -125,19 +123,16 @@ class Pool:
         for key, (endpoint, standing) in known.items():
             if key not in self._engines and standing != "lost":
                 self._engines[key] = _Engine(endpoint, self._connect(endpoint), self._most)
+        ready = list[_Engine]()
         for key, engine in list(self._engines.items()):
-            engine.standing = known[key][1] if key in known else "lost"
+            before, engine.standing = engine.standing, known[key][1] if key in known else "lost"
             if engine.standing == "lost":
                 self._forget(engine)
-        self._hand_over()
+            elif engine.standing == "serving" != before:
+                engine.serves_since = time.monotonic()
+                ready.append(engine)
+        self._consider(*ready)
         self._grant()
-
-    def drain(self, member: str) -> None:
-        """Sends engine `member` nothing more, and moves what it has if another one serves."""
-        for engine in self._engines.values():
-            if engine.endpoint.id == member:
-                engine.standing = "draining"
-        self._hand_over()
 
     @property
     def in_flight(self) -> dict[str, int]:
@@ -179,8 +174,6 @@ class Pool:
         """Cuts all connections."""
         for engine in list(self._engines.values()):
             self._forget(engine)
-        for chore in list(self._chores):
-            chore.cancel()
         await asyncio.gather(*self._chores, return_exceptions=True)
 
     # Samples.
@@ -212,12 +205,12 @@ class Pool:
         draft, since = Draft() if draft is None else draft, time.monotonic()
         while True:
             held = len(draft.token_ids)
-            turn = self._queue(homes, min_version, first=held > 0)
-            engine = await self._wait(turn, since)
+            waiting = self._line_up(homes, min_version, first=held > 0)
+            engine = await self._wait(waiting, since)
             try:
                 await self._look(engine)
                 done = await engine.client.sample(
-                    prompt, seed, sampling, version=engine.version, draft=draft, rid=turn.rid
+                    prompt, seed, sampling, version=engine.version, draft=draft, rid=waiting.rid
                 )
             except EngineLostError as error:
                 self._failed(engine, error)
@@ -226,64 +219,62 @@ class Pool:
                 if done.finish is not FinishReason.ABORT:
                     return done
             finally:
-                engine.in_flight.discard(turn.rid)
+                engine.in_flight.discard(waiting.rid)
                 self._grant()
             if len(draft.token_ids) >= sampling.max_new_tokens:
                 return draft.finished(FinishReason.LENGTH)
             if len(draft.token_ids) > held:
                 since = time.monotonic()
 
-    def _queue(self, homes: Sequence[Hashable], min_version: int, *, first: bool) -> _Turn:
-        """Lines up; who has something to lose goes first."""
+    def _line_up(self, homes: Sequence[Hashable], min_version: int, *, first: bool) -> _Waiting:
+        """Takes a place in the queue; who has something to lose goes first."""
         granted: asyncio.Future[_Engine] = asyncio.get_running_loop().create_future()
-        turn = _Turn(uuid.uuid4().hex, homes, min_version, granted)
-        (self._turns.appendleft if first else self._turns.append)(turn)
-        return turn
+        waiting = _Waiting(uuid.uuid4().hex, homes, min_version, granted)
+        (self._queue.appendleft if first else self._queue.append)(waiting)
+        return waiting
 
-    async def _wait(self, turn: _Turn, since: float) -> _Engine:
+    async def _wait(self, waiting: _Waiting, since: float) -> _Engine:
         try:
-            if any(engine.version < 0 for engine in self._usable()):
-                await self.version()
             self._grant()
-            while not turn.granted.done():
+            while not waiting.granted.done():
                 if any(engine.in_flight for engine in self._engines.values()):
                     since = time.monotonic()  # they get on, or break off after a silence
                 left = since + self._patience_s - time.monotonic()
                 if left <= 0:
-                    raise EngineError(self._explain(turn.min_version))
-                await asyncio.wait({turn.granted}, timeout=left)
+                    raise EngineError(self._explain(waiting.min_version))
+                await asyncio.wait({waiting.granted}, timeout=left)
         except BaseException:
-            turn.granted.cancel()
-            if turn.granted.done() and not turn.granted.cancelled():
-                turn.granted.result().in_flight.discard(turn.rid)
+            waiting.granted.cancel()
+            if waiting.granted.done() and not waiting.granted.cancelled():
+                waiting.granted.result().in_flight.discard(waiting.rid)
             raise
-        return turn.granted.result()
+        return waiting.granted.result()
 
     def _grant(self) -> None:
         """Gives room to those who wait for it, in their order."""
-        kept = deque[_Turn]()
-        while self._turns and any(engine.takes(0) for engine in self._usable()):
-            turn = self._turns.popleft()
-            if turn.granted.done():  # withdrawn
+        kept = deque[_Waiting]()
+        while self._queue and any(engine.takes(0) for engine in self._usable()):
+            waiting = self._queue.popleft()
+            if waiting.granted.done():  # withdrawn
                 continue
-            if engine := self._choose(turn):
-                engine.in_flight.add(turn.rid)
-                turn.granted.set_result(engine)
+            if engine := self._choose(waiting):
+                engine.in_flight.add(waiting.rid)
+                waiting.granted.set_result(engine)
             else:
-                kept.append(turn)
-        self._turns.extendleft(reversed(kept))
+                kept.append(waiting)
+        self._queue.extendleft(reversed(kept))
 
-    def _choose(self, turn: _Turn) -> _Engine | None:
-        for home in turn.homes:
+    def _choose(self, waiting: _Waiting) -> _Engine | None:
+        for home in waiting.homes:
             best = self._homes.get(home)
-            if best is not None and best.takes(turn.min_version):
+            if best is not None and best.takes(waiting.min_version):
                 break
         else:
-            able = [engine for engine in self._usable() if engine.takes(turn.min_version)]
+            able = [engine for engine in self._usable() if engine.takes(waiting.min_version)]
             if not able:
                 return None
             best = min(able, key=lambda e: (len(e.in_flight) / e.limit, len(e.in_flight)))
-        for home in turn.homes:
+        for home in waiting.homes:
             self._settle(home, best)
         return best
 
@@ -299,13 +290,33 @@ class Pool:
             self._homes[home] = engine
         self._homes.move_to_end(home)
 
+    def _consider(self, *engines: _Engine) -> None:
+        """Gives engines that serve now, or again, to those who wait for one of their version.
+
+        Together, for the first one whose version is known would get all of them.
+        """
+        usable = [engine for engine in engines if engine.usable]
+
+        async def consider() -> None:
+            await asyncio.gather(*(self._look(engine) for engine in usable))
+            self._grant()
+
+        if usable:
+            self._begin(consider())
+
+    def _begin(self, chore: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(chore)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+
     async def _look(self, engine: _Engine) -> None:
         """Brings what is known of an engine's version up to date."""
         async with engine.asking:
             client = engine.client
             if client.heard_at > engine.asked_at:  # its replies say it, too
                 engine.version, engine.asked_at = client.heard_version, client.heard_at
-            if time.monotonic() - engine.asked_at < _VERSION_AGE_S:
+            latest = max(engine.serves_since, time.monotonic() - _VERSION_AGE_S)
+            if engine.asked_at > latest:
                 return
             try:
                 engine.version = await client.version()
@@ -320,36 +331,14 @@ class Pool:
         engine.failures += 1
         engine.not_before = time.monotonic() + pause
         log.warning("engine %s: %s; leaving it alone for %g s", engine.endpoint.id, error, pause)
-        asyncio.get_running_loop().call_later(pause, self._grant)
+        asyncio.get_running_loop().call_later(pause, self._consider, engine)
 
     def _forget(self, engine: _Engine) -> None:
         engine.standing = "lost"
-        engine.client.close()
+        self._begin(engine.client.aclose())
         del self._engines[engine.endpoint.id, engine.endpoint.epoch]
-        for home in [home for home, its in self._homes.items() if its is engine]:
+        for home in [home for home, at in self._homes.items() if at is engine]:
             del self._homes[home]
-
-    def _hand_over(self) -> None:
-        """Aborts what draining engines have: their callers go on elsewhere with what there is."""
-
-        async def abort(engine: _Engine, rid: str) -> None:
-            while rid in engine.in_flight and engine.standing == "draining":
-                try:
-                    await engine.client.abort(rid)
-                except EngineError as error:
-                    log.debug("%s", error)
-                await asyncio.sleep(_ABORT_AGAIN_S)  # it may have overtaken its request
-            engine.handed_over.discard(rid)
-
-        if not self._usable():
-            return
-        for engine in self._engines.values():
-            draining = engine.standing == "draining"
-            for rid in engine.in_flight - engine.handed_over if draining else ():
-                engine.handed_over.add(rid)
-                chore = asyncio.get_running_loop().create_task(abort(engine, rid))
-                self._chores.add(chore)
-                chore.add_done_callback(self._chores.discard)
 
     def _usable(self) -> list[_Engine]:
         return [engine for engine in self._engines.values() if engine.usable]

@@ -4,7 +4,8 @@ import threading
 import time
 from typing import Self
 
-import httpx
+from relax_hpc.engines.http import Http
+from relax_hpc.errors import EngineLostError
 
 
 class Pulse:
@@ -21,12 +22,7 @@ class Pulse:
             every_s: between an answer and the next question.
             timeout_s: of one question; a stalled connection is given up for a new one.
         """
-        self._http = httpx.Client(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}"},
-            timeout=timeout_s,
-            trust_env=False,
-        )
+        self._http = Http(url, token, timeout_s=timeout_s)
         self._every_s, self._answered = every_s, time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._ask, name=f"pulse of {url}", daemon=True)
@@ -55,7 +51,7 @@ class Pulse:
         with self._http:
             while not self._over.wait(self._every_s):
                 try:
-                    self._http.get("/server_info")
-                except httpx.HTTPError:
+                    self._http.status("GET", "/server_info")
+                except EngineLostError:
                     continue
                 self._answered = time.monotonic()

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import RLock
 
 from relax_hpc.fleet import members
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.fleet.roster import Holding, HoldingState, Roster
 from relax_hpc.paths import RunPaths
 
@@ -30,7 +30,7 @@ class Register:
         self,
         paths: RunPaths,
         ids: Callable[[], Sequence[str]],
-        connect: Callable[[Member], Receiver],
+        connect: Callable[[Member], EngineControl],
     ) -> None:
         """Takes nothing over from the trainer before, see `take_over`.
 
@@ -43,12 +43,12 @@ class Register:
         self.version = -1
         """The newest that engines were given, or are being given."""
         self._holdings: dict[Key, Holding] = {}
-        self._clients: dict[Key, Receiver] = {}
+        self._clients: dict[Key, EngineControl] = {}
         self._released: dict[Key, list[str]] = {}
         self._lock = RLock()
         last = Roster.read(paths)
-        its = last.members.items() if last else ()
-        self._torn = {(name, h.epoch) for name, h in its if h.state == "SYNCING"}
+        held = last.members.items() if last else ()
+        self._torn = {(name, h.epoch) for name, h in held if h.state == "SYNCING"}
 
     def take_over(self) -> None:
         """Believes the last roster as far as it says who sleeps.
@@ -78,7 +78,7 @@ class Register:
 
     def live(
         self, threads: ThreadPoolExecutor, *, without: Callable[[Member], bool] = lambda _: False
-    ) -> dict[Member, Receiver]:
+    ) -> dict[Member, EngineControl]:
         """Those that answer, without the fenced ones, and others that are not to be asked."""
         candidates = {
             member: self.client(member)
@@ -88,7 +88,7 @@ class Register:
         answers = list(threads.map(lambda r: r.health(HEALTH_S), candidates.values()))
         return {m: r for (m, r), ok in zip(candidates.items(), answers, strict=True) if ok}
 
-    def client(self, member: Member) -> Receiver:
+    def client(self, member: Member) -> EngineControl:
         if key_of(member) not in self._clients:
             self._clients[key_of(member)] = self._connect(member)
         return self._clients[key_of(member)]
@@ -143,8 +143,7 @@ class Register:
         known = set(self._ids())
         with self._lock:
             newest = {name: h for (name, _), h in self._holdings.items() if name in known}
-            done = all(holding.state != "SYNCING" for holding in newest.values())
-            Roster(self.version, done, newest).write(self.paths)
+            Roster(self.version, newest).write(self.paths)
 
 
 def key_of(member: Member) -> Key:

@@ -32,8 +32,6 @@ class Roster:
 
     version: int
     """The newest policy version that engines were given."""
-    done: bool
-    """False while an engine is SYNCING: it pauses, and may not answer."""
     members: dict[str, Holding] = field(default_factory=dict)
 
     def serves(self, member: str, epoch: str) -> bool:
@@ -55,4 +53,4 @@ class Roster:
         if record is None:
             return None
         members = {name: Holding(**holding) for name, holding in record["members"].items()}
-        return cls(record["version"], record["done"], members)
+        return cls(record["version"], members)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from relax_hpc import job_file
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.load import num_requests
-from relax_hpc.errors import ConfigError, LaunchError
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.errors import ConfigError, EngineError, LaunchError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.roster import Roster
 from relax_hpc.fleet.scaling import Outcome, Request, ScaleState, pending
@@ -163,8 +163,11 @@ def _with_load(paths: RunPaths, rows: Sequence[Row]) -> list[Row]:
         if member is None or not member.url:
             return row
         token = secret.engine_token(member.id, member.epoch)
-        requests = num_requests(member.url, token, timeout_s=_LOAD_TIMEOUT_S)
-        return replace(row, requests=requests)
+        try:
+            with EngineClient(member.url, token, timeout_s=_LOAD_TIMEOUT_S) as engine:
+                return replace(row, requests=engine.num_requests())
+        except EngineError:
+            return row
 
     with ThreadPoolExecutor(max_workers=32) as threads:
         return list(threads.map(ask, rows))

@@ -22,7 +22,6 @@ _POLL_S = 0.5
 _SCALER_START_S = 30
 _MARGIN_S = 120
 """For Slurm to start and end steps, besides what engines are given."""
-DRAIN_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +60,7 @@ def out(run_dir: Path, engines: int, transport: str | None = None) -> Asked:
     )
 
 
-def scale_in(
-    run_dir: Path, *, engines: int | None, member: str | None, drain_s: float = DRAIN_S
-) -> Asked:
+def scale_in(run_dir: Path, *, engines: int | None, member: str | None, drain_s: float) -> Asked:
     """Asks for engines to be removed: one of them, or until the run has `engines` in all.
 
     Raises:
@@ -216,11 +213,6 @@ def _ask(
 def _check_out(config: RunConfig, state: ScaleState, engines: int) -> bool:
     """Whether there is anything to do; raises ConfigError if there is no room for it."""
     missing = engines - config.rollout.num_engines - len(state.staying)
-    if config.rollout.nodes_per_engine > 1:
-        raise ConfigError(
-            f"--engines {engines}: engines over {config.rollout.nodes_per_engine} nodes each "
-            "(rollout.nodes_per_engine) cannot be added to a running job"
-        )
     if missing > len(state.free):
         nodes = config.rollout.resources.nodes
         used = len({extra.node for extra in state.live})

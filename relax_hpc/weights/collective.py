@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from relax_hpc.comm.broadcast import Transport as Backend
 from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry.timers import Timers
@@ -45,7 +45,7 @@ class CollectiveTransport:
 
     def deliver(
         self,
-        live: dict[Member, Receiver],
+        live: dict[Member, EngineControl],
         version: int,
         outgoing: Outgoing,
         timers: Timers,
@@ -75,7 +75,7 @@ class CollectiveTransport:
             self._group.close()
             self._group = None
 
-    def _form(self, live: dict[Member, Receiver]) -> MemberGroup:
+    def _form(self, live: dict[Member, EngineControl]) -> MemberGroup:
         group = MemberGroup.form(live, self._plan, self._config, self._backend, self._threads)
         write_json(self._paths.rendezvous("weights"), group.record())
         return group

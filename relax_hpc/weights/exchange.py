@@ -10,8 +10,8 @@ from torch.distributed import DistError
 from relax_hpc.comm.orders import Order, Receipt, abort_key, key_of
 from relax_hpc.comm.patience import GIVEN_UP
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 
 _GRACE_S = 2.0
 """When a transfer has failed, what engines get to say why."""
@@ -119,7 +119,7 @@ class Exchange:
 
 def give_orders(
     threads: ThreadPoolExecutor,
-    receivers: dict[Member, Receiver],
+    receivers: dict[Member, EngineControl],
     orders: dict[Member, list[Order]],
     version: int,
 ) -> Replies:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from relax_hpc.comm.orders import Order, Receipt, Task, receipt_file
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.records import read_json
 from relax_hpc.telemetry.timers import Phase, Timers
 from relax_hpc.weights.loads import Loaded, Loads
@@ -81,7 +81,7 @@ class FileTransport:
 
     def deliver(
         self,
-        live: dict[Member, Receiver],
+        live: dict[Member, EngineControl],
         version: int,
         outgoing: Outgoing,
         timers: Timers,
@@ -116,7 +116,12 @@ class FileTransport:
         """Nothing is held."""
 
     def _begin(
-        self, loads: Loads, member: Member, its: Receiver, snapshot: Snapshot, sent: Sent | None
+        self,
+        loads: Loads,
+        member: Member,
+        its: EngineControl,
+        snapshot: Snapshot,
+        sent: Sent | None,
     ) -> None:
         """The snapshot stays at least until its end; `sent` is what is to be compared."""
 
@@ -134,7 +139,7 @@ class FileTransport:
         held.enter_context(self._used(snapshot.folder))
         loads.begin(member, snapshot.version, load)
 
-    def _load(self, member: Member, its: Receiver, snapshot: Snapshot, *, check: bool) -> Load:
+    def _load(self, member: Member, its: EngineControl, snapshot: Snapshot, *, check: bool) -> Load:
         receipts = list[Receipt]()
         times = [time.perf_counter()]
         with self._used(snapshot.folder):
@@ -152,7 +157,7 @@ class FileTransport:
         return Load(pause, load, resume, receipts)
 
     def _receipts(
-        self, task: Task, member: Member, its: Receiver, snapshot: Snapshot
+        self, task: Task, member: Member, its: EngineControl, snapshot: Snapshot
     ) -> list[Receipt]:
         """Makes the ranks of a paused member tell what they hold. Their answers come as files:
         there need be no other way from them to here."""

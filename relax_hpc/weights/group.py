@@ -13,8 +13,8 @@ from relax_hpc.comm.orders import PLAN, Order, Receipt, Task
 from relax_hpc.comm.torch_store import open_store
 from relax_hpc.comm.wire import Sending, Wire
 from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders, raise_refusals
 from relax_hpc.weights.staging import Outgoing
@@ -25,7 +25,7 @@ class MemberGroup:
 
     def __init__(
         self,
-        receivers: dict[Member, Receiver],
+        receivers: dict[Member, EngineControl],
         name: str,
         group: BroadcastGroup,
         config: WeightsConfig,
@@ -39,7 +39,7 @@ class MemberGroup:
     @classmethod
     def form(
         cls,
-        receivers: dict[Member, Receiver],
+        receivers: dict[Member, EngineControl],
         plan: BucketPlan,
         config: WeightsConfig,
         backend: Transport,
@@ -134,7 +134,7 @@ class MemberGroup:
     def _order(
         self,
         task: Task,
-        receivers: dict[Member, Receiver],
+        receivers: dict[Member, EngineControl],
         version: int,
         send: Callable[[Wire], Iterator[Sending]],
         deadline: float,

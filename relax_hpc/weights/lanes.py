@@ -22,8 +22,8 @@ from relax_hpc.comm.wire import Wire
 from relax_hpc.comm.world import World
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders
 from relax_hpc.weights.ranks import Serve, TrainerRanks
@@ -155,7 +155,7 @@ class LaneTransport:
 
     def deliver(
         self,
-        live: dict[Member, Receiver],
+        live: dict[Member, EngineControl],
         version: int,
         outgoing: Outgoing,
         timers: Timers,
@@ -195,7 +195,7 @@ class LaneTransport:
 
     def _give(
         self,
-        live: dict[Member, Receiver],
+        live: dict[Member, EngineControl],
         serial: str,
         outgoing: Outgoing,
         give_up: Callable[[], None],
@@ -210,7 +210,7 @@ class LaneTransport:
     def _order(
         self,
         task: Task,
-        receivers: dict[Member, Receiver],
+        receivers: dict[Member, EngineControl],
         version: int,
         transfer: Callable[[str, Callable[[], None]], None],
         deadline: float,

@@ -19,8 +19,8 @@ from relax_hpc.comm.orders import Receipt
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, SnapshotError
 from relax_hpc.fleet import switches
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.fleet.register import MEMORY, Register
 from relax_hpc.telemetry.timers import Phase, Timers
 from relax_hpc.weights.collective import CollectiveTransport
@@ -130,7 +130,7 @@ class Publisher:
         way = next(iter(self._open(live)), None)
         its = {m: r for m, r in live.items() if self._way_of(m) == way}
         outgoing = self._outgoing(way, its, tensors, check=check)
-        done, delivery, error = dict[Member, Receiver](), None, ""
+        done, delivery, error = dict[Member, EngineControl](), None, ""
         try:
             if way:
                 done, delivery = self._sync(way, its, outgoing, timers, check=check)
@@ -259,11 +259,11 @@ class Publisher:
         # In this order: what the register says is true as soon as it does not load any more.
         return not self._loads.has(member) and not self._register.is_current(member)
 
-    def _candidates(self) -> dict[Member, Receiver]:
+    def _candidates(self) -> dict[Member, EngineControl]:
         """Those that could be given the version now."""
         return self._due(self._register.live(self._threads, without=self._loads.has))
 
-    def _due(self, live: dict[Member, Receiver]) -> dict[Member, Receiver]:
+    def _due(self, live: dict[Member, EngineControl]) -> dict[Member, EngineControl]:
         """Those that are not ahead of this trainer.
 
         After a restart from a checkpoint engines hold a policy that this trainer has yet to make
@@ -273,7 +273,7 @@ class Publisher:
         """
         return {m: r for m, r in live.items() if self._is_due(m, r)}
 
-    def _is_due(self, member: Member, receiver: Receiver) -> bool:
+    def _is_due(self, member: Member, receiver: EngineControl) -> bool:
         if self._register.is_torn(member) or self._register.state(member):
             return True
         try:
@@ -284,12 +284,12 @@ class Publisher:
     def _sync(
         self,
         way: Way,
-        its: dict[Member, Receiver],
+        its: dict[Member, EngineControl],
         outgoing: Outgoing,
         timers: Timers,
         *,
         check: bool,
-    ) -> tuple[dict[Member, Receiver], Delivery]:
+    ) -> tuple[dict[Member, EngineControl], Delivery]:
         """Those that hold the version now and go on, and how it got there."""
         transport, register = self._transport(way), self._register
         transport.stage(register.version, outgoing, timers)
@@ -329,8 +329,8 @@ class Publisher:
             note.result()
 
     def _with_memory(
-        self, tags: Sequence[str], its: dict[Member, Receiver], timers: Timers
-    ) -> dict[Member, Receiver]:
+        self, tags: Sequence[str], its: dict[Member, EngineControl], timers: Timers
+    ) -> dict[Member, EngineControl]:
         """Gives those of `its` memory back that released it; fences who does not take it."""
         for tag in tags:
             asleep = {m: r for m, r in its.items() if self._register.lacks(m, tag)}
@@ -339,7 +339,7 @@ class Publisher:
         return its
 
     def _resume_memory(
-        self, tag: str, asleep: dict[Member, Receiver], timers: Timers
+        self, tag: str, asleep: dict[Member, EngineControl], timers: Timers
     ) -> dict[Member, str]:
         with timers(f"wake_{tag}"):
             woken, failed = each(

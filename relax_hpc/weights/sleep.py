@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from relax_hpc.errors import EngineError, PeerTimeoutError
 from relax_hpc.fleet import lease, members
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.fleet.register import MEMORY, Register
 from relax_hpc.weights.transport import each
 
@@ -79,7 +79,7 @@ class Sleep:
     def close(self) -> None:
         self._threads.shutdown(wait=False)
 
-    def _release(self, engine: Receiver, notice_s: float) -> None:
+    def _release(self, engine: EngineControl, notice_s: float) -> None:
         deadline, idle_since = time.monotonic() + self._timeout_s, None
         while idle_since is None or time.monotonic() < idle_since + notice_s:
             left = engine.num_requests()

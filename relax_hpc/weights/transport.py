@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
 from relax_hpc.comm.orders import Receipt
 from relax_hpc.errors import EngineError
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 from relax_hpc.fleet.register import HEALTH_S
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import MemberError
@@ -26,7 +26,7 @@ class Delivery(NamedTuple):
     """What became of one version. Members that it does not name hold a part of it, and have to be
     given all of it again."""
 
-    taken: dict[Member, Receiver]
+    taken: dict[Member, EngineControl]
     """Hold it, and are paused, unless `resumed`."""
     failed: dict[Member, str]
     """Are to be fenced, and why."""
@@ -53,7 +53,7 @@ class Transport(Protocol):
 
     def deliver(
         self,
-        live: dict[Member, Receiver],
+        live: dict[Member, EngineControl],
         version: int,
         outgoing: Outgoing,
         timers: Timers,
@@ -83,7 +83,7 @@ class Transport(Protocol):
 
 
 def behind(
-    threads: ThreadPoolExecutor, live: dict[Member, Receiver], error: MemberError
+    threads: ThreadPoolExecutor, live: dict[Member, EngineControl], error: MemberError
 ) -> dict[Member, str]:
     """Who let an update fail, and how; the others are given it in the next attempt.
 
@@ -104,10 +104,10 @@ def call_timeout_s(timeout_s: float) -> float:
 
 def each(
     threads: ThreadPoolExecutor,
-    receivers: dict[Member, Receiver],
-    call: Callable[[Receiver], None],
+    receivers: dict[Member, EngineControl],
+    call: Callable[[EngineControl], None],
     timeout_s: float,
-) -> tuple[dict[Member, Receiver], dict[Member, str]]:
+) -> tuple[dict[Member, EngineControl], dict[Member, str]]:
     """Calls all receivers at once; returns those that succeeded, and why others did not."""
     done, failed = answers(threads, receivers, lambda member: call(receivers[member]), timeout_s)
     return {member: receivers[member] for member in done}, failed

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from relax_hpc.comm.orders import Receipt
+from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.receiver import Receiver
 
 
 class Sent(NamedTuple):
@@ -28,7 +28,7 @@ class Verified(NamedTuple):
 
 
 def compare(
-    updated: dict[Member, Receiver], sent: Sent, receipts: dict[Member, list[Receipt]]
+    updated: dict[Member, EngineControl], sent: Sent, receipts: dict[Member, list[Receipt]]
 ) -> Verified:
     """Compares the engines that were just updated with what was sent to them.
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -20,7 +21,8 @@ from e2e_runs import (
     wait_until,
 )
 
-from relax_hpc.engines.load import num_requests
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.errors import EngineError
 from relax_hpc.fleet import members
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
@@ -63,8 +65,12 @@ def serves(run_dir, member, timeout_s):
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         at = members.find(RunPaths(run_dir), member)
-        if num_requests(at.url, secret.engine_token(at.id, at.epoch)):
-            return True
+        with (
+            suppress(EngineError),
+            EngineClient(at.url, secret.engine_token(at.id, at.epoch)) as engine,
+        ):
+            if engine.num_requests():
+                return True
         time.sleep(0.02)
     return False
 

@@ -17,7 +17,7 @@ from relax_hpc.comm.torch_store import open_store
 from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import Generation, Sampling
+from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 
 VOCAB, EOS = 128, 2
 
@@ -88,7 +88,7 @@ def generate(served: Served, prompt: list[int], seeds: list[int], **kwargs) -> l
     settings = {"temperature": 1.0, "max_new_tokens": 16, "ignore_eos": True} | kwargs
 
     async def run() -> list[Generation]:
-        async with served.process.generation_client() as client:
+        async with GenerationClient(served.process.url, served.process.token) as client:
             sampling = Sampling(**settings)
             return await asyncio.gather(*(client.sample(prompt, seed, sampling) for seed in seeds))
 

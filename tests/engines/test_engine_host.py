@@ -60,9 +60,9 @@ class Hosted:
             time.sleep(0.05)
         return now
 
-    def sync(self, *, done, epoch="7.0-2-1", state="ACTIVE", reason=""):
+    def sync(self, *, epoch="7.0-2-1", state="ACTIVE", reason=""):
         holding = Holding(epoch, 1, state, reason)
-        Roster(1, done, {"rollout-0": holding}).write(self.paths)
+        Roster(1, {"rollout-0": holding}).write(self.paths)
 
 
 def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tmp_path):
@@ -82,20 +82,20 @@ def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tm
         assert "killed by SIGKILL" in hosted.happened("engine_end")[0]["reason"]
 
         # Silence during its update says nothing; the same silence without one does.
-        hosted.sync(done=False, epoch=second.epoch, state="SYNCING")
+        hosted.sync(epoch=second.epoch, state="SYNCING")
         silent = psutil.Process(hosted.pid())
         silent.suspend()
         time.sleep(5)
         assert hosted.member == second
-        hosted.sync(done=False, state="SYNCING")  # one of its epochs before
+        hosted.sync(state="SYNCING")  # one of its epochs before
         third = hosted.wait_for("HEALTHY", "7.0-2-3")
         assert not silent.is_running()
         assert "hangs: engine http" in hosted.happened("engine_end")[1]["reason"]
 
-        hosted.sync(done=True, epoch=second.epoch, state="FENCED", reason="of another start")
+        hosted.sync(epoch=second.epoch, state="FENCED", reason="of another start")
         time.sleep(1.5)
         assert hosted.member == third
-        hosted.sync(done=True, epoch=third.epoch, state="FENCED", reason="half an update")
+        hosted.sync(epoch=third.epoch, state="FENCED", reason="half an update")
         hosted.wait_for("HEALTHY", "7.0-2-4")
         assert hosted.happened("engine_end")[2]["reason"] == "was fenced: half an update"
         last = psutil.Process(hosted.pid())

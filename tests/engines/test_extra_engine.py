@@ -7,7 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from engine_fixtures import generate, prompt_of
 
-from relax_hpc.engines.load import num_requests
+from relax_hpc.engines.client import EngineClient
+from relax_hpc.errors import EngineError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
@@ -23,17 +24,18 @@ def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
 ):
     monkeypatch.setattr(extra_engine, "_NOTICE_S", 0.1)
     paths, at = RunPaths(tmp_path), served.process
+    engine = served.client()
     members.announce(paths, Member("extra-1", "e", at.url, 1, served.kind, "DRAINING"))
-    assert num_requests(at.url, at.token) == 0
+    assert engine.num_requests() == 0
     with ThreadPoolExecutor(1) as thread:
         asked = thread.submit(generate, served, prompt_of(8), [1], max_new_tokens=tokens)
         deadline = time.monotonic() + 30
-        while not num_requests(at.url, at.token):
+        while not engine.num_requests():
             assert time.monotonic() < deadline and not asked.done()
             time.sleep(0.005)
         left = extra_engine._drain(paths, "extra-1", at.token, threading.Event(), drain_s)
         [response] = asked.result(timeout=30)
-    assert left == aborted and num_requests(at.url, at.token) == 0
+    assert left == aborted and engine.num_requests() == 0
     if aborted:
         assert response.finish is FinishReason.ABORT and len(response.token_ids) < tokens
     else:
@@ -41,4 +43,6 @@ def test_a_drain_ends_when_the_engine_is_idle_or_hands_back_what_it_has(
 
 
 def test_an_engine_that_is_not_there_has_no_known_load():
-    assert num_requests("http://127.0.0.1:9", "token", timeout_s=1) is None
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:9/v1/loads"):
+        EngineClient("http://127.0.0.1:9", "token", timeout_s=1).num_requests()
+    assert extra_engine._num_requests("http://127.0.0.1:9", "token") == 0

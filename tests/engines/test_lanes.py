@@ -7,7 +7,7 @@ import torch
 from engine_fixtures import EOS, prompt_of, reference_logprobs
 from houses import at_that_moment, freeze, house_of, kill, publish, trainer
 
-from relax_hpc.engines.generation import Sampling
+from relax_hpc.engines.generation import GenerationClient, Sampling
 
 LAYOUTS = {"embedded": (2, 1), "sglang": (1, 2)}
 """Engines, and ranks of each, beside the two ranks of the trainer."""
@@ -29,7 +29,7 @@ def house(shared):
 
 def logprobs_are_those_of(house, engine, checkpoint):
     async def ask():
-        async with engine.generation_client() as client:
+        async with GenerationClient(engine.url, engine.token) as client:
             return await client.sample(prompt_of(7), 1, Sampling(1.0, 12, (EOS,)))
 
     found = asyncio.run(ask())

@@ -231,48 +231,6 @@ def test_samples_of_an_engine_that_is_killed_go_on_elsewhere_as_if_nothing_had_h
     assert all(response.version_runs == [(0, 0)] for response in responses)
 
 
-def test_an_engine_that_drains_hands_its_samples_over_and_gets_no_more(pair):
-    one, two = pair
-    longer = LONG._replace(max_new_tokens=1000)
-
-    async def run():
-        expected = await undisturbed(two, 4, sampling=longer)
-        pool = make_pool([one, two])
-        task = asyncio.create_task(sample_all(pool, 4, sampling=longer))
-        await until(lambda: pool.in_flight == {"e0": 8, "e1": 8})
-        await asyncio.sleep(0.1)
-        await asyncio.to_thread(two.client().pause)
-        pool.drain("e0")
-        await until(lambda: pool.in_flight == {"e0": 0, "e1": 16})
-        late = asyncio.create_task(sample_all(pool, 1, sampling=longer))
-        await until(lambda: pool.in_flight == {"e0": 0, "e1": 20})
-        await asyncio.to_thread(two.client().resume)
-        responses = await task
-        await late
-        await pool.aclose()
-        return expected, responses
-
-    expected, responses = asyncio.run(run())
-    assert_same_draws(responses, expected)
-    assert {response.finish for response in responses} == {FinishReason.LENGTH}
-
-
-def test_the_last_engine_finishes_what_it_has_while_it_drains(pair):
-    one, _ = pair
-
-    async def run():
-        pool = make_pool([one])
-        task = asyncio.create_task(sample_all(pool, 1))
-        await until(lambda: pool.in_flight == {"e0": 4})
-        pool.enlist({endpoint(one, "e0"): "draining"})
-        responses = await task
-        assert await pool.version() is None
-        await pool.aclose()
-        return responses
-
-    assert all(len(response.token_ids) == 300 for response in asyncio.run(run()))
-
-
 def test_aborted_samples_go_on_where_they_were(pair):
     one, _ = pair
 
@@ -298,9 +256,9 @@ def test_siblings_share_an_engine_while_it_has_room_and_groups_spread(pair):
         pool, seen = make_pool([one, two], max_in_flight=max_in_flight), {}
         choose = pool._choose
 
-        def spy(turn):
-            if engine := choose(turn):
-                seen.setdefault(turn.homes, []).append(engine.endpoint.id)
+        def spy(waiting):
+            if engine := choose(waiting):
+                seen.setdefault(waiting.homes, []).append(engine.endpoint.id)
             return engine
 
         pool._choose = spy

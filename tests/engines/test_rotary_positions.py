@@ -10,7 +10,7 @@ from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, w
 
 from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.embedded.model import Shape
-from relax_hpc.engines.generation import Sampling
+from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.config_json import ConfigJson
@@ -137,7 +137,7 @@ def test_sglang_reads_the_same_rotary_positions_from_the_folder(weights, tmp_pat
     prompt = prompt_of(20)
 
     async def run(process):
-        async with process.generation_client() as client:
+        async with GenerationClient(process.url, process.token) as client:
             return await client.sample(prompt, 1, Sampling(1.0, 40, ignore_eos=True))
 
     with start_engine(

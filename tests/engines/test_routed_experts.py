@@ -9,7 +9,8 @@ import torch
 from conftest import SGLANG_PYTHON
 
 from relax_hpc.config.rollout import RolloutConfig
-from relax_hpc.engines.generation import Draft, Sampling
+from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
+from relax_hpc.engines.http import Http
 from relax_hpc.engines.process import start_engine
 from relax_hpc.schema import FinishReason
 
@@ -43,6 +44,7 @@ def chosen(model, tokens):
 
 def test_every_token_names_its_experts_also_where_a_response_goes_on_after_an_interruption(engine):
     process, model = engine
+    control = Http(process.url, process.token, timeout_s=60)
     prompts = [list(range(5, 5 + length)) for length in (1, 7, 7, 30)]
 
     async def sample(client, prompt, seed):
@@ -54,7 +56,8 @@ def test_every_token_names_its_experts_also_where_a_response_goes_on_after_an_in
             while len(draft.token_ids) < 10:
                 await asyncio.sleep(0.005)
             if CUT[seed] == "aborted":
-                await client.abort(f"cut-{seed}")
+                body = {"rid": f"cut-{seed}"}
+                await asyncio.to_thread(control.ask, "POST", "/abort_request", body)
                 assert (await task).finish is FinishReason.ABORT
                 held = sum(map(len, draft.experts))
                 assert held == len(prompt) + len(draft.token_ids) - 1
@@ -65,7 +68,7 @@ def test_every_token_names_its_experts_also_where_a_response_goes_on_after_an_in
         return await client.sample(prompt, seed, SAMPLING, draft=draft)
 
     async def run():
-        async with process.generation_client() as client:
+        async with GenerationClient(process.url, process.token) as client:
             samples = [sample(client, prompt, seed) for seed, prompt in enumerate(prompts)]
             return await asyncio.gather(*samples)
 
@@ -86,7 +89,7 @@ def test_a_prompt_from_the_cache_of_prefixes_has_its_experts_as_well(engine):
     expected = chosen(model, prompt)
 
     async def ask(seed):
-        async with process.generation_client() as client:
+        async with GenerationClient(process.url, process.token) as client:
             return await client.sample(prompt, seed, SAMPLING._replace(max_new_tokens=1))
 
     for seed in range(2):

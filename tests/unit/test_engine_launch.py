@@ -167,7 +167,8 @@ def test_a_version_is_named_with_the_bucket_that_completes_it():
         return httpx.Response(200, json={"success": True})
 
     client = EngineClient("http://engine", "t")
-    client._http = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(answer))
+    transport = httpx.MockTransport(answer)
+    client._http._http = httpx.Client(base_url="http://engine", transport=transport)
     for name, last in (("a", False), ("b", True)):
         client.update_weights([name], ["bfloat16"], [(2, 3)], group="g", version=7, last=last)
     bucket = {"dtypes": ["bfloat16"], "shapes": [[2, 3]], "group_name": "g",

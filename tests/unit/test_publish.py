@@ -169,7 +169,7 @@ def test_engines_do_not_go_back_when_a_trainer_resumes_from_an_older_checkpoint(
 def test_after_a_trainer_died_in_an_update_every_engine_is_given_weights_again(house):
     engine = house.start("rollout-0", version=12)
     torn = Holding("1", None, "SYNCING")
-    Roster(13, done=False, members={"rollout-0": torn}).write(house.paths)
+    Roster(13, members={"rollout-0": torn}).write(house.paths)
     resumed = house.publisher()
     assert resumed.publish(10, weights(10)).members == ["rollout-0"]
     assert engine.calls == ["pause", "v10", "resume"]
@@ -238,12 +238,10 @@ def test_versions_go_on_while_one_loads_and_it_skips_to_the_newest_when_it_is_do
         assert (published.loading, published.members, published.again) == (names, [], False)
         house.wait_for("rollout-0", "ACTIVE", version)  # although the publisher does nothing
         assert house.holds("rollout-1") == ("SYNCING", None)
-        assert not Roster.read(house.paths).done
         assert not publisher.has_newcomers(every_s=0)
     assert house.snapshots == ["v000001", "v000004", "v000005"]  # that of the slow one stays
     slow.gate.set()
     house.wait_for("rollout-1", "ACTIVE", 1)
-    assert Roster.read(house.paths).done
     assert not Roster.read(house.paths).serves("rollout-1", "1")
     assert publisher.has_newcomers(every_s=0)
     assert publisher.publish(5, weights(5)).loading == ["rollout-1"]

@@ -85,7 +85,7 @@ def member(state="HEALTHY", epoch="a"):
 
 
 def roster(version=3, state="ACTIVE", epoch="a", at=3):
-    return Roster(version, True, {"extra-1": Holding(epoch, at, state)})
+    return Roster(version, {"extra-1": Holding(epoch, at, state)})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def roster(version=3, state="ACTIVE", epoch="a", at=3):
         (member(), roster(state="FENCED", at=None), True, "lost"),
         (member(epoch="b"), roster(state="FENCED", at=None), True, "held"),
         (member(epoch="b"), roster(), True, "held"),
-        (member(), Roster(3, True, {}), True, "held"),
+        (member(), Roster(3, {}), True, "held"),
         (member("DRAINING"), roster(), False, "held"),
         (member("STARTING"), roster(), True, "lost"),
         (member("GONE"), roster(), True, "lost"),

@@ -36,7 +36,7 @@ class House:
         )
         self.paths = RunPaths(self.config.run_dir)
         write_json(self.paths.config, self.config.model_dump(mode="json"))
-        self.roster = Roster(self.version, True)
+        self.roster = Roster(self.version)
         self.roster.write(self.paths)
 
     def scaler(self, attempt="1.0"):

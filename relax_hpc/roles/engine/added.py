@@ -12,7 +12,6 @@ from contextlib import suppress
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.load import num_requests
 from relax_hpc.errors import EngineError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.roster import Roster
@@ -77,7 +76,7 @@ def _drain(paths: RunPaths, name: str, token: str, ended: threading.Event, drain
         ended.wait(_NOTICE_S)
     deadline = time.monotonic() + drain_s
     while (member := members.find(paths, name)) and member.url:
-        left = num_requests(member.url, token) or 0
+        left = _num_requests(member.url, token)
         if time.monotonic() > deadline or ended.wait(_POLL_S):
             if left:
                 _hand_back(member.url, token)
@@ -89,11 +88,20 @@ def _drain(paths: RunPaths, name: str, token: str, ended: threading.Event, drain
 
 def _hand_back(url: str, token: str) -> None:
     """Ends its requests; whoever asked has what there is of them."""
-    with suppress(EngineError):  # one that died hands back nothing, and is ended anyway
-        EngineClient(url, token).abort_all()
+    with suppress(EngineError), EngineClient(url, token) as engine:
+        engine.abort_all()  # one that died hands back nothing, and is ended anyway
     deadline = time.monotonic() + _ABORT_S
-    while num_requests(url, token) and time.monotonic() < deadline:
+    while _num_requests(url, token) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
+
+
+def _num_requests(url: str, token: str) -> int:
+    """0 of an engine that does not answer, too: it has nothing that could be waited for."""
+    try:
+        with EngineClient(url, token) as engine:
+            return engine.num_requests()
+    except EngineError:
+        return 0
 
 
 def _leave_update(paths: RunPaths, member: str, ended: threading.Event) -> None:

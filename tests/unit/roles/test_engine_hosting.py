@@ -199,7 +199,7 @@ def watch(host, monkeypatch, engine, pulse, holding=None):
     monkeypatch.setattr(engine_host, "_WATCH_S", 0.001)
     host._member = host._new_member(1)
     if holding:
-        Roster(4, True, {"rollout-1": holding}).write(host._paths)
+        Roster(4, {"rollout-1": holding}).write(host._paths)
     timer = threading.Timer(0.05, host.ask_to_stop)
     timer.start()
     try:
@@ -319,8 +319,8 @@ def test_an_added_engine_serves_until_the_word_to_end_and_ends_if_its_engine_fai
 def test_an_engine_that_leaves_stays_to_the_end_of_an_update(tmp_path, monkeypatch):
     monkeypatch.setattr(extra_engine, "_POLL_S", 0.001)
     paths = RunPaths(tmp_path)
-    Roster(4, False, {"extra-1": Holding("e", None, "SYNCING")}).write(paths)
-    over = Roster(4, True, {"extra-1": Holding("e", 4, "ACTIVE")})
+    Roster(4, {"extra-1": Holding("e", None, "SYNCING")}).write(paths)
+    over = Roster(4, {"extra-1": Holding("e", 4, "ACTIVE")})
     looks = []
 
     class Waits(threading.Event):

@@ -29,7 +29,7 @@ class Client:
             raise EngineLostError("gone")
         return SimpleNamespace(finish=FinishReason.STOP, token_ids=draft.token_ids)
 
-    def close(self):
+    async def aclose(self):
         pass
 
 
@@ -48,9 +48,7 @@ def test_the_oldest_policy_that_is_allowed_and_the_tokens_so_far_go_with_a_respo
         for _ in range(20):
             await asyncio.sleep(0.001)
         assert not task.done()
-        for _ in range(2):  # as every second; a newcomer is asked for its version between them
-            pool.enlist({ends["e3"]: "serving", ends["e4"]: "serving"})
-            await pool.version()
+        pool.enlist({ends["e3"]: "serving", ends["e4"]: "serving"})
         done = await asyncio.wait_for(task, 20)
         await pool.aclose()
         return done
@@ -60,3 +58,72 @@ def test_the_oldest_policy_that_is_allowed_and_the_tokens_so_far_go_with_a_respo
         ("e5", [7, 8], 9, SAMPLING, 5, []),
         ("e4", [7, 8], 9, SAMPLING, 4, [5, 5]),
     ]
+
+
+def test_a_sample_that_waits_gets_an_engine_as_soon_as_it_serves_the_policy_that_is_wanted():
+    """A new engine, one that comes back with another policy, and one that answers late."""
+    asked, clients = [None], {}
+
+    class Moving(Client):
+        fails = 0
+
+        async def version(self):
+            if self.fails:
+                self.fails -= 1
+                raise EngineLostError("not yet")
+            return self.now
+
+    def connect(at):
+        return clients.setdefault(at.id, Moving(at, asked))
+
+    async def run():
+        pool = Pool(connect, max_in_flight=4, patience_s=20)
+        e1, e3 = (Endpoint(name, "0", f"http://{name}", "t") for name in ("e1", "e3"))
+
+        async def waits(min_version):
+            task = asyncio.create_task(pool.sample([7], 9, SAMPLING, min_version=min_version))
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            return task
+
+        first = await waits(0)
+        pool.enlist({e1: "serving"})
+        await asyncio.wait_for(first, 5)
+        second = await waits(2)
+        pool.enlist({e1: "held"})
+        clients["e1"].now = 2
+        pool.enlist({e1: "serving"})
+        await asyncio.wait_for(second, 5)
+        third = await waits(3)
+        connect(e3).fails = 2
+        pool.enlist({e1: "serving", e3: "serving"})
+        await asyncio.wait_for(third, 5)
+        await pool.aclose()
+
+    asyncio.run(run())
+    assert [(name, version) for name, _, _, _, version, _ in asked[1:]] == [
+        ("e1", 1),
+        ("e1", 2),
+        ("e3", 3),
+    ]
+
+
+def test_samples_that_wait_are_spread_over_engines_that_come_together():
+    asked = [None]
+
+    class Slow(Client):
+        async def version(self):
+            await asyncio.sleep(0.01 * self.now)
+            return self.now
+
+    async def run():
+        pool = Pool(lambda at: Slow(at, asked), max_in_flight=4, patience_s=20)
+        samples = [asyncio.create_task(pool.sample([n], n, SAMPLING)) for n in range(4)]
+        await asyncio.sleep(0.01)
+        ends = [Endpoint(name, "0", f"http://{name}", "t") for name in ("e1", "e3")]
+        pool.enlist(dict.fromkeys(ends, "serving"))
+        await asyncio.wait_for(asyncio.gather(*samples), 20)
+        await pool.aclose()
+
+    asyncio.run(run())
+    assert sorted(name for name, *_ in asked[1:]) == ["e1", "e1", "e3", "e3"]

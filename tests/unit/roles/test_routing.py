@@ -102,13 +102,13 @@ def test_a_task_asks_its_own_engines_and_those_that_were_added_but_not_its_neigh
     assert sampler._pool.standings == {at("rollout-0.0"): "serving"}  # with the first policy
     active = Holding("1", 4, "ACTIVE")
     names = ("rollout-0.0", "rollout-1.0", "extra-2")
-    Roster(4, True, dict.fromkeys(names, active)).write(paths)
+    Roster(4, dict.fromkeys(names, active)).write(paths)
     assert asyncio.run(sampler._look()) is False
     assert sampler._pool.standings == {at("rollout-0.0"): "serving", at("extra-2"): "serving"}
-    Roster(4, False, {"rollout-0.0": Holding("1", None, "SYNCING")}).write(paths)
+    Roster(4, {"rollout-0.0": Holding("1", None, "SYNCING")}).write(paths)
     assert asyncio.run(sampler._look()) is True  # soon again
     assert sampler._pool.standings == {at("rollout-0.0"): "held"}
-    Roster(4, False, {"rollout-1.0": Holding("1", None, "SYNCING")}).write(paths)
+    Roster(4, {"rollout-1.0": Holding("1", None, "SYNCING")}).write(paths)
     assert asyncio.run(sampler._look()) is False  # a neighbour's
 
 
@@ -124,7 +124,7 @@ def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, m
     monkeypatch.setattr(routing.time, "monotonic", lambda: clock.now)
     sampler, paths = sampler_of(launch__peer_timeout_s=10)
     sampler._pool.now = None
-    Roster(4, True, {"rollout-0": Holding("1", 4, "ASLEEP")}).write(paths)
+    Roster(4, {"rollout-0": Holding("1", 4, "ASLEEP")}).write(paths)
     clock.now = 500.0
     assert asyncio.run(sampler._look()) is True
     assert asyncio.run(sampler.version()) is None

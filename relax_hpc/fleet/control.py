@@ -1,4 +1,4 @@
-"""What publishing needs of an engine's client."""
+"""Control of one engine, as updates of weights and sleep need it; `engines.client` has it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,8 +6,8 @@ from typing import Protocol
 from relax_hpc.comm.orders import Order
 
 
-class Receiver(Protocol):
-    """Every method but `health` raises EngineError."""
+class EngineControl(Protocol):
+    """Every method but `health` raises an EngineError that names URL and endpoint."""
 
     def health(self, timeout_s: float) -> bool: ...
     def version(self) -> int: ...

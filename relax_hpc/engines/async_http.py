@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections to one server, for thousands of exchanges at a time.
+"""HTTP to one engine for an event loop: streams, and thousands of exchanges at a time.
 
 General clients look through all their connections whenever one is taken or given back, which costs
 more than the exchange once there are a thousand. Here the idle ones are a stack.
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from relax_hpc.engines.replies import refusal
+from relax_hpc.engines.http import authorization, parsed, refusal
 from relax_hpc.errors import EngineLostError
 
 _READ_BYTES = 1 << 16
@@ -24,8 +24,8 @@ _REUSE_S = 2.0
 _CONNECT_S = 30.0
 
 
-class Connections:
-    """Exchanges with one server; each has a connection of its own while it lasts."""
+class AsyncHttp:
+    """Exchanges of an event loop; each has a connection of its own while it lasts."""
 
     def __init__(self, url: str, token: str, *, silence_s: float) -> None:
         """Connects lazily.
@@ -40,14 +40,14 @@ class Connections:
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._headers = [
             ("Host", parts.netloc),
-            ("Authorization", f"Bearer {token}"),
+            *authorization(token).items(),
             ("Content-Type", "application/json"),
         ]
         self._idle: list[_Connection] = []
         self._busy = set[_Connection]()
         self._closed = False
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Cuts all connections: exchanges under way end with an EngineLostError."""
         self._closed = True
         for connection in [*self._idle, *self._busy]:
@@ -55,7 +55,7 @@ class Connections:
         self._idle.clear()
 
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
-        """One request and its whole reply: JSON, or None if it is not JSON.
+        """The JSON of a reply; None if it is not JSON.
 
         Raises:
             EngineError: refused.
@@ -63,10 +63,7 @@ class Connections:
         """
         async with aclosing(self.stream(method, path, body)) as pieces:
             content = b"".join([piece async for piece in pieces])
-        try:
-            return json.loads(content)
-        except ValueError:
-            return None
+        return parsed(f"{self.url}{path}", HTTPStatus.OK, content)
 
     async def stream(
         self, method: str, path: str, body: dict[str, Any] | None = None

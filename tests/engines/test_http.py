@@ -1,0 +1,155 @@
+"""One engine that is asked, and one way to say what went wrong: by threads and by an event loop."""
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from relax_hpc.engines.async_http import AsyncHttp
+from relax_hpc.engines.http import Http
+from relax_hpc.errors import EngineError, EngineLostError
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers as its path says."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.seen.append((self.path, dict(self.headers), self.client_address))
+        if self.path == "/slow":
+            self.server.over.wait(20)
+        status, body = {
+            "/json": (200, b'{"a": 1}'),
+            "/text": (200, b"fine"),
+            "/refused": (200, b'{"success": false, "message": "no group g"}'),
+            "/wrong": (400, b'{"message": "no such model"}'),
+            "/broken": (503, b"down"),
+            "/moved": (302, b""),
+        }.get(self.path, (404, b"nothing here"))
+        self.send_response(status)
+        if self.path == "/moved":
+            self.send_header("Location", "/json")
+        self.send_header("Content-Length", str(len(body) + 10 * (self.path == "/cut")))
+        self.end_headers()
+        with suppress(BrokenPipeError):  # who asked has lost patience
+            self.wfile.write(body)
+        self.close_connection = self.path == "/cut"
+
+    do_POST = do_OPTIONS = do_GET  # noqa: N815
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.seen, server.over, server.daemon_threads = [], threading.Event(), True
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=[0.02])
+        thread.start()
+        yield server
+        server.over.set()
+        server.shutdown()
+        thread.join()
+
+
+@contextmanager
+def asking(side, url):
+    """`ask` of either side."""
+    if side == "threads":
+        with Http(url, "t", timeout_s=1) as http:
+            yield http.ask
+        return
+    with asyncio.Runner() as runner:
+        client = AsyncHttp(url, "t", silence_s=1)
+        yield lambda *request: runner.run(client.ask(*request))
+        runner.run(client.aclose())
+
+
+both = pytest.mark.parametrize("side", ["threads", "loop"])
+
+
+@both
+def test_a_reply_is_json_or_nothing_and_status_200_alone_is_not_success(side, server):
+    with asking(side, server.url) as ask:
+        assert ask("GET", "/json") == {"a": 1}
+        assert ask("POST", "/text", {"b": 2}) is None
+        for path, kind, said in (
+            ("/refused", EngineError, "HTTP 200: no group g"),
+            ("/wrong", EngineError, "HTTP 400: no such model"),
+            ("/absent", EngineError, "HTTP 404: nothing here"),
+            ("/moved", EngineError, "HTTP 302: "),
+            ("/broken", EngineLostError, "HTTP 503: down"),
+        ):
+            with pytest.raises(EngineError) as error:
+                ask("GET", path)
+            assert type(error.value) is kind
+            assert str(error.value) == f"{server.url}{path}: {said}"
+    path, headers, _ = server.seen[1]
+    assert (path, headers["Authorization"]) == ("/text", "Bearer t")
+    assert headers["Content-Type"] == "application/json"
+
+
+@both
+@pytest.mark.parametrize("path", ["/slow", "/nobody"])
+def test_no_answer_names_who_was_asked_for_what(side, server, path):
+    url = server.url if path == "/slow" else "http://127.0.0.1:9"
+    with asking(side, url) as ask, pytest.raises(EngineLostError, match=f"^{url}{path}: "):
+        ask("GET", path)
+
+
+def test_an_endpoint_that_may_be_missing_is_no_error(server):
+    with Http(server.url, "t", timeout_s=5) as http:
+        assert http.ask("GET", "/absent", optional=True) is None
+        assert http.status("OPTIONS", "/absent") == 404
+        with pytest.raises(EngineError, match="HTTP 400"):
+            http.ask("GET", "/wrong", optional=True)
+
+
+def test_a_stream_that_was_cut_off_is_lost_and_the_next_exchange_has_another_connection(server):
+    async def run():
+        client = AsyncHttp(server.url, "t", silence_s=5)
+        for _ in range(2):
+            await client.ask("GET", "/json")
+        with pytest.raises(EngineLostError, match="/cut: "):
+            await client.ask("GET", "/cut")
+        async for _ in client.stream("GET", "/json"):
+            break
+        await client.ask("GET", "/json")
+        await client.aclose()
+
+    asyncio.run(run())
+    one, again, *_ = [address for _, _, address in server.seen]
+    assert one == again
+    assert server.seen[-1][2] not in (one, server.seen[2][2])
+
+
+def test_exchanges_under_way_end_when_a_client_is_closed_and_none_begins_after_it(server):
+    async def run():
+        client = AsyncHttp(server.url, "t", silence_s=60)
+        under_way = asyncio.create_task(client.ask("GET", "/slow"))
+        while not server.seen:
+            await asyncio.sleep(0.005)
+        since = time.monotonic()
+        await client.aclose()
+        with pytest.raises(EngineLostError, match="/slow: "):
+            await under_way
+        assert time.monotonic() - since < 10
+        with pytest.raises(EngineLostError, match="was closed"):
+            await client.ask("GET", "/json")
+
+    asyncio.run(run())
+
+
+def test_proxies_of_the_environment_are_passed_over(server, monkeypatch):
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for side in ("threads", "loop"):
+        with asking(side, server.url) as ask:
+            assert ask("GET", "/json") == {"a": 1}
