@@ -1,6 +1,7 @@
 """What holds of the package as a whole: no circles, small files and loops, and whom it knows."""
 
 import ast
+import tomllib
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -85,6 +86,15 @@ def test_every_loop_of_a_role_fits_on_a_screen(trees):
     assert len(loops) >= 4 and all(loops.values())
     found = {path: lines_of(run) for path, runs in loops.items() for run in runs}
     assert {path: count for path, count in found.items() if count > MOST_LINES_OF_A_LOOP} == {}
+
+
+def test_the_rooms_in_the_docs_are_those_whose_imports_are_checked():
+    settings = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
+    layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
+    rooms = [layer.replace("relax_hpc.", "") for layer in layers]
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    drawn = page.partition("## Rooms")[2].split("```")[1].strip().splitlines()
+    assert [line.split("  ")[0] for line in drawn] == rooms
 
 
 def of_submitit(tree):
