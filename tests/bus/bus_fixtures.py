@@ -27,6 +27,7 @@ def trajectory(guid, sibling, *, version=0, prompt=3, response=4):
         version_runs=np.array([[prompt, version]] if response else [], np.int32).reshape(-1, 2),
         finish=FinishReason.STOP,
         reward=float(sibling),
+        turns=np.array([[0, 0], [prompt, 1]][: 2 if response else 1], np.int32),
     )
 
 

@@ -96,11 +96,18 @@ def test_a_shard_holds_every_required_column_of_the_schema(tmp_path):
     assert all(columns[name].dtype == COLUMNS[name].dtype for name in columns_of("rollout"))
 
 
-def test_turns_say_who_wrote_which_tokens():
-    t = trajectory(0, 0, prompt=2, response=5)
-    t = t._replace(loss_mask=np.array([0, 0, 1, 1, 0, 0, 1], np.uint8))
-    columns = to_columns([PromptGroup(0, [t])])
-    assert columns["ragged/turns"].tolist() == [[0, 0], [2, 1], [4, 2], [6, 1]]
+def test_turns_are_those_that_were_written_whatever_the_mask_says():
+    """A mask that leaves sampled tokens out, as of a row that is too old, changes no turn."""
+    turns = np.array([[0, 0], [2, 1], [4, 2], [6, 1]], np.int32)
+    t = trajectory(0, 0, prompt=2, response=5)._replace(turns=turns)
+    t = t._replace(loss_mask=np.array([0, 0, 0, 1, 0, 0, 0], np.uint8))
+    columns = to_columns([PromptGroup(0, [t, trajectory(0, 1, prompt=3, response=0)])])
+    assert columns["ragged/turns"].tolist() == [*turns.tolist(), [0, 0]]
+    assert columns["index/offsets__turns"].tolist() == [0, 4, 5]
+    assert [row.turns.tolist() for row in from_columns(columns)] == [turns.tolist(), [[0, 0]]]
+    plain = [t._replace(turns=None), trajectory(0, 1, prompt=0, response=2)._replace(turns=None)]
+    columns = to_columns([PromptGroup(0, plain)])
+    assert columns["ragged/turns"].tolist() == [[0, 0], [2, 1], [0, 1]]
 
 
 def test_versions_of_a_row_are_the_oldest_and_newest_that_sampled_it():

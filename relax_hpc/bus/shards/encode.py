@@ -17,9 +17,9 @@ from relax_hpc.schema import (
     FinishReason,
     PromptGroup,
     Trajectory,
+    TurnKind,
 )
 
-TURN_GIVEN, TURN_SAMPLED, TURN_TOOL = 0, 1, 2
 _ROW_VALUES: dict[str, Callable[[Trajectory], int | float]] = {
     "row/guid": lambda t: t.guid,
     "row/sibling": lambda t: t.sibling,
@@ -54,7 +54,7 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
     }
     mask = np.concatenate([t.loss_mask for t in rows]).astype(np.uint8, copy=False)
     tokens = _offsets([len(t.token_ids) for t in rows])
-    turns, turn_offsets = _turns(mask, tokens, np.array([t.prompt_len for t in rows]))
+    turns = [_turns(t) for t in rows]
     runs = np.concatenate([t.version_runs for t in rows]).astype(np.int32, copy=False)
     run_offsets = _offsets([len(t.version_runs) for t in rows])
     oldest, newest = _version_range(runs[:, 1], run_offsets)
@@ -67,8 +67,8 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
         "ragged/rollout_logprobs": _pieces([t.rollout_logprobs for t in rows], np.float32),
         OFFSETS["run"]: run_offsets,
         "ragged/version_runs": runs,
-        OFFSETS["turn"]: turn_offsets,
-        "ragged/turns": turns,
+        OFFSETS["turn"]: _offsets([len(each) for each in turns]),
+        "ragged/turns": np.concatenate(turns),
     }
     return {**columns, **routed.gather(rows), **media.gather(rows)}
 
@@ -102,6 +102,8 @@ def from_columns(packed: Columns) -> list[Trajectory]:
     flat["rollout_logprobs"] = columns["ragged/rollout_logprobs"]
     flat |= {n: columns[f"ragged/{n}"] for n in _SIDECAR if f"ragged/{n}" in columns}
     shown, experts = media.of_rows(packed), routed.of_rows(packed)
+    turns = columns.get("ragged/turns")
+    ends = columns[OFFSETS["turn"]].tolist() if turns is not None else []
     return [
         Trajectory(
             **{name: column[i] for name, column in values.items()},
@@ -109,6 +111,7 @@ def from_columns(packed: Columns) -> list[Trajectory]:
             version_runs=columns["ragged/version_runs"][runs[i] : runs[i + 1]],
             finish=finish[i],
             reward=rewards[i],
+            turns=None if turns is None else turns[ends[i] : ends[i + 1]],
             media=shown[i],
             routed_experts=experts[i],
         )
@@ -158,25 +161,11 @@ def _version_range(
     return oldest, newest
 
 
-def _turns(
-    mask: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64], prompt_lens: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Who wrote what, from prompt lengths and masks of all rows at once.
-
-    Returns:
-        [turns, 2] (first token of the row, kind), and the [n+1] boundaries of the rows in it.
-    """
-    starts, prompt_ends = offsets[:-1], offsets[:-1] + prompt_lens
-    filled = starts < offsets[1:]
-    changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
-    edges = np.unique(
-        np.concatenate([changes, starts[filled], prompt_ends[prompt_ends < offsets[1:]]])
-    )
-    row = np.searchsorted(offsets, edges, side="right") - 1
-    unsampled = np.where(edges < prompt_ends[row], TURN_GIVEN, TURN_TOOL)
-    kind = np.where(mask[edges] == 1, TURN_SAMPLED, unsampled)
-    first = edges == starts[row]
-    kept = first | (np.diff(kind, prepend=-1) != 0)
-    turns = np.stack([(edges - starts[row])[kept], kind[kept]], axis=1).astype(np.int32)
-    counts = np.bincount(row[kept], minlength=len(starts))
-    return turns, _offsets(counts.tolist())
+def _turns(row: Trajectory) -> npt.NDArray[np.int32]:
+    """[turns, 2] as they were written; without a word of them it is a prompt and a response."""
+    if row.turns is not None:
+        return row.turns.astype(np.int32, copy=False)
+    plain = [(0, TurnKind.GIVEN), (row.prompt_len, TurnKind.SAMPLED)]
+    ends = (row.prompt_len, len(row.token_ids))
+    kept = [turn for turn, end in zip(plain, ends, strict=True) if turn[0] < end]
+    return np.array(kept, np.int32).reshape(-1, 2)
