@@ -1,7 +1,5 @@
 """Builds an actor rank: trainer, checkpoints, what it publishes with, its duties."""
 
-from functools import partial
-
 import torch
 
 from relax_hpc.bus.layout import open_bus
@@ -14,39 +12,28 @@ from relax_hpc.checkpoints.store import Checkpoint, Checkpoints
 from relax_hpc.comm.torch_group import init_torch, own_device
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.training_engine import TrainingEngine
-from relax_hpc.fleet import members
-from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.register import Register
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop
 from relax_hpc.roles.actor.columns import ColumnSource
-from relax_hpc.roles.actor.lease import Lease, OwnGpus, SharedGpus
+from relax_hpc.roles.actor.engines import lease_of, register_of
 from relax_hpc.roles.actor.logprob_check import LogprobCheck
 from relax_hpc.roles.actor.other_ranks import OtherRank
 from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.training.build import trainer_of
-from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights.build import Publishing
 from relax_hpc.weights.publish import Publisher
-from relax_hpc.weights.sleep import Sleep
-from relax_hpc.weights.transport import call_timeout_s
 
 
 def main(
     config: RunConfig, paths: RunPaths, world: World, context: TaskContext, events: EventWriter
 ) -> None:
     """Resumes from the newest checkpoint, if there is one, and trains to the end."""
-    register = Register(
-        paths,
-        lambda: [*config.engines, *members.extras(paths)],
-        partial(_connect, config, RunSecret.read(paths.secret)),
-    )
-    lease = _lease(config, world, register, context, events)
+    register = register_of(config, paths)
+    lease = lease_of(config, world, register, context, events)
     device = own_device(context.local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
@@ -79,21 +66,6 @@ def main(
     lease.close()
     world.barrier()
     torch.distributed.destroy_process_group()
-
-
-def _lease(
-    config: RunConfig, world: World, register: Register, context: TaskContext, events: EventWriter
-) -> Lease:
-    """Returns when the GPUs are free for the trainer. Collective."""
-    if config.rollout.placement != "actor":
-        return OwnGpus()
-    sleep = None
-    if world.rank == 0:
-        sleep = Sleep(
-            register, context.attempt, timeout_s=config.weights.timeout_s,
-            start_timeout_s=config.rollout.start_timeout_s,
-        )  # fmt: skip
-    return SharedGpus(world, sleep, events)
 
 
 def _columns(
@@ -133,13 +105,3 @@ def _rank0(
     if resumed:  # an earlier incarnation may have died before it did
         rank0.release()
     return rank0
-
-
-def _connect(config: RunConfig, secret: RunSecret, member: Member) -> EngineClient:
-    return EngineClient(
-        member.url,
-        secret.engine_token(member.id, member.epoch),
-        timeout_s=call_timeout_s(config.weights.timeout_s),
-        recompute=config.weights.kv_cache == "recompute",
-        has_prefix_cache=not config.rollout.engine_args.get("disable_radix_cache"),
-    )

@@ -8,6 +8,7 @@ from relax_hpc.bus import layout
 from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import build as actor_task
+from relax_hpc.roles.actor import engines
 from relax_hpc.run_secret import RunSecret
 
 
@@ -15,10 +16,8 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
     tmp_path, monkeypatch
 ):
     given = []
-    for name in ("Sequencer", "EngineClient"):
-        monkeypatch.setattr(
-            actor_task, name, lambda *args, _name=name, **kwargs: given.append((args, kwargs))
-        )  # fmt: skip
+    for room, name in ((actor_task, "Sequencer"), (engines, "EngineClient")):
+        monkeypatch.setattr(room, name, lambda *args, **kwargs: given.append((args, kwargs)))
     settings = config(
         schedule__prompts_per_step=6, schedule__over_age="mask", schedule__max_staleness=3,
         bus__keep_steps=5, reference__placement="own", rollout__num_engines=2,
@@ -55,7 +54,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
     assert given[2][1]["position"] is None and len(released) == 1
     given.clear()
     secret = RunSecret.new()
-    actor_task._connect(settings, secret, Member("m", "1", "http://m", 1, "sglang", "HEALTHY"))
+    engines._connect(settings, secret, Member("m", "1", "http://m", 1, "sglang", "HEALTHY"))
     [(at, how)] = given
     assert at == ("http://m", secret.engine_token("m", "1"))
     assert how["recompute"] and how["has_prefix_cache"] and how["timeout_s"] > 40
