@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.model import ModelConfig
+from relax_hpc.config.reward import RewardConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.config.sections import NonNegative, Number, Positive, Section, UserPath
 from relax_hpc.schema import COLUMNS
@@ -31,11 +32,6 @@ class PromptsConfig(Section):
     """Render prompts with the tokenizer's chat template."""
     max_prompt_tokens: Positive = 1024
     """A longer prompt is an error before the job starts."""
-
-
-class RewardConfig(Section):
-    name: Literal["boxed_number", "coin"] = "boxed_number"
-    """Which verifier scores a response; `coin` scores by a hash, to exercise random weights."""
 
 
 class ScheduleConfig(Section):

@@ -1,23 +1,99 @@
-"""Rewards by the name a job gives them."""
+"""Rewards by the name that a job gives them, or by the place of their function."""
 
+import difflib
+import importlib
+import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import boxed_number, coin
 
+GROUP = "relax_hpc.rewards"
+"""Of entry points: a package that is installed offers rewards under names of its own."""
+PLACES = '"file.py:function" or "package.module:function"'
 
-class Reward(NamedTuple):
-    """A verifier, and what it can be asked."""
 
-    score: Callable[[str, str], float]
-    """(text of the response, answer) -> reward."""
+class BuiltIn(NamedTuple):
+    """A reward of this package: the function `score` of a module."""
+
+    module: str
     can_match: Callable[[str], bool]
     """Whether any response would be right for an answer; what never is, teaches nothing."""
     remedy: str
     """What to do about answers that cannot be matched."""
 
 
-REWARDS: dict[str, Reward] = {
-    "boxed_number": Reward(boxed_number.score, boxed_number.can_match, boxed_number.REMEDY),
-    "coin": Reward(coin.score, coin.can_match, ""),
+REWARDS: dict[str, BuiltIn] = {
+    "boxed_number": BuiltIn(boxed_number.__name__, boxed_number.can_match, boxed_number.REMEDY),
+    "coin": BuiltIn(coin.__name__, coin.can_match, ""),
 }
+
+
+def is_plugin(name: str) -> bool:
+    """Whether a reward is somebody else's program."""
+    return name not in REWARDS
+
+
+def absolute(name: str) -> str:
+    """The same reward wherever the job's tasks are started."""
+    place, colon, function = name.rpartition(":")
+    return f"{Path(place).absolute()}:{function}" if colon and place.endswith(".py") else name
+
+
+def place_of(name: str) -> str:
+    """Where a reward's function is: "file.py:function" or "package.module:function".
+
+    Args:
+        name: in the table above, of an entry point, or such a place.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name in REWARDS:
+        return f"{REWARDS[name].module}:score"
+    if ":" in name:
+        return name
+    offered = {each.name: each.value for each in entry_points(group=GROUP)}
+    if name in offered:
+        return offered[name]
+    near = difflib.get_close_matches(name, known := [*REWARDS, *offered], 1)
+    hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)},"
+    raise ConfigError(
+        f"reward.name = {name!r}: no such reward; {hint} or name a function: {PLACES}"
+    )
+
+
+def function_of(place: str) -> Callable[..., Any]:
+    """Imports a reward. Only worker processes do this with a plugin.
+
+    Raises:
+        Exception: whatever the import raises.
+    """
+    module, _, name = place.rpartition(":")
+    found = _file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    function: Callable[..., Any] = getattr(found, name)
+    if not callable(function):
+        raise TypeError(f"{name} is no function")
+    return function
+
+
+def pools_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Names of the engine pools that a reward says it asks: `pools` of its module."""
+    module = importlib.import_module(function.__module__)
+    return tuple(getattr(module, "pools", ()))
+
+
+def _file(path: Path) -> object:
+    import sys
+
+    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(path.parent))  # files beside it can be imported
+    spec.loader.exec_module(module)
+    return module

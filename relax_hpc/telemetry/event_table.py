@@ -90,6 +90,15 @@ EVENTS: dict[str, EventKind] = {
             "reward/...": "mean",
         },
     ),
+    "reward_errors": EventKind(
+        "rollout",
+        "rewards failed, and are 0",
+        {
+            "num_samples": "scored since the last such event",
+            "num_errors": "those of them that failed",
+            "first": "why the first did",
+        },
+    ),
     "eval": EventKind(
         "rollout",
         "this task's share of an evaluation, to be added up over tasks",

@@ -1,0 +1,19 @@
+"""How responses are scored."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from relax_hpc.config.sections import Number, Positive, Section
+
+
+class RewardConfig(Section):
+    name: str = "boxed_number"
+    """Who scores a response: boxed_number, coin (by a hash, to exercise random weights), or your
+    own "file.py:function" or "package.module:function"; see docs/rewards.md."""
+    deadline_s: Annotated[Number, Field(gt=0)] = 10.0
+    """Seconds for one sample, or one group if the reward sees it whole; later is 0 and an error."""
+    memory_gib: Annotated[Number, Field(ge=0.25)] = 2.0
+    """Memory of a process that scores; it is replaced when it keeps half of that."""
+    workers: Positive = 2
+    """Processes of each rollout task that score, beside a spare one."""

@@ -1,0 +1,188 @@
+"""What a reward is given, what it gives back, and which functions are one."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from relax_hpc.errors import ConfigError, first_line
+
+_SHOWN_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One response to a prompt."""
+
+    response: str
+    """Text, without special tokens."""
+    prompt: str | Sequence[Mapping[str, Any]] = ""
+    """Text or chat messages, as in the data."""
+    answer: str = ""
+    """As in the data."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What else the line of the data holds."""
+    finish: str = "stop"
+    """`stop`, or `length` if the response was cut."""
+    num_tokens: int = 0
+    """Of the response."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The reward of a sample."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named numbers that the value was made of."""
+    error: str | None = None
+    """Why there is none; the value is 0 then."""
+
+
+class Engine(Protocol):
+    """A pool of engines that a reward may ask."""
+
+    async def generate(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+    ) -> str:
+        """The text of one response to a text, or to chat messages."""
+        ...
+
+
+Engines = Mapping[str, Engine]
+"""By the name of the pool."""
+
+
+class Kind(NamedTuple):
+    """How a reward wants to be called."""
+
+    sees_group: bool
+    """All siblings at once; else it is called for each."""
+    is_async: bool
+    """It waits for others, so that a worker process calls it for many at a time."""
+    asks_engines: bool
+
+
+FIELDS = tuple(Sample.__dataclass_fields__)
+TAKES = f"`group`, `sample`, `engines`, or fields of a sample ({', '.join(FIELDS)})"
+
+
+def kind_of(function: Callable[..., Any]) -> Kind:
+    """How to call a reward: each of its parameters gets what its name says.
+
+    Raises:
+        ConfigError: a parameter has another name, or nothing of a sample is asked for.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    asked = {each.name for each in parameters if each.default is each.empty and _is_plain(each)}
+    asked |= {each.name for each in parameters if each.name in ("engines", *FIELDS)}
+    odd = [str(each) for each in parameters if not _is_plain(each)]
+    odd += sorted(asked - {"group", "sample", "engines", *FIELDS})
+    if odd:
+        raise ConfigError(f"takes `{odd[0]}`, which nothing is known for; it may take {TAKES}")
+    given = asked - {"engines"}
+    if not given or ("group" in given and len(given) > 1):
+        raise ConfigError(
+            f"takes ({', '.join(sorted(asked))}); let it take `group` alone, or {TAKES}"
+        )
+    return Kind("group" in given, inspect.iscoroutinefunction(function), "engines" in asked)
+
+
+def _is_plain(parameter: inspect.Parameter) -> bool:
+    return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+class Reward:
+    """A function that scores, of whatever kind, called for a whole group."""
+
+    def __init__(self, function: Callable[..., Any], engines: Engines) -> None:
+        self.kind = kind_of(function)
+        self._function, self._engines = function, engines
+        self._names = [n for n in inspect.signature(function).parameters if n in FIELDS]
+        self._takes_sample = "sample" in inspect.signature(function).parameters
+
+    async def __call__(
+        self, group: Sequence[Sample], deadline_s: float, begin: Callable[[int], None]
+    ) -> list[Score]:
+        """Scores of all; what raises, or takes too long in an await, is a score with an error.
+
+        Args:
+            group: siblings of one prompt.
+            deadline_s: of each call.
+            begin: is told which sample comes next, where one comes after the other.
+        """
+        if self.kind.sees_group:
+            begin(0)
+            return await self._of_group(group, deadline_s)
+        if self.kind.is_async:
+            return await asyncio.gather(*(self._of_sample(each, deadline_s) for each in group))
+        scores = []
+        for number, sample in enumerate(group):
+            begin(number)
+            scores.append(await self._of_sample(sample, deadline_s))
+        return scores
+
+    async def _of_group(self, group: Sequence[Sample], deadline_s: float) -> list[Score]:
+        try:
+            given = list(await self._call({"group": group}, deadline_s))
+            if len(given) != len(group):
+                raise ValueError(f"gave {len(given)} scores for {len(group)} samples")
+            return [as_score(each) for each in given]
+        except Exception as error:  # a program of somebody else's
+            return [Score(0.0, error=_words(error, deadline_s))] * len(group)
+
+    async def _of_sample(self, sample: Sample, deadline_s: float) -> Score:
+        arguments: dict[str, Any] = {name: getattr(sample, name) for name in self._names}
+        if self._takes_sample:
+            arguments["sample"] = sample
+        try:
+            return as_score(await self._call(arguments, deadline_s))
+        except Exception as error:  # a program of somebody else's
+            return Score(0.0, error=_words(error, deadline_s))
+
+    async def _call(self, arguments: dict[str, Any], deadline_s: float) -> Any:  # noqa: ANN401
+        if self.kind.asks_engines:
+            arguments["engines"] = self._engines
+        given = self._function(**arguments)
+        if isinstance(given, Awaitable):
+            async with asyncio.timeout(deadline_s):
+                return await given
+        return given
+
+
+def as_score(given: object) -> Score:
+    """What a reward returned for one sample, as a score.
+
+    Raises:
+        TypeError: it is neither a number nor a score.
+        ValueError: it is not finite.
+    """
+    score = given if isinstance(given, Score) else Score(_number(given))
+    value = _number(score.value)
+    parts = {str(name): _number(part) for name, part in score.parts.items()}
+    for name, number in {"the reward": value, **parts}.items():
+        if not math.isfinite(number):
+            raise ValueError(f"{name} is {number}")
+    return Score(value, parts, None if score.error is None else _cut(str(score.error)))
+
+
+def _number(given: object) -> float:
+    if isinstance(given, str) or not hasattr(type(given), "__float__"):
+        raise TypeError(f"gave {_cut(repr(given))}, which is no number")
+    return float(given)  # type: ignore[arg-type]
+
+
+def _words(error: Exception, deadline_s: float) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"took longer than {deadline_s:g} s"
+    return _cut(f"{type(error).__name__}: {first_line(error)}")
+
+
+def _cut(text: str) -> str:
+    return text[:_SHOWN_CHARACTERS]

@@ -1,0 +1,258 @@
+"""A worker process as its owner sees it: started, asked, watched, and ended as a whole."""
+
+import asyncio
+import itertools
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import psutil
+
+from relax_hpc.errors import ConfigError, EngineLostError
+from relax_hpc.rewards.contract import FIELDS, Kind, Sample, Score
+from relax_hpc.rewards.worker import PROGRESS
+
+START_S = 120.0
+"""For a worker to import its reward."""
+GRACE_S = 0.5
+"""Beyond the deadline, for a worker that keeps it itself."""
+MOST_REPLY_BYTES = 16 << 20
+"""Of an answer; more is nonsense."""
+
+
+class Limits(NamedTuple):
+    """What a worker may take."""
+
+    deadline_s: float
+    """Per sample; of a reward that sees the group, per group."""
+    memory_bytes: int
+
+
+class WorkerLostError(EngineLostError):
+    """A worker process ended, hung or answered nonsense, before it had scored a group."""
+
+    def __init__(self, reason: str, guilty: int | None) -> None:
+        super().__init__(reason)
+        self.guilty = guilty
+        """Number of the sample that was under way, if it is known."""
+
+
+class Worker:
+    """One process, which has imported a reward."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        progress: mmap.mmap,
+        limits: Limits,
+    ) -> None:
+        self.pid, self.resident_bytes = process.pid, 0
+        self._process, self._progress, self._limits = process, progress, limits
+        self._reader, self._writer = streams
+        self._created = _created(process.pid)
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[list[Score]]] = {}
+        self._lost = ""
+        self._listening: asyncio.Task[None] | None = None
+        self._watching = asyncio.create_task(self._watch())
+        self.kind = Kind(sees_group=False, is_async=False, asks_engines=False)
+        self.pools: tuple[str, ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be asked more: it is there, and has not grown."""
+        return not self._lost and self.resident_bytes < self._limits.memory_bytes / 2
+
+    async def drained(self) -> None:
+        """Waits until nobody waits for its replies."""
+        while self._waiting:
+            await asyncio.wait(list(self._waiting.values()))
+            await asyncio.sleep(0)
+
+    @classmethod
+    async def start(cls, place: str, limits: Limits, run_dir: Path | None = None) -> Self:
+        """Starts a process in a session of its own and waits until it has imported the reward.
+
+        Raises:
+            ConfigError: the reward cannot be imported, or takes what nobody can give it.
+        """
+        ours, theirs = socket.socketpair()
+        page = os.memfd_create("reward-progress")
+        try:
+            os.ftruncate(page, PROGRESS.size)
+            progress = mmap.mmap(page, PROGRESS.size)
+            numbers = (os.getpid(), theirs.fileno(), page, limits.memory_bytes, limits.deadline_s)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-m", "relax_hpc.rewards.worker", *map(str, numbers), place),
+                "" if run_dir is None else str(run_dir),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(), page),
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            )
+        finally:
+            theirs.close()
+            os.close(page)
+        streams = await asyncio.open_connection(sock=ours, limit=MOST_REPLY_BYTES)
+        worker = cls(process, streams, progress, limits)
+        try:
+            await worker._meet()
+        except BaseException:
+            await worker.end()
+            raise
+        return worker
+
+    async def ask(self, group: Sequence[Sample]) -> list[Score]:
+        """Scores of a group.
+
+        Raises:
+            WorkerLostError: the process is gone; it has been ended if it was not.
+        """
+        number = next(self._ids)
+        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            if not self._lost:
+                self._progress[:] = PROGRESS.pack(-1, time.monotonic())
+                message = {"id": number, "group": [_fields(each) for each in group]}
+                self._writer.write(json.dumps(message).encode() + b"\n")
+                await self._within_deadline(reply, len(group))
+            if reply.done() and (scores := reply.result()):
+                return scores
+            raise WorkerLostError(self._lost, self._guilty(len(group)))
+        finally:
+            del self._waiting[number]
+            reply.cancel()
+
+    async def end(self) -> None:
+        """Kills the process, its session and whatever else it has started, and waits for it."""
+        self._lose("was ended")
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGSTOP)  # it starts nobody while we look
+        await asyncio.to_thread(_kill_family, self.pid, self._created)
+        await self._process.wait()
+        await self._watching
+        if self._listening:
+            self._listening.cancel()
+        self._writer.close()
+
+    async def _meet(self) -> None:
+        try:
+            async with asyncio.timeout(START_S):
+                said = json.loads(await self._reader.readline())
+        except TimeoutError:
+            raise ConfigError(f"its import takes longer than {START_S:g} s") from None
+        except (ValueError, ConnectionError):
+            await asyncio.sleep(0)
+            raise ConfigError(f"its import {self._lost or 'ended the process'}") from None
+        if "refused" in said:
+            raise ConfigError(said["refused"])
+        self.kind, self.pools = Kind(*said["kind"]), tuple(said["pools"])
+        self._listening = asyncio.create_task(self._listen())
+
+    async def _within_deadline(self, reply: "asyncio.Future[list[Score]]", count: int) -> None:
+        """Waits for a reply as long as each sample is in time; loses the worker otherwise."""
+        begun, deadline_s = time.monotonic(), self._limits.deadline_s
+        last = begun + deadline_s * count + GRACE_S
+        end = begun + deadline_s
+        while not reply.done():
+            left = min(end, last) + GRACE_S * self.kind.is_async - time.monotonic()
+            if left <= 0:
+                self._lose(f"took longer than {deadline_s:g} s")
+                return
+            await asyncio.wait([reply], timeout=left)
+            if not self.kind.is_async:
+                end = max(end, PROGRESS.unpack(self._progress[:])[1] + deadline_s)
+
+    def _guilty(self, count: int) -> int | None:
+        number: int = PROGRESS.unpack(self._progress[:])[0]
+        return number if not self.kind.is_async and 0 <= number < count else None
+
+    async def _listen(self) -> None:
+        """Hands replies to those who wait for them."""
+        try:
+            while line := await self._reader.readline():
+                self._take(json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self._lose("answered nonsense")
+        except OSError:
+            pass
+        self._lose("closed its end")
+
+    def _take(self, said: dict[str, Any]) -> None:
+        scores = [Score(float(value), dict(parts), error) for value, parts, error in said["scores"]]
+        self.resident_bytes = int(said["resident_bytes"])
+        reply = self._waiting.get(said["id"])
+        if reply and not reply.done():
+            reply.set_result(scores)
+
+    async def _watch(self) -> None:
+        # A socket does not say that a process ended while its children hold the other end.
+        code = await self._process.wait()
+        ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        self._lose(f"the process {ended}")
+
+    def _lose(self, reason: str) -> None:
+        """Nothing more is expected of this process."""
+        self._lost = self._lost or reason
+        for reply in self._waiting.values():
+            if not reply.done():
+                reply.set_result([])
+
+
+def _fields(sample: Sample) -> dict[str, Any]:
+    return {name: getattr(sample, name) for name in FIELDS}  # asdict copies what is below
+
+
+def _created(pid: int) -> float:
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return 0.0
+
+
+def _kill_family(leader: int, created: float) -> None:
+    """Kills a process, all in its session and all that descend from it, and nobody else.
+
+    What left the session is found while the leader, to whom orphans below it return, is there.
+    """
+    family = set[psutil.Process]()
+    for _ in range(10):  # those found may have started others
+        found = set(_family(leader, created)) - family
+        for process in found:
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+        family |= found
+        if not found:
+            break
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _family(leader: int, created: float) -> list[psutil.Process]:
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(leader)
+        if process.create_time() != created:  # the number is another's: nobody of ours is left
+            return []
+        found = [process, *process.children(recursive=True)]
+    return [*found, *(each for each in psutil.process_iter() if _is_of_session(each, leader))]
+
+
+def _is_of_session(process: psutil.Process, leader: int) -> bool:
+    try:
+        return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False

@@ -1,0 +1,224 @@
+"""Scores groups in worker processes. The loop that feeds the engines only hands over and waits."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from relax_hpc.config.reward import RewardConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import registry
+from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.rewards.process import Limits, Worker, WorkerLostError
+from relax_hpc.telemetry.events import EventWriter
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+GROUPS_PER_WORKER = 64
+"""That one process has under way of a reward which waits for others."""
+SAY_EVERY_S = 30.0
+"""Between two lines of log, and two events, about rewards that failed."""
+STARTS, START_AGAIN_S = 5, 2.0
+"""Attempts to replace a worker, and seconds between them."""
+
+
+class Scorer:
+    """A reward, in as many processes as it may have, and one more to take the place of a loss.
+
+    A sample whose score raises, hangs, or takes its process along has 0 and an error. As a context
+    manager it ends every process at the end.
+    """
+
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        run_dir: Path | None = None,
+        events: EventWriter | None = None,
+    ) -> None:
+        """`run_dir` is where engines of the run are found; errors are counted in `events`."""
+        self._name, self._num_workers, self._run_dir = config.name, config.workers, run_dir
+        self._limits = limits_of(config)
+        self._place, self._places_per_worker, self._sees_group = "", 1, False
+        self._free = asyncio.Queue[Worker]()
+        """A worker is in it once for each group that it can take."""
+        self._workers, self._retired = set[Worker](), set[Worker]()
+        self._spare: asyncio.Task[Worker] | None = None
+        self._background = set[asyncio.Task[Any]]()
+        self._one_alone = asyncio.Lock()
+        self._report = _Report(events)
+
+    async def __aenter__(self) -> Self:
+        self._place = registry.place_of(self._name)
+        try:
+            first = await self._start()
+            self._places_per_worker = GROUPS_PER_WORKER if first.kind.is_async else 1
+            self._sees_group = first.kind.sees_group
+            rest = [await self._start() for _ in range(self._num_workers - 1)]
+        except ConfigError as error:
+            await self.__aexit__()
+            raise ConfigError(f"reward.name = {self._name!r}: {error}; correct it") from None
+        for _ in range(self._places_per_worker):
+            for worker in (first, *rest):
+                self._free.put_nowait(worker)
+        self._spare = asyncio.create_task(self._start_again())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        tasks = [*self._background, *([self._spare] if self._spare else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.end() for worker in self._workers))
+        self._report.send()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that there are now."""
+        return [worker.pid for worker in self._workers]
+
+    async def score(self, group: Sequence[Sample]) -> list[Score]:
+        """Scores the siblings of a prompt.
+
+        Who is cancelled leaves the worker to finish what it has begun, for nobody.
+        """
+        if not group:
+            return []
+        scores = await asyncio.shield(self._in_background(self._score(group)))
+        self._report.add(scores)
+        return scores
+
+    async def _score(self, group: Sequence[Sample]) -> list[Score]:
+        done = dict[int, Score]()
+        while open_ := [number for number in range(len(group)) if number not in done]:
+            asked = [group[number] for number in open_]
+            async with self._place_at_worker() as worker:
+                try:
+                    done |= zip(open_, await worker.ask(asked), strict=True)
+                    continue
+                except WorkerLostError as error:
+                    lost = error
+            zero = Score(0.0, error=str(lost))
+            if self._places_per_worker > 1:  # it may have been another group
+                return await self._alone(group)
+            if self._sees_group:
+                return [zero] * len(group)
+            done[open_[lost.guilty or 0]] = zero
+        return [done[number] for number in range(len(group))]
+
+    async def _alone(self, group: Sequence[Sample]) -> list[Score]:
+        """Scores in a process where there is nobody else to harm: samples one by one."""
+        parts = [group] if self._sees_group else [[sample] for sample in group]
+        scores, worker = list[Score](), None
+        async with self._one_alone:
+            for part in parts:
+                worker = worker or await self._start_again()
+                try:
+                    scores += await worker.ask(part)
+                except WorkerLostError as error:
+                    scores += [Score(0.0, error=str(error))] * len(part)
+                    await self._end(worker)
+                    worker = None
+            if worker:
+                await self._end(worker)
+        return scores
+
+    @asynccontextmanager
+    async def _place_at_worker(self) -> AsyncIterator[Worker]:
+        worker = await self._free.get()
+        while not worker.usable:
+            self._retire(worker)
+            worker = await self._free.get()
+        try:
+            yield worker
+        finally:
+            if worker.usable:
+                self._free.put_nowait(worker)
+            else:
+                self._retire(worker)
+
+    def _retire(self, worker: Worker) -> None:
+        """Replaces a worker that is lost, or has grown; once, however many say so."""
+        if worker not in self._retired:
+            self._retired.add(worker)
+            spare = self._spare or asyncio.create_task(self._start_again())
+            self._spare = asyncio.create_task(self._start_again())
+            self._in_background(self._replace(worker, spare))
+
+    async def _replace(self, worker: Worker, spare: "asyncio.Task[Worker]") -> None:
+        successor = await spare
+        for _ in range(self._places_per_worker):
+            self._free.put_nowait(successor)
+        await worker.drained()
+        await self._end(worker)
+
+    async def _start(self) -> Worker:
+        worker = await Worker.start(self._place, self._limits, self._run_dir)
+        self._workers.add(worker)
+        return worker
+
+    async def _start_again(self) -> Worker:
+        for _ in range(STARTS - 1):
+            try:
+                return await self._start()
+            except (ConfigError, OSError) as error:
+                log.warning("a process for rewards does not start: %s", error)
+                await asyncio.sleep(START_AGAIN_S)
+        return await self._start()
+
+    async def _end(self, worker: Worker) -> None:
+        await asyncio.shield(worker.end())
+        self._workers.discard(worker)
+        self._retired.discard(worker)
+
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+
+class _Report:
+    """Counts errors, and says so now and then."""
+
+    def __init__(self, events: EventWriter | None) -> None:
+        self._events, self._said_at = events, -SAY_EVERY_S
+        self._samples = self._errors = 0
+        self._first = ""
+
+    def add(self, scores: Sequence[Score]) -> None:
+        errors = [score.error for score in scores if score.error is not None]
+        self._samples += len(scores)
+        self._errors += len(errors)
+        self._first = self._first or next(iter(errors), "")
+        if time.monotonic() - self._said_at >= SAY_EVERY_S:
+            self.send()
+
+    def send(self) -> None:
+        """Says what failed since the last time, if something did."""
+        if not self._errors:
+            return
+        log.warning(
+            "%d of %d rewards failed and are 0; the first: %s",
+            self._errors,
+            self._samples,
+            self._first,
+        )
+        if self._events:
+            self._events.emit(
+                "reward_errors",
+                num_samples=self._samples,
+                num_errors=self._errors,
+                first=self._first,
+            )
+        self._samples, self._errors, self._first = 0, 0, ""
+        self._said_at = time.monotonic()
+
+
+def limits_of(config: RewardConfig) -> Limits:
+    """What the processes of a reward may take."""
+    return Limits(config.deadline_s, int(config.memory_gib * (1 << 30)))

@@ -1,0 +1,232 @@
+"""Rewards in worker processes: what they may do, and whom it costs."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import hostile
+import psutil
+import pytest
+
+from relax_hpc.config.reward import RewardConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import trial
+from relax_hpc.rewards.contract import Sample, Score, kind_of
+from relax_hpc.rewards.scorer import Scorer
+
+PLUGIN = Path(hostile.__file__)
+DEADLINE_S = 1.0
+
+
+def reward(function, **settings):
+    settings = {"deadline_s": DEADLINE_S, "memory_gib": 0.5, "workers": 2} | settings
+    return RewardConfig(name=f"{PLUGIN}:{function}", **settings)
+
+
+def family():
+    """Processes below this one, whatever became of those between."""
+    return {each.pid for each in psutil.Process().children(recursive=True)}
+
+
+def scores_of(config, *groups, **settings):
+    """Scores of groups of responses, all asked for at once."""
+
+    async def score():
+        async with Scorer(config, **settings) as scorer:
+            samples = [[Sample(response, answer="a") for response in group] for group in groups]
+            return await asyncio.gather(*map(scorer.score, samples))
+
+    before = family()
+    scores = asyncio.run(score())
+    assert family() <= before, "no process is left"
+    return scores
+
+
+def values(scores):
+    return [score.value for score in scores]
+
+
+def test_a_reward_may_be_called_with_a_sample_its_fields_or_the_group():
+    assert values(scores_of(reward("ranks"), ["a", "abc", "ab"])[0]) == [0, 1, 0]
+    [[score]] = scores_of(reward("parts"), ["a"])
+    assert score == Score(3.0, {"right": 1.0, "short": 2.0})
+    [[score]] = scores_of(reward("awaited"), ["abc"])
+    assert score == Score(3.0)
+
+
+def test_built_in_rewards_score_in_a_process_of_their_own_without_torch():
+    config = RewardConfig(name="boxed_number", workers=1)
+    assert values(scores_of(config, [r"\boxed{7}", "7"])[0]) == [0, 0]
+    [[score]] = scores_of(reward("has_torch"), ["a"])
+    assert score == Score(0.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("hang", "took longer than 1 s"),
+        ("power", "took longer than 1 s"),
+        ("blocked", "took longer than 1 s"),
+        ("fork", "took longer than 1 s"),
+        ("exit", "ended with 3"),
+        ("sys.exit", "ended with"),
+        ("orphan", "ended with 0"),
+        ("segfault", "SIGSEGV"),
+        ("raise", "ZeroDivisionError: division by zero"),
+        ("memory", "MemoryError"),
+        ("socket", "nonsense"),
+    ],
+)
+def test_a_bad_sample_costs_itself_and_no_sibling(response, error):
+    begun = time.monotonic()
+    [scores] = scores_of(reward("by_order", workers=1), ["four", response, "seventy"])
+    assert (scores[0], scores[2]) == (Score(4.0), Score(7.0))
+    assert scores[1].value == 0 and error in (scores[1].error or "")
+    assert time.monotonic() - begun < DEADLINE_S + 10
+
+
+@pytest.mark.parametrize("response", sorted(hostile.HARMLESS))
+def test_what_a_reward_prints_or_forks_does_not_reach_its_owner(response):
+    [scores, after] = scores_of(reward("by_order", workers=1), [response], ["ab"])
+    assert scores[0].error is None and after == [Score(2.0)]
+
+
+def test_bad_samples_among_many_cost_themselves_within_the_deadline():
+    bad = ["hang", "exit", "raise", "memory", "blocked", "fork", "orphan", "segfault"]
+    groups = [["x" * (n % 30 + 1) for n in range(i, i + 8)] for i in range(250)]
+    for number, response in enumerate(5 * bad):
+        groups[number * 6][number % 8] = response
+    begun = time.monotonic()
+    found = scores_of(reward("by_order", deadline_s=0.5), *groups)
+    assert time.monotonic() - begun < 40 * 1.5 + 10
+    for group, scores in zip(groups, found, strict=True):
+        for response, score in zip(group, scores, strict=True):
+            if response in bad:
+                assert score.value == 0 and score.error
+            else:
+                assert score == Score(float(len(response)))
+
+
+def test_a_group_reward_that_dies_costs_the_group():
+    [lost, kept] = scores_of(reward("ranks"), ["a", "exit"], ["a", "bc"])
+    assert values(lost) == [0, 0] and all("ended with 3" in score.error for score in lost)
+    assert kept == [Score(0.0), Score(1.0)]
+
+
+@pytest.mark.parametrize("response", ["hang", "exit", "blocked"])
+def test_an_awaited_reward_costs_itself_whoever_shares_its_process(response):
+    groups = [["ab", "abc"] for _ in range(20)]
+    groups[3] = ["ab", response]
+    found = scores_of(reward("awaited", workers=1), *groups)
+    assert found[3][1].error and found[3][0] == Score(2.0)
+    assert [each for n, each in enumerate(found) if n != 3] == 19 * [[Score(2.0), Score(3.0)]]
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [("text", "no number"), ("nan", "is nan"), ("too_few", "1 scores for 2")],
+)
+def test_what_is_no_score_is_an_error(function, error):
+    [scores] = scores_of(reward(function, workers=1), ["a", "b"])
+    assert all(score.value == 0 and error in score.error for score in scores)
+
+
+def test_a_response_of_ten_megabytes_is_scored():
+    [[score]] = scores_of(reward("by_order", workers=1, deadline_s=10), ["é" * 10_000_000])
+    assert score == Score(1e7)
+
+
+def test_the_loop_goes_on_while_a_reward_hangs():
+    async def ticks():
+        async with Scorer(reward("by_order", workers=1)) as scorer:
+            hanging = asyncio.create_task(scorer.score([Sample("hang")]))
+            count = 0
+            while not hanging.done():
+                await asyncio.sleep(0.01)
+                count += 1
+            return count
+
+    assert asyncio.run(ticks()) > 30
+
+
+def test_a_cancelled_group_leaves_its_worker_to_the_others():
+    async def cancel():
+        async with Scorer(reward("by_order", workers=1)) as scorer:
+            pids = scorer.pids
+            task = asyncio.create_task(scorer.score([Sample("abc")] * 100))
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await scorer.score([Sample("abc")]) == [Score(3.0)]
+            assert set(pids) <= set(scorer.pids)
+
+    asyncio.run(cancel())
+
+
+def test_nobody_is_left_when_it_is_closed_while_busy():
+    async def close():
+        async with Scorer(reward("by_order", deadline_s=1000)) as scorer:
+            for response in ("hang", "fork", "blocked"):
+                asyncio.create_task(scorer.score([Sample(response)]))
+            await asyncio.sleep(0.3)
+
+    before, begun = family(), time.monotonic()
+    asyncio.run(close())
+    assert family() <= before
+    assert time.monotonic() - begun < 20
+
+
+def test_a_process_that_keeps_memory_is_replaced():
+    async def replaced():
+        async with Scorer(RewardConfig(name="coin", workers=1)) as scorer:
+            [first] = [w for w in scorer._workers if w.pid in scorer.pids][:1]
+            await scorer.score([Sample("a")])
+            first.resident_bytes = 2 << 30
+            for _ in range(3):
+                await scorer.score([Sample("a")])
+            await asyncio.sleep(1)
+            return first.pid, scorer.pids
+
+    pid, left = asyncio.run(replaced())
+    assert pid not in left and left
+
+
+def test_fields_of_a_sample_are_given_by_name():
+    sample = Sample("ab", answer="a", metadata={"suffix": "b"})
+
+    async def score():
+        async with Scorer(reward("with_fields", workers=1)) as scorer:
+            return await scorer.score([sample])
+
+    assert asyncio.run(score()) == [Score(1.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (f"{PLUGIN}:odd", "takes `reference_text`"),
+        (f"{PLUGIN}:absent", "has no attribute 'absent'"),
+        ("no_such.module:score", "No module named 'no_such'"),
+        ("absent.py:score", "No such file"),
+        ("boxed_nmber", "did you mean 'boxed_number'?"),
+        (f"{PLUGIN}:text", "no number"),
+    ],
+)
+def test_a_reward_that_does_not_work_is_refused_by_name(name, words):
+    with pytest.raises(ConfigError) as refused:
+        trial.check(RewardConfig(name=name), Sample("1", answer="1"))
+    assert words in str(refused.value) and f"reward.name = {name!r}" in str(refused.value)
+
+
+def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
+    for response, words in (("hang", "took longer than 1 s"), ("exit", "ended with 3")):
+        with pytest.raises(ConfigError, match=words):
+            trial.check(reward("by_order"), Sample(response))
+    trial.check(reward("by_order"), Sample("abc"))
+
+
+def test_the_kind_of_a_reward_is_in_its_parameters():
+    assert kind_of(hostile.ranks) == (True, False, False)
+    assert kind_of(hostile.judged) == (True, True, True)
+    assert kind_of(hostile.with_fields) == (False, False, False)
