@@ -27,6 +27,7 @@ from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
+from relax_hpc.rewards import registry as rewards
 from relax_hpc.roles import table
 from relax_hpc.run_secret import RunSecret
 
@@ -155,6 +156,8 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
         rollout = config.rollout.model_copy(update={"environment": environment})
         train = {"train": config.prompts.train.absolute()}
         resolved |= {"rollout": rollout, "prompts": config.prompts.model_copy(update=train)}
+        reward = rewards.absolute(config.reward.name)
+        resolved["reward"] = config.reward.model_copy(update={"name": reward})
         resolved["eval"] = {
             name: each.model_copy(update={"path": each.path.absolute()})
             for name, each in config.eval.items()

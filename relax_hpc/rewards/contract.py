@@ -5,7 +5,7 @@ import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from relax_hpc.errors import ConfigError, first_line
 
@@ -25,7 +25,7 @@ class Sample:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """What else the line of the data holds."""
     finish: str = "stop"
-    """`stop`, or `length` if the response was cut."""
+    """How it ended: `stop`, `length` (it was cut), or `abort`."""
     num_tokens: int = 0
     """Of the response."""
 
@@ -41,24 +41,6 @@ class Score:
     """Why there is none; the value is 0 then."""
 
 
-class Engine(Protocol):
-    """A pool of engines that a reward may ask."""
-
-    async def generate(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
-    ) -> str:
-        """The text of one response to a text, or to chat messages."""
-        ...
-
-
-Engines = Mapping[str, Engine]
-"""By the name of the pool."""
-
-
 class Kind(NamedTuple):
     """How a reward wants to be called."""
 
@@ -66,11 +48,10 @@ class Kind(NamedTuple):
     """All siblings at once; else it is called for each."""
     is_async: bool
     """It waits for others, so that a worker process calls it for many at a time."""
-    asks_engines: bool
 
 
 FIELDS = tuple(Sample.__dataclass_fields__)
-TAKES = f"`group`, `sample`, `engines`, or fields of a sample ({', '.join(FIELDS)})"
+TAKES = f"`group`, `sample`, or fields of a sample ({', '.join(FIELDS)})"
 
 
 def kind_of(function: Callable[..., Any]) -> Kind:
@@ -81,17 +62,16 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     """
     parameters = inspect.signature(function).parameters.values()
     asked = {each.name for each in parameters if each.default is each.empty and _is_plain(each)}
-    asked |= {each.name for each in parameters if each.name in ("engines", *FIELDS)}
+    asked |= {each.name for each in parameters if each.name in FIELDS}
     odd = [str(each) for each in parameters if not _is_plain(each)]
-    odd += sorted(asked - {"group", "sample", "engines", *FIELDS})
+    odd += sorted(asked - {"group", "sample", *FIELDS})
     if odd:
         raise ConfigError(f"takes `{odd[0]}`, which nothing is known for; it may take {TAKES}")
-    given = asked - {"engines"}
-    if not given or ("group" in given and len(given) > 1):
+    if not asked or ("group" in asked and len(asked) > 1):
         raise ConfigError(
             f"takes ({', '.join(sorted(asked))}); let it take `group` alone, or {TAKES}"
         )
-    return Kind("group" in given, inspect.iscoroutinefunction(function), "engines" in asked)
+    return Kind("group" in asked, inspect.iscoroutinefunction(function))
 
 
 def _is_plain(parameter: inspect.Parameter) -> bool:
@@ -101,9 +81,9 @@ def _is_plain(parameter: inspect.Parameter) -> bool:
 class Reward:
     """A function that scores, of whatever kind, called for a whole group."""
 
-    def __init__(self, function: Callable[..., Any], engines: Engines) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.kind = kind_of(function)
-        self._function, self._engines = function, engines
+        self._function = function
         self._names = [n for n in inspect.signature(function).parameters if n in FIELDS]
         self._takes_sample = "sample" in inspect.signature(function).parameters
 
@@ -134,7 +114,7 @@ class Reward:
             if len(given) != len(group):
                 raise ValueError(f"gave {len(given)} scores for {len(group)} samples")
             return [as_score(each) for each in given]
-        except Exception as error:  # a program of somebody else's
+        except Exception as error:  # noqa: BLE001 - a program of somebody else's
             return [Score(0.0, error=_words(error, deadline_s))] * len(group)
 
     async def _of_sample(self, sample: Sample, deadline_s: float) -> Score:
@@ -143,12 +123,10 @@ class Reward:
             arguments["sample"] = sample
         try:
             return as_score(await self._call(arguments, deadline_s))
-        except Exception as error:  # a program of somebody else's
+        except Exception as error:  # noqa: BLE001 - a program of somebody else's
             return Score(0.0, error=_words(error, deadline_s))
 
     async def _call(self, arguments: dict[str, Any], deadline_s: float) -> Any:  # noqa: ANN401
-        if self.kind.asks_engines:
-            arguments["engines"] = self._engines
         given = self._function(**arguments)
         if isinstance(given, Awaitable):
             async with asyncio.timeout(deadline_s):

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import psutil
@@ -22,8 +21,11 @@ from relax_hpc.rewards.worker import PROGRESS
 
 START_S = 120.0
 """For a worker to import its reward."""
+END_S = 0.5
+"""For a process to be gone that has closed its end."""
 GRACE_S = 0.5
 """Beyond the deadline, for a worker that keeps it itself."""
+NONSENSE = "answered nonsense"
 MOST_REPLY_BYTES = 16 << 20
 """Of an answer; more is nonsense."""
 
@@ -64,8 +66,7 @@ class Worker:
         self._lost = ""
         self._listening: asyncio.Task[None] | None = None
         self._watching = asyncio.create_task(self._watch())
-        self.kind = Kind(sees_group=False, is_async=False, asks_engines=False)
-        self.pools: tuple[str, ...] = ()
+        self.kind = Kind(sees_group=False, is_async=False)
 
     @property
     def usable(self) -> bool:
@@ -79,7 +80,7 @@ class Worker:
             await asyncio.sleep(0)
 
     @classmethod
-    async def start(cls, place: str, limits: Limits, run_dir: Path | None = None) -> Self:
+    async def start(cls, place: str, limits: Limits) -> Self:
         """Starts a process in a session of its own and waits until it has imported the reward.
 
         Raises:
@@ -88,13 +89,13 @@ class Worker:
         ours, theirs = socket.socketpair()
         page = os.memfd_create("reward-progress")
         try:
+            streams = await asyncio.open_connection(sock=ours, limit=MOST_REPLY_BYTES)
             os.ftruncate(page, PROGRESS.size)
             progress = mmap.mmap(page, PROGRESS.size)
             numbers = (os.getpid(), theirs.fileno(), page, limits.memory_bytes, limits.deadline_s)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "relax_hpc.rewards.worker", *map(str, numbers), place),
-                "" if run_dir is None else str(run_dir),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -105,7 +106,7 @@ class Worker:
         finally:
             theirs.close()
             os.close(page)
-        streams = await asyncio.open_connection(sock=ours, limit=MOST_REPLY_BYTES)
+        # Nothing is awaited between start and here: who is cancelled there leaves nobody.
         worker = cls(process, streams, progress, limits)
         try:
             await worker._meet()
@@ -121,15 +122,16 @@ class Worker:
             WorkerLostError: the process is gone; it has been ended if it was not.
         """
         number = next(self._ids)
-        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[list[Score]] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
         try:
             if not self._lost:
                 self._progress[:] = PROGRESS.pack(-1, time.monotonic())
                 message = {"id": number, "group": [_fields(each) for each in group]}
                 self._writer.write(json.dumps(message).encode() + b"\n")
                 await self._within_deadline(reply, len(group))
-            if reply.done() and (scores := reply.result()):
-                return scores
+            if reply.done() and reply.result():
+                return reply.result()
             raise WorkerLostError(self._lost, self._guilty(len(group)))
         finally:
             del self._waiting[number]
@@ -158,7 +160,7 @@ class Worker:
             raise ConfigError(f"its import {self._lost or 'ended the process'}") from None
         if "refused" in said:
             raise ConfigError(said["refused"])
-        self.kind, self.pools = Kind(*said["kind"]), tuple(said["pools"])
+        self.kind = Kind(*said["kind"])
         self._listening = asyncio.create_task(self._listen())
 
     async def _within_deadline(self, reply: "asyncio.Future[list[Score]]", count: int) -> None:
@@ -177,7 +179,9 @@ class Worker:
 
     def _guilty(self, count: int) -> int | None:
         number: int = PROGRESS.unpack(self._progress[:])[0]
-        return number if not self.kind.is_async and 0 <= number < count else None
+        # Who answered nonsense may have gone on to the next sample since.
+        known = self._lost != NONSENSE and not self.kind.is_async
+        return number if known and 0 <= number < count else None
 
     async def _listen(self) -> None:
         """Hands replies to those who wait for them."""
@@ -185,9 +189,10 @@ class Worker:
             while line := await self._reader.readline():
                 self._take(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError):
-            self._lose("answered nonsense")
+            self._lose(NONSENSE)
         except OSError:
             pass
+        await asyncio.wait([self._watching], timeout=END_S)  # how it ended says more
         self._lose("closed its end")
 
     def _take(self, said: dict[str, Any]) -> None:
@@ -217,7 +222,7 @@ def _fields(sample: Sample) -> dict[str, Any]:
 
 def _created(pid: int) -> float:
     try:
-        return psutil.Process(pid).create_time()
+        return float(psutil.Process(pid).create_time())
     except psutil.NoSuchProcess:
         return 0.0
 

@@ -80,12 +80,6 @@ def function_of(place: str) -> Callable[..., Any]:
     return function
 
 
-def pools_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the engine pools that a reward says it asks: `pools` of its module."""
-    module = importlib.import_module(function.__module__)
-    return tuple(getattr(module, "pools", ()))
-
-
 def _file(path: Path) -> object:
     import sys
 

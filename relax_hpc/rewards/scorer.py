@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from relax_hpc.config.reward import RewardConfig
@@ -33,15 +32,9 @@ class Scorer:
     manager it ends every process at the end.
     """
 
-    def __init__(
-        self,
-        config: RewardConfig,
-        *,
-        run_dir: Path | None = None,
-        events: EventWriter | None = None,
-    ) -> None:
-        """`run_dir` is where engines of the run are found; errors are counted in `events`."""
-        self._name, self._num_workers, self._run_dir = config.name, config.workers, run_dir
+    def __init__(self, config: RewardConfig, events: EventWriter | None = None) -> None:
+        """Errors are counted in `events`."""
+        self._name, self._num_workers = config.name, config.workers
         self._limits = limits_of(config)
         self._place, self._places_per_worker, self._sees_group = "", 1, False
         self._free = asyncio.Queue[Worker]()
@@ -103,11 +96,12 @@ class Scorer:
                 except WorkerLostError as error:
                     lost = error
             zero = Score(0.0, error=str(lost))
-            if self._places_per_worker > 1:  # it may have been another group
-                return await self._alone(group)
-            if self._sees_group:
-                return [zero] * len(group)
-            done[open_[lost.guilty or 0]] = zero
+            if self._places_per_worker > 1 or lost.guilty is None:
+                done |= zip(open_, await self._alone(asked), strict=True)  # it may be another's
+            elif self._sees_group:
+                done |= dict.fromkeys(open_, zero)
+            else:
+                done[open_[lost.guilty]] = zero
         return [done[number] for number in range(len(group))]
 
     async def _alone(self, group: Sequence[Sample]) -> list[Score]:
@@ -157,7 +151,7 @@ class Scorer:
         await self._end(worker)
 
     async def _start(self) -> Worker:
-        worker = await Worker.start(self._place, self._limits, self._run_dir)
+        worker = await Worker.start(self._place, self._limits)
         self._workers.add(worker)
         return worker
 

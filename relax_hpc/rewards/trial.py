@@ -13,8 +13,6 @@ from relax_hpc.rewards.scorer import limits_of
 def check(config: RewardConfig, sample: Sample) -> None:
     """Calls a plugin once, in a process as it will have; what is built in is not called.
 
-    One that asks engines is only imported: there are none yet.
-
     Raises:
         ConfigError: there is no such reward, it cannot be imported or called, or gave no score.
     """
@@ -29,8 +27,6 @@ def check(config: RewardConfig, sample: Sample) -> None:
 async def _try(place: str, config: RewardConfig, sample: Sample) -> None:
     worker = await Worker.start(place, limits_of(config))
     try:
-        if worker.kind.asks_engines:
-            return
         group = [sample, sample] if worker.kind.sees_group else [sample]
         for score in await worker.ask(group):
             if score.error is not None:

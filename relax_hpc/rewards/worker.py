@@ -17,11 +17,12 @@ import struct
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_hpc.errors import first_line
 from relax_hpc.rewards import registry
-from relax_hpc.rewards.contract import Engines, Reward, Sample
+from relax_hpc.rewards.contract import Reward, Sample
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 PROGRESS = struct.Struct("qd")
@@ -42,8 +43,6 @@ class Arguments(NamedTuple):
     deadline_s: float
     place: str
     """Of the function."""
-    run_dir: str
-    """Where engines are found; "" where there are none."""
 
 
 def main(argv: list[str]) -> None:
@@ -54,17 +53,16 @@ def main(argv: list[str]) -> None:
     channel.set_inheritable(False)
     try:
         function = registry.function_of(given.place)
-        pools = registry.pools_of(function)
-        reward = Reward(function, _engines(given.run_dir))
-    except BaseException as error:  # of a program of somebody else's, SystemExit included
+        reward = Reward(function)
+    except BaseException as error:  # noqa: BLE001 - SystemExit of somebody's program, too
         said = f"{type(error).__name__}: {first_line(error)}"
         channel.sendall(_line({"refused": said[:1000]}))
         return
-    channel.sendall(_line({"kind": list(reward.kind), "pools": list(pools)}))
+    channel.sendall(_line({"kind": list(reward.kind)}))
     asyncio.run(_serve(reward, channel, progress, given.deadline_s))
 
 
-_KINDS = (int, int, int, int, float, str, str)
+_KINDS = (int, int, int, int, float, str)
 
 
 async def _serve(
@@ -121,13 +119,8 @@ def _tie(owner: int, memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _engines(run_dir: str) -> Engines:
-    return {}
-
-
 def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as statm:
-        return int(statm.read().split()[1]) * mmap.PAGESIZE
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from relax_hpc.environments.single_turn import SingleTurn
+from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
@@ -37,8 +38,11 @@ class Board:
 def episodes(config, sampler, score, environment=None, conversation=None, max_tokens=1 << 20):
     """Episodes scored by a function of a response's tokens and the prompt."""
 
-    async def scores(prompt, responses):
-        return [score([int(n) for n in response.split()], prompt) for response in responses]
+    async def scores(group):
+        tokens = [[int(n) for n in sample.response.split()] for sample in group]
+        return [
+            Score(score(response, sample)) for response, sample in zip(tokens, group, strict=True)
+        ]
 
     environment, conversation = environment or SingleTurn(), conversation or Numbers()
     return Episodes(config, environment, sampler, conversation, scores, max_tokens=max_tokens)

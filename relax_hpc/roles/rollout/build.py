@@ -15,7 +15,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.rewards.registry import REWARDS
+from relax_hpc.rewards.scorer import Scorer
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
@@ -113,18 +113,16 @@ async def _loop(
 ) -> None:
     task = rollout.Task(number, config.rollout.num_producers)
     tokenizer = sources.train.tokenizer
-    reward = REWARDS[config.reward.name].score
-
-    async def score(prompt: Prompt, responses: Sequence[str]) -> list[float]:
-        return [reward(response, prompt.answer) for response in responses]
-
     environment = environments.make(config.rollout.environment)
     conversation = Conversation(tokenizer, chat_template=config.prompts.chat_template)
-    async with EngineSampler(config, paths, own, tokenizer.eos_token_id, events) as sampler:
+    async with (
+        EngineSampler(config, paths, own, tokenizer.eos_token_id, events) as sampler,
+        Scorer(config.reward, events) as scorer,
+    ):
 
         def episodes(max_tokens: int) -> Episodes:
             return Episodes(
-                config, environment, sampler, conversation, score, max_tokens=max_tokens
+                config, environment, sampler, conversation, scorer.score, max_tokens=max_tokens
             )
 
         limits = prompt_check.limits_of(config)

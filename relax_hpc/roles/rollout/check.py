@@ -5,6 +5,8 @@ from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.environments import registry as environments
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
+from relax_hpc.rewards import trial
+from relax_hpc.rewards.contract import Sample
 from relax_hpc.roles.engine import quantized
 from relax_hpc.roles.engine.check import check_engine
 from relax_hpc.roles.role import Say
@@ -48,5 +50,8 @@ def check_prompts(config: RunConfig, say: Say) -> None:
     from relax_hpc.prompts.tokenizer import load
 
     sources = prompt_check.sources_of(config, files, load(config.model.path))
+    first = files.train[0]
+    messages = sources.train[0].messages
+    trial.check(config.reward, Sample(first.answer, messages, first.answer, first.metadata))
     if left_out := prompt_check.check_sample(config, sources):
         say(left_out)

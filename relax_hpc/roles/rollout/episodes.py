@@ -12,13 +12,14 @@ from relax_hpc.environments.session import How, Sampler, Session
 from relax_hpc.errors import RelaxError
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt, PromptSource
-from relax_hpc.schema import PromptGroup, Trajectory
+from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 
 
-class Score(Protocol):
+class ScoreGroup(Protocol):
     """The job's reward."""
 
-    def __call__(self, prompt: Prompt, responses: Sequence[str]) -> Awaitable[Sequence[float]]:
+    def __call__(self, group: Sequence[Sample], /) -> Awaitable[Sequence[Score]]:
         """Scores all responses to a prompt."""
         ...
 
@@ -44,7 +45,7 @@ class Episodes:
         environment: Environment,
         sampler: Sampler,
         conversation: Conversation,
-        score: Score,
+        score: ScoreGroup,
         *,
         max_tokens: int,
     ) -> None:
@@ -106,10 +107,9 @@ class Episodes:
         left = [n for n, outcome in enumerate(outcomes) if not outcome.rewards]
         rewards: dict[int, Mapping[str, float]] = {}
         if left:
-            said = [self._last_words(records[n]) for n in left]
-            scores = await self._score(prompt, said)
+            scores = await self._score([self._sample(prompt, records[n]) for n in left])
             name = self._config.reward.name
-            rewards = {n: {name: score} for n, score in zip(left, scores, strict=True)}
+            rewards = {n: {name: score.value} for n, score in zip(left, scores, strict=True)}
         return [
             Episode(record, rewards.get(n, outcomes[n].rewards)) for n, record in enumerate(records)
         ]
@@ -118,8 +118,17 @@ class Episodes:
         """What the policy said in each call."""
         return [self._conversation.decode(call.draft.token_ids) for call in episode.record.calls]
 
-    def _last_words(self, record: Record) -> str:
-        return self._conversation.decode(record.calls[-1].draft.token_ids) if record.calls else ""
+    def _sample(self, prompt: Prompt, record: Record) -> Sample:
+        """What was said last, as the reward is given it."""
+        last = record.calls[-1] if record.calls else Call(prompt.token_ids)
+        return Sample(
+            self._conversation.decode(last.draft.token_ids),
+            prompt.messages,
+            prompt.answer,
+            prompt.metadata,
+            (FinishReason.ABORT if last.finish is None else last.finish).name.lower(),
+            len(last.draft.token_ids),
+        )
 
 
 class Grouper:

@@ -1,14 +1,13 @@
 """Rewards that somebody might write, good and bad: plugins of the tests."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import time
 
 from relax_hpc.rewards.contract import Score
-
-pools = ("judge",)
 
 
 def by_order(response):
@@ -42,12 +41,6 @@ def parts(sample):
 
 def with_fields(answer, response, metadata):
     return float(response == answer + metadata["suffix"])
-
-
-async def judged(group, engines):
-    return [
-        float(await engines["judge"].generate(each.response, max_new_tokens=1)) for each in group
-    ]
 
 
 def has_torch(response):
@@ -99,10 +92,8 @@ def garbage():
 
 def breaks_the_socket():
     for number in range(3, 64):
-        try:
+        with contextlib.suppress(OSError):
             os.write(number, b"nonsense\n")
-        except OSError:
-            pass
     return 1.0
 
 

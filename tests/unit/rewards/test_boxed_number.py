@@ -1,7 +1,7 @@
 import pytest
 
-from relax_hpc.config.run import RewardConfig
-from relax_hpc.rewards.registry import REWARDS
+from relax_hpc.rewards import boxed_number, coin
+from relax_hpc.rewards.registry import REWARDS, function_of, place_of
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from relax_hpc.rewards.registry import REWARDS
     ],
 )
 def test_only_the_last_box_with_the_right_number_is_rewarded(response, reward):
-    assert REWARDS["boxed_number"].score(response, "75") == reward
+    assert boxed_number.score(response, "75") == reward
 
 
 @pytest.mark.parametrize(
@@ -42,15 +42,16 @@ def test_only_the_last_box_with_the_right_number_is_rewarded(response, reward):
     [("1,000", "1000", 1), ("-3", "-3", 1), ("3", "-3", 0), ("0.5", "0.50", 1), ("nan", "nan", 0)],
 )
 def test_numbers_are_compared_as_numbers(box, answer, reward):
-    assert REWARDS["boxed_number"].score(rf"\boxed{{{box}}}", answer) == reward
+    assert boxed_number.score(rf"\boxed{{{box}}}", answer) == reward
 
 
 def test_every_reward_a_job_can_name_exists():
-    assert set(RewardConfig.model_fields["name"].annotation.__args__) == set(REWARDS)
+    for name in REWARDS:
+        assert callable(function_of(place_of(name)))
 
 
 def test_the_coin_falls_on_both_sides_and_the_same_way_twice():
-    scores = [REWARDS["coin"].score(f"response {i}", "") for i in range(200)]
-    assert scores == [REWARDS["coin"].score(f"response {i}", "") for i in range(200)]
+    scores = [coin.score(f"response {i}", "") for i in range(200)]
+    assert scores == [coin.score(f"response {i}", "") for i in range(200)]
     assert set(scores) == {0.0, 1.0}
     assert 60 < sum(scores) < 140

@@ -32,7 +32,7 @@ class Greedy:
 
 
 def right(response, prompt):
-    return float(response[0] == prompt.index and response[0] in (1, 3, 4))
+    return float(str(response[0]) == prompt.answer and response[0] in (1, 3, 4))
 
 
 class Made:

@@ -47,7 +47,7 @@ class Sampler:
 
 
 def score(response, prompt):
-    assert prompt is PROMPT
+    assert prompt.answer == PROMPT.answer
     return {(21, 22, 23, 24): 0.25, (31,): 1.0, (): -1.0}[tuple(response)]
 
 

@@ -11,6 +11,7 @@ from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.rollout import build as rollout_task
 from relax_hpc.roles.rollout import prompt_check
@@ -53,6 +54,10 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
 
     async def loop(config, task, engines, group, evaluator, producer, credits, events):
         given.update(locals())
+        right = [ord(letter) for letter in r"\boxed{75}"]
+        said = [[*right, 2], [*right[:-2], 2, *right[-2:]], right[1:]]  # 2 is no text
+        assert await scores(group, "75", said) == [1.0, 1.0, 0.0]
+        assert await scores(group, "7", said) == [0.0, 0.0, 0.0]
 
     monkeypatch.setattr(prompt_check, "PromptSource", Source)
     monkeypatch.setattr(rollout_task, "EngineSampler", Sampler)
@@ -82,17 +87,13 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     assert (group._episodes.how(0.5).max_tokens, evaluator._episodes.how(0.5).max_tokens) == (
         16384, 20000
     )  # fmt: skip
-    right = [ord(letter) for letter in r"\boxed{75}"]
-    said = [[*right, 2], [*right[:-2], 2, *right[-2:]], right[1:]]  # 2 is no text
-    assert scores(group, "75", said) == [1.0, 1.0, 0.0]
-    assert scores(group, "7", said) == [0.0, 0.0, 0.0]
 
 
-def scores(group, answer, said):
+async def scores(group, answer, said):
     """What the job's reward gives responses."""
-    prompt, outcomes = SimpleNamespace(answer=answer), [Outcome()] * len(said)
+    prompt, outcomes = Prompt(0, [1], answer), [Outcome()] * len(said)
     records = [Record([Call([1], draft=Draft(tokens))]) for tokens in said]
-    made = asyncio.run(group._episodes._scored(prompt, records, outcomes))
+    made = await group._episodes._scored(prompt, records, outcomes)
     return [episode.reward for episode in made]
 
 
