@@ -137,7 +137,6 @@ def rows(turns: Sequence[Turn], load: Load) -> list[Row]:
         ratio = float(np.median([a.tokens_per_s / b.tokens_per_s for a, b in pairs]))
         baseline = float(np.median([turn.tokens_per_s for turn in theirs]))
         name = f"{load.in_flight} in flight"
-        said = f"{said} ({plain_load.client_name()})"
         found.append(Row(name, speed, "tokens/s", said, baseline, ratio, AIM))
     for way in dict.fromkeys(turn.way for turn in turns):
         cpu_ms = float(np.median([1e3 * turn.cpu_s for turn in of(way)]))

@@ -1,19 +1,13 @@
-"""What others send to an engine: one HTTP request per sample, by a general client.
-
-aiohttp where it is installed, which is what SGLang's bench_serving uses; else our own connections,
-which cost less than httpx.
-"""
+"""One plain HTTP request per sample, by aiohttp, as SGLang's bench_serving does."""
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from relax_hpc.engines.async_http import AsyncHttp
 
-_TIMEOUT_S = 3600.0
+_SILENCE_S = 3600.0
 Requests = Sequence[tuple[list[int], int]]
 Post = Callable[[dict[str, Any]], AsyncIterator[bytes]]
 
@@ -65,44 +59,11 @@ async def _all(
         async with room:
             return int(await ask(post, body))
 
-    async with _CLIENTS[client_name()](f"{url}/generate", token) as post:
-        counts = await asyncio.gather(*(one(post, prompt, count) for prompt, count in requests))
-    return sum(counts)
+    http = AsyncHttp(url, token, silence_s=_SILENCE_S)
 
+    def post(body: dict[str, Any]) -> AsyncIterator[bytes]:
+        return http.stream("POST", "/generate", body)
 
-@asynccontextmanager
-async def _aiohttp(url: str, token: str) -> AsyncIterator[Post]:
-    import aiohttp
-
-    async with aiohttp.ClientSession(
-        headers={"Authorization": f"Bearer {token}"},
-        timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-        connector=aiohttp.TCPConnector(limit=0),
-        read_bufsize=1 << 20,
-    ) as session:
-
-        async def post(body: dict[str, Any]) -> AsyncIterator[bytes]:
-            async with session.post(url, json=body) as response:
-                response.raise_for_status()
-                async for piece in response.content.iter_any():
-                    yield piece
-
-        yield post
-
-
-@asynccontextmanager
-async def _asyncio(url: str, token: str) -> AsyncIterator[Post]:
-    http = AsyncHttp(url.removesuffix("/generate"), token, silence_s=_TIMEOUT_S)
-    yield lambda body: http.stream("POST", "/generate", body)
+    counts = await asyncio.gather(*(one(post, prompt, count) for prompt, count in requests))
     await http.aclose()
-
-
-_CLIENTS: dict[str, Callable[[str, str], AbstractAsyncContextManager[Post]]] = {
-    "aiohttp": _aiohttp,
-    "asyncio": _asyncio,
-}
-
-
-def client_name() -> str:
-    """Which client is used here."""
-    return "aiohttp" if importlib.util.find_spec("aiohttp") else "asyncio"
+    return sum(counts)

@@ -1,31 +1,27 @@
-"""HTTP to one engine for an event loop: streams, and thousands of exchanges at a time.
-
-General clients look through all their connections whenever one is taken or given back, which costs
-more than the exchange once there are a thousand. Here the idle ones are a stack.
-"""
+"""HTTP to one engine for an event loop, with streams; see `http`."""
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from http import HTTPStatus
-from typing import Any
-from urllib.parse import urlsplit
-
-import h11
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.engines.http import authorization, parsed, refusal
 from relax_hpc.errors import EngineLostError
 
-_READ_BYTES = 1 << 16
+if TYPE_CHECKING:
+    import aiohttp
+
 _REUSE_S = 2.0
 """Idle connections are dropped before the server does so (uvicorn: 5 s), which is a race."""
 _CONNECT_S = 30.0
+_CLOSE_S = 5.0
+"""For connections to end in an orderly way."""
 
 
 class AsyncHttp:
-    """Exchanges of an event loop; each has a connection of its own while it lasts."""
+    """Exchanges of an event loop with one engine, thousands at a time."""
 
     def __init__(self, url: str, token: str, *, silence_s: float) -> None:
         """Connects lazily.
@@ -35,24 +31,18 @@ class AsyncHttp:
             token: bearer token.
             silence_s: longest wait for the next bytes of a reply.
         """
-        parts = urlsplit(url)
         self.url, self._silence_s = url, silence_s
-        self._host, self._port = parts.hostname or "", parts.port or 80
-        self._headers = [
-            ("Host", parts.netloc),
-            *authorization(token).items(),
-            ("Content-Type", "application/json"),
-        ]
-        self._idle: list[_Connection] = []
-        self._busy = set[_Connection]()
+        self._headers = {**authorization(token), "Content-Type": "application/json"}
+        self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
     async def aclose(self) -> None:
         """Cuts all connections: exchanges under way end with an EngineLostError."""
         self._closed = True
-        for connection in [*self._idle, *self._busy]:
-            connection.close()
-        self._idle.clear()
+        if self._session is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CLOSE_S):
+                    await self._session.close()
 
     async def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:  # noqa: ANN401
         """The JSON of a reply; None if it is not JSON.
@@ -74,107 +64,38 @@ class AsyncHttp:
             EngineError: refused.
             EngineLostError: no answer, or it broke off.
         """
+        from aiohttp import ClientError, ConnectionTimeoutError
+
         asked = f"{self.url}{path}"
-        connection: _Connection | None = None
+        content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         try:
-            connection, head = await self._begin(method, path, body)
-            if head.status_code != HTTPStatus.OK:
-                content = b"".join([piece async for piece in connection.pieces(self._silence_s)])
-                raise refusal(asked, head.status_code, content)
-            async for piece in connection.pieces(self._silence_s):
-                yield piece
-            self._give_back(connection)
+            async with self._opened().request(
+                method, asked, data=content, allow_redirects=False
+            ) as response:
+                if response.status != HTTPStatus.OK:
+                    raise refusal(asked, response.status, await response.read())
+                async for piece in response.content.iter_any():
+                    yield piece
+        except ConnectionTimeoutError:
+            raise EngineLostError(f"{asked}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError:
             raise EngineLostError(f"{asked}: silent for {self._silence_s:g} s") from None
-        except (OSError, EOFError, h11.ProtocolError) as error:
+        except (ClientError, OSError) as error:
             raise EngineLostError(f"{asked}: {error!r}") from error
-        finally:
-            if connection is not None and connection in self._busy:
-                self._drop(connection)
 
-    async def _begin(
-        self, method: str, path: str, body: dict[str, Any] | None
-    ) -> tuple["_Connection", h11.Response]:
-        """Sends a request and waits for the head of its reply."""
-        content = b"" if body is None else json.dumps(body, separators=(",", ":")).encode()
-        headers = [*self._headers, ("Content-Length", str(len(content)))]
-        request = h11.Request(method=method, target=path, headers=headers)
-        while True:
-            connection = await self._take()
-            try:
-                return connection, await connection.begin(request, content, self._silence_s)
-            except (ConnectionError, EOFError):
-                self._drop(connection)
-                if not connection.idle_since:  # else the server had just closed it: not our turn
-                    raise
-            except BaseException:
-                self._drop(connection)
-                raise
-
-    async def _take(self) -> "_Connection":
+    def _opened(self) -> "aiohttp.ClientSession":
         if self._closed:
-            raise EOFError("this client was closed")
-        while self._idle:
-            connection = self._idle.pop()
-            if time.monotonic() - connection.idle_since < _REUSE_S and connection.open:
-                self._busy.add(connection)
-                return connection
-            connection.close()
-        async with asyncio.timeout(_CONNECT_S):
-            connection = _Connection(*await asyncio.open_connection(self._host, self._port))
-        self._busy.add(connection)
-        return connection
+            raise EngineLostError(f"{self.url}: this client was closed")
+        if self._session is None:
+            import aiohttp
 
-    def _drop(self, connection: "_Connection") -> None:
-        self._busy.discard(connection)
-        connection.close()
-
-    def _give_back(self, connection: "_Connection") -> None:
-        self._busy.discard(connection)
-        if not self._closed and connection.start_again():
-            self._idle.append(connection)
-        else:
-            connection.close()
-
-
-class _Connection:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._http = h11.Connection(h11.CLIENT)
-        self.idle_since = 0.0
-
-    @property
-    def open(self) -> bool:
-        return not self._reader.at_eof() and not self._writer.is_closing()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def start_again(self) -> bool:
-        """Makes it ready for another exchange; False if the server does not want one."""
-        if self._http.our_state is not h11.DONE or self._http.their_state is not h11.DONE:
-            return False
-        self._http.start_next_cycle()
-        self.idle_since = time.monotonic()
-        return True
-
-    async def begin(self, request: h11.Request, content: bytes, silence_s: float) -> h11.Response:
-        events = (request, h11.Data(data=content), h11.EndOfMessage())
-        self._writer.write(b"".join(self._http.send(event) or b"" for event in events))
-        await self._writer.drain()
-        while not isinstance(event := await self._event(silence_s), h11.Response):
-            if not isinstance(event, h11.InformationalResponse):
-                raise EOFError("the connection was closed without an answer")
-        return event
-
-    async def pieces(self, silence_s: float) -> AsyncGenerator[bytes, None]:
-        while not isinstance(event := await self._event(silence_s), h11.EndOfMessage):
-            if not isinstance(event, h11.Data):
-                raise EOFError("the connection was closed in the middle of an answer")
-            yield bytes(event.data)
-
-    async def _event(self, silence_s: float) -> Any:  # noqa: ANN401
-        while (event := self._http.next_event()) is h11.NEED_DATA:
-            async with asyncio.timeout(silence_s):
-                self._http.receive_data(await self._reader.read(_READ_BYTES))
-        return event
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_REUSE_S),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=self._headers,
+                skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=_CONNECT_S, sock_read=self._silence_s
+                ),
+            )
+        return self._session
