@@ -15,7 +15,7 @@ name = "refused"
 model = { path = "model", dtype = "float32" }
 prompts.train = "prompts.jsonl"
 eval.heldout.path = "prompts.jsonl"
-algorithm = { num_steps = 5, prompts_per_step = 4 }
+schedule = { num_steps = 5, prompts_per_step = 4 }
 """
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
