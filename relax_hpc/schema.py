@@ -6,7 +6,7 @@ the write permission and the documentation of the file at once; `docs/bus.md` sh
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -132,9 +132,29 @@ COLUMNS: dict[str, Column] = {
 }
 
 
+_FIELDS = frozenset(
+    name
+    for name, column in COLUMNS.items()
+    if name in ("ragged/token_ids", "ragged/loss_mask")
+    or (column.axis == "row" and column.writer == "rollout")
+)
+
+
 def columns_of(writer: Role, *, optional: bool = False) -> dict[str, Column]:
     """The columns that `writer` must (and with `optional`, may) put into its shards."""
     return {k: c for k, c in COLUMNS.items() if c.writer == writer and (c.required or optional)}
+
+
+def extra_columns(axis: Axis) -> dict[str, str]:
+    """Short name -> column, of those of an axis that a row holds in `columns`.
+
+    What every row has is a field of `Trajectory` instead.
+    """
+    return {
+        name.split("/")[1]: name
+        for name, column in COLUMNS.items()
+        if column.axis == axis and name not in _FIELDS
+    }
 
 
 class Medium(NamedTuple):
@@ -145,6 +165,34 @@ class Medium(NamedTuple):
     """[bytes]"""
     grid_thw: tuple[int, int, int] = (0, 0, 0)
     """Patches in time, y and x; zeros where there is no such grid."""
+
+
+class Row(Protocol):
+    """What training needs of a sequence: a `Trajectory` is one, and so is a document."""
+
+    @property
+    def guid(self) -> int: ...
+    @property
+    def sibling(self) -> int: ...
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """[tokens]"""
+        ...
+
+    @property
+    def loss_mask(self) -> npt.NDArray[np.uint8]:
+        """[tokens], 1 on those that are trained on."""
+        ...
+
+    @property
+    def version_runs(self) -> npt.NDArray[np.int32]:
+        """[R, 2] (first token of the row, policy version); empty if nobody sampled it."""
+        ...
+
+    @property
+    def columns(self) -> Mapping[str, Array]:
+        """By short name: [tokens] or []."""
+        ...
 
 
 class Trajectory(NamedTuple):
@@ -158,11 +206,13 @@ class Trajectory(NamedTuple):
     """[prompt_len + response_len]"""
     prompt_len: int
     loss_mask: npt.NDArray[np.uint8]
-    rollout_logprobs: npt.NDArray[np.float32]
     version_runs: npt.NDArray[np.int32]
     """[R, 2] (first token of the row, policy version); empty when nothing was sampled."""
     finish: FinishReason
     reward: float
+    columns: Mapping[str, Array] = {}
+    """Whatever else is known of it, by the short names of `COLUMNS`, e.g. rollout_logprobs:
+    [tokens] where the column's axis is token, [] where it is row."""
     turns: npt.NDArray[np.int32] | None = None
     """[turns, 2] (first token of the row, TurnKind); None where they were not read."""
     environment: int = 0
@@ -170,11 +220,10 @@ class Trajectory(NamedTuple):
     """What the prompt shows, in order; siblings share them, and a shard holds each once."""
     routed_experts: npt.NDArray[np.int16] | None = None
     """[tokens, layers x experts per token]"""
-    old_logprobs: npt.NDArray[np.float32] | None = None
-    """[tokens], nats; from a sidecar of actor_fwd, as the following are from their roles."""
-    ref_logprobs: npt.NDArray[np.float32] | None = None
-    advantages: npt.NDArray[np.float32] | None = None
-    values: npt.NDArray[np.float32] | None = None
+
+    def with_columns(self, **columns: Array) -> Self:
+        """The same with further columns, or others in place of those it has."""
+        return self._replace(columns={**self.columns, **columns})
 
     @property
     def policy_version_min(self) -> int:

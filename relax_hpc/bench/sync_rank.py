@@ -179,7 +179,10 @@ def _compare(task: Task, world: World, scorer: MegatronScorer, version: int) -> 
     ]
     scored = scorer.forward_logprobs(rows, batches)
     pairs = [
-        (logprobs[row.prompt_len :], row.rollout_logprobs[row.prompt_len :])
+        (
+            logprobs[row.prompt_len :],
+            row.columns["rollout_logprobs"][row.prompt_len :].astype(np.float32),
+        )
         for logprobs, row in zip(scored, rows, strict=True)
     ]
     gap = np.concatenate([ours.astype(np.float64) - theirs for ours, theirs in pairs])
@@ -215,7 +218,7 @@ def _trajectory(prompt: Sequence[int], sampled: Generation) -> Trajectory:
         token_ids=np.array([*prompt, *sampled.token_ids], np.int32),
         prompt_len=len(prompt),
         loss_mask=np.concatenate([zeros, np.ones(len(sampled.token_ids))]).astype(np.uint8),
-        rollout_logprobs=np.concatenate([zeros, sampled.logprobs]).astype(np.float32),
+        columns={"rollout_logprobs": np.concatenate([zeros, sampled.logprobs]).astype(np.float32)},
         version_runs=np.array(sampled.version_runs, np.int32).reshape(-1, 2),
         finish=sampled.finish,
         reward=0.0,

@@ -181,9 +181,9 @@ def _batch(task: Task, work: Work, step: int, dp_rank: int) -> Batch:
 
 
 def _loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
-    assert tokens.old_logprobs is not None
     return grpo(
-        logprobs, tokens.old_logprobs, tokens.rollout_logprobs, tokens.advantages,
+        logprobs, tokens.columns["old_logprobs"], tokens.columns["rollout_logprobs"],
+        tokens.columns["advantages"],
         tokens.loss_mask, clip_low=0.2, clip_high=0.28, importance_cap=2.0,
     )  # fmt: skip
 
@@ -203,7 +203,7 @@ def _trajectories(vocabulary: int, lengths: Sequence[int], seed: int) -> list[Tr
                 token_ids=rng.integers(0, vocabulary, length).astype(np.int32),
                 prompt_len=1,
                 loss_mask=mask,
-                rollout_logprobs=np.full(length, -np.log(vocabulary), np.float32),
+                columns={"rollout_logprobs": np.full(length, -np.log(vocabulary), np.float32)},
                 version_runs=np.array([[1, 0]], np.int32),
                 finish=FinishReason.STOP,
                 reward=0.0,

@@ -96,7 +96,7 @@ def _trajectory(
         token_ids=rng.integers(0, VOCABULARY, size, dtype=np.int32),
         prompt_len=32,
         loss_mask=(np.arange(size) >= 32).astype(np.uint8),
-        rollout_logprobs=-rng.random(size, dtype=np.float32),
+        columns={"rollout_logprobs": -rng.random(size, dtype=np.float32)},
         version_runs=np.array([[32, 0]], dtype=np.int32),
         finish=FinishReason.STOP,
         reward=1.0,

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from relax_hpc.engines.megatron.packing import MicroBatch
-from relax_hpc.schema import Trajectory
+from relax_hpc.schema import Row
 
 
 class LossOutput(Protocol):
@@ -102,7 +102,7 @@ class ScoringEngine(Protocol):
         ...
 
     def forward_logprobs(
-        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
+        self, trajectories: Sequence[Row], micro_batches: Sequence[Sequence[int]]
     ) -> list[npt.NDArray[np.float32]]:
         """Per trajectory [tokens] nats; `micro_batches` index `trajectories`."""
         ...
@@ -126,7 +126,7 @@ class TrainingEngine(ScoringEngine, Protocol):
 
     def accumulate(
         self,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
         advantages: npt.NDArray[np.floating],
         loss: Loss,
@@ -162,7 +162,7 @@ class TrainingEngine(ScoringEngine, Protocol):
     def kept_logprobs(
         self,
         name: str,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
     ) -> list[npt.NDArray[np.float32]]:
         """As `forward_logprobs`, under weights that were kept."""

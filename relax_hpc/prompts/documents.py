@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +16,7 @@ from relax_hpc.prompts.chat import ChatTemplate, Masked
 from relax_hpc.prompts.rows import Row, Rows, is_list_of_objects, open_rows
 from relax_hpc.prompts.source import epoch_order
 from relax_hpc.prompts.template import Message
+from relax_hpc.schema import Array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,24 @@ class Document(NamedTuple):
     loss_mask: npt.NDArray[np.uint8]
     """[tokens], 1 on those that are trained on."""
     is_truncated: bool
+
+    @property
+    def guid(self) -> int:
+        """What it is called where rows are named."""
+        return self.line
+
+    @property
+    def sibling(self) -> int:
+        return 0
+
+    @property
+    def version_runs(self) -> npt.NDArray[np.int32]:
+        """[0, 2]: nobody sampled it."""
+        return np.zeros((0, 2), np.int32)
+
+    @property
+    def columns(self) -> Mapping[str, Array]:
+        return {}
 
     @property
     def num_trained(self) -> int:

@@ -23,7 +23,7 @@ def trajectory(guid, sibling, *, version=0, prompt=3, response=4):
         token_ids=rng.integers(0, 50_000, n).astype(np.int32),
         prompt_len=prompt,
         loss_mask=mask,
-        rollout_logprobs=(-rng.random(n) * mask).astype(np.float32),
+        columns={"rollout_logprobs": (-rng.random(n) * mask).astype(np.float32)},
         version_runs=np.array([[prompt, version]] if response else [], np.int32).reshape(-1, 2),
         finish=FinishReason.STOP,
         reward=float(sibling),
@@ -51,9 +51,13 @@ def produce(paths, name, guids, *, per_shard=1, **kwargs):
 
 def same(a, b):
     """Exact equality of two trajectories, dtypes included."""
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and same(a.values(), map(b.get, a))
     return all(
         (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
         if isinstance(x, np.ndarray)
+        else same(x, y)
+        if isinstance(x, dict)
         else x == y
         for x, y in zip(a, b, strict=True)
     )

@@ -46,7 +46,7 @@ def digest(trajectories):
     seen = hashlib.sha256()
     for t in trajectories:
         seen.update(f"{t.guid}/{t.sibling}/{t.reward}/{t.seed}:".encode())
-        for values in (t.token_ids, t.loss_mask, t.rollout_logprobs, t.version_runs):
+        for values in (t.token_ids, t.loss_mask, t.columns["rollout_logprobs"], t.version_runs):
             seen.update(values.tobytes())
     return seen.hexdigest()
 

@@ -285,7 +285,7 @@ def train_step(world, me, sequencer, reader, state, step):
         )
         me.points.stage = "read"
         for row in reader.rows(record, range(record.num_trajectories)):
-            assert (row.ref_logprobs is not None) == world.setup.sidecars
+            assert ("ref_logprobs" in row.columns) == world.setup.sidecars
             if world.setup.over_age == "mask":
                 row = mask_over_age(row, step=step, max_staleness=MAX_STALENESS)
             digest(seen, row)
@@ -298,8 +298,7 @@ def train_step(world, me, sequencer, reader, state, step):
 
 def digest(seen, row):
     seen.update(f"{row.guid}/{row.sibling}/{row.seed}/{row.reward}/{int(row.finish)}:".encode())
-    columns = (row.token_ids, row.loss_mask, row.rollout_logprobs, row.version_runs)
-    for values in (*columns, *(() if row.ref_logprobs is None else (row.ref_logprobs,))):
+    for values in (row.token_ids, row.loss_mask, row.version_runs, *row.columns.values()):
         seen.update(values.dtype.str.encode() + values.tobytes())
 
 
@@ -310,8 +309,8 @@ def expected_chain(world):
         seen = hashlib.sha256(chain[-1].encode() if chain else b"")
         for guid in range(step * P, (step + 1) * P):
             for row in group(guid, version=guid // P).trajectories:
-                ref = -row.token_ids.astype(np.float32) if world.setup.sidecars else None
-                digest(seen, row._replace(ref_logprobs=ref))
+                ref = {"ref_logprobs": -row.token_ids.astype(np.float32)}
+                digest(seen, row.with_columns(**ref) if world.setup.sidecars else row)
         chain.append(seen.hexdigest())
     return chain
 

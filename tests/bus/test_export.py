@@ -58,7 +58,8 @@ def check_row(found, expected, *, is_json):
         assert found[name] == getattr(expected, name), name
     assert found["finish"] == expected.finish.name.lower()
     assert found["response_len"] == len(expected.token_ids) - expected.prompt_len
-    for name in ("token_ids", "loss_mask", "rollout_logprobs", "version_runs", "routed_experts"):
+    assert found["rollout_logprobs"] == expected.columns["rollout_logprobs"].tolist()
+    for name in ("token_ids", "loss_mask", "version_runs", "routed_experts"):
         assert found[name] == getattr(expected, name).tolist(), name
     # what widen wrote, 0.25 + guid, is exact in float32
     assert found["ref_logprobs"] == [0.25 + expected.guid] * len(expected.token_ids)

@@ -54,9 +54,11 @@ def trajectories(path):
 def assert_is(row, t):
     assert (row["guid"], row["sibling"], row["seed"]) == (t.guid, t.sibling, t.seed)
     assert (row["rewards"], row["finish"], row["prompt_len"]) == (t.reward, t.finish, t.prompt_len)
-    for name in ("token_ids", "loss_mask", "rollout_logprobs"):
-        assert row[name].dtype == getattr(t, name).dtype
-        assert row[name].tobytes() == getattr(t, name).tobytes()
+    given = {"token_ids": t.token_ids, "loss_mask": t.loss_mask, **t.columns}
+    assert given.keys() == {"token_ids", "loss_mask", "rollout_logprobs"}
+    for name, values in given.items():
+        assert row[name].dtype == values.dtype
+        assert row[name].tobytes() == values.tobytes()
     assert row["runs"].tolist() == t.version_runs.tolist()
     assert row.get("media", []) == [medium.data.tobytes() for medium in t.media]
     if t.routed_experts is not None:

@@ -110,7 +110,7 @@ def assert_every_row_scored(paths):
     rows = planned_rows(paths)
     assert len(rows) == GROUPS * SIBLINGS
     for row in rows:
-        assert np.array_equal(row.ref_logprobs, -row.token_ids.astype(np.float32))
+        assert np.array_equal(row.columns["ref_logprobs"], -row.token_ids.astype(np.float32))
 
 
 def test_every_committed_row_gets_the_logprobs_of_its_own_tokens(paths, tmp_path):

@@ -223,8 +223,8 @@ def test_a_sidecar_holds_only_its_columns_and_fills_the_rows_they_widen(tmp_path
         assert side.attributes["parent"] == "ab" * 16
         found = from_columns(base.read_span(1, 3) | side.read_span(1, 3))
     expected = np.linspace(-3, 0, 28, dtype=np.float32)
-    assert found[1].ref_logprobs.tobytes() == expected[14:21].tobytes()
-    assert found[1].old_logprobs is None
+    assert found[1].columns["ref_logprobs"].tobytes() == expected[14:21].tobytes()
+    assert "old_logprobs" not in found[1].columns
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,9 @@ def test_a_partial_group_is_kept_for_its_owner_and_never_planned(tmp_path):
         again, expected = producer.partial[0], group(0, response=3)
         for found, sent in zip(again.trajectories, expected.trajectories, strict=True):
             assert np.array_equal(found.token_ids, sent.token_ids)
-            assert np.array_equal(found.rollout_logprobs, sent.rollout_logprobs)
+            assert np.array_equal(
+                found.columns["rollout_logprobs"], sent.columns["rollout_logprobs"]
+            )
         producer.put([group(0)])
         assert set(producer.partial) == {2}
         assert producer.collect(0) == 1  # the second partial shard; the first holds group 2 still

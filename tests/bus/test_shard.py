@@ -86,7 +86,7 @@ def test_a_reader_of_ten_lines_of_h5py_gets_every_trajectory(tmp_path):
         assert row["rewards"] == t.reward
         assert row["response_len"] == len(t.token_ids) - t.prompt_len
         assert row["token_ids"].tolist() == t.token_ids.tolist()
-        assert row["rollout_logprobs"].tobytes() == t.rollout_logprobs.tobytes()
+        assert row["rollout_logprobs"].tobytes() == t.columns["rollout_logprobs"].tobytes()
         assert row["version_runs"].tolist() == t.version_runs.tolist()
 
 

@@ -9,9 +9,11 @@ from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.shards.shard_format import DTYPES
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.errors import BusError, DamagedError, FencedError, PeerTimeoutError
 from relax_hpc.paths import BusPaths
+from relax_hpc.schema import COLUMNS, Column
 
 P = 4
 WRITERS = {"reference-0": "reference", "reference-1": "reference", "critic-0": "critic"}
@@ -63,9 +65,11 @@ def test_a_batch_waits_for_the_columns_it_needs_and_comes_with_them(paths):
         rows = Reader(paths).rows(record, [7, 0, 3])
     assert [(t.guid, t.sibling) for t in rows] == [(3, 1), (0, 0), (1, 1)]
     for trajectory in rows:
-        assert np.array_equal(trajectory.ref_logprobs, -trajectory.token_ids.astype(np.float32))
-        assert np.array_equal(trajectory.values, 2 * trajectory.ref_logprobs)
-        assert trajectory.old_logprobs is None
+        assert np.array_equal(
+            trajectory.columns["ref_logprobs"], -trajectory.token_ids.astype(np.float32)
+        )
+        assert np.array_equal(trajectory.columns["values"], 2 * trajectory.columns["ref_logprobs"])
+        assert "old_logprobs" not in trajectory.columns
     with sequencer(paths) as seq:
         assert seq.next_batch(1, timeout_s=0) == record
 
@@ -77,8 +81,8 @@ def test_columns_that_are_not_asked_for_are_not_read(paths):
     with sequencer(paths) as seq:
         record = seq.next_batch(1, timeout_s=0)
     (row,) = Reader(paths).rows(record, [0], columns=["ragged/values"])
-    assert row.values is not None
-    assert row.ref_logprobs is None
+    assert "values" in row.columns
+    assert "ref_logprobs" not in row.columns
 
 
 def test_the_first_sidecar_of_a_role_counts(paths):
@@ -93,7 +97,7 @@ def test_the_first_sidecar_of_a_role_counts(paths):
     with sequencer(paths, needs=["reference"]) as seq:
         record = seq.next_batch(1, timeout_s=0)
     for row in Reader(paths).rows(record, range(8)):
-        assert np.array_equal(row.ref_logprobs, -row.token_ids.astype(np.float32))
+        assert np.array_equal(row.columns["ref_logprobs"], -row.token_ids.astype(np.float32))
 
 
 def test_a_restarted_writer_knows_what_it_has_done(paths):
@@ -124,7 +128,7 @@ def test_a_damaged_sidecar_is_made_again_and_the_run_goes_on(paths, caplog):
         assert "restart reference-0" in caplog.text
         assert widen(paths, "reference-0") == 1
         record = seq.next_batch(1, timeout_s=0)
-    assert all(row.ref_logprobs is not None for row in Reader(paths).rows(record, range(8)))
+    assert all("ref_logprobs" in row.columns for row in Reader(paths).rows(record, range(8)))
 
 
 def test_owners_delete_sidecars_with_what_they_widen(paths):
@@ -214,3 +218,31 @@ def test_groups_sampled_again_are_widened_again(paths):
         record = seq.next_batch(1, timeout_s=0)
     assert record.policy_version_min == 0
     assert Reader(paths).rows(record, [0])[0].policy_version_max == 4
+
+
+def test_a_column_is_a_line_of_the_schema(paths, tmp_path, monkeypatch):
+    """One of every token and one of every row, by a role that writes nothing else."""
+    declared = {
+        "ragged/surprise": Column("float32", "token", "genrm", "how odd a judge finds a token"),
+        "row/verdict": Column("float32", "row", "genrm", "what it says of the whole"),
+    }
+    for name, column in declared.items():
+        monkeypatch.setitem(COLUMNS, name, column)
+        monkeypatch.setitem(DTYPES, name, column.dtype)
+    paths = BusPaths(tmp_path / "judged")
+    layout.create(paths, PRODUCERS, {}, sidecar_writers={"judge-0": "genrm"})
+    produce_all(paths)
+    with SidecarWriter(paths, "judge-0", {"job": 7}) as writer:
+        for pending in writer.pending():
+            with writer.open(pending) as shard:
+                tokens, guids = shard.read("ragged/token_ids"), shard.read("row/guid")
+            given = {"ragged/surprise": tokens / 2, "row/verdict": guids + 0.5}
+            writer.put(pending, {k: v.astype(np.float32) for k, v in given.items()})
+    with sequencer(paths, needs=("genrm",)) as seq:
+        record = seq.next_batch(1, timeout_s=0)
+    rows = Reader(paths).rows(record, [6, 1])
+    assert [row.columns["verdict"] for row in rows] == [3.5, 0.5]
+    for row in rows:
+        assert np.array_equal(row.columns["surprise"], (row.token_ids / 2).astype(np.float32))
+    (row,) = Reader(paths).rows(record, [6], columns=["row/verdict"])
+    assert row.columns.keys() == {"rollout_logprobs", "verdict"}

@@ -269,7 +269,10 @@ class BusMachine(RuleBasedStateMachine):
             whole = group(row.guid, **kwargs).trajectories[row.sibling]
             assert row.token_ids.tobytes() == whole.token_ids.tobytes()
             if self.needs:
-                assert row.ref_logprobs.tobytes() == (-whole.token_ids.astype("<f4")).tobytes()
+                assert (
+                    row.columns["ref_logprobs"].tobytes()
+                    == (-whole.token_ids.astype("<f4")).tobytes()
+                )
 
     @precondition(lambda self: self.trainer and not self.trainer.portions)
     @rule(releases=st.booleans(), dies=deaths)

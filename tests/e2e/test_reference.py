@@ -88,7 +88,7 @@ def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_d
     with torch.no_grad():
         for row in rows[::3]:
             expected = hf_logprobs(model, row.token_ids)
-            np.testing.assert_allclose(row.ref_logprobs, expected, atol=2e-5)
+            np.testing.assert_allclose(row.columns["ref_logprobs"], expected, atol=2e-5)
     kl = [step["kl/mean"] for step in events_of(run_dir, "actor", "step")]
     assert abs(kl[0]) < 1e-6 < kl[-1]  # step 1 trains on the reference itself
 

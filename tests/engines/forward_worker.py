@@ -69,7 +69,7 @@ def ref_logprobs(rows):
     """The rank's own rows -> {row: logprobs}."""
     ((_, micro_batches),) = _shares(rows)
     found = _state["reference"].fill(rows, micro_batches)
-    return {row: found[row].ref_logprobs for batch in micro_batches for row in batch}
+    return {row: found[row].columns["ref_logprobs"] for batch in micro_batches for row in batch}
 
 
 def refresh():
@@ -102,16 +102,16 @@ def train_with_kl(rows, advantages, coefficient):
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
-    scored = [row.ref_logprobs for row in _state["reference"].fill(rows, micro_batches)]
+    scored = [row.columns["ref_logprobs"] for row in _state["reference"].fill(rows, micro_batches)]
     rows = [
-        row._replace(ref_logprobs=values if len(values) else np.zeros(len(row.token_ids), "f4"))
+        row.with_columns(ref_logprobs=values if len(values) else np.zeros(len(row.token_ids), "f4"))
         for row, values in zip(rows, scored, strict=True)
     ]
 
     def loss(logprobs, micro_batch):
         nothing = LossOutput(0.0 * logprobs.sum(), {})
         return with_kl(
-            nothing, logprobs, micro_batch.ref_logprobs, micro_batch.loss_mask,
+            nothing, logprobs, micro_batch.columns["ref_logprobs"], micro_batch.loss_mask,
             coefficient=coefficient,
         )  # fmt: skip
 

@@ -68,7 +68,7 @@ def trajectories(num, seed=0, longest=20):
                 token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
                 prompt_len=prompt,
                 loss_mask=mask,
-                rollout_logprobs=logprobs,
+                columns={"rollout_logprobs": logprobs},
                 version_runs=np.array([[prompt, 0]], np.int32),
                 finish=FinishReason.STOP,
                 reward=0.0,
@@ -139,9 +139,9 @@ def surrogate():
     import torch
 
     def loss(logprobs, micro_batch):
-        mask, old = micro_batch.loss_mask, micro_batch.old_logprobs
+        mask, old = micro_batch.loss_mask, micro_batch.columns["old_logprobs"]
         ratio = torch.where(mask, logprobs - old, 0.0).exp()
-        value = -(ratio * micro_batch.advantages * mask).sum()
+        value = -(ratio * micro_batch.columns["advantages"] * mask).sum()
         return Output(value, {"ratio": (ratio * mask).sum()})
 
     return loss

@@ -35,10 +35,9 @@ def sampled_by(model, rows, version=0):
     """The rows as an engine that holds `model` would have made them."""
     with torch.no_grad():
         return [
-            row._replace(
-                rollout_logprobs=hf_logprobs(model, row.token_ids).numpy() * (row.loss_mask != 0),
-                version_runs=np.array([[row.prompt_len, version]], np.int32),
-            )
+            row.with_columns(
+                rollout_logprobs=hf_logprobs(model, row.token_ids).numpy() * (row.loss_mask != 0)
+            )._replace(version_runs=np.array([[row.prompt_len, version]], np.int32))
             for row in rows
         ]
 
@@ -57,17 +56,17 @@ def test_the_gap_is_that_of_the_tokens_of_this_policy_on_every_layout(ranks, mod
     # Row 4: this policy went on with what another one had begun.
     trained, begun = np.flatnonzero(rows[3].loss_mask), np.flatnonzero(rows[4].loss_mask)
     mine, later = trained[:4], trained[4:]
-    rows[4].rollout_logprobs[begun] -= 30
+    rows[4].columns["rollout_logprobs"][begun] -= 30
     rows[4] = rows[4]._replace(
         version_runs=np.array([[rows[4].prompt_len, 3], [begun[0] + 1, 0]], np.int32)
     )
-    rows[3].rollout_logprobs[mine] -= BIASES
-    rows[3].rollout_logprobs[later] -= 40
+    rows[3].columns["rollout_logprobs"][mine] -= BIASES
+    rows[3].columns["rollout_logprobs"][later] -= 40
     rows[3] = rows[3]._replace(
         version_runs=np.array([[rows[3].prompt_len, 0], [mine[-1] + 1, 1]], np.int32)
     )
     rows[5] = sampled_by(model.here, [rows[5]], version=7)[0]
-    rows[5].rollout_logprobs[:] -= 40
+    rows[5].columns["rollout_logprobs"][:] -= 40
     count = num_tokens(rows) - num_tokens([rows[4], rows[5]]) - len(later)
     pool = open_trainer(ranks, model.folder, layout, budget=40)
     found = pool.call(worker.engine_gap, rows=rows, advantages=advantages, num_portions=2)

@@ -6,6 +6,7 @@ import torch
 from megatron_worker import trajectories
 
 from relax_hpc.engines.megatron import packing
+from relax_hpc.schema import COLUMNS, Column
 
 
 def test_documents_lie_end_to_end_with_positions_from_zero():
@@ -18,8 +19,29 @@ def test_documents_lie_end_to_end_with_positions_from_zero():
     assert batch.position_ids.tolist() == [*range(len(a.token_ids)), *range(len(b.token_ids))]
     assert batch.loss_mask.tolist() == [bool(x) for x in [*a.loss_mask, *b.loss_mask]]
     assert torch.equal(batch.is_first.nonzero()[:, 0], torch.tensor([0, len(a.token_ids)]))
-    first, last = float(batch.advantages[0]), float(batch.advantages[-1])
+    first, last = float(batch.columns["advantages"][0]), float(batch.columns["advantages"][-1])
     assert (first, last) == (pytest.approx(advantages[2]), pytest.approx(advantages[0]))
+
+
+def test_tokens_know_their_sequence_and_sequences_their_group(monkeypatch):
+    declared = Column("float32", "row", "genrm", "what a judge says of the whole")
+    monkeypatch.setitem(COLUMNS, "row/verdict", declared)
+    rows, advantages = trajectories(3)
+    rows = [row.with_columns(verdict=np.float32(row.guid + 0.5)) for row in rows]
+    a, b = rows[2], rows[0]
+    sizes = [len(a.token_ids), len(b.token_ids)]
+    padding = -sum(sizes) % 64
+    batch = packing.build(rows, advantages, [2, 0], device=torch.device("cpu"), multiple_of=64)
+    assert batch.sequence_ids.tolist() == [0] * sizes[0] + [1] * sizes[1] + [2] * padding
+    assert batch.groups.tolist() == [a.guid, b.guid, -1]
+    verdicts = [a.guid + 0.5] * sizes[0] + [b.guid + 0.5] * sizes[1] + [0.0] * padding
+    assert batch.columns["verdict"].tolist() == verdicts
+    sampled = [*a.columns["rollout_logprobs"], *b.columns["rollout_logprobs"], *[0.0] * padding]
+    assert batch.columns["rollout_logprobs"].tolist() == sampled
+    mixed = packing.build(
+        [a, b._replace(columns={})], advantages[:2], [0, 1], device=torch.device("cpu")
+    )
+    assert mixed.columns.keys() == {"advantages"}  # what only some have is no column
 
 
 def test_the_first_token_is_never_trained_even_if_the_mask_says_so():
@@ -46,7 +68,12 @@ def test_a_micro_batch_without_rows_is_one_untrained_document(multiple_of):
     assert (batch.rows, batch.lengths) == ((), (multiple_of,))
     assert batch.cu_seqlens.tolist() == [0, multiple_of]
     assert not batch.loss_mask.any()
-    for tensor in (batch.token_ids, batch.rollout_logprobs, batch.advantages, batch.position_ids):
+    for tensor in (
+        batch.token_ids,
+        batch.columns["rollout_logprobs"],
+        batch.columns["advantages"],
+        batch.position_ids,
+    ):
         assert len(tensor) == multiple_of
 
 

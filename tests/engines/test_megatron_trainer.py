@@ -235,8 +235,10 @@ def test_garbage_under_the_mask_is_inert(ranks, reference):
     weights = []
     for garbage in (0.0, float("nan"), float("inf")):
         rows = [
-            row._replace(
-                rollout_logprobs=np.where(row.loss_mask, row.rollout_logprobs, garbage).astype("f4")
+            row.with_columns(
+                rollout_logprobs=np.where(
+                    row.loss_mask, row.columns["rollout_logprobs"], garbage
+                ).astype("f4")
             )
             for row in reference.rows
         ]
@@ -251,9 +253,9 @@ def test_garbage_under_the_mask_is_inert(ranks, reference):
 def test_the_gap_is_between_the_trainer_and_the_sampler(ranks, reference):
     rows = []
     for row, logprobs in zip(reference.rows, reference.logprobs, strict=True):
-        rows.append(row._replace(rollout_logprobs=logprobs * (row.loss_mask != 0)))
+        rows.append(row.with_columns(rollout_logprobs=logprobs * (row.loss_mask != 0)))
     index = int(np.flatnonzero(rows[4].loss_mask)[0])
-    rows[4].rollout_logprobs[index] += 0.5
+    rows[4].columns["rollout_logprobs"][index] += 0.5
     metrics = open_layout(ranks, reference.folder, "dp2").call(
         worker.train, rows=rows, advantages=reference.advantages
     )[0]

@@ -147,9 +147,9 @@ def test_what_was_sampled_is_trained_on_as_it_was_and_nothing_else_is(played, mo
                 folder, row.token_ids[:1].tolist(), row.token_ids[1:].tolist()
             )
             mask = torch.from_numpy(row.loss_mask[1:]).bool()
-            sampled = torch.from_numpy(row.rollout_logprobs[1:])
+            sampled = torch.from_numpy(row.columns["rollout_logprobs"][1:])
             torch.testing.assert_close(sampled[mask], known[mask], atol=1e-4, rtol=0)
-            assert not row.rollout_logprobs[row.loss_mask == 0].any()
+            assert not row.columns["rollout_logprobs"][row.loss_mask == 0].any()
 
 
 def test_two_turns_go_through_a_shard_into_a_micro_batch(played):

@@ -53,7 +53,7 @@ def trajectory(guid, sibling, length, reward):
     return Trajectory(
         guid=guid, sibling=sibling, prompt_index=guid, seed=0,
         token_ids=np.full(8 + length, guid * SIBLINGS + sibling, np.int32),
-        prompt_len=8, loss_mask=mask, rollout_logprobs=-mask.astype(np.float32),
+        prompt_len=8, loss_mask=mask, columns={"rollout_logprobs": -mask.astype(np.float32)},
         version_runs=runs_of(guid, length), finish=FinishReason.STOP,
         reward=float(reward),
     )  # fmt: skip

@@ -12,7 +12,7 @@ def row(version_runs, loss_mask):
         guid=0, sibling=0, prompt_index=0, seed=0,
         token_ids=np.arange(len(loss_mask), dtype=np.int32), prompt_len=2,
         loss_mask=np.array(loss_mask, np.uint8),
-        rollout_logprobs=np.zeros(len(loss_mask), np.float32),
+        columns={"rollout_logprobs": np.zeros(len(loss_mask), np.float32)},
         version_runs=np.array(version_runs, np.int32).reshape(-1, 2),
         finish=FinishReason.STOP, reward=0.0,
     )  # fmt: skip

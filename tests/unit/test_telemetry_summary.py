@@ -20,7 +20,8 @@ def group(guid, version):
         Trajectory(
             guid=guid, sibling=sibling, prompt_index=guid, seed=sibling,
             token_ids=np.arange(3, dtype=np.int32), prompt_len=1,
-            loss_mask=np.array([0, 1, 1], np.uint8), rollout_logprobs=np.zeros(3, np.float32),
+            loss_mask=np.array([0, 1, 1], np.uint8),
+            columns={"rollout_logprobs": np.zeros(3, np.float32)},
             version_runs=np.array([[1, version]], np.int32), finish=FinishReason.STOP, reward=1.0,
         )
         for sibling in range(2)

@@ -97,12 +97,14 @@ class FakeTrainer:
         # Nothing but the response's token has a logprob: a mask that is shifted trains on nan.
         now = Policy.logprobs(packed, self.policy.weight)
         now = torch.where(torch.tensor([False, False, True]), now, torch.nan)
-        mu = torch.tensor(np.array([row.rollout_logprobs for row in trajectories])).view(-1, 3)
+        sampled = np.array([row.columns["rollout_logprobs"] for row in trajectories])
+        mu = torch.tensor(sampled).view(-1, 3)
         mask = torch.tensor(np.array([row.loss_mask for row in trajectories])).view(-1, 3).bool()
-        tokens = SimpleNamespace(
-            old_logprobs=now.detach().view(-1), rollout_logprobs=mu.view(-1),
-            advantages=torch.from_numpy(advantages).repeat_interleave(3), loss_mask=mask.view(-1),
-        )  # fmt: skip
+        columns = {
+            "old_logprobs": now.detach().view(-1), "rollout_logprobs": mu.view(-1),
+            "advantages": torch.from_numpy(advantages).repeat_interleave(3),
+        }  # fmt: skip
+        tokens = SimpleNamespace(columns=columns, loss_mask=mask.view(-1))
         value, metrics = loss(now.view(-1), tokens)
         value.backward()
         count = int(mask.sum())

@@ -18,6 +18,8 @@ from relax_hpc.schema import (
     PromptGroup,
     Trajectory,
     TurnKind,
+    columns_of,
+    extra_columns,
 )
 
 _ROW_VALUES: dict[str, Callable[[Trajectory], int | float]] = {
@@ -31,7 +33,6 @@ _ROW_VALUES: dict[str, Callable[[Trajectory], int | float]] = {
     "row/finish": lambda t: t.finish,
     "row/rewards": lambda t: t.reward,
 }
-_SIDECAR = ("old_logprobs", "ref_logprobs", "advantages", "values")
 SMALL_PIECE = 4096
 """Mean bytes below which joining pieces costs less than handing them to the kernel one by one."""
 
@@ -64,7 +65,7 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
         OFFSETS["token"]: tokens,
         "ragged/token_ids": _pieces([t.token_ids for t in rows], np.int32),
         "ragged/loss_mask": mask,
-        "ragged/rollout_logprobs": _pieces([t.rollout_logprobs for t in rows], np.float32),
+        **_token_columns(rows),
         OFFSETS["run"]: run_offsets,
         "ragged/version_runs": runs,
         OFFSETS["turn"]: _offsets([len(each) for each in turns]),
@@ -88,7 +89,7 @@ def to_columns(groups: Sequence[PromptGroup]) -> Columns:
 def from_columns(packed: Columns) -> list[Trajectory]:
     """The trajectories of a shard, or of a span of one; arrays are views of `packed`.
 
-    What was not read, or is not there, is `None` or empty.
+    What was not read, or is not there, is `None`, empty, or not among `columns`.
     """
     columns: dict[str, Any] = dict(packed)
     tokens, runs = columns[OFFSETS["token"]].tolist(), columns[OFFSETS["run"]].tolist()
@@ -99,8 +100,8 @@ def from_columns(packed: Columns) -> list[Trajectory]:
     finish = [FinishReason(value) for value in columns["row/finish"].tolist()]
     rewards = columns["row/rewards"].tolist()
     flat = {name: columns[f"ragged/{name}"] for name in ("token_ids", "loss_mask")}
-    flat["rollout_logprobs"] = columns["ragged/rollout_logprobs"]
-    flat |= {n: columns[f"ragged/{n}"] for n in _SIDECAR if f"ragged/{n}" in columns}
+    by_token = {k: columns[n] for k, n in extra_columns("token").items() if n in columns}
+    by_row = {k: columns[n] for k, n in extra_columns("row").items() if n in columns}
     shown, experts = media.of_rows(packed), routed.of_rows(packed)
     turns = columns.get("ragged/turns")
     ends = columns[OFFSETS["turn"]].tolist() if turns is not None else []
@@ -112,11 +113,20 @@ def from_columns(packed: Columns) -> list[Trajectory]:
             finish=finish[i],
             reward=rewards[i],
             turns=None if turns is None else turns[ends[i] : ends[i + 1]],
+            columns={name: column[tokens[i] : tokens[i + 1]] for name, column in by_token.items()}
+            | {name: column[i] for name, column in by_row.items()},
             media=shown[i],
             routed_experts=experts[i],
         )
         for i in range(len(tokens) - 1)
     ]
+
+
+def _token_columns(rows: Sequence[Trajectory]) -> dict[str, Array | Sequence[Array]]:
+    """What rollout writes of every token, besides the token and its mask."""
+    mine = columns_of("rollout", optional=True)
+    names = {k: n for k, n in extra_columns("token").items() if n in mine and k in rows[0].columns}
+    return {n: _pieces([t.columns[k] for t in rows], mine[n].dtype) for k, n in names.items()}
 
 
 def _pieces(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Array | Sequence[Array]:
@@ -137,9 +147,10 @@ def _check(group: PromptGroup) -> None:
         raise BusError(f"prompt group {group.guid}: siblings {siblings}, 0..G-1 in order expected")
     for t in group.trajectories:
         size = len(t.token_ids)
-        fits = size == len(t.loss_mask) == len(t.rollout_logprobs) and 0 <= t.prompt_len <= size
+        logprobs = t.columns.get("rollout_logprobs", ())
+        fits = size == len(t.loss_mask) == len(logprobs) and 0 <= t.prompt_len <= size
         if not fits or t.guid != group.guid:
-            lengths = sorted({size, len(t.loss_mask), len(t.rollout_logprobs)})
+            lengths = sorted({size, len(t.loss_mask), len(logprobs)})
             raise BusError(
                 f"prompt group {group.guid}, trajectory {t.guid}/{t.sibling}: one token, one mask "
                 f"and one log-probability per position expected, got lengths {lengths} "

@@ -17,13 +17,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from relax_hpc import schema
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.tools import selection
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import finite
-from relax_hpc.schema import Trajectory
+from relax_hpc.schema import Trajectory, extra_columns
 
 BLOCK_BYTES = 32 << 20
 """Tokens' worth of rows that are held before they are written; a Parquet row group."""
@@ -49,9 +50,16 @@ class ExportColumn(NamedTuple):
 
 Columns = dict[str, ExportColumn]
 
-_FLOATS, _MEDIUM = pa.list_(pa.float32()), pa.struct(
+_MEDIUM = pa.struct(
     [("kind", pa.string()), ("data", pa.binary()), ("grid_thw", pa.list_(pa.int32()))]
-)  # fmt: skip
+)
+
+
+def _by_token(name: str, column: str) -> ExportColumn:
+    numbers = pa.from_numpy_dtype(np.dtype(schema.COLUMNS[column].dtype))
+    return ExportColumn(pa.list_(numbers), lambda s: s.row.columns.get(name), (column,))
+
+
 COLUMNS: Columns = {
     # where it is; step is null for what no step trains on, or not yet
     "step": ExportColumn(pa.int64(), lambda s: s.step or None),
@@ -76,12 +84,8 @@ COLUMNS: Columns = {
     "version_runs": ExportColumn(
         pa.list_(pa.list_(pa.int32(), 2)), lambda s: s.row.version_runs.tolist()
     ),
-    "rollout_logprobs": ExportColumn(_FLOATS, lambda s: s.row.rollout_logprobs),
-    # what other roles added; null where they did not
-    "old_logprobs": ExportColumn(_FLOATS, lambda s: s.row.old_logprobs, ("ragged/old_logprobs",)),
-    "ref_logprobs": ExportColumn(_FLOATS, lambda s: s.row.ref_logprobs, ("ragged/ref_logprobs",)),
-    "advantages": ExportColumn(_FLOATS, lambda s: s.row.advantages, ("ragged/advantages",)),
-    "values": ExportColumn(_FLOATS, lambda s: s.row.values, ("ragged/values",)),
+    # what else there is of every token; null where nobody wrote it
+    **{name: _by_token(name, column) for name, column in extra_columns("token").items()},
     # what it looked at, and which experts it took
     "media": ExportColumn(
         pa.list_(_MEDIUM),

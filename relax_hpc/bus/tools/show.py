@@ -13,7 +13,7 @@ from relax_hpc.bus.staleness import staleness
 from relax_hpc.bus.tools import selection, tables
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import COLUMNS, FinishReason, Trajectory
+from relax_hpc.schema import COLUMNS, FinishReason, Trajectory, extra_columns
 
 FIRST_ROWS = 8
 _ROW_TABLE = {
@@ -124,9 +124,9 @@ def _trajectory(row: Trajectory, decode: Decode | None) -> str:
         ("sampled", f"{int(row.loss_mask.sum())} of {len(row.token_ids)} tokens"),
     ]
     sampled = row.loss_mask == 1
-    for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "values"):
-        values = getattr(row, name)
-        if values is not None:
+    for name in extra_columns("token"):
+        values = np.asarray(row.columns.get(name, ()), np.float32)
+        if len(values):
             mean = f"mean {values[sampled].mean():.4g} over sampled tokens" if any(sampled) else "-"
             facts.append((name, mean))
     if row.media:

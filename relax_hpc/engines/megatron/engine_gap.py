@@ -37,7 +37,15 @@ class _Part(NamedTuple):
 
 
 def add(sums: StepSums, micro_batch: MicroBatch, policy_version: int) -> None:
-    """Adds a micro-batch with `old_logprobs` to the metrics of the step; nothing is waited for."""
+    """Adds a micro-batch with `old_logprobs` to the metrics of the step; nothing is waited for.
+
+    Of rows that nobody sampled there is nothing to add.
+    """
+    if not micro_batch.rows or "rollout_logprobs" not in micro_batch.columns:
+        return
+    gap = _gap(micro_batch).abs().where(micro_batch.loss_mask, 0)
+    sums.add("logprob_gap/mean", gap.sum())
+    sums.maximum("logprob_gap/max", gap.max())
     d, counts = _difference(micro_batch, policy_version)
     sums.add(f"{_NAME}/tokens", counts.sum())
     sums.add(f"{_NAME}/mean", d.abs().sum())
@@ -106,7 +114,6 @@ def _parts(works: Sequence[Work], policy_version: int) -> Iterator[_Part]:
 def _token(work: Work, at: int) -> Worst:
     """Token `at` of a micro-batch."""
     given = work.micro_batch
-    assert given.old_logprobs is not None
     ends = torch.tensor(given.lengths).cumsum(0)
     document = int(torch.searchsorted(ends, at, right=True))
     sample = work.samples[document]
@@ -114,16 +121,19 @@ def _token(work: Work, at: int) -> Worst:
         sample.guid,
         sample.sibling,
         at - int(ends[document]) + given.lengths[document],
-        float(given.rollout_logprobs[at]),
-        float(given.old_logprobs[at]),
+        float(given.columns["rollout_logprobs"][at]),
+        float(given.columns["old_logprobs"][at]),
     )
 
 
 def _difference(micro_batch: MicroBatch, policy_version: int) -> tuple[Tensor, Tensor]:
     """[T] d, 0 where it does not count, and [T] where it does."""
-    assert micro_batch.old_logprobs is not None
     counts = micro_batch.loss_mask & (micro_batch.policy_versions == policy_version)
-    return (micro_batch.old_logprobs - micro_batch.rollout_logprobs).where(counts, 0), counts
+    return _gap(micro_batch).where(counts, 0), counts
+
+
+def _gap(micro_batch: MicroBatch) -> Tensor:
+    return micro_batch.columns["old_logprobs"] - micro_batch.columns["rollout_logprobs"]
 
 
 def _k3(d: Tensor) -> Tensor:

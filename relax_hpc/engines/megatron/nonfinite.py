@@ -1,9 +1,9 @@
 """Which samples made a loss or a gradient infinite or not a number: asked only after it was."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -84,16 +84,12 @@ def _fault(work: Work, inside: Tensor) -> str | None:
     assert work.logprobs is not None
     given = work.micro_batch
     mask = given.loss_mask & inside
-    cleared: dict[str, Any] = {
-        field.name: value.where(inside, 0)
-        for field in fields(given)
-        if isinstance(value := getattr(given, field.name), Tensor) and value.is_floating_point()
-    }
+    cleared = {name: values.where(inside, 0) for name, values in given.columns.items()}
     logprobs = work.logprobs.where(inside, 0).requires_grad_()
     if not logprobs[mask].isfinite().all():
         return "logprobs"
     with torch.enable_grad():
-        loss = work.loss(logprobs, replace(given, loss_mask=mask, **cleared)).loss
+        loss = work.loss(logprobs, replace(given, loss_mask=mask, columns=cleared)).loss
         (gradient,) = torch.autograd.grad(loss, logprobs)
     if not loss.isfinite():
         return "loss"

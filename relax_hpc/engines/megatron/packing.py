@@ -3,15 +3,15 @@
 T = tokens of a micro-batch, B = its trajectories, end to end without padding between them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from relax_hpc.schema import Trajectory
+from relax_hpc.schema import COLUMNS, Row, extra_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +32,24 @@ class MicroBatch:
     """[T] bool, first token of a document: nothing predicts it."""
     loss_mask: Tensor
     """[T] bool, True on trained tokens; never on a document's first."""
-    rollout_logprobs: Tensor
-    """[T] float32 nats, at sampling time."""
-    advantages: Tensor
-    """[T] float32, constant over a trajectory."""
+    sequence_ids: Tensor
+    """[T] int64, number of the document that a token is in, from 0."""
+    groups: Tensor
+    """[documents] int64, prompt group of each; -1 for padding, which is in none."""
     policy_versions: Tensor
     """[T] int32, policy that sampled the token and the whole response before it; else -1."""
-    old_logprobs: Tensor | None = None
-    """[T] float32 nats, policy before this step's updates; no gradient."""
-    ref_logprobs: Tensor | None = None
-    """[T] float32 nats, reference policy; if every trajectory has them."""
+    columns: Mapping[str, Tensor]
+    """[T] each, by short name; what a row has one of is the same on all its tokens. Those that
+    every row has, `advantages`, and from the first pass on `old_logprobs`, nats, the policy before
+    this step's updates, without gradient."""
+
+    def with_columns(self, **columns: Tensor) -> "MicroBatch":
+        """The same with further columns, or others in place of those it has."""
+        return replace(self, columns={**self.columns, **columns})
 
 
 def build(
-    trajectories: Sequence[Trajectory],
+    trajectories: Sequence[Row],
     advantages: npt.NDArray[np.floating],
     rows: Sequence[int],
     *,
@@ -77,7 +81,6 @@ def build(
         return torch.from_numpy(flat).to(device)
 
     first = torch.from_numpy(is_first).to(device)
-    ref = [t.ref_logprobs for t in chosen if t.ref_logprobs is not None]
     return MicroBatch(
         rows=tuple(rows),
         lengths=tuple(documents.tolist()),
@@ -86,14 +89,25 @@ def build(
         cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device),
         is_first=first,
         loss_mask=packed([t.loss_mask != 0 for t in chosen], np.bool_) & ~first,
-        rollout_logprobs=packed([t.rollout_logprobs for t in chosen], np.float32),
-        advantages=packed([advantages[np.array(rows, np.int64)].repeat(lengths)], np.float32),
+        sequence_ids=torch.from_numpy(np.arange(len(documents)).repeat(documents)).to(device),
+        groups=torch.tensor([*(t.guid for t in chosen), *[-1] * (padding > 0)]).to(device),
         policy_versions=packed([_versions(t) for t in chosen], np.int32, filling=-1),
-        ref_logprobs=packed(ref, np.float32) if len(ref) == len(chosen) else None,
+        columns={
+            name: packed(_by_token(name, chosen), COLUMNS[column].dtype)
+            for name, column in (extra_columns("row") | extra_columns("token")).items()
+            if all(name in t.columns for t in chosen)
+        }
+        | {
+            "advantages": packed([advantages[np.array(rows, np.int64)].repeat(lengths)], np.float32)
+        },
     )
 
 
-def _versions(trajectory: Trajectory) -> npt.NDArray[np.int32]:
+def _by_token(name: str, rows: Sequence[Row]) -> list[npt.NDArray[np.generic]]:
+    return [np.broadcast_to(t.columns[name], len(t.token_ids)) for t in rows]
+
+
+def _versions(trajectory: Row) -> npt.NDArray[np.int32]:
     """[tokens] the first policy of the response, where it sampled; -1 for the prompt and the rest.
 
     What follows an update was sampled over keys and values that the policy before it computed.

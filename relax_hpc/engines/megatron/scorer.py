@@ -23,7 +23,7 @@ from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.registry import read_architecture
-from relax_hpc.schema import Trajectory
+from relax_hpc.schema import Row
 
 
 class MegatronScorer:
@@ -94,7 +94,7 @@ class MegatronScorer:
         return int(mpu.get_data_parallel_world_size())
 
     def forward_logprobs(
-        self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
+        self, trajectories: Sequence[Row], micro_batches: Sequence[Sequence[int]]
     ) -> list[npt.NDArray[np.float32]]:
         """Logprobs of the trajectories' tokens under the current weights.
 
@@ -137,7 +137,7 @@ class MegatronScorer:
 
     def _build(
         self,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[Row],
         advantages: npt.NDArray[np.floating],
         rows: Sequence[int],
     ) -> MicroBatch:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +30,7 @@ from relax_hpc.engines.megatron.step_sums import StepSums
 from relax_hpc.engines.megatron.work import Work
 from relax_hpc.engines.training_engine import Gap, Loss, Skip
 from relax_hpc.errors import TrainingError
-from relax_hpc.schema import Trajectory
+from relax_hpc.schema import Row
 
 
 class MegatronTrainer(MegatronScorer):
@@ -90,7 +89,7 @@ class MegatronTrainer(MegatronScorer):
 
     def accumulate(
         self,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
         advantages: npt.NDArray[np.floating],
         loss: Loss,
@@ -179,7 +178,7 @@ class MegatronTrainer(MegatronScorer):
     def kept_logprobs(
         self,
         name: str,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
     ) -> list[npt.NDArray[np.float32]]:
         """As `forward_logprobs`, under weights that were kept."""
@@ -241,11 +240,8 @@ class MegatronTrainer(MegatronScorer):
         """[] loss of a micro-batch, on the last stage; its metrics are noted."""
         logprobs, entropy = self._logprobs(hidden, work.micro_batch)
         mask = work.micro_batch.loss_mask
-        if work.micro_batch.old_logprobs is None:  # first pass: the policy before the updates
-            work.micro_batch = replace(work.micro_batch, old_logprobs=logprobs.detach())
-            gap = (logprobs.detach() - work.micro_batch.rollout_logprobs).abs().where(mask, 0)
-            self._sums.add("logprob_gap/mean", gap.sum())
-            self._sums.maximum("logprob_gap/max", gap.max())
+        if work.logprobs is None:  # first pass: the policy before the updates
+            work.micro_batch = work.micro_batch.with_columns(old_logprobs=logprobs.detach())
             engine_gap.add(self._sums, work.micro_batch, self.step)
         work.logprobs = logprobs.detach()
         output = work.loss(logprobs, work.micro_batch)

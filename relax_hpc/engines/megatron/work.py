@@ -7,7 +7,7 @@ from torch import Tensor
 
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.training_engine import Loss
-from relax_hpc.schema import Trajectory
+from relax_hpc.schema import Row
 
 
 @dataclass
@@ -16,7 +16,7 @@ class Work:
 
     micro_batch: MicroBatch
     loss: Loss
-    samples: Sequence[Trajectory]
+    samples: Sequence[Row]
     """In packed order."""
     logprobs: Tensor | None = None
     """[T] without gradient, of the last forward pass, where the last stage is."""

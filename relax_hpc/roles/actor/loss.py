@@ -13,12 +13,11 @@ def loss_of(config: RunConfig) -> Loss:
     algorithm = config.algorithm
 
     def loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
-        assert tokens.old_logprobs is not None
         output = grpo(
             logprobs,
-            tokens.old_logprobs,
-            tokens.rollout_logprobs,
-            tokens.advantages,
+            tokens.columns["old_logprobs"],
+            tokens.columns["rollout_logprobs"],
+            tokens.columns["advantages"],
             tokens.loss_mask,
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
@@ -26,11 +25,10 @@ def loss_of(config: RunConfig) -> Loss:
         )
         if config.reference.placement == "none":
             return output
-        assert tokens.ref_logprobs is not None
         return with_kl(
             output,
             logprobs,
-            tokens.ref_logprobs,
+            tokens.columns["ref_logprobs"],
             tokens.loss_mask,
             coefficient=algorithm.kl_coefficient,
         )

@@ -47,7 +47,7 @@ class Reference:
         """The trajectories with `ref_logprobs`."""
         found = self._trainer.kept_logprobs(_NAME, trajectories, micro_batches)
         return [
-            trajectory._replace(ref_logprobs=logprobs)
+            trajectory.with_columns(ref_logprobs=logprobs)
             for trajectory, logprobs in zip(trajectories, found, strict=True)
         ]
 

@@ -174,7 +174,7 @@ def _row(guid: int, sibling: int, prompt: Prompt, seed: int, episode: Episode) -
         token_ids=sequence.token_ids,
         prompt_len=sequence.prompt_len,
         loss_mask=sequence.loss_mask,
-        rollout_logprobs=sequence.logprobs,
+        columns={"rollout_logprobs": sequence.logprobs},
         version_runs=sequence.version_runs,
         turns=sequence.turns,
         finish=sequence.finish,

@@ -1,7 +1,7 @@
 """The actor of a supervised fine-tuning: documents in, a model out; there are no engines."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,14 +14,14 @@ from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.training_engine import ScoringEngine, TrainingEngine
 from relax_hpc.roles.dealing.micro_batches import MicroBatches
 from relax_hpc.roles.training.steps import NoLog, StepLog, stop_or_go_on
-from relax_hpc.schema import Trajectory
+from relax_hpc.schema import Row
 from relax_hpc.telemetry.timers import Timers
 
 
 class Share(NamedTuple):
     """What one data-parallel rank trains of a batch."""
 
-    rows: list[Trajectory]
+    rows: Sequence[Row]
     micro_batches: MicroBatches
     """Indices into `rows`."""
 

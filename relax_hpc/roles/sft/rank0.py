@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from relax_hpc.config.layout import MegatronLayout
@@ -18,7 +17,6 @@ from relax_hpc.prompts.documents import Document, Documents
 from relax_hpc.roles.dealing.micro_batches import imbalance, own_rows, plan_micro_batches
 from relax_hpc.roles.sft.loop import HeldoutLoss, Share
 from relax_hpc.roles.training import skips
-from relax_hpc.schema import FinishReason, Trajectory
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
@@ -112,11 +110,9 @@ class Rank0:
 
     def end_step(self, step: int, fields: dict[str, Any], timers: Timers) -> None:
         """Logs the step."""
-        # Nobody sampled the documents, so there is no sampler to differ from.
-        own = {key: value for key, value in fields.items() if not key.startswith("logprob_gap/")}
         seconds, eta_s = self._pace.end_step(step, self._config.num_steps)
         speed = {"time/step": seconds, "tokens_per_s": self._batch["num_tokens"] / seconds}
-        fields = {**self._batch, **own, **timers.seconds, **speed}
+        fields = {**self._batch, **fields, **timers.seconds, **speed}
         self._events.emit("step", step=step, eta_s=eta_s, **fields)
         self._events.emit("phases", step=step, phases=timers.phases)
         log.info("%s", step_line({"step": step, **fields}, self._config.num_steps, eta_s))
@@ -145,25 +141,8 @@ def deal(layout: MegatronLayout, documents: Sequence[Document]) -> list[Share]:
     shares = []
     for micro_batches in dealt:
         own = own_rows(micro_batches)
-        shares.append(Share([as_trajectory(documents[row]) for row in own.rows], own.micro_batches))
+        shares.append(Share([documents[row] for row in own.rows], own.micro_batches))
     return shares
-
-
-def as_trajectory(document: Document) -> Trajectory:
-    """A document in the trainer's terms: one that nobody sampled, without a reward."""
-    return Trajectory(
-        guid=document.line,
-        sibling=0,
-        prompt_index=document.line,
-        seed=0,
-        token_ids=document.token_ids,
-        prompt_len=0,
-        loss_mask=document.loss_mask,
-        rollout_logprobs=np.zeros(len(document.token_ids), np.float32),
-        version_runs=np.zeros((0, 2), np.int32),
-        finish=FinishReason.STOP,
-        reward=0.0,
-    )
 
 
 def _num_tokens(share: Share) -> int:

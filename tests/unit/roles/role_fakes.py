@@ -61,7 +61,7 @@ def row(guid=0, sibling=0, prompt=2, response=3, version=0, mask=None, reward=0.
         guid=guid, sibling=sibling, prompt_index=guid, seed=0,
         token_ids=(100 * guid + 10 * sibling + np.arange(size)).astype(np.int32),
         prompt_len=prompt, loss_mask=np.array(mask, np.uint8),
-        rollout_logprobs=np.zeros(size, np.float32),
+        columns={"rollout_logprobs": np.zeros(size, np.float32)},
         version_runs=np.array(runs, np.int32).reshape(-1, 2),
         finish=FinishReason.STOP, reward=reward,
     )  # fmt: skip

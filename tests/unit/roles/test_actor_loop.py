@@ -38,7 +38,7 @@ class Trainer:
     def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
         given = [(t.guid, t.sibling, t.loss_mask.tolist()) for t in trajectories]
         self.journal.note("accumulate", given, micro_batches, advantages.tolist(), last)
-        self.refs = [t.ref_logprobs for t in trajectories]
+        self.refs = [t.columns.get("ref_logprobs") for t in trajectories]
 
     def update(self):
         self.step += 1

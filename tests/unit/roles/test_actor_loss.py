@@ -30,20 +30,20 @@ POLICY = -(1.4 - 1.125 + 3.6 + 0.35 - 2.7)
 KL = 0.5
 
 
-def tokens(**more):
+def tokens():
     ratio, advantages, gap, ref = torch.tensor(TOKENS, dtype=torch.float64).T
     old = torch.tensor([-1.0, -2.0, -3.0, -1.5, -2.5, math.nan], dtype=torch.float64)
     now = (old + ratio.log()).requires_grad_()
-    packed = {
+    columns = {
         "old_logprobs": old, "rollout_logprobs": old - gap.log(), "advantages": advantages,
         "ref_logprobs": (now + ref.log()).detach(),
-        "loss_mask": torch.tensor([True] * 5 + [False]),
-    } | more  # fmt: skip
-    return now, SimpleNamespace(**packed)
+    }  # fmt: skip
+    return now, SimpleNamespace(loss_mask=torch.tensor([True] * 5 + [False]), columns=columns)
 
 
 def test_the_policy_loss_of_the_settings_is_the_one_worked_by_hand():
-    now, packed = tokens(ref_logprobs=None)
+    now, packed = tokens()
+    del packed.columns["ref_logprobs"]
     loss, metrics = loss_of(config(**SETTINGS))(now, packed)
     assert loss.item() == pytest.approx(POLICY, abs=1e-12)
     assert "kl/mean" not in metrics
@@ -86,8 +86,8 @@ def test_without_settings_the_clips_and_the_cap_are_those_that_the_docs_name():
         (-1.0, -1.0, 0.0, 0.8),
         (0.0, 1.0, 1.0, -2.0),
     ]:
-        packed = SimpleNamespace(
-            old_logprobs=-one, rollout_logprobs=-one - gap, advantages=advantage * one,
-            ref_logprobs=None, loss_mask=one.bool(),
-        )  # fmt: skip
+        columns = {
+            "old_logprobs": -one, "rollout_logprobs": -one - gap, "advantages": advantage * one,
+        }  # fmt: skip
+        packed = SimpleNamespace(columns=columns, loss_mask=one.bool())
         assert loss(-one + log_ratio, packed).loss.item() == pytest.approx(expected, abs=1e-12)

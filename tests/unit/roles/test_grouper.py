@@ -67,7 +67,7 @@ def test_a_trajectory_is_the_prompt_and_the_response_with_everything_at_its_own_
     assert [row.seed for row in made.trajectories] == SEEDS
     assert first.token_ids.tolist() == [11, 12, 13, 21, 22, 23, 24]
     assert first.loss_mask.tolist() == [0, 0, 0, 1, 1, 1, 1]
-    assert first.rollout_logprobs.tolist() == [0, 0, 0, -0.5, -0.25, -1.0, -2.0]
+    assert first.columns["rollout_logprobs"].tolist() == [0, 0, 0, -0.5, -0.25, -1.0, -2.0]
     assert first.version_runs.tolist() == [[3, 6], [5, 7]]
     assert first.turns.tolist() == [[0, 0], [3, 1]]
     assert (first.policy_version_min, first.policy_version_max) == (6, 7)
@@ -75,13 +75,12 @@ def test_a_trajectory_is_the_prompt_and_the_response_with_everything_at_its_own_
     assert first.routed_experts is RESPONSES[0].routed_experts
     assert second.token_ids.tolist() == [11, 12, 13, 31]
     assert second.loss_mask.tolist() == [0, 0, 0, 1]
-    assert second.rollout_logprobs.tolist() == [0, 0, 0, -0.125]
+    assert second.columns["rollout_logprobs"].tolist() == [0, 0, 0, -0.125]
     assert second.version_runs.tolist() == [[3, 7]]
     assert (second.finish, second.reward) == (FinishReason.STOP, 1.0)
-    kinds = [first.token_ids.dtype, first.loss_mask.dtype, first.rollout_logprobs.dtype]
+    kinds = [first.token_ids.dtype, first.loss_mask.dtype, first.columns["rollout_logprobs"].dtype]
     assert [*kinds, first.version_runs.dtype] == [np.int32, np.uint8, np.float32, np.int32]
-    for name in ("routed_experts", "old_logprobs", "ref_logprobs", "advantages", "values"):
-        assert getattr(second, name) is None
+    assert second.routed_experts is None and second.columns.keys() == {"rollout_logprobs"}
 
 
 def test_a_response_without_a_token_is_a_row_of_its_prompt():

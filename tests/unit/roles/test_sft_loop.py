@@ -14,7 +14,7 @@ from relax_hpc.errors import TrainingError
 from relax_hpc.prompts.documents import Document
 from relax_hpc.roles.sft import loop as sft
 from relax_hpc.roles.sft.loop import HeldoutLoss, Share, heldout_loss
-from relax_hpc.roles.sft.rank0 import as_trajectory, deal
+from relax_hpc.roles.sft.rank0 import deal
 
 
 def config(data_parallel=1, **settings):
@@ -206,9 +206,9 @@ def test_documents_are_dealt_with_each_micro_batch_naming_rows_of_its_own_share(
             assert sum(len(share.rows[n].token_ids) for n in rows) <= 12
 
 
-def test_a_document_is_a_trajectory_that_nobody_sampled():
-    made = as_trajectory(given := document(6, 5, 2))
-    assert (made.guid, made.prompt_index, made.sibling, made.prompt_len) == (6, 6, 0, 0)
+def test_a_document_is_a_row_that_nobody_sampled():
+    (share,) = deal(config().actor, [given := document(6, 5, 2)])
+    (made,) = share.rows
+    assert (made.guid, made.sibling, made.columns) == (6, 0, {})
     assert made.token_ids is given.token_ids and made.loss_mask is given.loss_mask
-    assert made.rollout_logprobs.tolist() == [0] * 5 and made.version_runs.shape == (0, 2)
-    assert (made.reward, made.policy_version_min) == (0.0, -1)
+    assert made.version_runs.shape == (0, 2)
