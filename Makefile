@@ -55,7 +55,7 @@ setup-packages:
 
 demo-sglang: setup setup-sglang
 	$(BIN)/relax-hpc make-tiny models/tiny
-	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set rollout.engine=sglang --set schedule.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
+	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set engines.rollout.kind=sglang --set schedule.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
 
 test-sglang: setup setup-sglang setup-sglang-old
 	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m sglang $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py)

@@ -26,6 +26,7 @@ from relax_hpc.engines.pool import Endpoint, Pool
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import EngineError
 from relax_hpc.job_file import with_overrides
+from relax_hpc.roles.engine.parts import Seat, spec_of
 from relax_hpc.scratch import scratch_folder
 
 AIM = 0.95
@@ -88,7 +89,7 @@ def measure(
         kind: "sglang" or "embedded"; the latter needs a folder with weights.
         load: what to ask.
         repeats: rounds of turns.
-        overrides: further settings of a job, "rollout.engine_args.mem_fraction_static=0.8".
+        overrides: further settings of a job, "engines.rollout.args.mem_fraction_static=0.8".
         streamed: also ask token by token, which takes as long as the others together.
         python: interpreter that has the engine.
     """
@@ -101,14 +102,10 @@ def measure(
     with scratch_folder("bench") as scratch:
         config = _config(shape, kind, load.in_flight, Path(scratch), overrides)
         with start_engine(
-            config.rollout.engine,
-            config.model.path,
+            spec_of(config, Seat("", 0, 0)),
             host="127.0.0.1",
             token=_TOKEN,
-            rollout_config=config.rollout,
-            dtype=config.model.dtype,
             log_path=Path(scratch) / "engine.log",
-            seed=0,
             python=python,
         ) as engine:
             # As much as a turn, since refills meet kernels that the first requests do not.
@@ -194,7 +191,7 @@ def _config(
             "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         },
         "prompts": {"train": "unused"},
-        "rollout": {"engine": kind, "max_running_requests": in_flight, "engine_args": args},
+        "engines": {"rollout": {"kind": kind, "max_running_requests": in_flight, "args": args}},
         "schedule": {"num_steps": 1},
     }
     config = with_overrides(tree, overrides, source="bench generate")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.job_file import with_overrides
+from relax_hpc.roles.engine.parts import Seat, spec_of
 from relax_hpc.roles.rollout.check import check_lease
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
@@ -141,11 +143,11 @@ def _task(
         },
         "prompts": {"train": "unused"},
         "actor": dict(grid),
-        "rollout": {"engine": kind, "num_engines": engines, "engine_args": args},
+        "engines": {"rollout": {"kind": kind, "count": engines, "args": args}},
         "schedule": {"num_steps": updates},
     }
     if colocated:
-        tree["rollout"] |= {"placement": "actor"}
+        tree["engines"]["rollout"] |= {"placement": "actor"}
         tree["schedule"] |= {"max_staleness": 0}
     config = with_overrides(tree, overrides, source="bench sync")
     assert isinstance(config, RunConfig)
@@ -163,35 +165,30 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
     """Starts them side by side and announces them."""
     import torch
 
-    rollout, secret = task.config.rollout, RunSecret.read(task.paths.secret)
-    tp = int(str(rollout.engine_args.get("tp_size", 1)))
+    pool, secret = task.config.rollout_pool, RunSecret.read(task.paths.secret)
+    tp = int(str(pool.args.get("tp_size", 1)))
 
     def start(number: int) -> EngineProcess:
-        args = dict(rollout.engine_args)
-        if rollout.engine == "sglang" and torch.cuda.is_available():
+        args = dict(pool.args)
+        if pool.kind == "sglang" and torch.cuda.is_available():
             args["base_gpu_id"] = task.first_gpu_of_engines + number * tp
             args["enable_memory_saver"] = task.is_colocated
         return start_engine(
-            rollout.engine,
-            task.config.model.path,
+            replace(spec_of(task.config, Seat("", number, 0)), args=args, seed=number),
             host="127.0.0.1",
             token=secret.engine_token(f"rollout-{number}", ATTEMPT),
-            rollout_config=rollout.model_copy(update={"engine_args": args}),
-            dtype=task.config.model.dtype,
             log_path=task.paths.log("engine", str(number)),
-            seed=number,
             python=python,
-            quantization=task.config.weights.quantization_config,
         )
 
     # An engine dies with the thread that started it, so these live until all is done.
-    with ThreadPoolExecutor(rollout.num_engines) as threads, ExitStack() as stack:
+    with ThreadPoolExecutor(pool.count) as threads, ExitStack() as stack:
         running = []
-        for number, engine in enumerate(threads.map(start, range(rollout.num_engines))):
+        for number, engine in enumerate(threads.map(start, range(pool.count))):
             stack.callback(engine.stop)
             running.append(engine)
             name = f"rollout-{number}"
-            member = Member(name, ATTEMPT, engine.url, tp, rollout.engine, "HEALTHY")
+            member = Member(name, ATTEMPT, engine.url, tp, pool.kind, "HEALTHY")
             lane = number * tp if task.is_colocated else -1
             transport = task.config.weights.transport
             members.announce(task.paths, member._replace(lane=lane, transport=transport))

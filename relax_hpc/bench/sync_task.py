@@ -26,7 +26,7 @@ class Task(NamedTuple):
     @property
     def is_colocated(self) -> bool:
         """Engines are on the trainer's GPUs."""
-        return self.config.rollout.placement == "actor"
+        return self.config.rollout_pool.placement == "actor"
 
     @property
     def paths(self) -> RunPaths:

@@ -32,7 +32,7 @@ def scale_out(
     ] = None,
     wait: Wait = False,
 ) -> None:
-    """Add engines in nodes that the run holds and does not use (rollout.resources.max_nodes)."""
+    """Add engines in nodes that the run holds and does not use (resources.max_nodes)."""
     from relax_hpc.scale import requests as scaling
 
     run_dir = run_dir_of(run)

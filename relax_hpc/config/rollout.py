@@ -1,18 +1,10 @@
-"""Who samples, and how new weights get there."""
+"""What is sampled, and how new weights get to the engines."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from relax_hpc.config.sections import (
-    Bytes,
-    NonNegative,
-    Number,
-    PassThrough,
-    Positive,
-    Resources,
-    Section,
-)
+from relax_hpc.config.sections import Bytes, NonNegative, Number, Positive, Section
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale."""
@@ -20,18 +12,6 @@ Transport = Literal["collective", "files"]
 
 
 class RolloutConfig(Section):
-    engine: Literal["embedded", "sglang"] = "embedded"
-    """`sglang` is the production engine; `embedded` runs anywhere torch does."""
-    placement: Literal["own", "actor"] = "own"
-    """own: a component with nodes of its own. actor: on the actor's GPUs, which the two use in
-    turn; `schedule.max_staleness` is 0 then, and `resources` are the actor's."""
-    num_engines: Positive = 1
-    """Engines of the core job."""
-    engines_per_task: Positive = 1
-    """Engines that a task of the component keeps, each on GPUs of its own: with all of a node, the
-    node has one task, which is one bus producer. An engine over several nodes has tasks alone."""
-    nodes_per_engine: Positive = 1
-    """Above 1, an engine spans that many nodes, with one task on each; `engine` is sglang then."""
     environment: str = "single_turn"
     """What an episode is: single_turn asks the prompt once. Others by the place of their class:
     "file.py:Class" or "package.module:Class"."""
@@ -41,8 +21,6 @@ class RolloutConfig(Section):
     """Of sampling; the trainer's logprobs are of the same distribution. Held-out is greedy."""
     max_new_tokens: Positive = 256
     """Tokens of a response; one that reaches it ends there, with finish "length"."""
-    max_running_requests: Positive = 256
-    """Trajectories an engine decodes at once."""
     groups_per_shard: Positive = 16
     """A shard is published once it holds that many prompt groups, its batch is done, or its first
     group has waited for a second."""
@@ -51,67 +29,7 @@ class RolloutConfig(Section):
     groups that are ready take the place of stragglers; needs `schedule.over_age` drop or mask."""
     routed_experts: bool = False
     """Record which experts each token went to, in the bus column ragged/routed_experts; needs a
-    mixture of experts, and `engine` sglang."""
-    start_timeout_s: Positive = 900
-    """An engine that is not healthy after this many seconds has failed to start."""
-    hang_timeout_s: Positive = 120
-    """An engine that says nothing for this many seconds, outside an update, is started again."""
-    restart_window_s: Positive = 1800
-    """An engine that has to be started again more than `launch.max_restarts` times within this many
-    seconds fails its task."""
-    load_every_s: NonNegative = 5
-    """Seconds between two `load` events of an engine: tokens sampled, requests, cache; 0 never."""
-    engine_args: PassThrough = {}
-    """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
-    resources: Resources = Resources()
-
-    @property
-    def num_producers(self) -> int:
-        """Tasks that sample: of an engine over several nodes it is the first."""
-        return self.num_engines // self.engines_per_task
-
-    @property
-    def num_tasks(self) -> int:
-        return self.num_producers * self.nodes_per_engine
-
-    @model_validator(mode="after")
-    def _fills_tasks(self) -> Self:
-        key = f"rollout.engines_per_task = {self.engines_per_task}"
-        if self.num_engines % self.engines_per_task:
-            raise ValueError(
-                f"{key}: does not divide rollout.num_engines = {self.num_engines}; use a divisor"
-            )
-        if self.engines_per_task > 1 and self.nodes_per_engine > 1:
-            raise ValueError(
-                f"{key}: an engine over {self.nodes_per_engine} nodes (rollout.nodes_per_engine) "
-                "has a task on each of them for itself; use 1"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _records_experts(self) -> Self:
-        if self.routed_experts and self.engine != "sglang":
-            raise ValueError(
-                "rollout.routed_experts = true: the embedded engine has no experts; use "
-                "rollout.engine = 'sglang', or false"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _spans_nodes(self) -> Self:
-        if self.nodes_per_engine == 1:
-            return self
-        if self.engine != "sglang":
-            raise ValueError(
-                f"rollout.nodes_per_engine = {self.nodes_per_engine}: the embedded engine is one "
-                "process; use rollout.engine = 'sglang', or 1"
-            )
-        if self.resources.nodes != self.num_tasks:
-            raise ValueError(
-                f"rollout.nodes_per_engine = {self.nodes_per_engine}: {self.num_engines} engines "
-                f"take {self.num_tasks} nodes of their own; set rollout.resources.nodes to it"
-            )
-        return self
+    mixture of experts, and `engines.rollout.kind` sglang."""
 
 
 class WeightsConfig(Section):

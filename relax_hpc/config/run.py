@@ -7,7 +7,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
+from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
 from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.reward import RewardConfig
@@ -20,7 +22,7 @@ _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What may be the name of a folder."""
 OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
-"""Fields of `rollout.resources` that are its own where it shares the actor's GPUs."""
+"""Fields of `engines.rollout.resources` that are its own where it shares the actor's GPUs."""
 
 
 class PromptsConfig(Section):
@@ -160,6 +162,9 @@ class RunConfig(JobConfig):
     prompts: PromptsConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
+    engines: Pools = {ROLLOUT: EnginePool()}
+    """Pools of engines by name. `rollout` samples what is trained on; others serve those who name
+    them."""
     reference: ReferenceConfig = ReferenceConfig()
     schedule: ScheduleConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -189,7 +194,7 @@ class RunConfig(JobConfig):
         """
         if self.weights.max_logprob_gap is not None:
             return self.weights.max_logprob_gap
-        args = self.rollout.engine_args
+        args = self.rollout_pool.args
         few_bits = args.keys() & {"quantization", "kv_cache_dtype", "torchao_config"}
         if few_bits or self.weights.quantize != "none":
             return 0.5
@@ -197,14 +202,19 @@ class RunConfig(JobConfig):
         return max(_ROUNDING.get(dtype, 0.0) for dtype in types)
 
     @property
-    def producers(self) -> list[str]:
-        """Names of the bus producers; producer r owns the prompt ordinals p with p % R == r."""
-        return [f"rollout-{rank}" for rank in range(self.rollout.num_producers)]
+    def rollout_pool(self) -> EnginePool:
+        """The engines that sample what is trained on: their weights follow the policy."""
+        return self.engines[ROLLOUT]
 
     @property
-    def engines(self) -> list[str]:
+    def producers(self) -> list[str]:
+        """Names of the bus producers; producer r owns the prompt ordinals p with p % R == r."""
+        return [f"rollout-{rank}" for rank in range(self.rollout_pool.num_hosts)]
+
+    @property
+    def rollout_engines(self) -> list[str]:
         """Names of the engines that the job starts with, in the order of their GPUs."""
-        count = self.rollout.engines_per_task
+        count = self.rollout_pool.engines_per_task
         return [name for task in self.producers for name in engines_of(task, count)]
 
     @property
@@ -220,42 +230,53 @@ class RunConfig(JobConfig):
     @property
     def tokens_per_portion(self) -> float:
         """Tokens of a batch that are worth starting on before the rest is there."""
-        if self.rollout.placement == "actor":
+        if self.rollout_pool.placement == "actor":
             return math.inf  # engines sample the rest with the memory that training takes
         return self.actor.tokens_per_portion
 
     @model_validator(mode="after")
+    def _pools_can_be(self) -> Self:
+        for name, pool in self.engines.items():
+            pools.check(name, pool)
+        if self.rollout.routed_experts and self.rollout_pool.kind != "sglang":
+            raise ValueError(
+                "rollout.routed_experts = true: the embedded engine has no experts; use "
+                "engines.rollout.kind = 'sglang', or false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _lease_is_possible(self) -> Self:
         """An actor and a rollout that share GPUs wait for each other."""
-        rollout, key = self.rollout, 'rollout.placement = "actor"'
-        if rollout.placement == "own":
+        pool, key = self.rollout_pool, 'engines.rollout.placement = "actor"'
+        if pool.placement == "own":
             return self
         if self.schedule.max_staleness:
             raise ValueError(
                 f"schedule.max_staleness = {self.schedule.max_staleness}: with {key} nothing is "
                 "sampled while the actor trains; set it to 0"
             )
-        if rollout.nodes_per_engine > 1:
+        if pool.nodes_per_engine > 1:
             raise ValueError(
-                f"rollout.nodes_per_engine = {rollout.nodes_per_engine}: with {key} an engine is "
-                "on one node; use 1"
+                f"engines.rollout.nodes_per_engine = {pool.nodes_per_engine}: with {key} "
+                "an engine is on one node; use 1"
             )
         if self.launch.bootstrap == "mpi_job":
             raise ValueError(
                 f"launch.bootstrap = 'mpi_job': with {key} there are two steps on the same nodes; "
                 "use 'mpi'"
             )
-        asked, its = rollout.resources, self.actor.resources
+        asked, actors = pool.resources, self.actor.resources
         if asked.max_nodes is not None:
             raise ValueError(
-                f"rollout.resources.max_nodes = {asked.max_nodes}: with {key} engines are on the "
-                "actor's GPUs, and none can be added; remove it"
+                f"engines.rollout.resources.max_nodes = {asked.max_nodes}: with {key} "
+                "engines are on the actor's GPUs, and none can be added; remove it"
             )
         for name in asked.model_fields_set - set(OWN_UNDER_LEASE):
-            if getattr(asked, name) != getattr(its, name):
+            if getattr(asked, name) != getattr(actors, name):
                 raise ValueError(
-                    f"rollout.resources.{name} = {getattr(asked, name)!r}: with {key} it is "
-                    f"actor.resources.{name} = {getattr(its, name)!r}; remove it"
+                    f"engines.rollout.resources.{name} = {getattr(asked, name)!r}: with {key} "
+                    f"it is actor.resources.{name} = {getattr(actors, name)!r}; remove it"
                 )
         return self
 
@@ -288,11 +309,10 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def _tasks_fill_nodes(self) -> Self:
-        rollout = self.rollout
-        nodes = (self.actor if rollout.placement == "actor" else rollout).resources.nodes
-        several = rollout.engines_per_task > 1
-        key = "rollout.num_engines" + " / rollout.engines_per_task" * several
-        _check_nodes(key, rollout.num_tasks, nodes)
+        for name, pool in self.engines.items():
+            nodes = (self.actor if pool.placement == "actor" else pool).resources.nodes
+            several = f" / engines.{name}.engines_per_task" * (pool.engines_per_task > 1)
+            _check_nodes(f"engines.{name}.count{several}", pool.num_tasks, nodes)
         ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
         _check_nodes(ranks, self.reference.world_size, self.reference.resources.nodes)
         return self

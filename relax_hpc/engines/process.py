@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.child import EngineProcess, spawn
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis
 from relax_hpc.engines.sglang import launch as sglang
-from relax_hpc.engines.sglang.launch import ALONE, Quantization, Share
+from relax_hpc.engines.sglang.launch import ALONE, Share
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError
 from relax_hpc.scratch import scratch_folder
 
@@ -23,18 +23,13 @@ _PORT_ATTEMPTS = 5
 
 
 def start_engine(
-    kind: Literal["embedded", "sglang"],
-    model_path: Path,
+    spec: EngineSpec,
     *,
     host: str,
     token: str,
-    rollout_config: RolloutConfig,
-    dtype: str,
     log_path: Path,
-    seed: int,
     python: str | None = None,
     share: Share = ALONE,
-    quantization: Quantization | None = None,
     progress: Progress = lambda phase: None,
 ) -> EngineProcess:
     """Starts an engine and waits until it is healthy.
@@ -43,64 +38,55 @@ def start_engine(
     one that lives as long as the engine shall.
 
     Args:
-        kind: which engine.
-        model_path: Hugging Face folder.
+        spec: what it computes.
         host: address to bind: loopback, or the node's if the trainer runs elsewhere.
         token: bearer token that its callers need.
-        rollout_config: limits, deadline and pass-through arguments.
-        dtype: "float32", "bfloat16" or "float16".
         log_path: where its output goes; readable by the user only.
-        seed: of its own random numbers, where requests bring none.
         python: interpreter that has the engine; unset is this one.
         share: which part of an engine that spans several nodes this is.
-        quantization: of SGLang's weights, as config.json has it; they are garbage until an update.
         progress: told what the engine is doing, again and again; if it raises, the engine is
             stopped and the exception goes on to the caller.
 
     Raises:
-        ConfigError: `rollout.engine_args` is wrong.
+        ConfigError: `spec.args` are wrong.
         EngineError: not healthy in time; says what it was doing, what may help, and the end of the
             log.
     """
-    start = {"embedded": _start_embedded, "sglang": _start_sglang}[kind]
+    start = {"embedded": _start_embedded, "sglang": _start_sglang}[spec.kind]
     with scratch_folder("engine") as folder:  # nobody else enters it: the token goes there
-        wanted = _Wanted(
-            folder, model_path, host, token, rollout_config, dtype, log_path, seed, python, share,
-            quantization, progress, time.monotonic() + rollout_config.start_timeout_s,
-        )  # fmt: skip
-        return start(wanted)
+        deadline = time.monotonic() + spec.start_timeout_s
+        return start(
+            _Wanted(spec, folder, host, token, log_path, python, share, progress, deadline)
+        )
 
 
 class _Wanted(NamedTuple):
     """The arguments of `start_engine`, a private folder, and when to give up."""
 
+    spec: EngineSpec
     folder: Path
-    model_path: Path
     host: str
     token: str
-    rollout: RolloutConfig
-    dtype: str
     log_path: Path
-    seed: int
     python: str | None
     share: Share
-    quantization: Quantization | None
     progress: Progress
     deadline: float
 
 
 def _start_embedded(wanted: _Wanted) -> EngineProcess:
-    embedded.check(wanted.rollout.engine_args)
+    spec = wanted.spec
+    embedded.check(spec.args, f"engines.{spec.pool}")
     options, port_file = wanted.folder / "options.json", wanted.folder / "port"
     embedded.write_options(
         options,
         token=wanted.token,
         port_file=port_file,
-        dtype=wanted.dtype,
-        max_running_requests=wanted.rollout.max_running_requests,
-        engine_args=wanted.rollout.engine_args,
+        dtype=spec.dtype,
+        max_running_requests=spec.max_running_requests,
+        engine_args=spec.args,
     )
-    argv = embedded.command(wanted.model_path, wanted.host, options, wanted.python)
+    argv = embedded.command(spec.model_path, wanted.host, options, wanted.python)
     engine = spawn(argv, wanted.log_path, {})
     engine.token = wanted.token
 
@@ -113,8 +99,8 @@ def _start_embedded(wanted: _Wanted) -> EngineProcess:
 
 
 def _start_sglang(wanted: _Wanted) -> EngineProcess:
-    args = wanted.rollout.engine_args
-    sglang.check(args)
+    spec, args = wanted.spec, wanted.spec.args
+    sglang.check(args, f"engines.{spec.pool}")
     options, device = wanted.folder / "options.yaml", _device()
     sglang.write_options(options, wanted.token)
     # The parts of an engine over several nodes are started again together, by its host.
@@ -123,17 +109,17 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
         # SGLang cannot report the port it got; and it searches for more, which nobody holds for it.
         with held_port(wanted.host) as port:
             argv = sglang.arguments(
-                wanted.model_path,
+                spec.model_path,
                 host=wanted.host,
                 port=port,
                 device=device,
-                dtype=wanted.dtype,
-                seed=wanted.seed,
-                max_running_requests=wanted.rollout.max_running_requests,
+                dtype=spec.dtype,
+                seed=spec.seed,
+                max_running_requests=spec.max_running_requests,
                 engine_args=args,
-                routed_experts=wanted.rollout.routed_experts,
+                routed_experts=spec.routed_experts,
                 share=wanted.share,
-                quantization=wanted.quantization,
+                quantization=spec.quantization,
             )
             argv = [*sglang.command(wanted.python), "--config", str(options), *argv]
             engine = spawn(argv, wanted.log_path, sglang.ENVIRONMENT[device])
@@ -144,7 +130,7 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
                     engine,
                     wanted,
                     diagnosis.phase,
-                    lambda output: diagnosis.remedy(output, args),
+                    lambda output: diagnosis.remedy(output, args, f"engines.{spec.pool}"),
                 )
             except EngineError:
                 last = attempt + 1 == attempts
@@ -176,7 +162,8 @@ def _until(
             wanted.progress(phase)
             if not end and time.monotonic() > wanted.deadline:
                 end = f"ran out of time while {phase}, {engine.age_s:.0f} s after its start"
-                end += f" (rollout.start_timeout_s = {wanted.rollout.start_timeout_s})"
+                key = f"engines.{wanted.spec.pool}.start_timeout_s"
+                end += f" ({key} = {wanted.spec.start_timeout_s})"
             elif end:
                 end += f" while {phase}"
             if end:

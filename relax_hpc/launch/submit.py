@@ -154,6 +154,10 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     if isinstance(config, RunConfig):
         environment = environments.absolute(config.rollout.environment)
         rollout = config.rollout.model_copy(update={"environment": environment})
+        resolved["engines"] = {
+            name: pool.model_copy(update={"model": pool.model and pool.model.absolute()})
+            for name, pool in config.engines.items()
+        }
         train = {"train": config.prompts.train.absolute()}
         resolved |= {"rollout": rollout, "prompts": config.prompts.model_copy(update=train)}
         reward = rewards.absolute(config.reward.name)
@@ -178,8 +182,12 @@ def _with_resources(section: S, names: Sequence[str], resources: Resources) -> S
     """A section in which the table that `names` lead to asks for these resources."""
     if not names:
         return section.model_copy(update={"resources": resources})
-    inner: Section = getattr(section, names[0])
-    changed = _with_resources(inner, names[1:], resources)
+    inner: Section | dict[str, Section] = getattr(section, names[0])
+    changed: Section | dict[str, Section]
+    if isinstance(inner, dict):  # tables by name
+        changed = inner | {names[1]: _with_resources(inner[names[1]], names[2:], resources)}
+    else:
+        changed = _with_resources(inner, names[1:], resources)
     return section.model_copy(update={names[0]: changed})
 
 

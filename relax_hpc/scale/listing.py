@@ -57,7 +57,9 @@ def collect(run_dir: Path) -> Listing:
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines")
     state, roster = ScaleState.read(paths), Roster.read(paths)
     added = list(state.extras.values()) if state else []
-    names = sorted({*config.engines, *(roster.members if roster else ())} - {e.id for e in added})
+    names = sorted(
+        {*config.rollout_engines, *(roster.members if roster else ())} - {e.id for e in added}
+    )
     rows = [*_initial(paths, names, roster), *(of_extra(paths, extra, roster) for extra in added)]
     if over:
         rows = [_over(row) for row in rows]
@@ -147,9 +149,9 @@ def _pending(row: Row) -> Row:
 
 def _room(config: RunConfig) -> int:
     """Engines that the nodes which a run holds besides those it starts on have room for."""
-    resources = config.rollout.resources
+    resources = config.rollout_pool.resources
     idle = (resources.max_nodes or resources.nodes) - resources.nodes
-    return idle * (config.rollout.num_engines // resources.nodes)
+    return idle * (config.rollout_pool.count // resources.nodes)
 
 
 def _with_load(paths: RunPaths, rows: Sequence[Row]) -> list[Row]:

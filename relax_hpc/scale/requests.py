@@ -56,7 +56,7 @@ def out(run_dir: Path, engines: int, transport: str | None = None) -> Asked:
         wanted,
         lambda: _check_out(config, state(), engines),
         state,
-        config.rollout.num_engines,
+        config.rollout_pool.count,
     )
 
 
@@ -73,7 +73,7 @@ def scale_in(run_dir: Path, *, engines: int | None, member: str | None, drain_s:
     config, paths, state = _running(run_dir)
     wanted = replace(_wanted("in", engines or 0), member=member, drain_s=drain_s)
     return _ask(
-        paths, wanted, lambda: _check_in(config, state(), wanted), state, config.rollout.num_engines
+        paths, wanted, lambda: _check_in(config, state(), wanted), state, config.rollout_pool.count
     )
 
 
@@ -111,7 +111,7 @@ def wait(run_dir: Path, request: Request) -> Settled:
     paths = RunPaths(run_dir.absolute())
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
-    patience = config.rollout.start_timeout_s + config.launch.peer_timeout_s
+    patience = config.rollout_pool.start_timeout_s + config.launch.peer_timeout_s
     timeout_s = _MARGIN_S + (request.drain_s if request.kind == "in" else patience)
     deadline = time.monotonic() + timeout_s
     while True:
@@ -146,22 +146,24 @@ def _running(run_dir: Path) -> tuple[RunConfig, RunPaths, Callable[[], ScaleStat
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines to scale")
     _check_running(run_dir)
-    if config.rollout.placement == "actor":
+    if config.rollout_pool.placement == "actor":
         raise ConfigError(
-            f'{run_dir}: rollout.placement = "actor": its engines are those on the actor\'s GPUs, '
-            "however weights get to them; to add others, submit a run whose rollout.placement is "
-            '"own"'
+            f'{run_dir}: engines.rollout.placement = "actor": its engines are those on the '
+            "actor's GPUs, however weights get to them; to add others, submit a run whose "
+            'engines.rollout.placement is "own"'
         )
-    if config.rollout.nodes_per_engine > 1:
+    if config.rollout_pool.nodes_per_engine > 1:
         raise ConfigError(
-            f"{run_dir}: rollout.nodes_per_engine = {config.rollout.nodes_per_engine}: engines "
-            "that span nodes cannot be added; submit a run with more of them"
+            f"{run_dir}: engines.rollout.nodes_per_engine = "
+            f"{config.rollout_pool.nodes_per_engine}: engines that span nodes cannot be "
+            "added; submit a run with more of them"
         )
-    resources = config.rollout.resources
+    resources = config.rollout_pool.resources
     if (resources.max_nodes or 0) <= resources.nodes:
         raise ConfigError(
             f"{run_dir}: no idle node: rollout holds {_count(resources.nodes, 'node')}, all used "
-            "by the engines it started with; submit a run with more rollout.resources.max_nodes"
+            "by the engines it started with; submit a run with more "
+            "engines.rollout.resources.max_nodes"
         )
 
     def state() -> ScaleState:
@@ -212,9 +214,9 @@ def _ask(
 
 def _check_out(config: RunConfig, state: ScaleState, engines: int) -> bool:
     """Whether there is anything to do; raises ConfigError if there is no room for it."""
-    missing = engines - config.rollout.num_engines - len(state.staying)
+    missing = engines - config.rollout_pool.count - len(state.staying)
     if missing > len(state.free):
-        nodes = config.rollout.resources.nodes
+        nodes = config.rollout_pool.resources.nodes
         used = len({extra.node for extra in state.live})
         raise ConfigError(
             f"--engines {engines}: no idle node for {_count(missing, 'more engine')}: rollout "
@@ -227,7 +229,7 @@ def _check_out(config: RunConfig, state: ScaleState, engines: int) -> bool:
 
 def _check_in(config: RunConfig, state: ScaleState, wanted: Request) -> bool:
     """Whether there is anything to do; raises ConfigError if it cannot be done."""
-    initial = config.rollout.num_engines
+    initial = config.rollout_pool.count
     if wanted.member is None:
         if wanted.engines < initial:
             raise ConfigError(

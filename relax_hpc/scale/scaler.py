@@ -52,8 +52,8 @@ class Scaler:
 
     def __init__(self, config: RunConfig, paths: RunPaths, steps: Steps, attempt: str) -> None:
         self._config, self._paths, self._steps = config, paths, steps
-        self._initial = config.rollout.num_engines
-        per_node = self._initial // config.rollout.resources.nodes
+        self._initial = config.rollout_pool.count
+        per_node = self._initial // config.rollout_pool.resources.nodes
         state = ScaleState.read(paths)
         self._state = state or ScaleState(attempt, self._initial, steps.nodes, per_node)
         self._state.nodes = steps.nodes
@@ -131,7 +131,7 @@ class Scaler:
         """A newcomer comes up and gets weights in time, or not at all."""
         limit, missing = self._config.launch.peer_timeout_s, "the trainer gave it no weights"
         if extra.state == "STARTING":
-            limit = self._config.rollout.start_timeout_s + START_MARGIN_S
+            limit = self._config.rollout_pool.start_timeout_s + START_MARGIN_S
             missing = "its engine was not healthy"
         if not extra.was_active and time.time() > extra.since + limit:
             self._tell_to_end(extra, "FAILED", f"{missing} within {limit} s")

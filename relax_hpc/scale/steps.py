@@ -33,7 +33,7 @@ class _Steps:
 
     def __init__(self, config: RunConfig, paths: RunPaths, attempt: str) -> None:
         self._paths, self._attempt = paths, attempt
-        self._resources = config.rollout.resources
+        self._resources = config.rollout_pool.resources
 
     def end(self, extra: Extra) -> None:
         process = extra.process and extra.process.find()

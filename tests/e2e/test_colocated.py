@@ -16,8 +16,8 @@ STEPS, PROMPTS, SIBLINGS = 6, 8, 4
 def submit_colocated(tiny, run_root, *, local, steps=STEPS, ranks=2, **settings):
     small = {
         "run_root": run_root,
-        "rollout.placement": "actor",
-        "rollout.num_engines": ranks,
+        "engines.rollout.placement": "actor",
+        "engines.rollout.count": ranks,
         "actor.data_parallel": ranks,
         "schedule.max_staleness": 0,
         "schedule.num_steps": steps,
@@ -70,7 +70,7 @@ def test_a_run_on_shared_gpus_samples_and_trains_in_turn(tiny, tmp_path):
 def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_and_comes_back(
     tiny, tmp_path
 ):
-    steps, several = 8, {"rollout.engines_per_task": 2}
+    steps, several = 8, {"engines.rollout.engines_per_task": 2}
     run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, **several)
     try:
         wait_until(run_dir, has_done(1), 100)

@@ -102,7 +102,7 @@ def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path)
 
 
 def test_of_several_engines_in_a_task_one_is_killed_and_the_others_go_on(tiny, tmp_path):
-    several = {"rollout.num_engines": 3, "rollout.engines_per_task": 3}
+    several = {"engines.rollout.count": 3, "engines.rollout.engines_per_task": 3}
     run_dir = submit_small(tiny, tmp_path, local=True, **several)
     names = [f"rollout-0.{index}" for index in range(3)]
     try:

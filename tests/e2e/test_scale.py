@@ -33,7 +33,7 @@ STEPS, PROMPTS, SIBLINGS = 36, 32, 8
 def submit_small(tiny, run_root, *, local, **settings):
     small = {
         "run_root": run_root,
-        "rollout.resources.max_nodes": 2,
+        "engines.rollout.resources.max_nodes": 2,
         "schedule.num_steps": STEPS,
         "schedule.prompts_per_step": PROMPTS,
         "algorithm.epochs_per_step": 1,

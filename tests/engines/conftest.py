@@ -11,9 +11,9 @@ from engine_fixtures import Served, save_checkpoint
 from rank_pool import Pools
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
 
 KINDS = ("embedded", "sglang")
 
@@ -58,14 +58,10 @@ def served(request, checkpoints, tmp_path_factory):
     """A running engine; servers start slowly, so tests share it and `engine` resets it."""
     kind, phases = request.param, []
     with start_engine(
-        kind,
-        checkpoints[0],
+        EngineSpec(kind, checkpoints[0], start_timeout_s=240),
         host="127.0.0.1",
         token="a right token",
-        rollout_config=RolloutConfig(engine=kind, start_timeout_s=240),
-        dtype="float32",
         log_path=tmp_path_factory.mktemp(kind) / "engine.log",
-        seed=0,
         python=SGLANG_PYTHON if kind == "sglang" else None,
         progress=lambda phase: None if phase in phases else phases.append(phase),
     ) as process:

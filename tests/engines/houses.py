@@ -21,11 +21,11 @@ from megatron_worker import job
 from rank_pool import Ranks
 from sglang_under_test import SGLANG_PYTHON, SGLANG_VERSION
 
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Roster
@@ -111,16 +111,15 @@ class House:
 def house_of(kind, checkpoints, folder, *, count=2, ranks_each=1, lanes=False):
     """`count` engines; of SGLang each with `ranks_each` ranks."""
     config = job(checkpoints[0], tp=2)
-    rollout = config.rollout.model_copy(update={"engine": kind})
-    config = config.model_copy(update={"run_root": folder, "rollout": rollout})
+    pools = {"rollout": config.rollout_pool.model_copy(update={"kind": kind})}
+    config = config.model_copy(update={"run_root": folder, "engines": pools})
     args = ENGINE_ARGS[kind] | ({"tp_size": ranks_each} if ranks_each > 1 else {})
 
     def start(number):
         return start_engine(
-            kind, checkpoints[0], host="127.0.0.1", token="right",
-            rollout_config=RolloutConfig(engine=kind, start_timeout_s=300, engine_args=args),
-            dtype="float32",
-            log_path=folder / f"engine-{number}.log", seed=number,
+            EngineSpec(kind, checkpoints[0], args=args, seed=number, start_timeout_s=300),
+            host="127.0.0.1", token="right",
+            log_path=folder / f"engine-{number}.log",
             python=SGLANG_PYTHON if kind == "sglang" else None,
         )  # fmt: skip
 

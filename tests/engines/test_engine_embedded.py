@@ -147,7 +147,7 @@ def test_an_incomplete_checkpoint_is_refused_by_name(checkpoints, tmp_path):
 
 def test_another_architecture_is_refused_with_a_remedy(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ConfigError, match=r"llama.*rollout\.engine = 'sglang'"):
+    with pytest.raises(ConfigError, match=r"llama.*engines\.rollout\.kind = 'sglang'"):
         Shape.read(tmp_path)
 
 

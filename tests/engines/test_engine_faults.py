@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines import process
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError
 
 # In place of an interpreter with SGLang: binds what it is told to, and answers /health.
@@ -29,10 +29,10 @@ socketserver.TCPServer(("127.0.0.1", port), Healthy).serve_forever()
 """
 
 
-def start(kind, model, folder, python, **rollout):
+def start(kind, model, folder, python, **settings):
     return start_engine(
-        kind, model, host="127.0.0.1", token="secret", dtype="float32", seed=0, python=str(python),
-        rollout_config=RolloutConfig.model_validate({"start_timeout_s": 240, **rollout}),
+        EngineSpec(kind, model, **{"start_timeout_s": 240, **settings}),
+        host="127.0.0.1", token="secret", python=str(python),
         log_path=folder / "engine.log",
     )  # fmt: skip
 
@@ -96,9 +96,9 @@ def test_an_engine_out_of_memory_at_its_start_says_which_setting_to_lower(checkp
     with pytest.raises(EngineError) as error:
         start(
             "sglang", checkpoints[0], tmp_path, script(tmp_path, limited),
-            engine="sglang", engine_args=args,
+            args=args,
         )  # fmt: skip
     first = str(error.value).splitlines()[0]
     assert "while allocating the key-value cache: " in first
-    assert "out of memory: lower rollout.engine_args.mem_fraction_static (0.9)" in first
+    assert "out of memory: lower engines.rollout.args.mem_fraction_static (0.9)" in first
     assert re.search(r"RuntimeError: .*alloc", first)

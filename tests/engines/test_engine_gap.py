@@ -193,7 +193,7 @@ def test_the_error_names_both_sides_the_figures_and_the_worst_token():
         "(largest 7.25, k3 2), and rounding explains 0.001 (weights.max_logprob_gap); most for "
         "token 17 of guid/sibling 12/3 in bus/12.h5: -0.2500 by the engine, -7.5000 by the "
         "trainer. A restart does not help: compare model.path, model.weights and "
-        "rollout.engine_args, or set weights.logprob_check"
+        "engines.rollout.args, or set weights.logprob_check"
     )
 
 
@@ -219,8 +219,8 @@ def test_it_can_warn_or_be_off_and_its_limit_is_the_jobs(caplog):
         ("float32", {}, 1e-3),
         ("float16", {}, 0.03),
         ("bfloat16", {}, 0.15),
-        ("float32", {"rollout": {"engine_args": {"dtype": "bfloat16"}}}, 0.15),
-        ("bfloat16", {"rollout": {"engine_args": {"kv_cache_dtype": "fp8_e4m3"}}}, 0.5),
+        ("float32", {"engines": {"rollout": {"args": {"dtype": "bfloat16"}}}}, 0.15),
+        ("bfloat16", {"engines": {"rollout": {"args": {"kv_cache_dtype": "fp8_e4m3"}}}}, 0.5),
         ("bfloat16", {"weights": {"quantize": "fp8"}}, 0.5),
         ("bfloat16", {"weights": {"max_logprob_gap": 0.02}}, 0.02),
     ],

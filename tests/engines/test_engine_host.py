@@ -26,7 +26,7 @@ CONTEXT = TaskContext("rollout", 0, 1, 0, attempt="7.0", start=2, node="here")
 class Hosted:
     """A host with its run directory, as the rest of a run sees it."""
 
-    def __init__(self, folder, model, **rollout):
+    def __init__(self, folder, model, **pool):
         self.paths = RunPaths(folder)
         self.config = RunConfig.model_validate(
             {
@@ -35,7 +35,7 @@ class Hosted:
                 "prompts": {"train": "unused"},
                 "schedule": {"num_steps": 1},
                 "launch": {"max_restarts": 3, "restart_delay_s": 0},
-                "rollout": {"start_timeout_s": 60, **rollout},
+                "engines": {"rollout": {"start_timeout_s": 60, **pool}},
             }
         )
         self.secret = RunSecret.create(self.paths.secret)

@@ -31,12 +31,14 @@ def config_of(model, **launch_settings):
             "prompts": {"train": "unused"},
             "schedule": {"num_steps": 1},
             "launch": {"restart_delay_s": 0, **launch_settings},
-            "rollout": {
-                "engine": "sglang",
-                "nodes_per_engine": 2,
-                "start_timeout_s": 600,
-                "engine_args": {"tp_size": 2},
-                "resources": {"nodes": 2},
+            "engines": {
+                "rollout": {
+                    "kind": "sglang",
+                    "nodes_per_engine": 2,
+                    "start_timeout_s": 600,
+                    "args": {"tp_size": 2},
+                    "resources": {"nodes": 2},
+                }
             },
         }
     )
@@ -54,7 +56,7 @@ def test_a_part_hears_the_calls_of_its_own_step_and_no_older_ones(tmp_path):
         assert share.address.rpartition(":")[2].isdigit()
     host.dismiss("7.0-1-4")
     later = context(1, start=2)
-    [seat] = seats_of(config.rollout, later)
+    [seat] = seats_of(config.rollout_pool, later)
     events = EventWriter(paths.events("rollout", 1), "rollout", 1)
     with pytest.raises(PeerTimeoutError, match="host of rollout-0 called for no start"):
         engine_parts.serve(config, paths, later, seat, events)
@@ -66,7 +68,7 @@ def test_a_lost_part_is_lost_in_its_own_start_only(tmp_path):
     host = Parts(paths, "rollout-0", 2)
     assert host.end("7.0-1-1") == ""
     part = engine_parts._Part(config_of(tmp_path), paths, context(1), seats_of(
-        config_of(tmp_path).rollout, context(1)
+        config_of(tmp_path).rollout_pool, context(1)
     )[0], None)  # fmt: skip
     part.report(engine_parts.Call("7.0-1-1", "h:1", over=False), "ended with code 3\nmuch more")
     assert host.end("7.0-1-1") == "lost part 1 on node1: it ended with code 3"
@@ -89,7 +91,7 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
     config, paths = config_of(checkpoints[0]), RunPaths(tmp_path)
     secret = RunSecret.create(paths.secret)
     events = EventWriter(paths.events("rollout", 0), "rollout", 0)
-    seats = [seats_of(config.rollout, context(rank))[0] for rank in range(2)]
+    seats = [seats_of(config.rollout_pool, context(rank))[0] for rank in range(2)]
 
     def healthy(epoch):
         deadline = time.monotonic() + 600

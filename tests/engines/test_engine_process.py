@@ -11,35 +11,34 @@ import psutil
 import pytest
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines import reaper
 from relax_hpc.engines.child import spawn
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.sglang import launch as sglang
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import ConfigError, EngineError
 
 OWNER = """
     import sys, time
     from pathlib import Path
-    from relax_hpc.config.rollout import RolloutConfig
     from relax_hpc.engines.process import start_engine
+    from relax_hpc.engines.spec import EngineSpec
     kind, model, log, python = sys.argv[1:]
     engine = start_engine(
-        kind, Path(model), host="127.0.0.1", token="t", dtype="float32", log_path=Path(log),
-        rollout_config=RolloutConfig(start_timeout_s=240), seed=0, python=python,
+        EngineSpec(kind, Path(model), start_timeout_s=240), host="127.0.0.1", token="t",
+        log_path=Path(log), python=python,
     )
     print(engine.pid, engine.url, "torch" in sys.modules, flush=True)
     time.sleep(600)
 """
 
 
-def start(checkpoint, tmp_path, **kwargs):
-    settings = {"rollout_config": RolloutConfig(start_timeout_s=60), "dtype": "float32"} | kwargs
+def start(checkpoint, tmp_path, *, dtype="float32", start_timeout_s=60, **how):
     return start_engine(
-        "embedded", checkpoint, host="127.0.0.1", token="secret", seed=0,
-        log_path=tmp_path / "logs" / "engine.log", **settings,
+        EngineSpec("embedded", checkpoint, dtype, start_timeout_s=start_timeout_s),
+        host="127.0.0.1", token="secret", log_path=tmp_path / "logs" / "engine.log", **how,
     )  # fmt: skip
 
 
@@ -145,7 +144,7 @@ def test_an_engine_that_dies_while_loading_says_why(checkpoints, tmp_path):
 
 def test_an_engine_that_takes_too_long_is_stopped_and_named(checkpoints, tmp_path):
     with pytest.raises(EngineError, match=r"pid (\d+)\) ran out of time while loading") as error:
-        start(checkpoints[0], tmp_path, rollout_config=RolloutConfig(start_timeout_s=1))
+        start(checkpoints[0], tmp_path, start_timeout_s=1)
     pid = int(str(error.value).split("(pid ")[1].split(")")[0])
     assert not psutil.pid_exists(pid)
 
@@ -181,9 +180,9 @@ def test_misspelt_embedded_arguments_are_answered_with_the_nearest():
 
 
 def test_arguments_that_the_run_decides_are_refused_with_the_key_that_decides():
-    with pytest.raises(ConfigError, match=r"engine_args\.dtype: .*set model\.dtype"):
+    with pytest.raises(ConfigError, match=r"args\.dtype: .*set model\.dtype"):
         sglang.check({"dtype": "bfloat16"})
-    with pytest.raises(ConfigError, match=r"engine_args\.port: .*leave it out"):
+    with pytest.raises(ConfigError, match=r"args\.port: .*leave it out"):
         sglang.check({"port": 30000})
 
 
@@ -236,10 +235,10 @@ def test_sglangs_own_parser_checks_the_arguments():
     assert "'two'" in lines[fine + 2]
     assert lines[fine + 3 :] == [
         "fine",
-        "rollout.engine_args.dllm_fdfo = false: set no_dllm_fdfo = true",  # on unless that is said
-        "rollout.engine_args.enable_multimodal = false: SGLang can only be told to turn it on; "
+        "engines.rollout.args.dllm_fdfo = false: set no_dllm_fdfo = true",  # on unless that is said
+        "engines.rollout.args.enable_multimodal = false: SGLang can only be told to turn it on; "
         "leave it out",
-        "rollout.engine_args.tp_size = False: expected 1, 2, ...",
+        "engines.rollout.args.tp_size = False: expected 1, 2, ...",
         "fine",
     ]
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from engine_fixtures import prompt_of, reference_logprobs
 
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.generation import Draft, GenerationClient, Load, Sampling, _Reply
 from relax_hpc.engines.pool import Endpoint, Pool, next_limit
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError, EngineLostError
 from relax_hpc.schema import FinishReason
 
@@ -26,14 +26,10 @@ def start(checkpoints, tmp_path_factory):
 
     def start(**engine_args):
         engine = start_engine(
-            "embedded",
-            checkpoints[0],
+            EngineSpec("embedded", checkpoints[0], args=engine_args),
             host="127.0.0.1",
             token="right",
-            rollout_config=RolloutConfig(engine_args=engine_args),
-            dtype="float32",
             log_path=logs / f"{len(started)}.log",
-            seed=0,
         )
         started.append(engine)
         return engine

@@ -8,10 +8,11 @@ from engine_fixtures import prompt_of, reference_logprobs
 from sglang_under_test import SGLANG_PYTHON
 from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, write
 
-from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.engines import EnginePool
 from relax_hpc.engines.embedded.model import Shape
 from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.registry import read_architecture
@@ -114,16 +115,16 @@ def test_rotary_positions_that_are_not_computed_are_refused_by_name(tmp_path, ca
 
 def test_what_sglang_would_pass_over_is_refused_for_it_alone(tmp_path):
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, longer"]))
-    engine_check.check_engine(RolloutConfig(engine="embedded"), shape)
+    engine_check.check_engine(EnginePool(kind="embedded"), shape)
     with pytest.raises(ConfigError, match=r"rope_scaling: attention_factor = 1\.3: .* mscale"):
-        engine_check.check_engine(RolloutConfig(engine="sglang"), shape)
+        engine_check.check_engine(EnginePool(kind="sglang"), shape)
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["linear"]))
     with pytest.raises(ConfigError, match=r"rope_scaling: factor = 3: .* write 3\.0"):
-        engine_check.check_engine(RolloutConfig(engine="sglang"), shape)
+        engine_check.check_engine(EnginePool(kind="sglang"), shape)
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["linear beside parameters"]))
-    engine_check.check_engine(RolloutConfig(engine="sglang"), shape)
+    engine_check.check_engine(EnginePool(kind="sglang"), shape)
     shape = read_architecture(write(tmp_path, "qwen3", **ROPES["yarn, lengths by scales"]))
-    engine_check.check_engine(RolloutConfig(engine="sglang"), shape)
+    engine_check.check_engine(EnginePool(kind="sglang"), shape)
 
 
 @pytest.mark.sglang
@@ -141,8 +142,7 @@ def test_sglang_reads_the_same_rotary_positions_from_the_folder(weights, tmp_pat
             return await client.sample(prompt, 1, Sampling(1.0, 40, ignore_eos=True))
 
     with start_engine(
-        "sglang", folder, host="127.0.0.1", token="right", dtype="float32", seed=0,
-        rollout_config=RolloutConfig(engine="sglang", start_timeout_s=300),
+        EngineSpec("sglang", folder, start_timeout_s=300), host="127.0.0.1", token="right",
         log_path=tmp_path / "engine.log", python=SGLANG_PYTHON,
     ) as process:  # fmt: skip
         response = asyncio.run(run(process))

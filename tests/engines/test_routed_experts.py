@@ -8,10 +8,10 @@ import pytest
 import torch
 from conftest import SGLANG_PYTHON
 
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
 from relax_hpc.engines.http import Http
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.schema import FinishReason
 
 LAYERS, EXPERTS, PER_TOKEN = 3, 8, 2
@@ -27,8 +27,8 @@ def engine(request, tmp_path_factory):
         folder / "model", layers=LAYERS, experts=EXPERTS, per_token=PER_TOKEN
     )
     with start_engine(
-        request.param, folder / "model", host="127.0.0.1", token="right", dtype="float32", seed=0,
-        rollout_config=RolloutConfig(engine="sglang", routed_experts=True, start_timeout_s=300),
+        EngineSpec(request.param, folder / "model", routed_experts=True, start_timeout_s=300),
+        host="127.0.0.1", token="right",
         log_path=folder / "engine.log", python=SGLANG_PYTHON,
     ) as process:  # fmt: skip
         yield process, model.eval()

@@ -10,12 +10,12 @@ from engine_fixtures import reference_logprobs
 
 from relax_hpc import job_file
 from relax_hpc.bus.shards.encode import from_columns, to_columns
-from relax_hpc.config.rollout import RolloutConfig
 from relax_hpc.demo import checkpoint
 from relax_hpc.engines.generation import GenerationClient, Sampling
 from relax_hpc.engines.megatron import packing
 from relax_hpc.engines.pool import Endpoint, Pool
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.environments.base import Outcome
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
@@ -51,8 +51,8 @@ def engines(model, tmp_path_factory):
     logs = tmp_path_factory.mktemp("engines")
     started = [
         start_engine(
-            "embedded", model[0], host="127.0.0.1", token="right",
-            rollout_config=RolloutConfig(), dtype="float32", log_path=logs / f"{n}.log", seed=0,
+            EngineSpec("embedded", model[0]), host="127.0.0.1", token="right",
+            log_path=logs / f"{n}.log",
         )
         for n in range(2)
     ]  # fmt: skip

@@ -27,10 +27,10 @@ source tests/gpu/unpack.sh
 # itself for experts over TP; such an engine was not up after three minutes.
 args=(attention_backend=triton sampling_backend=pytorch cuda_graph_backend_prefill=disabled
   enforce_disable_flashinfer_allreduce_fusion=true)
-engine=(--set rollout.start_timeout_s=190)
-for arg in "${args[@]}"; do engine+=(--set "rollout.engine_args.$arg"); done
-graphs() { echo "--set rollout.engine_args.cuda_graph_bs_decode=[$1]"; }
-memory() { echo "--set rollout.engine_args.mem_fraction_static=$1"; }
+engine=(--set engines.rollout.start_timeout_s=190)
+for arg in "${args[@]}"; do engine+=(--set "engines.rollout.args.$arg"); done
+graphs() { echo "--set engines.rollout.args.cuda_graph_bs_decode=[$1]"; }
+memory() { echo "--set engines.rollout.args.mem_fraction_static=$1"; }
 few=$(graphs 1,8,32,64)
 many=$(graphs 1,32,64,128,192,256)
 fp8='--set weights.quantize=fp8'
@@ -59,18 +59,18 @@ for what in "${@:2}"; do
     client)
       measure $what generate --shape qwen3-4b --in-flight 1024 --requests 2048 --prompt-tokens 128 \
         --new-tokens 256 --repeats 2 --no-streamed $(memory 0.8) \
-        $(graphs 1,64,128,256,384,512,640,768,896,1024) --set rollout.max_running_requests=1024
+        $(graphs 1,64,128,256,384,512,640,768,896,1024) --set engines.rollout.max_running_requests=1024
       ;;
     colocated) measure $what sync --shape qwen3-4b --colocated --updates 10 --logprobs $few ;;
     shared-16) measure $what sync --shape qwen3-0.6b --colocated --updates 10 --logprobs $few ;;
     shared-8) measure $what sync --shape qwen3-0.6b --colocated --updates 10 --logprobs $few $fp8 ;;
     wire)
       measure $what sync --shape qwen3-4b --updates 10 --in-flight 64 --logprobs $few $(memory 0.7) \
-        --set actor.float32_logits=true --set rollout.engine_args.enable_fp32_lm_head=true
+        --set actor.float32_logits=true --set engines.rollout.args.enable_fp32_lm_head=true
       ;;
     load)
       measure $what sync --shape qwen3-4b --updates 8 --in-flight 256 --every 8 --undisturbed $many \
-        $(memory 0.7) --set rollout.max_new_tokens=1024 --set rollout.max_running_requests=256
+        $(memory 0.7) --set rollout.max_new_tokens=1024 --set engines.rollout.max_running_requests=256
       ;;
     wire-8) measure $what sync --shape qwen3-4b --updates 10 --logprobs $few $(memory 0.7) $fp8 ;;
     files) measure $what sync --shape qwen3-4b --updates 6 $few $(memory 0.7) --set weights.transport=files ;;

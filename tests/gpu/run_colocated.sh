@@ -16,7 +16,7 @@ status=0
 timeout "${LIMIT:-420}" python3 -m relax_hpc submit jobs/qwen3-0.6b.toml --local --follow \
   --set name=colocated --set run_root="$work/runs" --set model.path="$work/model/model" \
   --set prompts.train="$work/model/train.jsonl" --set eval.heldout.path="$work/model/heldout.jsonl" \
-  --set rollout.placement=actor --set rollout.engine_args.mem_fraction_static=0.6 \
+  --set engines.rollout.placement=actor --set engines.rollout.args.mem_fraction_static=0.6 \
   --set schedule.max_staleness=0 --set schedule.num_steps=4 \
   --set weights.checksum_every=1 --set launch.max_restarts=0 "${@:2}" || status=$?
 run="$work/runs/colocated"

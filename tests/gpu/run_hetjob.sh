@@ -6,8 +6,8 @@
 #   run_hetjob.sh PACK                                      jobs/qwen3-0.6b.toml, one GPU each
 #   run_hetjob.sh PACK jobs/qwen3-4b.toml qwen3-4b          four GPUs
 #   run_hetjob.sh PACK jobs/qwen3-4b.toml qwen3-4b --set actor.tensor_parallel=1 \
-#     --set actor.resources.gpus_per_node=1 --set rollout.resources.gpus_per_node=1 \
-#     --set rollout.num_engines=1 --set rollout.engines_per_task=1      two GPUs
+#     --set actor.resources.gpus_per_node=1 --set engines.rollout.resources.gpus_per_node=1 \
+#     --set engines.rollout.count=1 --set engines.rollout.engines_per_task=1      two GPUs
 #
 # PACK is a folder with setup.sh (makes sglang and megatron-core importable), wheels/ (this project
 # and what the machine lacks), slurm.tar.xz (a relocated Slurm in prefix/) and local_slurm.sh.
@@ -32,7 +32,7 @@ name=$(basename "$job" .toml) status=0
 timeout "$limit" python3 -m relax_hpc submit "$job" --follow \
   --set run_root="$work/runs" --set model.path="$work/model/model" \
   --set prompts.train="$work/model/train.jsonl" --set eval.heldout.path="$work/model/heldout.jsonl" \
-  --set rollout.resources.mpi=pmix --set actor.resources.mpi=pmix "${@:4}" || status=$?
+  --set engines.rollout.resources.mpi=pmix --set actor.resources.mpi=pmix "${@:4}" || status=$?
 run="$work/runs/$name"
 if python3 -m relax_hpc timeline "$run" --out "$out/timeline.png" | tee "$out/timeline.txt"; then
   python3 -m relax_hpc timeline "$run" --steps 2: --out "$out/timeline-warm.png" --json \

@@ -35,12 +35,12 @@ def folder(tmp_path):
     [
         ("partition='mian'", "partition = 'mian': no such partition; did you mean main?"),
         ("gpus_per_node=8", "gpus_per_node = 8: 0 nodes of partition main have as many, 1 are"),
-        ("nodes=5", "num_engines = 1: does not divide over 5 nodes; use a multiple of 5"),
+        ("nodes=5", "count = 1: does not divide over 5 nodes; use a multiple of 5"),
         ("sbatch=['--no-such-option']", "sbatch refused the job: sbatch: unrecognized option"),
     ],
 )
 def test_what_the_cluster_cannot_give_is_refused(folder, setting, message):
-    command = [CLI, "submit", "job.toml", "--set", f"rollout.resources.{setting}"]
+    command = [CLI, "submit", "job.toml", "--set", f"engines.rollout.resources.{setting}"]
     answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 2 and answer.stdout == ""
     assert message in answer.stderr and answer.stderr.count("\n") == 1

@@ -38,12 +38,8 @@ def job(tmp_path):
                 },
                 "eval": {"heldout": {"path": str(tmp_path / "heldout.jsonl")}},
                 "schedule": {"num_steps": 100000, "prompts_per_step": 2},
-                "rollout": {
-                    "num_engines": 2,
-                    "samples_per_prompt": 2,
-                    "max_new_tokens": 4,
-                    "resources": rollout or {},
-                },
+                "rollout": {"samples_per_prompt": 2, "max_new_tokens": 4},
+                "engines": {"rollout": {"count": 2, "resources": rollout or {}}},
                 "actor": {"resources": actor or {}},
                 "launch": {"profile": profile},
             },
@@ -56,8 +52,14 @@ def job(tmp_path):
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"partition": "mian"}, "rollout.resources.partition = 'mian': no such partition; did you"),
-        ({"gpus_per_node": 8}, "rollout.resources.gpus_per_node = 8: 0 nodes of partition main"),
+        (
+            {"partition": "mian"},
+            "engines.rollout.resources.partition = 'mian': no such partition; did you",
+        ),
+        (
+            {"gpus_per_node": 8},
+            "engines.rollout.resources.gpus_per_node = 8: 0 nodes of partition main",
+        ),
         ({"nodes": 2, "partition": "left"}, ""),
     ],
 )

@@ -83,7 +83,7 @@ def make(tmp_path: Path, monkeypatch, earlier=()) -> FakeSlurm:
             "model": {"path": "model"},
             "prompts": {"train": "t"},
             "schedule": {"num_steps": 30},
-            "rollout": {"resources": {"max_nodes": 3}},
+            "engines": {"rollout": {"resources": {"max_nodes": 3}}},
         },
         source="test",
     )

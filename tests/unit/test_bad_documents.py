@@ -72,7 +72,7 @@ SETTINGS = {
     ("sft.batchsize=1",): "sft.batchsize = 1: unknown key; did you mean sft.batch_size?",
     ("sft.batch_size=0",): "sft.batch_size = 0: input should be greater than 0",
     ("sft.tokens_per_step=9",): "takes either batch_size or tokens_per_step; set one of them",
-    ("rollout.num_engines=1",): "a job with [sft] has no rollout and does not take it",
+    ("engines.rollout.count=1",): "a job with [sft] has no rollout and does not take it",
     ("actor.resources.nodes=2",): "data_parallel) = 1: does not divide over 2 nodes",
     ("sft.train=nowhere",): "nowhere: no such file; name a file of JSON lines or Parquet",
     ("sft.heldout=model",): "model: is a folder; name a file",

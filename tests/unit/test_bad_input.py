@@ -17,12 +17,12 @@ SETTINGS = {
     "algorithm=3": "algorithm = 3: is a table of settings; see jobs/",
     "model.dtype=float64": "model.dtype = 'float64': input should be 'float32', 'bfloat16' or",
     "name=a/b": "name = 'a/b': string should match pattern",
-    "rollout.engine_args.x={a=1}": "engine_args.x = {'a': 1}: is a table; a number, a string",
+    "engines.rollout.args.x={a=1}": "args.x = {'a': 1}: is a table; a number, a string",
     "rollout.routed_experts=true": (
-        "rollout.routed_experts = true: the embedded engine has no experts; use rollout.engine"
+        "rollout.routed_experts = true: the embedded engine has no experts; use engines.rollout"
     ),
-    "rollout.resources.nodes=3": (
-        "rollout.num_engines = 1: does not divide over 3 nodes; use a multiple of 3"
+    "engines.rollout.resources.nodes=3": (
+        "engines.rollout.count = 1: does not divide over 3 nodes; use a multiple of 3"
     ),
     "rollout.samples_per_prompt=1": (
         "rollout.samples_per_prompt = 1: grpo compares siblings of a prompt; use 2 or more"
@@ -41,7 +41,7 @@ SETTINGS = {
     "rollout.environment=mine.py:Mine": "cannot be made: FileNotFoundError",
     "eval.every=20": "eval.every = 20: is eval.heldout.every now; use that",
     "eval.heldout.evry=20": "unknown key; did you mean eval.heldout.every?",
-    "rollout.engine_args.num_thread=2": "did you mean num_threads?",
+    "engines.rollout.args.num_thread=2": "did you mean num_threads?",
     "launch.profile=locl": "launch.profile = 'locl': no such profile; did you mean local?",
     "model.path=nowhere": "no such folder; name a downloaded Hugging Face model",
     "run_root=job.toml/runs": "job.toml is not a folder",
@@ -49,7 +49,7 @@ SETTINGS = {
     "prompts.train=nowhere": "nowhere: no such file; name a file of JSON lines",
     "eval.heldout.path=model": "model: is a folder; name a file of JSON lines",
     "prompts.max_prompt_tokens=2": "raise it, or remove the line",
-    "rollout.resources.time=soon": "rollout.resources.time = 'soon': is not a time limit; use",
+    "engines.rollout.resources.time=soon": "resources.time = 'soon': is not a time limit; use",
 }
 
 
@@ -150,6 +150,6 @@ def test_a_run_that_is_not_there_is_answered_in_one_line(refused, verb):
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")
 def test_sglang_arguments_are_checked_by_its_own_parser(refused):
-    engine = ("--set", "rollout.engine=sglang", "--set", "rollout.engine_args.tp_sise=2")
+    engine = ("--set", "engines.rollout.kind=sglang", "--set", "engines.rollout.args.tp_sise=2")
     said = refused("submit", "job.toml", "--local", *engine)
-    assert "rollout.engine_args.tp_sise" in said and "did you mean tp_size?" in said
+    assert "engines.rollout.args.tp_sise" in said and "did you mean tp_size?" in said

@@ -5,7 +5,7 @@ import functools
 import re
 import tomllib
 from pathlib import Path
-from typing import get_origin
+from typing import get_args, get_origin
 
 import pytest
 import typer.main
@@ -97,16 +97,22 @@ SETTINGS = RunConfig.model_fields | SftRunConfig.model_fields
 
 def is_setting(name):
     fields = SETTINGS
-    for key in name.split("."):
+    keys = iter(name.split("."))
+    for key in keys:
         if fields is PASSED_THROUGH:
             return key in fields_of_megatron()
         if key not in fields:
             return False
         is_table = get_origin(fields[key].annotation) is dict
+        if is_table and key in TABLES_BY_NAME:
+            next(keys, None)
+            fields = get_args(fields[key].annotation)[1].model_fields
+            continue
         fields = PASSED_THROUGH if is_table else fields_of(fields[key])
     return True
 
 
+TABLES_BY_NAME = ("engines", "eval")
 PASSED_THROUGH = {}
 """The keys of a table that Megatron-core or the engine checks."""
 

@@ -8,14 +8,16 @@ import httpx
 import pytest
 
 from relax_hpc.comm.orders import LOADER
-from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
+from relax_hpc.config import engines as pools
+from relax_hpc.config.engines import EnginePool
+from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.sglang import diagnosis, launch
 from relax_hpc.engines.sglang.launch import Share, size_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine.parts import Seat, on_own_gpus, seats_of
+from relax_hpc.roles.engine.parts import Seat, args_on_own_gpus, seats_of
 
 # The lines of a start of SGLang 0.5.17 on a GPU that tell how far it is.
 LOG = [
@@ -68,11 +70,11 @@ def test_every_line_of_a_start_moves_its_phase_on():
     [
         (
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
-            r"lower rollout\.engine_args\.mem_fraction_static \(0\.9\)",
+            r"lower engines\.rollout\.args\.mem_fraction_static \(0\.9\)",
         ),
         (
             "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.",
-            r"raise rollout\.engine_args\.mem_fraction_static \(0\.9\)",
+            r"raise engines\.rollout\.args\.mem_fraction_static \(0\.9\)",
         ),
         ("    assert self.total_num_heads % attn_tp_size == 0", r"tp_size \(3\): use a divisor"),
         ("RuntimeError: CUDA error: invalid device ordinal", r"resources\.gpus_per_node"),
@@ -102,15 +104,15 @@ def test_an_engine_takes_as_many_gpus_as_its_ranks_by_whichever_name_they_are_gi
 @pytest.mark.parametrize(
     ("args", "answer"),
     [
-        ({"dp_size": 2}, r"dp_size = 2: .*raise rollout\.num_engines"),
+        ({"dp_size": 2}, r"dp_size = 2: .*raise engines\.rollout\.count"),
         ({"pipeline_parallel_size": 2}, r"pp_size = 2: .*raise tp_size"),
-        ({"nnodes": 2}, r"nnodes: is set by the run; set rollout\.nodes_per_engine"),
+        ({"nnodes": 2}, r"nnodes: is set by the run; set engines\.rollout\.nodes_per_engine"),
         ({"model": "x"}, r"model: is set by the run; set model\.path"),
         ({"dist_init_addr": "h:1"}, r"dist_init_addr: is set by the run; leave it out"),
     ],
 )
 def test_what_an_engine_here_cannot_do_is_refused_by_key(args, answer):
-    with pytest.raises(ConfigError, match=rf"rollout\.engine_args\.{answer}"):
+    with pytest.raises(ConfigError, match=rf"engines\.rollout\.args\.{answer}"):
         launch.check(args)
 
 
@@ -186,9 +188,7 @@ def context(rank, local_rank):
 
 
 def test_neighbouring_tasks_share_an_engine_that_spans_nodes():
-    spread = RolloutConfig(
-        engine="sglang", num_engines=2, nodes_per_engine=2, resources={"nodes": 4}
-    )
+    spread = EnginePool(kind="sglang", count=2, nodes_per_engine=2, resources={"nodes": 4})
     seats = [seats_of(spread, context(rank, 0))[0] for rank in range(4)]
     assert [(seat.id, seat.number, seat.part) for seat in seats] == [
         ("rollout-0", 0, 0),
@@ -200,53 +200,53 @@ def test_neighbouring_tasks_share_an_engine_that_spans_nodes():
 
 def test_a_task_with_several_engines_has_a_seat_for_each_and_gpus_in_their_order():
     """2 nodes of 8 GPUs, a task on each, 4 engines of 2 GPUs in it."""
-    rollout = RolloutConfig(
-        engine="sglang", num_engines=8, engines_per_task=4, engine_args={"tp_size": 2},
+    pool = EnginePool(
+        kind="sglang", count=8, engines_per_task=4, args={"tp_size": 2},
         resources={"nodes": 2, "gpus_per_node": 8},
     )  # fmt: skip
-    assert (rollout.num_tasks, rollout.num_producers) == (2, 2)
-    seats = [seat for rank in range(2) for seat in seats_of(rollout, context(rank, 0))]
+    assert (pool.num_tasks, pool.num_hosts) == (2, 2)
+    seats = [seat for rank in range(2) for seat in seats_of(pool, context(rank, 0))]
     names = [f"rollout-{task}.{index}" for task in range(2) for index in range(4)]
     assert [seat.id for seat in seats] == names
     assert [seat.number for seat in seats] == list(range(8))
-    taken = [on_own_gpus(rollout, seat).engine_args["base_gpu_id"] for seat in seats]
+    taken = [args_on_own_gpus(pool, seat)["base_gpu_id"] for seat in seats]
     assert taken == [0, 2, 4, 6] * 2
 
 
 @pytest.mark.parametrize(
     ("settings", "answer"),
     [
-        ({"num_engines": 3}, "does not divide rollout.num_engines = 3"),
+        ({"count": 3}, "does not divide engines.rollout.count = 3"),
         (
-            {"engine": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 2}},
+            {"kind": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 2}},
             r"over 2 nodes .* use 1",
         ),
     ],
 )
 def test_engines_share_a_task_only_where_they_can(settings, answer):
-    settings = {"num_engines": 2, "engines_per_task": 2, **settings}
+    settings = {"count": 2, "engines_per_task": 2, **settings}
     with pytest.raises(ValueError, match=answer):
-        RolloutConfig.model_validate(settings)
+        pools.check("rollout", EnginePool.model_validate(settings))
 
 
 @pytest.mark.parametrize(("nodes", "first"), [(1, [0, 4, 8, 12]), (2, [0, 2, 4, 6])])
 def test_engines_of_one_node_take_its_gpus_one_after_the_other(nodes, first):
-    rollout = RolloutConfig(
-        engine="sglang", nodes_per_engine=nodes, engine_args={"tp_size": 4},
+    pool = EnginePool(
+        kind="sglang", nodes_per_engine=nodes, args={"tp_size": 4},
         resources={"nodes": nodes, "gpus_per_node": 16},
     )  # fmt: skip
     seats = [Seat("rollout-0", 0, local_index) for local_index in range(4)]
-    taken = [on_own_gpus(rollout, seat).engine_args["base_gpu_id"] for seat in seats]
+    taken = [args_on_own_gpus(pool, seat)["base_gpu_id"] for seat in seats]
     assert taken == first
 
 
 @pytest.mark.parametrize(
     ("settings", "answer"),
     [
-        ({"engine": "embedded", "resources": {"nodes": 2}}, "use rollout.engine = 'sglang'"),
-        ({"engine": "sglang"}, "1 engines take 2 nodes of their own"),
+        ({"kind": "embedded", "resources": {"nodes": 2}}, "use engines.rollout.kind = 'sglang'"),
+        ({"kind": "sglang"}, "1 engines take 2 nodes of their own"),
     ],
 )
 def test_an_engine_spans_nodes_only_where_it_can(settings, answer):
     with pytest.raises(ValueError, match=answer):
-        RolloutConfig.model_validate({"nodes_per_engine": 2, **settings})
+        pools.check("rollout", EnginePool.model_validate({"nodes_per_engine": 2, **settings}))

@@ -16,7 +16,7 @@ def config(rollout=None, actor=None, **launch):
             "model": {"path": "m"},
             "prompts": {"train": "t"},
             "schedule": {"num_steps": 1},
-            "rollout": {"num_engines": 4, "resources": rollout or {}},
+            "engines": {"rollout": {"count": 4, "resources": rollout or {}}},
             "actor": {"tensor_parallel": 2, "resources": actor or {}},
             "launch": launch,
         },
@@ -58,7 +58,9 @@ def test_a_default_the_job_states_beats_the_profile(profile):
 
 
 def test_nodes_from_a_profile_must_divide_the_tasks_too(profile):
-    with pytest.raises(ConfigError, match=r"rollout.resources.nodes = 3: 4 tasks do not divide"):
+    with pytest.raises(
+        ConfigError, match=r"engines.rollout.resources.nodes = 3: 4 tasks do not divide"
+    ):
         place(config(profile=profile("[rollout]\nnodes = 3\n")))
 
 
@@ -73,7 +75,9 @@ def test_mpi_joins_the_ranks_where_it_is_set_and_not_declined(mpi, wanted, boots
 
 
 def test_wanting_mpi_without_saying_which_is_an_error_with_the_remedy():
-    with pytest.raises(ConfigError, match=r"rollout.resources.mpi is not set; use pmix for Open"):
+    with pytest.raises(
+        ConfigError, match=r"engines.rollout.resources.mpi is not set; use pmix for Open"
+    ):
         place(config(bootstrap="mpi"))
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from relax_hpc.config.actor import ActorConfig
-from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.engines import EnginePool
 from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
@@ -41,8 +41,14 @@ def test_sinfo_is_read_with_sockets_types_and_other_resources():
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        ({"partition": "gpus"}, "rollout.resources.partition = 'gpus': no such partition; did you"),
-        ({"gpus_per_node": 8}, "rollout.resources.gpus_per_node = 8: 0 nodes of partition gpu"),
+        (
+            {"partition": "gpus"},
+            "rollout.resources.partition = 'gpus': no such partition; did you",
+        ),
+        (
+            {"gpus_per_node": 8},
+            "rollout.resources.gpus_per_node = 8: 0 nodes of partition gpu",
+        ),
         ({"partition": "cpu", "gpus_per_node": 1, "nodes": 2}, "1 nodes of partition cpu have as"),
         ({"nodes": 2}, "actor.resources.nodes = 1: partition gpu has 2 nodes and the run needs 3"),
     ],
@@ -95,8 +101,8 @@ def test_the_embedded_engine_is_refused_for_experts(tmp_path):
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = model(tmp_path / "m", model_type="qwen3_moe", **mixture)
     shape = training_check.check_model(folder, ActorConfig(expert_parallel=2, data_parallel=2))
-    with pytest.raises(ConfigError, match=r"rollout.engine = 'embedded': .* use 'sglang'"):
-        engine_check.check_engine(RolloutConfig(), shape)
+    with pytest.raises(ConfigError, match=r"engines.rollout.kind = 'embedded': .* use 'sglang'"):
+        engine_check.check_engine(EnginePool(), shape)
 
 
 def test_a_run_directory_is_used_once_and_its_name_is_one_slurm_leaves_alone(tmp_path):
@@ -134,18 +140,17 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
 @pytest.mark.parametrize(
     ("rollout", "answer"),
     [
-        ({"routed_experts": True}, "routed_experts = true: a model of model_type 'qwen3' has no"),
         (
-            {"engine_args": {"enable_return_routed_experts": True}},
+            {"args": {"enable_return_routed_experts": True}},
             "is set by the run; set rollout.routed_experts",
         ),
-        ({"engine_args": {"tp_size": 3}}, "tp_size = 3: 4 attention heads do not divide by 3"),
+        ({"args": {"tp_size": 3}}, "tp_size = 3: 4 attention heads do not divide by 3"),
         (
-            {"engine_args": {"tp_size": 2}, "num_engines": 2, "resources": {"gpus_per_node": 2}},
+            {"args": {"tp_size": 2}, "count": 2, "resources": {"gpus_per_node": 2}},
             "gpus_per_node = 2: the engines of a node take 4",
         ),
         (
-            {"engine_args": {"tp_size": 4}, "nodes_per_engine": 3, "resources": {"nodes": 3}},
+            {"args": {"tp_size": 4}, "nodes_per_engine": 3, "resources": {"nodes": 3}},
             "tp_size = 4: does not divide over 3 nodes",
         ),
     ],
@@ -155,9 +160,9 @@ def test_an_engine_that_does_not_fit_its_gpus_or_its_model_is_refused_before_the
 ):
     shape = training_check.check_model(model(tmp_path / "model"), ActorConfig())
     with pytest.raises(ConfigError) as error:
-        engine_check.check_engine(
-            RolloutConfig.model_validate({"engine": "sglang", **rollout}), shape
-        )
+        engine_check.check_engine(EnginePool.model_validate({"kind": "sglang", **rollout}), shape)
     assert answer in str(error.value)
-    fits = {"engine_args": {"tp_size": 2}, "num_engines": 2, "resources": {"gpus_per_node": 4}}
-    engine_check.check_engine(RolloutConfig.model_validate({"engine": "sglang", **fits}), shape)
+    with pytest.raises(ConfigError, match=r"routed_experts = true: a model of .* 'qwen3' has no"):
+        engine_check.check_engine(EnginePool(kind="sglang"), shape, routed_experts=True)
+    fits = {"args": {"tp_size": 2}, "count": 2, "resources": {"gpus_per_node": 4}}
+    engine_check.check_engine(EnginePool.model_validate({"kind": "sglang", **fits}), shape)

@@ -124,10 +124,10 @@ def test_engines_weights_and_the_reference_are_looked_at_before_the_job(tmp_path
     other.mkdir()
     (other / "config.json").write_text((tiny_model / "config.json").read_text())
     steps = {"num_steps": 1, "prompts_per_step": 2, "max_staleness": 0}
-    engines = {"samples_per_prompt": 2, "max_new_tokens": 4, "num_engines": 2}
+    pool = {"placement": "actor", "count": 2}
     wrong = {
         "engines have 2 ranks, the actor has 1": {
-            "rollout": engines | {"placement": "actor"}, "schedule": steps,
+            "engines": {"rollout": pool}, "schedule": steps,
         },
         "weights.quantize = 'fp8': the embedded engine": {"weights": {"quantize": "fp8"}},
         f"reference: model.path = {other}: has neither model.safetensors": {

@@ -12,7 +12,7 @@ from relax_hpc.launch.placement import groups, place
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.parts import on_own_gpus, seats_of
+from relax_hpc.roles.engine.parts import seats_of, spec_of
 from relax_hpc.roles.rollout import check as rollout_check
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
@@ -26,7 +26,7 @@ def job(rollout=None, actor=None, reference=None, algorithm=None, **schedule):
             "prompts": {"train": "t"},
             "schedule": {"num_steps": 1, "max_staleness": 0, **schedule},
             "algorithm": algorithm or {},
-            "rollout": {"placement": "actor", "num_engines": 4, **(rollout or {})},
+            "engines": {"rollout": {"placement": "actor", "count": 4, **(rollout or {})}},
             "actor": {"data_parallel": 4, **(actor or {})},
             "reference": reference or {},
         },
@@ -81,10 +81,10 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
     """2 nodes of 8 GPUs, 8 engines of 2: however many of them a task keeps."""
     config = job(
         rollout={
-            "engine": "sglang",
-            "num_engines": 8,
+            "kind": "sglang",
+            "count": 8,
             "engines_per_task": engines_per_task,
-            "engine_args": {"tp_size": 2},
+            "args": {"tp_size": 2},
             "resources": {"gpus_per_node": 8, "nodes": 2},
         },
         actor={"data_parallel": 16, "resources": {"gpus_per_node": 8, "nodes": 2}},
@@ -95,32 +95,36 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
     for rank in range(rollout.tasks):
         node, local_rank = divmod(rank, rollout.tasks_per_node)
         context = TaskContext("rollout", rank, rollout.tasks, local_rank, "1.0", 1, f"n{node}")
-        for seat in seats_of(config.rollout, context):
+        for seat in seats_of(config.rollout_pool, context):
             member = EngineHost(config, paths, context, seat, events)._new_member(1)
-            gpu = on_own_gpus(config.rollout, seat).engine_args["base_gpu_id"]
+            gpu = spec_of(config, seat).args["base_gpu_id"]
             assert divmod(member.lane, 8) == (node, gpu)  # as the actor's ranks fill nodes
             found.append((member.id, member.lane))
-    assert found == list(zip(config.engines, range(0, 16, 2), strict=True))
+    assert found == list(zip(config.rollout_engines, range(0, 16, 2), strict=True))
 
 
 @pytest.mark.parametrize(
     ("rollout", "schedule", "message"),
     [
-        ({}, {"max_staleness": 1}, "schedule.max_staleness = 1: with rollout.placement = .*to 0"),
+        (
+            {},
+            {"max_staleness": 1},
+            "schedule.max_staleness = 1: with engines.rollout.placement = .*to 0",
+        ),
         (
             {"resources": {"gpus_per_node": 2}},
             {},
-            "rollout.resources.gpus_per_node = 2: .*it is actor.resources.gpus_per_node = 0",
+            "engines.rollout.resources.gpus_per_node = 2: .*it is actor.resources.gpus",
         ),
         (
             {"resources": {"max_nodes": 2}},
             {},
-            "rollout.resources.max_nodes = 2: .*none can be added; remove it",
+            "engines.rollout.resources.max_nodes = 2: .*none can be added; remove it",
         ),
         (
-            {"engine": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 8}},
+            {"kind": "sglang", "nodes_per_engine": 2, "resources": {"nodes": 8}},
             {},
-            "rollout.nodes_per_engine = 2: .*on one node",
+            "engines.rollout.nodes_per_engine = 2: .*on one node",
         ),
     ],
 )
@@ -132,22 +136,22 @@ def test_what_taking_turns_rules_out_is_refused(rollout, schedule, message):
 def test_a_resolved_job_is_accepted_again():
     config = job(actor={"resources": {"gpus_per_node": 4}})
     [_, rollout] = place(config)
-    resolved = config.rollout.model_copy(update={"resources": rollout.resources})
-    whole = config.model_copy(update={"rollout": resolved}).model_dump(mode="json")
-    assert RunConfig.model_validate(whole).rollout.resources.gpus_per_node == 4
+    resolved = config.rollout_pool.model_copy(update={"resources": rollout.resources})
+    whole = config.model_copy(update={"engines": {"rollout": resolved}}).model_dump(mode="json")
+    assert RunConfig.model_validate(whole).rollout_pool.resources.gpus_per_node == 4
 
 
 @pytest.mark.parametrize(
     ("rollout", "actor", "message"),
     [
-        ({"num_engines": 2}, {}, "num_engines = 2: engines have 2 ranks, the actor has 4"),
+        ({"count": 2}, {}, "count = 2: engines have 2 ranks, the actor has 4"),
         (
-            {"engine": "sglang", "engine_args": {"tp_size": 2}},
+            {"kind": "sglang", "args": {"tp_size": 2}},
             {},
             "engines of tp_size 2 have 8 ranks, the actor has 4",
         ),
         (
-            {"engine": "sglang", "num_engines": 2, "engine_args": {"tp_size": 2}},
+            {"kind": "sglang", "count": 2, "args": {"tp_size": 2}},
             {"resources": {"gpus_per_node": 4}},
             "mem_fraction_static: is not set; .*e.g. 0.7",
         ),
@@ -160,5 +164,5 @@ def test_engines_that_do_not_cover_the_actors_ranks_are_refused(rollout, actor, 
 
 def test_engines_that_cover_them_are_accepted():
     args = {"tp_size": 2, "mem_fraction_static": 0.7}
-    rollout = {"engine": "sglang", "num_engines": 2, "engine_args": args}
+    rollout = {"kind": "sglang", "count": 2, "args": args}
     rollout_check.check_lease(job(rollout=rollout, actor={"resources": {"gpus_per_node": 4}}))

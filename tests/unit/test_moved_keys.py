@@ -27,7 +27,10 @@ def test_an_old_key_is_refused_with_its_new_name(old):
 
 
 def test_a_new_name_is_a_key_and_an_old_one_is_none():
-    known = {key.name.replace("<name>", "rollout") for key in all_keys()}
+    known = {
+        key.name.replace("<name>", name) for key in all_keys() for name in ("rollout", "heldout")
+    }
+    known |= {"engines.rollout.resources"}  # told once for all components
     for old, new in MOVED.items():
         assert old not in known
         assert any(f"{key}.".startswith(f"{new}.") for key in known), new

@@ -190,7 +190,7 @@ def job(**tables):
         "model": {"path": "model", "dtype": "bfloat16"},
         "prompts": {"train": "t"},
         "schedule": {"num_steps": 9},
-        "rollout": {"engine": "sglang", "engine_args": {"tp_size": 2}},
+        "engines": {"rollout": {"kind": "sglang", "args": {"tp_size": 2}}},
         "weights": {"quantize": "fp8"},
     }
     return validate({**tree, **tables}, source="test")
@@ -217,14 +217,14 @@ def test_a_job_whose_engines_can_take_it_is_left_alone():
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ({"rollout": {}}, "weights.quantize = 'fp8': the embedded engine takes plain weights"),
+        ({"engines": {}}, "weights.quantize = 'fp8': the embedded engine takes plain weights"),
         ({"model": {"path": "m", "dtype": "float32"}}, "model.dtype to 'bfloat16'"),
         (
-            {"rollout": {"engine": "sglang", "engine_args": {"quantization": "fp8"}}},
-            "rollout.engine_args.quantization: is set by the run with weights.quantize = 'fp8'",
+            {"engines": {"rollout": {"kind": "sglang", "args": {"quantization": "fp8"}}}},
+            "engines.rollout.args.quantization: is set by the run with weights.quantize = 'fp8'",
         ),
         (
-            {"rollout": {"engine": "sglang", "engine_args": {"tp_size": 4}}},
+            {"engines": {"rollout": {"kind": "sglang", "args": {"tp_size": 4}}}},
             "tp_size = 4 has 64 rows of k_proj, which is no multiple of 128",
         ),
         (
@@ -256,6 +256,6 @@ def test_experts_are_cut_by_the_ranks_that_share_one():
         quantized.check(job(), shape)
     args = {"tp_size": 2, "ep_size": 2}
     with pytest.raises(ConfigError, match="has 192 rows"):
-        quantized.check(job(rollout={"engine": "sglang", "engine_args": args}), shape)
+        quantized.check(job(engines={"rollout": {"kind": "sglang", "args": args}}), shape)
     shape.experts = Experts(8, 2, 384, True, (0, 1))
-    quantized.check(job(rollout={"engine": "sglang", "engine_args": args}), shape)
+    quantized.check(job(engines={"rollout": {"kind": "sglang", "args": args}}), shape)

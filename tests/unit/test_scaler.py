@@ -29,7 +29,7 @@ class House:
                 "model": {"path": "model"},
                 "prompts": {"train": "t"},
                 "schedule": {"num_steps": 9},
-                "rollout": {"start_timeout_s": 60, "resources": {"max_nodes": 4}},
+                "engines": {"rollout": {"start_timeout_s": 60, "resources": {"max_nodes": 4}}},
                 "launch": {"max_restarts": 1},
             },
             source="test",
@@ -256,7 +256,8 @@ def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(hous
 
 @pytest.mark.parametrize("transport", [None, "collective", "files"])
 def test_engines_cannot_be_added_to_those_on_the_actors_gpus(house, transport):
-    changes = {"rollout": {"placement": "actor"}, "schedule": {"num_steps": 9, "max_staleness": 0}}
+    pools = {"rollout": {"placement": "actor"}}
+    changes = {"engines": pools, "schedule": {"num_steps": 9, "max_staleness": 0}}
     config = validate(house.config.model_dump(mode="json") | changes, source="test")
     write_json(house.paths.config, config.model_dump(mode="json"))
     with pytest.raises(ConfigError, match=r'placement = "actor": its engines are those') as error:

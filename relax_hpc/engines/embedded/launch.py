@@ -11,7 +11,7 @@ from relax_hpc.errors import ConfigError
 
 
 class EngineArgs(NamedTuple):
-    """What `rollout.engine_args` may say to the embedded engine."""
+    """What `engines.NAME.args` may say to the embedded engine."""
 
     num_threads: int = 1
     """Torch threads of the sampler."""
@@ -20,8 +20,8 @@ class EngineArgs(NamedTuple):
     does."""
 
 
-def check(engine_args: PassThrough) -> None:
-    """Checks `rollout.engine_args`.
+def check(engine_args: PassThrough, pool: str = "engines.rollout") -> None:
+    """Checks the arguments of a pool, which messages call `pool`.
 
     Raises:
         ConfigError: unknown argument or wrong type.
@@ -31,13 +31,11 @@ def check(engine_args: PassThrough) -> None:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0) or list(known)
             raise ConfigError(
-                f"rollout.engine_args.{key}: the embedded engine has no such argument; "
+                f"{pool}.args.{key}: the embedded engine has no such argument; "
                 f"did you mean {close[0]}?"
             )
         if type(value) is not known[key]:
-            raise ConfigError(
-                f"rollout.engine_args.{key} = {value!r}: expected {known[key].__name__}"
-            )
+            raise ConfigError(f"{pool}.args.{key} = {value!r}: expected {known[key].__name__}")
 
 
 def write_options(

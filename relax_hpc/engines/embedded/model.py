@@ -48,7 +48,7 @@ class Shape(NamedTuple):
         if config.get("model_type") != "qwen3":
             raise ConfigError(
                 f"model.path = {folder}: the embedded engine serves dense Qwen3, "
-                f"not {config.get('model_type')}; use rollout.engine = 'sglang'"
+                f"not {config.get('model_type')}; use engines.rollout.kind = 'sglang'"
             )
         fields.check(config)
         return cls(

@@ -23,34 +23,34 @@ _CAUSES = (
     (
         r"Not enough memory\. Please try to increase --mem-fraction-static",
         "the weights leave no room for the key-value cache: raise "
-        "rollout.engine_args.mem_fraction_static ({mem_fraction_static}) or tp_size ({tp_size})",
+        "{pool}.args.mem_fraction_static ({mem_fraction_static}) or tp_size ({tp_size})",
     ),
     (
         r"out of memory|can(?:'t|not) allocate memory|not enough memory|CUBLAS_STATUS_ALLOC_FAILED",
-        "out of memory: lower rollout.engine_args.mem_fraction_static ({mem_fraction_static}), "
-        "max_total_tokens or rollout.max_running_requests, or raise tp_size ({tp_size})",
+        "out of memory: lower {pool}.args.mem_fraction_static ({mem_fraction_static}), "
+        "max_total_tokens or {pool}.max_running_requests, or raise tp_size ({tp_size})",
     ),
     (
         r"tp_size == 0|(?:is not|must be) divisible by .*(?:tp|tensor)|is not divisible by",
-        "the model does not divide by rollout.engine_args.tp_size ({tp_size}): use a divisor of "
+        "the model does not divide by {pool}.args.tp_size ({tp_size}): use a divisor of "
         "its attention heads and of its layers' width",
     ),
     (
         r"invalid device ordinal|No CUDA GPUs are available|no CUDA-capable device",
         "there are fewer GPUs than the engines of this node take: each takes tp_size ({tp_size}) "
-        "of them; see rollout.resources.gpus_per_node",
+        "of them; see {pool}.resources.gpus_per_node",
     ),
     (
         r"No module named '?sglang",
-        "rollout.resources.python names an interpreter without SGLang",
+        "{pool}.resources.python names an interpreter without SGLang",
     ),
     (
         r"No module named '?relax_hpc",
-        "rollout.resources.python names an interpreter without this package",
+        "{pool}.resources.python names an interpreter without this package",
     ),
     (
         r"error: unrecognized arguments|error: argument --",
-        "SGLang refused an argument of rollout.engine_args",
+        "SGLang refused an argument of {pool}.args",
     ),
 )
 """Patterns, and remedies to be filled in with the engine's arguments; the first that fits counts,
@@ -68,11 +68,12 @@ def port_taken(output: str) -> bool:
     return _PORT_TAKEN.search(output) is not None
 
 
-def remedy(output: str, engine_args: PassThrough) -> str:
+def remedy(output: str, engine_args: PassThrough, pool: str = "engines.rollout") -> str:
     """What to change about a start that ended with `output`; "" if it says nothing known."""
     values = {
         "mem_fraction_static": engine_args.get("mem_fraction_static", "unset"),
         "tp_size": engine_args.get("tp_size", 1),
+        "pool": pool,
     }
     for pattern, words in _CAUSES:
         if re.search(pattern, output, re.IGNORECASE):

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from relax_hpc.comm.orders import LOADER
 from relax_hpc.config.sections import PassThrough
+from relax_hpc.engines.spec import Quantization
 from relax_hpc.errors import ConfigError
 
 ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -27,9 +28,9 @@ _OURS = {
     "model_path": "model.path",
     "dtype": "model.dtype",
     "random_seed": "seed",
-    "max_running_requests": "rollout.max_running_requests",
+    "max_running_requests": "{pool}.max_running_requests",
     "enable_return_routed_experts": "rollout.routed_experts",
-    "nnodes": "rollout.nodes_per_engine",
+    "nnodes": "{pool}.nodes_per_engine",
     "node_rank": None,
     "dist_init_addr": None,
     "host": None,
@@ -61,10 +62,6 @@ _CPU_DEFAULTS: PassThrough = {
     "max_total_tokens": 32768,
     "sleep_on_idle": True,  # else an engine with nothing to do takes a core
 }
-
-
-Quantization = Mapping[str, Any]
-"""What config.json calls quantization_config."""
 
 
 class Share(NamedTuple):
@@ -137,14 +134,14 @@ class Size(NamedTuple):
         return self.tensor * self.pipeline * replicas
 
 
-def size_of(engine_args: PassThrough) -> Size:
-    """What `rollout.engine_args` asks for, by whichever of SGLang's names."""
+def size_of(engine_args: PassThrough, pool: str = "engines.rollout") -> Size:
+    """What the arguments of a pool ask for, by whichever of SGLang's names."""
     named = {_ALIASES.get(key, key): value for key, value in engine_args.items()}
 
     def count(key: str) -> int:
         value = named.get(key, 1)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"rollout.engine_args.{key} = {value!r}: expected 1, 2, ...")
+            raise ConfigError(f"{pool}.args.{key} = {value!r}: expected 1, 2, ...")
         return value
 
     attention = bool(named.get("enable_dp_attention", False))
@@ -182,8 +179,10 @@ def _flag(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
-def check(engine_args: PassThrough) -> None:
-    """Checks `rollout.engine_args` with SGLang's own parser, if SGLang is installed here.
+def check(engine_args: PassThrough, pool: str = "engines.rollout") -> None:
+    """Checks a pool's arguments with SGLang's own parser, if SGLang is installed here.
+
+    Messages call the pool `pool`.
 
     Where it is not (a login node), the server's start is the check.
 
@@ -192,27 +191,28 @@ def check(engine_args: PassThrough) -> None:
     """
     for key in engine_args:
         if (name := _ALIASES.get(key, key)) in _OURS:
-            remedy = f"set {_OURS[name]}" if _OURS[name] else "leave it out"
-            raise ConfigError(f"rollout.engine_args.{key}: is set by the run; {remedy}")
-    _check_size(size_of(engine_args))
+            ours = _OURS[name]
+            remedy = f"set {ours.format(pool=pool)}" if ours else "leave it out"
+            raise ConfigError(f"{pool}.args.{key}: is set by the run; {remedy}")
+    _check_size(size_of(engine_args, pool), pool)
     if importlib.util.find_spec("sglang") is None:
         return
     from sglang.srt.server_args import ServerArgs
 
-    parser = _Parser(allow_abbrev=False)
+    parser = _Parser(prog=f"{pool}.args", allow_abbrev=False)
     ServerArgs.add_cli_args(parser)
     known = {flag: action for action in parser._actions for flag in action.option_strings}
     for key, value in engine_args.items():
         if (flag := _flag(key)) not in known:
             close = difflib.get_close_matches(flag, known, n=1)
             guess = f"; did you mean {close[0][2:].replace('-', '_')}?" if close else ""
-            raise ConfigError(f"rollout.engine_args.{key}: SGLang has no {flag}{guess}")
+            raise ConfigError(f"{pool}.args.{key}: SGLang has no {flag}{guess}")
         if value is False:
-            _check_off(key, known[flag])
+            _check_off(f"{pool}.args.{key}", key, known[flag])
     parser.parse_args(["--model-path", "model", *as_flags(engine_args)])
 
 
-def _check_off(key: str, action: argparse.Action) -> None:
+def _check_off(dotted: str, key: str, action: argparse.Action) -> None:
     """A switch is turned off by leaving it out; that has to be what false means."""
     if action.nargs == 0 and action.default is False:
         return
@@ -223,7 +223,7 @@ def _check_off(key: str, action: argparse.Action) -> None:
         remedy = "SGLang can only be told to turn it on; leave it out"
     else:
         remedy = "it takes a value"
-    raise ConfigError(f"rollout.engine_args.{key} = false: {remedy}")
+    raise ConfigError(f"{dotted} = false: {remedy}")
 
 
 def check_recompute(engine_args: PassThrough, *, flushes_paused: bool, version: str) -> None:
@@ -235,22 +235,22 @@ def check_recompute(engine_args: PassThrough, *, flushes_paused: bool, version: 
     if not flushes_paused and not engine_args.get("disable_radix_cache"):
         raise ConfigError(
             f"weights.kv_cache = 'recompute': SGLang {version} keeps its cache of prefixes while "
-            "requests wait; set rollout.engine_args.disable_radix_cache = true, use 0.5.23 or "
+            "requests wait; set engines.rollout.args.disable_radix_cache = true, use 0.5.23 or "
             "newer, or keep the cache"
         )
 
 
-def _check_size(size: Size) -> None:
+def _check_size(size: Size, pool: str) -> None:
     """Weights go to every rank of an engine by its tensor-parallel rank alone."""
     if size.data > 1 and not size.attention_data:
         raise ConfigError(
-            f"rollout.engine_args.dp_size = {size.data}: replicas inside an engine cannot be given "
-            f"weights; raise rollout.num_engines, or set enable_dp_attention = true"
+            f"{pool}.args.dp_size = {size.data}: replicas inside an engine cannot be "
+            f"given weights; raise {pool}.count, or set enable_dp_attention = true"
         )
     if size.pipeline > 1:
         raise ConfigError(
-            f"rollout.engine_args.pp_size = {size.pipeline}: stages of an engine cannot be given "
-            "weights; raise tp_size, over several nodes with rollout.nodes_per_engine"
+            f"{pool}.args.pp_size = {size.pipeline}: stages of an engine cannot be given "
+            f"weights; raise tp_size, over several nodes with {pool}.nodes_per_engine"
         )
 
 
@@ -258,7 +258,7 @@ class _Parser(argparse.ArgumentParser):
     """Raises where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"rollout.engine_args: {message}")
+        raise ConfigError(f"{self.prog}: {message}")
 
 
 def command(python: str | None = None) -> list[str]:

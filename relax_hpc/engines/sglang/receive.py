@@ -216,7 +216,7 @@ class Receiver:
         if scales_are_converted(model):
             raise ValueError(
                 "SGLang keeps scales of FP8 as powers of two for DeepGEMM; "
-                "start it with rollout.engine_args.fp8_gemm_backend = 'triton'"
+                "start it with engines.rollout.args.fp8_gemm_backend = 'triton'"
             )
         self._loads, self._fallback = self._recorded()
         self._places = self._addresses()

@@ -48,7 +48,7 @@ def main(
     reader = Reader(paths.bus, shards=shards)
     publishing = Publishing(
         config.weights, world, trainer, device, folder=paths.weights, source=config.model.path,
-        shares_gpus=config.rollout.placement == "actor",
+        shares_gpus=config.rollout_pool.placement == "actor",
     )  # fmt: skip
     rank0 = None
     if world.rank == 0:

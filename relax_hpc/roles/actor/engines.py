@@ -21,7 +21,7 @@ def register_of(config: RunConfig, paths: RunPaths) -> Register:
     """Those that the run starts with, and those that were added."""
     return Register(
         paths,
-        lambda: [*config.engines, *members.extras(paths)],
+        lambda: [*config.rollout_engines, *members.extras(paths)],
         partial(_connect, config, RunSecret.read(paths.secret)),
     )
 
@@ -30,7 +30,7 @@ def lease_of(
     config: RunConfig, world: World, register: Register, context: TaskContext, events: EventWriter
 ) -> Lease:
     """Returns when the GPUs are free for the trainer. Collective."""
-    if config.rollout.placement != "actor":
+    if config.rollout_pool.placement != "actor":
         return OwnGpus()
     sleep = None
     if world.rank == 0:
@@ -38,7 +38,7 @@ def lease_of(
             register,
             context.attempt,
             timeout_s=config.weights.timeout_s,
-            start_timeout_s=config.rollout.start_timeout_s,
+            start_timeout_s=config.rollout_pool.start_timeout_s,
         )
     return SharedGpus(world, sleep, events)
 
@@ -49,5 +49,5 @@ def _connect(config: RunConfig, secret: RunSecret, member: Member) -> EngineClie
         secret.engine_token(member.id, member.epoch),
         timeout_s=call_timeout_s(config.weights.timeout_s),
         recompute=config.weights.kv_cache == "recompute",
-        has_prefix_cache=not config.rollout.engine_args.get("disable_radix_cache"),
+        has_prefix_cache=not config.rollout_pool.args.get("disable_radix_cache"),
     )

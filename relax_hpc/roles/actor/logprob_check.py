@@ -65,9 +65,9 @@ class LogprobCheck:
 
     def _line(self, gap: Gap, limit: float) -> str:
         config, worst = self._config, gap.worst
-        nowhere = ("", config.rollout.engine)
+        nowhere = ("", config.rollout_pool.kind)
         shard, engine = self._witness.place_of(worst.guid) if self._witness else nowhere
-        engine_type = config.rollout.engine_args.get("dtype", config.model.dtype)
+        engine_type = config.rollout_pool.args.get("dtype", config.model.dtype)
         weights = f", weights in {config.weights.quantize}" * (config.weights.quantize != "none")
         return (
             f"engines ({engine}, {engine_type}{weights}) and trainer (Megatron-core, "
@@ -77,5 +77,5 @@ class LogprobCheck:
             f"{limit:g} (weights.max_logprob_gap); most for token {worst.token} of guid/sibling "
             f"{worst.guid}/{worst.sibling}{f' in {shard}' * bool(shard)}: {worst.engine:.4f} by "
             f"the engine, {worst.trainer:.4f} by the trainer. A restart does not help: compare "
-            "model.path, model.weights and rollout.engine_args, or set weights.logprob_check"
+            "model.path, model.weights and engines.rollout.args, or set weights.logprob_check"
         )

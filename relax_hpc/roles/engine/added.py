@@ -36,7 +36,7 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     # Other random numbers than those of the engines that were there.
-    number = config.rollout.num_engines + context.rank
+    number = config.rollout_pool.count + context.rank
     seat = Seat(context.name, number=number, local_index=context.local_rank)
     with EngineHost(config, paths, context, seat, events) as host:
         drain_s = _serve(paths, seat.id, ended)

@@ -1,48 +1,61 @@
 """What can be known to be wrong with engines before anything is queued."""
 
-from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.engines import ROLLOUT, EnginePool
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 
 
-def check_engine(rollout: RolloutConfig, shape: Architecture) -> None:
-    """The engine computes the model, and its own parser takes `rollout.engine_args`."""
-    if rollout.engine == "embedded" and shape.model_type != "qwen3":
+def check_engine(
+    pool: EnginePool, shape: Architecture, *, name: str = ROLLOUT, routed_experts: bool = False
+) -> None:
+    """The engines of a pool compute its model, and their own parser takes its arguments.
+
+    Args:
+        pool: which engines.
+        shape: of its model.
+        name: of the pool.
+        routed_experts: whether they are to say which experts each token went to.
+
+    Raises:
+        ConfigError: naming the first reason why not.
+    """
+    key = f"engines.{name}"
+    if pool.kind == "embedded" and shape.model_type != "qwen3":
         raise ConfigError(
-            f"rollout.engine = 'embedded': does not compute models of model_type "
+            f"{key}.kind = 'embedded': does not compute models of model_type "
             f"{shape.model_type!r}; use 'sglang'"
         )
-    if rollout.engine == "sglang" and shape.rope.unfit_for_sglang:
+    if pool.kind == "sglang" and shape.rope.unfit_for_sglang:
         raise ConfigError(f"config.json of the model: rope_scaling: {shape.rope.unfit_for_sglang}")
-    if rollout.routed_experts and shape.experts is None:
+    if routed_experts and shape.experts is None:
         raise ConfigError(
             f"rollout.routed_experts = true: a model of model_type {shape.model_type!r} has no "
             "experts; leave it out"
         )
-    parser = {"embedded": embedded.check, "sglang": sglang.check}[rollout.engine]
-    parser(rollout.engine_args)
-    if rollout.engine == "sglang":
-        _check_size(rollout, shape)
+    parser = {"embedded": embedded.check, "sglang": sglang.check}[pool.kind]
+    parser(pool.args, key)
+    if pool.kind == "sglang":
+        _check_size(key, pool, shape)
 
 
-def _check_size(rollout: RolloutConfig, shape: Architecture) -> None:
-    size, resources = sglang.size_of(rollout.engine_args), rollout.resources
+def _check_size(key: str, pool: EnginePool, shape: Architecture) -> None:
+    size, resources = sglang.size_of(pool.args, key), pool.resources
     shared_by = size.tensor // size.data if size.attention_data else size.tensor
     if shared_by == 0 or shape.num_heads % shared_by:
         raise ConfigError(
-            f"rollout.engine_args.tp_size = {size.tensor}: {shape.num_heads} attention heads do "
+            f"{key}.args.tp_size = {size.tensor}: {shape.num_heads} attention heads do "
             f"not divide by {shared_by or 'less than one rank'}; use a divisor"
         )
-    if size.gpus % rollout.nodes_per_engine:
+    if size.gpus % pool.nodes_per_engine:
         raise ConfigError(
-            f"rollout.engine_args.tp_size = {size.tensor}: does not divide over "
-            f"{rollout.nodes_per_engine} nodes (rollout.nodes_per_engine)"
+            f"{key}.args.tp_size = {size.tensor}: does not divide over "
+            f"{pool.nodes_per_engine} nodes ({key}.nodes_per_engine)"
         )
-    wanted = size.gpus * rollout.num_engines // resources.nodes
+    wanted = size.gpus * pool.count // resources.nodes
     if 0 < resources.gpus_per_node < wanted:
         raise ConfigError(
-            f"rollout.resources.gpus_per_node = {resources.gpus_per_node}: the engines of a node "
-            f"take {wanted}; lower rollout.num_engines or tp_size, or raise resources.nodes"
+            f"{key}.resources.gpus_per_node = {resources.gpus_per_node}: the engines of a node "
+            f"take {wanted}; lower {key}.count or tp_size, or raise resources.nodes"
         )

@@ -26,7 +26,7 @@ from relax_hpc.fleet.members import Member, State
 from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine.parts import Parts, Seat, on_own_gpus
+from relax_hpc.roles.engine.parts import Parts, Seat, spec_of
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _ROSTER_S = 1.0
 _HUNG_GRACE_S = 1.0
+RESTART_WINDOW_S = 1800.0
+"""An engine that is started again more than `launch.max_restarts` times within it has failed."""
 
 
 class EngineHost:
@@ -50,8 +52,8 @@ class EngineHost:
     ) -> None:
         self._config, self._paths, self._context = config, paths, context
         self._seat, self._events = seat, events
-        self._rollout = on_own_gpus(config.rollout, seat)
-        self._parts = Parts(paths, seat.id, config.rollout.nodes_per_engine)
+        self._pool, self._spec = config.rollout_pool, spec_of(config, seat)
+        self._parts = Parts(paths, seat.id, self._spec.nodes)
         self._secret = RunSecret.read(paths.secret)
         self._member = self._new_member(0)
         self._announcing = threading.Lock()
@@ -125,17 +127,17 @@ class EngineHost:
 
     def _allow_restart(self, ends: list[float], reason: str) -> list[float]:
         """The ends that count, if there are not too many of them."""
-        window_s, most = self._rollout.restart_window_s, self._config.launch.max_restarts
+        most = self._config.launch.max_restarts
         first_line = reason.splitlines()[0]
         self._events.emit(
             "engine_end", id=self._seat.id, epoch=self._member.epoch, reason=first_line
         )
         log.warning("engine %s %s", self._seat.id, reason)
-        recent = [end for end in ends if end > ends[-1] - window_s]
+        recent = [end for end in ends if end > ends[-1] - RESTART_WINDOW_S]
         if len(recent) > most:
             raise EngineError(
-                f"engine {self._seat.id} ended {len(recent)} times within {window_s} s "
-                f"(launch.max_restarts = {most}, rollout.restart_window_s); at last it {reason}"
+                f"engine {self._seat.id} ended {len(recent)} times within {RESTART_WINDOW_S:.0f} s "
+                f"(launch.max_restarts = {most}); at last it {reason}"
             )
         return recent
 
@@ -157,7 +159,7 @@ class EngineHost:
         except _Stopped:
             return None
         except EngineError as error:
-            if start == 1 and self._rollout.nodes_per_engine == 1:
+            if start == 1 and self._spec.nodes == 1:
                 raise EngineError(f"engine {self._seat.id}: {error}") from error
             return f"did not start: {error}"
         with engine:
@@ -165,20 +167,15 @@ class EngineHost:
 
     def _start(self) -> EngineProcess:
         self._announce("STARTING", "starting its process")
-        if self._rollout.placement == "actor":
+        if self._pool.placement == "actor":
             self._wait_for_lease()
         with self._parts.called(self._member.epoch) as share:
             return start_engine(
-                self._rollout.engine,
-                self._config.model.path,
+                self._spec,
                 host=node_address(),
                 token=self.token,
-                rollout_config=self._rollout,
-                dtype=self._config.model.dtype,
                 log_path=self._paths.engine_log(self._seat.id, self._member.epoch),
-                seed=self._config.seed + self._seat.number,
                 share=share,
-                quantization=self._config.weights.quantization_config,
                 progress=self._progress,
             )
 
@@ -203,7 +200,7 @@ class EngineHost:
 
     def _serve(self, engine: EngineProcess) -> str | None:
         """Announces a healthy engine and watches it; returns as `_live` does."""
-        hang_s = self._rollout.hang_timeout_s
+        hang_s = self._pool.hang_timeout_s
         try:
             able = capabilities.probe(engine.url, engine.token, timeout_s=hang_s)
             self._check_memory(able)
@@ -211,7 +208,7 @@ class EngineHost:
             return f"answered /health and then failed: {error}"
         if self._config.weights.kv_cache == "recompute":
             check_recompute(
-                self._rollout.engine_args, flushes_paused=able.flushes_paused, version=able.version
+                self._spec.args, flushes_paused=able.flushes_paused, version=able.version
             )
         self._member = self._member._replace(url=engine.url)
         self._announce("DRAINING" if self._draining else "HEALTHY")
@@ -226,7 +223,7 @@ class EngineHost:
             return self._watch(engine, pulse)
 
     def _check_memory(self, able: Capabilities) -> None:
-        shared = self._rollout.placement == "actor" and self._rollout.resources.gpus_per_node
+        shared = self._pool.placement == "actor" and self._pool.resources.gpus_per_node
         if shared and not able.memory_saver:
             raise EngineError(
                 f"{able.engine} {able.version} cannot release its memory, and shares its GPUs with "
@@ -247,11 +244,11 @@ class EngineHost:
                     pulse.excuse()
                 if why := _fenced(holding) or self._parts.end(self._member.epoch):
                     return why
-            if (silent_s := pulse.silent_s) > self._rollout.hang_timeout_s:
+            if (silent_s := pulse.silent_s) > self._pool.hang_timeout_s:
                 engine.stop(_HUNG_GRACE_S)
                 return (
                     f"hangs: {engine} has said nothing for {silent_s:.0f} s, and no update is "
-                    f"under way (rollout.hang_timeout_s)\n{engine.last_lines()}"
+                    f"under way (engines.rollout.hang_timeout_s)\n{engine.last_lines()}"
                 )
         return None
 
@@ -261,7 +258,7 @@ class EngineHost:
         return holding if holding and holding.epoch == self._member.epoch else None
 
     def _new_member(self, start: int) -> Member:
-        kind, context = self._rollout.engine, self._context
+        kind, context = self._spec.kind, self._context
         return Member(
             id=self._seat.id,
             epoch=f"{context.attempt}-{context.start}-{start}",
@@ -275,14 +272,14 @@ class EngineHost:
 
     @property
     def _num_ranks(self) -> int:
-        if self._rollout.engine == "embedded":
+        if self._spec.kind == "embedded":
             return 1
-        return size_of(self._rollout.engine_args).gpus
+        return size_of(self._spec.args).gpus
 
     @property
     def _lane(self) -> int:
         """Engines lie on the trainer's GPUs side by side, in the order of its ranks."""
-        return self._seat.number * self._num_ranks if self._rollout.placement == "actor" else -1
+        return self._seat.number * self._num_ranks if self._pool.placement == "actor" else -1
 
     def _announce(self, state: State, reason: str = "") -> None:
         with self._announcing:

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from relax_hpc.comm.address import node_address
-from relax_hpc.config.rollout import RolloutConfig
+from relax_hpc.config.engines import EnginePool
 from relax_hpc.config.run import RunConfig, engines_of
 from relax_hpc.config.sections import PassThrough
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.sglang.launch import ALONE, Share, size_of
+from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError, PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
@@ -42,26 +43,43 @@ class Seat(NamedTuple):
     """Of an engine over several nodes; 0 is its host."""
 
 
-def seats_of(rollout: RolloutConfig, context: TaskContext) -> list[Seat]:
+def seats_of(pool: EnginePool, context: TaskContext) -> list[Seat]:
     """A task has one or several engines, or neighbouring tasks have one together: Slurm fills nodes
     in order of rank."""
-    task, part = divmod(context.rank, rollout.nodes_per_engine)
-    count = rollout.engines_per_task
+    task, part = divmod(context.rank, pool.nodes_per_engine)
+    count = pool.engines_per_task
     return [
         Seat(name, task * count + index, context.local_rank * count + index, part)
         for index, name in enumerate(engines_of(f"{context.component}-{task}", count))
     ]
 
 
-def on_own_gpus(rollout: RolloutConfig, seat: Seat) -> RolloutConfig:
+def spec_of(config: RunConfig, seat: Seat) -> EngineSpec:
+    """The engine of the policy's pool that sits there."""
+    pool = config.rollout_pool
+    return EngineSpec(
+        pool.kind,
+        config.model.path,
+        config.model.dtype,
+        args_on_own_gpus(pool, seat),
+        seed=config.seed + seat.number,
+        max_running_requests=pool.max_running_requests,
+        start_timeout_s=pool.start_timeout_s,
+        nodes=pool.nodes_per_engine,
+        routed_experts=config.rollout.routed_experts,
+        quantization=config.weights.quantization_config,
+    )
+
+
+def args_on_own_gpus(pool: EnginePool, seat: Seat) -> PassThrough:
     """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
-    if rollout.engine != "sglang" or not rollout.resources.gpus_per_node:
-        return rollout
-    per_node = size_of(rollout.engine_args).gpus // rollout.nodes_per_engine
+    if pool.kind != "sglang" or not pool.resources.gpus_per_node:
+        return pool.args
+    per_node = size_of(pool.args).gpus // pool.nodes_per_engine
     own: PassThrough = {"base_gpu_id": seat.local_index * per_node}
-    if rollout.placement == "actor":
+    if pool.placement == "actor":
         own["enable_memory_saver"] = True
-    return rollout.model_copy(update={"engine_args": own | rollout.engine_args})
+    return own | pool.args
 
 
 class Call(NamedTuple):
@@ -173,19 +191,15 @@ class _Part:
             if self.call() != call:
                 raise _CalledOff
 
-        seat, rollout = self._seat, on_own_gpus(self._config.rollout, self._seat)
+        seat = self._seat
+        spec = spec_of(self._config, seat)
         try:
             engine = start_engine(
-                rollout.engine,
-                self._config.model.path,
+                spec,
                 host=node_address(),
                 token=secrets.token_hex(16),
-                rollout_config=rollout,
-                dtype=self._config.model.dtype,
                 log_path=self._paths.engine_log(f"{seat.id}.part{seat.part}", call.epoch),
-                seed=self._config.seed + seat.number,
-                share=Share(rollout.nodes_per_engine, seat.part, call.address),
-                quantization=self._config.weights.quantization_config,
+                share=Share(spec.nodes, seat.part, call.address),
                 progress=check,
             )
         except _CalledOff:

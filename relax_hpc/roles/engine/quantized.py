@@ -19,7 +19,7 @@ def check(config: RunConfig, shape: Architecture) -> None:
     Raises:
         ConfigError: naming the first reason why not.
     """
-    weights, rollout = config.weights, config.rollout
+    weights, pool = config.weights, config.rollout_pool
     if weights.quantize == "none":
         if weights.modules_to_not_convert:
             raise ConfigError(
@@ -27,10 +27,10 @@ def check(config: RunConfig, shape: Architecture) -> None:
                 "converted; set weights.quantize, or remove it"
             )
         return
-    if rollout.engine != "sglang":
+    if pool.kind != "sglang":
         raise ConfigError(
-            f"weights.quantize = {weights.quantize!r}: the {rollout.engine} engine takes plain "
-            "weights only; use rollout.engine = 'sglang', or 'none'"
+            f"weights.quantize = {weights.quantize!r}: the {pool.kind} engine takes plain "
+            "weights only; use engines.rollout.kind = 'sglang', or 'none'"
         )
     if config.model.dtype == "float32":
         raise ConfigError(
@@ -38,9 +38,9 @@ def check(config: RunConfig, shape: Architecture) -> None:
             "model.dtype to 'bfloat16'"
         )
     for key in _DECIDED:
-        if key in rollout.engine_args:
+        if key in pool.args:
             raise ConfigError(
-                f"rollout.engine_args.{key}: is set by the run with weights.quantize = "
+                f"engines.rollout.args.{key}: is set by the run with weights.quantize = "
                 f"{weights.quantize!r}; leave it out"
             )
     _check_kept(weights)
@@ -67,7 +67,7 @@ def _check_kept(weights: WeightsConfig) -> None:
 
 def _check_shapes(config: RunConfig, shape: Architecture) -> None:
     """An engine's rank has whole blocks of whatever it has a part of."""
-    args = config.rollout.engine_args
+    args = config.rollout_pool.args
     size = size_of(args)
     attention = size.tensor // size.data if size.attention_data else size.tensor
     keys = max(1, shape.num_kv_heads // attention) * shape.head_dim

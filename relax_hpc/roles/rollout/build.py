@@ -40,7 +40,7 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     # Every sample in flight is a connection, here and in the engine, which inherits the limit.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    seats = seats_of(config.rollout, context)
+    seats = seats_of(config.rollout_pool, context)
     if seats[0].part:
         engine_parts.serve(config, paths, context, seats[0], events)
     else:
@@ -55,13 +55,13 @@ def _host(
     seats: Sequence[Seat],
     events: EventWriter,
 ) -> None:
-    number = context.rank // config.rollout.nodes_per_engine
+    number = context.rank // config.rollout_pool.nodes_per_engine
     sources = prompt_check.sources_of(
         config, prompt_check.read(config), tokenizers.load(config.model.path)
     )
     with _hosts(EngineHost(config, paths, context, seat, events) for seat in seats) as hosts:
         # While engines start. A task looks at what no other does, so together they see all.
-        prompt_check.check_share(config, sources, number, config.rollout.num_producers)
+        prompt_check.check_share(config, sources, number, config.rollout_pool.num_hosts)
         for host in hosts:
             host.wait_until_healthy()
         own = [seat.id for seat in seats]
@@ -111,7 +111,7 @@ async def _loop(
     producer: Producer,
     events: EventWriter,
 ) -> None:
-    task = rollout.Task(number, config.rollout.num_producers)
+    task = rollout.Task(number, config.rollout_pool.num_hosts)
     tokenizer = sources.train.tokenizer
     environment = environments.make(config.rollout.environment)
     conversation = Conversation(tokenizer, chat_template=config.prompts.chat_template)
@@ -154,7 +154,7 @@ def heldout_shares(
 
 def _provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:
     try:
-        build = version(config.rollout.engine)
+        build = version(config.rollout_pool.kind)
     except PackageNotFoundError:
         build = version("relax-hpc")
     return {
@@ -164,5 +164,5 @@ def _provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]
         "rank": context.rank,
         "start": context.start,
         "node": context.node,
-        "engine": f"{config.rollout.engine} {build}",
+        "engine": f"{config.rollout_pool.kind} {build}",
     }

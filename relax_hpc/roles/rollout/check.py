@@ -15,7 +15,7 @@ from relax_hpc.roles.rollout import prompt_check
 
 def check(config: RunConfig, shape: Architecture, say: Say) -> None:
     """Refuses a rollout that cannot work; what is read for longest comes last."""
-    check_engine(config.rollout, shape)
+    check_engine(config.rollout_pool, shape, routed_experts=config.rollout.routed_experts)
     check_lease(config)
     quantized.check(config, shape)
     check_prompts(config, say)
@@ -23,23 +23,24 @@ def check(config: RunConfig, shape: Architecture, say: Say) -> None:
 
 def check_lease(config: RunConfig) -> None:
     """Engines that share the actor's GPUs cover them: each of their ranks is beside one of its."""
-    rollout, actor = config.rollout, config.actor
-    if rollout.placement != "actor":
+    pool, actor = config.rollout_pool, config.actor
+    if pool.placement != "actor":
         return
-    on_gpus = rollout.engine == "sglang"
-    size = sglang.size_of(rollout.engine_args).gpus if on_gpus else 1
-    if size * rollout.num_engines != actor.world_size:
+    on_gpus = pool.kind == "sglang"
+    size = sglang.size_of(pool.args).gpus if on_gpus else 1
+    if size * pool.count != actor.world_size:
         each = f" of tp_size {size}" if on_gpus else ""
         raise ConfigError(
-            f"rollout.num_engines = {rollout.num_engines}: engines{each} have "
-            f"{size * rollout.num_engines} ranks, the actor has {actor.world_size}; with "
-            'rollout.placement = "actor" there are as many of both'
+            f"engines.rollout.count = {pool.count}: engines{each} have "
+            f"{size * pool.count} ranks, the actor has {actor.world_size}; with "
+            'engines.rollout.placement = "actor" there are as many of both'
         )
-    unsaid = "mem_fraction_static" not in rollout.engine_args
+    unsaid = "mem_fraction_static" not in pool.args
     if on_gpus and actor.resources.gpus_per_node and unsaid:
         raise ConfigError(
-            'rollout.engine_args.mem_fraction_static: is not set; with rollout.placement = "actor" '
-            "say which part of what the actor leaves free engines may take, e.g. 0.7"
+            "engines.rollout.args.mem_fraction_static: is not set; with "
+            'engines.rollout.placement = "actor" say which part of what the actor leaves free '
+            "engines may take, e.g. 0.7"
         )
 
 

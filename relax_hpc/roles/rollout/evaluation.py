@@ -72,8 +72,8 @@ class Evaluator:
 
     async def _evaluate(self, due: Due) -> None:
         """Samples and scores a share of a set, and says what came of it."""
-        rollout, samples = self._config.rollout, self._config.eval[due.name].samples_per_prompt
-        places = rollout.max_running_requests * rollout.engines_per_task
+        pool, samples = self._config.rollout_pool, self._config.eval[due.name].samples_per_prompt
+        places = pool.max_running_requests * pool.engines_per_task
         if due.when == "during":
             places //= PLACES
         room = asyncio.Semaphore(max(1, places // samples))

@@ -16,9 +16,9 @@ from relax_hpc.telemetry.events import EventWriter
 def _places(config: JobConfig) -> Sequence[Place]:
     if not isinstance(config, RunConfig):
         return ()
-    rollout = config.rollout
-    place = Place("rollout", rollout.num_tasks, rollout.resources, "rollout")
-    if rollout.placement == "own":
+    pool = config.rollout_pool
+    place = Place("rollout", pool.num_tasks, pool.resources, "engines.rollout")
+    if pool.placement == "own":
         return [place]
     return [replace(place, beside="actor", own_beside=OWN_UNDER_LEASE)]
 

@@ -50,16 +50,14 @@ class EngineSampler:
         self._config, self._paths, self._own, self._stop_token = config, paths, own, stop_token
         self._secret = RunSecret.read(paths.secret)
         self._has_policy_0 = config.weights.quantize == "none"  # else it begins without weights
-        rollout, patience_s = config.rollout, config.launch.peer_timeout_s
+        pool, patience_s = config.rollout_pool, config.launch.peer_timeout_s
 
         def connect(at: Endpoint) -> GenerationClient:
-            switches = Switches(paths, at.id, at.epoch) if rollout.engine == "sglang" else None
+            switches = Switches(paths, at.id, at.epoch) if pool.kind == "sglang" else None
             return GenerationClient(at.url, at.token, silence_s=patience_s, switches=switches)
 
-        self._pool = Pool(
-            connect, max_in_flight=rollout.max_running_requests, patience_s=patience_s
-        )
-        self._meter = LoadMeter(events, every_s=rollout.load_every_s)
+        self._pool = Pool(connect, max_in_flight=pool.max_running_requests, patience_s=patience_s)
+        self._meter = LoadMeter(events, every_s=pool.load_every_s)
         self._watch: asyncio.Task[None] | None = None
         self._served_at = time.monotonic()
 

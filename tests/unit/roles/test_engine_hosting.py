@@ -41,16 +41,20 @@ def test_an_engine_is_started_with_the_models_settings_its_own_seed_and_its_toke
     started = []
     monkeypatch.setattr(engine_host, "start_engine", lambda *a, **k: started.append((a, k)))
     monkeypatch.setattr(engine_host, "node_address", lambda: "10.0.0.1")
-    host = host_of(model__path="the model", model__dtype="float16")
+    host = host_of(
+        model__path="the model", model__dtype="float16",
+        engines__rollout__max_running_requests=77,
+    )  # fmt: skip
     host._member = host._new_member(5)
     host._start()
     [(given, how)] = started
-    assert [str(each) for each in given] == ["embedded", "the model"]
-    assert (how["host"], how["dtype"], how["seed"]) == ("10.0.0.1", "float16", 43)
+    [spec] = given
+    assert (spec.kind, str(spec.model_path)) == ("embedded", "the model")
+    assert (how["host"], spec.dtype, spec.seed) == ("10.0.0.1", "float16", 43)
     secret = RunSecret.read(host._paths.secret)
     assert how["token"] == host.token == secret.engine_token("rollout-1", "7.0-2-5")
     assert how["log_path"] == host._paths.engine_log("rollout-1", "7.0-2-5")
-    assert how["quantization"] is None and how["rollout_config"] == host._config.rollout
+    assert spec.quantization is None and spec.max_running_requests == 77
     told = members.find(host._paths, "rollout-1")
     assert (told.epoch, told.state, told.num_ranks, told.lane) == ("7.0-2-5", "STARTING", 1, -1)
     host._member = host._new_member(6)
@@ -59,9 +63,10 @@ def test_an_engine_is_started_with_the_models_settings_its_own_seed_and_its_toke
 
 @pytest.mark.parametrize(("most", "given_up_at"), [(0, 1), (2, 3)])
 def test_an_engine_is_given_up_when_it_ended_too_often_within_the_window(
-    host_of, most, given_up_at
+    host_of, monkeypatch, most, given_up_at
 ):
-    host = host_of(launch__max_restarts=most, rollout__restart_window_s=100)
+    monkeypatch.setattr(engine_host, "RESTART_WINDOW_S", 100)
+    host = host_of(launch__max_restarts=most)
     ends = []
     for number in range(1, given_up_at):
         ends = host._allow_restart([*ends, 10.0 * number], "died\nlast lines")
@@ -70,8 +75,9 @@ def test_an_engine_is_given_up_when_it_ended_too_often_within_the_window(
     assert host._events.of("engine_end")[0]["reason"] == "died"
 
 
-def test_ends_that_are_long_ago_do_not_count(host_of):
-    host = host_of(launch__max_restarts=1, rollout__restart_window_s=100)
+def test_ends_that_are_long_ago_do_not_count(host_of, monkeypatch):
+    monkeypatch.setattr(engine_host, "RESTART_WINDOW_S", 100)
+    host = host_of(launch__max_restarts=1)
     ends = host._allow_restart([0.0], "died")
     assert host._allow_restart([*ends, 100.0], "died") == [100.0]
     assert host._allow_restart([150.0 - 100.0, 300.0], "died") == [300.0]
@@ -124,7 +130,8 @@ def test_only_the_very_first_start_of_an_engine_on_one_node_has_to_succeed(
     host_of, monkeypatch, start, nodes, fails
 ):
     several = {
-        "rollout__engine": "sglang", "rollout__nodes_per_engine": 2, "rollout__resources__nodes": 2
+        "engines__rollout__kind": "sglang", "engines__rollout__nodes_per_engine": 2,
+        "engines__rollout__resources__nodes": 2,
     }  # fmt: skip
     host = host_of(**several if nodes == 2 else {})
 
@@ -232,8 +239,9 @@ def test_an_engine_is_ended_when_it_died_hangs_or_is_fenced_in_this_very_start(
 def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, monkeypatch):
     started, paths = [], RunPaths(tmp_path)
     settings = config(
-        seed=40, rollout__engine="sglang", rollout__nodes_per_engine=2,
-        rollout__num_engines=2, rollout__resources__nodes=4, rollout__engine_args={"tp_size": 2},
+        seed=40, engines__rollout__kind="sglang", engines__rollout__nodes_per_engine=2,
+        engines__rollout__count=2, engines__rollout__resources__nodes=4,
+        engines__rollout__args={"tp_size": 2},
     )  # fmt: skip
     seat = Seat("rollout-1", number=5, local_index=0, part=1)
     context = TaskContext("rollout", 3, 4, 0, attempt="7.0", start=2, node="n3")
@@ -241,16 +249,16 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
     call = Call("7.0-2-1", "10.0.0.1:77", over=False)
     monkeypatch.setattr(engine_parts, "_POLL_S", 0.001)
 
-    def start(*given, **how):
-        started.append(how)
+    def start(spec, **how):
+        started.append((spec, how))
         how["progress"]("loading")
         return Process("was killed")
 
     monkeypatch.setattr(engine_parts, "start_engine", start)
     write_json(paths.engine_call("rollout-1"), call._asdict())
     assert part.run(call) == "was killed\nthe log"
-    [how] = started
-    assert how["share"] == Share(2, 1, "10.0.0.1:77") and how["seed"] == 45
+    [(spec, how)] = started
+    assert how["share"] == Share(2, 1, "10.0.0.1:77") and spec.seed == 45
     assert how["log_path"] == paths.engine_log("rollout-1.part1", "7.0-2-1")
     write_json(paths.engine_call("rollout-1"), call._replace(epoch="7.0-2-2")._asdict())
     part.report(call, "ended\nmore")
@@ -260,7 +268,7 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
 
 
 def test_engines_of_tasks_on_one_node_sit_side_by_side():
-    settings = config(rollout__num_engines=8, rollout__engines_per_task=2).rollout
+    settings = config(engines__rollout__count=8, engines__rollout__engines_per_task=2).rollout_pool
     seats = [
         seat
         for rank in range(4)
@@ -297,7 +305,7 @@ def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monke
     monkeypatch.setattr(extra_engine, "_NOTICE_S", 0.001)
     context = TaskContext("extra", 2, 3, 1, attempt="7.0", start=1, node="n")
     write_json(paths.drain(context.name), {"drain_s": 0.5})
-    extra_engine.main(config(rollout__num_engines=4), paths, context, events)
+    extra_engine.main(config(engines__rollout__count=4), paths, context, events)
     assert made == [Seat(context.name, number=6, local_index=1), "drain"]
     assert [event["aborted"] for event in events.of("drain")] == [0]
 

@@ -43,7 +43,7 @@ class Made:
         self.sampler = Greedy(self.journal)
         prompts = [Prompt(index=i, token_ids=[i], answer=str(i)) for i in range(5)]
         tables = {name: {"path": "p"} | settings for name in sets}
-        made = config(eval=tables, rollout__max_running_requests=8)
+        made = config(eval=tables, engines__rollout__max_running_requests=8)
         shares = {name: prompts[rank::size] for name in sets}
         each = episodes(made, self.sampler, right)
         self.evaluator = Evaluator(made, shares, each, self.events, self.board)

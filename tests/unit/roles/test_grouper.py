@@ -94,5 +94,5 @@ def test_a_response_without_a_token_is_a_row_of_its_prompt():
 
 def test_routed_experts_are_asked_for_if_the_run_wants_them():
     group(
-        Sampler(routed_experts=True), rollout__engine="sglang", rollout__routed_experts=True
+        Sampler(routed_experts=True), engines__rollout__kind="sglang", rollout__routed_experts=True
     )  # fmt: skip

@@ -86,7 +86,7 @@ def run(*, version=2, committed=(), again=(), credit=None, count=4, rank=1, **se
     journal, events = Journal(), Events()
     made = config(
         seed=3, schedule__num_steps=3, schedule__prompts_per_step=4, schedule__max_staleness=1,
-        rollout__num_engines=2, rollout__temperature=0.6, rollout__groups_per_shard=1, **settings
+        engines__rollout__count=2, rollout__temperature=0.6, rollout__groups_per_shard=1, **settings
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
     arguments = (

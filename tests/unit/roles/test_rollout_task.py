@@ -66,7 +66,8 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     monkeypatch.setattr(prompt_check, "read_architecture", lambda path: architecture)
     monkeypatch.setattr(rollout_task, "CreditTail", lambda paths, every_s: "the credits")
     settings = config(
-        rollout__num_engines=6, rollout__engines_per_task=2, eval__heldout__num_prompts=3,
+        engines__rollout__count=6, engines__rollout__engines_per_task=2,
+        eval__heldout__num_prompts=3,
         prompts__shuffle_seed=5, prompts__max_prompt_tokens=70, prompts__chat_template=False,
     )  # fmt: skip
     own = ["rollout-1.0", "rollout-1.1"]
@@ -194,8 +195,9 @@ def rolled_out(tmp_path, monkeypatch):
 
 def test_a_task_of_an_engine_over_several_nodes_is_the_producer_of_its_engine(rolled_out):
     made = rolled_out(
-        2, rollout__engine="sglang", rollout__num_engines=2, rollout__nodes_per_engine=2,
-        rollout__resources__nodes=4, rollout__engine_args={"tp_size": 2},
+        2, engines__rollout__kind="sglang", engines__rollout__count=2,
+        engines__rollout__nodes_per_engine=2,
+        engines__rollout__resources__nodes=4, engines__rollout__args={"tp_size": 2},
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
     assert (made["name"], made["number"], made["own"]) == ("rollout-1", 1, ["rollout-1"])
@@ -211,15 +213,16 @@ def test_the_further_tasks_of_an_engine_run_their_part_of_it_and_are_no_producer
     served = []
     monkeypatch.setattr(rollout_task.engine_parts, "serve", lambda *args: served.append(args[3]))
     made = rolled_out(
-        3, rollout__engine="sglang", rollout__num_engines=2, rollout__nodes_per_engine=2,
-        rollout__resources__nodes=4, rollout__engine_args={"tp_size": 2},
+        3, engines__rollout__kind="sglang", engines__rollout__count=2,
+        engines__rollout__nodes_per_engine=2,
+        engines__rollout__resources__nodes=4, engines__rollout__args={"tp_size": 2},
     )  # fmt: skip
     assert made == {} and Host.journal == []
     assert [(seat.id, seat.part) for seat in served] == [("rollout-1", 1)]
 
 
 def test_the_engines_of_a_task_are_started_together_and_asked_to_stop_together(rolled_out):
-    made = rolled_out(1, rollout__num_engines=4, rollout__engines_per_task=2)
+    made = rolled_out(1, engines__rollout__count=4, engines__rollout__engines_per_task=2)
     names = ["rollout-1.0", "rollout-1.1"]
     assert (made["name"], made["own"]) == ("rollout-1", names)
     kinds = ("start", "healthy", "ask")

@@ -59,7 +59,7 @@ def sampler_of(tmp_path, monkeypatch):
 
 
 def test_engines_are_asked_as_the_episode_says_and_the_draft_is_the_callers(sampler_of):
-    sampler, _ = sampler_of(rollout__max_running_requests=5, launch__peer_timeout_s=33)
+    sampler, _ = sampler_of(engines__rollout__max_running_requests=5, launch__peer_timeout_s=33)
     assert sampler._pool.settings == {"max_in_flight": 5, "patience_s": 33}
     draft, how = Draft([5]), How(0.7, 17, 1000, min_version=4, routed_experts=True)
     asked = sampler.sample([1, 2], draft, how, seed=8, homes=("episode", 3))
@@ -113,7 +113,7 @@ def test_a_task_asks_its_own_engines_and_those_that_were_added_but_not_its_neigh
 
 
 def test_an_engine_that_begins_without_weights_is_held_until_it_is_given_some(sampler_of):
-    sampler, paths = sampler_of(weights__quantize="fp8", rollout__engine="sglang")
+    sampler, paths = sampler_of(weights__quantize="fp8", engines__rollout__kind="sglang")
     announce(paths, "rollout-0")
     asyncio.run(sampler._look())
     assert sampler._pool.standings == {at("rollout-0"): "held"}

@@ -56,7 +56,7 @@ def test_both_kinds_of_job_come_out_of_the_table():
 
 def test_a_component_beside_another_follows_it():
     beside = config(
-        rollout__placement="actor", schedule__max_staleness=0, reference__placement="own"
+        engines__rollout__placement="actor", schedule__max_staleness=0, reference__placement="own"
     )
     assert [component for _, component in names(beside)] == ["actor", "rollout", "reference"]
 

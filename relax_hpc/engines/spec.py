@@ -1,0 +1,36 @@
+"""An engine as it is to be started: all that its process has to be told about what it computes."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from relax_hpc.config.sections import PassThrough
+
+Kind = Literal["embedded", "sglang"]
+Quantization = dict[str, Any]
+"""The `quantization_config` of a model's config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What an engine computes, and within which limits."""
+
+    kind: Kind
+    model_path: Path
+    """Hugging Face folder."""
+    dtype: str = "float32"
+    """ "float32", "bfloat16" or "float16"."""
+    args: PassThrough = field(default_factory=dict)
+    """Checked by the engine's own parser."""
+    seed: int = 0
+    """Of its own random numbers, where requests bring none."""
+    max_running_requests: int = 256
+    start_timeout_s: float = 900
+    nodes: int = 1
+    """That it spans."""
+    routed_experts: bool = False
+    """Replies say which experts each token went to."""
+    quantization: Quantization | None = None
+    """Of SGLang's weights, which are garbage until an update then."""
+    pool: str = "rollout"
+    """Named in messages: the settings are those of `[engines.POOL]`."""
