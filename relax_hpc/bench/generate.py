@@ -26,7 +26,7 @@ from relax_hpc.engines.pool import Endpoint, Pool
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import EngineError
 from relax_hpc.job_file import with_overrides
-from relax_hpc.roles.engine.parts import Seat, spec_of
+from relax_hpc.roles.engine.hosting import Seat, spec_of
 from relax_hpc.scratch import scratch_folder
 
 AIM = 0.95

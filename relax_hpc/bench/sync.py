@@ -28,7 +28,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.job_file import with_overrides
-from relax_hpc.roles.engine.parts import Seat, spec_of
+from relax_hpc.roles.engine.hosting import Seat, spec_of
 from relax_hpc.roles.rollout.check import check_lease
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder

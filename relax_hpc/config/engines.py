@@ -15,8 +15,6 @@ from relax_hpc.config.sections import (
 
 ROLLOUT = "rollout"
 """The pool that samples what is trained on. Every job has it."""
-_ROLES = ("actor", "reference", "extra")
-"""Components of other roles, whose names a pool cannot have."""
 
 
 class EnginePool(Section):
@@ -101,8 +99,6 @@ def _check_weights(key: str, name: str, pool: EnginePool) -> None:
             f"{key}.model = '{pool.model}': its weights follow the policy, whose model is "
             "model.path; leave it out"
         )
-    if name in _ROLES:
-        raise ValueError(f"{key}: is the name of a role; call the pool something else")
     if name == ROLLOUT:
         return
     if pool.placement != "own":

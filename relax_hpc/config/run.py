@@ -214,8 +214,13 @@ class RunConfig(JobConfig):
     @property
     def rollout_engines(self) -> list[str]:
         """Names of the engines that the job starts with, in the order of their GPUs."""
-        count = self.rollout_pool.engines_per_task
-        return [name for task in self.producers for name in engines_of(task, count)]
+        return self.engines_in(ROLLOUT)
+
+    def engines_in(self, pool: str) -> list[str]:
+        """Names of the engines that a pool starts with, in the order of their GPUs."""
+        size = self.engines[pool]
+        tasks = [f"{pool}-{rank}" for rank in range(size.num_hosts)]
+        return [name for task in tasks for name in engines_of(task, size.engines_per_task)]
 
     @property
     def reference_model(self) -> ModelConfig:

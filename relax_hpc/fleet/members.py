@@ -34,7 +34,9 @@ class Member(NamedTuple):
     """Rank of the trainer whose GPU the engine's first rank is on, with the others following; -1:
     the engine has GPUs of its own."""
     transport: Transport = "collective"
-    """How weights get to it."""
+    """How weights get to it, if its pool follows the policy."""
+    pool: str = "rollout"
+    """Of engines, as the job names it."""
 
     @property
     def takes_orders(self) -> bool:

@@ -1,6 +1,6 @@
 """The roles, each declared in its folder. Launching, looking at runs and scaling ask this table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from relax_hpc import schema
 from relax_hpc.config.run import JobConfig
@@ -21,9 +21,10 @@ def places(config: JobConfig) -> Iterator[tuple[Role, Place]]:
     """The components of a job and their roles; one beside another follows it.
 
     Raises:
-        ConfigError: one is beside a component that the job does not have.
+        ConfigError: one is beside a component that the job does not have, or two have one name.
     """
     found = [(role, place) for role in ROLES for place in role.places(config)]
+    _check_names([place for _, place in found])
     for role, place in found:
         if place.beside is None:
             yield role, place
@@ -35,6 +36,17 @@ def places(config: JobConfig) -> Iterator[tuple[Role, Place]]:
                 f"{place.component}: is to run beside {place.beside}, which has no nodes of its "
                 "own in this job; give it a place of its own"
             )
+
+
+def _check_names(found: Sequence[Place]) -> None:
+    seen = {role.joins for role in ROLES}
+    for place in found:
+        if place.component in seen:
+            key = place.section or place.component
+            raise ConfigError(
+                f"{key}: another component is called {place.component}; choose another name"
+            )
+        seen.add(place.component)
 
 
 def role_of(config: JobConfig, component: str) -> Role:

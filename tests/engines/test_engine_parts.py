@@ -18,7 +18,8 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.parts import Parts, seats_of
+from relax_hpc.roles.engine.hosting import hosting_of, seats_of
+from relax_hpc.roles.engine.parts import Parts
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 
@@ -59,17 +60,17 @@ def test_a_part_hears_the_calls_of_its_own_step_and_no_older_ones(tmp_path):
     [seat] = seats_of(config.rollout_pool, later)
     events = EventWriter(paths.events("rollout", 1), "rollout", 1)
     with pytest.raises(PeerTimeoutError, match="host of rollout-0 called for no start"):
-        engine_parts.serve(config, paths, later, seat, events)
-    engine_parts.serve(config, paths, context(1), seat, events)  # dismissed, so it ends
+        engine_parts.serve(hosting_of(config, seat), paths, later, events)
+    engine_parts.serve(hosting_of(config, seat), paths, context(1), events)  # dismissed, so it ends
 
 
 def test_a_lost_part_is_lost_in_its_own_start_only(tmp_path):
     paths = RunPaths(tmp_path)
     host = Parts(paths, "rollout-0", 2)
     assert host.end("7.0-1-1") == ""
-    part = engine_parts._Part(config_of(tmp_path), paths, context(1), seats_of(
+    part = engine_parts._Part(hosting_of(config_of(tmp_path), seats_of(
         config_of(tmp_path).rollout_pool, context(1)
-    )[0], None)  # fmt: skip
+    )[0]), paths, context(1))  # fmt: skip
     part.report(engine_parts.Call("7.0-1-1", "h:1", over=False), "ended with code 3\nmuch more")
     assert host.end("7.0-1-1") == "lost part 1 on node1: it ended with code 3"
     assert host.end("7.0-1-2") == ""
@@ -103,8 +104,10 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
         client.close()
 
     with ThreadPoolExecutor(1) as other_node:
-        other = other_node.submit(engine_parts.serve, config, paths, context(1), seats[1], events)
-        with EngineHost(config, paths, context(0), seats[0], events) as host:
+        other = other_node.submit(
+            engine_parts.serve, hosting_of(config, seats[1]), paths, context(1), events
+        )
+        with EngineHost(hosting_of(config, seats[0]), paths, context(0), events) as host:
             host.wait_until_healthy()
             healthy("7.0-1-1")
             [second] = children_with("--node-rank 1")[:1]

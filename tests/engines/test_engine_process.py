@@ -144,7 +144,7 @@ def test_an_engine_that_dies_while_loading_says_why(checkpoints, tmp_path):
 
 def test_an_engine_that_takes_too_long_is_stopped_and_named(checkpoints, tmp_path):
     with pytest.raises(EngineError, match=r"pid (\d+)\) ran out of time while loading") as error:
-        start(checkpoints[0], tmp_path, start_timeout_s=1)
+        start(checkpoints[0], tmp_path, start_timeout_s=0.1)
     pid = int(str(error.value).split("(pid ")[1].split(")")[0])
     assert not psutil.pid_exists(pid)
 

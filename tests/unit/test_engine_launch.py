@@ -17,7 +17,7 @@ from relax_hpc.engines.sglang import diagnosis, launch
 from relax_hpc.engines.sglang.launch import Share, size_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine.parts import Seat, args_on_own_gpus, seats_of
+from relax_hpc.roles.engine.hosting import Seat, args_on_own_gpus, seats_of
 
 # The lines of a start of SGLang 0.5.17 on a GPU that tell how far it is.
 LOG = [

@@ -8,7 +8,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.roles.rollout import loop as rollout
-from relax_hpc.roles.rollout.routing import standing
+from relax_hpc.sampling.client import standing
 from relax_hpc.schema import PromptGroup
 
 

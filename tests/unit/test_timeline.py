@@ -7,7 +7,7 @@ from test_telemetry import event, step, write
 
 from relax_hpc.engines.pool import EngineLoad
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.rollout.routing import LoadMeter
+from relax_hpc.sampling.load import LoadMeter
 from relax_hpc.telemetry import timeline, timeline_plot
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.telemetry.timers import Timers

@@ -19,7 +19,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.parts import Seat
+from relax_hpc.roles.engine.hosting import Seat, hosting_of
 from relax_hpc.telemetry.events import EventWriter
 
 _POLL_S = 0.25
@@ -38,7 +38,8 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     # Other random numbers than those of the engines that were there.
     number = config.rollout_pool.count + context.rank
     seat = Seat(context.name, number=number, local_index=context.local_rank)
-    with EngineHost(config, paths, context, seat, events) as host:
+    hosting = hosting_of(config, seat, transport=context.transport)
+    with EngineHost(hosting, paths, context, events) as host:
         drain_s = _serve(paths, seat.id, ended)
         host.drain()
         started = time.monotonic()

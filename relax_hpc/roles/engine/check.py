@@ -1,10 +1,31 @@
 """What can be known to be wrong with engines before anything is queued."""
 
 from relax_hpc.config.engines import ROLLOUT, EnginePool
+from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.errors import ConfigError
+from relax_hpc.models import registry
 from relax_hpc.models.architecture import Architecture
+from relax_hpc.roles.training.check import check_weights
+
+
+def check_pools(config: RunConfig) -> None:
+    """Every pool that does not follow the policy has a model, which its engines compute.
+
+    Raises:
+        ConfigError: naming the first reason why not.
+    """
+    for name, pool in config.engines.items():
+        if pool.weights == "policy":
+            continue  # with the rest of rollout
+        path = pool.model or config.model.path
+        try:
+            shape = registry.read_architecture(path)
+            check_weights(path, shape)
+        except ConfigError as error:
+            raise ConfigError(f"engines.{name}.model = '{path}': {error}") from None
+        check_engine(pool, shape, name=name)
 
 
 def check_engine(

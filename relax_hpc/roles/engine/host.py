@@ -13,20 +13,20 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from relax_hpc.comm.address import node_address
-from relax_hpc.config.run import RunConfig
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.pulse import Pulse
-from relax_hpc.engines.sglang.launch import check_recompute, size_of
+from relax_hpc.engines.sglang.launch import check_recompute
 from relax_hpc.errors import EngineError
 from relax_hpc.fleet import lease, members
 from relax_hpc.fleet.members import Member, State
 from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine.parts import Parts, Seat, spec_of
+from relax_hpc.roles.engine.hosting import Hosting
+from relax_hpc.roles.engine.parts import Parts
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 
@@ -43,24 +43,18 @@ class EngineHost:
     """One engine of a task, from the first start to the clean stop. A context manager."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        paths: RunPaths,
-        context: TaskContext,
-        seat: Seat,
-        events: EventWriter,
+        self, hosting: Hosting, paths: RunPaths, context: TaskContext, events: EventWriter
     ) -> None:
-        self._config, self._paths, self._context = config, paths, context
-        self._seat, self._events = seat, events
-        self._pool, self._spec = config.rollout_pool, spec_of(config, seat)
-        self._parts = Parts(paths, seat.id, self._spec.nodes)
+        self._hosting, self._paths, self._context = hosting, paths, context
+        self._seat, self._spec, self._events = hosting.seat, hosting.spec, events
+        self._parts = Parts(paths, hosting.seat.id, self._spec.nodes)
         self._secret = RunSecret.read(paths.secret)
         self._member = self._new_member(0)
         self._announcing = threading.Lock()
         self._healthy, self._stopping = threading.Event(), threading.Event()
         self._draining = False
         # A thread of its own, since the kernel ends the engine with the thread that started it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"host of {seat.id}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"host of {hosting.seat.id}")
         self._life: Future[None] | None = None
 
     def __enter__(self) -> Self:
@@ -118,7 +112,7 @@ class EngineHost:
                     return
                 ends = self._allow_restart([*ends, time.monotonic()], reason)
                 self._announce("STARTING", f"again, since it {reason}".splitlines()[0])
-                self._stopping.wait(self._config.launch.restart_delay_s)
+                self._stopping.wait(self._hosting.restart_delay_s)
         except BaseException as error:
             self._announce("FAILED", _in_short(error))
             raise
@@ -127,7 +121,7 @@ class EngineHost:
 
     def _allow_restart(self, ends: list[float], reason: str) -> list[float]:
         """The ends that count, if there are not too many of them."""
-        most = self._config.launch.max_restarts
+        most = self._hosting.max_restarts
         first_line = reason.splitlines()[0]
         self._events.emit(
             "engine_end", id=self._seat.id, epoch=self._member.epoch, reason=first_line
@@ -167,7 +161,7 @@ class EngineHost:
 
     def _start(self) -> EngineProcess:
         self._announce("STARTING", "starting its process")
-        if self._pool.placement == "actor":
+        if self._hosting.shares_gpus:
             self._wait_for_lease()
         with self._parts.called(self._member.epoch) as share:
             return start_engine(
@@ -200,13 +194,13 @@ class EngineHost:
 
     def _serve(self, engine: EngineProcess) -> str | None:
         """Announces a healthy engine and watches it; returns as `_live` does."""
-        hang_s = self._pool.hang_timeout_s
+        hang_s = self._hosting.hang_timeout_s
         try:
             able = capabilities.probe(engine.url, engine.token, timeout_s=hang_s)
             self._check_memory(able)
         except EngineError as error:
             return f"answered /health and then failed: {error}"
-        if self._config.weights.kv_cache == "recompute":
+        if self._hosting.recomputes:
             check_recompute(
                 self._spec.args, flushes_paused=able.flushes_paused, version=able.version
             )
@@ -223,7 +217,7 @@ class EngineHost:
             return self._watch(engine, pulse)
 
     def _check_memory(self, able: Capabilities) -> None:
-        shared = self._pool.placement == "actor" and self._pool.resources.gpus_per_node
+        shared = self._hosting.shares_gpus and self._hosting.on_gpus
         if shared and not able.memory_saver:
             raise EngineError(
                 f"{able.engine} {able.version} cannot release its memory, and shares its GPUs with "
@@ -244,11 +238,11 @@ class EngineHost:
                     pulse.excuse()
                 if why := _fenced(holding) or self._parts.end(self._member.epoch):
                     return why
-            if (silent_s := pulse.silent_s) > self._pool.hang_timeout_s:
+            if (silent_s := pulse.silent_s) > self._hosting.hang_timeout_s:
                 engine.stop(_HUNG_GRACE_S)
                 return (
                     f"hangs: {engine} has said nothing for {silent_s:.0f} s, and no update is "
-                    f"under way (engines.rollout.hang_timeout_s)\n{engine.last_lines()}"
+                    f"under way (engines.{self._spec.pool}.hang_timeout_s)\n{engine.last_lines()}"
                 )
         return None
 
@@ -263,23 +257,18 @@ class EngineHost:
             id=self._seat.id,
             epoch=f"{context.attempt}-{context.start}-{start}",
             url="",
-            num_ranks=self._num_ranks,
+            num_ranks=self._hosting.num_ranks,
             engine=kind,
             state="STARTING",
-            transport=context.transport or self._config.weights.transport,
+            transport=self._hosting.transport,
             lane=self._lane,
+            pool=self._spec.pool,
         )
-
-    @property
-    def _num_ranks(self) -> int:
-        if self._spec.kind == "embedded":
-            return 1
-        return size_of(self._spec.args).gpus
 
     @property
     def _lane(self) -> int:
         """Engines lie on the trainer's GPUs side by side, in the order of its ranks."""
-        return self._seat.number * self._num_ranks if self._pool.placement == "actor" else -1
+        return self._seat.number * self._hosting.num_ranks if self._hosting.shares_gpus else -1
 
     def _announce(self, state: State, reason: str = "") -> None:
         with self._announcing:

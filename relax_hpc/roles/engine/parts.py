@@ -12,74 +12,19 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from relax_hpc.comm.address import node_address
-from relax_hpc.config.engines import EnginePool
-from relax_hpc.config.run import RunConfig, engines_of
-from relax_hpc.config.sections import PassThrough
 from relax_hpc.engines.ports import held_port
 from relax_hpc.engines.process import start_engine
-from relax_hpc.engines.sglang.launch import ALONE, Share, size_of
-from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.engines.sglang.launch import ALONE, Share
 from relax_hpc.errors import EngineError, PeerTimeoutError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.engine.hosting import Hosting
 from relax_hpc.telemetry.events import EventWriter
 
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-
-
-class Seat(NamedTuple):
-    """An engine that a task keeps, and where it sits on its node."""
-
-    id: str
-    """Of the engine's member record."""
-    number: int
-    """Among the engines of the run: seeds its random numbers."""
-    local_index: int
-    """Among the engines of its node: says which GPUs are its own."""
-    part: int = 0
-    """Of an engine over several nodes; 0 is its host."""
-
-
-def seats_of(pool: EnginePool, context: TaskContext) -> list[Seat]:
-    """A task has one or several engines, or neighbouring tasks have one together: Slurm fills nodes
-    in order of rank."""
-    task, part = divmod(context.rank, pool.nodes_per_engine)
-    count = pool.engines_per_task
-    return [
-        Seat(name, task * count + index, context.local_rank * count + index, part)
-        for index, name in enumerate(engines_of(f"{context.component}-{task}", count))
-    ]
-
-
-def spec_of(config: RunConfig, seat: Seat) -> EngineSpec:
-    """The engine of the policy's pool that sits there."""
-    pool = config.rollout_pool
-    return EngineSpec(
-        pool.kind,
-        config.model.path,
-        config.model.dtype,
-        args_on_own_gpus(pool, seat),
-        seed=config.seed + seat.number,
-        max_running_requests=pool.max_running_requests,
-        start_timeout_s=pool.start_timeout_s,
-        nodes=pool.nodes_per_engine,
-        routed_experts=config.rollout.routed_experts,
-        quantization=config.weights.quantization_config,
-    )
-
-
-def args_on_own_gpus(pool: EnginePool, seat: Seat) -> PassThrough:
-    """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
-    if pool.kind != "sglang" or not pool.resources.gpus_per_node:
-        return pool.args
-    per_node = size_of(pool.args).gpus // pool.nodes_per_engine
-    own: PassThrough = {"base_gpu_id": seat.local_index * per_node}
-    if pool.placement == "actor":
-        own["enable_memory_saver"] = True
-    return own | pool.args
 
 
 class Call(NamedTuple):
@@ -129,15 +74,13 @@ class Parts:
             write_json(self._paths.engine_call(self._engine), call._asdict())
 
 
-def serve(
-    config: RunConfig, paths: RunPaths, context: TaskContext, seat: Seat, events: EventWriter
-) -> None:
+def serve(hosting: Hosting, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
     """Runs a part in every start that the engine's host calls for, until it is dismissed.
 
     Raises:
         PeerTimeoutError: the host does not call.
     """
-    part = _Part(config, paths, context, seat, events)
+    part, seat = _Part(hosting, paths, context), hosting.seat
     call = part.next_call("")
     while not call.over:
         reason = part.run(call)
@@ -150,16 +93,9 @@ def serve(
 
 
 class _Part:
-    def __init__(
-        self,
-        config: RunConfig,
-        paths: RunPaths,
-        context: TaskContext,
-        seat: Seat,
-        events: EventWriter,
-    ) -> None:
-        self._config, self._paths, self._context = config, paths, context
-        self._seat, self._events = seat, events
+    def __init__(self, hosting: Hosting, paths: RunPaths, context: TaskContext) -> None:
+        self._hosting, self._paths, self._context = hosting, paths, context
+        self._seat = hosting.seat
         # Records of an earlier start of this step may lie around; its host is gone.
         self._prefix = f"{context.attempt}-{context.start}-"
 
@@ -169,12 +105,12 @@ class _Part:
         return call if call and call.epoch.startswith(self._prefix) else None
 
     def next_call(self, after: str) -> Call:
-        deadline = time.monotonic() + self._config.launch.peer_timeout_s
+        deadline = time.monotonic() + self._hosting.peer_timeout_s
         while (call := self.call()) is None or (not call.over and call.epoch == after):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"the host of {self._seat.id} called for no start within "
-                    f"{self._config.launch.peer_timeout_s} s after {after or 'its own'}"
+                    f"{self._hosting.peer_timeout_s} s after {after or 'its own'}"
                 )
             time.sleep(_POLL_S)
         return call
@@ -191,8 +127,7 @@ class _Part:
             if self.call() != call:
                 raise _CalledOff
 
-        seat = self._seat
-        spec = spec_of(self._config, seat)
+        seat, spec = self._seat, self._hosting.spec
         try:
             engine = start_engine(
                 spec,

@@ -1,21 +1,50 @@
-"""An engine that samples for others: those of the core job are kept by rollout's tasks."""
+"""Engines that sample for others: of pools of their own, and those that were added to rollout's.
+
+The engines that rollout starts with are kept by its own tasks.
+"""
+
+from collections.abc import Sequence
 
 from relax_hpc.comm.world import World
+from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.models.architecture import Architecture
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.role import Role
+from relax_hpc.roles.role import Place, Role, Say
 from relax_hpc.telemetry.events import EventWriter
+
+JOINS = "extra"
+"""Component of engines that are added to a running job."""
+
+
+def _places(config: JobConfig) -> Sequence[Place]:
+    if not isinstance(config, RunConfig):
+        return ()
+    return [
+        Place(name, pool.num_tasks, pool.resources, f"engines.{name}")
+        for name, pool in config.engines.items()
+        if name != ROLLOUT
+    ]
+
+
+def _check(config: JobConfig, _shape: Architecture, _say: Say) -> JobConfig:
+    from relax_hpc.roles.engine import check
+
+    if isinstance(config, RunConfig):
+        check.check_pools(config)
+    return config
 
 
 def _main(
     config: JobConfig, paths: RunPaths, context: TaskContext, _world: World | None,
     events: EventWriter,
 ) -> None:  # fmt: skip
-    from relax_hpc.roles.engine import added
+    from relax_hpc.roles.engine import added, loop
 
     assert isinstance(config, RunConfig)
-    added.main(config, paths, context, events)
+    main = added.main if context.component == JOINS else loop.main
+    main(config, paths, context, events)
 
 
-ENGINE = Role("engine", _main, restart="none", joins="extra")
+ENGINE = Role("engine", _main, _places, _check, joins=JOINS)

@@ -2,10 +2,8 @@
 
 import asyncio
 import resource
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.producer import Producer
@@ -19,14 +17,15 @@ from relax_hpc.rewards.scorer import Scorer
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.parts import Seat, seats_of
+from relax_hpc.roles.engine.hosting import Seat, hosting_of, seats_of
+from relax_hpc.roles.engine.hosts import kept, while_kept
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.heldout import Board
 from relax_hpc.roles.rollout.prompt_check import Sources
-from relax_hpc.roles.rollout.routing import EngineSampler
+from relax_hpc.sampling.client import client_of
 from relax_hpc.telemetry.events import EventWriter
 
 SPARES = 2
@@ -42,7 +41,7 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     seats = seats_of(config.rollout_pool, context)
     if seats[0].part:
-        engine_parts.serve(config, paths, context, seats[0], events)
+        engine_parts.serve(hosting_of(config, seats[0]), paths, context, events)
     else:
         _host(config, paths, context, seats, events)
     events.emit("end")
@@ -59,7 +58,8 @@ def _host(
     sources = prompt_check.sources_of(
         config, prompt_check.read(config), tokenizers.load(config.model.path)
     )
-    with _hosts(EngineHost(config, paths, context, seat, events) for seat in seats) as hosts:
+    hostings = [hosting_of(config, seat) for seat in seats]
+    with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:
         # While engines start. A task looks at what no other does, so together they see all.
         prompt_check.check_share(config, sources, number, config.rollout_pool.num_hosts)
         for host in hosts:
@@ -73,33 +73,7 @@ def _host(
             spares=SPARES,
         ) as producer:
             loop = _loop(config, paths, number, own, sources, producer, events)
-            asyncio.run(_while_hosted(hosts, loop))
-
-
-@contextmanager
-def _hosts(made: Iterable[EngineHost]) -> Iterator[list[EngineHost]]:
-    """Starts them all at once, and stops them so."""
-    with ExitStack() as stack:
-        hosts = [stack.enter_context(host) for host in made]
-        try:
-            yield hosts
-        finally:
-            for host in hosts:
-                host.ask_to_stop()
-
-
-async def _while_hosted(hosts: Sequence[EngineHost], loop: Coroutine[Any, Any, None]) -> None:
-    """Runs the loop to its end; ends it if one of its engines does not come back."""
-    running = asyncio.ensure_future(loop)
-    failures = [asyncio.ensure_future(host.failure()) for host in hosts]
-    await asyncio.wait({running, *failures}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (running, *failures):
-        if not task.done():
-            task.cancel()
-    # The loop may have failed because an engine did, so what its host says comes first.
-    for outcome in await asyncio.gather(*failures, running, return_exceptions=True):
-        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
-            raise outcome
+            asyncio.run(while_kept(hosts, loop))
 
 
 async def _loop(
@@ -116,7 +90,9 @@ async def _loop(
     environment = environments.make(config.rollout.environment)
     conversation = Conversation(tokenizer, chat_template=config.prompts.chat_template)
     async with (
-        EngineSampler(config, paths, own, tokenizer.eos_token_id, events) as sampler,
+        client_of(
+            config, paths, own=own, stop_token=tokenizer.eos_token_id, events=events
+        ) as sampler,
         Scorer(config.reward, events) as scorer,
     ):
 

@@ -17,7 +17,8 @@ from relax_hpc.roles.engine import added as extra_engine
 from relax_hpc.roles.engine import host as engine_host
 from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.parts import Call, Seat, seats_of
+from relax_hpc.roles.engine.hosting import Seat, hosting_of, seats_of
+from relax_hpc.roles.engine.parts import Call
 from relax_hpc.run_secret import RunSecret
 
 CONTEXT = TaskContext("rollout", 1, 2, 0, attempt="7.0", start=2, node="here")
@@ -30,7 +31,7 @@ def host_of(tmp_path):
         settings = {"launch__restart_delay_s": 0, "seed": 40} | settings
         paths = RunPaths(tmp_path)
         RunSecret.create(paths.secret)
-        return EngineHost(config(**settings), paths, CONTEXT, seat, Events())
+        return EngineHost(hosting_of(config(**settings), seat), paths, CONTEXT, Events())
 
     return make
 
@@ -245,7 +246,7 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
     )  # fmt: skip
     seat = Seat("rollout-1", number=5, local_index=0, part=1)
     context = TaskContext("rollout", 3, 4, 0, attempt="7.0", start=2, node="n3")
-    part = engine_parts._Part(settings, paths, context, seat, Events())
+    part = engine_parts._Part(hosting_of(settings, seat), paths, context)
     call = Call("7.0-2-1", "10.0.0.1:77", over=False)
     monkeypatch.setattr(engine_parts, "_POLL_S", 0.001)
 
@@ -286,8 +287,8 @@ def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monke
     class Host:
         token = "t"
 
-        def __init__(self, config, paths, context, seat, events):
-            made.append(seat)
+        def __init__(self, hosting, paths, context, events):
+            made.append(hosting.seat)
 
         def __enter__(self):
             return self

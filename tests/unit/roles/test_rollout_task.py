@@ -43,7 +43,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
             return f"{self.path} {index}"
 
     class Sampler:
-        def __init__(self, settings, paths, own, stop_token, events):
+        def __init__(self, settings, paths, *, own, stop_token, events):
             journal.note("sampler", own, stop_token)
 
         async def __aenter__(self):
@@ -60,7 +60,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         assert await scores(group, "7", said) == [0.0, 0.0, 0.0]
 
     monkeypatch.setattr(prompt_check, "PromptSource", Source)
-    monkeypatch.setattr(rollout_task, "EngineSampler", Sampler)
+    monkeypatch.setattr(rollout_task, "client_of", Sampler)
     monkeypatch.setattr(rollout_task.rollout, "run", loop)
     architecture = SimpleNamespace(max_positions=20000)
     monkeypatch.setattr(prompt_check, "read_architecture", lambda path: architecture)
@@ -116,7 +116,7 @@ def test_a_rollout_task_ends_with_its_loop_or_with_an_engine_that_does_not_come_
         finally:
             ended.append(True)
 
-    running = rollout_task._while_hosted([Frail(), Frail()], loop())
+    running = rollout_task.while_kept([Frail(), Frail()], loop())
 
     async def run():
         await asyncio.wait_for(running, 10)
@@ -135,8 +135,8 @@ class Host:
 
     journal = Journal()
 
-    def __init__(self, config, paths, context, seat, events):
-        self.id = seat.id
+    def __init__(self, hosting, paths, context, events):
+        self.id = hosting.seat.id
 
     def __enter__(self):
         self.journal.note("start", self.id)
@@ -211,7 +211,9 @@ def test_the_further_tasks_of_an_engine_run_their_part_of_it_and_are_no_producer
     rolled_out, monkeypatch
 ):
     served = []
-    monkeypatch.setattr(rollout_task.engine_parts, "serve", lambda *args: served.append(args[3]))
+    monkeypatch.setattr(
+        rollout_task.engine_parts, "serve", lambda *args: served.append(args[0].seat)
+    )
     made = rolled_out(
         3, engines__rollout__kind="sglang", engines__rollout__count=2,
         engines__rollout__nodes_per_engine=2,

@@ -1,22 +1,26 @@
 """Which engines a rollout task asks, how, and what it notes of them."""
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
-from role_fakes import Events, config
+from roles.role_fakes import Events, config
 
 from relax_hpc.engines.generation import Draft, Sampling
 from relax_hpc.engines.pool import Endpoint, EngineLoad
 from relax_hpc.environments.session import How
-from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Holding, Roster
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.rollout import routing
-from relax_hpc.roles.rollout.routing import EngineSampler, LoadMeter
 from relax_hpc.run_secret import RunSecret
+from relax_hpc.sampling import client as sampling_client
+from relax_hpc.sampling import load
+from relax_hpc.sampling.client import client_of
+from relax_hpc.sampling.load import LoadMeter
 
 SECRET = RunSecret(bytes(32))
 
@@ -48,12 +52,13 @@ class Pool:
 
 @pytest.fixture
 def sampler_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(routing, "Pool", Pool)
+    monkeypatch.setattr(sampling_client, "Pool", Pool)
 
-    def make(own=("rollout-0",), **settings):
+    def make(own=("rollout-0",), name="rollout", **settings):
         paths = RunPaths(tmp_path)
-        monkeypatch.setattr(routing.RunSecret, "read", lambda path: SECRET)
-        return EngineSampler(config(**settings), paths, own, 99, Events()), paths
+        monkeypatch.setattr(sampling_client.RunSecret, "read", lambda path: SECRET)
+        made = client_of(config(**settings), paths, name, own=own, stop_token=99, events=Events())
+        return made, paths
 
     return make
 
@@ -73,7 +78,7 @@ def test_a_task_gives_up_when_for_too_long_no_engine_had_the_newest_weights(
     sampler_of, monkeypatch
 ):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(routing.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(sampling_client.time, "monotonic", lambda: clock.now)
     sampler, _ = sampler_of(launch__peer_timeout_s=10)
     clock.now = 108.0
     assert asyncio.run(sampler.version()) == 3
@@ -121,7 +126,7 @@ def test_an_engine_that_begins_without_weights_is_held_until_it_is_given_some(sa
 
 def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(routing.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(sampling_client.time, "monotonic", lambda: clock.now)
     sampler, paths = sampler_of(launch__peer_timeout_s=10)
     sampler._pool.now = None
     Roster(4, {"rollout-0": Holding("1", 4, "ASLEEP")}).write(paths)
@@ -132,7 +137,7 @@ def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, m
 
 def test_loads_are_noted_now_and_then_as_what_came_since_also_after_a_restart(monkeypatch):
     clock, events = SimpleNamespace(now=0.0), Events()
-    monkeypatch.setattr(routing.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(load.time, "monotonic", lambda: clock.now)
     meter = LoadMeter(events, every_s=5)
 
     def note(seconds, num_tokens, **kwargs):
@@ -155,3 +160,26 @@ def test_loads_are_noted_now_and_then_as_what_came_since_also_after_a_restart(mo
     never = LoadMeter(events, every_s=0)
     never.note([EngineLoad("rollout-0", 1, 2, 7, 0.5)], last=True)
     assert len(events.all) == 4
+
+
+def test_a_fixed_pool_serves_as_it_was_loaded_and_no_roster_or_other_pool_counts(sampler_of):
+    sampler, paths = sampler_of(own=None, name="judge", engines__judge__count=2)
+    for name, pool in (("judge-0", "judge"), ("judge-1", "judge"), ("rollout-0", "rollout")):
+        members.announce(paths, Member(name, "1", "http://x", 1, "embedded", "HEALTHY", pool=pool))
+    Roster(4, {"rollout-0": Holding("1", 4, "ACTIVE")}).write(paths)
+    assert asyncio.run(sampler._look()) is False
+    assert sampler._pool.standings == {at("judge-0"): "serving", at("judge-1"): "serving"}
+    announce(paths, "judge-1", state="STARTING")  # what has that name says it is of rollout's
+    asyncio.run(sampler._look())
+    assert sampler._pool.standings == {at("judge-0"): "serving"}
+
+
+def test_a_pool_that_the_job_has_not_is_refused_by_name(sampler_of):
+    with pytest.raises(ConfigError, match=r"engines\.judge: the job has no such pool, .* rollout;"):
+        sampler_of(name="judge")
+
+
+def test_who_asks_a_pool_needs_no_torch():
+    code = "import sys, relax_hpc.sampling.client; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout == "False\n"

@@ -1,0 +1,119 @@
+"""What a task has to know about an engine that it keeps, and nothing else of the job."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from relax_hpc.config.engines import ROLLOUT, EnginePool
+from relax_hpc.config.rollout import Transport
+from relax_hpc.config.run import RunConfig, engines_of
+from relax_hpc.config.sections import PassThrough
+from relax_hpc.engines.sglang.launch import size_of
+from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.roles.context import TaskContext
+
+
+class Seat(NamedTuple):
+    """An engine that a task keeps, and where it sits on its node."""
+
+    id: str
+    """Of the engine's member record."""
+    number: int
+    """Among the engines of its pool: seeds its random numbers."""
+    local_index: int
+    """Among the engines of its node: says which GPUs are its own."""
+    part: int = 0
+    """Of an engine over several nodes; 0 is its host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """One engine of a pool, and how it is kept."""
+
+    spec: EngineSpec
+    seat: Seat
+    follows_policy: bool
+    """Whether the trainer gives it weights."""
+    shares_gpus: bool
+    """With the trainer, in turn."""
+    on_gpus: bool
+    hang_timeout_s: float
+    max_restarts: int
+    restart_delay_s: float
+    peer_timeout_s: float
+    transport: Transport
+    """How weights get to it."""
+    recomputes: bool
+    """An update throws the key-value cache away."""
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.spec.kind == "embedded" else size_of(self.spec.args).gpus
+
+
+def seats_of(pool: EnginePool, context: TaskContext) -> list[Seat]:
+    """A task has one or several engines, or neighbouring tasks have one together: Slurm fills nodes
+    in order of rank."""
+    task, part = divmod(context.rank, pool.nodes_per_engine)
+    count = pool.engines_per_task
+    return [
+        Seat(name, task * count + index, context.local_rank * count + index, part)
+        for index, name in enumerate(engines_of(f"{context.component}-{task}", count))
+    ]
+
+
+def hosting_of(
+    config: RunConfig, seat: Seat, name: str = ROLLOUT, transport: Transport | None = None
+) -> Hosting:
+    """The engine of the pool `name` that sits there.
+
+    Args:
+        config: of the run.
+        seat: of the engine.
+        name: of its pool.
+        transport: how weights get to it, if not as `weights.transport` says.
+    """
+    pool = config.engines[name]
+    follows = pool.weights == "policy"
+    return Hosting(
+        spec_of(config, seat, name),
+        seat,
+        follows_policy=follows,
+        shares_gpus=pool.placement == "actor",
+        on_gpus=pool.resources.gpus_per_node > 0,
+        hang_timeout_s=pool.hang_timeout_s,
+        max_restarts=config.launch.max_restarts,
+        restart_delay_s=config.launch.restart_delay_s,
+        peer_timeout_s=config.launch.peer_timeout_s,
+        transport=transport or config.weights.transport,
+        recomputes=follows and config.weights.kv_cache == "recompute",
+    )
+
+
+def spec_of(config: RunConfig, seat: Seat, name: str = ROLLOUT) -> EngineSpec:
+    """What the engine of the pool `name` that sits there computes."""
+    pool = config.engines[name]
+    follows = pool.weights == "policy"
+    return EngineSpec(
+        pool.kind,
+        pool.model or config.model.path,
+        config.model.dtype,
+        args_on_own_gpus(pool, seat),
+        seed=config.seed + seat.number,
+        max_running_requests=pool.max_running_requests,
+        start_timeout_s=pool.start_timeout_s,
+        nodes=pool.nodes_per_engine,
+        routed_experts=follows and config.rollout.routed_experts,
+        quantization=config.weights.quantization_config if follows else None,
+        pool=name,
+    )
+
+
+def args_on_own_gpus(pool: EnginePool, seat: Seat) -> PassThrough:
+    """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
+    if pool.kind != "sglang" or not pool.resources.gpus_per_node:
+        return pool.args
+    per_node = size_of(pool.args).gpus // pool.nodes_per_engine
+    own: PassThrough = {"base_gpu_id": seat.local_index * per_node}
+    if pool.placement == "actor":
+        own["enable_memory_saver"] = True
+    return own | pool.args

@@ -1,0 +1,34 @@
+"""The engines of one task, kept side by side."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from relax_hpc.roles.engine.host import EngineHost
+
+
+@contextmanager
+def kept(made: Iterable[EngineHost]) -> Iterator[list[EngineHost]]:
+    """Starts them all at once, and stops them so."""
+    with ExitStack() as stack:
+        hosts = [stack.enter_context(host) for host in made]
+        try:
+            yield hosts
+        finally:
+            for host in hosts:
+                host.ask_to_stop()
+
+
+async def while_kept(hosts: Sequence[EngineHost], loop: Coroutine[Any, Any, None]) -> None:
+    """Runs the loop to its end; ends it if one of its engines does not come back."""
+    running = asyncio.ensure_future(loop)
+    failures = [asyncio.ensure_future(host.failure()) for host in hosts]
+    await asyncio.wait({running, *failures}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (running, *failures):
+        if not task.done():
+            task.cancel()
+    # The loop may have failed because an engine did, so what its host says comes first.
+    for outcome in await asyncio.gather(*failures, running, return_exceptions=True):
+        if isinstance(outcome, BaseException) and not isinstance(outcome, asyncio.CancelledError):
+            raise outcome

@@ -1,0 +1,275 @@
+"""A pool of engines as one: for every task of the job, and every process that such a task starts.
+
+Whom it may ask stands in records, which are looked at once a second (four times while an update is
+under way): a member record per engine, and of a pool whose weights follow the policy the newest
+roster, which says who holds the newest version. Other pools serve as soon as they are healthy.
+"""
+
+import asyncio
+import time
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Protocol, Self
+
+from relax_hpc.config.engines import ROLLOUT, EnginePool
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Sampling
+from relax_hpc.engines.pool import Endpoint, Pool, Standing
+from relax_hpc.errors import ConfigError, PeerTimeoutError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Roster
+from relax_hpc.fleet.switches import Switches
+from relax_hpc.job_file import read_resolved
+from relax_hpc.paths import RunPaths
+from relax_hpc.run_secret import RunSecret
+from relax_hpc.sampling.load import LoadMeter
+from relax_hpc.telemetry.events import EventWriter
+
+_LOOK_S, _LOOK_DURING_UPDATE_S = 1.0, 0.25
+_ADDED = "extra-"
+"""Engines that were added serve every rollout task."""
+
+
+class Asked(Protocol):
+    """How a response is sampled."""
+
+    @property
+    def temperature(self) -> float:
+        """0 is greedy."""
+        ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def min_version(self) -> int:
+        """No older policy samples any of the tokens."""
+        ...
+
+    @property
+    def routed_experts(self) -> bool:
+        """Whether to say which experts every token went to."""
+        ...
+
+
+class PoolClient:
+    """Samples with the engines of one pool. An asynchronous context manager."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        name: str,
+        pool: EnginePool,
+        ids: Sequence[str],
+        *,
+        stop_token: int,
+        patience_s: float,
+        serves_at_once: bool,
+        events: EventWriter | None,
+    ) -> None:
+        """Asks nobody before it is entered.
+
+        Args:
+            paths: where the records are.
+            name: of the pool.
+            pool: its settings.
+            ids: members that it looks for; of a pool that follows the policy those that were added
+                come to them.
+            stop_token: ends a response.
+            patience_s: how long there may be no engine, and how long one may say nothing.
+            serves_at_once: whether `ids` may be asked before the first update of weights.
+            events: get the load of the engines now and then.
+        """
+        self._paths, self._name, self._ids, self._stop_token = paths, name, ids, stop_token
+        self._follows, self._serves_at_once = pool.weights == "policy", serves_at_once
+        self._patience_s, self._secret = patience_s, RunSecret.read(paths.secret)
+
+        def connect(at: Endpoint) -> GenerationClient:
+            switches = None
+            if self._follows and pool.kind == "sglang":
+                switches = Switches(paths, at.id, at.epoch)
+            return GenerationClient(at.url, at.token, silence_s=patience_s, switches=switches)
+
+        self._pool = Pool(connect, max_in_flight=pool.max_running_requests, patience_s=patience_s)
+        self._meter = LoadMeter(events, every_s=pool.load_every_s) if events else None
+        self._watch: asyncio.Task[None] | None = None
+        self._served_at = time.monotonic()
+
+    async def __aenter__(self) -> Self:
+        await self._look()
+        self._watch = asyncio.create_task(self._look_again())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._watch:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._meter:
+            self._meter.note(self._pool.loads, last=True)
+        await self._pool.aclose()
+
+    async def version(self) -> int | None:
+        """The oldest policy that a sample may be given to now; None while there is no engine.
+
+        Raises:
+            PeerTimeoutError: there was none for as long as patience lasts.
+        """
+        if self._watch and self._watch.done():
+            self._watch.result()
+        version = await self._pool.version()
+        if version is not None:
+            self._served_at = time.monotonic()
+        elif time.monotonic() - self._served_at > self._patience_s:
+            raise PeerTimeoutError(
+                f"{', '.join(self._ids)}: no engine with the newest weights for "
+                f"{self._patience_s:g} s; see its log, and the actor's for the last update"
+            )
+        return version
+
+    async def sample(
+        self,
+        given: Sequence[int],
+        draft: Draft,
+        how: Asked,
+        *,
+        seed: int,
+        homes: Sequence[Hashable],
+    ) -> Generation:
+        """As `environments.session.Sampler` says."""
+        sampling = Sampling(
+            how.temperature,
+            how.max_new_tokens,
+            (self._stop_token,),
+            routed_experts=how.routed_experts,
+        )
+        return await self._pool.sample(
+            given, seed, sampling, min_version=how.min_version, homes=homes, draft=draft
+        )
+
+    async def complete(
+        self, given: Sequence[int], max_new_tokens: int, *, temperature: float = 0.0, seed: int = 0
+    ) -> Generation:
+        """One response to one prompt, for who keeps no record of it: a judge's verdict, say.
+
+        Args:
+            given: token ids.
+            max_new_tokens: the response ends there at the latest.
+            temperature: 0 is greedy.
+            seed: of its random numbers.
+
+        Raises:
+            EngineError: no engine could be asked for as long as patience lasts.
+        """
+        sampling = Sampling(temperature, max_new_tokens, (self._stop_token,))
+        return await self._pool.sample(
+            given, seed, sampling, min_version=0, homes=(), draft=Draft()
+        )
+
+    async def _look_again(self) -> None:
+        while True:
+            updating = await self._look()
+            await asyncio.sleep(_LOOK_DURING_UPDATE_S if updating else _LOOK_S)
+            await self._pool.adapt()
+            if self._meter:
+                self._meter.note(self._pool.loads)
+
+    async def _look(self) -> bool:
+        """Brings the pool up to date. Returns whether its engines will soon serve again."""
+        roster = await asyncio.to_thread(Roster.read, self._paths) if self._follows else None
+        self._pool.enlist(await asyncio.to_thread(self._standings, roster))
+        if roster is None:
+            return False
+        states = {roster.members[name].state for name in self._ids if name in roster.members}
+        if "ASLEEP" in states:
+            self._served_at = time.monotonic()  # the trainer has its GPUs, and gives them back
+        return not states.isdisjoint({"ASLEEP", "SYNCING"})
+
+    def _standings(self, roster: Roster | None) -> dict[Endpoint, Standing]:
+        added = [name for name in (roster.members if roster else ()) if name.startswith(_ADDED)]
+        found = [members.find(self._paths, name) for name in (*self._ids, *added)]
+        return {
+            self._endpoint(member): self._standing(member, roster)
+            for member in found
+            if member is not None and member.url and member.pool == self._name
+        }
+
+    def _standing(self, member: Member, roster: Roster | None) -> Standing:
+        own = member.id in self._ids and self._serves_at_once
+        return standing(member, roster, own=own)
+
+    def _endpoint(self, member: Member) -> Endpoint:
+        token = self._secret.engine_token(member.id, member.epoch)
+        return Endpoint(member.id, member.epoch, member.url, token)
+
+
+def client_of(
+    config: RunConfig,
+    paths: RunPaths,
+    name: str = ROLLOUT,
+    *,
+    stop_token: int,
+    own: Sequence[str] | None = None,
+    events: EventWriter | None = None,
+) -> PoolClient:
+    """A client of a pool that the job declares.
+
+    Args:
+        config: of the run.
+        paths: of the run.
+        name: of the pool.
+        stop_token: ends a response.
+        own: the engines to ask; unset is all that the pool starts with.
+        events: get the load of the engines now and then.
+
+    Raises:
+        ConfigError: the job has no such pool.
+    """
+    if name not in config.engines:
+        raise ConfigError(
+            f"engines.{name}: the job has no such pool, it has {', '.join(config.engines)}; add "
+            f"a table [engines.{name}]"
+        )
+    pool = config.engines[name]
+    # Engines of other weights than the folder's begin without any.
+    serves_at_once = pool.weights == "fixed" or config.weights.quantize == "none"
+    return PoolClient(
+        paths,
+        name,
+        pool,
+        config.engines_in(name) if own is None else own,
+        stop_token=stop_token,
+        patience_s=config.launch.peer_timeout_s,
+        serves_at_once=serves_at_once,
+        events=events,
+    )
+
+
+def open_pool(run_dir: Path, name: str, *, stop_token: int) -> PoolClient:
+    """A client of a pool for a process that knows no more than where the run is.
+
+    Raises:
+        ConfigError: no run directory, or its job has no such pool.
+    """
+    paths = RunPaths(run_dir)
+    config = read_resolved(paths.config)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{run_dir}: a job with [sft] has no engines")
+    return client_of(config, paths, name, stop_token=stop_token)
+
+
+def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:
+    """What may be done with an engine.
+
+    Before the first update an engine has the first policy, and where weights stay as they are there
+    is no roster: those in question are used as they are (`own`), others are not.
+    """
+    if member.state == "DRAINING":
+        return "held"  # its owner hands back, at a deadline, what it has not finished
+    if member.state != "HEALTHY":
+        return "lost"
+    if roster is None:
+        return "serving" if own else "held"
+    holding = roster.members.get(member.id)
+    if holding is not None and (holding.epoch, holding.state) == (member.epoch, "FENCED"):
+        return "lost"
+    return "serving" if roster.serves(member.id, member.epoch) else "held"

@@ -1,0 +1,30 @@
+"""What the engines of a pool do for one of those who ask them."""
+
+import time
+from collections.abc import Sequence
+
+from relax_hpc.engines.pool import EngineLoad
+from relax_hpc.telemetry.events import EventWriter
+
+
+class LoadMeter:
+    """Writes down what engines did since the last time."""
+
+    def __init__(self, events: EventWriter, *, every_s: float) -> None:
+        """`every_s` 0: never."""
+        self._events, self._every_s = events, every_s
+        self._since = time.monotonic()
+        self._num_tokens: dict[str, int] = {}
+
+    def note(self, loads: Sequence[EngineLoad], *, last: bool = False) -> None:
+        """A `load` event per engine, if it is time to or there is no other time."""
+        seconds = time.monotonic() - self._since
+        if not self._every_s or (seconds < self._every_s and not last):
+            return
+        for load in loads:
+            # An engine that was started again counts from 0.
+            before = self._num_tokens.get(load.id, 0)
+            new = load.num_tokens - (before if before <= load.num_tokens else 0)
+            self._events.emit("load", seconds=seconds, **load._asdict() | {"num_tokens": new})
+        self._num_tokens = {load.id: load.num_tokens for load in loads}
+        self._since = time.monotonic()
