@@ -137,9 +137,9 @@ class RunPaths:
         """Which engine holds which weights; written by the trainer."""
         return self.control / "weights.json"
 
-    def switch(self, member: str, epoch: str, version: int) -> Path:
+    def switch(self, member: str, start: str, version: int) -> Path:
         """How far the requests of one start of an engine were when it got a version."""
-        return self.control / "switches" / f"{member}-{epoch}" / f"{version}.json"
+        return self.control / "switches" / f"{member}-{start}" / f"{version}.json"
 
     @property
     def lease(self) -> Path:
@@ -215,9 +215,9 @@ class RunPaths:
     def log(self, role: str, name: str) -> Path:
         return self.root / "logs" / f"{role}-{name}.log"
 
-    def engine_log(self, member: str, epoch: str) -> Path:
+    def engine_log(self, member: str, start: str) -> Path:
         """What one start of an engine says."""
-        return self.log("engine", f"{member}-{epoch}")
+        return self.log("engine", f"{member}-{start}")
 
     def engine_call(self, member: str) -> Path:
         """What the host of an engine over several nodes asks its other parts to do."""

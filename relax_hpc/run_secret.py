@@ -74,9 +74,9 @@ class RunSecret:
         """32 bytes that only who knows the secret can tell."""
         return derive(self._key, purpose)
 
-    def engine_token(self, member: str, epoch: str) -> str:
+    def engine_token(self, member: str, start: str) -> str:
         """Bearer token of one start of an engine."""
-        return self.derive(f"engine/{member}/{epoch}").hex()
+        return self.derive(f"engine/{member}/{start}").hex()
 
 
 def derive(key: bytes, purpose: str) -> bytes:

@@ -192,7 +192,7 @@ def _compare(task: Task, world: World, scorer: MegatronScorer, version: int) -> 
 
 
 def _token(task: Task, member: Member) -> str:
-    return RunSecret.read(task.paths.secret).engine_token(member.id, member.epoch)
+    return RunSecret.read(task.paths.secret).engine_token(member.id, member.start)
 
 
 async def _sample(task: Task, member: Member) -> list[tuple[list[int], Generation]]:

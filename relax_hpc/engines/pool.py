@@ -31,7 +31,7 @@ class Endpoint(NamedTuple):
     """One start of one engine."""
 
     id: str
-    epoch: str
+    start: str
     url: str
     token: str
 
@@ -119,7 +119,7 @@ class Pool:
 
     def enlist(self, standings: dict[Endpoint, Standing]) -> None:
         """States the standing of every engine there is; one that is left out is lost."""
-        known = {(at.id, at.epoch): (at, standing) for at, standing in standings.items()}
+        known = {(at.id, at.start): (at, standing) for at, standing in standings.items()}
         for key, (endpoint, standing) in known.items():
             if key not in self._engines and standing != "lost":
                 self._engines[key] = _Engine(endpoint, self._connect(endpoint), self._most)
@@ -336,7 +336,7 @@ class Pool:
     def _forget(self, engine: _Engine) -> None:
         engine.standing = "lost"
         self._begin(engine.client.aclose())
-        del self._engines[engine.endpoint.id, engine.endpoint.epoch]
+        del self._engines[engine.endpoint.id, engine.endpoint.start]
         for home in [home for home, at in self._homes.items() if at is engine]:
             del self._homes[home]
 

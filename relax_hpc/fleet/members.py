@@ -14,11 +14,11 @@ class Member(NamedTuple):
     """One engine, as its owner announces it."""
 
     id: str
-    epoch: str
+    start: str
     """Changes with every start of the engine, so a restarted one is never taken for the one
     before: job attempt, start of the task's step, start of the engine within it."""
     url: str
-    """Empty until the engine answers. Its token follows from id and epoch, see `run_secret`."""
+    """Empty until the engine answers. Its token follows from id and start, see `run_secret`."""
     num_ranks: int
     """Ranks the engine brings into the weight group."""
     engine: str
@@ -46,7 +46,7 @@ class Member(NamedTuple):
 
 def attempt_of(member: Member) -> str:
     """The attempt of the job in which it was started."""
-    return member.epoch.rsplit("-", 2)[0]
+    return member.start.rsplit("-", 2)[0]
 
 
 def announce(paths: RunPaths, member: Member) -> None:

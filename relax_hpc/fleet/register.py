@@ -17,11 +17,11 @@ HEALTH_S = 5.0
 MEMORY = ("weights", "kv_cache")
 """Tags of what an engine releases."""
 Key = tuple[str, str]
-"""Id and epoch of a member."""
+"""Id and start of a member."""
 
 
 class Register:
-    """Members of a run, by id and epoch: one that was restarted is another one.
+    """Members of a run, by id and start: one that was restarted is another one.
 
     Threads in which members load (`weights.loads`) note how that ended.
     """
@@ -48,7 +48,7 @@ class Register:
         self._lock = RLock()
         last = Roster.read(paths)
         held = last.members.items() if last else ()
-        self._torn = {(name, h.epoch) for name, h in held if h.state == "SYNCING"}
+        self._torn = {(name, h.start) for name, h in held if h.state == "SYNCING"}
 
     def take_over(self) -> None:
         """Believes the last roster as far as it says who sleeps.
@@ -60,12 +60,12 @@ class Register:
             return
         self.version = last.version
         for name, holding in last.members.items():
-            key = name, holding.epoch
+            key = name, holding.start
             if holding.state == "ASLEEP":
                 self._holdings[key], self._released[key] = holding, list(MEMORY)
             elif holding.state == "SYNCING":
                 reason = "the trainer died while it was updated, fell asleep or woke"
-                self._holdings[key] = Holding(holding.epoch, None, "FENCED", reason)
+                self._holdings[key] = Holding(holding.start, None, "FENCED", reason)
 
     def known(self) -> list[Member]:
         """All that are healthy, as their owners say."""
@@ -121,7 +121,7 @@ class Register:
         held = self.version if version is None else version
         with self._lock:
             self._holdings[key_of(member)] = Holding(
-                member.epoch, held if state == "ACTIVE" else None, state, reason
+                member.start, held if state == "ACTIVE" else None, state, reason
             )
         if state == "ASLEEP":
             self._released[key_of(member)] = list(MEMORY)
@@ -147,4 +147,4 @@ class Register:
 
 
 def key_of(member: Member) -> Key:
-    return member.id, member.epoch
+    return member.id, member.start

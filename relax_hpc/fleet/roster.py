@@ -13,7 +13,7 @@ HoldingState = Literal["SYNCING", "ACTIVE", "ASLEEP", "FENCED"]
 class Holding:
     """The weights of one engine."""
 
-    epoch: str
+    start: str
     """Of the member record that this is about."""
     version: int | None
     """Policy version; None while it is undefined. That of an engine which takes long to load may
@@ -34,12 +34,12 @@ class Roster:
     """The newest policy version that engines were given."""
     members: dict[str, Holding] = field(default_factory=dict)
 
-    def serves(self, member: str, epoch: str) -> bool:
+    def serves(self, member: str, start: str) -> bool:
         """Whether that start of `member` holds the newest version, so it may be sent requests."""
         holding = self.members.get(member)
         return (
             holding is not None
-            and (holding.epoch, holding.state) == (epoch, "ACTIVE")
+            and (holding.start, holding.state) == (start, "ACTIVE")
             and holding.version == self.version
         )
 

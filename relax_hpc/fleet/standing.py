@@ -24,9 +24,9 @@ def standing(member: Member | None, roster: Roster | None) -> Standing:
         return "STARTING"
     if member.state != "HEALTHY" or roster is None:
         return member.state
-    if roster.serves(member.id, member.epoch):
+    if roster.serves(member.id, member.start):
         return "ACTIVE"
     holding = roster.members.get(member.id)
-    if holding is None or holding.epoch != member.epoch or holding.state == "ACTIVE":
+    if holding is None or holding.start != member.start or holding.state == "ACTIVE":
         return "HEALTHY"
     return holding.state

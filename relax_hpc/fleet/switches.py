@@ -39,15 +39,15 @@ def note(paths: RunPaths, member: Member, version: int, receipts: Iterable[Recei
     counts: dict[str, int] | None = {}
     for of_rank in told or [None]:
         counts = None if counts is None or of_rank is None else counts | of_rank
-    write_json(paths.switch(member.id, member.epoch, version), {"num_sampled": counts})
-    paths.switch(member.id, member.epoch, version - _KEPT).unlink(missing_ok=True)
+    write_json(paths.switch(member.id, member.start, version), {"num_sampled": counts})
+    paths.switch(member.id, member.start, version - _KEPT).unlink(missing_ok=True)
 
 
 class Switches:
     """The changes of policy of one start of an engine, as those see them who ask it."""
 
-    def __init__(self, paths: RunPaths, member: str, epoch: str) -> None:
-        self._path = partial(paths.switch, member, epoch)
+    def __init__(self, paths: RunPaths, member: str, start: str) -> None:
+        self._path = partial(paths.switch, member, start)
         self._found: dict[int, asyncio.Task[Counts | None]] = {}
 
     async def between(self, before: int, now: int) -> dict[int, Counts] | None:

@@ -87,7 +87,7 @@ class PoolClient:
         def connect(at: Endpoint) -> GenerationClient:
             switches = None
             if self._follows and pool.kind == "sglang":
-                switches = Switches(paths, at.id, at.epoch)
+                switches = Switches(paths, at.id, at.start)
             return GenerationClient(at.url, at.token, silence_s=patience_s, switches=switches)
 
         self._pool = Pool(connect, max_in_flight=pool.max_running_requests, patience_s=patience_s)
@@ -198,8 +198,8 @@ class PoolClient:
         return standing(member, roster, own=own)
 
     def _endpoint(self, member: Member) -> Endpoint:
-        token = self._secret.engine_token(member.id, member.epoch)
-        return Endpoint(member.id, member.epoch, member.url, token)
+        token = self._secret.engine_token(member.id, member.start)
+        return Endpoint(member.id, member.start, member.url, token)
 
 
 def client_of(
@@ -270,6 +270,6 @@ def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:
     if roster is None:
         return "serving" if own else "held"
     holding = roster.members.get(member.id)
-    if holding is not None and (holding.epoch, holding.state) == (member.epoch, "FENCED"):
+    if holding is not None and (holding.start, holding.state) == (member.start, "FENCED"):
         return "lost"
-    return "serving" if roster.serves(member.id, member.epoch) else "held"
+    return "serving" if roster.serves(member.id, member.start) else "held"

@@ -164,7 +164,7 @@ def _with_load(paths: RunPaths, rows: Sequence[Row]) -> list[Row]:
         member = None if row.state in ENDED else members.find(paths, row.id)
         if member is None or not member.url:
             return row
-        token = secret.engine_token(member.id, member.epoch)
+        token = secret.engine_token(member.id, member.start)
         try:
             with EngineClient(member.url, token, timeout_s=_LOAD_TIMEOUT_S) as engine:
                 return replace(row, requests=engine.num_requests())

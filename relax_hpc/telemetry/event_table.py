@@ -47,7 +47,7 @@ EVENTS: dict[str, EventKind] = {
         "an engine is healthy",
         {
             "id": "",
-            "epoch": "as in its member record",
+            "start": "as in its member record",
             "url": "",
             "engine_pid": "",
             "kind": "",
@@ -58,7 +58,7 @@ EVENTS: dict[str, EventKind] = {
     "engine_end": EventKind(
         "rollout, engines",
         "an engine ended, hangs or was fenced, and is started again",
-        {"id": "", "epoch": "", "reason": ""},
+        {"id": "", "start": "", "reason": ""},
     ),
     "drain": EventKind(
         "engines",

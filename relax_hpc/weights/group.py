@@ -81,7 +81,7 @@ class MemberGroup:
             "name": self.name,
             "world_size": self._group.size,
             "members": [
-                {"id": m.id, "epoch": m.epoch, "rank_offset": offset, "num_ranks": m.num_ranks}
+                {"id": m.id, "start": m.start, "rank_offset": offset, "num_ranks": m.num_ranks}
                 for m, offset in self._offsets()
             ],
         }

@@ -1,7 +1,7 @@
 """Policy v becomes v + 1 in every engine: pause in place, deliver, resume.
 
 Rank 0 of the trainer leads, whatever the transport. An engine that fails an update holds undefined
-weights: it is fenced (left out, and never resumed) until it comes back with another epoch.
+weights: it is fenced (left out, and never resumed) until it comes back as another start.
 """
 
 import logging

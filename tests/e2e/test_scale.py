@@ -67,7 +67,7 @@ def serves(run_dir, member, timeout_s):
         at = members.find(RunPaths(run_dir), member)
         with (
             suppress(EngineError),
-            EngineClient(at.url, secret.engine_token(at.id, at.epoch)) as engine,
+            EngineClient(at.url, secret.engine_token(at.id, at.start)) as engine,
         ):
             if engine.num_requests():
                 return True

@@ -53,7 +53,7 @@ class House:
     ranks_each: int
     lanes: bool
     """Whether engines are on the GPUs of the trainer's ranks, as it were."""
-    _epochs: Iterator[int] = field(default_factory=itertools.count)
+    _starts: Iterator[int] = field(default_factory=itertools.count)
 
     def reset(self) -> None:
         """Engines of policy 0 that nobody has seen before, and no trainer was ever there."""
@@ -73,25 +73,25 @@ class House:
         self.announce()
 
     def announce(self, *transports: str, ids: list[str] | None = None) -> str:
-        """As their owners do once they have started engines anew; returns the epoch."""
-        epoch = f"7.0-1-{next(self._epochs)}"
+        """As their owners do once they have started engines anew; returns the start."""
+        start = f"7.0-1-{next(self._starts)}"
         ways = transports or ("collective",) * len(self.engines)
         for number, (name, engine, way) in enumerate(
             zip(self.ids, self.engines, ways, strict=True)
         ):
             if ids is None or name in ids:
                 record = Member(
-                    name, epoch, engine.url, self.ranks_each, self.kind, "HEALTHY",
+                    name, start, engine.url, self.ranks_each, self.kind, "HEALTHY",
                     lane=number * self.ranks_each if self.lanes else -1, transport=way,
                 )  # fmt: skip
                 members.announce(self.paths, record)
-        return epoch
+        return start
 
     def client(self, number: int) -> GenerationClient:
         """As rollout tasks ask."""
         engine, name = self.engines[number], self.ids[number]
-        epoch = members.find(self.paths, name).epoch
-        switches = Switches(self.paths, name, epoch) if self.kind == "sglang" else None
+        start = members.find(self.paths, name).start
+        switches = Switches(self.paths, name, start) if self.kind == "sglang" else None
         return GenerationClient(engine.url, engine.token, switches=switches)
 
     @property

@@ -1,4 +1,4 @@
-"""An engine that is lost comes back under another epoch; one that cannot is named."""
+"""An engine that is lost comes back as another start; one that cannot is named."""
 
 import asyncio
 import os
@@ -53,15 +53,15 @@ class Hosted:
     def pid(self):
         return self.happened("engine")[-1]["engine_pid"]
 
-    def wait_for(self, state, epoch=None):
+    def wait_for(self, state, start=None):
         deadline = time.monotonic() + 60
-        while (now := self.member) is None or now.state != state or epoch not in (None, now.epoch):
+        while (now := self.member) is None or now.state != state or start not in (None, now.start):
             assert time.monotonic() < deadline, now
             time.sleep(0.05)
         return now
 
-    def sync(self, *, epoch="7.0-2-1", state="ACTIVE", reason=""):
-        holding = Holding(epoch, 1, state, reason)
+    def sync(self, *, start="7.0-2-1", state="ACTIVE", reason=""):
+        holding = Holding(start, 1, state, reason)
         Roster(1, {"rollout-0": holding}).write(self.paths)
 
 
@@ -70,10 +70,10 @@ def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tm
     with hosted.host:
         hosted.host.wait_until_healthy()
         first = hosted.member
-        assert (first.state, first.epoch) == ("HEALTHY", "7.0-2-1")
+        assert (first.state, first.start) == ("HEALTHY", "7.0-2-1")
         os.kill(hosted.pid(), signal.SIGKILL)
         second = hosted.wait_for("HEALTHY", "7.0-2-2")
-        tokens = [hosted.secret.engine_token(each.id, each.epoch) for each in (first, second)]
+        tokens = [hosted.secret.engine_token(each.id, each.start) for each in (first, second)]
         assert first.url != second.url and tokens[0] != tokens[1]
         assert EngineClient(second.url, tokens[1]).version() == 0
         with pytest.raises(EngineError, match="401"):
@@ -82,7 +82,7 @@ def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tm
         assert "killed by SIGKILL" in hosted.happened("engine_end")[0]["reason"]
 
         # Silence during its update says nothing; the same silence without one does.
-        hosted.sync(epoch=second.epoch, state="SYNCING")
+        hosted.sync(start=second.start, state="SYNCING")
         silent = psutil.Process(hosted.pid())
         silent.suspend()
         time.sleep(5)
@@ -92,10 +92,10 @@ def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tm
         assert not silent.is_running()
         assert "hangs: engine http" in hosted.happened("engine_end")[1]["reason"]
 
-        hosted.sync(epoch=second.epoch, state="FENCED", reason="of another start")
+        hosted.sync(start=second.start, state="FENCED", reason="of another start")
         time.sleep(1.5)
         assert hosted.member == third
-        hosted.sync(epoch=third.epoch, state="FENCED", reason="half an update")
+        hosted.sync(start=third.start, state="FENCED", reason="half an update")
         hosted.wait_for("HEALTHY", "7.0-2-4")
         assert hosted.happened("engine_end")[2]["reason"] == "was fenced: half an update"
         last = psutil.Process(hosted.pid())

@@ -94,12 +94,12 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
     events = EventWriter(paths.events("rollout", 0), "rollout", 0)
     seats = [seats_of(config.rollout_pool, context(rank))[0] for rank in range(2)]
 
-    def healthy(epoch):
+    def healthy(start):
         deadline = time.monotonic() + 600
-        while (now := members.find(paths, "rollout-0")).state != "HEALTHY" or now.epoch != epoch:
+        while (now := members.find(paths, "rollout-0")).state != "HEALTHY" or now.start != start:
             assert now.state != "FAILED" and time.monotonic() < deadline, now
             time.sleep(0.5)
-        client = EngineClient(now.url, secret.engine_token(now.id, now.epoch))
+        client = EngineClient(now.url, secret.engine_token(now.id, now.start))
         assert client.version() == 0 and now.num_ranks == 2
         client.close()
 

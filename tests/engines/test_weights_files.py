@@ -65,18 +65,18 @@ def test_an_engine_that_holds_something_else_than_the_snapshot_is_found_out(hous
 
 
 def test_one_without_fabric_is_served_by_files_after_the_other_had_its_broadcast(house):
-    epoch = house.announce("collective", "files")
+    start = house.announce("collective", "files")
     with trainer(house) as ranks:
         for version in (5, 6):
             done = publish(ranks, house, version, check=True)
             assert (done["members"], done["transport"]) == (house.ids[:1], "collective")
             assert (done["again"], done["verified"]["equal"]) == (True, True)
-            assert not house.roster.serves(house.ids[1], epoch)
+            assert not house.roster.serves(house.ids[1], start)
             done = publish(ranks, house, version, check=True)
             assert (done["members"], done["transport"]) == (house.ids[1:], "files")
             assert (done["again"], done["verified"]["equal"]) == (False, True)
             assert house.versions == [version] * 2
-            assert house.roster.serves(house.ids[1], epoch)
+            assert house.roster.serves(house.ids[1], start)
         written = snapshots(house)
         house.announce("collective", "collective")
         assert publish(ranks, house, 7)["members"] == house.ids
@@ -84,7 +84,7 @@ def test_one_without_fabric_is_served_by_files_after_the_other_had_its_broadcast
 
 
 def test_a_late_joiner_that_loads_files_costs_the_others_nothing(house):
-    epoch = house.announce("collective", "files")
+    start = house.announce("collective", "files")
     with trainer(house) as ranks:
         publish(ranks, house, 8)
         publish(ranks, house, 8)
@@ -98,7 +98,7 @@ def test_a_late_joiner_that_loads_files_costs_the_others_nothing(house):
         )
         assert "write" not in done["seconds"]
         assert sorted(house.paths.weights.iterdir()) == written
-        assert house.roster.serves(house.ids[0], epoch)
+        assert house.roster.serves(house.ids[0], start)
         assert publish(ranks, house, 8)["members"] == []
 
 
@@ -157,7 +157,7 @@ def test_an_engine_killed_while_it_loads_is_fenced_and_the_other_goes_on(house):
 
 
 def test_one_that_loads_slowly_holds_up_neither_the_trainer_nor_the_other(house):
-    epoch = house.announce("collective", "files")
+    start = house.announce("collective", "files")
     fast, slow = house.ids
     reached, released = (house.paths.root / name for name in ("reached", "released"))
     for file in (reached, released):
@@ -174,7 +174,7 @@ def test_one_that_loads_slowly_holds_up_neither_the_trainer_nor_the_other(house)
         for version in (2, 3):
             done = publish(ranks, house, version)
             assert (done["members"], done["loading"], done["again"]) == ([fast], [], False)
-            assert house.roster.serves(fast, epoch)
+            assert house.roster.serves(fast, start)
             assert house.roster.members[slow].state == "SYNCING"
         assert snapshots(house) == ["v000001"]  # nobody is there to load another one
         released.touch()
@@ -182,11 +182,11 @@ def test_one_that_loads_slowly_holds_up_neither_the_trainer_nor_the_other(house)
         assert (lacks, ended) == (True, [(slow, 1, None)])
         assert house.versions == [3, 1]
         held = house.roster.members[slow]
-        assert (held.state, held.version, house.roster.serves(slow, epoch)) == ("ACTIVE", 1, False)
+        assert (held.state, held.version, house.roster.serves(slow, start)) == ("ACTIVE", 1, False)
         done = publish(ranks, house, 3, check=True)
         assert (done["members"], done["loading"]) == ([], [slow])
         assert ranks.call(sync_worker.wait_for_loads)[0] == (False, [(slow, 3, True)])
     assert house.versions == [3, 3]
-    assert house.roster.serves(slow, epoch)
+    assert house.roster.serves(slow, start)
     checksums = {engine.client().checksum() for engine in house.engines}
     assert len(checksums) == 1

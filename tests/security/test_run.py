@@ -221,7 +221,7 @@ def test_tokens_and_the_secret_are_in_no_command_line_environment_log_or_record(
     member = members.find(paths, "rollout-0")
     words = {
         "secret": paths.secret.read_bytes(),
-        "token": RunSecret.read(paths.secret).engine_token(member.id, member.epoch).encode(),
+        "token": RunSecret.read(paths.secret).engine_token(member.id, member.start).encode(),
     }
     seen = {str(text): text for text in watched.texts}
     seen |= {

@@ -81,7 +81,7 @@ def house(tmp_path):
                 Register(
                     paths,
                     lambda: ["rollout-0", "rollout-1"],
-                    lambda member: engines[member.id, member.epoch],
+                    lambda member: engines[member.id, member.start],
                 ),
                 BucketPlan.of(specs, 1 << 30),
                 device=torch.device("cpu"),
@@ -103,11 +103,11 @@ def house(tmp_path):
         def snapshots(self):
             return sorted(path.name[:7] for path in paths.weights.iterdir())
 
-        def start(self, member, epoch="1", version=0):
-            engines[member, epoch] = FakeEngine(version)
-            record = Member(member, epoch, "", 1, "embedded", "HEALTHY", transport="files")
+        def start(self, member, start="1", version=0):
+            engines[member, start] = FakeEngine(version)
+            record = Member(member, start, "", 1, "embedded", "HEALTHY", transport="files")
             members.announce(paths, record)
-            return engines[member, epoch]
+            return engines[member, start]
 
     return House()
 
@@ -133,7 +133,7 @@ def test_an_engine_that_starts_later_gets_the_current_version_once(house):
     assert publisher.publish(3, weights(7)).members == ["rollout-1"]
     assert (late.held, late.weight) == (3, 7)
     assert not publisher.has_newcomers(every_s=0)
-    again = house.start("rollout-1", epoch="2")  # restarted, so it holds the first weights again
+    again = house.start("rollout-1", start="2")  # restarted, so it holds the first weights again
     assert publisher.has_newcomers(every_s=0)
     assert publisher.publish(3, weights(7)).members == ["rollout-1"]
     assert again.held == 3
@@ -150,7 +150,7 @@ def test_a_failed_update_fences_that_engine_until_it_restarts_and_never_resumes_
     published = publisher.publish(2, weights(2))
     assert (published.members, published.fenced) == (["rollout-0"], [])
     assert (good.held, bad.calls, bad.num_asked) == (2, ["pause"], asked)
-    house.start("rollout-1", epoch="2")
+    house.start("rollout-1", start="2")
     assert publisher.publish(3, weights(3)).members == ["rollout-0", "rollout-1"]
 
 
@@ -271,7 +271,7 @@ def test_a_load_that_fails_or_takes_too_long_fences_its_engine_and_nobody_waits_
         time.sleep(0.01)
     assert publisher.ended_loads() == []  # too late
     assert house.holds("rollout-1") == ("FENCED", None)
-    house.start("rollout-1", epoch="2")
+    house.start("rollout-1", start="2")
     assert publisher.has_newcomers(every_s=0)
     assert publisher.publish(1, weights(1)).loading == ["rollout-1"]
     assert not publisher.wait_for_loads()

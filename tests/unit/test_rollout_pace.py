@@ -80,12 +80,12 @@ def test_a_finished_group_does_not_wait_long_for_others(monkeypatch):
     assert published[1:] == [[second, first, second]]
 
 
-def member(state="HEALTHY", epoch="a"):
-    return Member("extra-1", epoch, "http://x", 1, "embedded", state)
+def member(state="HEALTHY", start="a"):
+    return Member("extra-1", start, "http://x", 1, "embedded", state)
 
 
-def roster(version=3, state="ACTIVE", epoch="a", at=3):
-    return Roster(version, {"extra-1": Holding(epoch, at, state)})
+def roster(version=3, state="ACTIVE", start="a", at=3):
+    return Roster(version, {"extra-1": Holding(start, at, state)})
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def roster(version=3, state="ACTIVE", epoch="a", at=3):
         (member(), roster(version=4), False, "held"),
         (member(), roster(state="SYNCING"), True, "held"),
         (member(), roster(state="FENCED", at=None), True, "lost"),
-        (member(epoch="b"), roster(state="FENCED", at=None), True, "held"),
-        (member(epoch="b"), roster(), True, "held"),
+        (member(start="b"), roster(state="FENCED", at=None), True, "held"),
+        (member(start="b"), roster(), True, "held"),
         (member(), Roster(3, {}), True, "held"),
         (member("DRAINING"), roster(), False, "held"),
         (member("STARTING"), roster(), True, "lost"),

@@ -67,8 +67,8 @@ class House:
         record = Member(member, "e1", "", 1, "embedded", state, reason)
         members.announce(self.paths, record)
 
-    def hold(self, member, epoch="e1", version=None, state="ACTIVE"):
-        holding = Holding(epoch, self.version if version is None else version, state)
+    def hold(self, member, start="e1", version=None, state="ACTIVE"):
+        holding = Holding(start, self.version if version is None else version, state)
         self.roster.members[member] = holding
         self.roster.write(self.paths)
 
@@ -131,7 +131,7 @@ def test_a_newcomer_is_active_only_when_that_start_of_it_holds_the_newest_weight
         lambda: house.announce("extra-1", "STARTING"),
         lambda: house.announce("extra-1"),
         lambda: house.hold("extra-1", version=None, state="SYNCING"),
-        lambda: house.hold("extra-1", epoch="e0"),
+        lambda: house.hold("extra-1", start="e0"),
         lambda: house.hold("extra-1", version=house.version - 1),
         lambda: house.hold("extra-1"),
     ):

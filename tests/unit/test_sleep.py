@@ -60,7 +60,7 @@ def house(tmp_path, monkeypatch):
 
         def trainer(self):
             ids = ["rollout-0", "rollout-1"]
-            register = Register(paths, lambda: ids, lambda m: engines[m.id, m.epoch])
+            register = Register(paths, lambda: ids, lambda m: engines[m.id, m.start])
             specs, world = [Spec("w", torch.float32, ())], SoloWorld()
             snapshots = SnapshotWriter(paths.weights, specs, world, model)
             publisher = Publisher(
@@ -71,14 +71,13 @@ def house(tmp_path, monkeypatch):
             return asleep, publisher
 
         def start(self, member, engine, start=1):
-            epoch = f"{ATTEMPT}-1-{start}"
-            engines[member, epoch] = engine
+            engines[member, f"{ATTEMPT}-1-{start}"] = engine
             self.announce(member, "HEALTHY", start)
             return engine
 
         def announce(self, member, state, start=1):
-            epoch = f"{ATTEMPT}-1-{start}"
-            record = Member(member, epoch, "", 1, "embedded", state, transport="files")
+            name = f"{ATTEMPT}-1-{start}"
+            record = Member(member, name, "", 1, "embedded", state, transport="files")
             members.announce(paths, record)
 
         def state(self, member):

@@ -46,7 +46,7 @@ def lease_of(
 def _connect(config: RunConfig, secret: RunSecret, member: Member) -> EngineClient:
     return EngineClient(
         member.url,
-        secret.engine_token(member.id, member.epoch),
+        secret.engine_token(member.id, member.start),
         timeout_s=call_timeout_s(config.weights.timeout_s),
         recompute=config.weights.kv_cache == "recompute",
         has_prefix_cache=not config.rollout_pool.args.get("disable_radix_cache"),

@@ -73,7 +73,7 @@ class EngineHost:
     @property
     def token(self) -> str:
         """What the present start of the engine asks its callers for."""
-        return self._secret.engine_token(self._member.id, self._member.epoch)
+        return self._secret.engine_token(self._member.id, self._member.start)
 
     def wait_until_healthy(self) -> None:
         """Blocks until the engine can be asked for the first time.
@@ -117,14 +117,14 @@ class EngineHost:
             self._announce("FAILED", _in_short(error))
             raise
         finally:
-            self._parts.dismiss(self._member.epoch)
+            self._parts.dismiss(self._member.start)
 
     def _allow_restart(self, ends: list[float], reason: str) -> list[float]:
         """The ends that count, if there are not too many of them."""
         most = self._hosting.max_restarts
         first_line = reason.splitlines()[0]
         self._events.emit(
-            "engine_end", id=self._seat.id, epoch=self._member.epoch, reason=first_line
+            "engine_end", id=self._seat.id, start=self._member.start, reason=first_line
         )
         log.warning("engine %s %s", self._seat.id, reason)
         recent = [end for end in ends if end > ends[-1] - RESTART_WINDOW_S]
@@ -163,12 +163,12 @@ class EngineHost:
         self._announce("STARTING", "starting its process")
         if self._hosting.shares_gpus:
             self._wait_for_lease()
-        with self._parts.called(self._member.epoch) as share:
+        with self._parts.called(self._member.start) as share:
             return start_engine(
                 self._spec,
                 host=node_address(),
                 token=self.token,
-                log_path=self._paths.engine_log(self._seat.id, self._member.epoch),
+                log_path=self._paths.engine_log(self._seat.id, self._member.start),
                 share=share,
                 progress=self._progress,
             )
@@ -187,7 +187,7 @@ class EngineHost:
     def _progress(self, phase: str) -> None:
         if self._stopping.is_set():
             raise _Stopped
-        if lost := self._parts.end(self._member.epoch):
+        if lost := self._parts.end(self._member.start):
             raise EngineError(f"it {lost}")
         if phase != self._member.reason:
             self._announce("STARTING", phase)
@@ -208,7 +208,7 @@ class EngineHost:
         self._announce("DRAINING" if self._draining else "HEALTHY")
         self._events.emit(
             "engine", url=engine.url, engine_pid=engine.pid, kind=able.engine,
-            version=able.version, id=self._seat.id, epoch=self._member.epoch,
+            version=able.version, id=self._seat.id, start=self._member.start,
             start_s=round(engine.age_s, 2),
         )  # fmt: skip
         self._healthy.set()
@@ -236,7 +236,7 @@ class EngineHost:
                 holding = self._holding(roster)
                 if holding and holding.state == "SYNCING":  # it need not answer
                     pulse.excuse()
-                if why := _fenced(holding) or self._parts.end(self._member.epoch):
+                if why := _fenced(holding) or self._parts.end(self._member.start):
                     return why
             if (silent_s := pulse.silent_s) > self._hosting.hang_timeout_s:
                 engine.stop(_HUNG_GRACE_S)
@@ -249,13 +249,13 @@ class EngineHost:
     def _holding(self, roster: Roster | None) -> Holding | None:
         """Of this very start."""
         holding = roster.members.get(self._seat.id) if roster else None
-        return holding if holding and holding.epoch == self._member.epoch else None
+        return holding if holding and holding.start == self._member.start else None
 
     def _new_member(self, start: int) -> Member:
         kind, context = self._spec.kind, self._context
         return Member(
             id=self._seat.id,
-            epoch=f"{context.attempt}-{context.start}-{start}",
+            start=f"{context.attempt}-{context.start}-{start}",
             url="",
             num_ranks=self._hosting.num_ranks,
             engine=kind,

@@ -1,6 +1,6 @@
 """An engine over several nodes: one task per node runs a part of it, and the first is its host.
 
-They meet through the run directory. For every start the host writes a call: the epoch, and where
+They meet through the run directory. For every start the host writes a call: its name, and where
 the parts' ranks meet. A part that ends says so, and the host then calls for another start.
 """
 
@@ -30,7 +30,7 @@ _POLL_S = 0.5
 class Call(NamedTuple):
     """What the host of an engine asks its other parts to do."""
 
-    epoch: str
+    start: str
     address: str
     """Where the ranks of that start meet, "host:port"."""
     over: bool
@@ -44,7 +44,7 @@ class Parts:
         self._paths, self._engine, self._nodes = paths, engine, nodes
 
     @contextmanager
-    def called(self, epoch: str) -> Iterator[Share]:
+    def called(self, start: str) -> Iterator[Share]:
         """Calls for a start, and holds the port where its ranks meet for the length of the block.
 
         Yields:
@@ -55,22 +55,22 @@ class Parts:
             return
         host = node_address()
         with held_port(host) as port:
-            call = Call(epoch, f"{host}:{port}", over=False)
+            call = Call(start, f"{host}:{port}", over=False)
             write_json(self._paths.engine_call(self._engine), call._asdict())
             yield Share(self._nodes, 0, call.address)
 
-    def end(self, epoch: str) -> str:
+    def end(self, start: str) -> str:
         """Why one of them ended in that start; "" if none did."""
         for part in range(1, self._nodes):
             record = read_json(self._paths.engine_part(self._engine, part))
-            if record is not None and record["epoch"] == epoch:
+            if record is not None and record["start"] == start:
                 return f"lost part {part} on {record['node']}: it {record['reason']}"
         return ""
 
-    def dismiss(self, epoch: str) -> None:
-        """Lets their tasks end; `epoch` is that of the last start."""
+    def dismiss(self, start: str) -> None:
+        """Lets their tasks end; `start` is the last one."""
         if self._nodes > 1:
-            call = Call(epoch, "", over=True)
+            call = Call(start, "", over=True)
             write_json(self._paths.engine_call(self._engine), call._asdict())
 
 
@@ -87,9 +87,9 @@ def serve(hosting: Hosting, paths: RunPaths, context: TaskContext, events: Event
         if reason is not None:
             log.warning("part %d of %s %s", seat.part, seat.id, reason)
             first_line = reason.splitlines()[0]
-            events.emit("engine_end", id=seat.id, epoch=call.epoch, reason=first_line)
+            events.emit("engine_end", id=seat.id, start=call.start, reason=first_line)
             part.report(call, reason)
-        call = part.next_call(call.epoch)
+        call = part.next_call(call.start)
 
 
 class _Part:
@@ -102,11 +102,11 @@ class _Part:
     def call(self) -> Call | None:
         record = read_json(self._paths.engine_call(self._seat.id))
         call = Call(**record) if record else None
-        return call if call and call.epoch.startswith(self._prefix) else None
+        return call if call and call.start.startswith(self._prefix) else None
 
     def next_call(self, after: str) -> Call:
         deadline = time.monotonic() + self._hosting.peer_timeout_s
-        while (call := self.call()) is None or (not call.over and call.epoch == after):
+        while (call := self.call()) is None or (not call.over and call.start == after):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
                     f"the host of {self._seat.id} called for no start within "
@@ -118,7 +118,7 @@ class _Part:
     def report(self, call: Call, reason: str) -> None:
         path = self._paths.engine_part(self._seat.id, self._seat.part)
         first_line = reason.splitlines()[0]
-        write_json(path, {"epoch": call.epoch, "node": self._context.node, "reason": first_line})
+        write_json(path, {"start": call.start, "node": self._context.node, "reason": first_line})
 
     def run(self, call: Call) -> str | None:
         """One start, to its end: why it ended, or None if the host calls for something else."""
@@ -133,7 +133,7 @@ class _Part:
                 spec,
                 host=node_address(),
                 token=secrets.token_hex(16),
-                log_path=self._paths.engine_log(f"{seat.id}.part{seat.part}", call.epoch),
+                log_path=self._paths.engine_log(f"{seat.id}.part{seat.part}", call.start),
                 share=Share(spec.nodes, seat.part, call.address),
                 progress=check,
             )

@@ -57,7 +57,7 @@ def test_an_engine_is_started_with_the_models_settings_its_own_seed_and_its_toke
     assert how["log_path"] == host._paths.engine_log("rollout-1", "7.0-2-5")
     assert spec.quantization is None and spec.max_running_requests == 77
     told = members.find(host._paths, "rollout-1")
-    assert (told.epoch, told.state, told.num_ranks, told.lane) == ("7.0-2-5", "STARTING", 1, -1)
+    assert (told.start, told.state, told.num_ranks, told.lane) == ("7.0-2-5", "STARTING", 1, -1)
     host._member = host._new_member(6)
     assert host.token != how["token"]
 
@@ -261,7 +261,7 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
     [(spec, how)] = started
     assert how["share"] == Share(2, 1, "10.0.0.1:77") and spec.seed == 45
     assert how["log_path"] == paths.engine_log("rollout-1.part1", "7.0-2-1")
-    write_json(paths.engine_call("rollout-1"), call._replace(epoch="7.0-2-2")._asdict())
+    write_json(paths.engine_call("rollout-1"), call._replace(start="7.0-2-2")._asdict())
     part.report(call, "ended\nmore")
     host = engine_parts.Parts(paths, "rollout-1", 2)
     assert host.end("7.0-2-1") == "lost part 1 on n3: it ended"
