@@ -13,6 +13,8 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from relax_hpc import user_files
+from relax_hpc.algorithms import table
+from relax_hpc.algorithms.algorithm import Settings
 from relax_hpc.config.moved import MOVED
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
@@ -152,6 +154,8 @@ def _nearest(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
         section = annotation
     prefix = "".join(f"{part}." for part in loc[:-1])
     known = list(section.model_fields)
+    if section is Settings:
+        known = [name for each in table.sections() for name in each.model_fields]
     if section is RunConfig:
         known.append("sft")
     if close := difflib.get_close_matches(str(loc[-1]), known, n=1):

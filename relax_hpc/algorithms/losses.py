@@ -3,25 +3,12 @@
 T = packed tokens of one micro-batch on one data-parallel rank.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from relax_hpc.algorithms.algorithm import LossOutput
 from relax_hpc.algorithms.importance import truncated_weights
 from relax_hpc.algorithms.kl import kl_to_reference
-
-
-class LossOutput(NamedTuple):
-    """Sums over tokens: they add up over micro-batches, portions and ranks.
-
-    The trainer divides by the trained tokens of the whole batch, once it has seen them all.
-    """
-
-    loss: Tensor
-    """[] carries the gradient."""
-    metrics: dict[str, Tensor]
-    """[] each, no gradient."""
 
 
 def with_kl(
@@ -43,7 +30,7 @@ def with_kl(
     """
     kl = kl_to_reference(logprobs, ref_logprobs, mask).sum()
     loss = output.loss + coefficient * kl if coefficient else output.loss
-    return LossOutput(loss, output.metrics | {"kl/mean": kl.detach()})
+    return output._replace(loss=loss, metrics=output.metrics | {"kl/mean": kl.detach()})
 
 
 def grpo(

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.algorithms.losses import LossOutput, grpo
+from relax_hpc.algorithms.algorithm import LossOutput, Tokens
+from relax_hpc.algorithms.losses import grpo
 from relax_hpc.bench.train_task import Figures, Task, Work, grid_name, lengths_of
 from relax_hpc.comm.torch_group import init_torch
 from relax_hpc.comm.world import World, connect
 from relax_hpc.engines.megatron.flops import PEAK, training_flops
-from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.run_secret import RunSecret
@@ -129,8 +129,8 @@ def _now(device: torch.device) -> float:
 
 
 def _accumulate(trainer: MegatronTrainer, batch: Batch) -> None:
-    advantages = np.ones(len(batch.rows), np.float32)
-    trainer.accumulate(batch.rows, batch.micro_batches, advantages, _loss, last=True)
+    rows = [row.with_columns(advantages=np.ones((), np.float32)) for row in batch.rows]
+    trainer.accumulate(rows, batch.micro_batches, _loss, last=True)
 
 
 def _note(
@@ -180,7 +180,7 @@ def _batch(task: Task, work: Work, step: int, dp_rank: int) -> Batch:
     return batch
 
 
-def _loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
+def _loss(logprobs: Tensor, tokens: Tokens) -> LossOutput:
     return grpo(
         logprobs, tokens.columns["old_logprobs"], tokens.columns["rollout_logprobs"],
         tokens.columns["advantages"],

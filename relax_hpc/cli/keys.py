@@ -12,10 +12,10 @@ from pydantic import BaseModel
 
 from relax_hpc.config.keys import Key, keys_of
 from relax_hpc.config.run import RunConfig
-from relax_hpc.config.sections import Resources
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.schema import COLUMNS, Column
+from relax_hpc.sections import Resources
 from relax_hpc.telemetry.event_table import EVENTS
 
 _MADE = "<!-- made by `make docs` of what the code declares; do not edit -->\n"

@@ -9,7 +9,7 @@ from relax_hpc.config.layout import GridConfig, MegatronLayout
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.config.saving import SavingConfig
-from relax_hpc.config.sections import (
+from relax_hpc.sections import (
     NonNegative,
     Positive,
     Resources,

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from relax_hpc.config.sections import (
+from relax_hpc.sections import (
     NonNegative,
     PassThrough,
     Positive,

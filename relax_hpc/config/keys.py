@@ -9,7 +9,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from relax_hpc.config.sections import Resources
+from relax_hpc.algorithms import table
+from relax_hpc.algorithms.algorithm import Settings
+from relax_hpc.sections import Resources
 
 
 class Key(NamedTuple):
@@ -52,6 +54,8 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
 def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:  # noqa: ANN401
     """The sections that may stand there, and whether they stand in a table of named ones."""
     origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is Settings:
+        return [*table.sections()], False
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False
     if origin is dict:

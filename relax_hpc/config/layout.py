@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from relax_hpc.config.sections import SETTINGS, Number, PassThrough, Positive
+from relax_hpc.sections import SETTINGS, Number, PassThrough, Positive
 
 
 class GridConfig(BaseModel):

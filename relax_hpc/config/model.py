@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from relax_hpc.config.sections import Section, UserPath
+from relax_hpc.sections import Section, UserPath
 
 
 class ModelConfig(Section):

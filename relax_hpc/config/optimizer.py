@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from relax_hpc.config.sections import SETTINGS, NonNegative, Number, PassThrough
+from relax_hpc.sections import SETTINGS, NonNegative, Number, PassThrough
 
 
 class OptimizerConfig(BaseModel):

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from relax_hpc.config.sections import Number, Positive, Section
+from relax_hpc.sections import Number, Positive, Section
 
 
 class RewardConfig(Section):
@@ -15,5 +15,7 @@ class RewardConfig(Section):
     """Seconds for one sample, or one group if the reward sees it whole; later is 0 and an error."""
     memory_gib: Annotated[Number, Field(ge=0.25)] = 2.0
     """Memory of a process that scores; it is replaced when it keeps half of that."""
+    solved_at: Number = 1.0
+    """A prompt whose responses all reach it counts as solved, in `groups/solved` of a step."""
     workers: Positive = 2
     """Processes of each rollout task that score, beside a spare one."""

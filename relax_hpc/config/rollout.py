@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from relax_hpc.config.sections import Bytes, NonNegative, Number, Positive, Section
+from relax_hpc.sections import Bytes, NonNegative, Number, Positive, Section
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale."""

@@ -5,8 +5,10 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
+from relax_hpc.algorithms import table
+from relax_hpc.algorithms.algorithm import Settings
 from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
@@ -14,8 +16,8 @@ from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
-from relax_hpc.config.sections import NonNegative, Number, Positive, Section, UserPath
-from relax_hpc.schema import COLUMNS
+from relax_hpc.schema import COLUMNS, columns_of
+from relax_hpc.sections import NonNegative, Number, Positive, Section, UserPath
 
 _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
@@ -49,23 +51,6 @@ class ScheduleConfig(Section):
     """Which prompt groups make up a batch. wait: its own, so no token is ever over age. drop: those
     that are ready; a group that grew older than max_staleness is sampled again. mask: likewise, but
     it is trained on, and its over-age tokens leave the loss."""
-
-
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = "grpo"
-    """How rewards become a loss; see docs/algorithms.md."""
-    normalize_std: bool = False
-    """Divide advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
-    epochs_per_step: Positive = 1
-    """Passes over a batch, each an optimizer update; the ratio is to the policy before them."""
-    clip_low: Annotated[Number, Field(gt=0, lt=1)] = 0.2
-    """Lower clip: ratio >= 1 - clip_low."""
-    clip_high: Annotated[Number, Field(gt=0)] = 0.28
-    """Upper clip: ratio <= 1 + clip_high (clip-higher)."""
-    importance_cap: Annotated[Number, Field(gt=0)] = 2.0
-    """Truncated importance sampling: weight min(pi_old / mu, cap) per token."""
-    kl_coefficient: Annotated[Number, Field(ge=0)] = 0.0
-    """Weight of the KL divergence from the reference in the loss; above 0 needs a reference."""
 
 
 class BusConfig(Section):
@@ -167,7 +152,9 @@ class RunConfig(JobConfig):
     them."""
     reference: ReferenceConfig = ReferenceConfig()
     schedule: ScheduleConfig
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: Annotated[SerializeAsAny[Settings], BeforeValidator(table.settings_of)] = (
+        table.settings_of({})
+    )
     bus: BusConfig = BusConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: dict[Annotated[str, Field(pattern=NAME, max_length=100)], EvalConfig] = {}
@@ -233,10 +220,18 @@ class RunConfig(JobConfig):
         return self.reference.layout(self.actor)
 
     @property
+    def columns(self) -> frozenset[str]:
+        """Columns that rows are trained on with, besides those that rollout always writes."""
+        measured = columns_of("reference") if self.reference.placement != "none" else {}
+        return frozenset({*table.needs_of(self.algorithm).columns, *measured})
+
+    @property
     def tokens_per_portion(self) -> float:
         """Tokens of a batch that are worth starting on before the rest is there."""
         if self.rollout_pool.placement == "actor":
             return math.inf  # engines sample the rest with the memory that training takes
+        if table.needs_of(self.algorithm).whole_batches:
+            return math.inf
         return self.actor.tokens_per_portion
 
     @model_validator(mode="after")
@@ -286,12 +281,12 @@ class RunConfig(JobConfig):
         return self
 
     @model_validator(mode="after")
-    def _kl_needs_reference(self) -> Self:
-        if self.algorithm.kl_coefficient and self.reference.placement == "none":
-            raise ValueError(
-                f"algorithm.kl_coefficient = {self.algorithm.kl_coefficient}: needs a reference; "
-                "set reference.placement to 'actor' or 'own'"
-            )
+    def _needed_reference_is_there(self) -> Self:
+        for column, key in table.needs_of(self.algorithm).columns.items():
+            if column in columns_of("reference") and self.reference.placement == "none":
+                raise ValueError(
+                    f"{key}: needs a reference; set reference.placement to 'actor' or 'own'"
+                )
         return self
 
     @model_validator(mode="after")
@@ -305,10 +300,11 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def _groups_need_siblings(self) -> Self:
-        if self.rollout.samples_per_prompt < 2:
+        least = table.needs_of(self.algorithm).min_siblings
+        if self.rollout.samples_per_prompt < least:
             raise ValueError(
                 f"rollout.samples_per_prompt = {self.rollout.samples_per_prompt}: "
-                f"{self.algorithm.name} compares siblings of a prompt; use 2 or more"
+                f"{self.algorithm.name} compares siblings of a prompt; use {least} or more"
             )
         return self
 

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel
 
-from relax_hpc.config.sections import SETTINGS, NonNegative, Positive
+from relax_hpc.sections import SETTINGS, NonNegative, Positive
 
 
 class SavingConfig(BaseModel):

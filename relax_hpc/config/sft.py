@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import model_validator
 
 from relax_hpc.config.run import JobConfig
-from relax_hpc.config.sections import NonNegative, Positive, Section, UserPath
+from relax_hpc.sections import NonNegative, Positive, Section, UserPath
 
 
 class SftConfig(Section):

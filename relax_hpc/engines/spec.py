@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from relax_hpc.config.sections import PassThrough
+from relax_hpc.sections import PassThrough
 
 Kind = Literal["embedded", "sglang"]
 Quantization = dict[str, Any]

@@ -11,26 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.algorithms.algorithm import Loss
 from relax_hpc.schema import Row
-
-
-class LossOutput(Protocol):
-    """What a loss returns; read only."""
-
-    @property
-    def loss(self) -> Tensor:
-        """[] summed over tokens: micro-batches, portions and ranks add up."""
-        ...
-
-    @property
-    def metrics(self) -> dict[str, Tensor]:
-        """[] each, summed likewise."""
-        ...
-
-
-Loss = Callable[[Tensor, MicroBatch], LossOutput]
-"""([T] logprobs with gradient, micro-batch with `old_logprobs`) -> loss."""
 
 
 class Sample(NamedTuple):
@@ -128,7 +110,6 @@ class TrainingEngine(ScoringEngine, Protocol):
         self,
         trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
-        advantages: npt.NDArray[np.floating],
         loss: Loss,
         *,
         last: bool = False,

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from relax_hpc.config.run import JobConfig
-from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
 from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role
+from relax_hpc.sections import Resources
 
 Bootstrap = Literal["mpi", "mpi_job", "files"]
 

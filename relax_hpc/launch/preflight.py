@@ -47,6 +47,7 @@ def check(
     shape = check_model(config.model.path, config.actor)
     check_weights(config.model.path, shape)
     check_first_weights(config.model.weights, shape)
+    table.check_columns(config)
     for role in table.ROLES:
         config = role.check(config, shape, say)
     for component in components:

@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.job_file import read_toml
 from relax_hpc.roles.table import profile_tables
+from relax_hpc.sections import Resources
 
 PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
 

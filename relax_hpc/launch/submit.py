@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeVar
 from relax_hpc import permissions
 from relax_hpc.bus import layout
 from relax_hpc.config.run import JobConfig, RunConfig
-from relax_hpc.config.sections import Resources, Section
 from relax_hpc.config.sft import SftConfig, SftRunConfig
 from relax_hpc.environments import registry as environments
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
@@ -30,6 +29,7 @@ from relax_hpc.records import write_json
 from relax_hpc.rewards import registry as rewards
 from relax_hpc.roles import table
 from relax_hpc.run_secret import RunSecret
+from relax_hpc.sections import Resources, Section
 
 Mode = Literal["slurm", "local"]
 S = TypeVar("S", bound=Section)

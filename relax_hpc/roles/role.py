@@ -9,11 +9,11 @@ from typing import Literal
 
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import JobConfig
-from relax_hpc.config.sections import Resources
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.schema import Role as Writer
+from relax_hpc.sections import Resources
 from relax_hpc.telemetry.events import EventWriter
 
 Restart = Literal["step", "none"]

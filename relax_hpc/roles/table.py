@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from relax_hpc import schema
-from relax_hpc.config.run import JobConfig
+from relax_hpc.algorithms.table import needs_of
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.actor.role import ACTOR
 from relax_hpc.roles.engine.role import ENGINE
@@ -62,6 +63,24 @@ def role_of(config: JobConfig, component: str) -> Role:
             f"component {component!r}: this version runs {', '.join(known)} in such a job"
         )
     return known[component]
+
+
+def check_columns(config: JobConfig) -> None:
+    """Raises:
+    ConfigError: the algorithm needs a column that nobody in this job writes.
+    """
+    if not isinstance(config, RunConfig):
+        return
+    written = {role.writes for role in ROLES if list(role.places(config))} | {
+        "reference"
+    }  # the actor's own, maybe
+    for column, key in needs_of(config.algorithm).columns.items():
+        writer = schema.COLUMNS[column].writer
+        if writer not in written:
+            raise ConfigError(
+                f"{key}: needs the column {column}, which the role {writer} writes; add it to the "
+                "job, or choose another algorithm.name"
+            )
 
 
 def sidecar_writers(config: JobConfig) -> dict[str, schema.Role]:

@@ -1,7 +1,7 @@
 """What the tests of swapped weights and of the reference run on the ranks of a pool."""
 
 import numpy as np
-from megatron_worker import _shares, _state, job, train
+from megatron_worker import _shares, _state, job, train, valued
 
 __all__ = ["job", "train"]
 
@@ -37,7 +37,7 @@ def swap(rows, advantages, fail=False):
     ((_, micro_batches),) = _shares(rows)
     from megatron_worker import surrogate
 
-    trainer.accumulate(rows, micro_batches, advantages, surrogate())
+    trainer.accumulate(valued(rows, advantages), micro_batches, surrogate())
     before = _everything()
     inside = {}
     try:
@@ -98,7 +98,8 @@ def scorer_logprobs(rows, micro_batches):
 
 def train_with_kl(rows, advantages, coefficient):
     """A step whose loss has a KL term, by this rank's reference; its metrics."""
-    from relax_hpc.algorithms.losses import LossOutput, with_kl
+    from relax_hpc.algorithms.algorithm import LossOutput
+    from relax_hpc.algorithms.losses import with_kl
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
@@ -115,5 +116,5 @@ def train_with_kl(rows, advantages, coefficient):
             coefficient=coefficient,
         )  # fmt: skip
 
-    trainer.accumulate(rows, micro_batches, advantages, loss)
+    trainer.accumulate(valued(rows, advantages), micro_batches, loss)
     return trainer.update()

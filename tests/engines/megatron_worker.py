@@ -18,6 +18,7 @@ _state = {}
 class Output(NamedTuple):
     loss: object
     metrics: dict
+    denominator: object = None
 
 
 class FixedWorld:
@@ -163,7 +164,13 @@ def exploding():
     return loss
 
 
-LOSSES = {"surrogate": surrogate, "poisoned": poisoned, "exploding": exploding}
+def gspo():
+    from sequence_ratio import GSPO
+
+    return GSPO.loss(GSPO.settings(name="gspo"), frozenset())
+
+
+LOSSES = {"surrogate": surrogate, "gspo": gspo, "poisoned": poisoned, "exploding": exploding}
 
 
 def _shares(rows, num_portions=1):
@@ -188,16 +195,22 @@ def _shares(rows, num_portions=1):
     return shares
 
 
+def valued(rows, advantages):
+    """The rows with what they are worth."""
+    return [
+        row.with_columns(advantages=np.asarray(worth, np.float32))
+        for row, worth in zip(rows, advantages, strict=True)
+    ]
+
+
 def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_last=True):
     trainer = _state["trainer"]
     for _ in range(num_steps):
         shares = _shares(rows, num_portions)
         for number, (portion, micro_batches) in enumerate(shares, 1):
-            chosen = [rows[row] for row in portion]
+            chosen = valued([rows[row] for row in portion], advantages[portion])
             last = tell_last and number == len(shares)
-            trainer.accumulate(
-                chosen, micro_batches, advantages[portion], LOSSES[loss](), last=last
-            )
+            trainer.accumulate(chosen, micro_batches, LOSSES[loss](), last=last)
         metrics = trainer.update()
     return metrics
 
@@ -286,7 +299,7 @@ def gradients(rows, advantages):
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
-    trainer.accumulate(rows, micro_batches, advantages, surrogate())
+    trainer.accumulate(valued(rows, advantages), micro_batches, surrogate())
     # The whole buffers instead of a share for each data-parallel rank.
     finalize_model_grads(trainer._wrapped, force_all_reduce=True)
     stream = named_weights(trainer._chunks, value_of=lambda parameter: parameter.main_grad)

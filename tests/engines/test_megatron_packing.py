@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from megatron_worker import trajectories
+from megatron_worker import trajectories, valued
 
 from relax_hpc.engines.megatron import packing
 from relax_hpc.schema import COLUMNS, Column
@@ -11,7 +11,8 @@ from relax_hpc.schema import COLUMNS, Column
 
 def test_documents_lie_end_to_end_with_positions_from_zero():
     rows, advantages = trajectories(3)
-    batch = packing.build(rows, advantages, [2, 0], device=torch.device("cpu"))
+    rows = valued(rows, advantages)
+    batch = packing.build(rows, [2, 0], device=torch.device("cpu"))
     a, b = rows[2], rows[0]
     total = len(a.token_ids) + len(b.token_ids)
     assert batch.cu_seqlens.tolist() == [0, len(a.token_ids), total]
@@ -27,35 +28,35 @@ def test_tokens_know_their_sequence_and_sequences_their_group(monkeypatch):
     declared = Column("float32", "row", "genrm", "what a judge says of the whole")
     monkeypatch.setitem(COLUMNS, "row/verdict", declared)
     rows, advantages = trajectories(3)
+    rows = valued(rows, advantages)
     rows = [row.with_columns(verdict=np.float32(row.guid + 0.5)) for row in rows]
     a, b = rows[2], rows[0]
     sizes = [len(a.token_ids), len(b.token_ids)]
     padding = -sum(sizes) % 64
-    batch = packing.build(rows, advantages, [2, 0], device=torch.device("cpu"), multiple_of=64)
+    batch = packing.build(rows, [2, 0], device=torch.device("cpu"), multiple_of=64)
     assert batch.sequence_ids.tolist() == [0] * sizes[0] + [1] * sizes[1] + [2] * padding
     assert batch.groups.tolist() == [a.guid, b.guid, -1]
     verdicts = [a.guid + 0.5] * sizes[0] + [b.guid + 0.5] * sizes[1] + [0.0] * padding
     assert batch.columns["verdict"].tolist() == verdicts
     sampled = [*a.columns["rollout_logprobs"], *b.columns["rollout_logprobs"], *[0.0] * padding]
     assert batch.columns["rollout_logprobs"].tolist() == sampled
-    mixed = packing.build(
-        [a, b._replace(columns={})], advantages[:2], [0, 1], device=torch.device("cpu")
-    )
-    assert mixed.columns.keys() == {"advantages"}  # what only some have is no column
+    mixed = [a, b._replace(columns={"other": np.float32(1)})]
+    mixed = packing.build(mixed, [0, 1], device=torch.device("cpu"))
+    assert not mixed.columns  # what only some have is no column
 
 
 def test_the_first_token_is_never_trained_even_if_the_mask_says_so():
-    (row,), advantages = trajectories(1)
+    (row,), _ = trajectories(1)
     row = row._replace(loss_mask=np.ones_like(row.loss_mask))
-    batch = packing.build([row], advantages, [0], device=torch.device("cpu"))
+    batch = packing.build([row], [0], device=torch.device("cpu"))
     assert not batch.loss_mask[0]
     assert batch.loss_mask[1:].all()
 
 
 def test_rounding_up_adds_an_untrained_document():
-    rows, advantages = trajectories(1, seed=3)
+    rows, _ = trajectories(1, seed=3)
     length = len(rows[0].token_ids)
-    batch = packing.build(rows, advantages, [0], device=torch.device("cpu"), multiple_of=64)
+    batch = packing.build(rows, [0], device=torch.device("cpu"), multiple_of=64)
     assert batch.lengths == (length, 64 - length)
     assert len(batch.token_ids) == 64
     assert not batch.loss_mask[length:].any()
@@ -64,7 +65,8 @@ def test_rounding_up_adds_an_untrained_document():
 @pytest.mark.parametrize("multiple_of", [1, 4])
 def test_a_micro_batch_without_rows_is_one_untrained_document(multiple_of):
     rows, advantages = trajectories(2)
-    batch = packing.build(rows, advantages, [], device=torch.device("cpu"), multiple_of=multiple_of)
+    rows = valued(rows, advantages)
+    batch = packing.build(rows, [], device=torch.device("cpu"), multiple_of=multiple_of)
     assert (batch.rows, batch.lengths) == ((), (multiple_of,))
     assert batch.cu_seqlens.tolist() == [0, multiple_of]
     assert not batch.loss_mask.any()

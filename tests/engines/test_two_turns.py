@@ -160,7 +160,7 @@ def test_two_turns_go_through_a_shard_into_a_micro_batch(played):
     ends = columns["index/offsets__turns"]
     found = [columns["ragged/turns"][a:b].tolist() for a, b in pairwise(ends)]
     assert found == written
-    batch = packing.build(rows, np.ones(len(rows)), range(len(rows)), device=torch.device("cpu"))
+    batch = packing.build(rows, range(len(rows)), device=torch.device("cpu"))
     mask = np.concatenate([row.loss_mask for group in groups for row in group.trajectories])
     assert batch.loss_mask.tolist() == mask.astype(bool).tolist()
     assert batch.token_ids.tolist() == np.concatenate([row.token_ids for row in rows]).tolist()

@@ -6,9 +6,9 @@ import pytest
 import toys
 
 from relax_hpc import permissions
-from relax_hpc.config.sections import Resources
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.slurm import HetSlurmExecutor
+from relax_hpc.sections import Resources
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 

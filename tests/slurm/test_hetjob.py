@@ -8,11 +8,11 @@ import pytest
 import toys
 from toys import exit_code, results, until
 
-from relax_hpc.config.sections import Resources
 from relax_hpc.launch import states
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import ComponentPaths, RunPaths
+from relax_hpc.sections import Resources
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 

@@ -11,6 +11,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from relax_hpc.algorithms.algorithm import Settings
+from relax_hpc.algorithms.table import sections
 from relax_hpc.cli.keys import PAGES as PAGES_MADE
 from relax_hpc.cli.keys import all_keys
 from relax_hpc.cli.main import app
@@ -162,7 +164,9 @@ def test_the_job_in_the_readme_is_one():
 
 
 def fields_of(field):
-    """The keys of a section; none of a plain setting."""
+    """The keys of a section, of any algorithm; none of a plain setting."""
+    if field.annotation is Settings:
+        return {name: each for kind in sections() for name, each in kind.model_fields.items()}
     return getattr(field.annotation, "model_fields", {})
 
 

@@ -100,7 +100,7 @@ class Trainer:
         self.step, self.dp_rank, self.given = 0, dp_rank_of(rank), []
         self.skip, self.costs = None, {}
 
-    def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
+    def accumulate(self, trajectories, micro_batches, loss, *, last):
         for row in trajectories:
             assert (row.token_ids == row.guid * SIBLINGS + row.sibling).all()
         assert sorted(i for rows in micro_batches for i in rows) == [*range(len(trajectories))]
@@ -112,7 +112,7 @@ class Trainer:
                 tokens=[sum(len(row.token_ids) for row in rows) for rows in packed],
                 trained=[int(row.loss_mask.sum()) for row in trajectories],
                 sampled=[len(row.token_ids) - row.prompt_len for row in trajectories],
-                advantages=advantages.tolist(),
+                advantages=[float(row.columns["advantages"]) for row in trajectories],
             )
         )
 
@@ -196,9 +196,9 @@ class Grid:
                 grid.readers["index"].add(rank)
                 return super().index(record)
 
-            def rows(self, record, rows):
+            def rows(self, record, rows, columns):
                 grid.readers["rows"].add(rank)
-                return super().rows(record, rows)
+                return super().rows(record, rows, columns)
 
         meeting = self.paths.rendezvous("ranks")
         world = World.join(rank, RANKS, meeting, b"key", timeout_s=60)

@@ -11,11 +11,11 @@ import toys
 from toys import exit_code, results, until
 
 from relax_hpc.comm.process_id import ProcessId
-from relax_hpc.config.sections import Resources
 from relax_hpc.launch import local
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.placement import Component
 from relax_hpc.paths import ComponentPaths, RunPaths
+from relax_hpc.sections import Resources
 
 
 def launch(run_dir, components, calls, **options):

@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
-from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.launch import preflight, requeue, script, states
 from relax_hpc.launch.placement import Component
 from relax_hpc.paths import RunPaths
 from relax_hpc.scale import listing as scale_list
+from relax_hpc.sections import Resources
 from relax_hpc.telemetry.events import EventWriter
 
 

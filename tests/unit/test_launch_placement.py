@@ -2,11 +2,11 @@
 
 import pytest
 
-from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import profiles
 from relax_hpc.launch.placement import place
+from relax_hpc.sections import Resources
 
 
 def config(rollout=None, actor=None, **launch):

@@ -6,12 +6,12 @@ import pytest
 
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.engines import EnginePool
-from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import preflight
 from relax_hpc.launch.placement import Component
 from relax_hpc.roles.engine import check as engine_check
 from relax_hpc.roles.training import check as training_check
+from relax_hpc.sections import Resources
 
 SINFO = """\
 gpu*|n1|gpu:h100:4(S:0-1)

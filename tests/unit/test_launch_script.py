@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from relax_hpc.config.sections import Resources
 from relax_hpc.launch import script
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.supervision import SUPERVISION
 from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
+from relax_hpc.sections import Resources
 
 GOLDEN = Path(__file__).parent / "golden"
 COMPONENTS = [

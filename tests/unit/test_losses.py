@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from relax_hpc.algorithms.advantages import group_relative
+from relax_hpc.algorithms.algorithm import LossOutput
 from relax_hpc.algorithms.importance import truncated_weights
 from relax_hpc.algorithms.kl import kl_to_reference
-from relax_hpc.algorithms.losses import LossOutput, grpo, with_kl
+from relax_hpc.algorithms.losses import grpo, with_kl
 
 SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
 

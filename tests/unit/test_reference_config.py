@@ -3,7 +3,6 @@
 import pytest
 from hf_checkpoint import QWEN3, write
 
-from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch.placement import place
@@ -12,6 +11,7 @@ from relax_hpc.models import registry
 from relax_hpc.roles import table
 from relax_hpc.roles.scorer import check as scorer_check
 from relax_hpc.roles.training import check as training_check
+from relax_hpc.sections import Resources
 
 
 def job(reference=None, *, kl=0.0, profile=None, path="m", **model):

@@ -88,9 +88,9 @@ class FakeTrainer:
         self.optimizer = torch.optim.SGD([policy.weight], lr=4.0)
         self.sums = []
 
-    def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
+    def accumulate(self, trajectories, micro_batches, loss, *, last):
         assert sorted(row for rows in micro_batches for row in rows) == [*range(len(trajectories))]
-        assert len(advantages) == len(trajectories)
+        advantages = np.array([row.columns["advantages"] for row in trajectories])
         packed = torch.tensor(np.array([row.token_ids for row in trajectories], np.int64)).view(
             -1, 3
         )
@@ -105,7 +105,7 @@ class FakeTrainer:
             "advantages": torch.from_numpy(advantages).repeat_interleave(3),
         }  # fmt: skip
         tokens = SimpleNamespace(columns=columns, loss_mask=mask.view(-1))
-        value, metrics = loss(now.view(-1), tokens)
+        value, metrics, _ = loss(now.view(-1), tokens)
         value.backward()
         count = int(mask.sum())
         self.sums.append((value.item(), metrics["loss/approx_kl"].item(), count))

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
-from relax_hpc.config.sections import PassThrough
 from relax_hpc.errors import ConfigError
+from relax_hpc.sections import PassThrough
 
 
 class EngineArgs(NamedTuple):

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from relax_hpc.schema import COLUMNS, Row, extra_columns
+from relax_hpc.schema import Row, extra_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class MicroBatch:
     policy_versions: Tensor
     """[T] int32, policy that sampled the token and the whole response before it; else -1."""
     columns: Mapping[str, Tensor]
-    """[T] each, by short name; what a row has one of is the same on all its tokens. Those that
-    every row has, `advantages`, and from the first pass on `old_logprobs`, nats, the policy before
-    this step's updates, without gradient."""
+    """[T] float32 each, by short name: those that every row has, and from the first pass on
+    `old_logprobs`, nats, the policy before this step's updates, without gradient. What a row has
+    one of is the same on all its tokens."""
 
     def with_columns(self, **columns: Tensor) -> "MicroBatch":
         """The same with further columns, or others in place of those it has."""
@@ -50,7 +50,6 @@ class MicroBatch:
 
 def build(
     trajectories: Sequence[Row],
-    advantages: npt.NDArray[np.floating],
     rows: Sequence[int],
     *,
     device: torch.device,
@@ -59,7 +58,6 @@ def build(
     """Packs the trajectories `rows` end to end.
 
     Args:
-        advantages: [len(trajectories)], one per trajectory.
         rows: may be empty: the micro-batch of a rank that has none while others have one.
         multiple_of: T is rounded up to a multiple of it by one more, untrained document.
     """
@@ -93,18 +91,20 @@ def build(
         groups=torch.tensor([*(t.guid for t in chosen), *[-1] * (padding > 0)]).to(device),
         policy_versions=packed([_versions(t) for t in chosen], np.int32, filling=-1),
         columns={
-            name: packed(_by_token(name, chosen), COLUMNS[column].dtype)
-            for name, column in (extra_columns("row") | extra_columns("token")).items()
+            name: packed([_by_token(t, name) for t in chosen], np.float32)
+            for name in (chosen[0].columns if chosen else _any_column())
             if all(name in t.columns for t in chosen)
-        }
-        | {
-            "advantages": packed([advantages[np.array(rows, np.int64)].repeat(lengths)], np.float32)
         },
     )
 
 
-def _by_token(name: str, rows: Sequence[Row]) -> list[npt.NDArray[np.generic]]:
-    return [np.broadcast_to(t.columns[name], len(t.token_ids)) for t in rows]
+def _any_column() -> list[str]:
+    """What a loss may ask an empty micro-batch for."""
+    return [*extra_columns("row"), *extra_columns("token"), "weights"]
+
+
+def _by_token(row: Row, name: str) -> npt.NDArray[np.generic]:
+    return np.broadcast_to(row.columns[name], len(row.token_ids))
 
 
 def _versions(trajectory: Row) -> npt.NDArray[np.int32]:

@@ -104,8 +104,7 @@ class MegatronScorer:
         Returns:
             Per trajectory [tokens] nats, 0 for its first token.
         """
-        nothing = np.zeros(len(trajectories))
-        built = [self._build(trajectories, nothing, rows) for rows in micro_batches]
+        built = [self._build(trajectories, rows) for rows in micro_batches]
         packed = schedule.forward(
             self._run_chunks,
             built,
@@ -135,16 +134,9 @@ class MegatronScorer:
         """Full tensors under Hugging Face names; every rank must iterate to the end."""
         return hf_stream.named_weights(self._chunks)
 
-    def _build(
-        self,
-        trajectories: Sequence[Row],
-        advantages: npt.NDArray[np.floating],
-        rows: Sequence[int],
-    ) -> MicroBatch:
-        return packing.build(
-            trajectories, advantages, rows, device=self._device,
-            multiple_of=grid.tokens_multiple_of(self._layout),
-        )  # fmt: skip
+    def _build(self, trajectories: Sequence[Row], rows: Sequence[int]) -> MicroBatch:
+        multiple_of = grid.tokens_multiple_of(self._layout)
+        return packing.build(trajectories, rows, device=self._device, multiple_of=multiple_of)
 
     def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """[T] logprobs of the tokens, with gradient, and [T] entropy where they were sampled.

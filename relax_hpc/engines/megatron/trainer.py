@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
+from relax_hpc.algorithms.algorithm import Loss
 from relax_hpc.comm.world import World
 from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.model import ModelConfig
@@ -28,7 +29,7 @@ from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.step_sums import StepSums
 from relax_hpc.engines.megatron.work import Work
-from relax_hpc.engines.training_engine import Gap, Loss, Skip
+from relax_hpc.engines.training_engine import Gap, Skip
 from relax_hpc.errors import TrainingError
 from relax_hpc.schema import Row
 
@@ -91,7 +92,6 @@ class MegatronTrainer(MegatronScorer):
         self,
         trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
-        advantages: npt.NDArray[np.floating],
         loss: Loss,
         *,
         last: bool = False,
@@ -104,12 +104,11 @@ class MegatronTrainer(MegatronScorer):
         Args:
             trajectories: this data-parallel rank's; may be none.
             micro_batches: indices into `trajectories`; on every rank equally many.
-            advantages: [len(trajectories)].
             last: nothing follows, so that the sum over ranks may begin on the way.
         """
         works = [
             Work(
-                self._build(trajectories, advantages, rows),
+                self._build(trajectories, rows),
                 loss,
                 [trajectories[row] for row in rows],
             )
@@ -128,11 +127,12 @@ class MegatronTrainer(MegatronScorer):
     def update(self) -> dict[str, float]:
         """Turns policy `step` into policy `step` + 1 by what was accumulated.
 
-        The gradient is that of the loss's mean over the trained tokens of the whole batch, on all
-        ranks. With `epochs_per_step` > 1 the batch is passed over again, an update each time.
+        The gradient is that of the loss's sum over the whole batch, on all ranks, divided by its
+        denominator: the trained tokens, unless the loss has another. With `epochs_per_step` > 1 the
+        batch is passed over again, an update each time.
 
         Returns:
-            The loss's metrics per trained token, `loss`, `entropy` [nats], `grad_norm` before
+            `loss`, the loss's metrics per trained token, `entropy` [nats], `grad_norm` before
             clipping, and `skipped` updates, as the epochs' mean, the same on every rank; `lr`;
             `logprob_gap/mean` and `/max` [nats] between this policy and the sampler, before the
             updates; `engine_gap/...` likewise, of the tokens that this policy sampled, if there
@@ -245,7 +245,8 @@ class MegatronTrainer(MegatronScorer):
             engine_gap.add(self._sums, work.micro_batch, self.step)
         work.logprobs = logprobs.detach()
         output = work.loss(logprobs, work.micro_batch)
-        self._num_tokens += mask.sum()
+        self._num_tokens += (num_tokens := mask.sum())
+        self._denominator += num_tokens if output.denominator is None else output.denominator
         self._sums.add("loss", output.loss.detach())
         self._sums.add("entropy", entropy.where(mask, 0).sum())
         for name, value in output.metrics.items():
@@ -274,6 +275,7 @@ class MegatronTrainer(MegatronScorer):
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._denominator = torch.zeros((), dtype=torch.float64, device=self._device)
         self._sums = StepSums()
         self._sums.add("loss", torch.zeros((), device=self._device))  # there may be no trajectories
 
@@ -284,11 +286,13 @@ class MegatronTrainer(MegatronScorer):
             grad_sync.start_rest(self._wrapped)
             finalize_model_grads(self._wrapped)
             gradients = distributed_adam.gradients(self._optimizer)
-            num_tokens = distributed_adam.total_tokens(self._num_tokens)
+            num_tokens = int(distributed_adam.total(self._num_tokens))
+            denominator = distributed_adam.total(self._denominator) or 1.0
             metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
             engine_gap.settle(metrics, num_tokens)
+            metrics["loss"] *= max(num_tokens, 1) / denominator
             if math.isfinite(metrics["loss"]):
-                result = distributed_adam.update(self._optimizer, gradients, 1 / max(num_tokens, 1))
+                result = distributed_adam.update(self._optimizer, gradients, 1 / denominator)
                 reason = "the gradient is not finite"
         if result.done:
             self._skipped_in_a_row = 0

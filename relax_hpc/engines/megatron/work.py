@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from relax_hpc.algorithms.algorithm import Loss
 from relax_hpc.engines.megatron.packing import MicroBatch
-from relax_hpc.engines.training_engine import Loss
 from relax_hpc.schema import Row
 
 

@@ -2,7 +2,7 @@
 
 import re
 
-from relax_hpc.config.sections import PassThrough
+from relax_hpc.sections import PassThrough
 
 _PHASES = (
     ("server_args=", "starting its workers"),

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from relax_hpc.comm.orders import LOADER
-from relax_hpc.config.sections import PassThrough
 from relax_hpc.engines.spec import Quantization
 from relax_hpc.errors import ConfigError
+from relax_hpc.sections import PassThrough
 
 ENVIRONMENT: dict[str, dict[str, str]] = {
     # /health then says that the server lives; by default it samples a token, and a paused server

@@ -5,6 +5,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from relax_hpc.algorithms.algorithm import Loss
+from relax_hpc.algorithms.table import algorithm_of
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
@@ -12,7 +14,6 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.roles.actor.columns import ColumnSource
 from relax_hpc.roles.actor.lease import Lease, OwnGpus
-from relax_hpc.roles.actor.loss import loss_of
 from relax_hpc.roles.dealing.portions import Portion, Share, share_of
 from relax_hpc.roles.training.steps import StepLog, stop_or_go_on
 from relax_hpc.schema import Trajectory
@@ -73,7 +74,7 @@ def run(
                 with timers(source.name):
                     rows = source.fill(rows, share.micro_batches)
             with timers.phase("train"):
-                trainer.accumulate(rows, share.micro_batches, share.advantages, loss, last=last)
+                trainer.accumulate(rows, share.micro_batches, loss, last=last)
         for check in stages.checks:
             check()
         with timers.phase("train"):
@@ -127,11 +128,21 @@ class _Batches:
     def _read(self, portion: Portion, share: Share) -> list[Trajectory]:
         """The rows of `share`, on all ranks of a replica, which one of them reads."""
         schedule, record = self._config.schedule, portion.record
-        rows = self._reader.rows(record, share.rows) if self._replica.rank == 0 else []
+        columns, planned = self._config.columns, share.columns
+        rows = self._reader.rows(record, share.rows, columns) if self._replica.rank == 0 else []
         if schedule.over_age == "mask":
             limit = schedule.max_staleness
             rows = [mask_over_age(row, step=record.step, max_staleness=limit) for row in rows]
-        return list(self._replica.bcast(rows))
+        return [
+            row.with_columns(**{name: values[place] for name, values in planned.items()})
+            for place, row in enumerate(self._replica.bcast(rows))
+        ]
+
+
+def loss_of(config: RunConfig) -> Loss:
+    """The loss of the run's algorithm."""
+    columns = frozenset(name.split("/")[1] for name in config.columns)
+    return algorithm_of(config.algorithm).loss(config.algorithm, columns)
 
 
 def _publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from relax_hpc.algorithms.advantages import group_relative
+from relax_hpc.algorithms.algorithm import Rows, Settings
+from relax_hpc.algorithms.table import algorithm_of
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import BatchIndex, Reader
-from relax_hpc.config.run import AlgorithmConfig, RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.dealing.micro_batches import (
     MicroBatches,
     imbalance,
@@ -25,8 +25,8 @@ class Portion(NamedTuple):
     """Some prompt groups of a batch, and who trains what of them; rows count in its order."""
 
     record: PlanRecord
-    advantages: Floats
-    """[rows]"""
+    columns: dict[str, Floats]
+    """[rows] each: what is known of them before they are read, as columns that they will have."""
     micro_batches: list[MicroBatches]
     """Per data-parallel rank."""
 
@@ -36,8 +36,8 @@ class Share(NamedTuple):
 
     rows: list[int]
     """Of the portion, rising."""
-    advantages: Floats
-    """[len(rows)]"""
+    columns: dict[str, Floats]
+    """[len(rows)] each."""
     micro_batches: MicroBatches
     """Indices into `rows`."""
 
@@ -54,20 +54,16 @@ class Batch:
     def deal(self, record: PlanRecord) -> Portion:
         """Decides who trains what of a portion; nobody else reads its row columns.
 
-        A row without advantage (its whole group scored the same) has no gradient, unless there is a
-        KL term: it is left out, and its tokens do not count in the loss's mean, as in DAPO
-        (arXiv:2503.14476), dynamic sampling.
+        A row that teaches nothing is left out, and does not count in the loss's mean.
 
         Raises:
             ConfigError: a row is longer than actor.tokens_per_micro_batch.
             BusError: a shard is missing or damaged.
         """
         index = self._reader.index(record)
-        advantages = group_advantages(
+        columns, teaching = values_of(
             index, self._config.algorithm, self._config.rollout.samples_per_prompt
         )
-        pulled = self._config.algorithm.kl_coefficient > 0  # to the reference, all rows are
-        teaching = np.arange(len(advantages)) if pulled else np.flatnonzero(advantages)
         lengths = lengths_of(index)[teaching].tolist()
         dealt = plan_micro_batches(
             lengths,
@@ -82,12 +78,14 @@ class Batch:
         for rank, batches in enumerate(dealt):
             self._load[rank] += sum(lengths[row] for rows in batches for row in rows)
         micro_batches = [[teaching[rows].tolist() for rows in rank] for rank in dealt]
-        return Portion(record, advantages, micro_batches)
+        return Portion(record, columns, micro_batches)
 
     def describe(self, step: int) -> dict[str, float]:
         """What the batch was like, before anything was done with it."""
         index = BatchIndex(*map(np.concatenate, zip(*self._indices, strict=True)))
-        rewards = index.rewards.reshape(-1, self._config.rollout.samples_per_prompt)
+        siblings = self._config.rollout.samples_per_prompt
+        rewards = index.rewards.astype(np.float32).reshape(-1, siblings)
+        solved = rewards >= np.float32(self._config.reward.solved_at)
         lag = step - 1 - index.policy_version_min.astype(np.int64)
         return {
             "policy_version": step,
@@ -97,7 +95,7 @@ class Batch:
             "num_trajectories": len(lag),
             "num_tokens": int(lengths_of(index).sum()),
             "response/mean": float(index.response_len.mean()),
-            "groups/solved": float((rewards == 1).all(axis=1).mean()),
+            "groups/solved": float(solved.all(axis=1).mean()),
             "groups/teaching": float((rewards != rewards[:, :1]).any(axis=1).mean()),
             "batch/portions": len(self._indices),
             "batch/micro_batches": self._num_micro_batches,
@@ -108,13 +106,28 @@ class Batch:
 def share_of(portion: Portion, dp_rank: int) -> Share:
     """What data-parallel rank `dp_rank` trains, numbered among the rows that it reads."""
     rows, micro_batches = own_rows(portion.micro_batches[dp_rank])
-    return Share(rows, portion.advantages[rows], micro_batches)
+    columns = {name: values[rows] for name, values in portion.columns.items()}
+    return Share(rows, columns, micro_batches)
 
 
-def group_advantages(index: BatchIndex, algorithm: AlgorithmConfig, siblings: int) -> Floats:
-    """[rows] advantages of a portion, in plan order: groups are whole and contiguous there."""
-    rewards = torch.from_numpy(index.rewards).view(-1, siblings)  # [P, G]
-    return group_relative(rewards, normalize_std=algorithm.normalize_std).view(-1).numpy()
+def values_of(
+    index: BatchIndex, settings: Settings, siblings: int
+) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
+    """What the algorithm says of the rows of a portion, before any is read.
+
+    Returns:
+        `advantages`, and `weights` if it has some, [rows] in plan order, in which groups are whole
+        and contiguous; and the numbers of those that teach, rising.
+    """
+    algorithm = algorithm_of(settings)
+    lengths = index.response_len.astype(np.int64)
+    rewards = index.rewards.astype(np.float32)
+    rows = Rows(rewards.reshape(-1, siblings), lengths.reshape(-1, siblings))
+    columns = {"advantages": algorithm.advantages(settings, rows)}
+    teaching = np.flatnonzero(algorithm.teaches(settings, columns["advantages"]))
+    if algorithm.weights:
+        columns["weights"] = algorithm.weights(settings, rows)
+    return {name: values.reshape(-1) for name, values in columns.items()}, teaching
 
 
 def lengths_of(index: BatchIndex) -> npt.NDArray[np.int64]:

@@ -6,10 +6,10 @@ from typing import NamedTuple
 from relax_hpc.config.engines import ROLLOUT, EnginePool
 from relax_hpc.config.rollout import Transport
 from relax_hpc.config.run import RunConfig, engines_of
-from relax_hpc.config.sections import PassThrough
 from relax_hpc.engines.sglang.launch import size_of
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.sections import PassThrough
 
 
 class Seat(NamedTuple):

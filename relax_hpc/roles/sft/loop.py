@@ -7,10 +7,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from relax_hpc.algorithms.losses import LossOutput, cross_entropy
+from relax_hpc.algorithms.sft import SFT
 from relax_hpc.comm.world import World
 from relax_hpc.config.sft import SftRunConfig
-from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.training_engine import ScoringEngine, TrainingEngine
 from relax_hpc.roles.dealing.micro_batches import MicroBatches
 from relax_hpc.roles.training.steps import NoLog, StepLog, stop_or_go_on
@@ -74,6 +73,7 @@ def run(
     Args:
         save: called after every step; saves when it is time to.
     """
+    loss = SFT.loss(SFT.settings(name=SFT.name), frozenset())
     heldout: Share = world.bcast(duties.heldout())[trainer.dp_rank]
     if trainer.step == 0:
         _measure(world, trainer, heldout, duties)
@@ -82,9 +82,8 @@ def run(
         last = step == config.num_steps
         with timers("read"):
             share: Share = world.bcast(duties.next_batch())[trainer.dp_rank]
-        unused = np.zeros(len(share.rows))
         with timers.phase("train"):
-            trainer.accumulate(share.rows, share.micro_batches, unused, loss, last=True)
+            trainer.accumulate(share.rows, share.micro_batches, loss, last=True)
             stats = trainer.update()
         stop_or_go_on(duties, step, trainer.skip, config.actor.max_skipped_updates)
         if last or _is_due(step, config.sft.heldout_every):
@@ -94,11 +93,6 @@ def run(
             save()
         duties.end_step(step, stats | trainer.costs, timers)
     duties.export(trainer.named_weights())
-
-
-def loss(logprobs: Tensor, tokens: MicroBatch) -> LossOutput:
-    """Of one micro-batch."""
-    return cross_entropy(logprobs, tokens.loss_mask)
 
 
 def heldout_loss(world: World, trainer: ScoringEngine, share: Share) -> HeldoutLoss:

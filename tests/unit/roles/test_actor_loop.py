@@ -35,9 +35,10 @@ class Trainer:
     def __init__(self, journal, step=0):
         self.journal, self.step = journal, step
 
-    def accumulate(self, trajectories, micro_batches, advantages, loss, *, last):
+    def accumulate(self, trajectories, micro_batches, loss, *, last):
         given = [(t.guid, t.sibling, t.loss_mask.tolist()) for t in trajectories]
-        self.journal.note("accumulate", given, micro_batches, advantages.tolist(), last)
+        advantages = [float(t.columns["advantages"]) for t in trajectories]
+        self.journal.note("accumulate", given, micro_batches, advantages, last)
         self.refs = [t.columns.get("ref_logprobs") for t in trajectories]
 
     def update(self):
@@ -77,7 +78,7 @@ class Reader:
         }  # fmt: skip
         return BatchIndex(**{name: np.array(values) for name, values in columns.items()})
 
-    def rows(self, record, rows):
+    def rows(self, record, rows, columns):
         self.journal.note("read", record.step, record.portion, rows)
         return [ROWS[record.portion][n] for n in rows]
 

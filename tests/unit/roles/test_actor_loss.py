@@ -7,7 +7,7 @@ import pytest
 import torch
 from role_fakes import config
 
-from relax_hpc.roles.actor.loss import loss_of
+from relax_hpc.roles.actor.loop import loss_of
 
 SETTINGS = {
     "algorithm__clip_low": 0.1,
@@ -44,7 +44,7 @@ def tokens():
 def test_the_policy_loss_of_the_settings_is_the_one_worked_by_hand():
     now, packed = tokens()
     del packed.columns["ref_logprobs"]
-    loss, metrics = loss_of(config(**SETTINGS))(now, packed)
+    loss, metrics, _ = loss_of(config(**SETTINGS))(now, packed)
     assert loss.item() == pytest.approx(POLICY, abs=1e-12)
     assert "kl/mean" not in metrics
     assert metrics["loss/clip_fraction"].item() == 4  # all beyond 0.9 or 1.4, but 1.2
@@ -60,7 +60,7 @@ def test_the_policy_loss_of_the_settings_is_the_one_worked_by_hand():
 def test_with_a_reference_the_kl_term_is_added_with_the_coefficient_of_the_settings(placement):
     now, packed = tokens()
     made = config(**SETTINGS, **PULLED, reference__placement=placement)
-    loss, metrics = loss_of(made)(now, packed)
+    loss, metrics, _ = loss_of(made)(now, packed)
     assert loss.item() == pytest.approx(POLICY + 0.25 * KL, abs=1e-12)
     assert metrics["kl/mean"].item() == pytest.approx(KL)
     loss.backward()
@@ -72,7 +72,7 @@ def test_with_a_reference_the_kl_term_is_added_with_the_coefficient_of_the_setti
 
 def test_a_reference_without_a_coefficient_only_measures():
     now, packed = tokens()
-    loss, metrics = loss_of(config(**SETTINGS, reference__placement="actor"))(now, packed)
+    loss, metrics, _ = loss_of(config(**SETTINGS, reference__placement="actor"))(now, packed)
     assert loss.item() == pytest.approx(POLICY, abs=1e-12)
     assert metrics["kl/mean"].item() == pytest.approx(KL)
 

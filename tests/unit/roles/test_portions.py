@@ -70,12 +70,12 @@ def test_rows_are_worth_what_sets_them_apart_and_who_teaches_nothing_stays_only_
 ):
     batch = batch_of(index(), **settings, algorithm__normalize_std=normalize)
     portion = batch.deal(record())
-    np.testing.assert_allclose(portion.advantages, expected, rtol=1e-5)
+    np.testing.assert_allclose(portion.columns["advantages"], expected, rtol=1e-5)
     [micro_batches] = portion.micro_batches
     assert sorted(row for rows in micro_batches for row in rows) == kept
     share = share_of(portion, 0)
     assert share.rows == kept
-    np.testing.assert_allclose(share.advantages, np.array(expected)[kept], rtol=1e-5)
+    np.testing.assert_allclose(share.columns["advantages"], np.array(expected)[kept], rtol=1e-5)
 
 
 def test_a_measured_reference_without_a_coefficient_keeps_no_row_for_it():
@@ -91,7 +91,7 @@ def test_every_rank_has_the_advantages_of_its_own_rows_and_micro_batches_within_
     lengths = np.add(PROMPTS, RESPONSES)
     for rank, share in enumerate(shares):
         assert share.rows == sorted(share.rows)
-        np.testing.assert_allclose(share.advantages, np.array(CENTRED)[share.rows])
+        np.testing.assert_allclose(share.columns["advantages"], np.array(CENTRED)[share.rows])
         for mine, all_of_them in zip(share.micro_batches, portion.micro_batches[rank], strict=True):
             assert [share.rows[place] for place in mine] == all_of_them
             assert lengths[all_of_them].sum() <= 14

@@ -9,13 +9,13 @@ import pytest
 from role_fakes import config
 
 from relax_hpc import schema
-from relax_hpc.config.sections import Resources
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight, profiles, script
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role
+from relax_hpc.sections import Resources
 from relax_hpc.telemetry.event_table import EVENTS
 
 PACKAGE = Path(__file__).parents[3] / "relax_hpc"

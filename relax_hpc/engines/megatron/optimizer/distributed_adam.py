@@ -90,14 +90,14 @@ def set_learning_rate(optimizer: ChainedOptimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def total_tokens(num_tokens: Tensor) -> int:
-    """Trained tokens of the batch; a pipeline's last stage counts, context-parallel ranks alike.
+def total(count: Tensor) -> float:
+    """A count of the whole batch; a pipeline's last stage counts, context-parallel ranks alike.
 
     Args:
-        num_tokens: [] int64, of this rank.
+        count: [] int64 or float64, of this rank.
     """
-    dist.all_reduce(num_tokens, group=mpu.get_data_parallel_group())
-    return int(grid.from_last_stage(int(num_tokens)))
+    dist.all_reduce(count, group=mpu.get_data_parallel_group())
+    return float(grid.from_last_stage(float(count)))
 
 
 class Update(NamedTuple):

@@ -1,0 +1,110 @@
+"""How an algorithm declares itself. Without torch: a job is checked where there is none."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.sections import Positive, Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = npt.NDArray[np.floating]
+
+
+class Settings(Section):
+    """What every algorithm lets one set; a subclass adds its own."""
+
+    name: str
+    epochs_per_step: Positive = 1
+    """Passes over a batch, each an optimizer update; the ratio is to the policy before them."""
+
+
+class Needs(NamedTuple):
+    """What must be there for an algorithm to learn from it."""
+
+    columns: Mapping[str, str] = {}
+    """Column of the schema -> the setting that wants it, as `key = value`. Rows come with them."""
+    whole_batches: bool = False
+    """Nothing can be trained on before the whole batch is there."""
+    min_siblings: int = 1
+    """Of a prompt group."""
+
+
+class Tokens(Protocol):
+    """A packed micro-batch as a loss sees it; T tokens of S sequences, end to end."""
+
+    @property
+    def loss_mask(self) -> "Tensor":
+        """[T] bool, True on trained tokens."""
+        ...
+
+    @property
+    def sequence_ids(self) -> "Tensor":
+        """[T] int64, which sequence a token is in, 0 <= id < S; padding is a sequence, too."""
+        ...
+
+    @property
+    def groups(self) -> "Tensor":
+        """[S] int64, prompt group of each sequence; -1 for padding."""
+        ...
+
+    @property
+    def columns(self) -> "Mapping[str, Tensor]":
+        """[T] by short name: those that were asked for, `rollout_logprobs`, `old_logprobs`,
+        `advantages`, and with an aggregation `weights`."""
+        ...
+
+
+class LossOutput(NamedTuple):
+    """Sums: they add up over micro-batches, portions and ranks.
+
+    The trainer divides by the denominator of the whole batch, once it has seen all of it.
+    """
+
+    loss: "Tensor"
+    """[] carries the gradient."""
+    metrics: "dict[str, Tensor]"
+    """[] each, no gradient; they become means over trained tokens."""
+    denominator: "Tensor | None" = None
+    """[] how many things the loss is a sum over, no gradient; None: trained tokens."""
+
+
+Loss = Callable[["Tensor", Tokens], LossOutput]
+"""([T] logprobs in nats, with gradient; the micro-batch) -> its sums."""
+
+
+class Rows(NamedTuple):
+    """What is known of the rows of whole prompt groups before any is read; P groups of G."""
+
+    rewards: npt.NDArray[np.float32]
+    """[P, G]"""
+    response_lengths: npt.NDArray[np.int64]
+    """[P, G] tokens after the prompt."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to learn: a record in `algorithms.table`."""
+
+    name: str
+    settings: type[Settings]
+    """Its keys in [algorithm]."""
+    loss: Callable[[Any, frozenset[str]], Loss]
+    """(settings, short names of the columns that all rows have) -> the loss."""
+    advantages: Callable[[Any, Rows], Floats] = lambda _, rows: np.ones_like(rows.rewards)
+    """(settings, rows) -> [P, G], on rank 0. One that needs tokens makes them in its loss, of the
+    columns that it asks for, e.g. values."""
+    teaches: Callable[[Any, Floats], npt.NDArray[np.bool_]] = lambda _, advantages: np.ones(
+        advantages.shape, bool
+    )
+    """(settings, [P, G] advantages) -> [P, G], which rows are trained on; the others are not even
+    read, and count in no mean."""
+    weights: Callable[[Any, Rows], Floats] | None = None
+    """(settings, rows) -> [P, G] factor of each token's part in the loss, which comes to it as the
+    column `weights`: sequence mean, mean per prompt, constant, see `aggregation`. None: 1, which
+    makes the mean over trained tokens."""
+    needs: Callable[[Any], Needs] = lambda _: Needs()

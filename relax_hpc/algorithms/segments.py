@@ -1,0 +1,19 @@
+"""Sums and means over the sequences of a packed micro-batch, or over any other parts of it."""
+
+import torch
+from torch import Tensor
+
+
+def sum_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
+    """[count] sums of [T] `values` under the mask, by [T] `ids`; garbage elsewhere is inert.
+
+    One that has no token is 0, and the gradient goes to its own tokens alone.
+    """
+    kept = torch.where(mask, values, 0)
+    return kept.new_zeros(count).index_add(0, ids, kept)
+
+
+def mean_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
+    """As `sum_over`, divided by the tokens under the mask; 0 where there is none."""
+    ones = torch.ones_like(values)
+    return sum_over(values, ids, mask, count) / sum_over(ones, ids, mask, count).clamp(min=1)
