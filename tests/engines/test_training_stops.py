@@ -105,7 +105,7 @@ class Rank0:
         return [sft.Share([], [])]
 
     def next_portion(self, step, timers):
-        return Portion(PlanRecord(step, [], [], 0, 0, 0), np.empty(0), [[]])
+        return Portion(PlanRecord(step, [], [], 0, 0, 0), {}, [[]])
 
     def check_fenced(self):
         pass
