@@ -28,6 +28,11 @@ class Conversation:
         """Text without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
+    def plain(self, text: str) -> list[int]:
+        """Token ids of a text as it is; special tokens in it are what they say."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
     def encode(
         self, where: str, messages: Sequence[Message], tools: Sequence[Message] | None = None
     ) -> list[int]:

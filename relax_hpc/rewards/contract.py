@@ -1,6 +1,7 @@
 """What a reward is given, what it gives back, and which functions are one."""
 
 import asyncio
+import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -48,10 +49,15 @@ class Kind(NamedTuple):
     """All siblings at once; else it is called for each."""
     is_async: bool
     """It waits for others, so that a worker process calls it for many at a time."""
+    pools: tuple[str, ...] | None = None
+    """The engine pools that it says it asks; None if it asks none, empty if it does not say which.
+    """
 
 
 FIELDS = tuple(Sample.__dataclass_fields__)
-TAKES = f"`group`, `sample`, or fields of a sample ({', '.join(FIELDS)})"
+TAKES = f"`group`, `sample`, or fields of a sample ({', '.join(FIELDS)}), and `engines`"
+ENGINES = "engines"
+"""The parameter of a reward that asks engines of the run; `pools` of the function names them."""
 
 
 def kind_of(function: Callable[..., Any]) -> Kind:
@@ -63,6 +69,8 @@ def kind_of(function: Callable[..., Any]) -> Kind:
     parameters = inspect.signature(function).parameters.values()
     asked = {each.name for each in parameters if each.default is each.empty and _is_plain(each)}
     asked |= {each.name for each in parameters if each.name in FIELDS}
+    asks = ENGINES in asked
+    asked -= {ENGINES}
     odd = [str(each) for each in parameters if not _is_plain(each)]
     odd += sorted(asked - {"group", "sample", *FIELDS})
     if odd:
@@ -71,7 +79,11 @@ def kind_of(function: Callable[..., Any]) -> Kind:
         raise ConfigError(
             f"takes ({', '.join(sorted(asked))}); let it take `group` alone, or {TAKES}"
         )
-    return Kind("group" in asked, inspect.iscoroutinefunction(function))
+    is_async = inspect.iscoroutinefunction(function)
+    if asks and not is_async:
+        raise ConfigError("takes `engines`, which are waited for; write `async def`")
+    pools = tuple(map(str, getattr(function, "pools", ()))) if asks else None
+    return Kind("group" in asked, is_async, pools)
 
 
 def _is_plain(parameter: inspect.Parameter) -> bool:
@@ -81,9 +93,14 @@ def _is_plain(parameter: inspect.Parameter) -> bool:
 class Reward:
     """A function that scores, of whatever kind, called for a whole group."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], engines: Callable[[], object] | None = None
+    ) -> None:
+        """`engines` makes what a reward that asks for them is given; it is called at most once."""
         self.kind = kind_of(function)
         self._function = function
+        if self.kind.pools is not None and engines is not None:
+            self._function = functools.partial(function, engines=engines())
         self._names = [n for n in inspect.signature(function).parameters if n in FIELDS]
         self._takes_sample = "sample" in inspect.signature(function).parameters
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import psutil
@@ -80,8 +81,13 @@ class Worker:
             await asyncio.sleep(0)
 
     @classmethod
-    async def start(cls, place: str, limits: Limits) -> Self:
+    async def start(cls, place: str, limits: Limits, run_dir: Path | None = None) -> Self:
         """Starts a process in a session of its own and waits until it has imported the reward.
+
+        Args:
+            place: of the reward's function.
+            limits: of the process.
+            run_dir: whose engines the reward may ask.
 
         Raises:
             ConfigError: the reward cannot be imported, or takes what nobody can give it.
@@ -95,7 +101,7 @@ class Worker:
             numbers = (os.getpid(), theirs.fileno(), page, limits.memory_bytes, limits.deadline_s)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "relax_hpc.rewards.worker", *map(str, numbers), place),
+                *("-m", "relax_hpc.rewards.worker", *map(str, numbers), place, str(run_dir or "")),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -161,6 +167,8 @@ class Worker:
         if "refused" in said:
             raise ConfigError(said["refused"])
         self.kind = Kind(*said["kind"])
+        if self.kind.pools is not None:
+            self.kind = self.kind._replace(pools=tuple(self.kind.pools))
         self._listening = asyncio.create_task(self._listen())
 
     async def _within_deadline(self, reply: "asyncio.Future[list[Score]]", count: int) -> None:

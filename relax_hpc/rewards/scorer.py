@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from relax_hpc.config.reward import RewardConfig
@@ -32,8 +33,14 @@ class Scorer:
     manager it ends every process at the end.
     """
 
-    def __init__(self, config: RewardConfig, events: EventWriter | None = None) -> None:
-        """Errors are counted in `events`."""
+    def __init__(
+        self,
+        config: RewardConfig,
+        events: EventWriter | None = None,
+        run_dir: Path | None = None,
+    ) -> None:
+        """Errors are counted in `events`; a reward may ask the engines of the run in `run_dir`."""
+        self._run_dir = run_dir
         self._name, self._num_workers = config.name, config.workers
         self._limits = limits_of(config)
         self._place, self._places_per_worker, self._sees_group = "", 1, False
@@ -151,7 +158,7 @@ class Scorer:
         await self._end(worker)
 
     async def _start(self) -> Worker:
-        worker = await Worker.start(self._place, self._limits)
+        worker = await Worker.start(self._place, self._limits, self._run_dir)
         self._workers.add(worker)
         return worker
 

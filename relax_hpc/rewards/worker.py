@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ class Arguments(NamedTuple):
     deadline_s: float
     place: str
     """Of the function."""
+    run_dir: str
+    """Whose engines it may ask; "" where there is no run yet."""
 
 
 def main(argv: list[str]) -> None:
@@ -53,7 +56,7 @@ def main(argv: list[str]) -> None:
     channel.set_inheritable(False)
     try:
         function = registry.function_of(given.place)
-        reward = Reward(function)
+        reward = Reward(function, _engines_of(given.run_dir))
     except BaseException as error:  # noqa: BLE001 - SystemExit of somebody's program, too
         said = f"{type(error).__name__}: {first_line(error)}"
         channel.sendall(_line({"refused": said[:1000]}))
@@ -62,7 +65,16 @@ def main(argv: list[str]) -> None:
     asyncio.run(_serve(reward, channel, progress, given.deadline_s))
 
 
-_KINDS = (int, int, int, int, float, str)
+_KINDS = (int, int, int, int, float, str, str)
+
+
+def _engines_of(run_dir: str) -> Callable[[], object] | None:
+    def engines() -> object:
+        from relax_hpc.rewards.engines import Engines  # a second that other rewards do not pay
+
+        return Engines(Path(run_dir))
+
+    return engines if run_dir else None
 
 
 async def _serve(

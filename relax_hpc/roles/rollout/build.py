@@ -93,7 +93,7 @@ async def _loop(
         client_of(
             config, paths, own=own, stop_token=tokenizer.eos_token_id, events=events
         ) as sampler,
-        Scorer(config.reward, events) as scorer,
+        Scorer(config.reward, events, paths.root) as scorer,
     ):
 
         def episodes(max_tokens: int) -> Episodes:

@@ -1,5 +1,6 @@
 """What can be known to be wrong with what is sampled, and with what, before anything is queued."""
 
+from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.environments import registry as environments
@@ -53,6 +54,7 @@ def check_prompts(config: RunConfig, say: Say) -> None:
     sources = prompt_check.sources_of(config, files, load(config.model.path))
     first = files.train[0]
     messages = sources.train[0].messages
-    trial.check(config.reward, Sample(first.answer, messages, first.answer, first.metadata))
+    sample = Sample(first.answer, messages, first.answer, first.metadata)
+    trial.check(config.reward, sample, [name for name in config.engines if name != ROLLOUT])
     if left_out := prompt_check.check_sample(config, sources):
         say(left_out)

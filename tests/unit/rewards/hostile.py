@@ -116,3 +116,18 @@ ORDERS = {
 }
 HARMLESS = {"twice": forks_and_returns, "garbage": garbage}
 ORDERS |= HARMLESS
+
+
+async def asks_a_judge(response, engines):
+    return float(await engines["judge"].generate(response) == "yes")
+
+
+asks_a_judge.pools = ("judge",)
+
+
+async def asks_somebody(response, engines):
+    return 0.0
+
+
+def asks_without_waiting(response, engines):
+    return 0.0

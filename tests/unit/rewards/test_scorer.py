@@ -11,7 +11,7 @@ import pytest
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import trial
-from relax_hpc.rewards.contract import Sample, Score, kind_of
+from relax_hpc.rewards.contract import Kind, Reward, Sample, Score, kind_of
 from relax_hpc.rewards.scorer import Scorer
 
 PLUGIN = Path(hostile.__file__)
@@ -233,3 +233,34 @@ def test_the_kind_of_a_reward_is_in_its_parameters():
     assert kind_of(hostile.ranks) == (True, False)
     assert kind_of(hostile.awaited) == (False, True)
     assert kind_of(hostile.with_fields) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("function", "pools", "message"),
+    [
+        ("asks_a_judge", [], "it asks engines of a pool 'judge', and the job has no other than "
+         r"rollout; add a table \[engines.judge\]"),
+        ("asks_a_judge", ["grader"], "of a pool 'judge', and the job has grader; add a table"),
+        ("asks_somebody", [], "it asks engines, and the job has no other than rollout"),
+        ("asks_without_waiting", ["judge"], "takes `engines`, which are waited for; write `async"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_asks_engines_is_refused_where_the_job_has_none(function, pools, message):
+    with pytest.raises(ConfigError, match=message):
+        trial.check(reward(function), Sample("yes"), pools)
+
+
+@pytest.mark.parametrize("function", ["asks_a_judge", "asks_somebody"])
+def test_a_reward_that_asks_engines_is_not_called_before_there_are_any(function):
+    trial.check(reward(function), Sample("yes"), ["judge"])
+
+
+def test_a_reward_is_given_the_engines_of_its_run():
+    class Judge(dict):
+        async def generate(self, text):
+            return {"fine": "yes"}.get(text, "no")
+
+    asked = Reward(hostile.asks_a_judge, lambda: {"judge": Judge()})
+    assert asked.kind == Kind(False, True, ("judge",))
+    scores = asyncio.run(asked([Sample("fine"), Sample("bad")], 5.0, lambda number: None))
+    assert values(scores) == [1, 0]
