@@ -5,6 +5,7 @@ coroutine that owns it ever returns it. So however often it is tried, it is ther
 """
 
 import asyncio
+import itertools
 import logging
 import time
 import uuid
@@ -76,6 +77,13 @@ class _Engine:
     def usable(self) -> bool:
         return self.standing == "serving" and time.monotonic() >= self.not_before
 
+    def is_known(self) -> bool:
+        """Whether its version is: asked for lately, or said by its replies."""
+        client = self.client
+        if client.heard_at > self.asked_at:
+            self.version, self.asked_at = client.heard_version, client.heard_at
+        return self.asked_at > max(self.serves_since, time.monotonic() - _VERSION_AGE_S)
+
     def takes(self, min_version: int) -> bool:
         return (
             self.usable and len(self.in_flight) < self.limit and self.version >= max(min_version, 0)
@@ -113,6 +121,8 @@ class Pool:
         self._engines: dict[tuple[str, str], _Engine] = {}
         self._homes: OrderedDict[Hashable, _Engine] = OrderedDict()
         self._queue: deque[_Waiting] = deque()
+        self._name, self._numbers = uuid.uuid4().hex, itertools.count()
+        """Make the rids, which no other pool of an engine has."""
         self._chores = set[asyncio.Task[None]]()
 
     # Engines.
@@ -149,7 +159,8 @@ class Pool:
 
     async def version(self) -> int | None:
         """The oldest policy version among engines that serve; None if none does."""
-        await asyncio.gather(*(self._look(engine) for engine in self._usable()))
+        if unknown := [engine for engine in self._usable() if not engine.is_known()]:
+            await asyncio.gather(*(self._look(engine) for engine in unknown))
         return min((e.version for e in self._usable() if e.version >= 0), default=None)
 
     async def adapt(self) -> None:
@@ -204,13 +215,17 @@ class Pool:
         """
         draft, since = Draft() if draft is None else draft, time.monotonic()
         while True:
-            held = len(draft.token_ids)
-            waiting = self._line_up(homes, min_version, first=held > 0)
-            engine = await self._wait(waiting, since)
+            held, rid = len(draft.token_ids), f"{self._name}-{next(self._numbers)}"
+            # Where nobody waits, nobody is passed over.
+            engine = None if self._queue else self._choose(rid, homes, min_version)
+            if engine is None:
+                waiting = self._line_up(rid, homes, min_version, first=held > 0)
+                engine = await self._wait(waiting, since)
             try:
-                await self._look(engine)
+                if not engine.is_known():
+                    await self._look(engine)
                 done = await engine.client.sample(
-                    prompt, seed, sampling, version=engine.version, draft=draft, rid=waiting.rid
+                    prompt, seed, sampling, version=engine.version, draft=draft, rid=rid
                 )
             except EngineLostError as error:
                 self._failed(engine, error)
@@ -219,17 +234,19 @@ class Pool:
                 if done.finish is not FinishReason.ABORT:
                     return done
             finally:
-                engine.in_flight.discard(waiting.rid)
+                engine.in_flight.discard(rid)
                 self._grant()
             if len(draft.token_ids) >= sampling.max_new_tokens:
                 return draft.finished(FinishReason.LENGTH)
             if len(draft.token_ids) > held:
                 since = time.monotonic()
 
-    def _line_up(self, homes: Sequence[Hashable], min_version: int, *, first: bool) -> _Waiting:
+    def _line_up(
+        self, rid: str, homes: Sequence[Hashable], min_version: int, *, first: bool
+    ) -> _Waiting:
         """Takes a place in the queue; who has something to lose goes first."""
         granted: asyncio.Future[_Engine] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(uuid.uuid4().hex, homes, min_version, granted)
+        waiting = _Waiting(rid, homes, min_version, granted)
         (self._queue.appendleft if first else self._queue.append)(waiting)
         return waiting
 
@@ -252,43 +269,51 @@ class Pool:
 
     def _grant(self) -> None:
         """Gives room to those who wait for it, in their order."""
+        if not self._queue:
+            return
         kept = deque[_Waiting]()
         while self._queue and any(engine.takes(0) for engine in self._usable()):
             waiting = self._queue.popleft()
             if waiting.granted.done():  # withdrawn
                 continue
-            if engine := self._choose(waiting):
-                engine.in_flight.add(waiting.rid)
+            if engine := self._choose(waiting.rid, waiting.homes, waiting.min_version):
                 waiting.granted.set_result(engine)
             else:
                 kept.append(waiting)
         self._queue.extendleft(reversed(kept))
 
-    def _choose(self, waiting: _Waiting) -> _Engine | None:
-        for home in waiting.homes:
+    def _choose(self, rid: str, homes: Sequence[Hashable], min_version: int) -> _Engine | None:
+        """Gives a place in an engine to a request, if there is one."""
+        for home in homes:
             best = self._homes.get(home)
-            if best is not None and best.takes(waiting.min_version):
+            if best is not None and best.takes(min_version):
                 break
         else:
-            able = [engine for engine in self._usable() if engine.takes(waiting.min_version)]
+            able = [engine for engine in self._usable() if engine.takes(min_version)]
             if not able:
                 return None
             best = min(able, key=lambda e: (len(e.in_flight) / e.limit, len(e.in_flight)))
-        for home in waiting.homes:
-            self._settle(home, best)
+        self._settle(homes, best)
+        best.in_flight.add(rid)
         return best
 
-    def _settle(self, home: Hashable, engine: _Engine) -> None:
-        """Its home is an engine as long as that can be used: others only help out."""
-        settled = self._homes.get(home)
-        if settled is None:
-            self._homes[home] = engine
-            if len(self._homes) > _HOMES:
-                self._homes.popitem(last=False)
-            return
-        if settled is not engine and not settled.usable:
-            self._homes[home] = engine
-        self._homes.move_to_end(home)
+    def _settle(self, homes: Sequence[Hashable], engine: _Engine) -> None:
+        """A home is an engine as long as that can be used: others only help out.
+
+        Who is at home with a shorter prefix needs no entry for the longer one.
+        """
+        at = None
+        for home in reversed(homes):
+            settled = self._homes.get(home)
+            if settled is not None:
+                if settled is not engine and not settled.usable:
+                    self._homes[home] = settled = engine
+                self._homes.move_to_end(home)
+            elif at is not engine:
+                self._homes[home] = settled = engine
+                if len(self._homes) > _HOMES:
+                    self._homes.popitem(last=False)
+            at = settled or at
 
     def _consider(self, *engines: _Engine) -> None:
         """Gives engines that serve now, or again, to those who wait for one of their version.
@@ -312,14 +337,10 @@ class Pool:
     async def _look(self, engine: _Engine) -> None:
         """Brings what is known of an engine's version up to date."""
         async with engine.asking:
-            client = engine.client
-            if client.heard_at > engine.asked_at:  # its replies say it, too
-                engine.version, engine.asked_at = client.heard_version, client.heard_at
-            latest = max(engine.serves_since, time.monotonic() - _VERSION_AGE_S)
-            if engine.asked_at > latest:
+            if engine.is_known():
                 return
             try:
-                engine.version = await client.version()
+                engine.version = await engine.client.version()
             except EngineError as error:
                 self._failed(engine, error)
             engine.asked_at = time.monotonic()

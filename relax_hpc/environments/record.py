@@ -73,8 +73,8 @@ def sequences(record: Record) -> list[Sequence]:
     no whole sequence, because history was left out, written anew or branched, a sequence begins;
     what was sampled before is given there. So every sampled token is trained on once.
     """
-    chains: list[list[Call]] = []
-    for call in record.calls:
+    chains = [record.calls[:1]] if record.calls else []
+    for call in record.calls[1:]:
         for chain in reversed(chains):
             before = chain[-1].token_ids
             if list(call.given[: len(before)]) == before:
@@ -87,9 +87,8 @@ def sequences(record: Record) -> list[Sequence]:
 
 def _sequence(chain: Items[Call]) -> Sequence:
     last = chain[-1]
-    token_ids = np.array(last.token_ids, np.int32)
-    loss_mask = np.zeros(len(token_ids), np.uint8)
-    logprobs = np.zeros(len(token_ids), np.float32)
+    size = len(last.given) + len(last.draft.token_ids)
+    loss_mask, logprobs = np.zeros(size, np.uint8), np.zeros(size, np.float32)
     runs: list[tuple[int, int]] = []
     turns: list[tuple[int, int]] = []
     end = 0
@@ -102,15 +101,21 @@ def _sequence(chain: Items[Call]) -> Sequence:
             turns.append((start, _SAMPLED))
         loss_mask[start:end] = 1
         logprobs[start:end] = draft.logprobs
-        runs += [(start + first, v) for first, v in draft.version_runs if start + first < end]
+        for first, version in draft.version_runs:
+            if start + first < end:
+                runs.append((start + first, version))
     return Sequence(
-        token_ids=token_ids,
+        token_ids=np.fromiter(last.token_ids, np.int32, size),
         prompt_len=len(chain[0].given),
         loss_mask=loss_mask,
         logprobs=logprobs,
-        version_runs=np.array(runs, np.int32).reshape(-1, 2),
-        turns=np.array(turns, np.int32).reshape(-1, 2),
+        version_runs=_pairs(runs),
+        turns=_pairs(turns),
         finish=FinishReason.ABORT if last.finish is None else last.finish,
         media=last.media,
         routed_experts=last.routed_experts,
     )
+
+
+def _pairs(pairs: list[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    return np.array(pairs, np.int32) if pairs else np.empty((0, 2), np.int32)

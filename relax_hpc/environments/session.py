@@ -68,10 +68,18 @@ class Sampler(Protocol):
 class Reply:
     """What the policy answered."""
 
-    __slots__ = ("_conversation", "_text", "call")
+    __slots__ = ("_conversation", "_text", "asked", "before", "call")
 
-    def __init__(self, call: Call, conversation: Conversation) -> None:
+    def __init__(
+        self,
+        call: Call,
+        conversation: Conversation,
+        asked: Sequence[Message],
+        before: "Reply | None",
+    ) -> None:
+        """`asked` is what it answers, `before` the reply that came before it."""
         self.call, self._conversation = call, conversation
+        self.asked, self.before = asked, before
         self._text: str | None = None
 
     @property
@@ -84,6 +92,11 @@ class Reply:
     @property
     def message(self) -> Message:
         return {"role": "assistant", "content": self.text}
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation that it is the end of."""
+        return [*self.asked, self.message]
 
     @property
     def finish(self) -> FinishReason:
@@ -100,13 +113,12 @@ class Session:
 
     __slots__ = (
         "_conversation",
-        "_episode",
-        "_group",
+        "_homes",
         "_how",
         "_num_calls",
         "_prompt",
         "_record",
-        "_replies",
+        "_reply",
         "_sampler",
         "_seed",
     )
@@ -135,17 +147,15 @@ class Session:
         """
         self._prompt, self._record, self._sampler = prompt, record, sampler
         self._conversation, self._how, self._seed = conversation, how, seed
-        self._group, self._episode = group, episode
-        self._replies: list[tuple[Sequence[Message], Reply]] = []
+        self._homes = episode, group
+        self._reply: Reply | None = None
+        """The newest."""
         self._num_calls = 0
 
     @property
     def messages(self) -> list[Message]:
         """The conversation so far, the newest reply included."""
-        if not self._replies:
-            return list(self._prompt.messages)
-        messages, reply = self._replies[-1]
-        return [*messages, reply.message]
+        return self._reply.messages if self._reply else list(self._prompt.messages)
 
     async def chat(
         self, messages: Sequence[Message] | None = None, *, max_new_tokens: int | None = None
@@ -174,24 +184,25 @@ class Session:
                 call.draft,
                 how if left == how.max_new_tokens else how._replace(max_new_tokens=left),
                 seed=seed_of_call(self._seed, self._num_calls - 1),
-                homes=(self._episode, self._group),
+                homes=self._homes,
             )
             call.finish, call.routed_experts = done.finish, done.routed_experts
-        reply = Reply(call, self._conversation)
-        self._replies.append((asked, reply))
-        return reply
+        self._reply = Reply(call, self._conversation, asked, self._reply)
+        return self._reply
 
     def _given(self, asked: list[Message]) -> Sequence[int]:
         """The token ids of a conversation that the policy is to go on with."""
-        for messages, reply in reversed(self._replies):
-            known = len(messages) + 1
-            if len(asked) >= known and asked[:known] == [*messages, reply.message]:
+        reply = self._reply
+        while reply:
+            known = len(reply.asked) + 1
+            if len(asked) >= known and asked[:known] == reply.messages:
                 sampled = reply.call.token_ids
                 more = self._conversation.following(
                     self._prompt.where, asked, known, sampled, self._prompt.tools
                 )
                 if more is not None:
                     return [*sampled, *more]
+            reply = reply.before
         if asked == self._prompt.messages:
             return self._prompt.token_ids
         return self._conversation.encode(self._prompt.where, asked, self._prompt.tools)

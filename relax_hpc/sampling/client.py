@@ -7,9 +7,9 @@ roster, which says who holds the newest version. Other pools serve as soon as th
 
 import asyncio
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Coroutine, Hashable, Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from relax_hpc.config.engines import ROLLOUT, EnginePool
 from relax_hpc.config.run import RunConfig
@@ -126,7 +126,7 @@ class PoolClient:
             )
         return version
 
-    async def sample(
+    def sample(
         self,
         given: Sequence[int],
         draft: Draft,
@@ -134,7 +134,7 @@ class PoolClient:
         *,
         seed: int,
         homes: Sequence[Hashable],
-    ) -> Generation:
+    ) -> Coroutine[Any, Any, Generation]:
         """As `environments.session.Sampler` says."""
         sampling = Sampling(
             how.temperature,
@@ -142,7 +142,7 @@ class PoolClient:
             (self._stop_token,),
             routed_experts=how.routed_experts,
         )
-        return await self._pool.sample(
+        return self._pool.sample(
             given, seed, sampling, min_version=how.min_version, homes=homes, draft=draft
         )
 

@@ -71,9 +71,9 @@ class Sampler:
         self.pool.enlist(dict.fromkeys(ends, "serving"))
         choose = self.pool._choose
 
-        def noted(turn):
-            if engine := choose(turn):
-                self.served.setdefault(turn.homes[0], []).append(engine.endpoint.id)
+        def noted(rid, homes, min_version):
+            if engine := choose(rid, homes, min_version):
+                self.served.setdefault(homes[0], []).append(engine.endpoint.id)
             return engine
 
         self.pool._choose = noted

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from relax_hpc.config.run import RunConfig
@@ -14,6 +15,10 @@ from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.contract import Sample, Score
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+
+
+_ENDED = tuple(reason.name.lower() for reason in FinishReason)
+"""As a reward is told how a response ended."""
 
 
 class ScoreGroup(Protocol):
@@ -75,19 +80,17 @@ class Episodes:
             group: their name, among all that run at a time.
             seeds: of each.
         """
-        rollout = self._environment.rollout
+        rollout, begin = self._environment.rollout, partial(self._session, prompt, how, group)
         async with asyncio.TaskGroup() as running:
             tasks = [
-                running.create_task(
-                    rollout(prompt, self._session(prompt, record, how, group, seed))
-                )
+                running.create_task(rollout(prompt, begin(record, seed)))
                 for record, seed in zip(records, seeds, strict=True)
             ]
         outcomes = [task.result() for task in tasks]
         return await self._scored(prompt, records, outcomes)
 
     def _session(
-        self, prompt: Prompt, record: Record, how: How, group: Hashable, seed: int
+        self, prompt: Prompt, how: How, group: Hashable, record: Record, seed: int
     ) -> Session:
         return Session(
             prompt,
@@ -126,7 +129,7 @@ class Episodes:
             prompt.messages,
             prompt.answer,
             prompt.metadata,
-            (FinishReason.ABORT if last.finish is None else last.finish).name.lower(),
+            _ENDED[FinishReason.ABORT if last.finish is None else last.finish],
             len(last.draft.token_ids),
         )
 
