@@ -1,31 +1,39 @@
-"""CPU time of the rollout loop per sample, without engines, of several trees in turns.
+"""What the rollout loop itself costs: its CPU time per sample against another tree's, and scoring.
 
     git worktree add /tmp/before 3adf100
-    python tests/bench/rollout_loop.py --trees /tmp/before . [--repeats 9]
+    python tests/bench/rollout_loop.py --before /tmp/before [--repeats 25]
 
 Everything between a prompt's ordinal and the row that a producer is given is the program's own;
 engines answer at once, a response's text and reward are constants, and shards are thrown away.
-Every tree has a process of its own, which is asked for a round when it is its turn.
+Either tree has a process of its own, which is asked for a round when it is its turn. The tree
+before is 3adf100 or one of before, or one with episodes.
+
+Scoring in worker processes is measured apart: see `_scoring`.
 """
 
 import argparse
 import asyncio
 import gc
-import itertools
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
+
+import psutil
+
+import relax_hpc
 
 SIBLINGS, PROMPTS_PER_STEP, STEPS = 8, 64, 6
 """1,024 samples in flight at most."""
 LENGTHS = {"16 + 16": (16, 16), "128 + 256": (128, 256), "512 + 2,048": (512, 2048)}
 """Tokens of prompts and responses."""
+GROUPS, GROUPS_AT_ONCE = 512, 64
+TREE = Path(relax_hpc.__path__[0])
 
 
 class Engine:
@@ -34,27 +42,19 @@ class Engine:
     num_tokens, heard_version, heard_at = 0, -1, 0.0
 
     def __init__(self, producer: "Producer", num_tokens: int) -> None:
-        self.producer = producer
-        self.answer = [7] * num_tokens, [-0.5] * num_tokens
+        self.producer, self.answer = producer, ([7] * num_tokens, [-0.5] * num_tokens)
 
     async def version(self) -> int:
         return self.producer.steps
 
-    async def sample(self, prompt: Any, seed: int, sampling: Any, **rest: Any) -> Any:  # noqa: ANN401
+    async def sample(self, *_: object, draft: Any, **__: object) -> Any:
         from relax_hpc.schema import FinishReason
 
-        draft = rest["draft"]
         await asyncio.sleep(0)
         draft.take(*self.answer)
         self.heard_version, self.heard_at = self.producer.steps, time.monotonic()
         draft.mark(0, self.heard_version)
         return draft.finished(FinishReason.STOP)
-
-    def close(self) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
 
 
 class Producer:
@@ -76,7 +76,7 @@ class Producer:
     def put(self, groups: Sequence[object]) -> None:
         self.num_groups += len(groups)
 
-    def latest(self) -> Any:  # noqa: ANN401
+    def latest(self) -> Any:
         """As a CreditTail."""
         from relax_hpc.bus.credits import Credit
 
@@ -98,93 +98,91 @@ class Constant:
         return "7"
 
 
-def _sampler(config: Any, producer: Producer, lengths: tuple[int, int], routing: Any, new: bool) -> Any:  # noqa: ANN401
+class Parts(NamedTuple):
+    """What the loops of both trees are made of."""
+
+    config: Any
+    producer: Producer
+    prompts: list[Any]
+    pool: Any
+
+
+def _parts(num_given: int, num_sampled: int, steps: str, **further: Any) -> Parts:
+    from relax_hpc import job_file
     from relax_hpc.engines.pool import Endpoint, Pool
-    from relax_hpc.paths import RunPaths
-
-    def connect(_: Endpoint) -> Any:  # noqa: ANN401
-        return Engine(producer, lengths[1])
-
-    with patch.object(routing.RunSecret, "read"):
-        sampler = routing.EngineSampler(config, RunPaths(Path()), [], 0, Silent())
-    sampler._pool = Pool(connect, max_in_flight=512, patience_s=60)
-    ends = [Endpoint(name, "0", "http://nowhere", "t") for name in "ab"]
-    sampler._pool.enlist(dict.fromkeys(ends, "serving"))
-    return sampler
-
-
-def _prompts(count: int, num_tokens: int) -> list[Any]:
     from relax_hpc.prompts.source import Prompt
 
-    return [Prompt(n, [3, 4, 5, n, *[6] * (num_tokens - 4)], "7") for n in range(count)]
+    tree = {
+        "name": "bench",
+        "model": {"path": "m"},
+        "prompts": {"train": "t", **further},
+        "rollout": {"samples_per_prompt": SIBLINGS},
+        steps: {"num_steps": STEPS, "prompts_per_step": PROMPTS_PER_STEP},
+    }
+    prompts = [
+        Prompt(number, [3, 4, number, *[6] * (num_given - 3)], "7")
+        for number in range(STEPS * PROMPTS_PER_STEP)
+    ]
+    producer = Producer()
+    most = SIBLINGS * PROMPTS_PER_STEP
+    pool = Pool(lambda _: Engine(producer, num_sampled), max_in_flight=most, patience_s=60)
+    ends = [Endpoint(name, "0", "http://nowhere", "t") for name in "ab"]
+    pool.enlist(dict.fromkeys(ends, "serving"))
+    return Parts(job_file.validate(tree, source="bench"), producer, prompts, pool)
 
 
-async def _before_episodes(lengths: tuple[int, int]) -> None:
-    """Up to 3adf100, where the loop itself knew what a response is."""
-    from relax_hpc import job_file
+async def _before_episodes(num_given: int, num_sampled: int) -> None:
+    """At 3adf100, where the loop itself knew what a response is."""
+    from relax_hpc.paths import RunPaths
     from relax_hpc.roles import rollout, routing
 
-    tree = {
-        "name": "bench", "model": {"path": "m"}, "prompts": {"train": "t", "heldout": "h"},
-        "rollout": {"samples_per_prompt": SIBLINGS},
-        "algorithm": {"num_steps": STEPS, "prompts_per_step": PROMPTS_PER_STEP},
-    }  # fmt: skip
-    config, producer, tokenizer = job_file.validate(tree, source="bench"), Producer(), Constant()
-    sampler = _sampler(config, producer, lengths, routing, False)
+    parts = _parts(num_given, num_sampled, "algorithm", heldout="h")
+    with patch.object(routing.RunSecret, "read"):
+        sampler = routing.EngineSampler(parts.config, RunPaths(Path()), [], 0, Silent())
+    sampler._pool, tokenizer = parts.pool, Constant()
 
     def score(response: Sequence[int], _prompt: object) -> float:
         return float(tokenizer.decode(response, skip_special_tokens=True) == "7")
 
-    prompts = _prompts(STEPS * PROMPTS_PER_STEP, lengths[0])
+    task, producer = rollout.Task(0, 1), parts.producer
     await rollout.run(
-        config, rollout.Task(0, 1), prompts, [], sampler, score, producer, producer, Silent()
-    )  # type: ignore[call-arg]
+        parts.config, task, parts.prompts, [], sampler, score, producer, producer, Silent()
+    )
 
 
-async def _episodes(lengths: tuple[int, int]) -> None:
-    from relax_hpc import job_file
+async def _episodes(num_given: int, num_sampled: int) -> None:
     from relax_hpc.environments.single_turn import SingleTurn
+    from relax_hpc.paths import RunPaths
     from relax_hpc.rewards.contract import Score
-    from relax_hpc.roles.rollout import loop, routing
+    from relax_hpc.roles.rollout import loop
     from relax_hpc.roles.rollout.episodes import Episodes, Grouper
     from relax_hpc.roles.rollout.evaluation import Evaluator
+    from relax_hpc.sampling import client
 
-    tree = {
-        "name": "bench", "model": {"path": "m"}, "prompts": {"train": "t"},
-        "rollout": {"samples_per_prompt": SIBLINGS},
-        "schedule": {"num_steps": STEPS, "prompts_per_step": PROMPTS_PER_STEP},
-    }  # fmt: skip
-    config, producer = job_file.validate(tree, source="bench"), Producer()
-    sampler = _sampler(config, producer, lengths, routing, True)
-
-    right, wrong = Score(1.0), Score(0.0)
+    config, producer, prompts, pool = _parts(num_given, num_sampled, "schedule")
+    with patch.object(client.RunSecret, "read"):
+        sampler = client.client_of(config, RunPaths(Path()), stop_token=0, own=[])
+    sampler._pool, right, wrong = pool, Score(1.0), Score(0.0)
 
     async def score(group: Sequence[Any]) -> list[Score]:
         return [right if sample.response == "7" else wrong for sample in group]
 
-    episodes = Episodes(
-        config, SingleTurn(), sampler, Constant(), score, max_tokens=1 << 20
-    )
-    prompts = _prompts(STEPS * PROMPTS_PER_STEP, lengths[0])
+    episodes = Episodes(config, SingleTurn(), sampler, Constant(), score, max_tokens=1 << 20)
     evaluator = Evaluator(config, {}, episodes, Silent(), None)
+    grouper = Grouper(config, prompts, episodes)
     await loop.run(
-        config, loop.Task(0, 1), sampler, Grouper(config, prompts, episodes), evaluator,
-        producer, producer, Silent(),
-    )  # fmt: skip
+        config, loop.Task(0, 1), sampler, grouper, evaluator, producer, producer, Silent()
+    )
 
 
 def _serve() -> None:
     """Says CPU seconds per sample for every line that names lengths."""
-    import relax_hpc
-
     # Not by importing it: an editable install of another tree would be found.
-    has_episodes = (Path(relax_hpc.__path__[0]) / "environments").exists()
-    run = _episodes if has_episodes else _before_episodes
+    run = _episodes if (TREE / "environments").exists() else _before_episodes
     for line in sys.stdin:
-        lengths = LENGTHS[line.strip()]
         gc.collect()
         begun = time.process_time()
-        asyncio.run(run(lengths))
+        asyncio.run(run(*LENGTHS[line.strip()]))
         used = time.process_time() - begun
         print(used / (STEPS * PROMPTS_PER_STEP * SIBLINGS), flush=True)
 
@@ -193,38 +191,99 @@ def _start(tree: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, __file__, "--serve"],
         env=os.environ | {"PYTHONPATH": str(tree.absolute()), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _compare(before: Path, repeats: int) -> None:
+    print("| tokens | before [µs] | now [µs] | before / now |\n|---|---|---|---|")
+    workers = _start(before), _start(TREE.parent)
+
+    def ask(worker: "subprocess.Popen[str]", lengths: str) -> float:
+        print(lengths, file=worker.stdin, flush=True)
+        return float(worker.stdout.readline()) * 1e6
+
+    for lengths in LENGTHS:
+        rounds = []
+        for repeat in range(repeats + 1):
+            turn = 1 if repeat % 2 else -1
+            rounds.append([ask(worker, lengths) for worker in workers[::turn]][::turn])
+        ratios = sorted(before / now for before, now in rounds[1:])
+        middle = [statistics.median(of) for of in zip(*rounds[1:], strict=True)]
+        print(
+            f"| {lengths} | {middle[0]:.1f} | {middle[1]:.1f} | **{statistics.median(ratios):.3f}**"
+            f" ({ratios[0]:.2f} to {ratios[-1]:.2f}) |",
+            flush=True,
+        )
+    for worker in workers:
+        worker.stdin.close()
+        worker.wait()
+
+
+async def _scoring(repeats: int) -> None:
+    """Scores groups in worker processes, so many at once, with the reward of the demo.
+
+    *Loop* is how long callbacks run per group, so how long nothing else gets on in the process;
+    *longest* the longest of them; CPU is of all threads of it, and of the workers.
+    """
+    from relax_hpc.config.reward import RewardConfig
+    from relax_hpc.rewards.boxed_number import score
+    from relax_hpc.rewards.contract import Sample
+    from relax_hpc.rewards.scorer import Scorer
+
+    group = [Sample(f"that is \\boxed{{{n}}} " + "so " * 250, "1+2=", "3") for n in range(SIBLINGS)]
+    begun = time.perf_counter()
+    for sample in group * 100:
+        score(sample.response, sample.answer)
+    print(f"in the loop instead: {(time.perf_counter() - begun) * 1e4:.0f} µs per group")
+    print("| loop | longest | CPU | CPU of workers | (µs per group)\n|---|---|---|---|")
+    async with Scorer(RewardConfig(name="boxed_number", workers=1)) as scorer:
+        for _ in range(repeats):
+            left = iter(range(GROUPS))
+
+            async def ask(left: Any = left) -> None:
+                for _ in left:
+                    await scorer.score(group)
+
+            before, begun = _cpu_of(scorer.pids), time.process_time()
+            spans = await _timed(lambda: asyncio.gather(*(ask() for _ in range(GROUPS_AT_ONCE))))
+            own, theirs = time.process_time() - begun, _cpu_of(scorer.pids) - before
+            parts = sum(spans) / GROUPS, max(spans), own / GROUPS, theirs / GROUPS
+            print("| " + " | ".join(f"{part * 1e6:.0f}" for part in parts) + " |", flush=True)
+
+
+def _cpu_of(pids: Sequence[int]) -> float:
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+
+
+async def _timed(work: Callable[[], Any]) -> list[float]:
+    """How long every callback of the event loop ran meanwhile."""
+    spans, plain = list[float](), asyncio.Handle._run
+
+    def run(handle: asyncio.Handle) -> None:
+        begun = time.perf_counter()
+        plain(handle)
+        spans.append(time.perf_counter() - begun)
+
+    with patch.object(asyncio.Handle, "_run", run):
+        await work()
+    return spans
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trees", type=Path, nargs="+")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--before", type=Path)
+    parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--serve", action="store_true")
     options = parser.parse_args()
     if options.serve:
-        return _serve()
-    workers = {tree: _start(tree) for tree in options.trees}
-
-    def ask(tree: Path, name: str) -> float:
-        worker = workers[tree]
-        print(name, file=worker.stdin, flush=True)
-        return float(worker.stdout.readline())
-
-    for name in LENGTHS:
-        found = {tree: list[float]() for tree in workers}
-        for repeat in range(options.repeats + 1):
-            for tree in list(workers)[:: 1 if repeat % 2 else -1]:
-                found[tree].append(ask(tree, name))
-        first = found[options.trees[0]][1:]
-        for tree, (_, *values) in found.items():
-            ratios = sorted(old / new for old, new in zip(first, values, strict=True))
-            print(f"{name:12} {tree!s:20} {statistics.median(values) * 1e6:7.1f} us (min {min(values)*1e6:.1f}), first / it "
-                  f"{statistics.median(ratios):.3f} ({ratios[0]:.2f} to {ratios[-1]:.2f}), of minima {min(first)/min(values):.3f}", flush=True)
-    for worker in workers.values():
-        worker.stdin.close()
-        worker.wait()
+        _serve()
+        return
+    if options.before:
+        _compare(options.before, options.repeats)
+    asyncio.run(_scoring(min(options.repeats, 5)))
 
 
 if __name__ == "__main__":

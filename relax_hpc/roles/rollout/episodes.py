@@ -16,7 +16,6 @@ from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.contract import Sample, Score
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 
-
 _ENDED = tuple(reason.name.lower() for reason in FinishReason)
 """As a reward is told how a response ended."""
 

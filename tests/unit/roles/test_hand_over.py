@@ -127,3 +127,40 @@ def test_samples_that_wait_are_spread_over_engines_that_come_together():
 
     asyncio.run(run())
     assert sorted(name for name, *_ in asked[1:]) == ["e1", "e1", "e3", "e3"]
+
+
+def test_an_episode_stays_where_it_was_taken_to_and_needs_no_entry_beside_its_prompt():
+    """Of three siblings two find room where their prompt is; the third comes back next door."""
+    asked = [None]
+
+    class Waits(Client):
+        async def sample(self, prompt, seed, sampling, **others):
+            done = await super().sample(prompt, seed, sampling, **others)
+            await gate.wait()
+            return done
+
+    async def run():
+        nonlocal gate
+        gate = asyncio.Event()
+        pool = Pool(lambda at: Waits(at, asked), max_in_flight=2, patience_s=20)
+        pool.enlist({Endpoint(name, "0", "http://x", "t"): "serving" for name in ("e4", "e5")})
+
+        def ask(episode):
+            given = pool.sample([1], episode, SAMPLING, homes=(("p", episode), "p"))
+            return asyncio.create_task(given)
+
+        for _ in range(2):
+            tasks = [ask(episode) for episode in range(3)]
+            await asyncio.sleep(0.01)
+            gate.set()
+            await asyncio.gather(*tasks)
+        known = list(pool._homes)
+        await pool.aclose()
+        return known
+
+    gate = None
+    assert asyncio.run(run()) == ["p", ("p", 2)]
+    served = [(name, seed) for name, _, seed, *_ in asked[1:]]
+    (home, _), (_, _), (next_door, _) = served[:3]
+    assert home != next_door
+    assert served == [(home, 0), (home, 1), (next_door, 2)] * 2
