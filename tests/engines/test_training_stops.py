@@ -167,7 +167,7 @@ def train(tmp_path):
                 sft.run(config, world, trainer, rank0, save)
             else:
                 stages = actor.Stages(save, checks=[lambda: check(trainer)])
-                reader = SimpleNamespace(rows=lambda record, rows: [])
+                reader = SimpleNamespace(rows=lambda record, rows, columns: [])
                 actor.run(config, world, trainer, reader, rank0, stages)
         except TrainingError:
             said.append("failed")
