@@ -201,36 +201,6 @@ def test_keys_lists_every_setting_and_names_the_nearest():
     assert str(error) == "actor.optmizer: no key of a job; did you mean actor.optimizer?"
 
 
-def test_defaults_in_the_algorithms_page_are_those_of_the_code():
-    text = (ROOT / "docs" / "algorithms.md").read_text()
-    rows = re.findall(r"^\| (`[^|]*`) \| ([^|]+) \|", text, re.MULTILINE)
-    checked = 0
-    for keys, values in rows:
-        names = re.findall(r"`([\w.]+)`", keys)
-        if not names or not is_setting(names[0]):
-            continue
-        prefix = names[0].rsplit(".", 1)[0]
-        for name, value in zip(names, values.split(", "), strict=True):
-            section = SETTINGS
-            *path, key = (name if "." in name else f"{prefix}.{name}").split(".")
-            for part in path:
-                section = fields_of(section[part])
-            if value.strip() != "required":
-                assert str(section[key].default).lower() == str(typed(value)).lower(), name
-            else:
-                assert section[key].is_required(), name
-            checked += 1
-    assert checked > 10
-
-
-def typed(value):
-    """The TOML value in a cell of a table, as Python has it."""
-    try:
-        return int(value)
-    except ValueError:
-        return value.strip() if value.strip() in ("true", "false") else float(value)
-
-
 def test_each_test_that_the_page_on_security_names_is_there():
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "security.md").read_text())
     assert len(named) > 12
