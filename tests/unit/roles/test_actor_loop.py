@@ -80,6 +80,7 @@ class Reader:
 
     def rows(self, record, rows, columns):
         self.journal.note("read", record.step, record.portion, rows)
+        self.columns = columns
         return [ROWS[record.portion][n] for n in rows]
 
 
@@ -126,7 +127,9 @@ def run(journal, *, rank0=None, trainer=None, **settings):
     made = config(reference__placement="actor", **settings)
     reference = Reference(trainer, refresh_every=2, events=Events())
     stages = Stages(lambda: journal.note("save", trainer.step), [reference])
-    loop.run(made, SoloWorld(), trainer, Reader(journal), rank0 or Rank0(journal), stages)
+    reader = Reader(journal)
+    loop.run(made, SoloWorld(), trainer, reader, rank0 or Rank0(journal), stages)
+    assert reader.columns == {"ragged/ref_logprobs"}
     return trainer
 
 
