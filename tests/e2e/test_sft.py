@@ -88,6 +88,6 @@ def is_ready_for_rl(run_dir, tiny):
     assert tokens.chat_template == AutoTokenizer.from_pretrained(tiny / "untrained").chat_template
     said = cli("submit", REPOSITORY / "jobs" / "demo.toml", "--local", "--dry-run",
                f"--set=model.path={folder}", f"--set=prompts.train={tiny / 'train.jsonl'}",
-               f"--set=prompts.heldout={tiny / 'heldout.jsonl'}",
+               f"--set=eval.heldout.path={tiny / 'heldout.jsonl'}",
                f"--set=run_root={run_dir.parent}", "--set=name=rl")  # fmt: skip
     assert "component_1" in said

@@ -59,7 +59,7 @@ def sample_all(house, num_tokens, first_token, requests=REQUESTS):
             return await asyncio.gather(*(ask(clients[s % 2], s) for s in range(requests)))
         finally:
             for client in clients:
-                client.close()
+                await client.aclose()
 
     return asyncio.run(run())
 
@@ -146,7 +146,7 @@ def test_a_trainer_killed_in_an_update_leaves_engines_that_the_next_one_can_upda
         publish(ranks, house, 1)
         pool = ThreadPoolExecutor(1)
         pool.submit(publish, ranks, house, 2)
-        wait_until(lambda: not house.roster.done)
+        wait_until(lambda: "SYNCING" in {at.state for at in house.roster.members.values()})
         for process in ranks.processes:
             process.kill()
             process.join()

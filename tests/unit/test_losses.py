@@ -23,14 +23,14 @@ SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
 def test_clips_only_steps_that_go_further_out(log_ratio, advantage, expected):
     one = torch.ones(1)
     zero = 0 * one
-    loss, _ = grpo(log_ratio * one, zero, zero, advantage * one, one.bool(), **SETTINGS)
+    loss, *_ = grpo(log_ratio * one, zero, zero, advantage * one, one.bool(), **SETTINGS)
     assert loss.item() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize(("gap", "weight"), [(0.0, 1.0), (0.5, math.exp(0.5)), (3.0, 2.0)])
 def test_importance_weight_is_the_ratio_to_the_sampler_up_to_the_cap(gap, weight):
     old = torch.tensor([-1.0])
-    loss, metrics = grpo(old, old, old - gap, torch.ones(1), torch.ones(1).bool(), **SETTINGS)
+    loss, metrics, _ = grpo(old, old, old - gap, torch.ones(1), torch.ones(1).bool(), **SETTINGS)
     assert loss.item() == pytest.approx(-weight, rel=1e-6)
     assert metrics["loss/importance_capped"].item() == float(gap == 3.0)
 
@@ -46,7 +46,7 @@ def test_garbage_under_the_mask_changes_neither_loss_nor_gradient():
     old, mask = torch.tensor([-1.0, float("nan")]), torch.tensor([True, False])
     rollout = torch.tensor([-1.0, float("inf")])
     advantages = torch.tensor([1.0, float("nan")])
-    loss, metrics = grpo(logprobs, old, rollout, advantages, mask, **SETTINGS)
+    loss, metrics, _ = grpo(logprobs, old, rollout, advantages, mask, **SETTINGS)
     loss.backward()
     assert loss.item() == pytest.approx(-1.0)
     torch.testing.assert_close(logprobs.grad, torch.tensor([-1.0, 0.0]))
@@ -57,7 +57,7 @@ def test_micro_batches_add_up_to_one_batch():
     rng = torch.Generator().manual_seed(0)
     logprobs, old, rollout, advantages = torch.randn(4, 8, generator=rng)
     mask = torch.tensor([1, 1, 0, 1, 0, 1, 1, 1], dtype=torch.bool)
-    whole, _ = grpo(logprobs, old, rollout, advantages, mask, **SETTINGS)
+    whole, *_ = grpo(logprobs, old, rollout, advantages, mask, **SETTINGS)
     parts = [
         grpo(logprobs[s], old[s], rollout[s], advantages[s], mask[s], **SETTINGS).loss
         for s in (slice(0, 3), slice(3, 8))
@@ -126,7 +126,7 @@ def test_metrics_count_trained_tokens_only():
     gap = torch.tensor([0.0, 0.5, 3.0, 3.0])
     mask = torch.tensor([True, True, True, False])
     old = torch.full((4,), -1.0)
-    _, metrics = grpo(old + log_ratio, old, old - gap, torch.ones(4), mask, **SETTINGS)
+    _, metrics, _ = grpo(old + log_ratio, old, old - gap, torch.ones(4), mask, **SETTINGS)
     assert metrics["loss/clip_fraction"].item() == 2
     assert metrics["loss/importance_capped"].item() == 1
     assert metrics["loss/importance_mean"].item() == pytest.approx(1 + math.exp(0.5) + 2, rel=1e-6)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from relax_hpc.rewards.contract import Score
 
@@ -91,7 +92,7 @@ def garbage():
 
 
 def breaks_the_socket():
-    for number in range(3, 64):
+    for number in (int(each.name) for each in Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):
             os.write(number, b"nonsense\n")
     return 1.0
