@@ -231,8 +231,8 @@ def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
 
 def test_the_kind_of_a_reward_is_in_its_parameters():
     assert kind_of(hostile.ranks) == (True, False, None)
-    assert kind_of(hostile.awaited) == (False, True)
-    assert kind_of(hostile.with_fields) == (False, False)
+    assert kind_of(hostile.awaited) == (False, True, None)
+    assert kind_of(hostile.with_fields) == (False, False, None)
 
 
 @pytest.mark.parametrize(
