@@ -64,8 +64,7 @@ class LogWriter:
                 f"{self.path}: an append failed; only a restart of this producer can tell what "
                 "was committed"
             )
-        self._catch_up()
-        self._check_owner()
+        self.check_fenced()
         self._failed = True
         try:
             self._write(record)
@@ -79,6 +78,11 @@ class LogWriter:
         if not written:
             raise BusError(f"{self.path}: a record is not there after it was written")
         self._failed = False
+
+    def check_fenced(self) -> None:
+        """Raises FencedError if another process has taken the log over."""
+        self._catch_up()
+        self._check_owner()
 
     def restore_ballast(self) -> None:
         """Reserves the space that an append may need on a full file system, if there is some."""

@@ -115,6 +115,9 @@ class Owner:
                 raise
             self._drop_spares()
             info = self._write(record, columns)
+        except BusError:
+            self._log.check_fenced()  # whoever took over deletes what lies in this owner's folder
+            raise
         record = record._replace(
             uuid=info.uuid, length=info.length, rows=info.rows, tokens=info.tokens
         )

@@ -3,7 +3,7 @@
 import pytest
 from e2e_runs import cli, events_of, is_over, submit, wait_until
 
-STEPS = 10
+STEPS = 14
 
 
 @pytest.mark.parametrize("max_staleness", [0, 3])  # of 1: test_slurm_job
@@ -31,4 +31,4 @@ def test_the_lag_reaches_the_bound_but_never_passes_it_and_the_policy_learns(
     assert len(lags) == STEPS and max(lags) == max_staleness
     # The plan keeps the oldest token of each batch: a witness that does not ask the trainer.
     assert progress["max_staleness_seen"] == max_staleness
-    assert progress["heldout_after"] > progress["heldout_before"] + 0.05, progress
+    assert progress["heldout_after"] > progress["heldout_before"] + 0.1, progress
