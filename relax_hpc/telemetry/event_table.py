@@ -81,6 +81,7 @@ EVENTS: dict[str, EventKind] = {
         "rollout",
         "prompt groups are committed to the bus",
         {
+            "seconds": "that the commit took",
             "first_guid": "",
             "num_groups": "",
             "num_trajectories": "",

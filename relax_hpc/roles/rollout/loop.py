@@ -170,10 +170,12 @@ class Outbox:
 
 def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWriter) -> None:
     """Commits finished groups as one shard and says so."""
+    start = time.perf_counter()
     producer.put(groups)
     rows = [row for group in groups for row in group.trajectories]
     events.emit(
         "shard",
+        seconds=round(time.perf_counter() - start, 4),
         first_guid=min(group.guid for group in groups),
         num_groups=len(groups),
         num_trajectories=len(rows),
