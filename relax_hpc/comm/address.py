@@ -1,4 +1,4 @@
-"""Where this node can be reached, and sockets that listen there and nowhere else."""
+"""The address at which this node is reached, and sockets that listen there and nowhere else."""
 
 import socket
 

@@ -30,7 +30,7 @@ class Transfer:
         self._work, self._tensor = work, tensor
 
     def order_after(self) -> None:
-        """What the current stream does next happens after it; on CPU, waits for it."""
+        """Makes what the current stream does next happen after it; on CPU, waits for it."""
         self._work.wait()
 
     def wait(self, deadline: float, give_up: Callable[[], None] = lambda: None) -> None:

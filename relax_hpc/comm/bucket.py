@@ -34,7 +34,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which tensors travel together, in which order: fixed for a run, equal on all sides."""
+    """A cut of the tensors into buckets, in order: fixed for a run, equal on all sides."""
 
     buckets: tuple[tuple[Spec, ...], ...]
 

@@ -127,7 +127,7 @@ def _proof(key: bytes, who: str, hello: bytes, nonce: bytes) -> bytes:
 
 
 def _mac(key: bytes, count: int, content: bytes) -> bytes:
-    """Of a length (8 bytes) or of a digest (32 bytes), so neither passes for the other."""
+    """Signs a length (8 bytes) or a digest (32 bytes), so neither passes for the other."""
     return hmac.digest(key, struct.pack(">Q", count) + content, "sha256")
 
 

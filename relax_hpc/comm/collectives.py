@@ -1,4 +1,4 @@
-"""What ranks of a torch group tell each other that is not a tensor: as JSON.
+"""Collectives of a torch group for values that are no tensors: as JSON.
 
 torch's own collectives of objects unpickle what comes, and its groups ask nobody who he is.
 

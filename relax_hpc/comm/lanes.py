@@ -30,7 +30,7 @@ _POLL_S = 1e-4
 
 
 class Store:
-    """What ranks of the trainer and of engines say to each other."""
+    """A store of keys and texts through which ranks of the trainer and of engines speak."""
 
     def __init__(self, host: str, port: int, store: dist.Store) -> None:
         self.host, self.port, self._store = host, port, store
@@ -48,7 +48,7 @@ class Store:
 
     @classmethod
     def connect(cls, address: str, timeout_s: float) -> "Store":
-        """Of an engine, to which an order said where it is.
+        """Connects an engine to the store whose address an order named.
 
         Raises:
             DistError: it is not there.
@@ -98,7 +98,7 @@ class Giver:
         self._count = itertools.count()
 
     def begin(self, serial: str, check: Callable[[], None]) -> None:
-        """What is started from here on belongs to the order `serial`.
+        """Counts what is started from here on to the order `serial`.
 
         Args:
             check: called while it waits for the engine; what it raises ends the wait.
@@ -146,7 +146,7 @@ class _Handover:
 
 
 class NoWire:
-    """Of a rank beside which there is no engine to be given anything."""
+    """The wire of a rank beside which there is no engine to be given anything."""
 
     def start(self, tensor: Tensor) -> "NoWire":
         return self

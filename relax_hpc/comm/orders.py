@@ -1,4 +1,4 @@
-"""What a trainer asks of the engines of a weight group, and what they answer.
+"""The orders of a trainer to the engines of a weight group, and their answers.
 
 An order goes to an engine over HTTP; what it refers to, and the answers of its ranks, lie in the
 store of the group, or beside the files. So an answer comes from where the work was done, and a rank
@@ -13,14 +13,14 @@ from typing import Literal
 Task = Literal["prepare", "receive", "check", "compare", "count"]
 
 LOADER = "relax_hpc.engines.sglang.receive.receive"
-"""What SGLang's `--custom-weight-loader` and `load_format` call our receiver."""
+"""Name of our receiver for SGLang's `--custom-weight-loader` and `load_format`."""
 PLAN = "plan"
 """Key of the bucket plan in the store."""
 
 
 @dataclass
 class Order:
-    """What the trainer asks for."""
+    """A task that the trainer gives to one rank of an engine."""
 
     serial: str
     """Names the answer; never used twice."""
@@ -33,9 +33,9 @@ class Order:
     store: str = ""
     """"host:port" of a store, where it is not that of the group; see `comm.lanes`."""
     lane: int = -1
-    """Of the rank that gets the order."""
+    """Lane of the rank that gets the order; -1 where there is none."""
     folder: str = ""
-    """Of a snapshot, to compare with."""
+    """Folder of the snapshot to compare with."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -43,19 +43,19 @@ class Order:
 
 @dataclass
 class Receipt:
-    """What one rank of an engine did."""
+    """The answer of one rank of an engine: what it did, and how long that took."""
 
     error: str = ""
     idle_seconds: float = 0.0
-    """Until the GPU had done what was begun before the pause."""
+    """Wait until the GPU had done what was begun before the pause."""
     wire_seconds: float = 0.0
-    """From the first byte asked for to the last one received."""
+    """Time from the first byte asked for to the last one received."""
     load_seconds: float = 0.0
-    """From then on, until the last byte was in its place."""
+    """Time from then on, until the last byte was in its place."""
     fallback: list[str] = field(default_factory=list)
     """Reasons why buckets go through the model's own loader, which is slow."""
     fingerprints: list[int] = field(default_factory=list)
-    """Of the buckets, if it is a check; checksums of the files that were compared with."""
+    """Fingerprints of the buckets in a check; checksums of the files in a comparison."""
     differing: int = 0
     """Slices of parameters that do not hold what they should; of a check or a comparison."""
     num_sampled: dict[str, int] | None = None
@@ -67,15 +67,15 @@ class Receipt:
 
 
 def key_of(serial: str, rank: int) -> str:
-    """Where the receipt of a rank of the group is left in the store."""
+    """Returns the key of the store under which a rank of the group leaves its receipt."""
     return f"receipt/{serial}/{rank}"
 
 
 def receipt_file(folder: str, serial: str, rank: int) -> Path:
-    """Where a rank of an engine leaves its receipt of a comparison with `folder`."""
+    """Returns the file in which a rank of an engine leaves its receipt of a comparison."""
     return Path(folder).parent / f".receipt-{serial}-{rank}.json"
 
 
 def abort_key(serial: str) -> str:
-    """What the trainer sets in the store when it gives up; ranks that wait look at it."""
+    """Returns the key that the trainer sets when it gives up; ranks that wait look at it."""
     return f"abort/{serial}"

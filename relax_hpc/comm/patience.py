@@ -1,4 +1,4 @@
-"""How long a rank of an engine waits for the trainer."""
+"""The limits of a rank of an engine that waits for the trainer."""
 
 import time
 
@@ -7,12 +7,12 @@ import torch.distributed as dist
 from relax_hpc.comm.orders import Order, abort_key
 
 _LOOK_S = 0.1
-"""Between looks whether the trainer gave up."""
+"""Interval of looks whether the trainer gave up."""
 GIVEN_UP = "the trainer gave this update up"
 
 
 class Patience:
-    """Of one order."""
+    """The wait of a rank for one order."""
 
     def __init__(self, order: Order, store: dist.Store) -> None:
         self.deadline = time.monotonic() + order.timeout_s

@@ -1,4 +1,4 @@
-"""Which process is meant."""
+"""The identity of a process, which outlives the reuse of ids."""
 
 from dataclasses import dataclass
 

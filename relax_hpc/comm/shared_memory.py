@@ -24,7 +24,7 @@ class SharedMemory(NamedTuple):
 
     tensor: Tensor
     address: str
-    """For `attach`, of the same user."""
+    """Text from which `attach` finds it, in a process of the same user."""
 
 
 def allocate(num_bytes: int, device: torch.device) -> SharedMemory:
@@ -101,6 +101,6 @@ def _fixed_segments() -> Iterator[None]:
 
 
 def _set_allocator(settings: str) -> None:
-    """By the name that torch of this version has for it."""
+    """Calls the setter by the name that this version of torch has for it."""
     newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     (newer or torch.cuda.memory._set_allocator_settings)(settings)

@@ -18,7 +18,7 @@ from relax_hpc.run_secret import derive
 
 _POLL_S = 0.05
 _CALL_S = 30.0
-"""Of one try to join; rank 0 may be busy with something that lets no other thread run."""
+"""Limit of one try to join; rank 0 may be busy with something that lets no other thread run."""
 _FAREWELL_S = 1.0
 _VALUE, _FAILURE = b"v", b"x"
 
@@ -34,7 +34,7 @@ class StarWorld:
     def __init__(
         self, rank: int, size: int, key: bytes, end: Hub | Channel | None, *, timeout_s: float
     ) -> None:
-        """Of `end`: the hub of rank 0, others' channel to it, or nothing if there is one rank."""
+        """Takes as `end` the hub of rank 0, others' channel to it, or None if there is one rank."""
         self.rank, self.size = rank, size
         self._key, self._timeout_s, self._splits = key, timeout_s, 0
         self._hub = end if isinstance(end, Hub) else None
@@ -91,19 +91,19 @@ class StarWorld:
         return StarWorld(rank, size, key, end, timeout_s=self._timeout_s)
 
     def _tell(self, value: Any) -> None:  # noqa: ANN401
-        """What rank 0 says to all."""
+        """Sends a value from rank 0 to all others."""
         self._wait_for_all()
         message = _VALUE + pickle.dumps(value) if self._channels else b""
         for rank in self._channels:
             self._send(rank, message)
 
     def _hear(self) -> list[Any]:
-        """What all others say to rank 0."""
+        """Returns what the others send to rank 0, a value each, in the order of ranks."""
         self._wait_for_all()
         deadline, values = time.monotonic() + self._timeout_s, []
-        for rank, its in self._channels.items():
+        for rank, peer in self._channels.items():
             try:
-                message = its.receive(timeout_s=max(deadline - time.monotonic(), _POLL_S))
+                message = peer.receive(timeout_s=max(deadline - time.monotonic(), _POLL_S))
             except TimeoutError:
                 later = [each for each in self._channels if each > rank]
                 silent = [each for each in later if not self._channels[each].has_spoken()]
@@ -156,11 +156,11 @@ class StarWorld:
         """Rank 0 tells the others, too, who else would only miss rank 0."""
         names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         text = f"{names} of the {self.size} of this component {what}"
-        for rank, its in self._channels.items():
+        for rank, peer in self._channels.items():
             if not self.rank and rank not in ranks:
                 with suppress(OSError):  # it is gone, too
-                    its.send(_FAILURE + text.encode(), timeout_s=_FAREWELL_S)
-            its.close()
+                    peer.send(_FAILURE + text.encode(), timeout_s=_FAREWELL_S)
+            peer.close()
         raise PeerTimeoutError(text) from cause
 
 

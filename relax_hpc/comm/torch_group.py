@@ -36,7 +36,7 @@ def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float
 
 
 def settle_nccl() -> None:
-    """What trainer and engines must agree on before either uses NCCL.
+    """Makes the settings that trainer and engines must agree on before either uses NCCL.
 
     SGLang sets the same for itself. Without the first, a broadcast between a trainer and an engine
     fails in the engine ("invalid argument") and hangs in the trainer.

@@ -1,4 +1,4 @@
-"""How buckets leave a process, whatever carries them."""
+"""The protocol by which buckets leave a process, whatever carries them."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -10,7 +10,7 @@ class Sending(Protocol):
     """A bucket under way."""
 
     def order_after(self) -> None:
-        """What the current stream does next happens after it."""
+        """Makes what the current stream does next happen after it."""
         ...
 
     def wait(self, deadline: float, give_up: Callable[[], None]) -> None:
