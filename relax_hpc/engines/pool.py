@@ -37,7 +37,7 @@ class Endpoint(NamedTuple):
     token: str
 
 
-Standing = Literal["serving", "held", "lost"]
+EngineState = Literal["serving", "held", "lost"]
 """serving: gets requests. held: finishes those it has. lost: they go on elsewhere at once."""
 
 
@@ -60,7 +60,7 @@ class _Engine:
     client: GenerationClient
     limit: int
     """Requests that may be in flight."""
-    standing: Standing = "held"
+    state: EngineState = "held"
     version: int = -1
     """-1: not known yet."""
     asked_at: float = 0.0
@@ -75,7 +75,7 @@ class _Engine:
 
     @property
     def usable(self) -> bool:
-        return self.standing == "serving" and time.monotonic() >= self.not_before
+        return self.state == "serving" and time.monotonic() >= self.not_before
 
     def is_known(self) -> bool:
         """Whether its version is: asked for lately, or said by its replies."""
@@ -127,18 +127,18 @@ class Pool:
 
     # Engines.
 
-    def enlist(self, standings: dict[Endpoint, Standing]) -> None:
-        """States the standing of every engine there is; one that is left out is lost."""
-        known = {(at.id, at.start): (at, standing) for at, standing in standings.items()}
-        for key, (endpoint, standing) in known.items():
-            if key not in self._engines and standing != "lost":
+    def enlist(self, states: dict[Endpoint, EngineState]) -> None:
+        """Takes the state of every engine there is; one that is left out is lost."""
+        known = {(at.id, at.start): (at, state) for at, state in states.items()}
+        for key, (endpoint, state) in known.items():
+            if key not in self._engines and state != "lost":
                 self._engines[key] = _Engine(endpoint, self._connect(endpoint), self._most)
         ready = list[_Engine]()
         for key, engine in list(self._engines.items()):
-            before, engine.standing = engine.standing, known[key][1] if key in known else "lost"
-            if engine.standing == "lost":
+            before, engine.state = engine.state, known[key][1] if key in known else "lost"
+            if engine.state == "lost":
                 self._forget(engine)
-            elif engine.standing == "serving" != before:
+            elif engine.state == "serving" != before:
                 engine.serves_since = time.monotonic()
                 ready.append(engine)
         self._consider(*ready)
@@ -346,7 +346,7 @@ class Pool:
             engine.asked_at = time.monotonic()
 
     def _failed(self, engine: _Engine, error: EngineError) -> None:
-        if engine.standing == "lost" or time.monotonic() < engine.not_before:
+        if engine.state == "lost" or time.monotonic() < engine.not_before:
             return  # what ended with it is no further failure
         pause = min(_PAUSE_S * 2**engine.failures, _LONGEST_PAUSE_S)
         engine.failures += 1
@@ -355,7 +355,7 @@ class Pool:
         asyncio.get_running_loop().call_later(pause, self._consider, engine)
 
     def _forget(self, engine: _Engine) -> None:
-        engine.standing = "lost"
+        engine.state = "lost"
         self._begin(engine.client.aclose())
         del self._engines[engine.endpoint.id, engine.endpoint.start]
         for home in [home for home, at in self._homes.items() if at is engine]:
@@ -366,7 +366,7 @@ class Pool:
 
     def _explain(self, min_version: int) -> str:
         states = ", ".join(
-            f"{e.endpoint.id} ({e.endpoint.url}) {e.standing}, version {e.version}"
+            f"{e.endpoint.id} ({e.endpoint.url}) {e.state}, version {e.version}"
             for e in self._engines.values()
         )
         return (

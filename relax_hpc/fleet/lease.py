@@ -1,4 +1,4 @@
-"""Who has the lease on GPUs that the trainer shares with its engines: one record of rank 0's.
+"""The lease on GPUs that the trainer shares with its engines: one record that rank 0 writes.
 
 An engine says STARTING before it looks here, and takes no memory unless engines have the lease;
 rank 0 gives the lease to the trainer before it looks who is STARTING. So both notice.
@@ -14,7 +14,7 @@ Holder = Literal["trainer", "engines"]
 
 class Lease(NamedTuple):
     attempt: str
-    """Of the job; the lease of an earlier one means nothing."""
+    """Attempt of the job; the lease of an earlier one means nothing."""
     holder: Holder
 
 

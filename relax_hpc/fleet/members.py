@@ -36,7 +36,7 @@ class Member(NamedTuple):
     transport: Transport = "collective"
     """How weights get to it, if its pool follows the policy."""
     pool: str = "rollout"
-    """Of engines, as the job names it."""
+    """Name of the pool in the job: its table is `[engines.NAME]`."""
 
     @property
     def takes_orders(self) -> bool:

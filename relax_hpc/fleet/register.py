@@ -1,4 +1,4 @@
-"""What rank 0 of the trainer knows of the engines, and says in the roster."""
+"""The engines as rank 0 of the trainer knows them, and publishes them in the roster."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from threading import RLock
 from relax_hpc.fleet import members
 from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Holding, HoldingState, Roster
+from relax_hpc.fleet.roster import Roster, RosterEntry, RosterState
 from relax_hpc.paths import RunPaths
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Register:
         self.paths, self._ids, self._connect = paths, ids, connect
         self.version = -1
         """The newest that engines were given, or are being given."""
-        self._holdings: dict[Key, Holding] = {}
+        self._entries: dict[Key, RosterEntry] = {}
         self._clients: dict[Key, EngineControl] = {}
         self._released: dict[Key, list[str]] = {}
         self._lock = RLock()
@@ -51,7 +51,7 @@ class Register:
         self._torn = {(name, h.start) for name, h in held if h.state == "SYNCING"}
 
     def take_over(self) -> None:
-        """Believes the last roster as far as it says who sleeps.
+        """Takes over from the last roster who sleeps.
 
         Of an engine that was being changed nobody knows which memory it has: it is fenced.
         """
@@ -59,27 +59,27 @@ class Register:
         if last is None:
             return
         self.version = last.version
-        for name, holding in last.members.items():
-            key = name, holding.start
-            if holding.state == "ASLEEP":
-                self._holdings[key], self._released[key] = holding, list(MEMORY)
-            elif holding.state == "SYNCING":
+        for name, entry in last.members.items():
+            key = name, entry.start
+            if entry.state == "ASLEEP":
+                self._entries[key], self._released[key] = entry, list(MEMORY)
+            elif entry.state == "SYNCING":
                 reason = "the trainer died while it was updated, fell asleep or woke"
-                self._holdings[key] = Holding(holding.start, None, "FENCED", reason)
+                self._entries[key] = RosterEntry(entry.start, None, "FENCED", reason)
 
     def known(self) -> list[Member]:
-        """All that are healthy, as their owners say."""
+        """Returns the members that are healthy, as their owners say."""
         return members.read(self.paths, self._ids())
 
     def announced(self) -> list[Member]:
-        """All there are records of, in whatever state."""
+        """Returns the members that there are records of, in whatever state."""
         found = (members.find(self.paths, member) for member in self._ids())
         return [member for member in found if member is not None]
 
     def live(
         self, threads: ThreadPoolExecutor, *, without: Callable[[Member], bool] = lambda _: False
     ) -> dict[Member, EngineControl]:
-        """Those that answer, without the fenced ones, and others that are not to be asked."""
+        """Returns the members that answer, without the fenced ones and those that `without` picks."""
         candidates = {
             member: self.client(member)
             for member in self.known()
@@ -93,34 +93,34 @@ class Register:
             self._clients[key_of(member)] = self._connect(member)
         return self._clients[key_of(member)]
 
-    def state(self, member: Member) -> HoldingState | None:
+    def state(self, member: Member) -> RosterState | None:
         """None if it was never given anything."""
-        holding = self._holdings.get(key_of(member))
-        return holding.state if holding else None
+        entry = self._entries.get(key_of(member))
+        return entry.state if entry else None
 
     def is_torn(self, member: Member) -> bool:
         """Whether the trainer before died while it updated it: what it holds is undefined."""
         return key_of(member) in self._torn
 
     def holds(self) -> list[int | None]:
-        """Versions of those that are active."""
+        """Returns the versions of the active members."""
         with self._lock:
-            return [h.version for h in self._holdings.values() if h.state == "ACTIVE"]
+            return [h.version for h in self._entries.values() if h.state == "ACTIVE"]
 
     def is_current(self, member: Member) -> bool:
         """Whether nothing is to be done about it until the next version."""
-        holding = self._holdings.get(key_of(member))
-        if holding is None:
+        entry = self._entries.get(key_of(member))
+        if entry is None:
             return False
-        return holding.state == "FENCED" or holding.version == self.version
+        return entry.state == "FENCED" or entry.version == self.version
 
     def note(
-        self, member: Member, state: HoldingState, reason: str = "", *, version: int | None = None
+        self, member: Member, state: RosterState, reason: str = "", *, version: int | None = None
     ) -> None:
         """`version` is that of an ACTIVE one, if it is not the newest."""
         held = self.version if version is None else version
         with self._lock:
-            self._holdings[key_of(member)] = Holding(
+            self._entries[key_of(member)] = RosterEntry(
                 member.start, held if state == "ACTIVE" else None, state, reason
             )
         if state == "ASLEEP":
@@ -142,7 +142,7 @@ class Register:
         """Publishes the roster."""
         known = set(self._ids())
         with self._lock:
-            newest = {name: h for (name, _), h in self._holdings.items() if name in known}
+            newest = {name: h for (name, _), h in self._entries.items() if name in known}
             Roster(self.version, newest).write(self.paths)
 
 

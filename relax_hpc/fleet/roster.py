@@ -1,4 +1,4 @@
-"""What the trainer knows of every engine's weights: one record that it alone writes."""
+"""The roster: every engine's weights as the trainer knows them, in a record it alone writes."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Literal, Self
@@ -6,19 +6,19 @@ from typing import Literal, Self
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
-HoldingState = Literal["SYNCING", "ACTIVE", "ASLEEP", "FENCED"]
+RosterState = Literal["SYNCING", "ACTIVE", "ASLEEP", "FENCED"]
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """The weights of one engine."""
+class RosterEntry:
+    """The weights that one engine has."""
 
     start: str
-    """Of the member record that this is about."""
+    """Start of the member that this is about."""
     version: int | None
     """Policy version; None while it is undefined. That of an engine which takes long to load may
     be older than the roster's."""
-    state: HoldingState
+    state: RosterState
     """SYNCING: its weights or its memory are being changed. ASLEEP: it has given its memory to the
     trainer on its GPUs. FENCED: the weights are undefined, and stay so until its owner has
     restarted it."""
@@ -32,15 +32,15 @@ class Roster:
 
     version: int
     """The newest policy version that engines were given."""
-    members: dict[str, Holding] = field(default_factory=dict)
+    members: dict[str, RosterEntry] = field(default_factory=dict)
 
     def serves(self, member: str, start: str) -> bool:
         """Whether that start of `member` holds the newest version, so it may be sent requests."""
-        holding = self.members.get(member)
+        entry = self.members.get(member)
         return (
-            holding is not None
-            and (holding.start, holding.state) == (start, "ACTIVE")
-            and holding.version == self.version
+            entry is not None
+            and (entry.start, entry.state) == (start, "ACTIVE")
+            and entry.version == self.version
         )
 
     def write(self, paths: RunPaths) -> None:
@@ -52,5 +52,5 @@ class Roster:
         record = read_json(paths.roster)
         if record is None:
             return None
-        members = {name: Holding(**holding) for name, holding in record["members"].items()}
+        members = {name: RosterEntry(**entry) for name, entry in record["members"].items()}
         return cls(record["version"], members)

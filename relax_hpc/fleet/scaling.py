@@ -15,12 +15,12 @@ Kind = Literal["out", "in"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What somebody asked for. Its target is absolute, so asking twice is asking once."""
+    """A request to scale. The target is absolute, so asking twice is asking once."""
 
     id: int
     kind: Kind
     engines: int
-    """That the run shall have in all, those it started with included."""
+    """Engines that the run shall have in all, those it started with included."""
     member: str | None
     """The one to be removed; None leaves the choice to the scaler."""
     drain_s: float
@@ -35,10 +35,10 @@ class Request:
         return None if record is None else cls(**record)
 
     def asks_the_same(self, other: "Request") -> bool:
-        mine, its = (
+        mine, others = (
             (each.kind, each.engines, each.member, each.transport) for each in (self, other)
         )
-        return mine == its
+        return mine == others
 
     def __str__(self) -> str:
         engines = f"{self.engines} engine{'s' if self.engines > 1 else ''}"
@@ -49,7 +49,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What has become of a request."""
+    """The state of a request, and what a rollback of it needs."""
 
     state: Literal["PENDING", "DONE", "FAILED", "CANCELLED"]
     before: int
@@ -78,7 +78,7 @@ class Extra:
     ending: Literal["", "GONE", "FAILED", "CANCELLED"] = ""
     """Told to end; what it is when it has."""
     end_by: float = 0.0
-    """When patience with that ends."""
+    """Time at which patience with that ends, as of `time.time`."""
     was_active: bool = False
     transport: Transport | None = None
     """How weights get to it, if not as `weights.transport` says."""
@@ -103,12 +103,12 @@ class Extra:
 
 @dataclass(slots=True)
 class ScaleState:
-    """All that the scaler has to remember, should it be started again."""
+    """The memory of the scaler, should it be started again."""
 
     attempt: str
-    """Of the job whose steps these are: job id and restart count."""
+    """Attempt of the job whose steps these are: job id and restart count."""
     engines: int
-    """That the run shall have in all."""
+    """Engines that the run shall have in all."""
     nodes: list[str]
     """Nodes that rollout holds besides those it started on."""
     per_node: int
@@ -116,7 +116,7 @@ class ScaleState:
     requests: dict[int, Outcome] = field(default_factory=dict)
     extras: dict[str, Extra] = field(default_factory=dict)
     transport: Transport | None = None
-    """Of engines that are added from here on, those that replace others included."""
+    """Transport to engines that are added from here on, those that replace others included."""
 
     @property
     def live(self) -> list[Extra]:
@@ -124,7 +124,7 @@ class ScaleState:
 
     @property
     def staying(self) -> list[Extra]:
-        """Those that are not on their way out."""
+        """Returns the engines that are not on their way out."""
         return [extra for extra in self.live if not extra.ending]
 
     @property

@@ -1,4 +1,4 @@
-"""Where an engine stands: what its owner says of it, joined with what the trainer says."""
+"""The standing of an engine: what the owner says of it, joined with what the trainer says."""
 
 from typing import Literal
 
@@ -26,7 +26,7 @@ def standing(member: Member | None, roster: Roster | None) -> Standing:
         return member.state
     if roster.serves(member.id, member.start):
         return "ACTIVE"
-    holding = roster.members.get(member.id)
-    if holding is None or holding.start != member.start or holding.state == "ACTIVE":
+    entry = roster.members.get(member.id)
+    if entry is None or entry.start != member.start or entry.state == "ACTIVE":
         return "HEALTHY"
-    return holding.state
+    return entry.state

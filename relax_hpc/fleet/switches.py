@@ -1,4 +1,4 @@
-"""How far every request of an engine was when its policy changed: which tokens are whose.
+"""The progress of every request of an engine when its policy changed: which tokens are whose.
 
 The trainer learns it from the receipts of an update, and leaves it in the run directory for those
 whose requests they are. A request that is not named had no token yet.
@@ -19,7 +19,7 @@ from relax_hpc.records import read_json, write_json
 log = logging.getLogger(__name__)
 
 _KEPT = 32
-"""Versions."""
+"""Number of versions that are kept."""
 _WAIT_S, _POLL_S = 60.0, 0.02
 """The record of a version is written when all its engines go on; with files some do so earlier."""
 Counts = Mapping[str, int]
@@ -73,7 +73,7 @@ class Switches:
         return found | {now: newest}
 
     async def _at(self, version: int) -> Counts | None:
-        """Read once for all that ask."""
+        """Returns the counts of a version, read once for all that ask."""
         if version not in self._found:
             self._found = {v: task for v, task in self._found.items() if v > version - _KEPT}
             self._found[version] = asyncio.create_task(_read(self._path(version)))

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 from relax_hpc.config.engines import ROLLOUT, EnginePool
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Sampling
-from relax_hpc.engines.pool import Endpoint, Pool, Standing
+from relax_hpc.engines.pool import Endpoint, EngineState, Pool
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
@@ -176,7 +176,7 @@ class PoolClient:
     async def _look(self) -> bool:
         """Brings the pool up to date. Returns whether its engines will soon serve again."""
         roster = await asyncio.to_thread(Roster.read, self._paths) if self._follows else None
-        self._pool.enlist(await asyncio.to_thread(self._standings, roster))
+        self._pool.enlist(await asyncio.to_thread(self._engine_states, roster))
         if roster is None:
             return False
         states = {roster.members[name].state for name in self._ids if name in roster.members}
@@ -184,18 +184,18 @@ class PoolClient:
             self._served_at = time.monotonic()  # the trainer has its GPUs, and gives them back
         return not states.isdisjoint({"ASLEEP", "SYNCING"})
 
-    def _standings(self, roster: Roster | None) -> dict[Endpoint, Standing]:
+    def _engine_states(self, roster: Roster | None) -> dict[Endpoint, EngineState]:
         added = [name for name in (roster.members if roster else ()) if name.startswith(_ADDED)]
         found = [members.find(self._paths, name) for name in (*self._ids, *added)]
         return {
-            self._endpoint(member): self._standing(member, roster)
+            self._endpoint(member): self._state_of(member, roster)
             for member in found
             if member is not None and member.url and member.pool == self._name
         }
 
-    def _standing(self, member: Member, roster: Roster | None) -> Standing:
+    def _state_of(self, member: Member, roster: Roster | None) -> EngineState:
         own = member.id in self._ids and self._serves_at_once
-        return standing(member, roster, own=own)
+        return engine_state(member, roster, own=own)
 
     def _endpoint(self, member: Member) -> Endpoint:
         token = self._secret.engine_token(member.id, member.start)
@@ -257,7 +257,7 @@ def open_pool(run_dir: Path, name: str, *, stop_token: int) -> PoolClient:
     return client_of(config, paths, name, stop_token=stop_token)
 
 
-def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:
+def engine_state(member: Member, roster: Roster | None, *, own: bool) -> EngineState:
     """What may be done with an engine.
 
     Before the first update an engine has the first policy, and where weights stay as they are there
@@ -269,7 +269,7 @@ def standing(member: Member, roster: Roster | None, *, own: bool) -> Standing:
         return "lost"
     if roster is None:
         return "serving" if own else "held"
-    holding = roster.members.get(member.id)
-    if holding is not None and (holding.start, holding.state) == (member.start, "FENCED"):
+    entry = roster.members.get(member.id)
+    if entry is not None and (entry.start, entry.state) == (member.start, "FENCED"):
         return "lost"
     return "serving" if roster.serves(member.id, member.start) else "held"

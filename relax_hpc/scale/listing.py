@@ -120,13 +120,13 @@ def _initial(paths: RunPaths, names: Sequence[str], roster: Roster | None) -> li
     rows = []
     for name in names:
         record, member = paths.member(name), members.find(paths, name)
-        holding = roster.members.get(name) if roster else None
+        entry = roster.members.get(name) if roster else None
         rows.append(
             Row(
                 name,
                 standing(member, roster),
                 nodes.get(name.split(".")[0], ""),
-                holding.version if holding else None,
+                entry.version if entry else None,
                 record.stat().st_mtime if member else None,
                 None,
             )

@@ -138,8 +138,6 @@ def kill(event, pid):
 
 def wait_until_asleep(run_dir):
     deadline = time.monotonic() + 60
-    while {holding.state for holding in Roster.read(RunPaths(run_dir)).members.values()} != {
-        "ASLEEP"
-    }:
+    while {entry.state for entry in Roster.read(RunPaths(run_dir)).members.values()} != {"ASLEEP"}:
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -12,7 +12,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
 from relax_hpc.fleet import members
-from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.host import EngineHost
@@ -61,8 +61,8 @@ class Hosted:
         return now
 
     def sync(self, *, start="7.0-2-1", state="ACTIVE", reason=""):
-        holding = Holding(start, 1, state, reason)
-        Roster(1, {"rollout-0": holding}).write(self.paths)
+        entry = RosterEntry(start, 1, state, reason)
+        Roster(1, {"rollout-0": entry}).write(self.paths)
 
 
 def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tmp_path):

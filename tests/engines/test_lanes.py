@@ -71,8 +71,8 @@ def test_a_tensor_that_engines_do_not_know_is_named_and_no_rank_waits_for_it(hou
                 assert done["members"] == []
                 fenced, again = fenced + done["fenced"], done["again"]
         assert sorted(fenced) == house.ids
-        for holding in house.roster.members.values():
-            assert (holding.state, named in holding.reason) == ("FENCED", True), holding
+        for entry in house.roster.members.values():
+            assert (entry.state, named in entry.reason) == ("FENCED", True), entry
         assert all(engine.alive for engine in house.engines)
     house.announce()
     with trainer(house) as ranks:

@@ -57,13 +57,13 @@ def endpoint(engine, name):
     return Endpoint(name, "0", engine.url, engine.token)
 
 
-def make_pool(engines, patience_s=20.0, max_in_flight=64, standing="serving"):
+def make_pool(engines, patience_s=20.0, max_in_flight=64, state="serving"):
     pool = Pool(
         lambda at: GenerationClient(at.url, at.token, tokens_per_chunk=4),
         max_in_flight=max_in_flight,
         patience_s=patience_s,
     )
-    pool.enlist({endpoint(e, f"e{i}"): standing for i, e in enumerate(engines)})
+    pool.enlist({endpoint(e, f"e{i}"): state for i, e in enumerate(engines)})
     return pool
 
 

@@ -167,7 +167,7 @@ def test_a_tensor_of_another_shape_fences_the_engines_and_names_what_is_wrong(ho
             assert done["members"] == []
     assert sorted(fenced) == house.ids
     roster = house.roster
-    assert all("64" in holding.reason for holding in roster.members.values()), roster
+    assert all("64" in entry.reason for entry in roster.members.values()), roster
     assert all(engine.alive for engine in house.engines)
     house.announce()
     with trainer(house) as ranks:

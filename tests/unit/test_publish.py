@@ -17,7 +17,7 @@ from relax_hpc.errors import EngineError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.register import Register
-from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.paths import RunPaths
 from relax_hpc.weights.exchange import MemberError
 from relax_hpc.weights.publish import Publisher
@@ -90,8 +90,8 @@ def house(tmp_path):
             )
 
         def holds(self, member):
-            holding = Roster.read(paths).members[member]
-            return holding.state, holding.version
+            entry = Roster.read(paths).members[member]
+            return entry.state, entry.version
 
         def wait_for(self, member, *state):
             deadline = time.monotonic() + 30
@@ -168,7 +168,7 @@ def test_engines_do_not_go_back_when_a_trainer_resumes_from_an_older_checkpoint(
 
 def test_after_a_trainer_died_in_an_update_every_engine_is_given_weights_again(house):
     engine = house.start("rollout-0", version=12)
-    torn = Holding("1", None, "SYNCING")
+    torn = RosterEntry("1", None, "SYNCING")
     Roster(13, members={"rollout-0": torn}).write(house.paths)
     resumed = house.publisher()
     assert resumed.publish(10, weights(10)).members == ["rollout-0"]

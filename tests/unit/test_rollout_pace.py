@@ -6,9 +6,9 @@ from test_rollout_backpressure import Events, config
 from relax_hpc import job_file
 from relax_hpc.errors import ConfigError
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.roles.rollout import loop as rollout
-from relax_hpc.sampling.client import standing
+from relax_hpc.sampling.client import engine_state
 from relax_hpc.schema import PromptGroup
 
 
@@ -85,7 +85,7 @@ def member(state="HEALTHY", start="a"):
 
 
 def roster(version=3, state="ACTIVE", start="a", at=3):
-    return Roster(version, {"extra-1": Holding(start, at, state)})
+    return Roster(version, {"extra-1": RosterEntry(start, at, state)})
 
 
 @pytest.mark.parametrize(
@@ -109,4 +109,4 @@ def roster(version=3, state="ACTIVE", start="a", at=3):
 def test_only_an_engine_whose_records_agree_on_the_newest_policy_is_sent_requests(
     record, known, own, expected
 ):
-    assert standing(record, known, own=own) == expected
+    assert engine_state(record, known, own=own) == expected

@@ -14,7 +14,7 @@ from relax_hpc.environments.session import How
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.sampling import client as sampling_client
@@ -40,8 +40,8 @@ class Pool:
         self.asked.append((prompt, seed, sampling, min_version, homes, draft))
         return "the response"
 
-    def enlist(self, standings):
-        self.standings = standings
+    def enlist(self, states):
+        self.states = states
 
     async def adapt(self):
         pass
@@ -104,16 +104,16 @@ def test_a_task_asks_its_own_engines_and_those_that_were_added_but_not_its_neigh
         announce(paths, name)
     announce(paths, "rollout-0.1", url="")
     assert asyncio.run(sampler._look()) is False
-    assert sampler._pool.standings == {at("rollout-0.0"): "serving"}  # with the first policy
-    active = Holding("1", 4, "ACTIVE")
+    assert sampler._pool.states == {at("rollout-0.0"): "serving"}  # with the first policy
+    active = RosterEntry("1", 4, "ACTIVE")
     names = ("rollout-0.0", "rollout-1.0", "extra-2")
     Roster(4, dict.fromkeys(names, active)).write(paths)
     assert asyncio.run(sampler._look()) is False
-    assert sampler._pool.standings == {at("rollout-0.0"): "serving", at("extra-2"): "serving"}
-    Roster(4, {"rollout-0.0": Holding("1", None, "SYNCING")}).write(paths)
+    assert sampler._pool.states == {at("rollout-0.0"): "serving", at("extra-2"): "serving"}
+    Roster(4, {"rollout-0.0": RosterEntry("1", None, "SYNCING")}).write(paths)
     assert asyncio.run(sampler._look()) is True  # soon again
-    assert sampler._pool.standings == {at("rollout-0.0"): "held"}
-    Roster(4, {"rollout-1.0": Holding("1", None, "SYNCING")}).write(paths)
+    assert sampler._pool.states == {at("rollout-0.0"): "held"}
+    Roster(4, {"rollout-1.0": RosterEntry("1", None, "SYNCING")}).write(paths)
     assert asyncio.run(sampler._look()) is False  # a neighbour's
 
 
@@ -121,7 +121,7 @@ def test_an_engine_that_begins_without_weights_is_held_until_it_is_given_some(sa
     sampler, paths = sampler_of(weights__quantize="fp8", engines__rollout__kind="sglang")
     announce(paths, "rollout-0")
     asyncio.run(sampler._look())
-    assert sampler._pool.standings == {at("rollout-0"): "held"}
+    assert sampler._pool.states == {at("rollout-0"): "held"}
 
 
 def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, monkeypatch):
@@ -129,7 +129,7 @@ def test_while_engines_sleep_for_the_trainer_nobody_loses_patience(sampler_of, m
     monkeypatch.setattr(sampling_client.time, "monotonic", lambda: clock.now)
     sampler, paths = sampler_of(launch__peer_timeout_s=10)
     sampler._pool.now = None
-    Roster(4, {"rollout-0": Holding("1", 4, "ASLEEP")}).write(paths)
+    Roster(4, {"rollout-0": RosterEntry("1", 4, "ASLEEP")}).write(paths)
     clock.now = 500.0
     assert asyncio.run(sampler._look()) is True
     assert asyncio.run(sampler.version()) is None
@@ -166,12 +166,12 @@ def test_a_fixed_pool_serves_as_it_was_loaded_and_no_roster_or_other_pool_counts
     sampler, paths = sampler_of(own=None, name="judge", engines__judge__count=2)
     for name, pool in (("judge-0", "judge"), ("judge-1", "judge"), ("rollout-0", "rollout")):
         members.announce(paths, Member(name, "1", "http://x", 1, "embedded", "HEALTHY", pool=pool))
-    Roster(4, {"rollout-0": Holding("1", 4, "ACTIVE")}).write(paths)
+    Roster(4, {"rollout-0": RosterEntry("1", 4, "ACTIVE")}).write(paths)
     assert asyncio.run(sampler._look()) is False
-    assert sampler._pool.standings == {at("judge-0"): "serving", at("judge-1"): "serving"}
+    assert sampler._pool.states == {at("judge-0"): "serving", at("judge-1"): "serving"}
     announce(paths, "judge-1", state="STARTING")  # what has that name says it is of rollout's
     asyncio.run(sampler._look())
-    assert sampler._pool.standings == {at("judge-0"): "serving"}
+    assert sampler._pool.states == {at("judge-0"): "serving"}
 
 
 def test_a_pool_that_the_job_has_not_is_refused_by_name(sampler_of):

@@ -8,7 +8,7 @@ from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.fleet.scaling import Extra, ScaleState
 from relax_hpc.job_file import validate
 from relax_hpc.paths import RunPaths
@@ -68,8 +68,8 @@ class House:
         members.announce(self.paths, record)
 
     def hold(self, member, start="e1", version=None, state="ACTIVE"):
-        holding = Holding(start, self.version if version is None else version, state)
-        self.roster.members[member] = holding
+        entry = RosterEntry(start, self.version if version is None else version, state)
+        self.roster.members[member] = entry
         self.roster.write(self.paths)
 
     def obey(self):

@@ -110,6 +110,6 @@ def _leave_update(paths: RunPaths, member: str, ended: threading.Event) -> None:
     deadline = time.monotonic() + _UPDATE_S
     while time.monotonic() < deadline:
         roster = Roster.read(paths)
-        holding = roster.members.get(member) if roster else None
-        if holding is None or holding.state != "SYNCING" or ended.wait(_POLL_S):
+        entry = roster.members.get(member) if roster else None
+        if entry is None or entry.state != "SYNCING" or ended.wait(_POLL_S):
             return

@@ -22,7 +22,7 @@ from relax_hpc.engines.sglang.launch import check_recompute
 from relax_hpc.errors import EngineError
 from relax_hpc.fleet import lease, members
 from relax_hpc.fleet.members import Member, State
-from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.hosting import Hosting
@@ -233,10 +233,10 @@ class EngineHost:
             if time.monotonic() >= read_roster:
                 read_roster = time.monotonic() + _ROSTER_S
                 roster = Roster.read(self._paths)
-                holding = self._holding(roster)
-                if holding and holding.state == "SYNCING":  # it need not answer
+                entry = self._entry(roster)
+                if entry and entry.state == "SYNCING":  # it need not answer
                     pulse.excuse()
-                if why := _fenced(holding) or self._parts.end(self._member.start):
+                if why := _fenced(entry) or self._parts.end(self._member.start):
                     return why
             if (silent_s := pulse.silent_s) > self._hosting.hang_timeout_s:
                 engine.stop(_HUNG_GRACE_S)
@@ -246,10 +246,10 @@ class EngineHost:
                 )
         return None
 
-    def _holding(self, roster: Roster | None) -> Holding | None:
+    def _entry(self, roster: Roster | None) -> RosterEntry | None:
         """Of this very start."""
-        holding = roster.members.get(self._seat.id) if roster else None
-        return holding if holding and holding.start == self._member.start else None
+        entry = roster.members.get(self._seat.id) if roster else None
+        return entry if entry and entry.start == self._member.start else None
 
     def _new_member(self, start: int) -> Member:
         kind, context = self._spec.kind, self._context
@@ -276,9 +276,9 @@ class EngineHost:
             members.announce(self._paths, self._member)
 
 
-def _fenced(holding: Holding | None) -> str | None:
+def _fenced(entry: RosterEntry | None) -> str | None:
     """Why the weights are undefined; None if they are not."""
-    return f"was fenced: {holding.reason}" if holding and holding.state == "FENCED" else None
+    return f"was fenced: {entry.reason}" if entry and entry.state == "FENCED" else None
 
 
 def _in_short(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from relax_hpc.engines.sglang.launch import Share
 from relax_hpc.errors import EngineError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
-from relax_hpc.fleet.roster import Holding, Roster
+from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.roles.context import TaskContext
@@ -203,11 +203,11 @@ class Pulse:
         self.excused, self.silent_s = self.excused + 1, 0.0
 
 
-def watch(host, monkeypatch, engine, pulse, holding=None):
+def watch(host, monkeypatch, engine, pulse, entry=None):
     monkeypatch.setattr(engine_host, "_WATCH_S", 0.001)
     host._member = host._new_member(1)
-    if holding:
-        Roster(4, {"rollout-1": holding}).write(host._paths)
+    if entry:
+        Roster(4, {"rollout-1": entry}).write(host._paths)
     timer = threading.Timer(0.05, host.ask_to_stop)
     timer.start()
     try:
@@ -217,22 +217,22 @@ def watch(host, monkeypatch, engine, pulse, holding=None):
 
 
 @pytest.mark.parametrize(
-    ("engine", "silent_s", "holding", "why"),
+    ("engine", "silent_s", "entry", "why"),
     [
         (Process(), 0, None, None),
         (Process("was killed"), 0, None, "was killed while serving: OutOfMemoryError\nthe log"),
         (Process(), 121, None, "hangs: engine http has said nothing for 121 s"),
         (Process(), 119, None, None),
-        (Process(), 121, Holding("7.0-2-1", None, "SYNCING"), None),  # it need not answer
-        (Process(), 121, Holding("7.0-2-0", None, "SYNCING"), "hangs: "),  # its last start
-        (Process(), 0, Holding("7.0-2-1", None, "FENCED", "torn"), "was fenced: torn"),
-        (Process(), 0, Holding("7.0-2-0", None, "FENCED", "torn"), None),
+        (Process(), 121, RosterEntry("7.0-2-1", None, "SYNCING"), None),  # it need not answer
+        (Process(), 121, RosterEntry("7.0-2-0", None, "SYNCING"), "hangs: "),  # its last start
+        (Process(), 0, RosterEntry("7.0-2-1", None, "FENCED", "torn"), "was fenced: torn"),
+        (Process(), 0, RosterEntry("7.0-2-0", None, "FENCED", "torn"), None),
     ],
 )
 def test_an_engine_is_ended_when_it_died_hangs_or_is_fenced_in_this_very_start(
-    host_of, monkeypatch, engine, silent_s, holding, why
+    host_of, monkeypatch, engine, silent_s, entry, why
 ):
-    found = watch(host_of(), monkeypatch, engine, Pulse(silent_s), holding)
+    found = watch(host_of(), monkeypatch, engine, Pulse(silent_s), entry)
     assert found is None if why is None else found.startswith(why)
     assert bool(engine.stopped) == bool(why and why.startswith("hangs"))
 
@@ -328,8 +328,8 @@ def test_an_added_engine_serves_until_the_word_to_end_and_ends_if_its_engine_fai
 def test_an_engine_that_leaves_stays_to_the_end_of_an_update(tmp_path, monkeypatch):
     monkeypatch.setattr(extra_engine, "_POLL_S", 0.001)
     paths = RunPaths(tmp_path)
-    Roster(4, {"extra-1": Holding("e", None, "SYNCING")}).write(paths)
-    over = Roster(4, {"extra-1": Holding("e", 4, "ACTIVE")})
+    Roster(4, {"extra-1": RosterEntry("e", None, "SYNCING")}).write(paths)
+    over = Roster(4, {"extra-1": RosterEntry("e", 4, "ACTIVE")})
     looks = []
 
     class Waits(threading.Event):
