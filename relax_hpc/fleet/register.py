@@ -79,7 +79,7 @@ class Register:
     def live(
         self, threads: ThreadPoolExecutor, *, without: Callable[[Member], bool] = lambda _: False
     ) -> dict[Member, EngineControl]:
-        """Returns the members that answer, without the fenced ones and those that `without` picks."""
+        """Returns the members that answer; skips the fenced ones and those that `without` picks."""
         candidates = {
             member: self.client(member)
             for member in self.known()
