@@ -35,4 +35,4 @@ def measure(folder: Path | None) -> Iterator[Row]:
                 seconds = time.perf_counter() - start
                 yield Row(f"restart, 100,000 live rows, {what}", seconds, "s", aim=2.0)
                 for step in range(1, num_shards + 1):
-                    sequencer.next_batch(step, timeout_s=30)
+                    sequencer.next_portion(step, timeout_s=30)

@@ -29,7 +29,7 @@ def main(root: Path, shards: int) -> None:
     reader, groups = Reader(paths), short_groups(GROUPS)
     producer.put(groups)  # what happens once happens here
     _widen(writer)
-    sequencer.next_batch(1, timeout_s=30)
+    sequencer.next_portion(1, timeout_s=30)
     steps = range(2, shards + 2)
     begin("publish")
     for step in steps:
@@ -37,7 +37,7 @@ def main(root: Path, shards: int) -> None:
     begin("widen")
     _widen(writer)
     begin("admit")
-    records = [sequencer.next_batch(step, timeout_s=30) for step in steps]
+    records = [sequencer.next_portion(step, timeout_s=30) for step in steps]
     begin("read")
     for record in records:
         reader.rows(record, range(record.num_trajectories))

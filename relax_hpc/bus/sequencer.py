@@ -29,7 +29,6 @@ from relax_hpc.bus.plan import (
     IgnoredShard,
     PlanPosition,
     PlanRecord,
-    Sidecar,
     claim_fence,
     read_chain,
 )
@@ -137,16 +136,6 @@ class Sequencer:
     def num_planned(self) -> int:
         """Steps whose batch is planned as a whole."""
         return max(self._places, default=0)
-
-    def next_batch(
-        self, step: int, *, timeout_s: float, on_wait: Callable[[], None] | None = None
-    ) -> PlanRecord:
-        """The batch of `step` in one piece; see `next_portion`."""
-        self._step, self._cursor = step, 0
-        portions = [self.next_portion(step, timeout_s=timeout_s, on_wait=on_wait)]
-        while not portions[-1].last:
-            portions.append(self.next_portion(step, timeout_s=timeout_s, on_wait=on_wait))
-        return _joined(portions)
 
     def next_portion(
         self,
@@ -374,21 +363,3 @@ class Sequencer:
             del self._portions[old]
         for old in [old for old in self._places if old < step]:
             del self._places[old]
-
-
-def _joined(portions: Sequence[PlanRecord]) -> PlanRecord:
-    if len(portions) == 1:
-        return portions[0]
-    sampled = [p.policy_version_min for p in portions if p.policy_version_min >= 0]
-    sidecars: dict[str, dict[Role, Sidecar]] = {}
-    for portion in portions:
-        sidecars |= portion.sidecars
-    return portions[-1]._replace(
-        guids=[guid for portion in portions for guid in portion.guids],
-        parts=[part for portion in portions for part in portion.parts],
-        num_trajectories=sum(portion.num_trajectories for portion in portions),
-        num_tokens=sum(portion.num_tokens for portion in portions),
-        policy_version_min=min(sampled, default=-1),
-        portion=0,
-        sidecars=sidecars,
-    )

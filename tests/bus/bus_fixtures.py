@@ -49,6 +49,24 @@ def produce(paths, name, guids, *, per_shard=1, **kwargs):
             producer.put([group(g, **kwargs) for g in todo[lo : lo + per_shard]])
 
 
+def whole_batch(sequencer, step, *, timeout_s, on_wait=None):
+    """The portions of `step`, asked for until the last as the trainer does, as one record."""
+    portions = [sequencer.next_portion(step, timeout_s=timeout_s, on_wait=on_wait)]
+    while not portions[-1].last:
+        portions.append(sequencer.next_portion(step, timeout_s=timeout_s, on_wait=on_wait))
+    assert [portion.portion for portion in portions] == list(range(len(portions)))
+    sampled = [p.policy_version_min for p in portions if p.policy_version_min >= 0]
+    return portions[-1]._replace(
+        guids=[guid for portion in portions for guid in portion.guids],
+        parts=[part for portion in portions for part in portion.parts],
+        num_trajectories=sum(portion.num_trajectories for portion in portions),
+        num_tokens=sum(portion.num_tokens for portion in portions),
+        policy_version_min=min(sampled, default=-1),
+        portion=0,
+        sidecars={u: roles for portion in portions for u, roles in portion.sidecars.items()},
+    )
+
+
 def same(a, b):
     """Exact equality of two trajectories, dtypes included."""
     if isinstance(a, dict):

@@ -23,7 +23,7 @@ import time
 import traceback
 from pathlib import Path
 
-from bus_fixtures import PRODUCERS, group
+from bus_fixtures import PRODUCERS, group, whole_batch
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
@@ -117,7 +117,7 @@ def lead(root, *steps):
         if verb == "open":
             sequencer = Sequencer(BusPaths(root), PRODUCERS, prompts_per_step=P, position=None)
         elif verb == "batch":
-            print(sequencer.next_batch(int(word), timeout_s=TIMEOUT_S).guids, flush=True)
+            print(whole_batch(sequencer, int(word), timeout_s=TIMEOUT_S).guids, flush=True)
         elif verb == "advance":
             sequencer.advance(step=int(word), policy_version=int(word))
         else:
@@ -167,7 +167,7 @@ def train(root, groups, checkpoint):
     with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position) as sequencer:
         reader = Reader(paths)
         for step in range(len(state[1]) + 1, int(groups) // P + 1):
-            record = sequencer.next_batch(step, timeout_s=TIMEOUT_S)
+            record = whole_batch(sequencer, step, timeout_s=TIMEOUT_S)
             state[1].append(digest(reader.rows(record, range(record.num_trajectories))))
             sequencer.advance(step=step, policy_version=step)
             draft = checkpoint.with_suffix(".tmp")

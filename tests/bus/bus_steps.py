@@ -1,7 +1,7 @@
 """Buses whose first steps are planned, to look at with the tools."""
 
 import numpy as np
-from bus_fixtures import PRODUCERS, make_bus, produce
+from bus_fixtures import PRODUCERS, make_bus, produce, whole_batch
 
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.sequencer import Sequencer
@@ -29,7 +29,7 @@ def plan(paths, steps, *, release=0, position=None):
     positions, records = {}, []
     with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=position) as sequencer:
         for step in range(1 + (position.step if position else 0), steps + 1):
-            records.append(sequencer.next_batch(step, timeout_s=1))
+            records.append(whole_batch(sequencer, step, timeout_s=1))
             positions[step] = sequencer.position
         if release:
             sequencer.release(release)

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from bus_fixtures import group
+from bus_fixtures import group, whole_batch
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
@@ -41,7 +41,7 @@ def main(root):
         for rank, producer in enumerate(producers):
             guids = range((step - 1) * PROMPTS + rank, step * PROMPTS, ENGINES)
             producer.put([group(guid, response=1 + guid * 37 % 400) for guid in guids])
-        record = sequencer.next_batch(step, timeout_s=10)
+        record = whole_batch(sequencer, step, timeout_s=10)
         index = leaders[0].index(record)
         lengths = (index.prompt_len + index.response_len).tolist()
         parts = [part for part in record.parts for _ in range(part.lo, part.hi)]

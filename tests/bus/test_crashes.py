@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bus_fixtures import group, make_bus
+from bus_fixtures import group, make_bus, whole_batch
 
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
@@ -77,7 +77,7 @@ class Run:
         reader = Reader(self.paths)
         seq.release(len(state))  # it may have died just before
         for step in range(len(state) + 1, STEPS + 1):
-            record = seq.next_batch(step, timeout_s=0)
+            record = whole_batch(seq, step, timeout_s=0)
             rows = reader.rows(record, range(record.num_trajectories))
             seen = "".join(f"{t.guid}/{t.sibling}:{t.token_ids.tobytes()}" for t in rows)
             state.append(hashlib.sha256(seen.encode()).hexdigest())
@@ -230,7 +230,7 @@ def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(
     steps = len(records) // P
     with Sequencer(paths, ["rollout-0"], prompts_per_step=P, position=None) as seq:
         for step in range(1, steps + 1):
-            seq.next_batch(step, timeout_s=5)
+            whole_batch(seq, step, timeout_s=5)
         seq.finish()
         assert seq.duplicates == 0
     assert audit(paths).planned == steps * P * 2

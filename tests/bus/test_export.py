@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from bus_fixtures import PRODUCERS, trajectory
+from bus_fixtures import PRODUCERS, trajectory, whole_batch
 from bus_steps import P, bus_with_steps, flip, widen
 
 from relax_hpc.bus import layout
@@ -89,14 +89,14 @@ def test_a_step_is_exported_as_the_trainer_saw_it_whatever_was_restarted_since(t
     options = {"prompts_per_step": 3, "over_age": "drop", "max_staleness": 99}
     options |= {"needs": ["reference"]}
     with Sequencer(paths, PRODUCERS, position=None, **options) as first:
-        seen = {1: [first.next_batch(1, timeout_s=1)]}
+        seen = {1: [whole_batch(first, 1, timeout_s=1)]}
         position = first.position
         seen[2] = [first.next_portion(2, timeout_s=1, min_tokens=1)]  # and the trainer dies
         while not seen[2][-1].last:
             seen[2].append(first.next_portion(2, timeout_s=1, min_tokens=1))
     with Sequencer(paths, PRODUCERS, position=position, **options) as second:
-        second.next_batch(2, timeout_s=1)
-        seen[3] = [second.next_batch(3, timeout_s=1)]
+        whole_batch(second, 2, timeout_s=1)
+        seen[3] = [whole_batch(second, 3, timeout_s=1)]
     trained = {
         step: [row for r in records for row in Reader(paths).rows(r, range(r.num_trajectories))]
         for step, records in seen.items()

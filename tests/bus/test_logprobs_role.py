@@ -4,7 +4,7 @@ import threading
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, produce
+from bus_fixtures import PRODUCERS, SIBLINGS, produce, whole_batch
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
@@ -101,7 +101,7 @@ def planned_rows(paths):
     """All trajectories of three batches, as the actor reads them."""
     sequencer = Sequencer(paths, PRODUCERS, prompts_per_step=4, position=None, needs=("reference",))
     with sequencer:
-        records = [sequencer.next_batch(step, timeout_s=5) for step in (1, 2, 3)]
+        records = [whole_batch(sequencer, step, timeout_s=5) for step in (1, 2, 3)]
         reader = Reader(paths)
         return [t for r in records for t in reader.rows(r, range(r.num_trajectories))]
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, trajectory
+from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, trajectory, whole_batch
 
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail, Refill
@@ -63,11 +63,11 @@ def test_a_restart_replays_the_same_portions_and_completes_the_batch(tmp_path):
         rest = portion(seq, 1, 100 * TOKENS)
         assert (rest.guids, rest.last) == ([1, 3], True)
         position = seq.position
-        whole = seq.next_batch(1, timeout_s=0)
-        assert whole.guids == [0, 2, 1, 3]
-        assert seq.position == position
+    with sequencer(paths) as seq:
+        assert whole_batch(seq, 1, timeout_s=0).guids == [0, 2, 1, 3]
+        assert seq.position == position._replace(fence=seq.fence)
     with sequencer(paths, position) as seq:
-        assert seq.next_batch(2, timeout_s=0).guids == [4, 5, 6, 7]
+        assert whole_batch(seq, 2, timeout_s=0).guids == [4, 5, 6, 7]
 
 
 def test_a_superseded_trainer_is_not_even_given_what_was_planned(tmp_path):
@@ -97,13 +97,13 @@ def test_drop_has_groups_that_come_too_late_sampled_again(tmp_path):
     drop = {"over_age": "drop", "max_staleness": 1}
     with sequencer(paths, **drop) as seq, Producer(paths, "rollout-0", {}) as producer:
         produce(paths, "rollout-1", [1, 3, 5, 7, 9, 11, 13, 15])
-        assert seq.next_batch(1, timeout_s=0).guids == [1, 3, 5, 7]  # whoever is there first
+        assert whole_batch(seq, 1, timeout_s=0).guids == [1, 3, 5, 7]  # whoever is there first
         producer.put([group(0, version=0)])  # one step stale in step 2, which is allowed
-        second = seq.next_batch(2, timeout_s=0)
+        second = whole_batch(seq, 2, timeout_s=0)
         assert second.guids == [0, 9, 11, 13]
         producer.put([group(2, version=0), group(4, version=1)])
         with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[2, 6, 8\]"):
-            seq.next_batch(3, timeout_s=0)  # in step 3 version 0 is two steps stale
+            whole_batch(seq, 3, timeout_s=0)  # in step 3 version 0 is two steps stale
         uuid = second.parts[1].uuid
         credit = CreditTail(paths).latest()
         assert [refill.guid for refill in credit.refill] == [2, 15]
@@ -113,13 +113,16 @@ def test_drop_has_groups_that_come_too_late_sampled_again(tmp_path):
             assert other.owe_again([Refill(9, uuid)]) == [9]
             assert other.owe_again(credit.refill) == [15]
             other.put([group(15, version=2)])
-        third = seq.next_batch(3, timeout_s=0)
+        third = whole_batch(seq, 3, timeout_s=0)
         assert (third.guids, third.policy_version_min) == ([2, 4, 6, 15], 1)
         assert CreditTail(paths).latest().refill[0] in credit.refill  # until the next grant
         seq.advance(step=3, policy_version=3)
         assert CreditTail(paths).latest().refill == ()
     with sequencer(paths, **drop) as seq:
-        assert [seq.next_batch(s, timeout_s=0).guids for s in (2, 3)] == [second.guids, third.guids]
+        assert [whole_batch(seq, s, timeout_s=0).guids for s in (2, 3)] == [
+            second.guids,
+            third.guids,
+        ]
         assert seq.duplicates == 0
     versions = [t.policy_version_max for t in Reader(paths).rows(third, range(8))]
     assert versions == [2, 2, 1, 1, 2, 2, 2, 2]
@@ -135,7 +138,7 @@ def test_a_group_is_as_old_as_the_oldest_of_its_siblings(tmp_path):
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([PromptGroup(0, siblings)])
     with Sequencer(paths, PRODUCERS, prompts_per_step=1, position=None) as seq:
-        assert seq.next_batch(1, timeout_s=0).policy_version_min == 1
+        assert whole_batch(seq, 1, timeout_s=0).policy_version_min == 1
 
 
 def test_what_was_dropped_is_owed_once_whoever_says_it_again(tmp_path):
@@ -173,9 +176,9 @@ def test_mask_takes_what_is_there_and_drops_nothing(tmp_path):
     with sequencer(paths, over_age="mask", max_staleness=0) as seq:
         produce(paths, "rollout-1", [1, 3, 5, 7])
         produce(paths, "rollout-0", [2, 4])
-        assert seq.next_batch(1, timeout_s=0).guids == [1, 2, 3, 4]
+        assert whole_batch(seq, 1, timeout_s=0).guids == [1, 2, 3, 4]
         produce(paths, "rollout-0", [0, 6])
-        assert seq.next_batch(2, timeout_s=0).guids == [0, 5, 6, 7]
+        assert whole_batch(seq, 2, timeout_s=0).guids == [0, 5, 6, 7]
         assert CreditTail(paths).latest().refill == ()
 
 
@@ -183,11 +186,11 @@ def test_what_is_retired_follows_the_lowest_group_that_is_not_trained_on(tmp_pat
     paths = make_bus(tmp_path)
     with sequencer(paths, over_age="mask", keep_steps=1) as seq:
         produce(paths, "rollout-1", [1, 3, 5, 7])
-        seq.next_batch(1, timeout_s=0)
+        whole_batch(seq, 1, timeout_s=0)
         produce(paths, "rollout-0", [0, 2, 4, 6])
-        seq.next_batch(2, timeout_s=0)
+        whole_batch(seq, 2, timeout_s=0)
         produce(paths, "rollout-1", [9, 11, 13, 15])
-        seq.next_batch(3, timeout_s=0)
+        whole_batch(seq, 3, timeout_s=0)
         retired = []
         for step in (1, 2, 3):
             seq.release(step)
@@ -220,13 +223,13 @@ def test_a_partial_group_is_kept_for_its_owner_and_never_planned(tmp_path):
             sequencer(paths) as seq,
             pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[2\]"),
         ):
-            seq.next_batch(1, timeout_s=0)
+            whole_batch(seq, 1, timeout_s=0)
         producer.put([group(2)])
         assert producer.collect(0) == 1
     with Producer(paths, "rollout-0", {}) as producer:
         assert (producer.partial, producer.committed) == ({}, {0, 2})
         with sequencer(paths) as seq:
-            assert seq.next_batch(1, timeout_s=0).guids == [0, 1, 2, 3]
+            assert whole_batch(seq, 1, timeout_s=0).guids == [0, 1, 2, 3]
     assert audit(paths).committed == P * SIBLINGS
 
 
@@ -245,7 +248,7 @@ def test_a_restart_from_a_snapshot_goes_on_as_one_from_the_whole_plan(tmp_path, 
         produce(paths, "rollout-0", range(max(lo, 2), lo + P + 4, 2), version=step)
         produce(paths, "rollout-1", range(lo + 1, lo + P + 4, 2), version=step)
         with sequencer(paths, positions[-1], **drop) as seq:
-            record = seq.next_batch(step, timeout_s=0)
+            record = whole_batch(seq, step, timeout_s=0)
             positions.append(seq.position)
             plans.append(record)
             seq.advance(step=step, policy_version=step)
@@ -259,13 +262,13 @@ def test_a_restart_from_a_snapshot_goes_on_as_one_from_the_whole_plan(tmp_path, 
     assert len({guid for record in whole.steps for guid in record.guids}) == 12 * P
     for step in (10, 11, 12):  # every checkpoint that may still be resumed
         with sequencer(paths, positions[step - 1], **drop) as seq:
-            assert seq.next_batch(step, timeout_s=0) == plans[step]
+            assert whole_batch(seq, step, timeout_s=0) == plans[step]
             with_snapshot = (seq.duplicates, seq._intake.waiting, seq._intake.owed_again())
         for file in paths.plan.glob("snap.*"):
             file.rename(file.with_suffix(".hidden"))
         with sequencer(paths, positions[step - 1], **drop) as seq:
             assert (seq.duplicates, seq._intake.waiting, seq._intake.owed_again()) == with_snapshot
-            assert seq.next_batch(step, timeout_s=0) == plans[step]
+            assert whole_batch(seq, step, timeout_s=0) == plans[step]
         for file in paths.plan.glob("*.hidden"):
             file.rename(file.with_suffix(".json"))
     with pytest.raises(BusError, match="plan position"):
@@ -278,14 +281,14 @@ def test_a_snapshot_of_what_was_cut_off_is_not_used(tmp_path, monkeypatch):
     for name, first in zip(PRODUCERS, (0, 1), strict=True):
         produce(paths, name, range(first, 3 * P, 2))
     zombie = sequencer(paths)
-    zombie.next_batch(1, timeout_s=0)
+    whole_batch(zombie, 1, timeout_s=0)
     with sequencer(paths) as owner:
         monkeypatch.setattr(zombie._credits, "check_fenced", lambda: None)
         zombie._log.append(zombie._portions[1][0]._replace(step=2)._asdict())
         zombie._count(zombie._portions[1][0]._replace(step=2), 1, zombie._log.end)
         zombie._sum_up(2, zombie._places[2])
         assert len(list(paths.plan.glob("snap.*"))) == 1
-        assert owner.next_batch(2, timeout_s=0).guids == [4, 5, 6, 7]
+        assert whole_batch(owner, 2, timeout_s=0).guids == [4, 5, 6, 7]
     with sequencer(paths) as seq:
-        assert seq.next_batch(2, timeout_s=0).guids == [4, 5, 6, 7]
+        assert whole_batch(seq, 2, timeout_s=0).guids == [4, 5, 6, 7]
         assert seq._base.records == 0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, same
+from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, same, whole_batch
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.audit import BusAudit, audit
@@ -39,7 +39,7 @@ def produce_all(paths, num_groups, **kwargs):
 
 
 def batch(seq, step):
-    return seq.next_batch(step, timeout_s=5)
+    return whole_batch(seq, step, timeout_s=5)
 
 
 def files(paths, name):
@@ -111,7 +111,7 @@ def test_groups_of_a_damaged_shard_are_sampled_again(tmp_path, caplog, damage, r
     damage(paths.shard("rollout-0", 1, 0))
     with sequencer(paths) as seq:
         with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0\]"):
-            seq.next_batch(1, timeout_s=0)
+            whole_batch(seq, 1, timeout_s=0)
         assert re.search(r"rollout-0/f1/0{12}\.h5: .*sampled again", caplog.text)
         if restart:
             producer = Producer(paths, "rollout-0", {})
@@ -147,7 +147,7 @@ def test_waiting_ends_at_the_deadline_and_names_who_owes_what(tmp_path):
     produce(paths, "rollout-0", [0, 2])
     polls = []
     with sequencer(paths) as seq, pytest.raises(PeerTimeoutError) as error:
-        seq.next_batch(1, timeout_s=0.1, on_wait=lambda: polls.append(1))
+        whole_batch(seq, 1, timeout_s=0.1, on_wait=lambda: polls.append(1))
     assert "rollout-1 owes [1, 3]" in str(error.value)
     assert "rollout-0" not in str(error.value)
     assert polls
@@ -159,7 +159,7 @@ def test_who_waits_can_be_interrupted(tmp_path):
 
     paths = make_bus(tmp_path)
     with sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
-        seq.next_batch(1, timeout_s=60, on_wait=stop)
+        whole_batch(seq, 1, timeout_s=60, on_wait=stop)
 
 
 # exactly once, over restarts
@@ -543,7 +543,7 @@ def test_rows_that_nobody_planned_nor_passed_over_are_counted_as_dropped(tmp_pat
     assert (counts.committed, counts.planned) == ((P + 2) * SIBLINGS, P * SIBLINGS)
     assert (counts.dropped, counts.duplicates) == (SIBLINGS, 0)
     with sequencer(paths, PlanPosition(1, 1, 1)) as seq, pytest.raises(PeerTimeoutError):
-        seq.next_batch(2, timeout_s=0)
+        whole_batch(seq, 2, timeout_s=0)
     assert (audit(paths).dropped, audit(paths).duplicates) == (0, SIBLINGS)
 
 

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce
+from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, whole_batch
 
 from relax_hpc.bus import credits
 from relax_hpc.bus.audit import audit
@@ -80,14 +80,14 @@ def test_a_snapshot_of_the_last_step_has_a_next_step_and_a_position(tmp_path, mo
     for rank, name in enumerate(PRODUCERS):
         produce(paths, name, range(rank, 2 * P, 2))
     with sequencer(paths) as seq:
-        seq.next_batch(1, timeout_s=0)
+        whole_batch(seq, 1, timeout_s=0)
         position = seq.position
         seq.release(1)
         assert seq.position == position
     with sequencer(paths, position) as seq:
         position = seq.position  # of a trainer that is told to stop before it has done anything
     with sequencer(paths, position) as seq:
-        assert seq.next_batch(2, timeout_s=0).guids == [4, 5, 6, 7]
+        assert whole_batch(seq, 2, timeout_s=0).guids == [4, 5, 6, 7]
 
 
 def test_a_dropped_group_that_was_committed_twice_is_sampled_again(tmp_path):
@@ -96,19 +96,19 @@ def test_a_dropped_group_that_was_committed_twice_is_sampled_again(tmp_path):
     produce(paths, "rollout-1", [1, 3, 5, 7], version=0)
     with Producer(paths, "rollout-0", {}) as producer:
         with sequencer(paths, **drop) as seq:
-            seq.next_batch(1, timeout_s=0)
+            whole_batch(seq, 1, timeout_s=0)
             for _ in range(2):
                 producer.put([group(0)])
                 producer._source.clear()
             producer._source[0] = read_log(paths.log("rollout-0"))[-1].uuid
             with pytest.raises(PeerTimeoutError):
-                seq.next_batch(2, timeout_s=0)
+                whole_batch(seq, 2, timeout_s=0)
             assert producer.owe_again(CreditTail(paths).latest().refill) == [0]
         with sequencer(paths, **drop) as seq:
             with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0, 2, 4, 6\]"):
-                seq.next_batch(2, timeout_s=0)
+                whole_batch(seq, 2, timeout_s=0)
             producer.put([group(g, version=1) for g in (0, 2, 4, 6)])
-            assert seq.next_batch(2, timeout_s=0).guids == [0, 2, 4, 6]
+            assert whole_batch(seq, 2, timeout_s=0).guids == [0, 2, 4, 6]
     counts = audit(paths)
     assert (counts.over_age, counts.duplicates, counts.dropped) == (SIBLINGS, SIBLINGS, 0)
     assert counts.committed == counts.planned + counts.over_age + counts.duplicates
@@ -121,11 +121,11 @@ def test_a_shard_that_was_used_before_the_snapshot_is_no_repetition_behind_it(
     paths = make_bus(tmp_path)
     with sequencer(paths, over_age="mask") as seq:
         produce(paths, "rollout-1", [1, 3, 5, 7], per_shard=2)
-        seq.next_batch(1, timeout_s=0)
+        whole_batch(seq, 1, timeout_s=0)
         position = seq.position
         seq.release(1)  # guid 0 is open, so nothing is retired
         produce(paths, "rollout-0", [0, 2, 4, 6], per_shard=2)
-        seq.next_batch(2, timeout_s=0)
+        whole_batch(seq, 2, timeout_s=0)
     with sequencer(paths, position, over_age="mask") as seq:
         seq.finish()
         assert seq.duplicates == 0

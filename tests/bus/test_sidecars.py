@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, group, produce
+from bus_fixtures import PRODUCERS, SIBLINGS, group, produce, whole_batch
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.log import RecordKind, read_log
@@ -59,9 +59,9 @@ def test_a_batch_waits_for_the_columns_it_needs_and_comes_with_them(paths):
         assert widen(paths, "reference-0") == 2  # the shards of rollout-0
         assert widen(paths, "critic-0") == 4
         with pytest.raises(PeerTimeoutError, match=r"reference-1 owes \[1, 3\] \(its log has 0"):
-            seq.next_batch(1, timeout_s=0)
+            whole_batch(seq, 1, timeout_s=0)
         assert widen(paths, "reference-1") == 2
-        record = seq.next_batch(1, timeout_s=0)
+        record = whole_batch(seq, 1, timeout_s=0)
         rows = Reader(paths).rows(record, [7, 0, 3])
     assert [(t.guid, t.sibling) for t in rows] == [(3, 1), (0, 0), (1, 1)]
     for trajectory in rows:
@@ -71,7 +71,7 @@ def test_a_batch_waits_for_the_columns_it_needs_and_comes_with_them(paths):
         assert np.array_equal(trajectory.columns["values"], 2 * trajectory.columns["ref_logprobs"])
         assert "old_logprobs" not in trajectory.columns
     with sequencer(paths) as seq:
-        assert seq.next_batch(1, timeout_s=0) == record
+        assert whole_batch(seq, 1, timeout_s=0) == record
 
 
 def test_columns_that_are_not_asked_for_are_not_read(paths):
@@ -79,7 +79,7 @@ def test_columns_that_are_not_asked_for_are_not_read(paths):
     for name in WRITERS:
         widen(paths, name)
     with sequencer(paths) as seq:
-        record = seq.next_batch(1, timeout_s=0)
+        record = whole_batch(seq, 1, timeout_s=0)
     (row,) = Reader(paths).rows(record, [0], columns=["ragged/values"])
     assert "values" in row.columns
     assert "ref_logprobs" not in row.columns
@@ -95,7 +95,7 @@ def test_the_first_sidecar_of_a_role_counts(paths):
             writer.put(pending, first)
             writer.put(pending, second)
     with sequencer(paths, needs=["reference"]) as seq:
-        record = seq.next_batch(1, timeout_s=0)
+        record = whole_batch(seq, 1, timeout_s=0)
     for row in Reader(paths).rows(record, range(8)):
         assert np.array_equal(row.columns["ref_logprobs"], -row.token_ids.astype(np.float32))
 
@@ -123,11 +123,11 @@ def test_a_damaged_sidecar_is_made_again_and_the_run_goes_on(paths, caplog):
     damaged.write_bytes(damaged.read_bytes()[:100])
     with sequencer(paths, needs=["reference"]) as seq:
         with pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"):
-            seq.next_batch(1, timeout_s=0)
+            whole_batch(seq, 1, timeout_s=0)
         assert "is torn" in caplog.text
         assert "restart reference-0" in caplog.text
         assert widen(paths, "reference-0") == 1
-        record = seq.next_batch(1, timeout_s=0)
+        record = whole_batch(seq, 1, timeout_s=0)
     assert all("ref_logprobs" in row.columns for row in Reader(paths).rows(record, range(8)))
 
 
@@ -179,7 +179,7 @@ def test_a_sidecar_with_the_rows_of_another_shard_is_not_taken(paths, caplog):
         sequencer(paths, needs=["reference"]) as seq,
         pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"),
     ):
-        seq.next_batch(1, timeout_s=0)
+        whole_batch(seq, 1, timeout_s=0)
     assert "is not the shard that record" in caplog.text
 
 
@@ -209,13 +209,13 @@ def test_groups_sampled_again_are_widened_again(paths):
     paths.shard("rollout-0", 1, 0).unlink()
     with sequencer(paths, needs=["reference"]) as seq:
         with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0\]"):
-            seq.next_batch(1, timeout_s=0)
+            whole_batch(seq, 1, timeout_s=0)
         with Producer(paths, "rollout-0", {}) as producer:
             producer.put([group(0, version=4)])
         with pytest.raises(PeerTimeoutError, match=r"reference-0 owes \[0\]"):
-            seq.next_batch(1, timeout_s=0)
+            whole_batch(seq, 1, timeout_s=0)
         assert widen(paths, "reference-0") == 1
-        record = seq.next_batch(1, timeout_s=0)
+        record = whole_batch(seq, 1, timeout_s=0)
     assert record.policy_version_min == 0
     assert Reader(paths).rows(record, [0])[0].policy_version_max == 4
 
@@ -239,7 +239,7 @@ def test_a_column_is_a_line_of_the_schema(paths, tmp_path, monkeypatch):
             given = {"ragged/surprise": tokens / 2, "row/verdict": guids + 0.5}
             writer.put(pending, {k: v.astype(np.float32) for k, v in given.items()})
     with sequencer(paths, needs=("genrm",)) as seq:
-        record = seq.next_batch(1, timeout_s=0)
+        record = whole_batch(seq, 1, timeout_s=0)
     rows = Reader(paths).rows(record, [6, 1])
     assert [row.columns["verdict"] for row in rows] == [3.5, 0.5]
     for row in rows:

@@ -6,7 +6,7 @@ import subprocess
 import threading
 
 import pytest
-from bus_fixtures import PRODUCERS, group, make_bus, produce, same, trajectory
+from bus_fixtures import PRODUCERS, group, make_bus, produce, same, trajectory, whole_batch
 from bus_steps import SHARD, P, bus_with_steps, flip, plan, widen
 from typer.testing import CliRunner
 
@@ -99,13 +99,13 @@ def test_a_healthy_bus_is_sound_through_restarts_sidecars_portions_and_retiremen
     widen(paths, 0)
     options = {"prompts_per_step": P, "needs": ["reference"]}
     with Sequencer(paths, PRODUCERS, position=None, **options) as first:
-        first.next_batch(1, timeout_s=1)
+        whole_batch(first, 1, timeout_s=1)
         position = first.position
         while not first.next_portion(2, min_tokens=20, timeout_s=1).last:
             pass
     with Sequencer(paths, PRODUCERS, position=position, **options) as second:
-        second.next_batch(2, timeout_s=1)
-        second.next_batch(3, timeout_s=1)
+        whole_batch(second, 2, timeout_s=1)
+        whole_batch(second, 3, timeout_s=1)
         second.release(1)
     for name in PRODUCERS:
         with Producer(paths, name, {}) as producer:
@@ -190,7 +190,7 @@ def test_verify_finds_steps_that_were_trained_and_are_not_planned(tmp_path):
     with Sequencer(paths, PRODUCERS, prompts_per_step=P, position=None) as sequencer:
         sizes = []
         for step in (1, 2):
-            sequencer.next_batch(step, timeout_s=1)
+            whole_batch(sequencer, step, timeout_s=1)
             sequencer.advance(step=step, policy_version=step)
             sizes.append(paths.plan_log(1).stat().st_size)
     assert check(paths).is_sound
@@ -368,7 +368,7 @@ def test_a_checkpoint_that_is_saved_while_verify_looks_is_not_taken_for_a_strang
         def train_on():
             step = sequencer.num_planned + 1
             if step <= 4:
-                sequencer.next_batch(step, timeout_s=1)
+                whole_batch(sequencer, step, timeout_s=1)
             return [sequencer.position]
 
         assert verify.verify(paths, train_on, lambda done, total: None).findings == []
@@ -391,7 +391,7 @@ def test_verify_finds_nothing_wrong_while_a_run_commits_plans_and_deletes(tmp_pa
             for step in range(1, 60):
                 for r, producer in enumerate(producers):
                     producer.put([group(2 * (step - 1) + r)])
-                sequencer.next_batch(step, timeout_s=5)
+                whole_batch(sequencer, step, timeout_s=5)
                 saved.append(sequencer.position)  # a checkpoint every step; two are kept
                 sequencer.release(saved[-2:][0].step)
                 for producer in producers:
@@ -547,18 +547,18 @@ def test_what_was_dropped_over_age_and_what_is_partial_is_neither_wrong_nor_need
         producer.put([group(4, version=2), group(5, version=2)])
         producer.put_partial([group(6, version=2)])
     with Sequencer(paths, ["rollout-0"], position=None, **options) as sequencer:
-        sequencer.next_batch(1, timeout_s=1)
-        sequencer.next_batch(2, timeout_s=1)  # guids 2, 3 are 1 step stale: just allowed
+        whole_batch(sequencer, 1, timeout_s=1)
+        whole_batch(sequencer, 2, timeout_s=1)  # guids 2, 3 are 1 step stale: just allowed
         position = sequencer.position
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([group(8)])  # of policy 0: too old for step 3
     with Sequencer(paths, ["rollout-0"], position=position, **options) as sequencer:
-        sequencer.next_batch(3, timeout_s=1)
+        whole_batch(sequencer, 3, timeout_s=1)
         with Producer(paths, "rollout-0", {}) as producer:
             [refill] = sequencer._credit.refill
             assert producer.owe_again([refill]) == [8]
             producer.put([group(8, version=3), group(7, version=3)])
-        sequencer.next_batch(4, timeout_s=1)
+        whole_batch(sequencer, 4, timeout_s=1)
         found = check(paths, [position, sequencer.position])
         assert found.findings == []
         sequencer.release(3)
@@ -584,7 +584,7 @@ def test_a_damaged_shard_that_the_plan_has_set_aside_is_told_and_not_wrong(tmp_p
         sequencer._note()
         with Producer(paths, "rollout-0", {}) as producer:
             producer.put([group(0), group(1)])
-        sequencer.next_batch(1, timeout_s=5)
+        whole_batch(sequencer, 1, timeout_s=5)
     found = check(paths)
     assert found.is_sound
     [finding] = found.findings

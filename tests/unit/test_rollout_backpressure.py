@@ -93,7 +93,7 @@ def test_groups_that_the_trainer_will_not_use_are_sampled_again(tmp_path):
             time.sleep(0.01)
         paths.shard("rollout-0", 1, 0).write_bytes(b"")
         lost = next(r.rows for r in read_log(paths.log("rollout-0")) if r.kind is RecordKind.BASE)
-        record = sequencer.next_batch(1, timeout_s=20)
+        record = sequencer.next_portion(1, timeout_s=20)
         sequencer.finish()
         thread.join(timeout=20)
         assert not thread.is_alive()
@@ -113,7 +113,7 @@ def test_routed_experts_reach_the_bus_and_are_asked_for_only_where_something_is_
         Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer,
     ):
         thread = start(paths, producer, sampler, settings)
-        record = sequencer.next_batch(1, timeout_s=20)
+        record = sequencer.next_portion(1, timeout_s=20)
         sequencer.finish()
         thread.join(timeout=20)
         assert not thread.is_alive()
@@ -138,7 +138,7 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
         monkeypatch.setattr(producer, "put", put)
         with Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer:
             thread = start(paths, producer, sampler, config())
-            record = sequencer.next_batch(1, timeout_s=20)
+            record = sequencer.next_portion(1, timeout_s=20)
             sequencer.finish()
             thread.join(timeout=20)
             assert not thread.is_alive()

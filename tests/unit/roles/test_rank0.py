@@ -295,7 +295,7 @@ def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_pat
     resumed = checkpoints.resume(trainer)
     assert resumed.step == trainer.step == 4
     with sequencer(resumed.position) as second:
-        record = second.next_batch(5, timeout_s=5)
+        record = second.next_portion(5, timeout_s=5)
         assert [r.guid for r in Reader(paths).rows(record, range(2))] == [4, 4]
 
 
