@@ -25,10 +25,10 @@ from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.schema import Trajectory
 from relax_hpc.weights import quantize
-from relax_hpc.weights.lanes import LaneHelper, LaneLink
+from relax_hpc.weights.lanes import LaneGiver, LaneLink
 from relax_hpc.weights.publish import Published, Publisher
 from relax_hpc.weights.quantize import Quantizer
-from relax_hpc.weights.ranks import Helper, TrainerRanks
+from relax_hpc.weights.ranks import OtherRank, TrainerRanks
 from relax_hpc.weights.sleep import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver
@@ -89,13 +89,13 @@ def _parts(
     specs, weights, link = scorer.weight_specs(), task.config.weights, None
     plain = scorer.gather(weights.bucket_bytes, to_all=task.is_colocated)
     plan, gather = quantize.gathered(weights, specs, plain)
-    helpers: dict[str, Helper] = {"collective": Giver(gather)}
+    others: dict[str, OtherRank] = {"collective": Giver(gather)}
     if task.is_colocated:
         link = LaneLink(world, plan, device, weights)
-        helpers = {"lanes": LaneHelper(link, gather)}
+        others = {"lanes": LaneGiver(link, gather)}
     folder, quantizer = task.config.model.path, Quantizer.of(weights)
     snapshots = SnapshotWriter(task.paths.weights, specs, world, folder, quantizer=quantizer)
-    ranks = TrainerRanks(world, snapshots, helpers)
+    ranks = TrainerRanks(world, snapshots, others)
     if world.rank:
         return ranks, None, None
     register = Register(

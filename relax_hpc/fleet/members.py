@@ -29,12 +29,12 @@ class Member(NamedTuple):
     has and gets nothing new. GONE: its owner stopped it. FAILED: it does not come back by
     itself."""
     reason: str = ""
-    """What a STARTING engine is doing; why one is FAILED."""
+    """The present work of a STARTING engine; the cause if it is FAILED."""
     lane: int = -1
     """Rank of the trainer whose GPU the engine's first rank is on, with the others following; -1:
     the engine has GPUs of its own."""
     transport: Transport = "collective"
-    """How weights get to it, if its pool follows the policy."""
+    """The way in which weights get to it, if its pool follows the policy."""
     pool: str = "rollout"
     """Name of the pool in the job: its table is `[engines.NAME]`."""
 

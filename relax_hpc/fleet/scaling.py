@@ -24,10 +24,10 @@ class Request:
     member: str | None
     """The one to be removed; None leaves the choice to the scaler."""
     drain_s: float
-    """How long requests that run in a removed engine may take to end there."""
+    """Time that requests which run in a removed engine may take to end there."""
     time: float
     transport: Transport | None = None
-    """How weights get to engines that are added; None: as `weights.transport` says."""
+    """The way in which weights get to engines that are added; None: as `weights.transport` says."""
 
     @classmethod
     def read(cls, paths: RunPaths, number: int) -> Self | None:
@@ -81,7 +81,7 @@ class Extra:
     """Time at which patience with that ends, as of `time.time`."""
     was_active: bool = False
     transport: Transport | None = None
-    """How weights get to it, if not as `weights.transport` says."""
+    """The way in which weights get to it, if not as `weights.transport` says."""
 
     @property
     def ended(self) -> bool:

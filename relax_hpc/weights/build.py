@@ -10,20 +10,20 @@ from relax_hpc.comm.world import World
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.fleet.register import Register
 from relax_hpc.weights import quantize
-from relax_hpc.weights.lanes import LaneHelper, LaneLink
+from relax_hpc.weights.lanes import LaneGiver, LaneLink
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.quantize import Quantizer
-from relax_hpc.weights.ranks import Helper, TrainerRanks
+from relax_hpc.weights.ranks import OtherRank, TrainerRanks
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Gather, Giver
 
 
 class Model(Protocol):
-    """Whose weights are published; collective over its ranks."""
+    """A model whose weights are published; methods are collective over its ranks."""
 
     def weight_specs(self) -> list[Spec]: ...
     def gather(self, bucket_bytes: int, *, to_all: bool = False) -> Gather:
-        """What brings buckets of at most that size to rank 0, or to all."""
+        """Returns the gather that brings buckets of at most that size to rank 0, or to all."""
         ...
 
 
@@ -56,7 +56,7 @@ class Publishing:
         self._link = LaneLink(world, self._plan, device, config) if by_lanes else None
         quantizer = Quantizer.of(config)
         snapshots = SnapshotWriter(folder, specs, world, source, quantizer=quantizer)
-        self.ranks = TrainerRanks(world, snapshots, self._helpers())
+        self.ranks = TrainerRanks(world, snapshots, self._others())
 
     def publisher(self, register: Register) -> Publisher:
         """Rank 0's, to the members in `register`."""
@@ -71,7 +71,7 @@ class Publishing:
             waits_for_loads=self._shares_gpus,
         )
 
-    def _helpers(self) -> dict[str, Helper]:
+    def _others(self) -> dict[str, OtherRank]:
         if self._link:
-            return {"lanes": LaneHelper(self._link, self._gather)}
+            return {"lanes": LaneGiver(self._link, self._gather)}
         return {"collective": Giver(self._gather)}

@@ -52,7 +52,7 @@ class CollectiveTransport:
         *,
         check: bool,
     ) -> Delivery:
-        """All of them, or none: one that fails leaves the others with a part."""
+        """Gives the version to all or none of them: one that fails leaves the others a part."""
         if self._group and list(self._group.receivers) != list(live):
             self.close()
         try:
@@ -66,7 +66,7 @@ class CollectiveTransport:
             return Delivery({}, behind(self._threads, live, error), {}, Sent([], ""))
 
     def settle(self, outgoing: Outgoing) -> None:
-        """Other ranks feed the gather to its end."""
+        """Takes the gather to its end, since the other ranks feed it."""
         outgoing.drain()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
 
 _GRACE_S = 2.0
-"""When a transfer has failed, what engines get to say why."""
+"""Time that engines get to say why a transfer has failed."""
 
 Replies = dict[Member, "Future[None]"]
 
@@ -28,7 +28,7 @@ class MemberError(EngineError):
 
 
 class Shelf(Protocol):
-    """Where the trainer and ranks of engines leave texts for each other."""
+    """A place where the trainer and ranks of engines leave texts for each other."""
 
     def put(self, key: str, text: str) -> None: ...
     def take(self, key: str, *, timeout_s: float) -> str:
@@ -76,7 +76,7 @@ class Exchange:
         shelf: Shelf,
         ranks: Mapping[Member, Sequence[int]],
     ) -> dict[Member, list[Receipt]]:
-        """As `run`, for an order whose answers lie on the shelf.
+        """Does as `run` for an order whose answers lie on the shelf.
 
         Args:
             serial: of the order.
@@ -141,11 +141,11 @@ def raise_refusals(replies: Replies) -> None:
 def _receipts(
     serial: str, shelf: Shelf, ranks: Mapping[Member, Sequence[int]]
 ) -> dict[Member, list[Receipt]]:
-    """Of members that have answered, so they are there."""
+    """Takes the receipts of members that have answered, so they are there."""
     found = dict[Member, list[Receipt]]()
-    for member, its in ranks.items():
+    for member, places in ranks.items():
         try:
-            texts = [shelf.take(key_of(serial, rank), timeout_s=_GRACE_S) for rank in its]
+            texts = [shelf.take(key_of(serial, rank), timeout_s=_GRACE_S) for rank in places]
         except DistError:
             found[member] = [Receipt(error="a rank did not say what it did")]
         else:
@@ -157,6 +157,6 @@ def _errors(receipts: dict[Member, list[Receipt]]) -> dict[Member, str]:
     """The first error of each member that had one, without those that gave up for another's sake,
     unless there is no other."""
     found = {m: [r.error for r in ranks if r.error] for m, ranks in receipts.items()}
-    own = {m: [each for each in its if not each.endswith(GIVEN_UP)] for m, its in found.items()}
+    own = {m: [why for why in whys if not why.endswith(GIVEN_UP)] for m, whys in found.items()}
     errors = own if any(own.values()) else found
-    return {member: its[0] for member, its in errors.items() if its}
+    return {member: whys[0] for member, whys in errors.items() if whys}

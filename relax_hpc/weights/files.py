@@ -27,14 +27,14 @@ from relax_hpc.weights.verify import Sent, compare
 
 
 class Load(NamedTuple):
-    """How one member loaded a snapshot, in seconds."""
+    """A load of a snapshot by one member; times in seconds."""
 
     pause: float
-    """Until it stood still."""
+    """Time until the member stood still."""
     load: float
     resume: float
     receipts: list[Receipt]
-    """Of its ranks, if they were asked and can tell."""
+    """Receipts of the member's ranks, if they were asked and can tell."""
 
 
 class FileTransport:
@@ -93,8 +93,8 @@ class FileTransport:
         assert snapshot
         sent = Sent(snapshot.manifest.checksums, self._by_name)
         if self._loads:
-            for member, its in live.items():
-                self._begin(self._loads, member, its, snapshot, sent if check else None)
+            for member, engine in live.items():
+                self._begin(self._loads, member, engine, snapshot, sent if check else None)
             return Delivery({}, {}, {}, sent, resumed=True, begun=list(live))
         loads, failed = answers(
             self._threads,
@@ -110,7 +110,7 @@ class FileTransport:
         return Delivery(taken, failed, receipts, sent, resumed=True)
 
     def settle(self, outgoing: Outgoing) -> None:
-        """What was begun was taken to the end."""
+        """Does nothing: `stage` took the stream to the end if it began it."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -119,7 +119,7 @@ class FileTransport:
         self,
         loads: Loads,
         member: Member,
-        its: EngineControl,
+        engine: EngineControl,
         snapshot: Snapshot,
         sent: Sent | None,
     ) -> None:
@@ -128,10 +128,10 @@ class FileTransport:
         def load() -> Loaded:
             start = time.time()
             with held:
-                done = self._load(member, its, snapshot, check=sent is not None)
+                done = self._load(member, engine, snapshot, check=sent is not None)
             phases = [Phase("load", start, time.time() - start)]
             receipts = {member: done.receipts} if done.receipts else {}
-            verified = compare({member: its}, sent, receipts) if sent else None
+            verified = compare({member: engine}, sent, receipts) if sent else None
             seconds = {"pause": done.pause, "load": done.load, "resume": done.resume}
             return Loaded(member, snapshot.version, seconds, done.receipts, verified, phases=phases)
 
@@ -139,31 +139,33 @@ class FileTransport:
         held.enter_context(self._used(snapshot.folder))
         loads.begin(member, snapshot.version, load)
 
-    def _load(self, member: Member, its: EngineControl, snapshot: Snapshot, *, check: bool) -> Load:
+    def _load(
+        self, member: Member, engine: EngineControl, snapshot: Snapshot, *, check: bool
+    ) -> Load:
         receipts = list[Receipt]()
         times = [time.perf_counter()]
         with self._used(snapshot.folder):
-            its.pause()
+            engine.pause()
             times.append(time.perf_counter())
-            its.update_weights_from_disk(str(snapshot.folder), snapshot.version)
+            engine.update_weights_from_disk(str(snapshot.folder), snapshot.version)
             times.append(time.perf_counter())
             if member.takes_orders:
                 task: Task = "compare" if check else "count"
-                receipts = self._receipts(task, member, its, snapshot)
+                receipts = self._receipts(task, member, engine, snapshot)
             times.append(time.perf_counter())
-            its.resume()
+            engine.resume()
         times.append(time.perf_counter())
         pause, load, _, resume = (end - start for start, end in itertools.pairwise(times))
         return Load(pause, load, resume, receipts)
 
     def _receipts(
-        self, task: Task, member: Member, its: EngineControl, snapshot: Snapshot
+        self, task: Task, member: Member, engine: EngineControl, snapshot: Snapshot
     ) -> list[Receipt]:
         """Makes the ranks of a paused member tell what they hold. Their answers come as files:
         there need be no other way from them to here."""
         serial, timeout_s = uuid.uuid4().hex[:8], self._config.timeout_s
         order = Order(serial, "", task, timeout_s, folder=str(snapshot.folder))
-        its.receive_weights([order] * member.num_ranks, version=snapshot.version)
+        engine.receive_weights([order] * member.num_ranks, version=snapshot.version)
         receipts = []
         for rank in range(member.num_ranks):
             path = receipt_file(order.folder, order.serial, rank)

@@ -21,7 +21,7 @@ from relax_hpc.weights.staging import Outgoing
 
 
 class MemberGroup:
-    """Rank 0 is the trainer; the members follow in the order of `receivers`."""
+    """A communicator of the trainer, rank 0, and members, in the order of `receivers`."""
 
     def __init__(
         self,

@@ -37,10 +37,10 @@ _POLL_S = 1e-3
 
 @dataclass
 class _Word:
-    """What rank 0 tells the other ranks of an update."""
+    """A message of rank 0 to the other ranks about an update."""
 
     lanes: list[int]
-    """That are used; none if no engine is to be given anything."""
+    """The lanes that are used; none if no engine is to be given anything."""
     serial: str = ""
 
 
@@ -66,7 +66,7 @@ class LaneLink:
         self._count += 1
 
     def hear(self) -> _Word:
-        """What rank 0 says.
+        """Waits for the message of rank 0.
 
         Raises:
             PeerTimeoutError: nothing, although it has had time to wait for every engine.
@@ -110,11 +110,11 @@ class LaneLink:
                 sent.order_after()
 
 
-class LaneHelper:
-    """What ranks other than 0 do in a publication."""
+class LaneGiver:
+    """The part of a rank other than 0 in a publication."""
 
     def __init__(self, link: LaneLink, gather: Gather | None = None) -> None:
-        """As the publisher has them; the gather is one to all ranks."""
+        """Takes link and gather as the publisher has them; the gather is one to all ranks."""
         self._link, self._gather = link, gather
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -162,7 +162,7 @@ class LaneTransport:
         *,
         check: bool,
     ) -> Delivery:
-        """All of them, or none, like a broadcast."""
+        """Gives the version to all of them or to none, like a broadcast."""
         deadline = time.monotonic() + self._link.config.timeout_s
         try:
             with timers("pause"):

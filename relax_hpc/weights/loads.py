@@ -18,20 +18,20 @@ _POLL_S = 0.05
 
 
 class Loaded(NamedTuple):
-    """How a load ended."""
+    """A load that has ended."""
 
     member: Member
     version: int
-    """That was loaded, which need not be the newest any more."""
+    """The version that was loaded, which need not be the newest any more."""
     seconds: dict[str, float]
-    """Of its parts."""
+    """Time of each part."""
     receipts: list[Receipt]
-    """Of the member's ranks, if they were asked and can tell."""
+    """Receipts of the member's ranks, if they were asked and can tell."""
     verified: Verified | None
     reason: str = ""
     """Why the member is fenced; empty if it holds the version."""
     phases: Sequence[Phase] = ()
-    """When it was."""
+    """The load, with the time at which it began."""
 
 
 class _UnderWay(NamedTuple):
@@ -41,7 +41,7 @@ class _UnderWay(NamedTuple):
 
 
 class Loads:
-    """Each is made by a thread, which says in the roster at once how it ended: engines that have
+    """Loads, each by a thread that says in the roster at once how it ended: engines that have
     loaded are of use while the trainer trains. Lives in rank 0 of the trainer."""
 
     def __init__(self, register: Register, timeout_s: float) -> None:
@@ -82,7 +82,7 @@ class Loads:
         return waited
 
     def ended(self) -> list[Loaded]:
-        """Those that ended since it was last asked."""
+        """Returns the loads that ended since it was last asked."""
         return [self._ended.get() for _ in range(self._ended.qsize())]
 
     def _run(self, member: Member, version: int, load: Callable[[], Loaded]) -> None:

@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 _BUFFERS = 2
 _RETRY_S = 30.0
-"""After a transport was found to be of no use."""
+"""Pause after a transport was found to be of no use."""
 _THREADS = 1024
-"""At most; one waits in every engine during an update. They are started when needed."""
+"""Limit; one thread waits for every engine during an update. They are started when needed."""
 
 
 class Published(NamedTuple):
-    """What one publication did."""
+    """The outcome of one publication."""
 
     version: int
     members: list[str]
@@ -51,16 +51,16 @@ class Published(NamedTuple):
     """Whether members are left that have to be given it in a further publication."""
     num_bytes: int
     pause_seconds: float
-    """How long engines stood still."""
+    """Time for which engines stood still."""
     seconds: dict[str, float]
-    """From the first gathered tensor to the last engine that resumed, and the parts of it."""
+    """Time from the first gathered tensor to the last engine that resumed, and the parts of it."""
     verified: Verified | None
     transport: Way | None = None
-    """How; None if every engine that is there holds the version."""
+    """The way that was served; None if every engine that is there holds the version."""
     error: str = ""
     """Why no engine could be given it in this way, for the present."""
     phases: Sequence[Phase] = ()
-    """When the parts were."""
+    """The parts, with the times at which they began."""
     loading: Sequence[str] = ()
     """Members that have begun to load it, each by itself; see `Publisher.ended_loads`."""
 
@@ -128,12 +128,12 @@ class Publisher:
         self._loads.expire()
         live = self._candidates()
         way = next(iter(self._open(live)), None)
-        its = {m: r for m, r in live.items() if self._way_of(m) == way}
-        outgoing = self._outgoing(way, its, tensors, check=check)
+        engines = {m: r for m, r in live.items() if self._way_of(m) == way}
+        outgoing = self._outgoing(way, engines, tensors, check=check)
         done, delivery, error = dict[Member, EngineControl](), None, ""
         try:
             if way:
-                done, delivery = self._sync(way, its, outgoing, timers, check=check)
+                done, delivery = self._sync(way, engines, outgoing, timers, check=check)
             else:
                 self._ranks.tell(Rest())
         except SnapshotError as problem:
@@ -182,7 +182,7 @@ class Publisher:
         return bool(self._open(self._candidates()))
 
     def ended_loads(self) -> list[Loaded]:
-        """How loads ended that publications had begun: all since it was last asked."""
+        """Returns the loads of earlier publications that ended since it was last asked."""
         return self._loads.ended()
 
     def wait_for_loads(self) -> bool:
@@ -201,14 +201,14 @@ class Publisher:
     def _outgoing(
         self,
         way: Way | None,
-        its: Iterable[Member],
+        members: Iterable[Member],
         tensors: Iterator[tuple[str, Tensor]],
         *,
         check: bool,
     ) -> Outgoing:
         by_name = check and any(
             member.engine == "embedded" and not self._transport(way).leaves_receipts(member)
-            for member in its
+            for member in members
             if way
         )
         gather = self._gather if way in ("lanes", "collective") else None
@@ -260,11 +260,11 @@ class Publisher:
         return not self._loads.has(member) and not self._register.is_current(member)
 
     def _candidates(self) -> dict[Member, EngineControl]:
-        """Those that could be given the version now."""
+        """Returns the members that could be given the version now."""
         return self._due(self._register.live(self._threads, without=self._loads.has))
 
     def _due(self, live: dict[Member, EngineControl]) -> dict[Member, EngineControl]:
-        """Those that are not ahead of this trainer.
+        """Returns the members that are not ahead of this trainer.
 
         After a restart from a checkpoint engines hold a policy that this trainer has yet to make
         again. Going back would give their running requests older tokens than `max_staleness`
@@ -284,31 +284,31 @@ class Publisher:
     def _sync(
         self,
         way: Way,
-        its: dict[Member, EngineControl],
+        engines: dict[Member, EngineControl],
         outgoing: Outgoing,
         timers: Timers,
         *,
         check: bool,
     ) -> tuple[dict[Member, EngineControl], Delivery]:
-        """Those that hold the version now and go on, and how it got there."""
+        """Returns the members that hold the version now and go on, and how it got there."""
         transport, register = self._transport(way), self._register
         transport.stage(register.version, outgoing, timers)
         self._failing_since.pop(way, None)
         if way == "files":  # each for itself, so those that have it are left alone
-            its = {m: r for m, r in its.items() if self._lacks(m)}
-        for member in its:
+            engines = {m: r for m, r in engines.items() if self._lacks(m)}
+        for member in engines:
             register.note(member, "SYNCING")
         register.write()
         delivery = Delivery({}, {}, {}, Sent([], ""))
         # Where each goes on by itself it needs all of its memory before.
         first = MEMORY if way == "files" else MEMORY[:1]
-        if awake := self._with_memory(first, its, timers):
+        if awake := self._with_memory(first, engines, timers):
             delivery = transport.deliver(awake, register.version, outgoing, timers, check=check)
         done, silent = self._with_memory(MEMORY, delivery.taken, timers), dict[Member, str]()
         if not delivery.resumed:
             with timers("resume"):
                 done, silent = each(
-                    self._threads, done, lambda its: its.resume(), self._config.timeout_s
+                    self._threads, done, lambda engine: engine.resume(), self._config.timeout_s
                 )
         for member, reason in (delivery.failed | silent).items():
             register.fence(member, reason)
@@ -321,29 +321,32 @@ class Publisher:
     def _note_switches(self, done: Iterable[Member], receipts: dict[Member, list[Receipt]]) -> None:
         paths, version = self._register.paths, self._register.version
         notes = [
-            self._threads.submit(switches.note, paths, its, version, receipts.get(its, ()))
-            for its in done
-            if its.takes_orders
+            self._threads.submit(switches.note, paths, member, version, receipts.get(member, ()))
+            for member in done
+            if member.takes_orders
         ]
         for note in notes:
             note.result()
 
     def _with_memory(
-        self, tags: Sequence[str], its: dict[Member, EngineControl], timers: Timers
+        self, tags: Sequence[str], engines: dict[Member, EngineControl], timers: Timers
     ) -> dict[Member, EngineControl]:
-        """Gives those of `its` memory back that released it; fences who does not take it."""
+        """Gives members that released memory theirs back; fences who does not take it."""
         for tag in tags:
-            asleep = {m: r for m, r in its.items() if self._register.lacks(m, tag)}
+            asleep = {m: r for m, r in engines.items() if self._register.lacks(m, tag)}
             failed = self._resume_memory(tag, asleep, timers) if asleep else {}
-            its = {m: r for m, r in its.items() if m not in failed}
-        return its
+            engines = {m: r for m, r in engines.items() if m not in failed}
+        return engines
 
     def _resume_memory(
         self, tag: str, asleep: dict[Member, EngineControl], timers: Timers
     ) -> dict[Member, str]:
         with timers(f"wake_{tag}"):
             woken, failed = each(
-                self._threads, asleep, lambda its: its.resume_memory([tag]), self._config.timeout_s
+                self._threads,
+                asleep,
+                lambda engine: engine.resume_memory([tag]),
+                self._config.timeout_s,
             )
         for member in woken:
             self._register.note_back(member, tag)
@@ -357,7 +360,7 @@ def _plain(timers: Timers) -> dict[str, float]:
 
 
 def _add_times(timers: Timers, receipts: dict[Member, list[Receipt]]) -> None:
-    """What the slowest rank of an engine says of its part."""
+    """Notes the times of the slowest rank of an engine."""
     ranks = [rank for ranks in receipts.values() for rank in ranks]
     for name, field in (("idle", "idle"), ("received", "wire"), ("load", "load")):
         spent = max((getattr(rank, f"{field}_seconds") for rank in ranks), default=0.0)
@@ -365,7 +368,7 @@ def _add_times(timers: Timers, receipts: dict[Member, list[Receipt]]) -> None:
 
 
 def _paused(timers: Timers) -> float:
-    """How long engines stood still: loading is part of the wire, where there is one."""
+    """Returns how long engines stood still: loading is part of the wire, where there is one."""
     spent = _plain(timers)
     parts = ("pause", "prepare", "wire" if "wire" in spent else "load", "resume")
     return sum(spent.get(part, 0.0) for part in parts)

@@ -43,7 +43,7 @@ def quantize(weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Quantizer:
-    """Which tensors of a model are quantised, and what becomes of its stream and its buckets."""
+    """The quantisation of a model: of tensors one by one, of a stream, and of buckets."""
 
     def __init__(self, config: WeightsConfig) -> None:
         self._kept = config.modules_to_not_convert
@@ -51,28 +51,28 @@ class Quantizer:
 
     @classmethod
     def of(cls, config: WeightsConfig) -> Self | None:
-        """None if weights are sent as they are."""
+        """Returns None if weights are sent as they are."""
         return None if config.quantize == "none" else cls(config)
 
     def applies_to(self, spec: Spec) -> bool:
-        """Linear layers are; embeddings, the output matrix, norms and routers are not."""
+        """Whether it is a linear layer's; embeddings, output matrix, norms and routers are not."""
         module = spec.name.removesuffix(".weight")
         kept = any(f".{name.strip('.')}." in f".{module}." for name in self._kept)
         return spec.name.endswith(_LINEAR) and len(spec.shape) == 2 and not kept
 
     def specs(self, specs: Iterable[Spec]) -> list[Spec]:
-        """Of the stream that `tensors` makes."""
+        """Returns the specs of the stream that `tensors` makes."""
         return [made for spec in specs for made in self._made_of(spec)]
 
     @torch.no_grad()
     def tensors(
         self, stream: Iterator[tuple[str, Tensor]], only: Collection[str]
     ) -> Iterator[tuple[str, Tensor]]:
-        """The stream, with weights quantised, each before its scale.
+        """Yields the stream, with weights quantised, each before its scale.
 
         Args:
             stream: taken to the end.
-            only: names of its own; what they do not need is left out.
+            only: names of the result; what they do not need is left out.
         """
         for name, tensor in stream:
             if name not in only and name + _SCALE not in only:
@@ -85,7 +85,7 @@ class Quantizer:
             yield name + _SCALE, scales
 
     def plan(self, plan: BucketPlan) -> BucketPlan:
-        """What becomes of each bucket; the widest types come first, so that all are aligned."""
+        """Returns the quantised buckets; the widest types come first, so that all are aligned."""
         buckets = [self.specs(bucket) for bucket in plan.buckets]
         return BucketPlan(
             tuple(
@@ -128,7 +128,7 @@ class QuantizedGather:
     """A gather of weights that are quantised where they were brought together."""
 
     def __init__(self, gather: Gather, plan: BucketPlan, quantizer: Quantizer) -> None:
-        """Of the rank, or ranks, that fill buckets; the others give as they do to `gather`.
+        """The ranks that fill buckets make one; the others give as they do to `gather`.
 
         Args:
             gather: of buckets of `plan`.
@@ -159,7 +159,7 @@ class QuantizedGather:
 def gathered(
     config: WeightsConfig, specs: Iterable[Spec], gather: Gather
 ) -> tuple[BucketPlan, Gather]:
-    """What engines get, in which buckets, and what fills them: quantised, if it is to be.
+    """Returns the buckets that engines get and what fills them: quantised, if they are to be.
 
     Args:
         config: says so, and how large buckets are.

@@ -1,4 +1,4 @@
-"""All ranks of the trainer in a publication: rank 0 says what is to be done, and all do it."""
+"""The ranks of the trainer in a publication: rank 0 says what is to be done, and all do it."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
@@ -13,47 +13,47 @@ from relax_hpc.weights.snapshot import Snapshot, SnapshotWriter
 
 
 class Rest(NamedTuple):
-    """Leave the weights where they are."""
+    """An order to leave the weights where they are."""
 
 
 class Serve(NamedTuple):
-    """Do your part in serving the engines of one way."""
+    """An order to serve the engines of one way."""
 
     way: str
 
 
 class Write(NamedTuple):
-    """Write a snapshot."""
+    """An order to write a snapshot."""
 
     name: str
 
 
-class Helper(Protocol):
-    """A rank's part in one way."""
+class OtherRank(Protocol):
+    """The part of a rank other than 0 in one way."""
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
 
 
 class TrainerRanks:
-    """Each rank has one. Rank 0 says one thing per publication; the others `publish`."""
+    """A rank among the others. Rank 0 says one thing per publication; the others `publish`."""
 
     def __init__(
-        self, world: World, snapshots: SnapshotWriter, helpers: Mapping[str, Helper]
+        self, world: World, snapshots: SnapshotWriter, others: Mapping[str, OtherRank]
     ) -> None:
-        """Of one rank.
+        """Every rank makes one.
 
         Args:
-            world: all of them.
-            snapshots: its part of the writing.
-            helpers: its part in every other way that rank 0 may serve; unused there.
+            world: the ranks of the trainer.
+            snapshots: this rank's part of the writing.
+            others: this rank's part in every way that rank 0 may serve; unused on rank 0.
         """
-        self._world, self._snapshots, self._helpers = world, snapshots, helpers
+        self._world, self._snapshots, self._others = world, snapshots, others
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Does what rank 0 says."""
         match self._world.bcast(None):
             case Serve(way):
-                self._helpers[way].publish(version, tensors)
+                self._others[way].publish(version, tensors)
             case Write(name):
                 with suppress(SnapshotError):  # rank 0 says so
                     self._snapshots.write(name, tensors)

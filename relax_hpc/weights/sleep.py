@@ -16,9 +16,9 @@ from relax_hpc.weights.transport import each
 
 _POLL_S = 0.1
 NOTICE_S = 3.0
-"""Until every router knows that an engine is not to be asked: they look once a second."""
+"""Time until every client knows that an engine is not to be asked: they look once a second."""
 _END_S = 60.0
-"""For the owner of an engine to end it."""
+"""Time for the owner of an engine to end it."""
 
 
 class Sleep:
@@ -67,7 +67,10 @@ class Sleep:
             register.note(member, "SYNCING")
         register.write()
         slept, failed = each(
-            self._threads, awake, lambda its: self._release(its, notice_s), 2 * self._timeout_s
+            self._threads,
+            awake,
+            lambda engine: self._release(engine, notice_s),
+            2 * self._timeout_s,
         )
         for member in slept:
             register.note(member, "ASLEEP")
@@ -110,7 +113,7 @@ class Sleep:
             time.sleep(_POLL_S)
 
     def _wait_for_ends(self) -> None:
-        """Of fenced engines, which have memory that nobody can make them release."""
+        """Waits for fenced engines to end: nobody can make them release their memory."""
         deadline = time.monotonic() + _END_S
         register = self._register
         while left := [m for m in register.known() if register.state(m) == "FENCED"]:

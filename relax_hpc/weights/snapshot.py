@@ -32,7 +32,7 @@ _RECEIPT = ".receipt"
 
 
 class Snapshot(NamedTuple):
-    """A complete one."""
+    """A complete folder of weights."""
 
     folder: Path
     manifest: Manifest
@@ -43,7 +43,7 @@ class Snapshot(NamedTuple):
 
 
 class SnapshotWriter:
-    """What each rank of the trainer has of the writing; rank 0 begins and ends it.
+    """A rank's part in writing snapshots; rank 0 begins and ends each.
 
     `begin` on rank 0, `write` on all, `finish` on rank 0.
     """

@@ -33,7 +33,7 @@ class Gather(Protocol):
 
 
 class Giver:
-    """What ranks other than 0 have to do with a publication whose weights are gathered."""
+    """The part of a rank other than 0 in a publication whose weights are gathered."""
 
     def __init__(self, gather: Gather) -> None:
         self._gather = gather
@@ -158,7 +158,7 @@ class Outgoing:
 
     @property
     def fingerprints(self) -> list[int]:
-        """Of the buckets, in order, if they were asked for."""
+        """Fingerprints of the buckets, in order; empty if none were asked for."""
         return self._fingerprints or []
 
     def _fill(self) -> None:

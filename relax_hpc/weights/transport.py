@@ -1,4 +1,4 @@
-"""What every way of bringing weights to engines has in common."""
+"""The protocol of every way of bringing weights to engines, and calls that all of them make."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,25 +23,25 @@ _CALL_GRACE_S = 5.0
 
 
 class Delivery(NamedTuple):
-    """What became of one version. Members that it does not name hold a part of it, and have to be
-    given all of it again."""
+    """The outcome for one version. Members that it does not name hold a part of the weights, and
+    have to be given all of them again."""
 
     taken: dict[Member, EngineControl]
-    """Hold it, and are paused, unless `resumed`."""
+    """Members that hold it, and are paused, unless `resumed`."""
     failed: dict[Member, str]
-    """Are to be fenced, and why."""
+    """Members that are to be fenced, and why."""
     receipts: dict[Member, list[Receipt]]
-    """What the ranks of those answered that take a version in one call."""
+    """The answers of the ranks of members that take a version in one call."""
     sent: Sent
-    """What `receipts` are compared with."""
+    """The digests that `receipts` are compared with."""
     resumed: bool = False
     """Whether those that hold it go on already."""
     begun: Sequence[Member] = ()
-    """Take it by themselves, and `weights.loads` knows of it."""
+    """Members that take it by themselves; `weights.loads` knows of them."""
 
 
 class Transport(Protocol):
-    """One way. Lives in rank 0 of the trainer, and from update to update."""
+    """A way to bring weights to engines. Lives in rank 0 of the trainer, from update to update."""
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
         """Does what can be done before engines stand still; times `gather` or `write`.
@@ -85,7 +85,7 @@ class Transport(Protocol):
 def behind(
     threads: ThreadPoolExecutor, live: dict[Member, EngineControl], error: MemberError
 ) -> dict[Member, str]:
-    """Who let an update fail, and how; the others are given it in the next attempt.
+    """Returns who let an update fail, and how; the others are given it in the next attempt.
 
     One that dies or hangs makes the others fail as well, and they may be the first to say so; so
     whoever does not answer is behind it, if anybody.
@@ -97,8 +97,8 @@ def behind(
 
 
 def call_timeout_s(timeout_s: float) -> float:
-    """Of a call that is part of an update: who is late is found at the update's own deadline, where
-    all are looked at, and not by whose call happens to end first."""
+    """Returns the timeout of a call that is part of an update: who is late is found at the update's
+    own deadline, where all are looked at, and not by whose call happens to end first."""
     return timeout_s + _CALL_GRACE_S
 
 
@@ -119,7 +119,7 @@ def answers(
     call: Callable[[Member], Answer],
     timeout_s: float,
 ) -> tuple[dict[Member, Answer], dict[Member, str]]:
-    """Makes a call for all members at once; what came of it, and why others failed."""
+    """Makes a call for all members at once; returns the answers, and why others failed."""
     deadline = time.monotonic() + timeout_s
     futures = {member: threads.submit(call, member) for member in members}
     found, failed = {}, {}

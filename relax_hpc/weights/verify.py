@@ -1,4 +1,4 @@
-"""Do engines hold what the trainer sent?"""
+"""The check that engines hold what the trainer sent."""
 
 import hashlib
 from collections.abc import Iterable
@@ -10,10 +10,10 @@ from relax_hpc.fleet.members import Member
 
 
 class Sent(NamedTuple):
-    """What the trainer knows of what it sent."""
+    """Digests of what the trainer sent."""
 
     fingerprints: list[int]
-    """Of buckets or files, in order."""
+    """One number for each bucket or file, in order."""
     by_name: str
     """Digest by name, if it was made."""
 

@@ -48,7 +48,7 @@ def open_publisher(
     from relax_hpc.engines.megatron.scorer import MegatronScorer
     from relax_hpc.fleet.register import Register
     from relax_hpc.paths import RunPaths
-    from relax_hpc.weights.lanes import LaneHelper, LaneLink
+    from relax_hpc.weights.lanes import LaneGiver, LaneLink
     from relax_hpc.weights.publish import Publisher
     from relax_hpc.weights.ranks import TrainerRanks
     from relax_hpc.weights.snapshot import SnapshotWriter
@@ -63,12 +63,12 @@ def open_publisher(
     weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     plan = bent(BucketPlan.of(specs, bucket_bytes), bend)
     link, gather = None, scorer.gather(bucket_bytes, to_all=lanes)
-    helpers = {"collective": Giver(gather)}
+    others = {"collective": Giver(gather)}
     if lanes:
         link = LaneLink(world, plan, device, weights)
-        helpers = {"lanes": LaneHelper(link, gather)}
+        others = {"lanes": LaneGiver(link, gather)}
     snapshots = SnapshotWriter(paths.weights, specs, world, config.model.path)
-    ranks = _state["ranks"] = TrainerRanks(world, snapshots, helpers)
+    ranks = _state["ranks"] = TrainerRanks(world, snapshots, others)
     if dist.get_rank() == 0:
         _state["publisher"] = Publisher(
             weights,
