@@ -28,7 +28,7 @@ from relax_hpc.weights import quantize
 from relax_hpc.weights.lanes import LaneGiver, LaneLink
 from relax_hpc.weights.publish import Published, Publisher
 from relax_hpc.weights.quantize import Quantizer
-from relax_hpc.weights.ranks import OtherRank, TrainerRanks
+from relax_hpc.weights.ranks import TrainerRanks, WeightGiver
 from relax_hpc.weights.sleep import Sleep
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver
@@ -89,7 +89,7 @@ def _parts(
     specs, weights, link = scorer.weight_specs(), task.config.weights, None
     plain = scorer.gather(weights.bucket_bytes, to_all=task.is_colocated)
     plan, gather = quantize.gathered(weights, specs, plain)
-    others: dict[str, OtherRank] = {"collective": Giver(gather)}
+    others: dict[str, WeightGiver] = {"collective": Giver(gather)}
     if task.is_colocated:
         link = LaneLink(world, plan, device, weights)
         others = {"lanes": LaneGiver(link, gather)}

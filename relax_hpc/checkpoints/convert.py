@@ -1,4 +1,4 @@
-"""Between checkpoints of runs and Hugging Face folders, as a user asks for it."""
+"""Converts between checkpoints of runs and Hugging Face folders, as a user asks for it."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def convert(what: Path, to: str, *, out: Path | None, step: int | None, model: P
 
 
 def _checkpoint(what: Path, step: int | None) -> tuple[Path, RunPaths | None]:
-    """The folder, and the run that it belongs to."""
+    """Returns the folder, and the run that it belongs to."""
     paths = RunPaths(what)
     if paths.config.is_file():
         try:

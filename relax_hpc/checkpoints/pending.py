@@ -11,24 +11,24 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from relax_hpc.comm.world import World
-from relax_hpc.engines.training_engine import Snapshot, TrainingEngine
+from relax_hpc.engines.training_engine import CheckpointPart, TrainingEngine
 from relax_hpc.errors import CheckpointError, FencedError, PeerTimeoutError, RelaxError
 
 
 class Saved(NamedTuple):
-    """What became of a save."""
+    """A save that has ended."""
 
     step: int
     wait_s: float = 0.0
-    """That training waited, for the copy and for what was not written when it had to be."""
+    """Time that training waited, for the copy and for what was not written when it had to be."""
     background_s: float = 0.0
-    """From the copy to its end."""
+    """Time from the copy to the end of the save."""
     num_bytes: int = 0
     failure: str | None = None
 
 
 class _Report(NamedTuple):
-    """What one rank knows of a save."""
+    """The state of a save on one rank."""
 
     written: bool
     error: RelaxError | None
@@ -58,30 +58,30 @@ class PendingSave:
         copy: bool,
         timeout_s: float,
     ) -> Self:
-        """Takes the snapshot, then writes it in a thread.
+        """Takes this rank's part of the checkpoint, then writes it in a thread.
 
         Args:
             publish: makes it the newest checkpoint; rank 0 does.
             copy: training will go on.
         """
         save = cls(trainer.step, draft, world, timeout_s)
-        snapshot = None
+        part = None
         try:
-            snapshot = trainer.snapshot(copy=copy)
+            part = trainer.checkpoint_part(copy=copy)
         except CheckpointError as error:  # e.g. no memory for the copy, on this rank
             save._error = error
             save._written.set()
             save._ended.set()
         save._begun = time.monotonic()
         save._wait_s = save._begun - save._over
-        if snapshot is not None:
+        if part is not None:
             threading.Thread(
-                target=save._run, args=(snapshot, publish), name="checkpoint", daemon=True
+                target=save._run, args=(part, publish), name="checkpoint", daemon=True
             ).start()
         return save
 
     def poll(self) -> Saved | CheckpointError | None:
-        """What became of it; None if it is going on. The same on all ranks.
+        """Returns the outcome, the same on all ranks; None if it is going on.
 
         Raises:
             FencedError: another trainer took over.
@@ -89,7 +89,7 @@ class PendingSave:
         return self._agree()
 
     def wait(self) -> Saved | CheckpointError:
-        """As `poll`, once it has ended."""
+        """Waits for the end, and returns the outcome as `poll`."""
         # Where another rank failed to write, rank 0 would wait for its part in vain.
         self._expect(self._written)
         outcome = self._agree()
@@ -128,13 +128,13 @@ class PendingSave:
             done = Saved(self.step, self._wait_s, seconds, self._num_bytes)
         return _Report(self._written.is_set(), self._error, done)
 
-    def _run(self, snapshot: Snapshot, publish: Callable[[], None]) -> None:
+    def _run(self, part: CheckpointPart, publish: Callable[[], None]) -> None:
         try:
             self.draft.mkdir(parents=True, exist_ok=True)
-            snapshot.write(self.draft)
+            part.write(self.draft)
             self._written.set()
             if self._world.rank == 0:
-                self._num_bytes = snapshot.write_names(
+                self._num_bytes = part.write_names(
                     self.draft, timeout_s=self._timeout_s, cancelled=self._cancelled.is_set
                 )
                 publish()

@@ -1,4 +1,4 @@
-"""When a run is saved: checkpoints beside training, and the model for others to load."""
+"""Saves a run when it is time to: checkpoints beside training, the model for others to load."""
 
 import logging
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def checkpoints_of(
     timeout_s: float,
     is_valid: Callable[[P], bool] = lambda _: True,
 ) -> Checkpoints[P]:
-    """Those of a run, kept as its settings say."""
+    """Makes the checkpoints of a run, kept as its settings say."""
     return Checkpoints(
         paths.checkpoints,
         world,
@@ -60,11 +60,11 @@ def resume(
 
 
 class Rank0(Protocol[P_co]):
-    """What only rank 0 knows of a run."""
+    """The part of rank 0 in saving a run."""
 
     @property
     def position(self) -> P_co:
-        """Where the step that was just trained ends."""
+        """The position in the data after the step that was just trained."""
         ...
 
     def check_fenced(self) -> None:
@@ -72,12 +72,12 @@ class Rank0(Protocol[P_co]):
         ...
 
     def release(self) -> None:
-        """A checkpoint is complete: what not even the oldest one needs can go."""
+        """Removes what not even the oldest checkpoint needs; called when one is complete."""
         ...
 
 
 class Saving(Generic[P]):
-    """Called by every rank after every step, it saves when it is time to."""
+    """Saves when it is time to; every rank calls it after every step."""
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class Saving(Generic[P]):
         num_steps: int,
         source: Path,
     ) -> None:
-        """Of a rank.
+        """Begins nothing yet.
 
         Args:
-            rank0: on rank 0; None on the others.
+            rank0: None on the other ranks.
             num_steps: of the run.
             source: Hugging Face folder that lends exports config.json and tokenizer.
         """

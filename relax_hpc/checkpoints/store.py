@@ -148,11 +148,11 @@ class Checkpoints(Generic[P]):
         return self._take(self._pending.poll()) if self._pending else []
 
     def wait(self) -> list[Saved]:
-        """As `poll`, but waits for a save that is going on."""
+        """Does as `poll`, but waits for a save that is going on."""
         return self._take(self._pending.wait()) if self._pending else []
 
     def complete(self) -> list[Checkpoint[P]]:
-        """All that count, oldest first; half-written ones have another name and are not seen."""
+        """Returns the checkpoints that count, oldest first; half-written ones have another name."""
         return [found for found in self._found() if isinstance(found, Checkpoint)]
 
     def _found(self) -> Iterator["Checkpoint[P] | _Unreadable"]:
@@ -208,7 +208,7 @@ class Checkpoints(Generic[P]):
         return None
 
     def _candidates(self) -> list["Checkpoint[P] | _Unreadable"]:
-        """Newest first."""
+        """Returns what is there, newest first."""
         found = list(self._found())
         if not found and any(self._root.glob("step_*")):
             raise BusError(
@@ -218,7 +218,7 @@ class Checkpoints(Generic[P]):
         return found[::-1]
 
     def _load(self, trainer: TrainingEngine, checkpoint: Checkpoint[P]) -> str | None:
-        """Why it cannot be loaded; the same on all ranks."""
+        """Returns why it cannot be loaded, the same on all ranks; None: it was."""
         why = trainer.damage(checkpoint.folder) if self._world.rank == 0 else None
         if why := self._world.bcast(why):
             return str(why)
@@ -279,7 +279,7 @@ class Checkpoints(Generic[P]):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _set_aside(self, torn: list[Path]) -> None:
-        """So that they do not count among those that are kept; who wants to may look at them."""
+        """Moves torn ones away: they do not count among the kept ones, and can be looked at."""
         for folder in torn:
             (self._root / _TORN).mkdir(exist_ok=True)
             target = self._root / _TORN / f"{folder.name}.{secrets.token_hex(4)}"
@@ -288,7 +288,7 @@ class Checkpoints(Generic[P]):
 
 
 def find(root: Path, step: int | None) -> Path:
-    """The folder of a checkpoint, also of one that is kept for good: the newest, or of `step`.
+    """Returns the folder of the newest checkpoint or of `step`'s, also one that is kept for good.
 
     Raises:
         CheckpointError: there is none.
@@ -309,7 +309,7 @@ def find(root: Path, step: int | None) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step of a checkpoint, from its name; None if that is not a checkpoint's."""
+    """Returns the step in a checkpoint's name; None if the name is not a checkpoint's."""
     match = _NAME.fullmatch(folder.name)
     return int(match[1]) if match else None
 
@@ -319,7 +319,7 @@ def _name(step: int) -> str:
 
 
 def _delete(folder: Path) -> None:
-    """Killed at any moment, leaves a whole checkpoint or one that does not count."""
+    """Deletes; killed at any moment it leaves a whole checkpoint or one that does not count."""
     if folder.exists():
         doomed = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.old")
         folder.rename(doomed)

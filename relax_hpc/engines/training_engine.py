@@ -63,8 +63,8 @@ class Gap(NamedTuple):
     worst: Worst
 
 
-class Snapshot(Protocol):
-    """What a rank has to save; nothing of it is collective."""
+class CheckpointPart(Protocol):
+    """One rank's part of a checkpoint; no method is collective."""
 
     def write(self, folder: Path) -> None:
         """Writes the rank's part, durably; raises CheckpointError."""
@@ -159,8 +159,8 @@ class TrainingEngine(ScoringEngine, Protocol):
 
     def reclaim(self) -> None: ...
 
-    def snapshot(self, *, copy: bool) -> Snapshot:
-        """What this rank saves of a checkpoint; a copy lets training go on meanwhile."""
+    def checkpoint_part(self, *, copy: bool) -> CheckpointPart:
+        """Returns this rank's part of a checkpoint; a copy lets training go on meanwhile."""
         ...
 
     def damage(self, folder: Path) -> str | None:

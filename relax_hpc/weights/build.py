@@ -13,7 +13,7 @@ from relax_hpc.weights import quantize
 from relax_hpc.weights.lanes import LaneGiver, LaneLink
 from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.quantize import Quantizer
-from relax_hpc.weights.ranks import OtherRank, TrainerRanks
+from relax_hpc.weights.ranks import TrainerRanks, WeightGiver
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Gather, Giver
 
@@ -71,7 +71,7 @@ class Publishing:
             waits_for_loads=self._shares_gpus,
         )
 
-    def _others(self) -> dict[str, OtherRank]:
+    def _others(self) -> dict[str, WeightGiver]:
         if self._link:
             return {"lanes": LaneGiver(self._link, self._gather)}
         return {"collective": Giver(self._gather)}

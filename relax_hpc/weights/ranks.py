@@ -28,8 +28,8 @@ class Write(NamedTuple):
     name: str
 
 
-class OtherRank(Protocol):
-    """The part of a rank other than 0 in one way."""
+class WeightGiver(Protocol):
+    """A rank other than 0, which gives weights in one way."""
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
 
@@ -38,7 +38,7 @@ class TrainerRanks:
     """A rank among the others. Rank 0 says one thing per publication; the others `publish`."""
 
     def __init__(
-        self, world: World, snapshots: SnapshotWriter, others: Mapping[str, OtherRank]
+        self, world: World, snapshots: SnapshotWriter, others: Mapping[str, WeightGiver]
     ) -> None:
         """Every rank makes one.
 

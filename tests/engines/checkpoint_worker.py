@@ -67,13 +67,13 @@ def save_beside_training(folder, rows, advantages):
     trainer = _state["trainer"]
     before = digest()
     folder.mkdir(parents=True, exist_ok=True)
-    snapshot = trainer.snapshot(copy=True)
+    part = trainer.checkpoint_part(copy=True)
     train(rows, advantages)
     assert digest() != before
-    snapshot.write(folder)
+    part.write(folder)
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        snapshot.write_names(folder, timeout_s=10)
+        part.write_names(folder, timeout_s=10)
     torch.distributed.barrier()
     return before
 

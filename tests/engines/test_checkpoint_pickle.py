@@ -63,7 +63,7 @@ def test_a_checkpoint_that_would_run_something_is_refused_by_its_name_and_runs_n
 
 
 def test_a_random_state_that_would_run_something_is_not_run_either(tmp_path):
-    from relax_hpc.engines.megatron.checkpoint.snapshot import _object
+    from relax_hpc.engines.megatron.checkpoint.part import _object
 
     folder = write(tmp_path / "theirs", {"rng": saved([Bomb(tmp_path / "exploded")])})
     with pytest.raises(CheckpointError, match=r"holds \S+\.open, which no checkpoint"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from fake_snapshot import NAMES, FakeSnapshot
+from fake_part import NAMES, FakePart
 
 from relax_hpc.bus.plan import PlanPosition
 from relax_hpc.checkpoints.store import MAX_FAILURES, Checkpoints, find
@@ -24,12 +24,12 @@ class Trainer:
         self.rank, self.num_ranks, self.hold = rank, num_ranks, hold
         self.fails, self.copies = None, []
 
-    def snapshot(self, *, copy):
+    def checkpoint_part(self, *, copy):
         self.copies.append(copy)
-        snapshot = FakeSnapshot({f"weight{self.rank}": str(self.weight)}, self.num_ranks, self.hold)
+        part = FakePart({f"weight{self.rank}": str(self.weight)}, self.num_ranks, self.hold)
         if self.fails:
-            snapshot.write = self.fails
-        return snapshot
+            part.write = self.fails
+        return part
 
     def damage(self, folder):
         return None if (folder / NAMES).exists() else f"{folder / NAMES}: is not there"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from episode_fakes import answer
-from fake_snapshot import FakeSnapshot
+from fake_part import FakePart
 
 from relax_hpc import job_file
 from relax_hpc.bus import layout
@@ -128,8 +128,8 @@ class FakeTrainer:
     def named_weights(self):
         yield "weight", self.policy.weight
 
-    def snapshot(self, *, copy):
-        return FakeSnapshot({"weight.json": json.dumps(self.policy.weight.item())})
+    def checkpoint_part(self, *, copy):
+        return FakePart({"weight.json": json.dumps(self.policy.weight.item())})
 
 
 class FakePublisher:

@@ -15,7 +15,7 @@ from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.engines.megatron import cpu, grid, model, packing, schedule
 from relax_hpc.engines.megatron.attention import choice
-from relax_hpc.engines.megatron.checkpoint.snapshot import load_weights
+from relax_hpc.engines.megatron.checkpoint.part import load_weights
 from relax_hpc.engines.megatron.hf import hf_stream, hf_weights
 from relax_hpc.engines.megatron.hf.gather import HfGather
 from relax_hpc.engines.megatron.layers import dense

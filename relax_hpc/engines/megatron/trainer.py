@@ -18,8 +18,8 @@ from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.engines.megatron import engine_gap, nonfinite, schedule
 from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
+from relax_hpc.engines.megatron.checkpoint.part import CheckpointPart, Trainee, load_checkpoint
 from relax_hpc.engines.megatron.checkpoint.read import damage
-from relax_hpc.engines.megatron.checkpoint.snapshot import Snapshot, Trainee, load_checkpoint
 from relax_hpc.engines.megatron.costs import Costs
 from relax_hpc.engines.megatron.hf import hf_weights
 from relax_hpc.engines.megatron.moe.router import take_metrics
@@ -202,12 +202,12 @@ class MegatronTrainer(MegatronScorer):
         for chunk in self._wrapped:
             chunk.restore_grad_buffers(synchronize=False)
 
-    def snapshot(self, *, copy: bool) -> Snapshot:
-        """What this rank saves of a checkpoint; a copy lets training go on meanwhile.
+    def checkpoint_part(self, *, copy: bool) -> CheckpointPart:
+        """Returns this rank's part of a checkpoint; a copy lets training go on meanwhile.
 
         There is one copy at a time: what an earlier one holds is lost.
         """
-        return Snapshot(self._trainee, self.step, self._host_copy if copy else None)
+        return CheckpointPart(self._trainee, self.step, self._host_copy if copy else None)
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint into `folder`, made if it is not there; it must be empty.
@@ -216,11 +216,11 @@ class MegatronTrainer(MegatronScorer):
         """
         folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        snapshot = self.snapshot(copy=False)
-        snapshot.write(folder)
+        part = self.checkpoint_part(copy=False)
+        part.write(folder)
         dist.barrier()
         if dist.get_rank() == 0:
-            snapshot.write_names(folder, timeout_s=0.0)
+            part.write_names(folder, timeout_s=0.0)
         dist.barrier()
 
     @staticmethod

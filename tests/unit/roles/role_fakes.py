@@ -85,8 +85,8 @@ class NobodyElse:
         self.journal.note("help", version, dict(tensors))
 
 
-class Snapshot:
-    """What a trainer has to save: small files."""
+class CheckpointPart:
+    """A part of a checkpoint: small files."""
 
     def __init__(self, files):
         self.files = files

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from role_fakes import Events, Journal, NobodyElse, Snapshot, config, row
+from role_fakes import CheckpointPart, Events, Journal, NobodyElse, config, row
 
 from relax_hpc.bus.plan import Part, PlanPosition, PlanRecord
 from relax_hpc.bus.reader import BatchIndex
@@ -243,8 +243,8 @@ class Model(Trainer):
 
     reference = 0
 
-    def snapshot(self, *, copy):
-        return Snapshot({"weight": f"{self.step} {self.reference}"})
+    def checkpoint_part(self, *, copy):
+        return CheckpointPart({"weight": f"{self.step} {self.reference}"})
 
     def damage(self, folder):
         return None

@@ -1,7 +1,7 @@
 """When a save counts as done: what ranks report to each other, one answer at a time."""
 
 import pytest
-from role_fakes import Snapshot
+from role_fakes import CheckpointPart
 
 from relax_hpc.checkpoints.pending import PendingSave, Saved, _Report
 from relax_hpc.errors import CheckpointError, FencedError
@@ -22,8 +22,8 @@ class World:
 class Source:
     step = 6
 
-    def snapshot(self, *, copy):
-        return Snapshot({"weight": "12345"})
+    def checkpoint_part(self, *, copy):
+        return CheckpointPart({"weight": "12345"})
 
 
 def begin(folder, world, publish=lambda: None):

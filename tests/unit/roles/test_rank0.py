@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from role_fakes import Events, Journal, Snapshot, config, row
+from role_fakes import CheckpointPart, Events, Journal, config, row
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
@@ -258,8 +258,8 @@ def test_what_the_oldest_kept_checkpoint_does_not_need_may_go():
 class Trainer:
     step = 0
 
-    def snapshot(self, *, copy):
-        return Snapshot({"weight": str(self.step)})
+    def checkpoint_part(self, *, copy):
+        return CheckpointPart({"weight": str(self.step)})
 
     def damage(self, folder):
         return None if (folder / "weight").exists() else f"{folder / 'weight'}: is not there"

@@ -1,4 +1,4 @@
-"""What a rank has to save, without a model: small files, the last of which rank 0 writes."""
+"""A rank's part of a checkpoint, without a model: small files; rank 0 writes the last."""
 
 import time
 from pathlib import Path
@@ -8,7 +8,7 @@ from relax_hpc.errors import CheckpointError
 NAMES = "names"
 
 
-class FakeSnapshot:
+class FakePart:
     def __init__(self, files, num_ranks=1, hold=None):
         self.files, self.num_ranks, self.hold = files, num_ranks, hold
 

@@ -1,4 +1,4 @@
-"""What a checkpoint is of: model, main parameters, Adam's state, loss scale, random states, step.
+"""A rank's part of a checkpoint: model, optimizer's state, loss scale, random states, step.
 
 All but the random states belong to the whole model, so a checkpoint loads on any grid. Each
 data-parallel rank writes its own share of everything, and reads back only what it holds.
@@ -41,17 +41,17 @@ _GRID = ("tensor", "pipeline", "virtual", "context", "expert", "expert_tensor", 
 
 
 class Trainee(NamedTuple):
-    """What a checkpoint is of."""
+    """A model in training with all that a checkpoint holds of it."""
 
     chunks: Sequence[GPTModel]
     optimizer: ChainedOptimizer
     bank: WeightBank
-    """Whose lasting sets are saved, too."""
+    """The bank; its lasting sets are saved, too."""
     seed: int
 
 
-class Snapshot:
-    """What one rank has to save at the end of a step.
+class CheckpointPart:
+    """One rank's part of a checkpoint at the end of a step.
 
     A copy does not change when training goes on; without one, training has to wait for `write`.
     """
@@ -70,7 +70,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Of this rank's tensors."""
+        """Size of this rank's tensors."""
         return sum(box.tensor.nbytes for box in self._boxes)
 
     def write(self, folder: Path) -> None:
@@ -132,7 +132,7 @@ def load_weights(folder: Path, chunks: Sequence[GPTModel]) -> None:
 
 
 class _Share(NamedTuple):
-    """What a data-parallel rank has of the optimizer's state of one parameter."""
+    """The optimizer's state of a part of one parameter, on a data-parallel rank."""
 
     start: int
     """First element, counted through the parameter."""
@@ -141,7 +141,7 @@ class _Share(NamedTuple):
 
 
 def _own_boxes(trainee: Trainee) -> Iterator[Box]:
-    """What this rank writes: of every tensor of the model some rank writes each element, once.
+    """Yields what this rank writes: each element of the model is written by one rank, once.
 
     Data-parallel ranks share a parameter's weights as they share its optimizer state.
     """
@@ -159,7 +159,7 @@ def _own_boxes(trainee: Trainee) -> Iterator[Box]:
 
 
 def _optimizer_boxes(trainee: Trainee, *, replicas: bool) -> Iterator[Box]:
-    """Main parameters and moments that this rank has.
+    """Yields the main parameters and moments that this rank has.
 
     Args:
         replicas: also where another model-parallel rank has the same ones.
@@ -174,7 +174,7 @@ def _optimizer_boxes(trainee: Trainee, *, replicas: bool) -> Iterator[Box]:
 
 
 def _kept_boxes(trainee: Trainee) -> Iterator[Box]:
-    """Lasting sets of the bank, of which data-parallel ranks have a part each."""
+    """Yields lasting sets of the bank, of which data-parallel ranks have a part each."""
     for name in trainee.bank.lasting:
         kept = trainee.bank.kept(name)
         for shard, tensor in _tensors(trainee.chunks):
@@ -205,7 +205,7 @@ def _is_main_shard(shard: ShardedTensor) -> bool:
 
 
 def _tensors(chunks: Sequence[GPTModel]) -> Iterator[tuple[ShardedTensor, Tensor]]:
-    """What this rank has of the model's tensors, and the parameter or buffer each is part of."""
+    """Yields this rank's shards of tensors, each with the parameter or buffer it is part of."""
     for chunk in chunks:
         for entry in nested_values(chunk.sharded_state_dict(metadata=_LAYERS)):
             if isinstance(entry, ShardedTensor):
@@ -216,7 +216,7 @@ def _tensors(chunks: Sequence[GPTModel]) -> Iterator[tuple[ShardedTensor, Tensor
 
 
 def _shares(chained: ChainedOptimizer) -> dict[Tensor, _Share]:
-    """Of the parameters of which this data-parallel rank has a share."""
+    """Returns the shares, by parameter; others have none on this data-parallel rank."""
     shares = {}
     for part in _parts(chained):
         for parameter in part.model_param_gbuf_map:
@@ -229,19 +229,19 @@ def _shares(chained: ChainedOptimizer) -> dict[Tensor, _Share]:
 
 
 def _managed(chained: ChainedOptimizer) -> set[Tensor]:
-    """All parameters of this rank that are trained."""
+    """Returns the parameters of this rank that are trained."""
     return {
         p for part in _parts(chained) for buffer in part.buffers for p in buffer.param_index_map
     }
 
 
 def _parts(chained: ChainedOptimizer) -> list[MegatronOptimizer]:
-    """Megatron has optimizers of their own for experts, and empty ones."""
+    """Returns the optimizers: Megatron has extra ones for experts, and empty ones, left out."""
     return [part for part in chained.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _objects(chunks: Sequence[GPTModel]) -> Iterator[tuple[GPTModel, str, ShardedObject]]:
-    """What modules keep that is not a tensor, by name; most keep nothing."""
+    """Yields what modules keep that is not a tensor, by name; most keep nothing."""
     for chunk in chunks:
         for name, entry in chunk.sharded_state_dict(metadata=_LAYERS).items():
             if isinstance(entry, ShardedObject) and entry.data is not None:
@@ -261,7 +261,7 @@ def _load_objects(chunks: Sequence[GPTModel], stored: Stored) -> None:
 
 
 def _common(chained: ChainedOptimizer) -> dict[str, Any]:
-    """What all ranks have alike."""
+    """Returns what all ranks have alike."""
     counts = {
         float(count)
         for part in _parts(chained)
@@ -341,7 +341,7 @@ def _words(grid: Mapping[str, int]) -> str:
 
 
 def _pickled(value: list[Any]) -> bytes:
-    """As Megatron stores what is not a tensor."""
+    """Pickles a value as Megatron does what is not a tensor."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
