@@ -2,7 +2,9 @@
 
 import ctypes
 import errno
+import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import cast
@@ -11,13 +13,49 @@ import crc32c as _crc32c
 
 from relax_hpc.errors import BusError
 
+log = logging.getLogger(__name__)
+
 Buffer = bytes | bytearray | memoryview
 MAX_BUFFERS = 1024  # of one system call: IOV_MAX of Linux
 _SYNC_FILE_RANGE_WRITE = 2
+FULL_RETRY_S = 5.0
+"""Between attempts to write to a full file system."""
 
 
 class BusFullError(BusError):
     """No space or no quota; nothing was published. Try again once shards were collected."""
+
+
+class Space:
+    """The space that a role finds for its shards: nothing is tried while there was none just now.
+
+    What was to be written stays with the caller until `write` says that it was.
+    """
+
+    def __init__(self) -> None:
+        self._retry_at = 0.0
+
+    @property
+    def full(self) -> bool:
+        """Whether the last attempt found no space."""
+        return self._retry_at > 0
+
+    def write(self, put: Callable[[], object]) -> bool:
+        """Calls `put`, unless it is too soon to try again.
+
+        Returns:
+            Whether it was called and found space.
+        """
+        if time.monotonic() < self._retry_at:
+            return False
+        try:
+            put()
+        except BusFullError as error:
+            log.warning("%s; trying again every %g s", error, FULL_RETRY_S)
+            self._retry_at = time.monotonic() + FULL_RETRY_S
+            return False
+        self._retry_at = 0.0
+        return True
 
 
 def checksum(data: Buffer, before: int = 0) -> int:

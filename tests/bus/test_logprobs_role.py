@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, produce, whole_batch
 
-from relax_hpc.bus import layout
+from relax_hpc.bus import durable, layout
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.durable import BusFullError
 from relax_hpc.bus.log import RecordKind, read_log
@@ -158,7 +158,7 @@ def test_ranks_share_the_rows_and_one_of_them_writes(paths, tmp_path):
 
 
 def test_a_full_file_system_delays_and_loses_nothing(paths, tmp_path, monkeypatch):
-    monkeypatch.setattr(rank0, "FULL_RETRY_S", 0.05)
+    monkeypatch.setattr(durable, "FULL_RETRY_S", 0.05)
     put, refusals = SidecarWriter.put, [3, 2, 1]
 
     def put_if_there_is_space(self, *args):

@@ -9,7 +9,7 @@ import numpy as np
 from episode_fakes import answer
 
 from relax_hpc import job_file
-from relax_hpc.bus import layout
+from relax_hpc.bus import durable, layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.durable import BusFullError
@@ -21,6 +21,7 @@ from relax_hpc.paths import BusPaths
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import seed_of
+from relax_hpc.schema import PromptGroup
 
 PROMPTS, SIBLINGS = 4, 2
 EXPERTS = np.arange(8, dtype=np.int16).reshape(2, 4)  # 2 tokens, 2 layers x 2 experts
@@ -123,7 +124,7 @@ def test_routed_experts_reach_the_bus_and_are_asked_for_only_where_something_is_
 
 
 def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout, "FULL_RETRY_S", 0.2)
+    monkeypatch.setattr(durable, "FULL_RETRY_S", 0.2)
     paths, sampler = make_bus(tmp_path), Sampler()
     refused = []
     with Producer(paths, "rollout-0", {}) as producer:
@@ -148,15 +149,25 @@ def test_a_full_file_system_stops_new_samples_and_loses_none(tmp_path, monkeypat
     assert audit(paths).committed == PROMPTS * SIBLINGS
 
 
-def test_nothing_new_is_started_while_finished_groups_find_no_space(tmp_path):
-    class Full:
-        def put(self, groups):
+def test_nothing_new_is_started_while_finished_groups_find_no_space(monkeypatch):
+    space, now = [], 100.0
+
+    def publish(producer, groups, events):
+        if not space:
             raise BusFullError("no space")
 
-    outbox = rollout.Outbox(Full(), Events(), groups_per_shard=1)
+    monkeypatch.setattr(rollout, "publish", publish)
+    monkeypatch.setattr(durable.time, "monotonic", lambda: now)
+    outbox = rollout.Outbox(None, Events(), groups_per_shard=1)
     assert not outbox.full
     outbox.send(rest=True)
     assert not outbox.full  # there was nothing to send
-    outbox.add(["group"])
+    outbox.add([PromptGroup(0, [])])
     outbox.send(rest=False)
     assert outbox.full
+    space, now = ["again"], 104.9
+    outbox.send(rest=True)
+    assert outbox.full and outbox.guids == [0]  # it is too soon to try again
+    now = 105.0
+    outbox.send(rest=True)
+    assert not outbox.full and outbox.guids == []

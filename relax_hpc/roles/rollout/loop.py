@@ -1,7 +1,6 @@
 """The rollout role: makes prompt groups, publishes them, and stays within the staleness bound."""
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -10,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.durable import Space
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
@@ -19,15 +18,11 @@ from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.schema import PromptGroup
 from relax_hpc.telemetry.events import EventWriter
 
-log = logging.getLogger(__name__)
-
 POLL_S = 0.05
 READY_S = 1.0
 """A finished group waits no longer for others to fill its shard."""
 FINAL_VERSION_S = 5.0
 """After the run's end, for the records to say that the engines hold the last policy."""
-FULL_RETRY_S = 5.0
-"""Between attempts to write to a full file system."""
 
 
 class Engines(Protocol):
@@ -135,12 +130,13 @@ class Outbox:
         self._producer, self._events = producer, events
         self._groups_per_shard = groups_per_shard
         self._ready: list[PromptGroup] = []
-        self._ready_since = self._retry_at = 0.0
+        self._ready_since = 0.0
+        self._space = Space()
 
     @property
     def full(self) -> bool:
         """Whether to start nothing new, because what is finished finds no space."""
-        return self._retry_at > 0
+        return self._space.full
 
     @property
     def guids(self) -> list[int]:
@@ -154,18 +150,12 @@ class Outbox:
 
     def send(self, *, rest: bool) -> None:
         """Publishes what is enough for a shard, or has waited; with `rest`, whatever there is."""
-        now = time.monotonic()
-        waited = now - self._ready_since > READY_S
+        waited = time.monotonic() - self._ready_since > READY_S
         enough = len(self._ready) >= self._groups_per_shard or rest or waited
-        if not self._ready or not enough or now < self._retry_at:
+        if not self._ready or not enough:
             return
-        try:
-            publish(self._producer, self._ready, self._events)
-        except BusFullError as error:
-            log.warning("%s; trying again every %g s", error, FULL_RETRY_S)
-            self._retry_at = time.monotonic() + FULL_RETRY_S
-            return
-        self._ready, self._retry_at = [], 0.0
+        if self._space.write(lambda: publish(self._producer, self._ready, self._events)):
+            self._ready = []
 
 
 def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWriter) -> None:

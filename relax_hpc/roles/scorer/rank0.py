@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from relax_hpc.bus.credits import CreditTail
-from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.durable import Space
 from relax_hpc.bus.plan import Part
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sidecar import Pending, SidecarWriter
@@ -23,8 +23,6 @@ from relax_hpc.telemetry.timers import Timers
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-FULL_RETRY_S = 5.0
-"""Between attempts to write to a full file system."""
 SIGN_OF_LIFE_S = 30.0
 """After which ranks that wait for rank 0 hear from it, work or not."""
 MICRO_BATCHES_PER_ROUND = 4
@@ -64,7 +62,7 @@ class Rank0:
         self._credits, self._events = credits, events
         self._under_way = _UnderWay([], Timers(), 0.0)
         self._unsent: list[tuple[Pending, Floats]] = []
-        self._retry_at = 0.0
+        self._space = Space()
         self._number = 0
 
     def next_round(self) -> Round | None:
@@ -77,7 +75,7 @@ class Rank0:
                     return None
                 retired = credit.retired_guid_below if credit else 0
                 self._writer.collect(retired)
-                self._send()
+                self._space.write(self._send)
                 shards = [] if self._unsent else self._choose(self._writer.pending(retired))
                 if shards or time.monotonic() > deadline:
                     break
@@ -94,7 +92,7 @@ class Rank0:
         for pending, rows in zip(shards, parts, strict=True):
             self._unsent.append((pending, np.concatenate([scored[row] for row in rows])))
         with timers("write"):
-            self._send()
+            self._space.write(self._send)
         if shards:
             self._note(timers)
 
@@ -141,16 +139,10 @@ class Rank0:
         return found._replace(micro_batches=micro_batches)
 
     def _send(self) -> None:
-        if time.monotonic() < self._retry_at:
-            return
-        try:
-            while self._unsent:
-                pending, values = self._unsent[0]
-                self._writer.put(pending, {self._column: values})
-                del self._unsent[0]
-        except BusFullError as error:
-            log.warning("%s; trying again every %g s", error, FULL_RETRY_S)
-            self._retry_at = time.monotonic() + FULL_RETRY_S
+        while self._unsent:
+            pending, values = self._unsent[0]
+            self._writer.put(pending, {self._column: values})
+            del self._unsent[0]
 
     def _note(self, timers: Timers) -> None:
         records = [pending.record for pending in self._under_way.shards]

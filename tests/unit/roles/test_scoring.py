@@ -7,7 +7,7 @@ import pytest
 from role_fakes import Events, Journal, row
 
 from relax_hpc.bus.credits import Credit
-from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.durable import FULL_RETRY_S, BusFullError
 from relax_hpc.bus.plan import Part
 from relax_hpc.config.layout import MegatronLayout
 from relax_hpc.errors import DamagedError
@@ -146,7 +146,7 @@ def test_what_finds_no_space_is_kept_and_nothing_new_is_scored_until_it_is_writt
     assert mine.next_round().parts == []  # the ranks hear that it waits
     assert not journal.of("put")  # it is not tried at once again
     mine.put([])
-    clock.now = 100.0 + rank0.FULL_RETRY_S
+    clock.now = 100.0 + FULL_RETRY_S
     monkeypatch.setattr(rank0.time, "monotonic", lambda: clock.now)
     assert len(mine.next_round().parts) == 1  # there is more to score
     assert journal.of("put") == [("put", "u3", COLUMN, [0, 0, 0])]
