@@ -1,4 +1,4 @@
-"""What the trainer has to know of a model, whatever its family."""
+"""The shape of a model, whatever its family."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from relax_hpc.models.rope import Rope
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """What is special about the layers of a mixture of experts."""
+    """The shape of the layers of a mixture of experts."""
 
     num_experts: int
     experts_per_token: int
     ffn_hidden_size: int
-    """Of one expert."""
+    """Width of one expert."""
     norm_topk_prob: bool
     """A token's experts share a weight of 1; else the weight of the others is missing from it."""
     layers: tuple[int, ...]
-    """Which of the model's layers have experts; the others are dense."""
+    """Numbers of the layers that have experts, from 0; the others are dense."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Architecture:
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
-    """Of a dense layer."""
+    """Width of a dense layer."""
     num_heads: int
     num_kv_heads: int
     head_dim: int

@@ -1,4 +1,4 @@
-"""What a new architecture has to say; its file makes one `Family` of it."""
+"""The declaration of an architecture; the file of a new one makes one `Family`."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from relax_hpc.models.names import Parameter
 @dataclass(frozen=True, slots=True)
 class Family:
     model_type: str
-    """As config.json has it."""
+    """Name of the family in config.json."""
     read: Callable[[ConfigJson], Architecture]
     """Refuses, with a ConfigError, what the trainer would compute otherwise than the model."""
     transformer: Callable[[Architecture], dict[str, Any]]
@@ -20,5 +20,5 @@ class Family:
     defaults: Callable[[Architecture], dict[str, Any]]
     """Fields that the job may set otherwise."""
     parameters: Callable[[Architecture], Iterator[Parameter]]
-    """All of the model, in the order in which its weights are exported; layers by their number in
+    """The model's parameters, in the order in which weights are exported; layers by their number in
     the model."""

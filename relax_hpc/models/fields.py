@@ -19,7 +19,7 @@ CAUSAL = {
 
 
 QWEN3_HEAD_DIM = 128
-"""Of dense Qwen3, where config.json says nothing."""
+"""Channels of a head of dense Qwen3, where config.json says nothing."""
 
 
 class Obeyed(NamedTuple):
@@ -174,7 +174,7 @@ def check(config: ConfigJson) -> None:
 
 
 def _values(name: str, config: ConfigJson) -> tuple[object, ...]:
-    """Those that depend on other fields."""
+    """Returns the values that are accepted because of other fields."""
     if name == "layer_types":
         return None, ["full_attention"] * config.size("num_hidden_layers")
     if name == "architectures":
@@ -183,7 +183,7 @@ def _values(name: str, config: ConfigJson) -> tuple[object, ...]:
 
 
 def doubts(config: ConfigJson) -> list[str]:
-    """What transformers passes over, but who wrote it may have meant: a line each."""
+    """Returns a line for each thing that transformers passes over, but somebody may have meant."""
     found = []
     if unknown := sorted(set(config.record) - set(FIELDS)):
         fields, are = ("fields", "are") if unknown[1:] else ("field", "is")

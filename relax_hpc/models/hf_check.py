@@ -1,4 +1,4 @@
-"""Whether a Hugging Face folder holds the model that its config.json describes."""
+"""Checks that a Hugging Face folder holds the model that its config.json describes."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ def check_names(
     part: int = 0,
     num_parts: int = 1,
 ) -> None:
-    """The folder has the tensors of the architecture, and no others.
+    """Checks that the folder has the tensors of the architecture, and no others.
 
     Args:
         files: of the folder.
@@ -49,7 +49,7 @@ def check_names(
 
 
 def check_shapes(files: HfFiles, parameters: Iterable[Parameter]) -> None:
-    """All tensors are there, in files that are whole, and have the shapes that config.json says.
+    """Checks that all tensors are there, in whole files, and have the shapes that config.json says.
 
     Reads the head of every file, and no weights.
 

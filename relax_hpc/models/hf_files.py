@@ -58,17 +58,17 @@ class HfFiles:
         return tuple(self._slice(name).get_shape())
 
     def read(self, name: str, *ranges: slice) -> "torch.Tensor":
-        """Those ranges of the first dimensions; no other bytes are read."""
+        """Reads ranges of the first dimensions, and no other bytes."""
         part: torch.Tensor = self._slice(name)[ranges]
         return part
 
     def dtype(self) -> "torch.dtype":
-        """Of the first tensor."""
+        """Returns the type of the first tensor."""
         name = min(self.names)
         return self.read(name, slice(0, 1)).dtype
 
     def refused(self, message: str) -> ConfigError:
-        """What is wrong with the folder."""
+        """Makes the error for a folder with something wrong."""
         return ConfigError(f"model.path = {self._folder}: {message}")
 
     def check_shape(self, name: str, expected: Shape) -> None:
@@ -104,11 +104,11 @@ class HfFiles:
         """
         if OUTPUT not in self.names:
             return
-        (kind, first, one), (its_kind, its_first, other) = map(self._place, (EMBEDDING, OUTPUT))
+        (kind, first, one), (other_kind, other_first, other) = map(self._place, (EMBEDDING, OUTPUT))
         size = kind[2]
         start, stop = size * part // num_parts, size * (part + 1) // num_parts
-        if kind == its_kind and same_bytes(
-            one, first + start, other, its_first + start, stop - start
+        if kind == other_kind and same_bytes(
+            one, first + start, other, other_first + start, stop - start
         ):
             return
         raise self.refused(
@@ -186,14 +186,14 @@ class HfFiles:
         return files
 
 
-def same_bytes(one: Path, at: int, other: Path, its_at: int, num_bytes: int) -> bool:
+def same_bytes(one: Path, one_at: int, other: Path, other_at: int, num_bytes: int) -> bool:
     """Whether so many bytes of two files are the same ones."""
-    with one.open("rb", buffering=0) as mine, other.open("rb", buffering=0) as its:
-        mine.seek(at)
-        its.seek(its_at)
+    with one.open("rb", buffering=0) as first, other.open("rb", buffering=0) as second:
+        first.seek(one_at)
+        second.seek(other_at)
         while num_bytes > 0:
             size = min(num_bytes, _CHUNK_BYTES)
-            if mine.read(size) != its.read(size):
+            if first.read(size) != second.read(size):
                 return False
             num_bytes -= size
     return True

@@ -73,7 +73,7 @@ def write_index(folder: Path, files: Mapping[str, Iterable[str]], num_bytes: int
 
 
 def set_dtype(folder: Path, dtypes: Collection[torch.dtype]) -> None:
-    """What loads the folder goes by what config.json says, so it has to say what is there."""
+    """Makes config.json name the type of the tensors, since loaders go by it."""
     config = folder / "config.json"
     if len(dtypes) != 1 or not config.exists():
         return

@@ -1,4 +1,4 @@
-"""How tensors of a Hugging Face checkpoint lie in Megatron-core's parameters, and in their shards.
+"""The places of Hugging Face's tensors in Megatron-core's parameters, and in their shards.
 
 Megatron-core packs several matrices into one (query, key and value; gate and up) and splits it over
 tensor-parallel ranks. What a rank holds is described once, as pieces: loading copies them one way,
@@ -11,20 +11,20 @@ from typing import Literal, NamedTuple
 
 Shape = tuple[int, ...]
 Layout = Literal["whole", "rows", "columns", "gate_up"]
-"""How ranks share it: all of it each; by dimension 0, in `groups` that take turns; by dimension 1;
-or by dimension 0, in as many groups as there are ranks."""
+"""The way in which ranks share it: all of it each; by dimension 0, in `groups` that take turns; by
+dimension 1; or by dimension 0, in as many groups as there are ranks."""
 
 
 class Piece(NamedTuple):
-    """What a shard has of one Hugging Face tensor: a range of one dimension, all of the others."""
+    """A piece of a Hugging Face tensor in a shard: a range of one dimension, all of the others."""
 
     source: int
-    """Which of `Parameter.hf`."""
+    """Index of the tensor in `Parameter.hf`."""
     dim: int
     start: int
-    """In the Hugging Face tensor."""
+    """First index in the Hugging Face tensor."""
     target: int
-    """In the shard."""
+    """First index in the shard."""
     length: int
 
 
@@ -40,10 +40,10 @@ class Parameter:
     groups: int = 1
     """A query group has its queries, key and value side by side."""
     num_experts: int = 0
-    """All of this shape, stacked and shared by expert-parallel ranks."""
+    """Number of experts, all of this shape, stacked and shared by expert-parallel ranks."""
     fused: str = ""
-    """All experts as one tensor [experts, rows of all of `hf`, columns], where a checkpoint has it
-    instead."""
+    """Name of all experts as one tensor [experts, rows of all of `hf`, columns], where a checkpoint
+    has it instead."""
 
     def within(self, core: str, hf: str) -> "Parameter":
         """The same under a prefix."""
@@ -61,7 +61,7 @@ class Parameter:
                 yield name.format(expert=expert)
 
     def shard_shape(self, size: int) -> Shape:
-        """Of a rank, of one expert.
+        """Returns the shape of a rank's shard, of one expert.
 
         Args:
             size: ranks that share it.
@@ -74,7 +74,7 @@ class Parameter:
         return (rows // size, *others)
 
     def pieces(self, rank: int, size: int) -> Iterator[Piece]:
-        """What the shard of `rank` is made of."""
+        """Yields the pieces that the shard of `rank` is made of."""
         if self.layout == "columns":
             (_, columns), *_ = self.hf.values()
             share = columns // size

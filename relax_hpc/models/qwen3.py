@@ -16,7 +16,7 @@ def read(config: ConfigJson) -> Architecture:
 
 
 def read_shape(config: ConfigJson, head_dim: int | None = None) -> Architecture:
-    """What these families have in common.
+    """Reads the fields that these families have in common.
 
     Args:
         config: of the model.
@@ -58,7 +58,7 @@ def parameters(shape: Architecture) -> Iterator[Parameter]:
 
 
 def model(shape: Architecture, layer: Callable[[int], Iterable[Parameter]]) -> Iterator[Parameter]:
-    """All of a model whose layers are between an embedding and a norm.
+    """Yields the parameters of a model whose layers are between an embedding and a norm.
 
     Args:
         shape: of the model.

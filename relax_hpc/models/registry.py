@@ -16,7 +16,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """What config.json of a Hugging Face folder says.
+    """Reads config.json of a Hugging Face folder.
 
     Raises:
         ConfigError: no such file, a key is missing or wrong, or a model that is none of `FAMILIES`
@@ -33,5 +33,5 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def parameters(shape: Architecture) -> Iterator[Parameter]:
-    """All of the model's, in the order in which its weights are exported."""
+    """Yields the model's parameters, in the order in which weights are exported."""
     return FAMILIES[shape.model_type].parameters(shape)

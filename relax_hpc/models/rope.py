@@ -27,29 +27,29 @@ _DEFAULT_BASE = 10000.0
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """What decides the angles of a position."""
+    """The settings that decide the angles of a position."""
 
     kind: str
     """default, linear or yarn."""
     base: float
     factor: float = 1.0
-    """How many times longer than at first texts may become."""
+    """Ratio of the longest text to the longest at first."""
     original_positions: int = 0
-    """With yarn and what follows: the longest text at first."""
+    """Longest text at first; for yarn, as all that follows."""
     beta_fast: float = 32.0
     """Channels that turn more often than this within `original_positions` stay as they are."""
     beta_slow: float = 1.0
-    """Those that turn less often turn `factor` times slower; those between, something between."""
+    """Channels that turn less often turn `factor` times slower; between the two it is gradual."""
     truncate: bool = True
     """These bounds are rounded to whole channels."""
     attention_factor: float = 1.0
     """Queries and keys become that much longer."""
     unfit_for_sglang: str = field(default="", compare=False)
-    """What SGLang does not read as transformers does, and what to write instead."""
+    """Settings that SGLang reads otherwise than transformers, and the remedy; empty if none."""
 
     @classmethod
     def read(cls, config: ConfigJson) -> "Rope":
-        """What config.json says.
+        """Reads config.json.
 
         Raises:
             ConfigError: rotary positions of another kind, or a key of them that is unknown.
@@ -110,7 +110,7 @@ class Rope:
         return ((channels - low) / (high - low)).clamp(0, 1)
 
     def _channel(self, head_dim: int, turns: float) -> float:
-        """Which one turns that often within `original_positions`."""
+        """Returns the channel that turns that often within `original_positions`."""
         per_turn = self.original_positions / (turns * 2 * math.pi)
         return head_dim * math.log(per_turn) / (2 * math.log(self.base))
 

@@ -26,7 +26,7 @@ Content = npt.NDArray[np.uint8]
 FILE_BYTES = 5 << 30
 MANIFEST = "manifest.json"
 _PENDING_BYTES = 1 << 29
-"""Of tensors that wait for the disk."""
+"""Limit of the tensors that wait for the disk."""
 _CHUNK_BYTES = 1 << 26
 _TYPES = {
     torch.float32: "F32",
@@ -47,7 +47,7 @@ class WeightFile(NamedTuple):
 
     @property
     def head(self) -> bytes:
-        """What comes before the tensors: a length and, padded to 8 bytes, names and places."""
+        """Returns the head of the file: a length and, padded to 8 bytes, names and places."""
         record: dict[str, object] = {"__metadata__": {"format": "pt"}}
         start = 0
         for spec in self.specs:
@@ -64,7 +64,7 @@ class WeightFile(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of its tensors."""
+        """Size of the tensors, without the head."""
         return sum(spec.nbytes for spec in self.specs)
 
 
@@ -97,29 +97,29 @@ def plan_files(
 
 
 def _by_element_size(specs: Sequence[Spec]) -> list[list[Spec]]:
-    """Within a file tensors follow each other without gaps, and shall be aligned."""
+    """Sorts specs, so that tensors follow each other in a file without gaps and are aligned."""
     sizes = sorted({spec.dtype.itemsize for spec in specs}, reverse=True)
     return [[spec for spec in specs if spec.dtype.itemsize == size] for size in sizes]
 
 
 class FileRecord(NamedTuple):
-    """What the manifest says of a file."""
+    """A file in the manifest."""
 
     num_bytes: int
     crc32: int
-    """Of all of it."""
+    """Checksum of the whole file."""
 
 
 class Manifest(NamedTuple):
-    """Says that a folder is complete, and what is in it."""
+    """A record that a folder is complete, and of the files in it."""
 
     version: int
-    """Of the policy."""
+    """Policy version."""
     files: dict[str, FileRecord]
 
     @property
     def checksums(self) -> list[int]:
-        """Of the files, in the order of their names."""
+        """CRC-32 of the files, in the order of their names."""
         return [self.files[name].crc32 for name in sorted(self.files)]
 
     def write(self, folder: Path) -> None:
@@ -141,7 +141,7 @@ class Manifest(NamedTuple):
 
 
 def checksum(path: Path) -> FileRecord:
-    """Of a file as it is now; of one that is not there, of nothing."""
+    """Reads a file as it is now; one that is not there counts as empty."""
     size = crc = 0
     if path.exists():
         with path.open("rb") as file:
@@ -179,11 +179,11 @@ class FileReader:
 
 
 def _specs(head: dict[str, Any]) -> list[Spec]:
-    """Of the tensors of a file, in their order."""
+    """Returns the specs of the tensors of a file, in their order."""
     types = {name: dtype for dtype, name in _TYPES.items()}
     found = [(name, fields) for name, fields in head.items() if name != "__metadata__"]
     found.sort(key=lambda item: item[1]["data_offsets"])
-    return [Spec(name, types[its["dtype"]], tuple(its["shape"])) for name, its in found]
+    return [Spec(name, types[item["dtype"]], tuple(item["shape"])) for name, item in found]
 
 
 class FileWriter:

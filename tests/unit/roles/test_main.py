@@ -153,8 +153,8 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
     logprobs_task.main(settings, paths, World(rank, journal), context("reference", rank), events)
-    [(_, (model, its_layout, *_), _)] = journal.of("MegatronScorer")
-    assert str(model.path) == "its model" and its_layout.data_parallel == 2
+    [(_, (model, layout, *_), _)] = journal.of("MegatronScorer")
+    assert str(model.path) == "its model" and layout.data_parallel == 2
     [(_, (_, scorer, reader, duties), _)] = journal.of("run")
     assert (scorer, reader) == ("MegatronScorer", closing)
     assert isinstance(duties, logprobs_task.loop.OtherRank) if rank else duties is closing
