@@ -116,7 +116,7 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Message] | None,
     ) -> int:
-        """Where the last of `messages`, which begins at `start`, ends in the whole `text`.
+        """Returns where in `text` the last of `messages` ends, which begins at `start`.
 
         What a template writes after the end-of-turn token, say a line break, nobody samples. Some
         (Qwen3's) render a turn differently once others follow it: then only that token can tell.

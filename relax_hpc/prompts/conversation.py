@@ -13,7 +13,7 @@ _REPLY = "b1d5f0c49ae34c53"
 
 
 class Conversation:
-    """How a run turns messages into tokens."""
+    """The way in which a run turns messages into tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: bool) -> None:
         """Without a chat template, contents are put one after the other.

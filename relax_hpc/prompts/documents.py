@@ -38,7 +38,7 @@ class Document(NamedTuple):
 
     @property
     def guid(self) -> int:
-        """What it is called where rows are named."""
+        """Number by which messages and columns name the document."""
         return self.line
 
     @property
@@ -61,7 +61,7 @@ class Document(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What a step trains on."""
+    """The documents that a step trains on."""
 
     documents: list[Document]
     end: int
@@ -199,7 +199,7 @@ class Pair(NamedTuple):
 
 
 def read_text(row: Row, *, chat_template: bool) -> Conversation | Pair:
-    """What a row says, before it is tokenized.
+    """Reads a row, before it is tokenized.
 
     Args:
         row: of a file of documents.

@@ -23,9 +23,9 @@ class Record(NamedTuple):
     prompt: str | list[Message]
     answer: str
     tools: list[Message] | None = None
-    """As chat templates take them."""
+    """Tools in the form that chat templates take."""
     source: str = ""
-    """Which of several data sets it is from."""
+    """Name of the data set that it is from, of several."""
     metadata: Mapping[str, Any] = {}
     """The further keys."""
 
@@ -82,7 +82,7 @@ class Records:
             )
 
     def sample(self, count: int) -> list[int]:
-        """As `rows.sample`."""
+        """Chooses as `rows.sample`."""
         return rows.sample([record.size for record in self._records], count)
 
 
@@ -95,12 +95,12 @@ class Prompt:
     token_ids: list[int]
     answer: str
     messages: list[Message] = field(default_factory=list)
-    """What `token_ids` were made of; text is a message of the user's."""
+    """Messages that `token_ids` were made of; text is a message of the user's."""
     tools: list[Message] | None = None
     media: tuple[Medium, ...] = ()
-    """What it shows, in order."""
+    """Images and sounds of the messages, in order."""
     source: str = ""
-    """Which of several data sets it is from."""
+    """Name of the data set that it is from, of several."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     where: str = "a prompt"
     """File and line, for messages."""

@@ -64,7 +64,7 @@ class Template:
         tools: Sequence[Message] | None,
         **options: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        """What the tokenizer makes of it with these options; raises as `render`."""
+        """Applies the tokenizer's template with these options; raises as `render`."""
         from jinja2 import TemplateError
 
         # A template is a program of somebody else's, and can fail as one.

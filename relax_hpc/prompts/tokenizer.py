@@ -25,7 +25,7 @@ _CLASSES = {
     "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
     "TokenizersBackend": "PreTrainedTokenizerFast",
 }
-"""For models above: what tokenizer_config.json names -> the class that AutoTokenizer chooses."""
+"""The class in tokenizer_config.json -> the one that AutoTokenizer chooses for models above."""
 
 
 def load(model_path: Path) -> "PreTrainedTokenizerBase":
