@@ -1,4 +1,4 @@
-"""What a reward is given, what it gives back, and which functions are one."""
+"""The contract of rewards: what one is given, what it returns, and which functions are one."""
 
 import asyncio
 import functools
@@ -22,13 +22,13 @@ class Sample:
     prompt: str | Sequence[Mapping[str, Any]] = ""
     """Text or chat messages, as in the data."""
     answer: str = ""
-    """As in the data."""
+    """Answer in the data."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What else the line of the data holds."""
+    """Further fields of the line of the data."""
     finish: str = "stop"
-    """How it ended: `stop`, `length` (it was cut), or `abort`."""
+    """End of the response: `stop`, `length` (it was cut), or `abort`."""
     num_tokens: int = 0
-    """Of the response."""
+    """Length of the response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Named numbers that the value was made of."""
     error: str | None = None
-    """Why there is none; the value is 0 then."""
+    """Reason why there is none; the value is 0 then."""
 
 
 class Kind(NamedTuple):
-    """How a reward wants to be called."""
+    """The way in which a reward wants to be called."""
 
     sees_group: bool
-    """All siblings at once; else it is called for each."""
+    """It is called for all siblings at once; else for each."""
     is_async: bool
     """It waits for others, so that a worker process calls it for many at a time."""
     pools: tuple[str, ...] | None = None
@@ -61,7 +61,7 @@ ENGINES = "engines"
 
 
 def kind_of(function: Callable[..., Any]) -> Kind:
-    """How to call a reward: each of its parameters gets what its name says.
+    """Tells how to call a reward: each parameter gets what the name says.
 
     Raises:
         ConfigError: a parameter has another name, or nothing of a sample is asked for.
@@ -152,7 +152,7 @@ class Reward:
 
 
 def as_score(given: object) -> Score:
-    """What a reward returned for one sample, as a score.
+    """Makes a score of what a reward returned for one sample.
 
     Raises:
         TypeError: it is neither a number nor a score.

@@ -66,7 +66,7 @@ class AskedPool:
 
 
 class Engines:
-    """What a reward that takes `engines` is given: `await engines["judge"].generate(...)`."""
+    """The pools for a reward that takes `engines`: `await engines["judge"].generate(...)`."""
 
     def __init__(self, run_dir: Path) -> None:
         """Reads which pools the job has, and asks nobody.

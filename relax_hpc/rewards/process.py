@@ -21,21 +21,21 @@ from relax_hpc.rewards.contract import FIELDS, Kind, Sample, Score
 from relax_hpc.rewards.worker import PROGRESS
 
 START_S = 120.0
-"""For a worker to import its reward."""
+"""Time for a worker to import the reward."""
 END_S = 0.5
-"""For a process to be gone that has closed its end."""
+"""Time for a process to be gone that has closed its end."""
 GRACE_S = 0.5
-"""Beyond the deadline, for a worker that keeps it itself."""
+"""Time beyond the deadline, for a worker that keeps it itself."""
 NONSENSE = "answered nonsense"
 MOST_REPLY_BYTES = 16 << 20
-"""Of an answer; more is nonsense."""
+"""Limit of an answer; more is nonsense."""
 
 
 class Limits(NamedTuple):
-    """What a worker may take."""
+    """The limits of a worker."""
 
     deadline_s: float
-    """Per sample; of a reward that sees the group, per group."""
+    """Time per sample; of a reward that sees the group, per group."""
     memory_bytes: int
 
 

@@ -12,7 +12,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import boxed_number, coin
 
 GROUP = "relax_hpc.rewards"
-"""Of entry points: a package that is installed offers rewards under names of its own."""
+"""Group of entry points by which an installed package offers rewards under its own names."""
 PLACES = '"file.py:function" or "package.module:function"'
 
 
@@ -23,7 +23,7 @@ class BuiltIn(NamedTuple):
     can_match: Callable[[str], bool]
     """Whether any response would be right for an answer; what never is, teaches nothing."""
     remedy: str
-    """What to do about answers that cannot be matched."""
+    """Remedy for answers that cannot be matched."""
 
 
 REWARDS: dict[str, BuiltIn] = {
@@ -44,7 +44,7 @@ def absolute(name: str) -> str:
 
 
 def place_of(name: str) -> str:
-    """Where a reward's function is: "file.py:function" or "package.module:function".
+    """Returns a reward's function as "file.py:function" or "package.module:function".
 
     Args:
         name: in the table above, of an entry point, or such a place.

@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GROUPS_PER_WORKER = 64
-"""That one process has under way of a reward which waits for others."""
+"""Groups that one process has under way of a reward which waits for others."""
 SAY_EVERY_S = 30.0
-"""Between two lines of log, and two events, about rewards that failed."""
+"""Time between two lines of log, and two events, about rewards that failed."""
 STARTS, START_AGAIN_S = 5, 2.0
 """Attempts to replace a worker, and seconds between them."""
 
@@ -78,7 +78,7 @@ class Scorer:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that there are now."""
+        """Process ids of the workers that there are now."""
         return [worker.pid for worker in self._workers]
 
     async def score(self, group: Sequence[Sample]) -> list[Score]:
@@ -221,5 +221,5 @@ class _Report:
 
 
 def limits_of(config: RewardConfig) -> Limits:
-    """What the processes of a reward may take."""
+    """Returns what a worker process of a reward may take."""
     return Limits(config.deadline_s, int(config.memory_gib * (1 << 30)))

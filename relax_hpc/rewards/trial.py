@@ -1,4 +1,4 @@
-"""Whether a reward works, before anything is queued."""
+"""Tries a reward out before anything is queued."""
 
 import asyncio
 from collections.abc import Collection

@@ -29,23 +29,23 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 PROGRESS = struct.Struct("qd")
 """Shared with the owner: the sample under way and the monotonic second when it was begun."""
 MOST_BYTES = 1 << 30
-"""Of a message."""
+"""Limit of a message."""
 
 
 class Arguments(NamedTuple):
-    """Of the command line, in this order."""
+    """The arguments of the command line, in this order."""
 
     owner: int
-    """Its process id."""
+    """Process id of the owner."""
     socket: int
     progress: int
     """File descriptors."""
     memory_bytes: int
     deadline_s: float
     place: str
-    """Of the function."""
+    """Place of the function, see `registry.place_of`."""
     run_dir: str
-    """Whose engines it may ask; "" where there is no run yet."""
+    """Directory of the run whose engines it may ask; "" where there is no run yet."""
 
 
 def main(argv: list[str]) -> None:
