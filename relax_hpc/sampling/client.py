@@ -32,7 +32,7 @@ _ADDED = "extra-"
 
 
 class Asked(Protocol):
-    """How a response is sampled."""
+    """The settings by which a response is sampled."""
 
     @property
     def temperature(self) -> float:
@@ -135,7 +135,7 @@ class PoolClient:
         seed: int,
         homes: Sequence[Hashable],
     ) -> Coroutine[Any, Any, Generation]:
-        """As `environments.session.Sampler` says."""
+        """Samples as `environments.session.Sampler` says."""
         sampling = Sampling(
             how.temperature,
             how.max_new_tokens,
@@ -258,7 +258,7 @@ def open_pool(run_dir: Path, name: str, *, stop_token: int) -> PoolClient:
 
 
 def engine_state(member: Member, roster: Roster | None, *, own: bool) -> EngineState:
-    """What may be done with an engine.
+    """Returns what may be done with an engine.
 
     Before the first update an engine has the first policy, and where weights stay as they are there
     is no roster: those in question are used as they are (`own`), others are not.

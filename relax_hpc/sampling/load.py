@@ -1,4 +1,4 @@
-"""What the engines of a pool do for one of those who ask them."""
+"""The load of a pool's engines, by one of those who ask them."""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from relax_hpc.telemetry.events import EventWriter
 
 
 class LoadMeter:
-    """Writes down what engines did since the last time."""
+    """A meter that writes down what engines did since the last time."""
 
     def __init__(self, events: EventWriter, *, every_s: float) -> None:
         """`every_s` 0: never."""
@@ -17,7 +17,7 @@ class LoadMeter:
         self._num_tokens: dict[str, int] = {}
 
     def note(self, loads: Sequence[EngineLoad], *, last: bool = False) -> None:
-        """A `load` event per engine, if it is time to or there is no other time."""
+        """Writes a `load` event per engine, if it is time to or there is no other time."""
         seconds = time.monotonic() - self._since
         if not self._every_s or (seconds < self._every_s and not last):
             return
