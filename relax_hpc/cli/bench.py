@@ -6,11 +6,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from relax_hpc.cli.arguments import Overrides
+
 bench = typer.Typer(no_args_is_help=True, help="Measure parts of relax-hpc on this machine.")
 console = Console(soft_wrap=True)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the rows to this file.")]
-Overrides = Annotated[list[str], typer.Option("--set", help="section.key=value of a job.")]
+Shape = Annotated[str, typer.Option(help="A name, or a model's folder.")]
+EngineKind = Annotated[str, typer.Option("--engine", help="sglang or embedded.")]
+Python = Annotated[str | None, typer.Option(help="Interpreter that has the engine.")]
+DataParallel = Annotated[
+    int, typer.Option("--dp", help="Data-parallel ranks of the trainer.", min=1)
+]
+TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks.", min=1)]
+PipelineStages = Annotated[int, typer.Option("--pp", help="Pipeline stages.", min=1)]
+ExpertParallel = Annotated[int, typer.Option("--ep", help="Ranks that share the experts.", min=1)]
 
 
 @bench.command("bus", epilog="Example:  relax-hpc bench bus --folder /scratch --json bus.json")
@@ -41,22 +51,22 @@ def bench_bus(
     epilog="Example:  relax-hpc bench train --shape qwen3-4b --tokens 16384 --documents mix --dp 2",
 )
 def bench_train(
-    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
+    shape: Shape = "qwen3-4b",
     tokens: Annotated[list[int], typer.Option(help="Of a micro-batch; repeatable.")] = [16384],  # noqa: B006
     documents: Annotated[
         list[str], typer.Option(help="one: a single one; mix: a long tail of them; repeatable.")
     ] = ["one"],  # noqa: B006
-    dp: Annotated[int, typer.Option(help="Data-parallel ranks.", min=1)] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.", min=1)] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.", min=1)] = 1,
+    dp: DataParallel = 1,
+    tp: TensorParallel = 1,
+    pp: PipelineStages = 1,
     vpp: Annotated[int, typer.Option(help="Chunks of layers per stage.", min=1)] = 1,
     cp: Annotated[int, typer.Option(help="Context-parallel ranks.", min=1)] = 1,
-    ep: Annotated[int, typer.Option(help="Ranks that share the experts.", min=1)] = 1,
+    ep: ExpertParallel = 1,
     etp: Annotated[int, typer.Option(help="Ranks that share an expert.", min=1)] = 1,
     recompute: Annotated[str, typer.Option(help="none, mlp or full.")] = "none",
     micro_batches: Annotated[int, typer.Option(help="Per step and replica.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="Timed ones, after two that are not.", min=1)] = 5,
-    overrides: Annotated[list[str], typer.Option("--set", help="actor.key=value.")] = [],  # noqa: B006
+    overrides: Overrides = [],  # noqa: B006
     json_file: JsonFile = None,
     profile: Annotated[Path | None, typer.Option(help="Append the profiler's table here.")] = None,
 ) -> None:
@@ -75,14 +85,14 @@ def bench_train(
     epilog="Example:  relax-hpc bench sync --shape qwen3-4b --engines 1 --in-flight 64",
 )
 def bench_sync(
-    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
-    engine: Annotated[str, typer.Option(help="sglang or embedded.")] = "sglang",
+    shape: Shape = "qwen3-4b",
+    engine: EngineKind = "sglang",
     engines: Annotated[int, typer.Option(help="Engines.", min=1)] = 1,
     engine_tp: Annotated[int, typer.Option(help="GPUs of an engine.", min=1)] = 1,
-    dp: Annotated[int, typer.Option(help="Data-parallel ranks of the trainer.", min=1)] = 1,
-    tp: Annotated[int, typer.Option(help="Its tensor-parallel ranks.", min=1)] = 1,
-    pp: Annotated[int, typer.Option(help="Its pipeline stages.", min=1)] = 1,
-    ep: Annotated[int, typer.Option(help="Its ranks that share the experts.", min=1)] = 1,
+    dp: DataParallel = 1,
+    tp: TensorParallel = 1,
+    pp: PipelineStages = 1,
+    ep: ExpertParallel = 1,
     updates: Annotated[int, typer.Option(help="Versions after version 0.", min=1)] = 10,
     in_flight: Annotated[int, typer.Option(help="Requests per engine.", min=1)] = 64,
     logprobs: Annotated[bool, typer.Option(help="Compare engine and trainer, too.")] = False,
@@ -93,7 +103,7 @@ def bench_sync(
     colocated: Annotated[bool, typer.Option(help="On the same GPUs, in turn.")] = False,
     overrides: Overrides = [],  # noqa: B006
     json_file: JsonFile = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
+    python: Python = None,
 ) -> None:
     """Update engines that are sampling: how long they stand still, by part, and GB/s."""
     from relax_hpc.bench import sync, sync_figures
@@ -113,8 +123,8 @@ def bench_sync(
     epilog="Example:  relax-hpc bench generate --shape qwen3-4b --in-flight 1024",
 )
 def bench_generate(
-    shape: Annotated[str, typer.Option(help="A name, or a model's folder.")] = "qwen3-4b",
-    engine: Annotated[str, typer.Option(help="sglang or embedded.")] = "sglang",
+    shape: Shape = "qwen3-4b",
+    engine: EngineKind = "sglang",
     in_flight: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 1024,
     requests: Annotated[int, typer.Option(help="Requests of a turn.", min=1)] = 4096,
     siblings: Annotated[int, typer.Option(help="Requests that share a prompt.", min=1)] = 8,
@@ -124,7 +134,7 @@ def bench_generate(
     streamed: Annotated[bool, typer.Option(help="Ask token by token, too.")] = True,
     overrides: Overrides = [],  # noqa: B006
     json_file: JsonFile = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter that has the engine.")] = None,
+    python: Python = None,
 ) -> None:
     """Tokens per second of our client and of plain requests, on the same engine, in turns."""
     from relax_hpc.bench import generate

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from relax_hpc import job_file
-from relax_hpc.cli.run_argument import Ended, Run, run_dir_of
+from relax_hpc.cli.arguments import AsJson, Ended, Run, run_dir_of
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.paths import RunPaths
 
@@ -21,9 +21,7 @@ Text = Annotated[bool, typer.Option(help="Decode tokens with the tokenizer of th
 
 
 @bus.command("ls", epilog="Example:  relax-hpc bus ls arithmetic --json | jq .total")
-def bus_ls(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def bus_ls(run: Run, as_json: AsJson = False) -> None:
     """Producers, sidecar writers and the plan: what is committed, planned, and on disk."""
     from relax_hpc.bus.tools import listing
 
@@ -60,9 +58,7 @@ def bus_show(
 
 
 @bus.command("verify", epilog="Example:  relax-hpc bus verify arithmetic && echo sound")
-def bus_verify(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def bus_verify(run: Run, as_json: AsJson = False) -> None:
     """Check every record, file and checksum, while the run goes on or afterwards.
 
     The exit code is 1 if anything is wrong. What a crash leaves behind is listed, but not wrong.

@@ -26,8 +26,7 @@ def keys(
 ) -> None:
     """Every setting of a job with its type, its default, and what it does."""
     for key in matching(section):
-        typer.echo(line_of(key))
-        typer.echo(f"    {key.text}")
+        typer.echo("\n".join(lines_of(key)))
 
 
 def matching(section: str) -> list[Key]:
@@ -53,8 +52,7 @@ def explained(job: BaseModel, section: str) -> Iterator[str]:
         ConfigError: there is no such key.
     """
     for key in matching(section):
-        yield line_of(key)
-        yield f"    {key.text}"
+        yield from lines_of(key)
         for name, value in _values(job, key.name.split("."), ""):
             yield f"    here: {name} = {json.dumps(value, default=str)}"
 
@@ -82,11 +80,11 @@ def all_keys() -> list[Key]:
     return [key for key in [*learning, *tuning] if not key.name.endswith(".resources")] + resources
 
 
-def line_of(key: Key) -> str:
-    """Name, type and default in a line."""
+def lines_of(key: Key) -> list[str]:
+    """Name, default and type in a line, then what the key does."""
     default = f" = {key.default}" if key.default not in ("", "required") else ""
     required = " (required)" if key.default == "required" else ""
-    return f"{key.name}{default}{required}   [{key.type}]"
+    return [f"{key.name}{default}{required}   [{key.type}]", f"    {key.text}"]
 
 
 def config_page() -> str:

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from relax_hpc import job_file, permissions
+from relax_hpc.cli.arguments import Ended, Overrides, Run, run_dir_of
 from relax_hpc.cli.bench import bench
 from relax_hpc.cli.bus import bus
 from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
-from relax_hpc.cli.run_argument import Ended, Run, run_dir_of
 from relax_hpc.cli.runs import runs
 from relax_hpc.cli.scale import scale
 from relax_hpc.errors import RelaxError
@@ -35,9 +35,8 @@ app = typer.Typer(
 )
 
 Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]
-Overrides = Annotated[
-    list[str], typer.Option("--set", help="section.key=value; repeatable.", show_default=False)
-]
+Local = Annotated[bool, typer.Option(help="Run on this machine even if Slurm is here.")]
+Follow = Annotated[bool, typer.Option(help="Show the steps until the run ends.")]
 
 
 @app.command(epilog="Example:  relax-hpc check jobs/arithmetic.toml --set schedule.max_staleness=3")
@@ -67,8 +66,8 @@ def submit(
     job: Job,
     overrides: Overrides = [],  # noqa: B006
     dry_run: Annotated[bool, typer.Option(help="Print the batch script, submit nothing.")] = False,
-    local: Annotated[bool, typer.Option(help="Run on this machine even if Slurm is here.")] = False,
-    follow: Annotated[bool, typer.Option(help="Show the steps until the run ends.")] = False,
+    local: Local = False,
+    follow: Follow = False,
 ) -> None:
     """Submit every role of a job as one heterogeneous Slurm job, or run it on this machine."""
     from relax_hpc.launch.submit import submit as submit_job
@@ -85,8 +84,8 @@ def submit(
 @app.command(epilog="Example:  relax-hpc resume arithmetic")
 def resume(
     run: Run,
-    local: Annotated[bool, typer.Option(help="Run on this machine even if Slurm is here.")] = False,
-    follow: Annotated[bool, typer.Option(help="Show the steps until the run ends.")] = False,
+    local: Local = False,
+    follow: Follow = False,
     ended: Ended = False,
 ) -> None:
     """Start a run again that was cancelled or gave up; it goes on from its newest checkpoint."""

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from relax_hpc.cli.run_argument import run_dir_of
+from relax_hpc.cli.arguments import run_dir_of
 
 models = typer.Typer()
 

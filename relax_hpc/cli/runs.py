@@ -5,15 +5,13 @@ from typing import Annotated
 
 import typer
 
-from relax_hpc.cli.run_argument import Run, run_dir_of
+from relax_hpc.cli.arguments import AsJson, Run, run_dir_of
 
 runs = typer.Typer()
 
 
 @runs.command(epilog="Example:  relax-hpc status arithmetic --json | jq .trajectories")
-def status(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def status(run: Run, as_json: AsJson = False) -> None:
     """What a run is doing, and what it has done."""
     from relax_hpc.runs import report
     from relax_hpc.runs import status as run_status
@@ -52,7 +50,7 @@ def timeline(
     out: Annotated[
         Path | None, typer.Option(help="The picture; timeline.png in the run if not given.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Where the time of a run goes: a table, and a picture of who worked and who waited."""
     import json

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relax_hpc.cli.run_argument import Run, run_dir_of
+from relax_hpc.cli.arguments import AsJson, Run, run_dir_of
 
 if TYPE_CHECKING:
     from relax_hpc.scale.requests import Asked
@@ -77,9 +77,7 @@ def scale_cancel(run: Run, wait: Wait = False) -> None:
 @scale.command(
     "list", epilog="Example:  relax-hpc scale list arithmetic --json | jq '.rows[].state'"
 )
-def scale_list(
-    run: Run, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
-) -> None:
+def scale_list(run: Run, as_json: AsJson = False) -> None:
     """Engines of a run: state, node, version of the weights, requests they have now."""
     from relax_hpc.scale import listing
 

@@ -1,4 +1,4 @@
-"""How a command is told which run."""
+"""Arguments and options that several commands have."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +10,10 @@ from relax_hpc.errors import ConfigError
 Run = Annotated[str, typer.Argument(help="A run directory, or its name under runs/.")]
 Ended = Annotated[
     bool, typer.Option("--ended", help="I know that its job has ended, though Slurm cannot say so.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Overrides = Annotated[
+    list[str], typer.Option("--set", help="section.key=value; repeatable.", show_default=False)
 ]
 
 
