@@ -17,7 +17,7 @@ _REUSE_S = 2.0
 """Idle connections are dropped before the server does so (uvicorn: 5 s), which is a race."""
 _CONNECT_S = 30.0
 _CLOSE_S = 5.0
-"""For connections to end in an orderly way."""
+"""Time for connections to end in an orderly way."""
 
 
 class AsyncHttp:

@@ -1,4 +1,4 @@
-"""What one engine can do, asked of itself once at its start: endpoints move between versions."""
+"""The capabilities of an engine, asked of it once at its start: endpoints move between versions."""
 
 import re
 from http import HTTPStatus
@@ -28,12 +28,12 @@ _FLUSHES_PAUSED = (0, 5, 23)
 
 
 class Capabilities(NamedTuple):
-    """What differs between the engines, and the versions of SGLang, that serve here."""
+    """The differences between the engines, and the versions of SGLang, that serve here."""
 
     engine: str
     """embedded or sglang."""
     version: str
-    """Of the engine's own package."""
+    """Version of the engine's own package."""
     flushes_paused: bool
     """The cache of prefixes can be thrown away while requests wait, as they do in a pause."""
     memory_saver: bool
@@ -74,7 +74,7 @@ def _probe(http: Http) -> Capabilities:
 
 
 def _server_info(http: Http) -> dict[str, Any]:
-    """By its newest name; a 404 is an endpoint that moved as often as one that is not there."""
+    """Asks by the newest name; a 404 is as often an endpoint that moved as one that is missing."""
     for endpoint in ("/server_info", "/get_server_info"):
         reply = http.ask("GET", endpoint, optional=True)
         if isinstance(reply, dict):

@@ -76,7 +76,7 @@ class EngineProcess:
         return self._control.health(_HEALTH_S)
 
     def end(self) -> str:
-        """How the process ended, in words; "" while it runs."""
+        """Says how the process ended; "" while it runs."""
         code = self._process.poll()
         if code is None:
             return ""
@@ -85,7 +85,7 @@ class EngineProcess:
         return f"was killed by {signal.Signals(-code).name}"
 
     def output(self) -> str:
-        """What it has said so far; of much, the newest."""
+        """Returns what the process has said so far; of much, the newest."""
         with self.log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._said_before, size - _READ_BYTES))

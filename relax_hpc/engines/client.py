@@ -17,7 +17,7 @@ from relax_hpc.engines.http import Http, cut, parse_version
 from relax_hpc.errors import EngineError, EngineLostError
 
 _LOAD_S = 5.0
-"""For an engine to say how many requests it has."""
+"""Time for an engine to say how many requests it has."""
 
 
 class EngineClient:
@@ -256,7 +256,7 @@ class EngineClient:
 
 
 def _as_tensors(order: Order) -> str:
-    """What SGLang takes for tensors: a name, and beside it a tensor that means nothing."""
+    """Packs an order as SGLang packs tensors: a name, and beside it a tensor that means nothing."""
     return base64.b64encode(pickle.dumps([(order.to_json(), _Blank())])).decode()
 
 

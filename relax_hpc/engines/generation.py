@@ -30,12 +30,12 @@ _FINISH = {
 }
 Experts = npt.NDArray[np.int16]
 TOKENS_PER_CHUNK = 64
-"""Of a response, sent at once, at most. A chunk costs the engine's server as much as eight tokens;
+"""Limit of tokens that are sent at once. A chunk costs the engine's server as much as eight tokens;
 those that are not sent yet are lost with an engine."""
 
 
 class Sampling(NamedTuple):
-    """How to sample."""
+    """The settings of a sample."""
 
     temperature: float
     """0 is greedy."""
@@ -52,7 +52,7 @@ class Generation(NamedTuple):
     """One sampled response."""
 
     token_ids: list[int]
-    """As the engine sampled them, the stop token included; never re-tokenised from text."""
+    """Tokens as the engine sampled them, with the stop token; never re-tokenised from text."""
     logprobs: list[float]
     """Nats, at sampling time, of the temperature-scaled distribution."""
     version_runs: list[tuple[int, int]]
@@ -64,7 +64,7 @@ class Generation(NamedTuple):
 
 
 class Load(NamedTuple):
-    """How busy an engine is, over all its data-parallel ranks."""
+    """The load of an engine, over all its data-parallel ranks."""
 
     running: int
     waiting: int
@@ -74,7 +74,7 @@ class Load(NamedTuple):
 
 @dataclass(slots=True)
 class Draft:
-    """What there is of a response; it outlives the engine that sampled it."""
+    """A response that is not complete; it outlives the engine that sampled it."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -92,7 +92,7 @@ class Draft:
             self.version_runs.append((first, version))
 
     def remark(self, first: int, version: int) -> None:
-        """As `mark`, whatever was said of those tokens before."""
+        """Does as `mark`, whatever was said of those tokens before."""
         self.version_runs = [run for run in self.version_runs if run[0] < first]
         self.mark(first, version)
 
@@ -129,7 +129,7 @@ class GenerationClient:
         self.num_tokens = 0
         """Sampled tokens that came, so far."""
         self.heard_version, self.heard_at = -1, 0.0
-        """Of the last tokens that came: the engine's policy version; when, as `time.monotonic`."""
+        """The engine's policy version, by the last tokens that came; their `time.monotonic`."""
         self._http = AsyncHttp(url, token, silence_s=silence_s)
         self._tokens_per_chunk, self._switches = tokens_per_chunk, switches
 
@@ -148,7 +148,7 @@ class GenerationClient:
         return parse_version(await self._http.ask("GET", "/model_info"))
 
     async def load(self) -> Load:
-        """How busy the engine is."""
+        """Asks the engine how busy it is."""
         reply = await self._http.ask("GET", "/v1/loads?include=core")
         ranks = reply["loads"]
         return Load(
@@ -256,7 +256,7 @@ class _Reply:
         self._first = len(draft.token_ids)
         draft.version_runs = [run for run in draft.version_runs if run[0] < self._first]
         self.version, self._settled = version, True
-        """Of the newest token; whether it is known exactly which token is whose."""
+        """Version of the newest token; whether it is known exactly which token is whose."""
         self._last: dict[str, Any] | None = None
 
     def add(self, chunk: dict[str, Any]) -> None:

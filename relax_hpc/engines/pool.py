@@ -21,7 +21,7 @@ from relax_hpc.schema import FinishReason
 log = logging.getLogger(__name__)
 
 _VERSION_AGE_S = 0.05
-"""How old may be what is known of an engine's version."""
+"""Age up to which what is known of an engine's version is believed."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 """An engine that failed is left alone, each time twice as long."""
 _HOMES = 1 << 16
@@ -38,20 +38,21 @@ class Endpoint(NamedTuple):
 
 
 EngineState = Literal["serving", "held", "lost"]
-"""serving: gets requests. held: finishes those it has. lost: they go on elsewhere at once."""
+"""States of an engine for this pool. serving: gets requests. held: finishes those it has. lost: its
+requests go on elsewhere at once."""
 
 
 class EngineLoad(NamedTuple):
-    """What an engine does for this pool."""
+    """The work of an engine for this pool."""
 
     id: str
     num_tokens: int
-    """Sampled since it was enlisted."""
+    """Tokens sampled since it was enlisted."""
     in_flight: int
     version: int
-    """As last seen; -1 if it never said."""
+    """Policy version when last seen; -1 if it never said."""
     kv_used: float | None
-    """Of its key-value cache, by whomever; None if it does not say."""
+    """Fraction of the key-value cache in use, by whomever; None if it does not say."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,12 +66,12 @@ class _Engine:
     """-1: not known yet."""
     asked_at: float = 0.0
     serves_since: float = 0.0
-    """What it said before is of no account: its policy may have changed."""
+    """Time from which answers count, by `time.monotonic`: the policy may have changed before."""
     asking: asyncio.Lock = field(default_factory=asyncio.Lock)
     failures: int = 0
     not_before: float = 0.0
     in_flight: set[str] = field(default_factory=set)
-    """Their rids."""
+    """Rids of the requests under way."""
     kv_used: float | None = None
 
     @property
@@ -151,7 +152,7 @@ class Pool:
 
     @property
     def loads(self) -> list[EngineLoad]:
-        """What every engine does for this pool."""
+        """The work of every engine for this pool."""
         return [
             EngineLoad(e.endpoint.id, e.client.num_tokens, len(e.in_flight), e.version, e.kv_used)
             for e in self._engines.values()
@@ -376,7 +377,7 @@ class Pool:
 
 
 def next_limit(limit: int, load: Load, in_flight: int, most: int) -> int:
-    """How many requests may be in flight at an engine.
+    """Returns how many requests may be in flight at an engine.
 
     An engine whose cache is full throws requests out and computes them again. So their number falls
     by a tenth while it is nearly full, and grows by an eighth while there is space and no queue.

@@ -13,7 +13,7 @@ Quantization = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine computes, and within which limits."""
+    """The settings of an engine: its model and its limits."""
 
     kind: Kind
     model_path: Path
@@ -21,16 +21,16 @@ class EngineSpec:
     dtype: str = "float32"
     """ "float32", "bfloat16" or "float16"."""
     args: PassThrough = field(default_factory=dict)
-    """Checked by the engine's own parser."""
+    """Arguments that the engine's own parser checks."""
     seed: int = 0
-    """Of its own random numbers, where requests bring none."""
+    """Seed of the engine's own random numbers, where requests bring none."""
     max_running_requests: int = 256
     start_timeout_s: float = 900
     nodes: int = 1
-    """That it spans."""
+    """Nodes that it spans."""
     routed_experts: bool = False
     """Replies say which experts each token went to."""
     quantization: Quantization | None = None
-    """Of SGLang's weights, which are garbage until an update then."""
+    """Quantisation of SGLang's weights, which are garbage until an update then."""
     pool: str = "rollout"
     """Named in messages: the settings are those of `[engines.POOL]`."""

@@ -1,4 +1,4 @@
-"""What an engine that computes a model offers, and one that trains it: said once, for all who ask.
+"""The protocols of an engine that computes a model, and of one that trains it.
 
 Every rank has one. Methods are collective over its ranks, properties are not, unless it says so.
 """
@@ -16,19 +16,19 @@ from relax_hpc.schema import Row
 
 
 class Sample(NamedTuple):
-    """A trajectory, and what of it is not finite."""
+    """A trajectory with something that is not finite."""
 
     guid: int
     sibling: int
     dp_rank: int
     micro_batch: int
-    """Of the rank's in this step, from 0."""
+    """Index among the rank's micro-batches of this step, from 0."""
     what: str
     """`logprobs`, `loss`, or `gradient` (of the loss by the logprobs)."""
 
 
 class Skip(NamedTuple):
-    """Why an update was not done."""
+    """The reason why an update was not done."""
 
     reason: str
     samples: tuple[Sample, ...]
@@ -47,14 +47,14 @@ class Worst(NamedTuple):
     guid: int
     sibling: int
     token: int
-    """Of the trajectory, from 0, prompt included."""
+    """Index in the trajectory, from 0, prompt included."""
     engine: float
     """The sampler's logprob, nats."""
     trainer: float
 
 
 class Gap(NamedTuple):
-    """Between logprobs of tokens that the trainer's own policy sampled, nats."""
+    """The gap between logprobs of tokens that the trainer's own policy sampled, nats."""
 
     num_tokens: int
     mean: float
@@ -71,7 +71,7 @@ class CheckpointPart(Protocol):
         ...
 
     def write_names(self, folder: Path, *, timeout_s: float, cancelled: Callable[[], bool]) -> int:
-        """On rank 0: waits for all parts and names them; returns the bytes of all files."""
+        """Waits for all parts and names them; returns the bytes of all files. Rank 0 does."""
         ...
 
 
@@ -80,13 +80,13 @@ class ScoringEngine(Protocol):
 
     @property
     def dp_rank(self) -> int:
-        """Which data-parallel replica this rank is of; its ranks are given the same rows."""
+        """Index of this rank's data-parallel replica, whose ranks are given the same rows."""
         ...
 
     def forward_logprobs(
         self, trajectories: Sequence[Row], micro_batches: Sequence[Sequence[int]]
     ) -> list[npt.NDArray[np.float32]]:
-        """Per trajectory [tokens] nats; `micro_batches` index `trajectories`."""
+        """Returns [tokens] nats per trajectory; `micro_batches` index `trajectories`."""
         ...
 
 
@@ -98,7 +98,7 @@ class TrainingEngine(ScoringEngine, Protocol):
 
     @property
     def skip(self) -> Skip | None:
-        """Why the last update was not done, if it was not."""
+        """Reason why the last update was not done, if it was not."""
         ...
 
     @property
@@ -122,9 +122,9 @@ class TrainingEngine(ScoringEngine, Protocol):
         ...
 
     def engine_gap(self) -> Gap | None:
-        """How far the sampler is from this policy in what was accumulated; None if nothing tells.
+        """Measures how far the sampler is from this policy, by what was accumulated.
 
-        Of tokens that this very policy sampled.
+        Only tokens that this very policy sampled count; None if there are none.
         """
         ...
 
@@ -146,7 +146,7 @@ class TrainingEngine(ScoringEngine, Protocol):
         trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
     ) -> list[npt.NDArray[np.float32]]:
-        """As `forward_logprobs`, under weights that were kept."""
+        """Does as `forward_logprobs` under weights that were kept."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -164,7 +164,7 @@ class TrainingEngine(ScoringEngine, Protocol):
         ...
 
     def damage(self, folder: Path) -> str | None:
-        """Why a checkpoint is not whole, naming a file; not collective."""
+        """Returns why a checkpoint is not whole, naming a file; not collective."""
         ...
 
     def load(self, folder: Path) -> None:

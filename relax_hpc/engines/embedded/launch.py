@@ -11,7 +11,7 @@ from relax_hpc.sections import PassThrough
 
 
 class EngineArgs(NamedTuple):
-    """What `engines.NAME.args` may say to the embedded engine."""
+    """The arguments that `engines.NAME.args` may give to the embedded engine."""
 
     num_threads: int = 1
     """Torch threads of the sampler."""

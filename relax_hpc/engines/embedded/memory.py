@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 _GARBAGE = 255
-"""As a byte of every type of weights: not a number."""
+"""A byte that makes an element of every type of weights not a number."""
 
 
 class Released:

@@ -22,7 +22,7 @@ from relax_hpc.models.rope import Rope
 
 
 class Shape(NamedTuple):
-    """What of a Qwen3 config.json the forward pass needs."""
+    """The fields of a Qwen3 config.json that the forward pass needs."""
 
     vocab_size: int
     hidden_size: int

@@ -36,7 +36,7 @@ class Span(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """What became of a request."""
+    """A request that has ended."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """What the model has to read: the prompt and, after a retraction, the response so far."""
+        """Tokens for the model to read: the prompt and, after a retraction, the response so far."""
         return (*self.prompt, *self.token_ids)
 
     def emit(self, version: str) -> None:

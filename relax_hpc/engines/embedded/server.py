@@ -38,7 +38,7 @@ Body = dict[str, Any]
 
 
 class Endpoints:
-    """What each endpoint does; `routes` gives them their paths."""
+    """The endpoints; `routes` gives them their paths."""
 
     def __init__(
         self,

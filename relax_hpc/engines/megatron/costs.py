@@ -1,4 +1,4 @@
-"""What a step cost: seconds, memory, how well the hardware was used."""
+"""The costs of a step: seconds, memory, how well the hardware was used."""
 
 import time
 from collections.abc import Iterator, Sequence

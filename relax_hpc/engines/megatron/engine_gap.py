@@ -1,4 +1,4 @@
-"""How far the engines' logprobs are from the trainer's, of tokens that this very policy sampled.
+"""The gap between engines' logprobs and the trainer's, of tokens that this very policy sampled.
 
 The same policy gave both, so what is between them is rounding, or one of the two computes another
 model. With d = trainer - engine, in nats: mean and largest abs(d), and k3, the mean of
@@ -24,7 +24,7 @@ _NAME = "engine_gap"
 
 
 class _Part(NamedTuple):
-    """Of one micro-batch."""
+    """The gap in one micro-batch; sums over its tokens."""
 
     num_tokens: int
     total: float
@@ -70,7 +70,7 @@ def settle(metrics: MutableMapping[str, float], num_tokens: int) -> None:
 
 
 def measure(works: Sequence[Work], policy_version: int) -> Gap | None:
-    """Of all that was passed over; the same on every rank, and collective over them.
+    """Measures the gap in all that was passed over; collective, the same on every rank.
 
     Returns:
         None if no trained token was sampled by `policy_version`.

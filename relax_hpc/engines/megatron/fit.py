@@ -19,7 +19,7 @@ _UNEVEN_STAGES = (
 
 class _Split(NamedTuple):
     key: str
-    """Of the job, below the layout's section."""
+    """Key of the job, below the layout's section."""
     ranks: int
     size: int
     what: str

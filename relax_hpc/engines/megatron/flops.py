@@ -37,12 +37,12 @@ def active_channels(shape: Architecture) -> float:
 
 
 def training_flops(shape: Architecture, lengths: Iterable[int]) -> float:
-    """Of one forward and backward over documents of these lengths, nothing recomputed.
+    """Returns the FLOPs of one forward and backward over documents of these lengths.
 
     6 N T for T tokens and N weights in matrix products (the output layer's, not the embedding's; of
     experts those that a token is sent to), and 3 x 2 x layers x heads x head_dim x length^2 per
-    document: causal attention is half of a square, forward 2 products, backward twice that (its own
-    recomputation does not count).
+    document: causal attention is half of a square, forward 2 products, backward twice that. Nothing
+    that is recomputed counts.
     """
     queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer = shape.hidden_size * (2 * queries + 2 * keys + 3 * active_channels(shape))

@@ -1,4 +1,4 @@
-"""Who shares what: tensor, pipeline, context, expert and data parallelism of this process."""
+"""The tensor, pipeline, context, expert and data parallelism of this process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def initialize(config: GridConfig) -> None:
 
 
 def tokens_multiple_of(config: GridConfig) -> int:
-    """What divides the tokens of a micro-batch, padding included."""
+    """Returns the number that divides the tokens of a micro-batch, padding included."""
     chunks = 2 * config.context_parallel if config.context_parallel > 1 else 1
     return chunks * (config.tensor_parallel if config.is_sequence_parallel else 1)
 
@@ -55,7 +55,7 @@ def is_last_stage() -> bool:
 
 
 def from_last_stage(value: Any) -> Any:  # noqa: ANN401
-    """What the last stage of this rank's pipeline passes in, on all its stages: JSON, as such.
+    """Returns the last stage's `value` on all stages of this rank's pipeline; it travels as JSON.
 
     See `comm.collectives`; where there is one stage, too, a tuple becomes a list.
     """

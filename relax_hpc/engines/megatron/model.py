@@ -37,7 +37,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """Megatron's, but its last stage gives hidden states: `logprobs` makes of them what it can."""
 
     architecture: Architecture
-    """Of the whole model; this may be a part of its layers."""
+    """Architecture of the whole model; this may be a part of its layers."""
 
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states

@@ -1,4 +1,4 @@
-"""Which samples made a loss or a gradient infinite or not a number: asked only after it was."""
+"""Names the samples that made a loss or a gradient infinite or not a number, after it was."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ _NAMED = 8
 
 
 class _Found(NamedTuple):
-    """By one data-parallel rank."""
+    """The samples of one data-parallel rank that are not finite."""
 
     named: list[Sample]
     num_samples: int
     without_logprobs: int
-    """Of `num_samples`: those whose logprobs are not finite."""
+    """Samples among `num_samples` whose logprobs are not finite."""
     trained: int
     """Samples with a token to train on, finite or not."""
 
@@ -80,7 +80,7 @@ def _documents(work: Work) -> Iterator[tuple[int, str]]:
 
 
 def _fault(work: Work, inside: Tensor) -> str | None:
-    """What is not finite of the tokens [T] `inside`, those around them being as good as absent."""
+    """Returns what is not finite of the tokens [T] `inside`; the others are as good as absent."""
     assert work.logprobs is not None
     given = work.micro_batch
     mask = given.loss_mask & inside

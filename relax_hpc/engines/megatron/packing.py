@@ -19,7 +19,7 @@ class MicroBatch:
     """One forward and backward. Tensors are on the trainer's device."""
 
     rows: tuple[int, ...]
-    """Which of the rank's trajectories, in packed order."""
+    """Indices into the rank's trajectories, in packed order."""
     lengths: tuple[int, ...]
     """Tokens per document; with padding, one more document than rows."""
     token_ids: Tensor
@@ -99,7 +99,7 @@ def build(
 
 
 def _any_column() -> list[str]:
-    """What a loss may ask an empty micro-batch for."""
+    """Returns the columns that a loss may ask an empty micro-batch for."""
     return [*extra_columns("row"), *extra_columns("token"), "weights"]
 
 

@@ -90,7 +90,7 @@ def _is(value: Any, kind: Any) -> bool:  # noqa: ANN401
 
 
 def _expected(hint: Any) -> str:  # noqa: ANN401
-    """What to write instead."""
+    """Says what to write instead."""
     spelled = [text for kind in _alternatives(hint) if (text := _spelling(kind))]
     if not spelled:
         return "no value that a job can write fits this field; remove it"

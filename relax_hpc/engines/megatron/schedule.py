@@ -97,7 +97,7 @@ def _hidden(chunk: Any, micro_batch: MicroBatch) -> Tensor:  # noqa: ANN401
 
 
 def _documents(micro_batch: MicroBatch, *, sequence_parallel: bool) -> Documents:
-    """Those of the tokens that this rank routes to experts."""
+    """Returns the documents of the tokens that this rank routes to experts."""
     documents = Documents.of(micro_batch)
     index = own_part(documents.index)
     return replace(documents, index=grid.own_tokens(index) if sequence_parallel else index)
@@ -110,7 +110,7 @@ def _run(
     *,
     forward_only: bool = False,
 ) -> list[Any]:
-    """What the last stage made of every work, in order."""
+    """Runs the pipeline; returns what the last stage made of every work, in order."""
     if not works:
         return []
     found: list[Any] = get_forward_backward_func()(

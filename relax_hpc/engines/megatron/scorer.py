@@ -75,7 +75,7 @@ class MegatronScorer:
         attend = choice.choose(layout.attention, device, transformer.params_dtype)
         self._chunks = model.build(transformer, shape, device, attend)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
-        """What forward passes go through."""
+        """The modules that forward passes go through."""
         for chunk in self._chunks:
             dense.set_recomputed(chunk, layout.recomputed_passes)
         if random_weights:
@@ -122,11 +122,11 @@ class MegatronScorer:
         return (parameter for chunk in self._chunks for parameter in chunk.parameters())
 
     def weight_specs(self) -> list[Spec]:
-        """Of what `named_weights` streams, in its order. Collective."""
+        """Returns the specs of `named_weights`, in that order. Collective."""
         return hf_stream.weight_specs(self._chunks)
 
     def gather(self, bucket_bytes: int, *, to_all: bool = False) -> HfGather:
-        """What brings buckets of at most that size to rank 0, or to all. Collective."""
+        """Returns the gather that brings such buckets to rank 0, or to all. Collective."""
         plan = BucketPlan.of(self.weight_specs(), bucket_bytes)
         return HfGather(self._chunks, plan, to_all=to_all)
 

@@ -58,7 +58,7 @@ class MegatronTrainer(MegatronScorer):
         temperature: float = 1.0,
         random_weights: bool = False,
     ) -> None:
-        """As MegatronScorer, and makes gradient buffers and the optimizer.
+        """Does as MegatronScorer, and makes gradient buffers and the optimizer.
 
         Args:
             num_steps: where the learning rate has fallen to its end.
@@ -76,15 +76,15 @@ class MegatronTrainer(MegatronScorer):
         )
         self._run_chunks = self._wrapped
         self.bank = WeightBank(self._wrapped)
-        """Of further weights for this model, e.g. of a reference policy."""
+        """Further weights for this model, e.g. of a reference policy."""
         self.skip: Skip | None = None
-        """Why the last update was not done, if it was not; the same on every rank."""
+        """Reason why the last update was not done, if it was not; the same on every rank."""
         self.costs: dict[str, float] = {}
-        """Of the last step, see `costs.Costs.end_step`."""
+        """Costs of the last step, see `costs.Costs.end_step`."""
         self._costs = Costs(self._shape, device)
         self._skipped_in_a_row = 0
         self._works: list[Work] = []
-        """Of this step; kept to be passed over again, and to name those that went wrong."""
+        """Works of this step; kept to be passed over again, and to name those that went wrong."""
         self._host_copy = HostCopy()
         self._begin_pass()
 
@@ -118,7 +118,7 @@ class MegatronTrainer(MegatronScorer):
         self._works += works
 
     def engine_gap(self) -> Gap | None:
-        """How far the engines are from this policy in what was accumulated; before `update`.
+        """Measures how far engines are from this policy in what was accumulated; before `update`.
 
         None if no trained token of it was sampled by policy `step`.
         """
@@ -181,7 +181,7 @@ class MegatronTrainer(MegatronScorer):
         trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
     ) -> list[npt.NDArray[np.float32]]:
-        """As `forward_logprobs`, under weights that were kept."""
+        """Does as `forward_logprobs` under weights that were kept."""
         with self.bank.swapped(name, version=self.step):
             return self.forward_logprobs(trajectories, micro_batches)
 
@@ -225,7 +225,7 @@ class MegatronTrainer(MegatronScorer):
 
     @staticmethod
     def damage(folder: Path) -> str | None:
-        """Why a checkpoint is not whole; None if nothing shows without reading all. By one rank."""
+        """Returns why a checkpoint is not whole; None if nothing shows without reading tensors."""
         return damage(folder)
 
     def load(self, folder: Path) -> None:

@@ -12,11 +12,11 @@ from relax_hpc.schema import Row
 
 @dataclass
 class Work:
-    """What is computed of it, and with what; kept until the end of the step."""
+    """A micro-batch, its loss and its logprobs; kept until the end of the step."""
 
     micro_batch: MicroBatch
     loss: Loss
     samples: Sequence[Row]
-    """In packed order."""
+    """Rows of the micro-batch, in packed order."""
     logprobs: Tensor | None = None
     """[T] without gradient, of the last forward pass, where the last stage is."""

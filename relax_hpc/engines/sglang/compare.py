@@ -1,4 +1,4 @@
-"""Runs inside SGLang: are the weights those of a snapshot?"""
+"""Runs inside SGLang: compares the weights with those of a snapshot."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Where an engine puts what it is sent: its own loader is watched once, then repeated.
+"""The places where an engine puts weights: its own loader is watched once, then repeated.
 
 A model's `load_weights` finds a place for every tensor by name, in Python, which takes longer than
 the wire. For weights that are stored as they come, all it does in the end is to copy slices. These
@@ -24,7 +24,7 @@ class Copies:
     """The copies that loading a bucket comes down to."""
 
     def __init__(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-        """Of the same shapes.
+        """Takes targets and sources of the same shapes.
 
         Args:
             targets: views of the engine's parameters.
@@ -45,7 +45,7 @@ class Copies:
             target.copy_(source)
 
     def differing(self) -> int:
-        """How many of the targets do not hold the bits of their source."""
+        """Counts the targets that do not hold the bits of their source."""
         pairs = zip(map(_bits, self.targets), map(_bits, self.sources), strict=True)
         return sum(not torch.equal(target, source) for target, source in pairs)
 
@@ -156,7 +156,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _as_is(tensor: Tensor) -> Tensor:
-    """What kernels that copy many tensors can take: they do not know numbers of 8 bits."""
+    """Returns a view for kernels that copy many tensors: they do not know numbers of 8 bits."""
     return _bits(tensor) if tensor.dtype.itemsize == 1 else tensor
 
 

@@ -1,4 +1,4 @@
-"""What SGLang's log says: how far a start has come, and what to do about one that failed."""
+"""The reading of SGLang's log: how far a start has come, and a remedy for one that failed."""
 
 import re
 
@@ -58,7 +58,7 @@ so what is more special stands above."""
 
 
 def phase(output: str) -> str:
-    """What a server that has said `output` is doing. The newest marker counts: it may repeat."""
+    """Says what a server is doing, by its `output`. The newest marker counts: it may repeat."""
     found = [(output.rfind(marker), doing) for marker, doing in _PHASES if marker in output]
     return max(found)[1] if found else "importing"
 
@@ -69,7 +69,7 @@ def port_taken(output: str) -> bool:
 
 
 def remedy(output: str, engine_args: PassThrough, pool: str = "engines.rollout") -> str:
-    """What to change about a start that ended with `output`; "" if it says nothing known."""
+    """Says what to change about a start that ended with `output`; "" if it says nothing known."""
     values = {
         "mem_fraction_static": engine_args.get("mem_fraction_static", "unset"),
         "tp_size": engine_args.get("tp_size", 1),

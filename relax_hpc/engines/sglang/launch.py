@@ -65,7 +65,7 @@ _CPU_DEFAULTS: PassThrough = {
 
 
 class Share(NamedTuple):
-    """Which part of an engine that spans several nodes one process is."""
+    """The part that one process is of an engine over several nodes."""
 
     nodes: int = 1
     rank: int = 0
@@ -120,7 +120,7 @@ def arguments(
 
 
 class Size(NamedTuple):
-    """How many GPUs an engine takes, and how they work together."""
+    """The GPUs that an engine takes, by how they work together."""
 
     tensor: int
     pipeline: int
@@ -135,7 +135,7 @@ class Size(NamedTuple):
 
 
 def size_of(engine_args: PassThrough, pool: str = "engines.rollout") -> Size:
-    """What the arguments of a pool ask for, by whichever of SGLang's names."""
+    """Reads the size that a pool's arguments ask for, by whichever of SGLang's names."""
     named = {_ALIASES.get(key, key): value for key, value in engine_args.items()}
 
     def count(key: str) -> int:

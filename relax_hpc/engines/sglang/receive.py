@@ -98,12 +98,12 @@ def _report(model: nn.Module, order: Order) -> None:
 
 
 class Source(Protocol):
-    """Where buckets come from."""
+    """The sender of buckets."""
 
     store: dist.Store
-    """For what is said besides."""
+    """Store for messages besides the buckets."""
     rank: int
-    """Names this one's receipts."""
+    """Number under which this rank leaves receipts."""
     plan: BucketPlan
 
     def bucket(self, index: int) -> Tensor:
@@ -268,7 +268,7 @@ class Receiver:
             raise
 
     def _recorded(self) -> tuple[list[Callable[[], Any]], list[str]]:
-        """For every bucket what loads it, and why some of them are loaded the slow way."""
+        """Returns a loader for every bucket, and why some of them are loaded the slow way."""
         self._copies: dict[int, Copies] = {}
         reasons = []
         for index, bucket in enumerate(self.source.plan.buckets):
@@ -351,4 +351,4 @@ def _find(name: str) -> tuple[dist.ProcessGroup, dist.Store]:
 
 
 _receivers: dict[str, Receiver] = {}
-"""By what orders name; of the one trainer there is. SGLang gives a loader no place of its own."""
+"""Receivers by what orders name, of the one trainer there is: SGLang gives a loader no place."""

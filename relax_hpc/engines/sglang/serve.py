@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def conceal(token: str) -> None:
-    """From here on no message that this process logs has `token` in it, whatever the logger."""
+    """Keeps `token` out of every message that this process logs from here on, by any logger."""
 
     class Concealing(logging.LogRecord):
         def getMessage(self) -> str:  # noqa: N802

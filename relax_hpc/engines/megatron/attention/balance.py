@@ -27,7 +27,7 @@ class Documents:
 
     @classmethod
     def of(cls, micro_batch: MicroBatch) -> "Documents":
-        """Of all tokens of the micro-batch."""
+        """Makes the documents of all tokens of the micro-batch."""
         padding = len(micro_batch.rows)
         index = micro_batch.is_first.cumsum(0) - 1
         trained = torch.zeros(padding + 1, device=index.device)

@@ -1,4 +1,4 @@
-"""Which kernel attends: one interface, three kernels."""
+"""The choice of the kernel that attends: one interface, three kernels."""
 
 import importlib.util
 import logging

@@ -26,11 +26,11 @@ _GRAPHS = 512
 
 
 class Shape(NamedTuple):
-    """What a graph is built for; lengths and counts are upper bounds."""
+    """The sizes that a graph is built for; lengths and counts are upper bounds."""
 
     documents: int
     queries: int
-    """Of a document."""
+    """Queries of a document."""
     keys: int
     total_queries: int
     total_keys: int
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 Layout = dict[str, Tensor]
-"""Where the documents of a span lie: offsets in elements of queries, keys and statistics,
+"""The places of a span's documents: offsets in elements of queries, keys and statistics,
 [documents + 1, 1, 1, 1] int32, and lengths, [documents, 1, 1, 1] int32, padded with 0."""
 
 

@@ -26,9 +26,9 @@ class Run(NamedTuple):
     """Consecutive packed tokens, and the tokens they may see. [start, end) each."""
 
     queries: tuple[int, int]
-    """Of this rank's tokens."""
+    """Range of this rank's tokens."""
     keys: tuple[int, int]
-    """Of all tokens: from the start of the first query's document to the last query."""
+    """Range of all tokens, from the start of the first query's document to the last query."""
     query_lengths: tuple[int, ...]
     """Per document, at least 1."""
     key_lengths: tuple[int, ...]
@@ -46,7 +46,7 @@ class Span:
     made: dict[str, object] = field(default_factory=dict)
 
     def cached(self, key: str, make: Callable[[], Cached]) -> Cached:
-        """What all layers share; the first one makes it."""
+        """Returns a value that all layers share; the first one makes it."""
         if key not in self.made:
             self.made[key] = make()
         return cast(Cached, self.made[key])
@@ -69,7 +69,7 @@ class Attend(Protocol):
 
 @dataclass
 class PackedRows(PackedSeqParams):  # type: ignore[misc]
-    """Where the documents of a packed micro-batch lie; travels as Megatron's packed_seq_params.
+    """The places of a packed micro-batch's documents; travels as Megatron's packed_seq_params.
 
     `qkv_format` stays unset, so that Megatron rotates all T queries at once instead of looping over
     documents; documents restart at position 0 through `position_ids`.
@@ -79,9 +79,9 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     group: dist.ProcessGroup | None = None
     """Context-parallel ranks, if there are several."""
     rotation: Tensor | None = None
-    """What the layers share of the rotary angles, once the first one has made it."""
+    """Rotary angles that the layers share, once the first one has made them."""
     documents: Documents | None = None
-    """What routers of experts want to know of this rank's tokens."""
+    """Documents of this rank's tokens, for routers of experts."""
 
     @classmethod
     def of(
@@ -90,7 +90,7 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
         device: torch.device,
         group: dist.ProcessGroup | None = None,
     ) -> "PackedRows":
-        """Of documents of these lengths.
+        """Lays documents of these lengths out.
 
         Args:
             group: context-parallel ranks; their `2 * size` chunks divide the tokens.
@@ -108,7 +108,7 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
 
 
 def runs(lengths: Sequence[int], size: int = 1, rank: int = 0) -> list[Run]:
-    """What a context-parallel rank attends to, in the order of its tokens."""
+    """Returns what a context-parallel rank attends to, in the order of its tokens."""
     ends = list(accumulate(lengths))
     found, offset = [], 0
     for begin, end in context_parallel.chunks(ends[-1], size, rank):

@@ -18,7 +18,7 @@ class Box(NamedTuple):
 
     key: str
     offset: tuple[int, ...]
-    """Of its first element in the whole tensor."""
+    """Indices of the first element in the whole tensor."""
     whole: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor: Tensor

@@ -23,7 +23,7 @@ _OTHER_NAMES = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
 )
-"""What Megatron calls some parameters in checkpoints, so that all its layer types read them."""
+"""Names of some parameters here -> in Megatron's checkpoints, which all its layer types read."""
 
 
 def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
@@ -82,7 +82,7 @@ def to_megatron(model: Path, out: Path) -> None:
 
 
 def _keys(stored: Stored, every: Iterator[Parameter]) -> list[tuple[Parameter, str]]:
-    """What each parameter is called in a checkpoint."""
+    """Returns the parameters, each with the key that it has in a checkpoint."""
     shapes = stored.shapes()
     return [(parameter, _key(stored, shapes, parameter)) for parameter in every]
 

@@ -82,7 +82,7 @@ class CheckpointPart:
         part_files.write_part(folder, self._rank, self._boxes, self._objects)
 
     def write_names(self, folder: Path, **waiting: Any) -> int:  # noqa: ANN401
-        """By one rank: waits for every rank's part, then makes the checkpoint a whole.
+        """Waits for every rank's part, then makes the checkpoint a whole; one rank does.
 
         Args:
             waiting: see `part_files.write_names`; so is what is returned and raised.

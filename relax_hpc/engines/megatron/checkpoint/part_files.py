@@ -157,7 +157,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def read_table(path: Path) -> list[Entry]:
-    """What is in a part.
+    """Reads the table of a part.
 
     Raises:
         CheckpointError: it is cut short or damaged.
@@ -257,7 +257,7 @@ class _Sink:
     def flush(self) -> None: ...
 
     def finish(self, num_bytes: int) -> tuple[int, int, int]:
-        """Where it is, its size and checksum."""
+        """Returns the first byte in the file, the size and the checksum."""
         self._flush()
         assert self._at - self._start == num_bytes
         return self._start, num_bytes, self._checksum
@@ -293,7 +293,7 @@ def _size_as_saved(tensor: Tensor) -> int:
 
 
 def _own_memory(tensor: Tensor) -> Tensor:
-    """In host memory, contiguous, and alone there: torch.save writes what a view is a view of."""
+    """Copies to contiguous host memory of its own: torch.save writes what a view is a view of."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

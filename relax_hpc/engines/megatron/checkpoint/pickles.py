@@ -1,4 +1,4 @@
-"""What of a checkpoint is pickled, read without running what somebody else may have put there.
+"""Reads the pickled files of a checkpoint, and runs nothing that somebody may have put there.
 
 torch's format pickles `.metadata` and torch.save pickles what is around a tensor, and a checkpoint
 may be somebody else's folder. So only the classes that such files consist of are made; nothing else
@@ -33,11 +33,11 @@ _CLASSES = {
     "_get_layout": "torch.serialization",
     "Size": "torch",
 }  # fmt: skip
-"""Of `.metadata`: name -> module. The types of elements (`torch.float32`) come on top."""
+"""Classes in `.metadata`: name -> module. Types of elements (`torch.float32`) come on top."""
 
 
 def metadata(folder: Path) -> Metadata:
-    """Which tensors and objects a checkpoint has, and where.
+    """Reads which tensors and objects a checkpoint has, and where.
 
     Raises:
         CheckpointError: it is damaged, or holds what such a file does not consist of.

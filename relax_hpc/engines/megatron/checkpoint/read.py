@@ -27,7 +27,7 @@ from relax_hpc.errors import CheckpointError, ConfigError
 
 
 def damage(folder: Path) -> str | None:
-    """Why a checkpoint is not whole, naming the file; None if nothing shows without reading it.
+    """Returns why a checkpoint is not whole, naming the file; None if nothing shows.
 
     Every file is there with its size, and the small ones have their checksum. Tensors are checked
     when they are read.
@@ -50,7 +50,7 @@ def damage(folder: Path) -> str | None:
 
 
 class _Read(NamedTuple):
-    """What is wanted of one stored tensor."""
+    """The parts of one stored tensor that are wanted."""
 
     file: str
     at: int
@@ -77,14 +77,14 @@ class Stored:
         self._checksums: dict[str, dict[int, int]] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors."""
+        """Returns the shapes of all tensors by key."""
         return {key: tuple(tensor.size) for key, tensor in self._tensors()}
 
     def dtypes(self) -> dict[str, torch.dtype]:
         return {key: tensor.properties.dtype for key, tensor in self._tensors()}
 
     def object(self, key: str) -> bytes:
-        """What is not a tensor, serialised.
+        """Reads the bytes of something that is not a tensor.
 
         Raises:
             KeyError: there is no such object.
@@ -181,12 +181,12 @@ def _pieces(stream: io.FileIO, num_bytes: int) -> Iterator[bytes]:
 def _overlap(
     box: Box, offset: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """What of the box, and what of a stored tensor, is the same."""
+    """Returns the ranges that the box and a stored tensor share, in each; None: there are none."""
     here, there = [], []
-    for mine, size, its, its_size in zip(box.offset, box.tensor.shape, offset, shape, strict=True):
-        low, high = max(mine, its), min(mine + size, its + its_size)
+    for first, size, at, length in zip(box.offset, box.tensor.shape, offset, shape, strict=True):
+        low, high = max(first, at), min(first + size, at + length)
         if low >= high:
             return None
-        here.append(slice(low - mine, high - mine))
-        there.append(slice(low - its, high - its))
+        here.append(slice(low - first, high - first))
+        there.append(slice(low - at, high - at))
     return tuple(here), tuple(there)

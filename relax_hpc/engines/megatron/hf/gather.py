@@ -24,7 +24,7 @@ _ALIGNMENT = 16
 
 
 class _Piece(NamedTuple):
-    """Of a tensor, as one rank has it."""
+    """A piece of a tensor, as one rank has it."""
 
     owner: int
     """Global rank; of those that have the same, the first."""
@@ -36,9 +36,9 @@ class _Piece(NamedTuple):
     dtype: torch.dtype
     slot: int
     shard: int
-    """Which of the owner's in that slot."""
+    """Index among the owner's shards in that slot."""
     target: int
-    """In the shard, where it is a range of dimension `dim`."""
+    """First index in the shard, along dimension `dim`."""
 
     @property
     def size(self) -> int:
@@ -51,16 +51,16 @@ class _Piece(NamedTuple):
         return -(-self.size // _ALIGNMENT) * _ALIGNMENT
 
     def of(self, shards: Sequence[Shard]) -> Tensor:
-        """The view of its owner's parameter that it is."""
+        """Returns the piece as a view of its owner's parameter."""
         return shards[self.slot][self.shard].narrow(self.dim, self.target, self.shape[self.dim])
 
     def within(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The view of its tensor that it is."""
+        """Returns the piece as a view of its tensor."""
         return tensors[self.tensor].narrow(self.dim, self.start, self.shape[self.dim])
 
 
 class _Message(NamedTuple):
-    """What a rank sends of a bucket."""
+    """A message of one rank: all of a bucket that it alone has."""
 
     owner: int
     pieces: list[_Piece]
@@ -70,7 +70,7 @@ class _Message(NamedTuple):
         return sum(piece.room for piece in self.pieces)
 
     def places(self, flat: Tensor) -> list[Tensor]:
-        """Of the pieces, in the bytes of the message."""
+        """Returns the pieces as views of the message's bytes."""
         found, start = [], 0
         for piece in self.pieces:
             place = flat[start : start + piece.size]
@@ -209,7 +209,7 @@ class HfGather:
 
 
 class _Ranks(NamedTuple):
-    """Where in the grid every rank is."""
+    """The ranks by their place in the grid."""
 
     dense: dict[tuple[int, int], int]
     """(stage, tensor-parallel rank) -> the first such rank."""
@@ -233,7 +233,7 @@ class _Ranks(NamedTuple):
 
 
 def _messages(bucket: Sequence[Spec], pieces: Iterator[list[_Piece]]) -> list[_Message]:
-    """What ranks have of a bucket, taken from the pieces of all tensors."""
+    """Sorts the pieces of a bucket's tensors by owner, into a message of each."""
     by_owner: dict[int, list[_Piece]] = {}
     for number in range(len(bucket)):
         for piece in next(pieces):
@@ -242,7 +242,7 @@ def _messages(bucket: Sequence[Spec], pieces: Iterator[list[_Piece]]) -> list[_M
 
 
 def _pieces(slots: Sequence[Slot], ranks: _Ranks) -> Iterator[list[_Piece]]:
-    """Of every tensor, in the order of `hf_stream.named_weights`."""
+    """Yields the pieces of every tensor, in the order of `hf_stream.named_weights`."""
     for number, slot in enumerate(slots):
         for expert in range(slot.parameter.num_experts or 1):
             pieces = list(_pieces_of(slot, number, expert, ranks))
@@ -251,7 +251,7 @@ def _pieces(slots: Sequence[Slot], ranks: _Ranks) -> Iterator[list[_Piece]]:
 
 
 def _pieces_of(slot: Slot, number: int, expert: int, ranks: _Ranks) -> Iterator[tuple[int, _Piece]]:
-    """Of one matrix, with the number of the tensor that they are from."""
+    """Yields the pieces of one matrix, each with the number of the tensor that it is from."""
     parameter, size, (per_rank, *rest) = slot.parameter, slot.sharing.size, slot.shard_shape
     for part in range(1 if parameter.layout == "whole" else size):
         if parameter.num_experts:

@@ -22,16 +22,16 @@ from relax_hpc.models.names import Parameter, Piece, Shape
 BUCKET_BYTES = 1 << 28
 
 Shard = list[Tensor]
-"""What a rank has of a parameter: of every expert, where there are experts."""
+"""A rank's part of a parameter: one tensor, or one for each expert where there are experts."""
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Slot(NamedTuple):
-    """A parameter, and who has what of it."""
+    """A parameter, and the ranks' parts of it."""
 
     parameter: Parameter
     stage: int
-    """Of the pipeline, that has it; the first, if several do."""
+    """Pipeline stage that has it; the first, if several do."""
     dtype: torch.dtype
     shard: Shard
     """This rank's; empty on the other stages."""
@@ -45,7 +45,7 @@ class Slot(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Of a shard."""
+        """Elements of a shard."""
         return torch.Size(self.shard_shape).numel()
 
     @property
@@ -61,7 +61,7 @@ class Slot(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the whole."""
+        """Size of the whole parameter."""
         return self.numel * self.dtype.itemsize * (self.group.size() if self.group else 1)
 
 
@@ -95,7 +95,7 @@ def named_weights(
 
 
 def weight_specs(chunks: Sequence[PackedGPT]) -> list[Spec]:
-    """Of the tensors of `named_weights`, in its order. Collective over pipeline stages."""
+    """Returns the specs of `named_weights`, in that order. Collective over pipeline stages."""
     return [
         Spec(name.format(expert=expert), slot.dtype, tuple(shape))
         for slot in slots_of(chunks)
@@ -123,7 +123,7 @@ def slots_of(
     chunks: Sequence[PackedGPT],
     value_of: Callable[[nn.Parameter], Tensor] = nn.Parameter.detach,
 ) -> list[Slot]:
-    """Of every parameter of the model, in its order. Collective over pipeline stages."""
+    """Returns a slot for every parameter, in the model's order. Collective over pipeline stages."""
     parameters = owned(chunks, chunks[0].architecture)
     group = mpu.get_pipeline_model_parallel_group()
     values = [value_of(copies[0]) if copies else None for _, copies in parameters]

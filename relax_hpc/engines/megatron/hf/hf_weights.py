@@ -21,7 +21,7 @@ _LAYERS = "decoder.layers."
 
 
 class Sharing(NamedTuple):
-    """Who shares matrices of a kind, within a pipeline stage."""
+    """The sharing of matrices of a kind among the ranks of a pipeline stage."""
 
     rank: int
     """Its part of every matrix."""
@@ -54,7 +54,7 @@ class Owned(NamedTuple):
 
 
 def owned(chunks: Sequence[GPTModel], shape: Architecture) -> list[Owned]:
-    """All parameters of the model, in the order in which they are exported."""
+    """Returns all parameters of the model, in the order in which they are exported."""
     here = _by_name(chunks)
     found = []
     for parameter in parameters(shape):

@@ -23,7 +23,7 @@ from relax_hpc.models.rope import Rope
 
 
 class RMSNorm(nn.Module):
-    """As Hugging Face computes it (float32 inside), with the mark sequence parallelism needs."""
+    """A norm as Hugging Face computes it (float32 inside), marked for sequence parallelism."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
         return out
 
     def past(self, hidden: Tensor) -> Tensor:
-        """What was normalised last, to be added as the residual; see `fused.rms_norm_beside`."""
+        """Returns the last call's input, to be added as residual; see `fused.rms_norm_beside`."""
         beside, self._beside = self._beside, None
         return hidden if beside is None else beside
 
@@ -210,7 +210,7 @@ class PackedLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def set_recomputed(model: nn.Module, passes: Collection[str]) -> None:
-    """Which outputs are made again for the gradient instead of kept: "norm", "swiglu"."""
+    """Sets which outputs are made again for the gradient instead of kept: "norm", "swiglu"."""
     for module in model.modules():
         if hasattr(module, "recompute_norm"):  # experts, too
             setattr(module, "recompute_norm", "norm" in passes)  # noqa: B010
@@ -219,12 +219,12 @@ def set_recomputed(model: nn.Module, passes: Collection[str]) -> None:
 
 
 def kept_input(hidden: Tensor, recompute: bool) -> AbstractContextManager[None]:
-    """What is called inside keeps no `hidden` for the gradient, if that can be made again."""
+    """Lets what is called inside keep no `hidden` for the gradient, if it can be made again."""
     return fused.recomputed(hidden, made_again(hidden)) if recompute else nullcontext()
 
 
 def made_again(hidden: Tensor) -> Callable[[], Tensor]:
-    """How to make it again, if a norm made it; else it is kept."""
+    """Returns a function that makes it again, if a norm made it; else it is kept."""
     kept = hidden.detach()
     again: Callable[[], Tensor] = getattr(hidden, "again", lambda: kept)
     return again

@@ -1,4 +1,4 @@
-"""What lies between the matrix products, each in one pass over memory on GPUs.
+"""The layers between the matrix products, each in one pass over memory on GPUs.
 
 Norms, rotary positions and SwiGLU with their gradients by hand, so that it is said here what is
 kept for the backward pass. Everything is float32 inside. The plain torch here says what is meant;
@@ -51,7 +51,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_beside(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """As `rms_norm`, and `hidden` again, for what goes past the norm.
+    """Does as `rms_norm`, and returns `hidden` again, for what goes past the norm.
 
     Its gradient is added in the pass over memory that makes the norm's.
     """
@@ -81,7 +81,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @contextmanager
 def recomputed(output: Tensor, again: Callable[[], Tensor]) -> Iterator[None]:
-    """What is called inside keeps no `output` for its backward pass, but calls `again` then."""
+    """Makes what is called inside keep no `output` for the backward pass, but call `again` then."""
     again_marker, place = object(), (output.data_ptr(), output.shape)
 
     def keep(tensor: Tensor) -> object:  # lives as long as what it keeps: must not hold `output`

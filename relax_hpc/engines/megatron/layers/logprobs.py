@@ -16,7 +16,7 @@ from relax_hpc.engines.megatron.layers.fused import compiled_on_gpu
 from relax_hpc.engines.megatron.layers.gradient_fusion import add_product
 
 _CHUNK_BYTES = 5 << 28
-"""Of logits; their gradient takes as much once more."""
+"""Limit of a chunk's logits; their gradient takes as much once more."""
 _TILE = 128
 """Tokens of a chunk are a multiple, if there are several: products are computed in such tiles."""
 _GIB = 1 << 30
@@ -55,12 +55,12 @@ def hidden_logprobs(
 def token_logprobs(
     logits: Tensor, targets: Tensor, *, temperature: float, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """As `hidden_logprobs`, of logits that are there: [T, V/tp], with gradient."""
+    """Does as `hidden_logprobs` with logits that are there: [T, V/tp], with gradient."""
     return _token_logprobs(logits, targets, Head(temperature, group))
 
 
 class Head(NamedTuple):
-    """How logits become logprobs."""
+    """The settings that turn hidden states into logprobs."""
 
     temperature: float
     group: dist.ProcessGroup

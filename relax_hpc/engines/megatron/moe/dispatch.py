@@ -44,7 +44,7 @@ class Exchange(NamedTuple):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Where the tokens of one forward go."""
+    """The moves of one forward's tokens to experts."""
 
     outward: Moves | None
     """Tokens to ranks; None if there is but one."""

@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Moves(NamedTuple):
-    """Which row goes where, both ways round."""
+    """A map from rows to places, and back."""
 
     row: Tensor
-    """[m] int64, what a place holds a copy of."""
+    """[m] int64, the row that a place holds a copy of."""
     destination: Tensor
     """[m] int64, ascending."""
     places: Tensor

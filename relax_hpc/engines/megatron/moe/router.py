@@ -1,4 +1,4 @@
-"""Which experts a token goes to: Megatron-core's router with float32 logits and our losses.
+"""The choice of a token's experts: Megatron-core's router with float32 logits and our losses.
 
 t = tokens of this rank, E = experts, h = hidden size. Megatron-core 0.14 to 0.16 cannot route
 without Transformer Engine (`NameError: te_general_gemm`, in its product for the logits): here is a
@@ -59,7 +59,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
     """Megatron's for packed micro-batches; counts what the experts have to do in a step."""
 
     documents: Documents | None = None
-    """Of this rank's tokens, set before every forward that may train."""
+    """Documents of this rank's tokens, set before every forward that may train."""
     is_normalised = False
     """The experts of a token share a weight of 1, even if it is a single one."""
 
@@ -135,7 +135,7 @@ def set_shares(model: nn.Module, *, normalised: bool) -> None:
 
 
 def take_metrics(chunks: Iterable[nn.Module], num_tokens: int) -> dict[str, float]:
-    """What the routers counted since the last call, the same on every rank; collective.
+    """Returns what the routers counted since the last call, the same on every rank; collective.
 
     Returns:
         Nothing for a model without experts, else `moe/max_load`: choices of the busiest expert over

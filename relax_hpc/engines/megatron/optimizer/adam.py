@@ -29,7 +29,7 @@ class Shard(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What one parameter's update needs besides tensors."""
+    """The numbers that one parameter's update needs."""
 
     grad_scale: float
     lr: float
@@ -39,7 +39,7 @@ class Step(NamedTuple):
     updates: float
     """Updates, this one included."""
     seed: int
-    """Of the rounding: another one for every update and parameter."""
+    """Seed of the rounding: another one for every update and parameter."""
 
 
 class ShardedAdamW(torch.optim.AdamW):

@@ -61,7 +61,7 @@ def _use_own_adam(optimizer: ChainedOptimizer, config: OptimizerConfig) -> None:
 
 
 def _shards(part: DistributedOptimizer) -> list[Shard]:
-    """All that this rank updates, as views of Megatron's buffers."""
+    """Returns all that this rank updates, as views of Megatron's buffers."""
     if part.is_stub_optimizer:
         return []
     shards = []
@@ -101,10 +101,10 @@ def total(count: Tensor) -> float:
 
 
 class Update(NamedTuple):
-    """What became of an update."""
+    """The outcome of an update."""
 
     norm: float
-    """Of the whole model's gradient, before clipping."""
+    """Norm of the whole model's gradient, before clipping."""
     done: bool
     """Whether the weights changed."""
     has_overflowed: bool = False
@@ -120,7 +120,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(optimizer: ChainedOptimizer) -> Gradients:
-    """What `update` applies, once gradients are reduced.
+    """Returns what `update` applies, once gradients are reduced.
 
     Collective. A step's first look at a value of the device comes after it: then the device has
     the backward pass to do while this is put together.
@@ -167,7 +167,7 @@ def weights_are_finite(chunks: Sequence[torch.nn.Module]) -> bool:
 
 
 def loss_scale(optimizer: ChainedOptimizer) -> float | None:
-    """What losses are multiplied by before their gradient; None without float16."""
+    """Returns the factor of losses before their gradient; None without float16."""
     if optimizer.chained_optimizers[0].grad_scaler is None:
         return None
     return float(optimizer.get_loss_scale())

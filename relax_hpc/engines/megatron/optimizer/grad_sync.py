@@ -1,4 +1,4 @@
-"""When gradients are summed over data-parallel ranks, with `overlap_grad_reduce`.
+"""The moment when gradients are summed over data-parallel ranks, with `overlap_grad_reduce`.
 
 A sum may begin once a gradient is final: in the last micro-batch of the batch's last portion.
 Without that setting Megatron sums everything at the end of the batch.

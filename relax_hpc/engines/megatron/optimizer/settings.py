@@ -103,7 +103,7 @@ def ddp_config(config: OptimizerConfig, dtype: str) -> DistributedDataParallelCo
 
 
 def optimizer_config(config: OptimizerConfig, dtype: str) -> MegatronOptimizerConfig:
-    """What Megatron makes optimizer and loss scale of, with the job's `actor.optimizer.megatron`.
+    """Makes Megatron's settings of optimizer and loss scale, with `actor.optimizer.megatron`.
 
     Raises:
         ConfigError: see `passthrough.build`.

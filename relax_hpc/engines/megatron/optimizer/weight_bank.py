@@ -21,7 +21,7 @@ _SETTING = 'reference.placement = "actor"'
 
 
 class KeptPart(NamedTuple):
-    """What a rank keeps of a parameter, or of what is a buffer of a module."""
+    """A rank's part of a kept parameter, or of a kept buffer of a module."""
 
     start: int
     """First element, counted through the parameter."""
@@ -34,18 +34,18 @@ class _Buffer(NamedTuple):
 
     whole: Tensor
     first: int
-    """Of `whole`, that this rank keeps."""
+    """First element of `whole` that this rank keeps."""
     mine: Tensor
-    """What it keeps; a view."""
+    """The part that it keeps; a view of `whole`."""
     replicas: dist.ProcessGroup | None
     places: dict[Tensor, int]
-    """Where in `whole` each parameter begins."""
+    """First element of each parameter in `whole`."""
 
 
 class _Set(NamedTuple):
     memory: HostMemory
     parts: list[Tensor]
-    """Of every buffer, this rank's."""
+    """This rank's part of every buffer."""
 
 
 class WeightBank:
@@ -94,7 +94,7 @@ class WeightBank:
             torch.cuda.current_stream().synchronize()
 
     def kept(self, name: str) -> dict[Tensor, KeptPart]:
-        """What this rank keeps of a set, by the parameters and module buffers that it is of.
+        """Returns this rank's part of a set, by parameters and module buffers.
 
         Data-parallel ranks share a parameter, and all keep the module buffers.
         """
@@ -171,7 +171,7 @@ class WeightBank:
 
 
 def _buffers(chunk: DistributedDataParallel) -> Iterator[_Buffer]:
-    """All weights of a chunk: parameters, dense and of experts, then what is no parameter."""
+    """Yields all weights of a chunk: parameters, dense and of experts, then the others."""
     for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
         places = {parameter: place for parameter, (place, *_) in buffer.param_index_map.items()}
         group, data = buffer.data_parallel_group, buffer.param_data
