@@ -1,4 +1,4 @@
-"""What the tests of checkpoints run on the ranks of a pool."""
+"""The functions that tests of checkpoints run on ranks of a pool."""
 
 import hashlib
 import io
@@ -21,7 +21,7 @@ CALLS = ("open", "pwrite", "fsync", "mkdir", "rename", "replace", "unlink", "rmd
 
 
 def digest():
-    """Of all that this rank would go on from: weights, optimizer, step, random states."""
+    """Digests all that this rank would go on from: weights, optimizer, step, random states."""
     trainer = _state["trainer"]
     state = hashlib.sha256(str(trainer.step).encode())
     for tensor in _tensors(trainer):
@@ -87,7 +87,7 @@ def read_by_megatron(folder):
 
 @contextmanager
 def _small_files(num_bytes):
-    """What is written beyond that fails, as on a full disk."""
+    """Makes what is written beyond that fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:

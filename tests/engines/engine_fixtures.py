@@ -27,7 +27,7 @@ class Served(NamedTuple):
     process: EngineProcess
     checkpoints: list[Path]
     phases: list[str]
-    """What its start was doing, in this order."""
+    """Phases of the engine's start, in this order."""
     able: Capabilities
 
     def client(self) -> EngineClient:
@@ -141,7 +141,7 @@ def send(
     buckets: list[list[tuple[str, torch.Tensor]]],
     version: int,
 ) -> None:
-    """What a trainer does: one HTTP call and one broadcast per bucket."""
+    """Sends as a trainer does: one HTTP call and one broadcast per bucket."""
     for index, bucket in enumerate(buckets):
         sender = threading.Thread(
             target=group.broadcast, args=(flatten(tensor for _, tensor in bucket),)

@@ -1,4 +1,4 @@
-"""What the tests of swapped weights and of the reference run on the ranks of a pool."""
+"""The functions that tests of swapped weights and of the reference run on ranks of a pool."""
 
 import numpy as np
 from megatron_worker import _shares, _state, job, train, valued

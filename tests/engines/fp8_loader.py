@@ -56,7 +56,7 @@ def build(folder, config):
 
 
 def buckets(folder, quantizer):
-    """What the trainer would send, in a few buckets: flat bytes and what they are of."""
+    """Yields what the trainer would send, in a few buckets: flat bytes and their specs."""
     [file] = folder.glob("*.safetensors")
     tensors = load_file(file)
     source = BucketPlan.of(

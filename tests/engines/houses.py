@@ -73,7 +73,7 @@ class House:
         self.announce()
 
     def announce(self, *transports: str, ids: list[str] | None = None) -> str:
-        """As their owners do once they have started engines anew; returns the start."""
+        """Announces engines as owners do that have started them anew; returns the start."""
         start = f"7.0-1-{next(self._starts)}"
         ways = transports or ("collective",) * len(self.engines)
         for number, (name, engine, way) in enumerate(
@@ -88,7 +88,7 @@ class House:
         return start
 
     def client(self, number: int) -> GenerationClient:
-        """As rollout tasks ask."""
+        """Makes a client as rollout tasks do."""
         engine, name = self.engines[number], self.ids[number]
         start = members.find(self.paths, name).start
         switches = Switches(self.paths, name, start) if self.kind == "sglang" else None

@@ -1,4 +1,4 @@
-"""What Hugging Face and torch make of a fixed batch: the truth that every grid must reach."""
+"""A fixed batch by Hugging Face and torch: the truth that every grid must reach."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ def dense(folder, *, tied=False, layers=2):
 
 
 def mixture(folder, *, layers=2, experts=4, per_token=2):
-    """Likewise a Qwen3-MoE."""
+    """Makes a tiny Qwen3-MoE in `folder`."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -114,5 +114,5 @@ def collect(per_rank):
 
 
 def clear_gradient(reference, name, step=0):
-    """Where Adam's normalised step is not rounding noise."""
+    """Returns where Adam's normalised step is not rounding noise."""
     return np.abs(reference.gradients[step][name]) > 1e-5

@@ -1,4 +1,4 @@
-"""What the tests of the trainer run on the ranks of a pool, and what they feed it."""
+"""The functions that tests of the trainer run on ranks of a pool, and the batches they feed it."""
 
 import gc
 from pathlib import Path
@@ -216,7 +216,7 @@ def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_
 
 
 def train_fails(rows, advantages):
-    """What the error says that it ends with."""
+    """Returns the message of the error that training ends with."""
     from relax_hpc.errors import TrainingError
 
     try:
@@ -242,7 +242,7 @@ def engine_gap(rows, advantages, num_portions=1):
 
 
 def check(rows, advantages, limit):
-    """What the comparison with the engines ends with, before the first update."""
+    """Returns the end of the comparison with the engines, before the first update."""
     from relax_hpc.errors import MismatchError
     from relax_hpc.roles.actor.logprob_check import LogprobCheck
 

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 _CONTEXT = multiprocessing.get_context("forkserver")
 _DEADLINE_S = 120
 _LEFT_ALONE_S = 5
-"""What ranks may still take when another has failed, which they may wait for."""
+"""Time that ranks may still take when another has failed, which they may wait for."""
 
 
 class Ranks:
@@ -41,7 +41,7 @@ class Ranks:
         return [answers[rank] for rank in range(self.size)]
 
     def _answers(self):
-        """What ranks returned and why others failed, by rank; those that are silent are missing."""
+        """Returns what ranks returned and why others failed, by rank; silent ones are missing."""
         answers, failures = {}, {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while waiting:

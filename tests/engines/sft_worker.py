@@ -1,4 +1,4 @@
-"""What test_sft_trainer runs on the ranks of a pool."""
+"""The functions that test_sft_trainer runs on ranks of a pool."""
 
 from megatron_worker import _state
 
@@ -42,7 +42,7 @@ def fine_tune(documents):
 
 
 def gradients(documents):
-    """Of the mean over the trained tokens of all ranks, under Hugging Face names."""
+    """Returns gradients of the mean over the trained tokens of all ranks, by Hugging Face names."""
     from megatron.core.distributed import finalize_model_grads
 
     trainer = _state["trainer"]

@@ -1,4 +1,4 @@
-"""Which SGLang is tested, if any: that of the interpreter RELAX_SGLANG_PYTHON."""
+"""The SGLang under test, if any: that of the interpreter RELAX_SGLANG_PYTHON."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What `houses` runs on the ranks of a pool: a trainer that publishes checkpoints."""
+"""The functions that `houses` runs on ranks of a pool: a trainer that publishes checkpoints."""
 
 import resource
 import signal

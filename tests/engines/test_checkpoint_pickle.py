@@ -39,7 +39,7 @@ def write(folder, objects=None):
 
 
 def replace(folder, name, content):
-    """As whoever made the folder would have it: the manifest fits."""
+    """Replaces a file as whoever made the folder would: the manifest fits."""
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": len(content), "crc32c": checksum(content)}
     (folder / "manifest.json").write_text(json.dumps(manifest))

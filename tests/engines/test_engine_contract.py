@@ -1,4 +1,4 @@
-"""What every engine must do, run against each of them over HTTP."""
+"""The contract of every engine, run against each of them over HTTP."""
 
 import time
 from http import HTTPStatus

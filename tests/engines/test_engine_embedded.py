@@ -1,4 +1,4 @@
-"""What only the embedded engine promises: reproducible sampling, and nothing half-done."""
+"""The promises of the embedded engine alone: reproducible sampling, and nothing half-done."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What goes wrong when an engine starts is named, within its deadline, with what may help."""
+"""Faults of an engine's start are named, within the deadline, with what may help."""
 
 import re
 import socket

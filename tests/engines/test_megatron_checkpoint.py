@@ -45,7 +45,7 @@ def save_qwen3(folder, *, tied):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a tied Qwen3 of four layers: with a pipeline, two stages have the embedding."""
+    """A tied Qwen3 of four layers: with a pipeline, two stages have the embedding."""
     return save_qwen3(tmp_path_factory.mktemp("tied"), tied=True)
 
 
@@ -156,7 +156,7 @@ def test_six_steps_are_three_a_save_killed_anywhere_a_resume_and_three_bitwise(
     pool.call(checkpoint_worker.resume_in_run, root=tmp_path / "aside")
 
     def kill(call, *, half=False):
-        """What is resumed afterwards."""
+        """Kills a save at `call`; returns what is resumed afterwards."""
         shutil.rmtree(root)
         shutil.copytree(tmp_path / "third", root)
         where = {"root": root, "names": tmp_path / "names"}

@@ -1,4 +1,4 @@
-"""What a job may say about the transformer, and the learning-rate schedule."""
+"""The settings that a job may make of the transformer, and the learning-rate schedule."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a step cost, by hand-worked numbers; and recomputation, which changes nothing else."""
+"""The costs of a step, by hand-worked numbers; and recomputation, which changes nothing else."""
 
 import megatron_worker as worker
 import numpy as np
@@ -77,7 +77,7 @@ def test_the_costs_of_a_step_are_those_of_all_ranks(ranks, folder, layout):
     ids=["pp2", "sp", "cp2"],
 )
 def test_recomputing_activations_gives_the_same_update(ranks, folder, layout):
-    """Of packed documents; bitwise, as the same operations are done again."""
+    """Packed documents; bitwise, as the same operations are done again."""
     rows, advantages = trajectories(8)
     results = []
     for transformer in (

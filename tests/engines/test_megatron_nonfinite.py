@@ -25,7 +25,7 @@ def ranks(ranks):
 
 
 def skip_of(ranks, **batch):
-    """What every rank says of an update that was not done."""
+    """Returns what every rank says of an update that was not done."""
     metrics = ranks.call(worker.train, **batch)
     assert metrics[0]["skipped"] == 1.0
     said = ranks.call(worker.skip)

@@ -87,7 +87,7 @@ async def sample_all(pool, groups, siblings=4, sampling=LONG, **kwargs):
 
 
 async def undisturbed(engine, groups, **kwargs):
-    """What every seed draws: it is a function of prompt and seed."""
+    """Returns what every seed draws: it is a function of prompt and seed."""
     pool = make_pool([engine])
     responses = await sample_all(pool, groups, **kwargs)
     await pool.aclose()

@@ -40,7 +40,7 @@ ROPES = {
     },
     "nothing": {"rope_theta": None},
 }  # fmt: skip
-"""What of it is None, is not there."""
+"""Settings of rotary positions; a key that is None is left out."""
 
 
 @pytest.mark.parametrize("case", ROPES)

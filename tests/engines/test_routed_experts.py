@@ -16,7 +16,7 @@ from relax_hpc.schema import FinishReason
 
 LAYERS, EXPERTS, PER_TOKEN = 3, 8, 2
 CUT = {1: "aborted", 2: "lost"}
-"""What becomes of the request of a seed."""
+"""The end of the request of a seed."""
 SAMPLING = Sampling(1.0, 200, ignore_eos=True, routed_experts=True)
 
 

@@ -91,7 +91,7 @@ class Trainer:
 
 
 class Rank0:
-    """Of either kind of run."""
+    """Rank 0 of either kind of run."""
 
     position = None
 

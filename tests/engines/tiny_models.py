@@ -69,7 +69,7 @@ def by_transformers(folder):
 
 
 def by_engine(folder):
-    """Of every token, one by one, with the cache."""
+    """Returns the logprob of every token, one by one, with the cache."""
     model = Qwen3(Shape.read(folder), torch.float32, torch.device("cpu"))
     model.load_folder(folder)
     found = []

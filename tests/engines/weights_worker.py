@@ -1,4 +1,4 @@
-"""What test_megatron_weights runs on the ranks of a pool."""
+"""The functions that test_megatron_weights runs on ranks of a pool."""
 
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -92,8 +92,8 @@ def export(**options):
 
 
 def gathered(bucket_bytes, to_all):
-    """What is said of the stream beforehand, and what this rank is brought of it, twice: the
-    second version has every weight doubled."""
+    """Returns the stream's specs, and what this rank is brought of it, twice: every weight of the
+    second version is doubled."""
     import torch
     import torch.distributed as dist
 

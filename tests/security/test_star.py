@@ -121,7 +121,7 @@ def test_what_a_rank_said_lets_nobody_else_in_when_it_is_said_again(tmp_path):
     first, second, tap = tapped(tmp_path, 3)
     hub = first._hub
     with ThreadPoolExecutor(1) as thread:
-        its = thread.submit(second.allgather, "rank 1")
+        heard = thread.submit(second.allgather, "rank 1")
         while len(tap.heard) < 150:  # the handshake, and a message
             pass
         known = dict(hub._channels)
@@ -134,7 +134,7 @@ def test_what_a_rank_said_lets_nobody_else_in_when_it_is_said_again(tmp_path):
         third = join(2, 3, tmp_path / "rendezvous")
         said = ["rank 0", "rank 1", "rank 2"]
         assert agree([first, third]) == [said] * 2
-        assert its.result(5) == said
+        assert heard.result(5) == said
 
 
 def test_a_changed_message_is_not_unpickled_and_the_rank_is_named(tmp_path, monkeypatch):
@@ -144,13 +144,13 @@ def test_a_changed_message_is_not_unpickled_and_the_rank_is_named(tmp_path, monk
     unpickled = []
     monkeypatch.setattr(pickle, "loads", unpickled.append)
     with ThreadPoolExecutor(1) as thread:
-        its = thread.submit(second.allgather, "rank 1")
+        heard = thread.submit(second.allgather, "rank 1")
         with pytest.raises(
             PeerTimeoutError, match=r"rank 1 of the 2 of this component left: .* MAC"
         ):
             first.allgather("rank 0")
         with pytest.raises(PeerTimeoutError, match="rank 0"):
-            its.result(5)
+            heard.result(5)
     assert unpickled == []
 
 
@@ -177,8 +177,8 @@ def said_by(write):
 
 def test_a_message_counts_once_in_its_order_and_in_its_direction():
     first, second = (
-        said_by(lambda its: its.send(b"first", timeout_s=5)),
-        said_by(lambda its: [its.send(each, timeout_s=5) for each in (b"first", b"second")]),
+        said_by(lambda end: end.send(b"first", timeout_s=5)),
+        said_by(lambda end: [end.send(each, timeout_s=5) for each in (b"first", b"second")]),
     )
     second = second[len(first) :]
     for given, expected in (([first, second], [b"first", b"second"]), ([first, first], [b"first"]),
@@ -199,7 +199,7 @@ def test_a_message_counts_once_in_its_order_and_in_its_direction():
 @pytest.mark.parametrize("place", [0, 8, 41, -1], ids=["length", "its MAC", "content", "MAC"])
 def test_one_bit_more_or_less_is_noticed_wherever_it_is(place):
     server, _, _, raw = ends()
-    said = bytearray(said_by(lambda its: its.send(b"content", timeout_s=5)))
+    said = bytearray(said_by(lambda end: end.send(b"content", timeout_s=5)))
     said[place] ^= 1
     raw.sendall(said)
     with pytest.raises(StrangerError):
@@ -214,7 +214,7 @@ def test_a_length_is_not_believed_without_its_mac(monkeypatch):
     monkeypatch.setattr(
         channel,
         "_read",
-        lambda its, size, **limits: asked.append(size) or read(its, size, **limits),
+        lambda connection, size, **limits: asked.append(size) or read(connection, size, **limits),
     )
     raw.sendall(struct.pack(">Q", 1 << 62) + bytes(32))
     with pytest.raises(StrangerError):
