@@ -22,16 +22,12 @@ from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.register import Register
 from relax_hpc.records import write_json
+from relax_hpc.roles.actor.publishing import Publishing
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.schema import Trajectory
-from relax_hpc.weights import quantize
-from relax_hpc.weights.lanes import LaneGiver, LaneLink
 from relax_hpc.weights.publish import Published, Publisher
-from relax_hpc.weights.quantize import Quantizer
-from relax_hpc.weights.ranks import TrainerRanks, WeightGiver
+from relax_hpc.weights.ranks import TrainerRanks
 from relax_hpc.weights.sleep import Sleep
-from relax_hpc.weights.snapshot import SnapshotWriter
-from relax_hpc.weights.staging import Giver
 from relax_hpc.weights.transport import call_timeout_s
 
 _SAMPLES, _PROMPT, _RESPONSE = 32, 64, 192
@@ -86,18 +82,13 @@ def _parts(
     task: Task, world: World, scorer: MegatronScorer, device: torch.device
 ) -> tuple[TrainerRanks, Publisher | None, Sleep | None]:
     """What this rank has of a publication; collective."""
-    specs, weights, link = scorer.weight_specs(), task.config.weights, None
-    plain = scorer.gather(weights.bucket_bytes, to_all=task.is_colocated)
-    plan, gather = quantize.gathered(weights, specs, plain)
-    others: dict[str, WeightGiver] = {"collective": Giver(gather)}
-    if task.is_colocated:
-        link = LaneLink(world, plan, device, weights)
-        others = {"lanes": LaneGiver(link, gather)}
-    folder, quantizer = task.config.model.path, Quantizer.of(weights)
-    snapshots = SnapshotWriter(task.paths.weights, specs, world, folder, quantizer=quantizer)
-    ranks = TrainerRanks(world, snapshots, others)
+    weights = task.config.weights
+    publishing = Publishing(
+        weights, world, scorer, device, folder=task.paths.weights,
+        source=task.config.model.path, shares_gpus=task.is_colocated,
+    )  # fmt: skip
     if world.rank:
-        return ranks, None, None
+        return publishing.ranks, None, None
     register = Register(
         task.paths,
         lambda: task.config.producers,
@@ -105,12 +96,10 @@ def _parts(
             member.url, _token(task, member), timeout_s=call_timeout_s(weights.timeout_s)
         ),
     )
-    publisher = Publisher(
-        weights, register, plan, device=device, ranks=ranks, link=link, gather=gather
-    )
+    publisher = publishing.publisher(register, waits_for_loads=True)
     if not task.is_colocated:
-        return ranks, publisher, None
-    return ranks, publisher, Sleep(register, ATTEMPT, timeout_s=60, start_timeout_s=60)
+        return publishing.ranks, publisher, None
+    return publishing.ranks, publisher, Sleep(register, ATTEMPT, timeout_s=60, start_timeout_s=60)
 
 
 class _Nap(NamedTuple):

@@ -2,43 +2,15 @@
 
 import hashlib
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
-from relax_hpc.engines.generation import Draft
+from relax_hpc.engines.generation import Draft, Generation
 from relax_hpc.environments.record import Call, Record
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.prompts.template import Message
+from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason
-
-
-class Sampled(Protocol):
-    """How an engine's response ended; its tokens are in the draft."""
-
-    @property
-    def finish(self) -> FinishReason: ...
-    @property
-    def routed_experts(self) -> npt.NDArray[np.int16] | None:
-        """[given and response tokens, layers x experts per token], if asked for."""
-        ...
-
-
-class How(NamedTuple):
-    """How the calls of an episode are sampled."""
-
-    temperature: float
-    """0 is greedy."""
-    max_new_tokens: int
-    """Of a reply."""
-    max_tokens: int
-    """Of a conversation."""
-    min_version: int = 0
-    """No older policy samples any of their tokens."""
-    routed_experts: bool = False
-    """Ask which experts every token went to."""
 
 
 class Sampler(Protocol):
@@ -52,7 +24,7 @@ class Sampler(Protocol):
         *,
         seed: int,
         homes: Sequence[Hashable],
-    ) -> Sampled:
+    ) -> Generation:
         """Samples one response, or what is missing of it.
 
         Args:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Hashable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from relax_hpc.config.engines import ROLLOUT, EnginePool
 from relax_hpc.config.run import RunConfig
@@ -23,33 +23,13 @@ from relax_hpc.fleet.switches import Switches
 from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
+from relax_hpc.sampling.how import How
 from relax_hpc.sampling.load import LoadMeter
 from relax_hpc.telemetry.events import EventWriter
 
 _LOOK_S, _LOOK_DURING_UPDATE_S = 1.0, 0.25
 _ADDED = "extra-"
 """Engines that were added serve every rollout task."""
-
-
-class Asked(Protocol):
-    """The settings by which a response is sampled."""
-
-    @property
-    def temperature(self) -> float:
-        """0 is greedy."""
-        ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def min_version(self) -> int:
-        """No older policy samples any of the tokens."""
-        ...
-
-    @property
-    def routed_experts(self) -> bool:
-        """Whether to say which experts every token went to."""
-        ...
 
 
 class PoolClient:
@@ -130,7 +110,7 @@ class PoolClient:
         self,
         given: Sequence[int],
         draft: Draft,
-        how: Asked,
+        how: How,
         *,
         seed: int,
         homes: Sequence[Hashable],

@@ -166,11 +166,11 @@ def check_of(*gaps, step=0, **settings):
     tree = config.model_dump()
     tree["weights"] |= settings
     noted, trainer = [], Trainer(*gaps, step=step)
-    witness = SimpleNamespace(
+    rank0 = SimpleNamespace(
         compared=lambda *given: noted.append(given),
         place_of=lambda guid: (f"bus/{guid}.h5", "sglang 1.2"),
     )
-    check = LogprobCheck(RunConfig.model_validate(tree), trainer, witness)
+    check = LogprobCheck(RunConfig.model_validate(tree), trainer, rank0)
     return check, trainer, noted
 
 

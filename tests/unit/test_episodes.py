@@ -12,12 +12,13 @@ from relax_hpc.engines.generation import Draft
 from relax_hpc.environments import registry
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record, sequences
-from relax_hpc.environments.session import How, Session, seed_of_call
+from relax_hpc.environments.session import Session, seed_of_call
 from relax_hpc.environments.single_turn import SingleTurn
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.episodes import Grouper
+from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason
 
 CHATML = (

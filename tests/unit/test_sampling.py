@@ -10,7 +10,6 @@ from roles.role_fakes import Events, config
 
 from relax_hpc.engines.generation import Draft, Sampling
 from relax_hpc.engines.pool import Endpoint, EngineLoad
-from relax_hpc.environments.session import How
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
@@ -20,6 +19,7 @@ from relax_hpc.run_secret import RunSecret
 from relax_hpc.sampling import client as sampling_client
 from relax_hpc.sampling import load
 from relax_hpc.sampling.client import client_of
+from relax_hpc.sampling.how import How
 from relax_hpc.sampling.load import LoadMeter
 
 SECRET = RunSecret(bytes(32))

@@ -19,12 +19,12 @@ from relax_hpc.roles.actor.columns import ColumnSource
 from relax_hpc.roles.actor.engines import lease_of, register_of
 from relax_hpc.roles.actor.logprob_check import LogprobCheck
 from relax_hpc.roles.actor.other_ranks import OtherRank
+from relax_hpc.roles.actor.publishing import Publishing
 from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.weights.build import Publishing
 from relax_hpc.weights.publish import Publisher
 
 
@@ -46,13 +46,14 @@ def main(
     resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
     reader = Reader(paths.bus, shards=shards)
+    shares_gpus = config.rollout_pool.placement == "actor"
     publishing = Publishing(
         config.weights, world, trainer, device, folder=paths.weights, source=config.model.path,
-        shares_gpus=config.rollout_pool.placement == "actor",
+        shares_gpus=shares_gpus,
     )  # fmt: skip
     rank0 = None
     if world.rank == 0:
-        publisher = publishing.publisher(register)
+        publisher = publishing.publisher(register, waits_for_loads=shares_gpus)
         rank0 = _rank0(config, paths, reader, shards, publisher, checkpoints, resumed, events)
     save = saving.Saving(
         config.actor, paths, world, trainer, checkpoints, rank0, events,

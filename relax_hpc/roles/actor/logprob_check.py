@@ -2,25 +2,13 @@
 
 import logging
 import math
-from typing import Protocol
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.training_engine import Gap, TrainingEngine
 from relax_hpc.errors import MismatchError
+from relax_hpc.roles.actor.rank0 import Rank0
 
 log = logging.getLogger(__name__)
-
-
-class Witness(Protocol):
-    """Who knows where rows come from, and keeps the record."""
-
-    def compared(self, step: int, gap: Gap, limit: float) -> None:
-        """Notes what was found after `step`."""
-        ...
-
-    def place_of(self, guid: int) -> tuple[str, str]:
-        """Where a prompt group is, and which engine made it."""
-        ...
 
 
 class LogprobCheck:
@@ -30,16 +18,16 @@ class LogprobCheck:
     values of prompts that older ones computed, so after a resume the same is but a warning.
 
     Args:
-        witness: rank 0's.
+        rank0: keeps the record and knows where rows come from; None on other ranks.
     """
 
     def __init__(
         self,
         config: RunConfig,
         trainer: TrainingEngine,
-        witness: Witness | None = None,
+        rank0: Rank0 | None = None,
     ) -> None:
-        self._config, self._trainer, self._witness = config, trainer, witness
+        self._config, self._trainer, self._rank0 = config, trainer, rank0
         self._is_done = config.weights.logprob_check == "off"
 
     def __call__(self) -> None:
@@ -54,19 +42,19 @@ class LogprobCheck:
             return
         self._is_done = True
         limit = self._config.max_logprob_gap
-        if self._witness:
-            self._witness.compared(self._trainer.step, gap, limit)
+        if self._rank0:
+            self._rank0.compared(self._trainer.step, gap, limit)
         if gap.mean <= limit:
             return
         if self._config.weights.logprob_check == "stop" and self._trainer.step == 0:
             raise MismatchError(self._line(gap, limit))
-        if self._witness:
+        if self._rank0:
             log.warning("%s", self._line(gap, limit))
 
     def _line(self, gap: Gap, limit: float) -> str:
         config, worst = self._config, gap.worst
         nowhere = ("", config.rollout_pool.kind)
-        shard, engine = self._witness.place_of(worst.guid) if self._witness else nowhere
+        shard, engine = self._rank0.place_of(worst.guid) if self._rank0 else nowhere
         engine_type = config.rollout_pool.args.get("dtype", config.model.dtype)
         weights = f", weights in {config.weights.quantize}" * (config.weights.quantize != "none")
         return (

@@ -2,30 +2,27 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments.base import Environment, Outcome
 from relax_hpc.environments.record import Call, Record, sequences
-from relax_hpc.environments.session import How, Sampler, Session
+from relax_hpc.environments.session import Sampler, Session
 from relax_hpc.errors import RelaxError
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 
 _ENDED = tuple(reason.name.lower() for reason in FinishReason)
 """As a reward is told how a response ended."""
 
 
-class ScoreGroup(Protocol):
-    """The job's reward."""
-
-    def __call__(self, group: Sequence[Sample], /) -> Awaitable[Sequence[Score]]:
-        """Scores all responses to a prompt."""
-        ...
+ScoreGroup = Callable[[Sequence[Sample]], Awaitable[Sequence[Score]]]
+"""The job's reward, of all responses to a prompt."""
 
 
 class Episode(NamedTuple):

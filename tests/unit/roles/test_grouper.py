@@ -6,9 +6,9 @@ import numpy as np
 from episode_fakes import answer, episodes
 from role_fakes import config, sampled
 
-from relax_hpc.environments.session import How
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.episodes import Grouper
+from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason
 
 PROMPT = Prompt(index=7, token_ids=[11, 12, 13], answer="42")

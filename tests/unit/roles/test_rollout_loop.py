@@ -8,10 +8,10 @@ from episode_fakes import answer
 from role_fakes import Events, Journal, config, row
 
 from relax_hpc.bus.credits import Credit, Refill
-from relax_hpc.environments.session import How
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.loop import Task, owned_guids, publish
+from relax_hpc.sampling.how import How
 from relax_hpc.schema import PromptGroup
 
 

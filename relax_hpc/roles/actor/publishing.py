@@ -1,13 +1,12 @@
 """Puts together what the ranks of a trainer publish with."""
 
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
-from relax_hpc.comm.bucket import Spec
 from relax_hpc.comm.world import World
 from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.fleet.register import Register
 from relax_hpc.weights import quantize
 from relax_hpc.weights.lanes import LaneGiver, LaneLink
@@ -15,16 +14,7 @@ from relax_hpc.weights.publish import Publisher
 from relax_hpc.weights.quantize import Quantizer
 from relax_hpc.weights.ranks import TrainerRanks, WeightGiver
 from relax_hpc.weights.snapshot import SnapshotWriter
-from relax_hpc.weights.staging import Gather, Giver
-
-
-class Model(Protocol):
-    """A model whose weights are published; methods are collective over its ranks."""
-
-    def weight_specs(self) -> list[Spec]: ...
-    def gather(self, bucket_bytes: int, *, to_all: bool = False) -> Gather:
-        """Returns the gather that brings buckets of at most that size to rank 0, or to all."""
-        ...
+from relax_hpc.weights.staging import Giver
 
 
 class Publishing:
@@ -41,14 +31,14 @@ class Publishing:
         self,
         config: WeightsConfig,
         world: World,
-        model: Model,
+        model: MegatronScorer,
         device: torch.device,
         *,
         folder: Path,
         source: Path,
         shares_gpus: bool,
     ) -> None:
-        self._config, self._device, self._shares_gpus = config, device, shares_gpus
+        self._config, self._device = config, device
         by_lanes = shares_gpus and config.transport == "collective"
         specs = model.weight_specs()
         plain = model.gather(config.bucket_bytes, to_all=by_lanes)
@@ -58,8 +48,12 @@ class Publishing:
         snapshots = SnapshotWriter(folder, specs, world, source, quantizer=quantizer)
         self.ranks = TrainerRanks(world, snapshots, self._others())
 
-    def publisher(self, register: Register) -> Publisher:
-        """Rank 0's, to the members in `register`."""
+    def publisher(self, register: Register, *, waits_for_loads: bool) -> Publisher:
+        """Rank 0's, to the members in `register`.
+
+        Args:
+            waits_for_loads: as `Publisher` takes it.
+        """
         return Publisher(
             self._config,
             register,
@@ -68,7 +62,7 @@ class Publishing:
             ranks=self.ranks,
             gather=self._gather,
             link=self._link,
-            waits_for_loads=self._shares_gpus,
+            waits_for_loads=waits_for_loads,
         )
 
     def _others(self) -> dict[str, WeightGiver]:
