@@ -32,11 +32,11 @@ _TORN = "torn"
 
 
 class Position(Protocol):
-    """How far a run has come in its data: a named tuple of what JSON knows."""
+    """The position of a run in the data: a named tuple of what JSON knows."""
 
     @property
     def fence(self) -> int:
-        """Never falls along a run."""
+        """Fence of the plan; never falls along a run."""
         ...
 
     def __iter__(self) -> Iterator[Any]: ...

@@ -46,7 +46,7 @@ def settle_nccl() -> None:
 
 
 def own_device(local_rank: int) -> torch.device:
-    """This rank's GPU; Slurm shows every task of a node all GPUs of the component there."""
+    """Selects this rank's GPU; Slurm shows every task all GPUs of the component on its node."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         return torch.device("cpu")

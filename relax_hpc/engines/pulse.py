@@ -34,7 +34,7 @@ class Pulse:
         return time.monotonic() - self._answered
 
     def excuse(self) -> None:
-        """It is known why the engine does not answer now: its silence counts anew."""
+        """Counts silence anew, since it is known why the engine does not answer now."""
         self._answered = time.monotonic()
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class Skip(NamedTuple):
     samples: tuple[Sample, ...]
     """A few of them. None if only the gradient inside the model is not finite."""
     num_samples: int
-    """All samples with something that is not finite."""
+    """Samples with something that is not finite, named or not."""
     in_a_row: int
     """Updates, this one included; not those for which a loss scale was too large."""
     is_model: bool = False

@@ -23,7 +23,7 @@ class RosterEntry:
     trainer on its GPUs. FENCED: the weights are undefined, and stay so until its owner has
     restarted it."""
     reason: str = ""
-    """Why it is fenced."""
+    """Reason why it is fenced."""
 
 
 @dataclass(frozen=True, slots=True)

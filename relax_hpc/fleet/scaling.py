@@ -69,7 +69,7 @@ class Extra:
     request: int
     node: str
     slot: int
-    """Among the engines of its node."""
+    """Number of its place on the node, from 0."""
     state: Standing
     since: float
     reason: str = ""

@@ -24,7 +24,7 @@ class Architecture:
     """The model's shape, by its config.json."""
 
     model_type: str
-    """Its family, a key of `architectures.registry.FAMILIES`."""
+    """Name of the family, a key of `models.registry.FAMILIES`."""
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int

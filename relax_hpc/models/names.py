@@ -33,7 +33,7 @@ class Parameter:
     """A parameter of Megatron-core, and what it is packed from."""
 
     core: tuple[str, ...]
-    """Its names in the model; those a rank has are filled."""
+    """Names in the model; a rank fills those that it has."""
     hf: Mapping[str, Shape]
     """Hugging Face's names, with the whole shapes. `{expert}` counts the model's experts."""
     layout: Layout = "whole"

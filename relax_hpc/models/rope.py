@@ -41,9 +41,9 @@ class Rope:
     beta_slow: float = 1.0
     """Channels that turn less often turn `factor` times slower; between the two it is gradual."""
     truncate: bool = True
-    """These bounds are rounded to whole channels."""
+    """Whether these bounds are rounded to whole channels."""
     attention_factor: float = 1.0
-    """Queries and keys become that much longer."""
+    """Factor by which queries and keys become longer."""
     unfit_for_sglang: str = field(default="", compare=False)
     """Settings that SGLang reads otherwise than transformers, and the remedy; empty if none."""
 

@@ -43,7 +43,7 @@ class WeightFile(NamedTuple):
     writer: int
     """The rank that writes it."""
     specs: tuple[Spec, ...]
-    """Its tensors, all of the same element size, in their order."""
+    """Tensors of the file, all of the same element size, in their order."""
 
     @property
     def head(self) -> bytes:
@@ -254,7 +254,7 @@ class _Output:
         self._append(memoryview(tensor.view(-1).view(torch.uint8).numpy().data))
 
     def close(self) -> FileRecord:
-        """Some file systems tell only now that there is no room."""
+        """Closes the file: some file systems tell only now that there is no room."""
         if self._raw is not None:
             self._raw.close()
         return FileRecord(self._size, self._crc)

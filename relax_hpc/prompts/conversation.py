@@ -16,7 +16,7 @@ class Conversation:
     """The way in which a run turns messages into tokens."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: bool) -> None:
-        """Without a chat template, contents are put one after the other.
+        """Takes the tokenizer's template; without one, contents are put one after the other.
 
         Raises:
             ConfigError: the tokenizer's template cannot be used.

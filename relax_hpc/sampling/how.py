@@ -4,15 +4,15 @@ from typing import NamedTuple
 
 
 class How(NamedTuple):
-    """How the calls of an episode are sampled."""
+    """The settings of the calls of an episode."""
 
     temperature: float
     """0 is greedy."""
     max_new_tokens: int
-    """Of a reply."""
+    """Limit of a reply."""
     max_tokens: int
-    """Of a conversation."""
+    """Limit of a conversation."""
     min_version: int = 0
-    """No older policy samples any of their tokens."""
+    """Oldest policy version that may sample any of their tokens."""
     routed_experts: bool = False
-    """Ask which experts every token went to."""
+    """Whether to ask which experts every token went to."""

@@ -37,7 +37,7 @@ class Shelf(Protocol):
 
 
 class Exchange:
-    """Something is transferred while members answer."""
+    """A transfer while members answer."""
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s` is what errors say of a deadline."""

@@ -29,7 +29,7 @@ class Loaded(NamedTuple):
     """Receipts of the member's ranks, if they were asked and can tell."""
     verified: Verified | None
     reason: str = ""
-    """Why the member is fenced; empty if it holds the version."""
+    """Reason why the member is fenced; empty if it holds the version."""
     phases: Sequence[Phase] = ()
     """The load, with the time at which it began."""
 

@@ -1,7 +1,7 @@
 """Policy v becomes v + 1 in every engine: pause in place, deliver, resume.
 
-Rank 0 of the trainer leads, whatever the transport. An engine that fails an update holds undefined
-weights: it is fenced (left out, and never resumed) until it comes back as another start.
+Rank 0 of the trainer decides, whatever the transport. An engine that fails an update holds
+undefined weights: it is fenced (left out, and never resumed) until it comes back as another start.
 """
 
 import logging
@@ -58,7 +58,7 @@ class Published(NamedTuple):
     transport: Way | None = None
     """The way that was served; None if every engine that is there holds the version."""
     error: str = ""
-    """Why no engine could be given it in this way, for the present."""
+    """Reason why no engine could be given it in this way, for the present."""
     phases: Sequence[Phase] = ()
     """The parts, with the times at which they began."""
     loading: Sequence[str] = ()

@@ -64,7 +64,7 @@ def from_last_stage(value: Any) -> Any:  # noqa: ANN401
 
 
 def arrays_from_last_stage(arrays: Sequence[FloatArray]) -> list[FloatArray]:
-    """Likewise, of arrays [any length] float32."""
+    """Returns the last stage's arrays, [any length] float32, on all stages of the pipeline."""
     group = mpu.get_pipeline_model_parallel_group()
     if group.size() == 1:
         return list(arrays)

@@ -118,7 +118,7 @@ class MegatronScorer:
         return logprobs
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """This rank's."""
+        """Yields this rank's parameters."""
         return (parameter for chunk in self._chunks for parameter in chunk.parameters())
 
     def weight_specs(self) -> list[Spec]:

@@ -171,6 +171,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Its elements as integers: not even NaN differs from itself."""
+    """Returns the elements as integers: not even NaN differs from itself then."""
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.detach().view(integers[tensor.dtype.itemsize])

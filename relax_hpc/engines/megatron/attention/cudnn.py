@@ -22,7 +22,7 @@ _TOKENS = 4096
 _SINGLE = 256
 """A single document is filled up to a multiple."""
 _GRAPHS = 512
-"""Most graphs kept, the last ones used; another one takes 50 ms to build."""
+"""Graphs that are kept, the last ones used; another one takes 50 ms to build."""
 
 
 class Shape(NamedTuple):
@@ -91,7 +91,7 @@ class CudnnAttention:
         return out
 
     def _can_build(self, shape: Shape) -> bool:
-        """Not every version of cuDNN has what a single document asks for."""
+        """Whether this version of cuDNN has what a single document asks for."""
         import cudnn
 
         try:
@@ -150,7 +150,7 @@ def _shape_of(query: Tensor, key: Tensor, span: Span, scale: float) -> Shape:
 
 
 def _rounded(count: int) -> int:
-    """Up to a power of two."""
+    """Rounds up to a power of two."""
     return 1 << (count - 1).bit_length()
 
 

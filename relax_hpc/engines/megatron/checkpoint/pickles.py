@@ -82,7 +82,7 @@ def _refused(path: Path, name: str) -> CheckpointError:
 
 
 class _RefusedError(Exception):
-    """Another name than the known ones."""
+    """A pickle names something that is not known."""
 
 
 class _Unpickler(pickle.Unpickler):

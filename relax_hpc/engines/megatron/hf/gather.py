@@ -97,7 +97,7 @@ class _Copies(NamedTuple):
 
 
 class HfGather:
-    """This rank's end of it."""
+    """A rank's end of the gather of buckets."""
 
     def __init__(
         self, chunks: Sequence[PackedGPT], plan: BucketPlan, *, to_all: bool = False

@@ -34,7 +34,7 @@ class Slot(NamedTuple):
     """Pipeline stage that has it; the first, if several do."""
     dtype: torch.dtype
     shard: Shard
-    """This rank's; empty on the other stages."""
+    """Shard of this rank; empty on the other stages."""
     sharing: Sharing
 
     @property
@@ -105,7 +105,7 @@ def weight_specs(chunks: Sequence[PackedGPT]) -> list[Spec]:
 
 
 def own_shards(chunks: Sequence[PackedGPT]) -> list[Shard]:
-    """This rank's, of every parameter of the model in the order of `named_weights`."""
+    """Returns this rank's shards of every parameter, in the order of `named_weights`."""
     return [
         by_expert(copies[0].detach(), parameter, Sharing.of(parameter).size) if copies else []
         for parameter, copies in owned(chunks, chunks[0].architecture)

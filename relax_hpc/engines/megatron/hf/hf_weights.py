@@ -24,11 +24,11 @@ class Sharing(NamedTuple):
     """The sharing of matrices of a kind among the ranks of a pipeline stage."""
 
     rank: int
-    """Its part of every matrix."""
+    """Index of the rank's part of every matrix."""
     size: int
     """Parts of a matrix."""
     expert_rank: int = 0
-    """Its part of the experts."""
+    """Index of the rank's part of the experts."""
     expert_size: int = 1
 
     @classmethod

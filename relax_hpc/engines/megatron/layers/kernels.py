@@ -142,7 +142,7 @@ def _place(row, GROUPS: tl.constexpr, SLOTS: tl.constexpr):  # type: ignore[no-u
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _two(pointer, where, HALF: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202, N803
-    """Both halves of a head, or of its weight, where a mask says so."""
+    """Loads both halves of a head, or of its weight, where a mask says so."""
     at = pointer + tl.arange(0, HALF)[None, :] + tl.zeros_like(where.to(tl.int32))
     return tl.load(at, mask=where, other=0.0), tl.load(at + HALF, mask=where, other=0.0)
 
