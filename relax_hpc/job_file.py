@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from relax_hpc import user_files
 from relax_hpc.algorithms import table
 from relax_hpc.algorithms.algorithm import Settings
-from relax_hpc.config.moved import MOVED
+from relax_hpc.config.moved import GONE, MOVED
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
@@ -124,6 +124,8 @@ def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
         key = ".".join(map(str, item["loc"]))
         if new := MOVED.get(key):
             yield f"{key} = {shown(item['input'])}: is {new} now; use that"
+        elif remedy := GONE.get(key):
+            yield f"{key} = {shown(item['input'])}: is gone, {remedy}"
         elif item["type"] == "extra_forbidden":
             yield f"{key} = {shown(item['input'])}: {_unknown(item['loc'], kind)}"
         elif item["type"] == "missing":

@@ -104,7 +104,7 @@ def measure(
             speeds = _speeds(load, done, every_s) if compare_load and in_flight else _NO_SPEEDS
     return Figures(
         shape,
-        grid_name(task.config.actor),
+        grid_name(task.config.actor.layout),
         f"{engines} {kind}, tp{engine_tp}",
         in_flight,
         done,
@@ -142,7 +142,7 @@ def _task(
             "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
         },
         "prompts": {"train": "unused"},
-        "actor": dict(grid),
+        "actor": {"layout": dict(grid)},
         "engines": {"rollout": {"kind": kind, "count": engines, "args": args}},
         "schedule": {"num_steps": updates},
     }
@@ -151,7 +151,7 @@ def _task(
         tree["schedule"] |= {"max_staleness": 0}
     config = with_overrides(tree, overrides, source="bench sync")
     assert isinstance(config, RunConfig)
-    first = 0 if colocated else config.actor.world_size
+    first = 0 if colocated else config.actor.layout.world_size
     return Task(config, shape, updates, first, compare_logprobs, every_s)
 
 

@@ -44,7 +44,7 @@ def run(rank: int, task: Task) -> None:
         torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    size, rendezvous = task.config.actor.world_size, task.paths.rendezvous("trainer")
+    size, rendezvous = task.config.actor.layout.world_size, task.paths.rendezvous("trainer")
     secret = RunSecret.read(task.paths.secret)
     world = connect("files", rank=rank, size=size, rendezvous=rendezvous, secret=secret)
     init_torch(world, device="cuda" if on_gpu else "cpu")

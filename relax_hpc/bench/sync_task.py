@@ -39,4 +39,4 @@ class Task(NamedTuple):
     @property
     def num_ranks(self) -> int:
         """Of the trainer."""
-        return self.config.actor.world_size
+        return self.config.actor.layout.world_size

@@ -17,7 +17,7 @@ from typing import Any
 from relax_hpc.bench.report import machine
 from relax_hpc.bench.shapes import model_folder
 from relax_hpc.bench.train_task import Figures, Task, Work, grid_name
-from relax_hpc.config.actor import ActorConfig
+from relax_hpc.config.layout import Layout
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import with_overrides
 from relax_hpc.models.registry import read_architecture
@@ -84,7 +84,7 @@ def measure(
 
     Args:
         shape: a name of `SHAPES`, or a folder with a config.json; its weights are used, if any.
-        grid: keys of `GridConfig`; what is missing is 1.
+        grid: keys of `Layout`; what is missing is 1.
         overrides: `section.key=value` of the job, for example "actor.attention=varlen".
         profile: gets the table of the profiler for one step of every work, by rank 0.
 
@@ -98,10 +98,11 @@ def measure(
         task = task_of(
             shape, works, grid, folder, steps=steps, overrides=overrides, profile=profile
         )
-        actor, gpus = task.config.actor, torch.cuda.device_count()
-        if gpus and actor.world_size > gpus:
+        layout, gpus = task.config.actor.layout, torch.cuda.device_count()
+        if gpus and layout.world_size > gpus:
             raise ConfigError(
-                f"{grid_name(actor)}: {actor.world_size} ranks, but {gpus} GPUs are here; use fewer"
+                f"{grid_name(layout)}: {layout.world_size} ranks, but {gpus} GPUs are here; "
+                "use fewer"
             )
         return _on_ranks(task)
 
@@ -124,7 +125,7 @@ def task_of(
     model = model_folder(shape, folder)
     config = with_overrides(_tree(model, grid), overrides, source="bench train")
     for work in works:
-        _check_micro_batches(work, config.actor)
+        _check_micro_batches(work, config.actor.layout)
     architecture = read_architecture(model)
     return Task(folder, shape, architecture, tuple(works), config, steps, tuple(overrides), profile)
 
@@ -138,17 +139,17 @@ def _tree(model: Path, grid: Mapping[str, int]) -> dict[str, Any]:
         "name": "bench",
         "model": {"path": str(model), "dtype": dtype},
         "prompts": {"train": "unused"},
-        "actor": dict(grid),
+        "actor": {"layout": dict(grid)},
         "schedule": {"num_steps": 1000},
     }
 
 
-def _check_micro_batches(work: Work, actor: ActorConfig) -> None:
-    if rest := work.micro_batches % actor.micro_batches_multiple_of:
+def _check_micro_batches(work: Work, layout: Layout) -> None:
+    if rest := work.micro_batches % layout.micro_batches_multiple_of:
         raise ConfigError(
-            f"--micro-batches {work.micro_batches}: {grid_name(actor)} interleaves chunks of "
-            f"layers, which takes a multiple of {actor.micro_batches_multiple_of}; "
-            f"use {work.micro_batches - rest + actor.micro_batches_multiple_of}"
+            f"--micro-batches {work.micro_batches}: {grid_name(layout)} interleaves chunks of "
+            f"layers, which takes a multiple of {layout.micro_batches_multiple_of}; "
+            f"use {work.micro_batches - rest + layout.micro_batches_multiple_of}"
         )
 
 
@@ -160,7 +161,7 @@ def _on_ranks(task: Task) -> list[Figures]:
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=_on_rank, args=(rank, task), daemon=False)
-        for rank in range(task.config.actor.world_size)
+        for rank in range(task.config.actor.layout.world_size)
     ]
     run_to_end(ranks)
     if not task.results.exists():

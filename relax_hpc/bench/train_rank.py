@@ -41,7 +41,7 @@ def run(rank: int, task: Task) -> None:
     else:
         torch.set_num_threads(1)
     world = connect(
-        "files", rank=rank, size=task.config.actor.world_size,
+        "files", rank=rank, size=task.config.actor.layout.world_size,
         rendezvous=task.folder / "rendezvous.json", secret=RunSecret.read(task.secret),
     )  # fmt: skip
     init_torch(world, device="cuda" if on_gpu else "cpu")
@@ -139,10 +139,10 @@ def _note(
     seconds.train.append(trained - begin)
     seconds.update.append(end - trained)
     actor = task.config.actor
-    tokens = sum(map(sum, batch.lengths)) * actor.data_parallel
+    tokens = sum(map(sum, batch.lengths)) * actor.layout.data_parallel
     seconds.rates.append(tokens / (end - begin))
     of_batch = sum(training_flops(task.architecture, lengths) for lengths in batch.lengths)
-    seconds.flops.append(of_batch / actor.replica_size / (end - begin))
+    seconds.flops.append(of_batch / actor.layout.replica_size / (end - begin))
 
 
 def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float) -> Figures:
@@ -150,7 +150,7 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
     rate = statistics.median(seconds.rates)
     return Figures(
         shape=task.shape,
-        grid=grid_name(task.config.actor),
+        grid=grid_name(task.config.actor.layout),
         overrides=" ".join(task.overrides),
         tokens=work.tokens,
         documents=work.documents,
@@ -161,7 +161,7 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
         forward_backward_s=train,
         update_s=update,
         tokens_per_s=rate,
-        tokens_per_s_per_gpu=rate / task.config.actor.world_size,
+        tokens_per_s_per_gpu=rate / task.config.actor.layout.world_size,
         mfu=statistics.median(seconds.flops) / PEAK,
         peak_gib=peak,
         loss=loss,
@@ -170,8 +170,9 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
 
 def _batch(task: Task, work: Work, step: int, dp_rank: int) -> Batch:
     batch = Batch([], [], [])
+    replicas = task.config.actor.layout.data_parallel
     for index in range(work.micro_batches):
-        seed = (step * work.micro_batches + index) * task.config.actor.data_parallel + dp_rank
+        seed = (step * work.micro_batches + index) * replicas + dp_rank
         lengths = lengths_of(work, seed)
         first = len(batch.rows)
         batch.rows.extend(_trajectories(task.architecture.vocab_size, lengths, seed))

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from relax_hpc.config.layout import GridConfig
+from relax_hpc.config.layout import Layout
 from relax_hpc.config.run import JobConfig
 from relax_hpc.models.architecture import Architecture
 
@@ -32,16 +32,16 @@ _SHORT = {
 
 
 def grid_of(**sizes: int) -> dict[str, int]:
-    """Keys of `GridConfig`, by their short names."""
+    """Keys of `Layout`, by their short names."""
     return {_SHORT[short]: size for short, size in sizes.items()}
 
 
-def grid_name(grid: GridConfig) -> str:
+def grid_name(layout: Layout) -> str:
     """Data and tensor parallelism, and what else there is: "dp1 tp2 cp2"."""
     return " ".join(
         f"{short}{size}"
         for short, name in _SHORT.items()
-        if (size := getattr(grid, name)) > 1 or short in ("dp", "tp")
+        if (size := getattr(layout, name)) > 1 or short in ("dp", "tp")
     )
 
 
@@ -118,8 +118,9 @@ class Task(NamedTuple):
         if work.recompute == "mlp":
             transformer |= {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
         elif work.recompute == "full":
-            layers = self.architecture.num_layers // actor.pipeline_parallel
+            chunks = actor.layout.pipeline_parallel * actor.layout.virtual_pipeline
+            layers = self.architecture.num_layers // chunks
             transformer |= {"recompute_granularity": "full", "recompute_method": "block",
-                            "recompute_num_layers": layers // actor.virtual_pipeline}  # fmt: skip
+                            "recompute_num_layers": layers}  # fmt: skip
         update = {"tokens_per_micro_batch": work.tokens, "transformer": transformer}
         return self.config.model_copy(update={"actor": actor.model_copy(update=update)})

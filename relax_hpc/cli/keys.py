@@ -10,12 +10,11 @@ from typing import Annotated
 import typer
 from pydantic import BaseModel
 
-from relax_hpc.config.keys import Key, keys_of
+from relax_hpc.config.keys import TOLD_ONCE, Key, keys_of
 from relax_hpc.config.run import RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.schema import COLUMNS, Column
-from relax_hpc.sections import Resources
 from relax_hpc.telemetry.event_table import EVENTS
 
 _MADE = "<!-- made by `make docs` of what the code declares; do not edit -->\n"
@@ -70,14 +69,18 @@ def _values(node: object, path: Sequence[str], prefix: str) -> Iterator[tuple[st
 
 
 def all_keys() -> list[Key]:
-    """Those of reinforcement learning, of supervised fine-tuning, and what resources hold."""
+    """Those of reinforcement learning, of supervised fine-tuning, and of what both tell once."""
     learning = keys_of(RunConfig)
     names = {key.name for key in learning}
     tuning = [key for key in keys_of(SftRunConfig) if key.name not in names]
-    resources = [
-        key._replace(name=f"<component>.resources.{key.name}") for key in keys_of(Resources)
+    told_once = [
+        key._replace(name=f"<component>.{section}.{key.name}")
+        for section, holds in TOLD_ONCE.items()
+        for key in keys_of(holds)
     ]
-    return [key for key in [*learning, *tuning] if not key.name.endswith(".resources")] + resources
+    headings = tuple(f".{section}" for section in TOLD_ONCE)
+    own = [key for key in [*learning, *tuning] if key.text or not key.name.endswith(headings)]
+    return own + told_once
 
 
 def lines_of(key: Key) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from relax_hpc.config.layout import GridConfig, MegatronLayout
+from relax_hpc.config.layout import Layout, MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.config.saving import SavingConfig
@@ -18,7 +18,7 @@ from relax_hpc.sections import (
 )
 
 
-class ActorConfig(Section, SavingConfig, MegatronLayout):
+class ActorConfig(Section, SavingConfig, MegatronConfig):
     section: ClassVar[str] = "actor"
 
     portion_micro_batches: NonNegative = 4
@@ -34,14 +34,12 @@ class ActorConfig(Section, SavingConfig, MegatronLayout):
         """Tokens of a batch that are worth starting on before the rest is there."""
         if not self.portion_micro_batches:
             return math.inf
-        room = self.data_parallel * self.tokens_per_micro_batch * self.portion_micro_batches
+        room = self.layout.data_parallel * self.tokens_per_micro_batch * self.portion_micro_batches
         return 0.95 * room  # rows seldom fill it to the last token; more would open another one
 
 
-class ReferenceConfig(Section, GridConfig):
-    """The policy that the KL term compares with; its grid counts with placement "own" only."""
-
-    section: ClassVar[str] = "reference"
+class ReferenceConfig(Section):
+    """The policy that the KL term compares with."""
 
     placement: Literal["none", "actor", "own"] = "none"
     """Who computes ref_logprobs. actor: the trainer, which swaps its weights with a copy in host
@@ -51,8 +49,8 @@ class ReferenceConfig(Section, GridConfig):
     Of the same tokenizer, and with placement "actor" of the same shape."""
     refresh_every: NonNegative = 0
     """Steps after which the current policy becomes the reference; 0 never. Placement "actor"."""
-    tokens_per_micro_batch: Positive | None = None
-    """As the actor's, which it is if unset. Placement "own"."""
+    layout: Layout | None = None
+    """Of its own ranks, as the actor's; unset is the actor's. Placement "own"."""
     resources: Resources = Resources()
 
     @model_validator(mode="after")
@@ -62,21 +60,17 @@ class ReferenceConfig(Section, GridConfig):
             value, places = getattr(self, name), of.get(name, ("own",))
             unset = value == type(self).model_fields[name].default
             if name != "placement" and not unset and self.placement not in places:
+                said = value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
                 raise ValueError(
-                    f"reference.{name} = {value}: means nothing with reference.placement = "
+                    f"reference.{name} = {said}: means nothing with reference.placement = "
                     f"{self.placement!r}; remove it, or use {' or '.join(map(repr, places))}"
                 )
         return self
 
-    def layout(self, actor: ActorConfig) -> MegatronLayout:
-        """That of a component of its own: its grid, and what it does not say as the actor's."""
-        fields: dict[str, Any] = {
-            name: getattr(self if name in GridConfig.model_fields else actor, name)
-            for name in MegatronLayout.model_fields
-        }
-        if self.tokens_per_micro_batch is not None:
-            fields["tokens_per_micro_batch"] = self.tokens_per_micro_batch
-        return _ReferenceLayout(**fields)
+    def megatron(self, actor: ActorConfig) -> MegatronConfig:
+        """How a component of its own computes: as the actor does, in its layout if it has one."""
+        of_actor: dict[str, Any] = {key: getattr(actor, key) for key in MegatronConfig.model_fields}
+        return _ReferenceMegatron(**of_actor | {"layout": self.layout or actor.layout})
 
     def model(self, trained: ModelConfig) -> ModelConfig:
         """Whose weights they are; those that training starts with if it does not say."""
@@ -85,5 +79,5 @@ class ReferenceConfig(Section, GridConfig):
         return trained.model_copy(update={"path": self.path, "weights": None})
 
 
-class _ReferenceLayout(MegatronLayout):
+class _ReferenceMegatron(MegatronConfig):
     section: ClassVar[str] = "reference"

@@ -11,7 +11,11 @@ from pydantic_core import PydanticUndefined
 
 from relax_hpc.algorithms import table
 from relax_hpc.algorithms.algorithm import Settings
+from relax_hpc.config.layout import Layout
 from relax_hpc.sections import Resources
+
+TOLD_ONCE: dict[str, type[BaseModel]] = {"layout": Layout, "resources": Resources}
+"""Sections that several components have: name -> what each of them holds."""
 
 
 class Key(NamedTuple):
@@ -28,8 +32,8 @@ class Key(NamedTuple):
 def keys_of(job: type[BaseModel]) -> list[Key]:
     """The settings of a kind of job, in the order in which they are declared.
 
-    `resources` of a component is one key: what it holds is the same everywhere, see `keys_of`
-    of `Resources`.
+    A section of `TOLD_ONCE` is one key: what it holds is the same everywhere, see `keys_of` of its
+    class.
     """
     return list(_keys(job, ""))
 
@@ -38,7 +42,7 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{name}"
         inner, of_table = _sections(field.annotation)
-        if not inner or any(issubclass(each, Resources) for each in inner):
+        if not inner or any(each in TOLD_ONCE.values() for each in inner):
             text = " ".join((field.description or "").split())
             yield Key(dotted, _type(field), _default(field), text)
             continue

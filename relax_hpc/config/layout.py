@@ -4,15 +4,11 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-from relax_hpc.sections import SETTINGS, Number, PassThrough, Positive
+from relax_hpc.sections import SETTINGS, Number, PassThrough, Positive, Section
 
 
-class GridConfig(BaseModel):
+class Layout(Section):
     """How ranks share a model, and replicas of it the trajectories."""
-
-    model_config = SETTINGS
-    section: ClassVar[str]
-    """Where its keys stand in a job, for messages."""
 
     tensor_parallel: Positive = 1
     """Ranks that share every matrix."""
@@ -28,21 +24,18 @@ class GridConfig(BaseModel):
     """Ranks that share every expert's matrices."""
     data_parallel: Positive = 1
     """Replicas, each of tensor_parallel x pipeline_parallel x context_parallel ranks."""
-    sequence_parallel: bool | None = None
-    """Tensor-parallel ranks share the tokens, too; unset is on if there are several of them."""
 
     @model_validator(mode="after")
     def _grid_fits(self) -> Self:
         experts, ranks = self.expert_parallel * self.expert_tensor_parallel, self.world_size
         if ranks // self.pipeline_parallel % experts:
             raise ValueError(
-                f"{self.section}.expert_parallel x expert_tensor_parallel = {experts}: does not "
+                f"expert_parallel x expert_tensor_parallel = {experts}: does not "
                 f"divide the {ranks // self.pipeline_parallel} ranks of a pipeline stage"
             )
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ValueError(
-                f"{self.section}.virtual_pipeline = {self.virtual_pipeline}: needs "
-                f"{self.section}.pipeline_parallel of 2 or more"
+                f"virtual_pipeline = {self.virtual_pipeline}: needs pipeline_parallel of 2 or more"
             )
         return self
 
@@ -59,9 +52,7 @@ class GridConfig(BaseModel):
     @property
     def is_sequence_parallel(self) -> bool:
         """Whether tensor-parallel ranks share the tokens between their matrices."""
-        if self.sequence_parallel is None:
-            return self.tensor_parallel > 1
-        return self.sequence_parallel
+        return self.tensor_parallel > 1
 
     @property
     def micro_batches_multiple_of(self) -> int:
@@ -69,9 +60,14 @@ class GridConfig(BaseModel):
         return self.pipeline_parallel if self.virtual_pipeline > 1 else 1
 
 
-class MegatronLayout(GridConfig):
+class MegatronConfig(BaseModel):
     """All that a model on Megatron-core needs to know besides which model it is."""
 
+    model_config = SETTINGS
+    section: ClassVar[str]
+    """Where its keys stand in a job, for messages."""
+
+    layout: Layout = Layout()
     tokens_per_micro_batch: Positive = 16384
     """Budget of one packed micro-batch; a longer trajectory is an error."""
     attention: Literal["auto", "cudnn", "varlen", "sdpa"] = "auto"

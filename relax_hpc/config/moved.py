@@ -1,4 +1,4 @@
-"""Keys of older jobs: refused, with the name that they have now."""
+"""Keys of older jobs: refused, with the name that they have now or with what to do instead."""
 
 MOVED: dict[str, str] = {
     "actor.ddp": "actor.optimizer.ddp",
@@ -22,5 +22,26 @@ MOVED: dict[str, str] = {
     "prompts.heldout": "eval.heldout.path",
     "eval.every": "eval.heldout.every",
     "eval.num_prompts": "eval.heldout.num_prompts",
+    "actor.tensor_parallel": "actor.layout.tensor_parallel",
+    "actor.pipeline_parallel": "actor.layout.pipeline_parallel",
+    "actor.virtual_pipeline": "actor.layout.virtual_pipeline",
+    "actor.context_parallel": "actor.layout.context_parallel",
+    "actor.expert_parallel": "actor.layout.expert_parallel",
+    "actor.expert_tensor_parallel": "actor.layout.expert_tensor_parallel",
+    "actor.data_parallel": "actor.layout.data_parallel",
+    "reference.tensor_parallel": "reference.layout.tensor_parallel",
+    "reference.pipeline_parallel": "reference.layout.pipeline_parallel",
+    "reference.virtual_pipeline": "reference.layout.virtual_pipeline",
+    "reference.context_parallel": "reference.layout.context_parallel",
+    "reference.expert_parallel": "reference.layout.expert_parallel",
+    "reference.expert_tensor_parallel": "reference.layout.expert_tensor_parallel",
+    "reference.data_parallel": "reference.layout.data_parallel",
 }
-"""Old dotted key -> the new one, or what to write instead."""
+"""Old dotted key -> the new one."""
+
+_ALWAYS_ON = "it is on wherever layout.tensor_parallel is above 1; remove it"
+GONE: dict[str, str] = {
+    "actor.sequence_parallel": _ALWAYS_ON,
+    "reference.sequence_parallel": _ALWAYS_ON,
+}
+"""Old dotted key -> why it is none any more, and what to do."""

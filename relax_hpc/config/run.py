@@ -12,7 +12,7 @@ from relax_hpc.algorithms.algorithm import Settings
 from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
@@ -137,7 +137,7 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _ranks_fill_nodes(self) -> Self:
         ranks = "the actor's ranks (tensor x pipeline x context x data_parallel)"
-        _check_nodes(ranks, self.actor.world_size, self.actor.resources.nodes)
+        _check_nodes(ranks, self.actor.layout.world_size, self.actor.resources.nodes)
         return self
 
 
@@ -215,9 +215,9 @@ class RunConfig(JobConfig):
         return self.reference.model(self.model)
 
     @property
-    def reference_layout(self) -> MegatronLayout:
-        """Of the reference that is a component of its own."""
-        return self.reference.layout(self.actor)
+    def reference_megatron(self) -> MegatronConfig:
+        """How a reference that is a component of its own computes."""
+        return self.reference.megatron(self.actor)
 
     @property
     def columns(self) -> frozenset[str]:
@@ -314,8 +314,10 @@ class RunConfig(JobConfig):
             nodes = (self.actor if pool.placement == "actor" else pool).resources.nodes
             several = f" / engines.{name}.engines_per_task" * (pool.engines_per_task > 1)
             _check_nodes(f"engines.{name}.count{several}", pool.num_tasks, nodes)
-        ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
-        _check_nodes(ranks, self.reference.world_size, self.reference.resources.nodes)
+        if self.reference.placement == "own":
+            ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
+            size = self.reference_megatron.layout.world_size
+            _check_nodes(ranks, size, self.reference.resources.nodes)
         return self
 
 

@@ -15,7 +15,7 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.comm.star import StarWorld
 from relax_hpc.comm.world import SoloWorld
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import Layout, MegatronConfig
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.scorer import loop, rank0
@@ -51,7 +51,7 @@ def paths(tmp_path):
 
 def open_rank0(paths, events, *, data_parallel=1, budget=20):
     return rank0.Rank0(
-        MegatronLayout(tokens_per_micro_batch=budget, data_parallel=data_parallel),
+        MegatronConfig(tokens_per_micro_batch=budget, layout=Layout(data_parallel=data_parallel)),
         COLUMN,
         SidecarWriter(paths, "reference-0", {}),
         Reader(paths),

@@ -18,7 +18,7 @@ def submit_colocated(tiny, run_root, *, local, steps=STEPS, ranks=2, **settings)
         "run_root": run_root,
         "engines.rollout.placement": "actor",
         "engines.rollout.count": ranks,
-        "actor.data_parallel": ranks,
+        "actor.layout.data_parallel": ranks,
         "schedule.max_staleness": 0,
         "schedule.num_steps": steps,
         "schedule.prompts_per_step": PROMPTS,

@@ -24,7 +24,7 @@ def submit(tiny, run_root, name):
         "sft.heldout_every": 10,
         "sft.num_steps": STEPS,
         "sft.batch_size": BATCH,
-        "actor.tensor_parallel": 1,
+        "actor.layout.tensor_parallel": 1,
         "actor.save_every": 3,
         "actor.optimizer.warmup_steps": 4,
         "launch.restart_delay_s": 0.2,

@@ -36,8 +36,7 @@ def job(folder, *, tp=1, dp=1, budget=64, **tables):
         "prompts": {"train": "unused"},
         "rollout": {"temperature": tables.pop("temperature", 1.0)},
         "actor": {
-            "tensor_parallel": tp,
-            "data_parallel": dp,
+            "layout": {"tensor_parallel": tp, "data_parallel": dp} | tables.pop("layout", {}),
             "tokens_per_micro_batch": budget,
             "optimizer": {"lr": 1e-3, "clip_grad": 0.0} | tables.pop("optimizer", {}),
             "transformer": tables.pop("transformer", {}),
@@ -91,17 +90,17 @@ def open_trainer(config):
 
     from relax_hpc.roles.training.build import trainer_of
 
-    _set_grid(config.actor)
+    _set_grid(config.actor.layout)
     world = FixedWorld(dist.get_rank(), dist.get_world_size())
     _state["config"] = config
     _state["trainer"] = trainer_of(config, world, torch.device("cpu"))
 
 
-def _set_grid(actor):
+def _set_grid(layout):
     """Unmakes the groups of another grid."""
     grid = (
-        actor.tensor_parallel, actor.pipeline_parallel, actor.virtual_pipeline,
-        actor.context_parallel, actor.expert_parallel, actor.expert_tensor_parallel,
+        layout.tensor_parallel, layout.pipeline_parallel, layout.virtual_pipeline,
+        layout.context_parallel, layout.expert_parallel, layout.expert_tensor_parallel,
     )  # fmt: skip
     if _state.get("grid") != grid:  # making groups is slow
         leave_grid()
@@ -179,13 +178,13 @@ def _shares(rows, num_portions=1):
     load, shares = [0] * trainer.dp_size, []
     for portion in np.array_split(np.arange(len(rows)), num_portions):
         lengths = [len(rows[row].token_ids) for row in portion]
-        budget = trainer._layout.tokens_per_micro_batch
+        budget = trainer._megatron.tokens_per_micro_batch
         plan = plan_micro_batches(
             lengths,
             num_ranks=trainer.dp_size,
             budget=budget,
             load=load,
-            count_multiple_of=trainer._layout.micro_batches_multiple_of,
+            count_multiple_of=trainer._megatron.layout.micro_batches_multiple_of,
         )
         load = [
             before + sum(lengths[row] for batch in rank for row in batch)

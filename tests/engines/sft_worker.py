@@ -18,7 +18,7 @@ def _share(documents):
     from relax_hpc.roles.sft.rank0 import deal
 
     trainer = _state["trainer"]
-    return deal(trainer._layout, documents)[trainer.dp_rank]
+    return deal(trainer._megatron, documents)[trainer.dp_rank]
 
 
 def _accumulate(documents):

@@ -72,7 +72,7 @@ def test_hugging_face_to_megatron_and_back_is_bitwise_and_loads_with_transformer
 
 
 @pytest.mark.parametrize(
-    ("kind", "actor"),
+    ("kind", "layout"),
     [
         ("dense", {"tensor_parallel": 2}),
         ("dense", {"pipeline_parallel": 2}),
@@ -81,13 +81,13 @@ def test_hugging_face_to_megatron_and_back_is_bitwise_and_loads_with_transformer
     ],
 )
 def test_a_run_starts_from_a_converted_folder_and_its_checkpoint_converts_to_what_it_gives_away(
-    ranks, models, tmp_path, kind, actor
+    ranks, models, tmp_path, kind, layout
 ):
     conversion.to_megatron(models[kind], tmp_path / "weights")
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((models[kind] / "config.json").read_text())
-    config = job(other, actor=actor, budget=200)
+    config = job(other, layout=layout, budget=200)
     model = config.model.model_copy(update={"weights": tmp_path / "weights"})
     ranks.call(worker.open_trainer, config=config.model_copy(update={"model": model}))
     ranks.call(worker.train, rows=ROWS, advantages=ADVANTAGES)

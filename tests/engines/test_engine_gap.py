@@ -43,8 +43,8 @@ def sampled_by(model, rows, version=0):
 
 
 def open_trainer(ranks, folder, layout="alone", **settings):
-    size, actor = LAYOUTS[layout]
-    ranks[size].call(worker.open_trainer, config=job(folder, actor=actor, **settings))
+    size, settings["layout"] = LAYOUTS[layout]
+    ranks[size].call(worker.open_trainer, config=job(folder, **settings))
     return ranks[size]
 
 

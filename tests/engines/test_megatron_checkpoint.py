@@ -55,8 +55,8 @@ def untied(tmp_path_factory):
 
 
 def open_grid(ranks, folder, grid, **more):
-    size, actor = GRIDS[grid]
-    config = job(folder, actor=actor, budget=200, **more)
+    size, layout = GRIDS[grid]
+    config = job(folder, layout=layout, budget=200, **more)
     ranks[size].call(worker.open_trainer, config=config)
     return ranks[size]
 

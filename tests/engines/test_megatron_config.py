@@ -113,14 +113,14 @@ def test_a_mixture_that_makes_no_sense_is_refused_by_key(folder, fields, message
 
 
 @pytest.mark.parametrize(
-    ("actor", "message"),
+    ("layout", "message"),
     [
         ({"expert_parallel": 3}, "expert_parallel = 3: does not divide the model's 8 experts"),
         ({"expert_tensor_parallel": 5}, "expert_tensor_parallel = 5: .* 32 channels of an expert"),
     ],
 )
-def test_expert_parallelism_must_divide_the_experts(folder, actor, message):
-    config = job(folder, actor=actor | {"data_parallel": 15})
+def test_expert_parallelism_must_divide_the_experts(folder, layout, message):
+    config = job(folder, layout=layout | {"data_parallel": 15})
     with pytest.raises(ConfigError, match=message):
         megatron(config, read_architecture(mixture(folder)))
 
@@ -147,7 +147,7 @@ def test_a_value_megatron_refuses_is_a_config_error(folder):
 
 
 @pytest.mark.parametrize(
-    ("fields", "actor", "message"),
+    ("fields", "layout", "message"),
     [
         ({}, {"tensor_parallel": 3}, "tensor_parallel = 3: .* 4 attention heads"),
         ({"vocab_size": 130}, {"tensor_parallel": 4}, "parallel = 4: .* 130 vocabulary entries"),
@@ -166,10 +166,10 @@ def test_a_value_megatron_refuses_is_a_config_error(folder):
         ({}, {"data_parallel": 2, "expert_parallel": 2}, "expert_parallel = 2: .* no experts"),
     ],
 )
-def test_a_grid_must_divide_the_model(folder, fields, actor, message):
+def test_a_grid_must_divide_the_model(folder, fields, layout, message):
     (folder / "config.json").write_text(json.dumps(QWEN3 | fields))
     with pytest.raises(ConfigError, match=message):
-        megatron(job(folder, actor=actor), read_architecture(folder))
+        megatron(job(folder, layout=layout), read_architecture(folder))
 
 
 def test_ranks_may_share_a_key_value_head(folder):
@@ -179,7 +179,7 @@ def test_ranks_may_share_a_key_value_head(folder):
 def test_stages_may_be_uneven_if_the_job_says_how(folder):
     (folder / "config.json").write_text(json.dumps(QWEN3 | {"num_hidden_layers": 3}))
     uneven = {"num_layers_in_first_pipeline_stage": 1}
-    config = job(folder, actor={"pipeline_parallel": 2, "transformer": uneven})
+    config = job(folder, layout={"pipeline_parallel": 2}, transformer=uneven)
     megatron(config, read_architecture(folder))
 
 

@@ -47,7 +47,7 @@ def test_a_mixture_counts_the_experts_that_a_token_is_sent_to():
 )
 def test_the_costs_of_a_step_are_those_of_all_ranks(ranks, folder, layout):
     rows, advantages = trajectories(7)
-    ranks.call(worker.open_trainer, config=job(folder, budget=100, actor=layout))
+    ranks.call(worker.open_trainer, config=job(folder, budget=100, layout=layout))
     ranks.call(worker.train, rows=rows, advantages=advantages, num_portions=2)
     costs = ranks.call(worker.costs)
     assert costs[0] == costs[1]
@@ -85,8 +85,8 @@ def test_recomputing_activations_gives_the_same_update(ranks, folder, layout):
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     ):
-        actor = layout | {"transformer": transformer}
-        ranks.call(worker.open_trainer, config=job(folder, budget=60, actor=actor))
+        config = job(folder, budget=60, layout=layout, transformer=transformer)
+        ranks.call(worker.open_trainer, config=config)
         metrics = ranks.call(worker.train, rows=rows, advantages=advantages)[0]
         results.append((metrics["grad_norm"], ranks.call(worker.weights)[0]))
     norm, weights = results[0]

@@ -8,8 +8,7 @@ from megatron_reference import reference as hugging_face
 from megatron_worker import job
 
 GRIDS = {
-    "tp2": (2, {"tensor_parallel": 2, "sequence_parallel": False}),
-    "tp2_sp": (2, {"tensor_parallel": 2}),
+    "tp2": (2, {"tensor_parallel": 2}),
     "pp2": (2, {"pipeline_parallel": 2}),
     "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
     "cp2": (2, {"context_parallel": 2}),
@@ -28,9 +27,9 @@ def reference(request, tmp_path_factory):
 
 
 def open_grid(ranks, reference, grid, **more):
-    size, actor = GRIDS[grid]
+    size, layout = GRIDS[grid]
     pool = ranks[size]
-    config = job(reference.folder, actor=actor, optimizer={"weight_decay": 0.1}, **more)
+    config = job(reference.folder, layout=layout, optimizer={"weight_decay": 0.1}, **more)
     pool.call(worker.open_trainer, config=config)
     return pool
 

@@ -9,25 +9,25 @@ from megatron_worker import job
 
 LAYOUTS = {
     "1": (1, {}),
-    "ep2": (2, {"dp": 2, "actor": {"expert_parallel": 2}}),
+    "ep2": (2, {"dp": 2, "layout": {"expert_parallel": 2}}),
     "ep2_allgather": (
         2,
         {
             "dp": 2,
-            "actor": {"expert_parallel": 2},
+            "layout": {"expert_parallel": 2},
             "transformer": {"moe_token_dispatcher_type": "allgather"},
         },
     ),
     "dp2": (2, {"dp": 2}),
     "tp2": (2, {"tp": 2}),
-    "tp2_ep2": (2, {"tp": 2, "actor": {"expert_parallel": 2}}),
-    "tp2_etp2": (2, {"tp": 2, "actor": {"expert_tensor_parallel": 2}}),
-    "cp2_ep2": (2, {"actor": {"context_parallel": 2, "expert_parallel": 2}}),
-    "pp2_ep2": (4, {"dp": 2, "actor": {"pipeline_parallel": 2, "expert_parallel": 2}}),
-    "ep2_dp4": (4, {"dp": 4, "actor": {"expert_parallel": 2}}),
+    "tp2_ep2": (2, {"tp": 2, "layout": {"expert_parallel": 2}}),
+    "tp2_etp2": (2, {"tp": 2, "layout": {"expert_tensor_parallel": 2}}),
+    "cp2_ep2": (2, {"layout": {"context_parallel": 2, "expert_parallel": 2}}),
+    "pp2_ep2": (4, {"dp": 2, "layout": {"pipeline_parallel": 2, "expert_parallel": 2}}),
+    "ep2_dp4": (4, {"dp": 4, "layout": {"expert_parallel": 2}}),
     "ep2_etp2": (
         4,
-        {"tp": 2, "dp": 2, "actor": {"expert_parallel": 2, "expert_tensor_parallel": 2}},
+        {"tp": 2, "dp": 2, "layout": {"expert_parallel": 2, "expert_tensor_parallel": 2}},
     ),
 }
 

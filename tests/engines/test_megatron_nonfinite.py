@@ -37,7 +37,7 @@ def skip_of(ranks, **batch):
 def test_the_samples_are_named_whose_loss_is_not_finite(ranks, folder, layout):
     rows, advantages = trajectories(12)
     rows = [row._replace(guid=100 + row.guid // 4, sibling=row.guid % 4) for row in rows]
-    ranks.call(worker.open_trainer, config=job(folder, budget=40, actor=layout))
+    ranks.call(worker.open_trainer, config=job(folder, budget=40, layout=layout))
     before = ranks.call(worker.weights)[0]
     broken = advantages.copy()
     broken[[5, 10]] = np.nan, np.inf
@@ -64,7 +64,7 @@ def test_the_samples_are_named_whose_logprobs_are_not_finite(ranks, folder, layo
     rows = [row._replace(token_ids=row.token_ids % 100) for row in rows]
     for index in (3, 8):
         rows[index].token_ids[0] = 120
-    ranks.call(worker.open_trainer, config=job(folder, budget=40, actor=LAYOUTS[layout]))
+    ranks.call(worker.open_trainer, config=job(folder, budget=40, layout=LAYOUTS[layout]))
     ranks.call(worker.break_embedding, token=120)
     skip = skip_of(ranks, rows=rows, advantages=advantages)
     assert sorted((sample.guid, sample.what) for sample in skip.samples) == [
@@ -74,7 +74,7 @@ def test_the_samples_are_named_whose_logprobs_are_not_finite(ranks, folder, layo
 
 def test_of_many_samples_eight_are_named_from_every_rank_and_all_counted(ranks, folder):
     rows, advantages = trajectories(20)
-    ranks.call(worker.open_trainer, config=job(folder, budget=40, actor=LAYOUTS["dp2"]))
+    ranks.call(worker.open_trainer, config=job(folder, budget=40, layout=LAYOUTS["dp2"]))
     skip = skip_of(ranks, rows=rows, advantages=advantages, loss="exploding")
     assert (skip.reason, skip.num_samples) == ("the gradient is not finite", 20)
     assert {sample.what for sample in skip.samples} == {"gradient"}
@@ -84,7 +84,7 @@ def test_of_many_samples_eight_are_named_from_every_rank_and_all_counted(ranks, 
 def test_the_second_pass_over_a_batch_names_them_too(ranks, folder):
     rows, advantages = trajectories(6)
     advantages[4] = np.nan
-    options = {"actor": LAYOUTS["dp2"], "algorithm": {"epochs_per_step": 2}}
+    options = {"layout": LAYOUTS["dp2"], "algorithm": {"epochs_per_step": 2}}
     ranks.call(worker.open_trainer, config=job(folder, **options))
     skip = skip_of(ranks, rows=rows, advantages=advantages)
     assert ([sample.guid for sample in skip.samples], skip.in_a_row) == ([4], 2)
@@ -93,7 +93,8 @@ def test_the_second_pass_over_a_batch_names_them_too(ranks, folder):
 def test_a_loss_scale_that_was_too_large_counts_as_no_skip(ranks, folder):
     rows, advantages = trajectories(6)
     optimizer = {"megatron": {"initial_loss_scale": 2.0**24}}
-    actor = LAYOUTS["dp2"] | {"optimizer": optimizer}
-    ranks.call(worker.open_trainer, config=job(folder, dtype="float16", actor=actor))
+    actor, layout = {"optimizer": optimizer}, LAYOUTS["dp2"]
+    config = job(folder, dtype="float16", actor=actor, layout=layout)
+    ranks.call(worker.open_trainer, config=config)
     assert ranks.call(worker.train, rows=rows, advantages=advantages)[0]["skipped"] == 1.0
     assert ranks.call(worker.skip) == [None, None]

@@ -219,14 +219,14 @@ def test_bfloat16_moments_train_like_float32_ones(ranks, folder):
 
 def in_float16(folder, layout, **optimizer):
     options = {"lr": 1e-3, "megatron": optimizer.pop("megatron", {})} | optimizer
-    return job(folder, dtype="float16", actor=layout | {"optimizer": options})
+    return job(folder, dtype="float16", layout=layout, actor={"optimizer": options})
 
 
 @pytest.mark.parametrize("layout", [{"data_parallel": 2}, {"pipeline_parallel": 2}])
 def test_float16_has_the_gradient_of_float32_whatever_the_loss_scale(ranks, folder, layout):
     rows, advantages = trajectories(8)
     batch = {"rows": rows, "advantages": advantages}
-    ranks.call(worker.open_trainer, config=job(folder, actor=layout))
+    ranks.call(worker.open_trainer, config=job(folder, layout=layout))
     expected = ranks.call(worker.train, **batch)[0]
     assert "loss_scale" not in expected
     for scale in (1.0, 2.0**10):

@@ -159,7 +159,7 @@ def test_summing_gradients_on_the_way_gives_the_same_update(ranks, folder, layou
         (OVERLAP, (3, 3, 3), False),
         (OVERLAP, (1, 3, 2), True),  # Megatron learns in the first step when a gradient is whole
     ):
-        config = job(folder, budget=40, actor=layout, optimizer={"ddp": table})
+        config = job(folder, budget=40, layout=layout, optimizer={"ddp": table})
         ranks.call(worker.open_trainer, config=config)
         batch = {"rows": rows, "advantages": advantages, "tell_last": tell_last}
         for num_portions in portions_of_steps:
@@ -177,8 +177,8 @@ def test_gradients_in_bfloat16_train_nearly_as_those_in_float32(ranks, folder):
     norms, gains = [], []
     for in_fp32 in (True, False):
         optimizer = {"lr": 3e-3, "clip_grad": 1.0, "ddp": {"grad_reduce_in_fp32": in_fp32}}
-        layout = {"data_parallel": 2, "optimizer": optimizer}
-        ranks.call(worker.open_trainer, config=job(folder, dtype="bfloat16", actor=layout))
+        config = job(folder, dp=2, dtype="bfloat16", actor={"optimizer": optimizer})
+        ranks.call(worker.open_trainer, config=config)
         assert ranks.call(worker.gradient_types) == 2 * [
             {"torch.float32" if in_fp32 else "torch.bfloat16"}
         ]

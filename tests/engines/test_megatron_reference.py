@@ -10,9 +10,9 @@ from megatron_worker import VOCAB, job, trajectories
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "dp2": (2, {"dp": 2}),
-    "pp2": (2, {"actor": {"pipeline_parallel": 2}}),
-    "cp2": (2, {"actor": {"context_parallel": 2}}),
-    "ep2": (2, {"dp": 2, "actor": {"expert_parallel": 2}}),
+    "pp2": (2, {"layout": {"pipeline_parallel": 2}}),
+    "cp2": (2, {"layout": {"context_parallel": 2}}),
+    "ep2": (2, {"dp": 2, "layout": {"expert_parallel": 2}}),
 }
 ROWS, ADVANTAGES = trajectories(12)
 BATCH = {"rows": ROWS, "advantages": ADVANTAGES}

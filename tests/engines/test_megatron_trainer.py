@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 
 LAYOUTS = {
     "tp1": (1, {}),
-    "tp2": (2, {"tp": 2, "actor": {"sequence_parallel": False}}),
-    "tp2_sequence_parallel": (2, {"tp": 2, "actor": {"sequence_parallel": True}}),
+    "tp2": (2, {"tp": 2}),
     "dp2": (2, {"dp": 2}),
 }
 
@@ -359,7 +358,7 @@ def test_split_vocabulary_gives_the_whole_ones_logprobs_and_gradient(ranks, size
     np.testing.assert_allclose(gradient, whole.grad, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["tp1", "tp2_sequence_parallel"])
+@pytest.mark.parametrize("layout", ["tp1", "tp2"])
 def test_recomputing_the_mlp_gives_the_same_update_bitwise(ranks, reference, layout):
     weights = []
     for modules in ([], ["mlp"]):

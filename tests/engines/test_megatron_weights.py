@@ -99,7 +99,7 @@ def folders(tmp_path_factory):
 
 def load(ranks, folder, grid):
     replica = math.prod(grid.get(f"{x}_parallel", 1) for x in ("tensor", "pipeline", "context"))
-    config = job(folder, actor=grid | {"data_parallel": 4 // replica})
+    config = job(folder, layout=grid | {"data_parallel": 4 // replica})
     return ranks.call(worker.load, config=config)
 
 
@@ -231,7 +231,7 @@ def test_qwen2_computes_and_comes_back_as_hugging_face_has_it(ranks, tmp_path):
     truth = hugging_face(tmp_path, model, num_steps=1)
     for grid in ({"tensor_parallel": 2, "pipeline_parallel": 2}, {"context_parallel": 2}):
         replicas = 4 // math.prod(grid.values())
-        config = job(tmp_path, actor=grid | {"data_parallel": replicas})
+        config = job(tmp_path, layout=grid | {"data_parallel": replicas})
         ranks.call(megatron_worker.open_trainer, config=config)
         logprobs = collect(ranks.call(megatron_worker.logprobs, rows=truth.rows))
         for mine, theirs in zip(logprobs, truth.logprobs, strict=True):

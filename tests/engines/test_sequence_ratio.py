@@ -20,7 +20,7 @@ LAYOUTS = {
     "tp1": (1, {}),
     "dp2": (2, {"dp": 2}),
     "tp2": (2, {"tp": 2}),
-    "cp2": (2, {"actor": {"context_parallel": 2}}),
+    "cp2": (2, {"layout": {"context_parallel": 2}}),
 }
 
 

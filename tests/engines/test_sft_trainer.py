@@ -68,7 +68,7 @@ def reference(tmp_path_factory):
     )
 
 
-def job(folder, budget, actor):
+def job(folder, budget, layout):
     return SftRunConfig.model_validate(
         {
             "name": "test",
@@ -77,15 +77,15 @@ def job(folder, budget, actor):
             "actor": {
                 "tokens_per_micro_batch": budget,
                 "optimizer": {"lr": 1e-3, "clip_grad": 0.0},
-                **actor,
+                "layout": layout,
             },
         }
     )
 
 
 def open_layout(ranks, folder, layout, budget=48):
-    size, actor = LAYOUTS[layout]
-    ranks[size].call(worker.open_trainer, config=job(folder, budget, actor))
+    size, grid = LAYOUTS[layout]
+    ranks[size].call(worker.open_trainer, config=job(folder, budget, grid))
     return ranks[size]
 
 

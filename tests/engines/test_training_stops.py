@@ -37,7 +37,7 @@ def test_an_update_that_breaks_the_weights_ends_training_on_every_rank(
     ranks, folder, layout, dtype, rate
 ):
     rows, advantages = trajectories(6)
-    config = job(folder, dtype=dtype, actor=layout, optimizer={"lr": rate})
+    config = job(folder, dtype=dtype, layout=layout, optimizer={"lr": rate})
     ranks[2].call(worker.open_trainer, config=config)
     said = ranks[2].call(worker.train_fails, rows=rows, advantages=advantages)
     assert said[0] == said[1]
@@ -48,7 +48,7 @@ def test_weights_that_give_no_sample_finite_logprobs_are_told_from_bad_samples(r
     rows, advantages = trajectories(6)
     silent = rows[0]._replace(loss_mask=np.zeros_like(rows[0].loss_mask), guid=99)
     rows, advantages = [*rows, silent], np.append(advantages, 0.0)
-    ranks[2].call(worker.open_trainer, config=job(folder, actor={"data_parallel": 2}))
+    ranks[2].call(worker.open_trainer, config=job(folder, dp=2))
     rows[0].token_ids[0] = 120
     ranks[2].call(worker.break_embedding, token=120)
     batch = {"rows": rows, "advantages": advantages}

@@ -5,7 +5,7 @@
 #
 #   run_hetjob.sh PACK                                      jobs/qwen3-0.6b.toml, one GPU each
 #   run_hetjob.sh PACK jobs/qwen3-4b.toml qwen3-4b          four GPUs
-#   run_hetjob.sh PACK jobs/qwen3-4b.toml qwen3-4b --set actor.tensor_parallel=1 \
+#   run_hetjob.sh PACK jobs/qwen3-4b.toml qwen3-4b --set actor.layout.tensor_parallel=1 \
 #     --set actor.resources.gpus_per_node=1 --set engines.rollout.resources.gpus_per_node=1 \
 #     --set engines.rollout.count=1 --set engines.rollout.engines_per_task=1      two GPUs
 #

@@ -105,7 +105,7 @@ def submitted(folder, umask, **changes):
         "model.path": folder / "model",
         "prompts.train": folder / "train.jsonl",
         "eval.heldout.path": folder / "heldout.jsonl",
-        "actor.tensor_parallel": 2,
+        "actor.layout.tensor_parallel": 2,
         "actor.save_every": 1,
         "schedule.num_steps": 2,
         "schedule.prompts_per_step": 8,
@@ -195,7 +195,7 @@ def test_a_run_that_is_not_shared_is_its_owners_alone_whatever_the_umask(
         role: ["leave", *(place / f"by-{role}" for place in both)] for role, both in places.items()
     }
     toys.write(run.root.parent, **calls)
-    with submitted(folder, umask, actor__tensor_parallel=1) as paths:
+    with submitted(folder, umask, actor__layout__tensor_parallel=1) as paths:
         wait_for(lambda: len(list(paths.submission.glob("*/*_done"))) == 2, 60, paths)
     found = everything(paths)
     assert len([path for path in found if path.name in {"by-actor", "by-rollout"}]) == 4

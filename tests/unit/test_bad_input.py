@@ -27,7 +27,9 @@ SETTINGS = {
     "rollout.samples_per_prompt=1": (
         "rollout.samples_per_prompt = 1: grpo compares siblings of a prompt; use 2 or more"
     ),
-    "actor.tensor_parallel=3": "actor.tensor_parallel = 3: does not divide the model's",
+    "actor.layout.tensor_parallel=3": (
+        "actor.layout.tensor_parallel = 3: does not divide the model's"
+    ),
     "actor.transformer.recompute_granularty=full": "did you mean recompute_granularity?",
     "actor.tokens_per_micro_batch=100": (
         "actor.tokens_per_micro_batch = 100: the longest prompt has 10 tokens and "

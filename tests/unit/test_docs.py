@@ -160,7 +160,7 @@ def test_roles_in_the_bus_page_are_numbered_as_in_the_code():
 
 def test_the_job_in_the_readme_is_one():
     [job] = re.findall(r"^```toml\n(.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL)
-    assert validate(tomllib.loads(job), source="README.md").actor.world_size == 2
+    assert validate(tomllib.loads(job), source="README.md").actor.layout.world_size == 2
 
 
 def fields_of(field):

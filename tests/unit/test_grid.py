@@ -144,7 +144,7 @@ class Grid:
                 "prompts": {"train": "none"},
                 "rollout": {"samples_per_prompt": SIBLINGS},
                 "actor": {
-                    "data_parallel": DP,
+                    "layout": {"data_parallel": DP},
                     "tokens_per_micro_batch": BUDGET,
                     "portion_micro_batches": 1,
                 },

@@ -17,7 +17,7 @@ def config(rollout=None, actor=None, **launch):
             "prompts": {"train": "t"},
             "schedule": {"num_steps": 1},
             "engines": {"rollout": {"count": 4, "resources": rollout or {}}},
-            "actor": {"tensor_parallel": 2, "resources": actor or {}},
+            "actor": {"layout": {"tensor_parallel": 2}, "resources": actor or {}},
             "launch": launch,
         },
         source="test",

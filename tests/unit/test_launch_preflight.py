@@ -80,8 +80,16 @@ def test_what_the_cluster_can_give_is_accepted():
             "model_type = 'llama': only qwen2, qwen3, qwen3_moe is supported",
         ),
         ({"attention_bias": True}, {}, "attention_bias = True: only False is supported"),
-        ({}, {"tensor_parallel": 3}, "3: does not divide the model's 4 attention heads"),
-        ({}, {"pipeline_parallel": 4}, "pipeline_parallel = 4: does not divide the model's 2 lay"),
+        (
+            {},
+            {"layout": {"tensor_parallel": 3}},
+            "3: does not divide the model's 4 attention heads",
+        ),
+        (
+            {},
+            {"layout": {"pipeline_parallel": 4}},
+            "pipeline_parallel = 4: does not divide the model's 2 lay",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_trained_is_refused(tmp_path, fields, actor, message):
@@ -100,7 +108,9 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path):
 def test_the_embedded_engine_is_refused_for_experts(tmp_path):
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     folder = model(tmp_path / "m", model_type="qwen3_moe", **mixture)
-    shape = training_check.check_model(folder, ActorConfig(expert_parallel=2, data_parallel=2))
+    shape = training_check.check_model(
+        folder, ActorConfig(layout={"expert_parallel": 2, "data_parallel": 2})
+    )
     with pytest.raises(ConfigError, match=r"engines.rollout.kind = 'embedded': .* use 'sglang'"):
         engine_check.check_engine(EnginePool(), shape)
 

@@ -63,7 +63,10 @@ def test_a_dry_run_shows_the_script_and_creates_nothing(tmp_path, job):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"actor": {"tensor_parallel": 64}}, "actor.tensor_parallel = 64: does not divide"),
+        (
+            {"actor": {"layout": {"tensor_parallel": 64}}},
+            "actor.layout.tensor_parallel = 64: does not divide",
+        ),
         ({"model": {"path": "/nowhere"}}, "model.path = '/nowhere': no such folder"),
         ({"prompts": {"train": "/no.jsonl"}}, "/no.jsonl: no such file"),
         ({"launch": {"profile": "nowhere"}}, "launch.profile = 'nowhere': no such profile"),

@@ -27,7 +27,7 @@ def job(rollout=None, actor=None, reference=None, algorithm=None, **schedule):
             "schedule": {"num_steps": 1, "max_staleness": 0, **schedule},
             "algorithm": algorithm or {},
             "engines": {"rollout": {"placement": "actor", "count": 4, **(rollout or {})}},
-            "actor": {"data_parallel": 4, **(actor or {})},
+            "actor": {"layout": {"data_parallel": 4}, **(actor or {})},
             "reference": reference or {},
         },
         source="test",
@@ -87,7 +87,7 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
             "args": {"tp_size": 2},
             "resources": {"gpus_per_node": 8, "nodes": 2},
         },
-        actor={"data_parallel": 16, "resources": {"gpus_per_node": 8, "nodes": 2}},
+        actor={"layout": {"data_parallel": 16}, "resources": {"gpus_per_node": 8, "nodes": 2}},
     )
     [_, rollout], paths = place(config), RunPaths(tmp_path)
     RunSecret.create(paths.secret)

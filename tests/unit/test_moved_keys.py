@@ -4,14 +4,14 @@ import pytest
 
 from relax_hpc import job_file
 from relax_hpc.cli.keys import all_keys
-from relax_hpc.config.moved import MOVED
+from relax_hpc.config.moved import GONE, MOVED
 from relax_hpc.errors import ConfigError
 
 TREE = {"name": "n", "model": {"path": "m"}, "prompts": {"train": "t", "heldout": "h"}}
 
 
-@pytest.mark.parametrize("old", MOVED)
-def test_an_old_key_is_refused_with_its_new_name(old):
+def refusal_of(old):
+    """What is said of a job that has the key."""
     *path, key = old.split(".")
     tree = {
         name: dict(inside) if isinstance(inside, dict) else inside for name, inside in TREE.items()
@@ -23,14 +23,27 @@ def test_an_old_key_is_refused_with_its_new_name(old):
     section[key] = 1
     with pytest.raises(ConfigError) as error:
         job_file.validate(tree, source="job.toml")
-    assert f"job.toml: {old} = 1: is {MOVED[old]} now; use that" in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_an_old_key_is_refused_with_its_new_name(old):
+    assert f"job.toml: {old} = 1: is {MOVED[old]} now; use that" in refusal_of(old)
+
+
+@pytest.mark.parametrize("old", GONE)
+def test_a_key_that_is_gone_is_refused_with_the_remedy(old):
+    assert f"job.toml: {old} = 1: is gone, {GONE[old]}" in refusal_of(old)
 
 
 def test_a_new_name_is_a_key_and_an_old_one_is_none():
     known = {
-        key.name.replace("<name>", name) for key in all_keys() for name in ("rollout", "heldout")
+        key.name.replace("<name>", name).replace("<component>", component)
+        for key in all_keys()
+        for name in ("rollout", "heldout")
+        for component in ("actor", "reference", "engines.rollout")
     }
-    known |= {"engines.rollout.resources"}  # told once for all components
     for old, new in MOVED.items():
         assert old not in known
         assert any(f"{key}.".startswith(f"{new}.") for key in known), new
+    assert not known & GONE.keys()

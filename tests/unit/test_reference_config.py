@@ -22,7 +22,11 @@ def job(reference=None, *, kl=0.0, profile=None, path="m", **model):
             "prompts": {"train": "t"},
             "algorithm": {"kl_coefficient": kl},
             "schedule": {"num_steps": 1},
-            "actor": {"tensor_parallel": 4, "tokens_per_micro_batch": 1000, "attention": "sdpa"},
+            "actor": {
+                "layout": {"tensor_parallel": 4},
+                "tokens_per_micro_batch": 1000,
+                "attention": "sdpa",
+            },
             "reference": reference or {},
             "launch": {"profile": profile},
         },
@@ -40,19 +44,20 @@ def job(reference=None, *, kl=0.0, profile=None, path="m", **model):
             "reference.refresh_every = 5: means nothing with reference.placement = 'own'",
         ),
         (
-            {"placement": "actor", "tensor_parallel": 2},
+            {"placement": "actor", "layout": {"tensor_parallel": 2}},
             0.1,
-            "reference.tensor_parallel = 2: means nothing with reference.placement = 'actor'; "
-            "remove it, or use 'own'",
+            "reference.layout = {'tensor_parallel': 2}: means nothing with "
+            "reference.placement = 'actor'; remove it, or use 'own'",
         ),
         ({"path": "x"}, 0.0, "reference.path = x: means nothing with reference.placement = 'none'"),
         (
-            {"placement": "own", "virtual_pipeline": 2},
+            {"placement": "own", "layout": {"virtual_pipeline": 2}},
             0.0,
-            "reference.virtual_pipeline = 2: needs reference.pipeline_parallel of 2 or more",
+            "reference.layout = {'virtual_pipeline': 2}: virtual_pipeline = 2: needs "
+            "pipeline_parallel of 2 or more",
         ),
         (
-            {"placement": "own", "data_parallel": 3, "resources": {"nodes": 2}},
+            {"placement": "own", "layout": {"data_parallel": 3}, "resources": {"nodes": 2}},
             0.0,
             "the reference's ranks (tensor x pipeline x context x data_parallel) = 3: does not",
         ),
@@ -69,7 +74,11 @@ def test_a_component_of_its_own_comes_last_and_has_its_own_grid_and_resources(tm
     profile = tmp_path / "site.toml"
     profile.write_text('partition = "a"\n[reference]\npartition = "small"\n')
     config = job(
-        {"placement": "own", "tensor_parallel": 2, "data_parallel": 3, "resources": {"nodes": 3}},
+        {
+            "placement": "own",
+            "layout": {"tensor_parallel": 2, "data_parallel": 3},
+            "resources": {"nodes": 3},
+        },
         profile=str(profile),
     )
     rollout, actor, reference = place(config)
@@ -88,14 +97,14 @@ def test_otherwise_there_is_no_further_component(placement):
     assert table.sidecar_writers(config) == {}
 
 
-def test_a_component_of_its_own_has_its_grid_and_computes_as_the_actor_does():
-    mine = {"placement": "own", "path": "other", "tensor_parallel": 2, "data_parallel": 3}
+def test_a_component_of_its_own_has_its_layout_and_computes_as_the_actor_does():
+    mine = {"placement": "own", "path": "other", "layout": {"tensor_parallel": 2}}
     config = job(mine)
-    layout = config.reference_layout
-    assert (str(config.reference_model.path), layout.world_size) == ("other", 6)
-    assert (layout.tokens_per_micro_batch, layout.attention) == (1000, "sdpa")
-    assert job(mine | {"tokens_per_micro_batch": 7}).reference_layout.tokens_per_micro_batch == 7
-    assert job({"placement": "own"}).reference_layout.world_size == 1  # not the actor's grid
+    megatron = config.reference_megatron
+    assert (str(config.reference_model.path), megatron.layout.world_size) == ("other", 2)
+    assert (megatron.tokens_per_micro_batch, megatron.attention) == (1000, "sdpa")
+    assert job({"placement": "own"}).reference_megatron.layout.world_size == 4  # the actor's
+    assert job({"placement": "own", "layout": {}}).reference_megatron.layout.world_size == 1
 
 
 def test_the_reference_is_what_training_starts_with_unless_it_names_another_model():
@@ -106,9 +115,13 @@ def test_the_reference_is_what_training_starts_with_unless_it_names_another_mode
 
 
 def test_a_grid_that_does_not_divide_the_reference_is_named_by_its_own_key(tmp_path):
-    config = job({"placement": "own", "tensor_parallel": 3}, path=folder(tmp_path / "m"))
-    with pytest.raises(ConfigError, match=r"reference\.tensor_parallel = 3: does not divide"):
-        training_check.check_model(config.model.path, config.reference_layout)
+    config = job(
+        {"placement": "own", "layout": {"tensor_parallel": 3}}, path=folder(tmp_path / "m")
+    )
+    with pytest.raises(
+        ConfigError, match=r"reference\.layout\.tensor_parallel = 3: does not divide"
+    ):
+        training_check.check_model(config.model.path, config.reference_megatron)
 
 
 def folder(path, **changes):

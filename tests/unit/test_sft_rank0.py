@@ -27,7 +27,7 @@ def make(tmp_path):
         config = SftRunConfig.model_validate({
             "name": "run", "run_root": str(tmp_path), "model": {"path": "unused"},
             "sft": {"train": str(path), "batch_size": 4, "num_steps": 5, "epochs": 2} | sft,
-            "actor": {"data_parallel": 2, "tokens_per_micro_batch": 32},
+            "actor": {"layout": {"data_parallel": 2}, "tokens_per_micro_batch": 32},
         })  # fmt: skip
         documents = Documents(path, checkpoint.tokenizer(), config.sft)
         paths = RunPaths(tmp_path / "run")

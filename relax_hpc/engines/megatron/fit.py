@@ -1,9 +1,9 @@
-"""Whether the grid of a job fits the model: every matrix, expert and layer has one place."""
+"""Whether the layout of a job fits the model: every matrix, expert and layer has one place."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 
@@ -14,45 +14,47 @@ _UNEVEN_STAGES = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Fields of a layout's `transformer` that share the layers out otherwise than evenly."""
+"""Fields of `transformer` that share the layers out otherwise than evenly."""
 
 
 class _Split(NamedTuple):
     key: str
-    """Key of the job, below the layout's section."""
+    """Key of the layout."""
     ranks: int
     size: int
     what: str
 
 
-def check(layout: MegatronLayout, shape: Architecture) -> None:
-    """Refuses a grid that does not divide the model.
+def check(config: MegatronConfig, shape: Architecture) -> None:
+    """Refuses a layout that does not divide the model.
 
     Raises:
         ConfigError: naming the key and what it has to divide.
     """
+    layout, section = config.layout, f"{config.section}.layout"
     if shape.experts is None and layout.expert_parallel * layout.expert_tensor_parallel > 1:
         key = "expert_parallel" if layout.expert_parallel > 1 else "expert_tensor_parallel"
         raise ConfigError(
-            f"{layout.section}.{key} = {getattr(layout, key)}: a model of model_type "
+            f"{section}.{key} = {getattr(layout, key)}: a model of model_type "
             f"{shape.model_type!r} has no experts; use 1"
         )
-    for key, ranks, size, what in _splits(layout, shape):
+    for key, ranks, size, what in _splits(config, shape):
         if size % ranks:
             raise ConfigError(
-                f"{layout.section}.{key} = {ranks}: does not divide the model's {size} {what}; "
+                f"{section}.{key} = {ranks}: does not divide the model's {size} {what}; "
                 "use a divisor of it"
             )
     tensor, heads = layout.tensor_parallel, shape.num_kv_heads
     if max(tensor, heads) % min(tensor, heads):
         raise ConfigError(
-            f"{layout.section}.tensor_parallel = {tensor}: does not divide the model's {heads} "
+            f"{section}.tensor_parallel = {tensor}: does not divide the model's {heads} "
             "key-value heads, nor they it; use a divisor or a multiple"
         )
 
 
-def _splits(layout: MegatronLayout, shape: Architecture) -> Iterator[_Split]:
-    tensor, experts = layout.tensor_parallel, shape.experts
+def _splits(config: MegatronConfig, shape: Architecture) -> Iterator[_Split]:
+    layout, experts = config.layout, shape.experts
+    tensor = layout.tensor_parallel
     yield _Split("tensor_parallel", tensor, shape.num_heads, "attention heads")
     yield _Split("tensor_parallel", tensor, shape.vocab_size, "vocabulary entries")
     if experts is None or len(experts.layers) < shape.num_layers:
@@ -63,7 +65,7 @@ def _splits(layout: MegatronLayout, shape: Architecture) -> Iterator[_Split]:
             "expert_tensor_parallel", layout.expert_tensor_parallel, experts.ffn_hidden_size,
             "channels of an expert",
         )  # fmt: skip
-    if not any(layout.transformer.get(name) for name in _UNEVEN_STAGES):
+    if not any(config.transformer.get(name) for name in _UNEVEN_STAGES):
         stages, key = layout.pipeline_parallel, "pipeline_parallel"
         if layout.virtual_pipeline > 1:
             stages, key = stages * layout.virtual_pipeline, f"{key} x virtual_pipeline"

@@ -11,29 +11,29 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from relax_hpc.comm.collectives import broadcast_json
-from relax_hpc.config.layout import GridConfig
+from relax_hpc.config.layout import Layout
 
 FloatArray = npt.NDArray[np.float32]
 
 
-def initialize(config: GridConfig) -> None:
+def initialize(layout: Layout) -> None:
     """Makes Megatron's process groups, if they are not there. Collective over all ranks."""
     if mpu.model_parallel_is_initialized():
         return
     mpu.initialize_model_parallel(
-        config.tensor_parallel,
-        config.pipeline_parallel,
-        config.virtual_pipeline if config.virtual_pipeline > 1 else None,
-        context_parallel_size=config.context_parallel,
-        expert_model_parallel_size=config.expert_parallel,
-        expert_tensor_parallel_size=config.expert_tensor_parallel,
+        layout.tensor_parallel,
+        layout.pipeline_parallel,
+        layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context_parallel,
+        expert_model_parallel_size=layout.expert_parallel,
+        expert_tensor_parallel_size=layout.expert_tensor_parallel,
     )
 
 
-def tokens_multiple_of(config: GridConfig) -> int:
+def tokens_multiple_of(layout: Layout) -> int:
     """Returns the number that divides the tokens of a micro-batch, padding included."""
-    chunks = 2 * config.context_parallel if config.context_parallel > 1 else 1
-    return chunks * (config.tensor_parallel if config.is_sequence_parallel else 1)
+    chunks = 2 * layout.context_parallel if layout.context_parallel > 1 else 1
+    return chunks * (layout.tensor_parallel if layout.is_sequence_parallel else 1)
 
 
 def context_group() -> dist.ProcessGroup | None:

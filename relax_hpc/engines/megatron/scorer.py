@@ -11,7 +11,7 @@ from torch import Tensor
 
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import World
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.engines.megatron import cpu, grid, model, packing, schedule
 from relax_hpc.engines.megatron.attention import choice
@@ -36,7 +36,7 @@ class MegatronScorer:
     def __init__(
         self,
         config: ModelConfig,
-        layout: MegatronLayout,
+        megatron: MegatronConfig,
         world: World,
         device: torch.device,
         *,
@@ -50,6 +50,7 @@ class MegatronScorer:
 
         Args:
             config: which model.
+            megatron: how it is computed.
             seed: of what is random in the model, e.g. of weights that are not loaded.
             temperature: of the distribution whose logprobs are asked for.
             random_weights: do not load them; of the model's folder only config.json is read.
@@ -58,26 +59,26 @@ class MegatronScorer:
             ConfigError: the layout does not fit the ranks or the model; a field of its
                 `transformer` is unknown; the checkpoint is not what its config.json says.
         """
-        if world.size != layout.world_size:
+        if world.size != megatron.layout.world_size:
             raise ConfigError(
-                f"{layout.section}'s ranks (tensor x pipeline x context x data_parallel) = "
-                f"{layout.world_size}: but there are {world.size} ranks; they must agree"
+                f"{megatron.section}'s ranks (tensor x pipeline x context x data_parallel) = "
+                f"{megatron.layout.world_size}: but there are {world.size} ranks; they must agree"
             )
         cpu.install()
         shape = read_architecture(config.path)
-        transformer = transformer_config(layout, shape, config.dtype)
-        grid.initialize(layout)
+        transformer = transformer_config(megatron, shape, config.dtype)
+        grid.initialize(megatron.layout)
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
-        self._layout = layout
+        self._megatron = megatron
         self._temperature = temperature
         self._device = device
         self._shape = shape
-        attend = choice.choose(layout.attention, device, transformer.params_dtype)
+        attend = choice.choose(megatron.attention, device, transformer.params_dtype)
         self._chunks = model.build(transformer, shape, device, attend)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
         """The modules that forward passes go through."""
         for chunk in self._chunks:
-            dense.set_recomputed(chunk, layout.recomputed_passes)
+            dense.set_recomputed(chunk, megatron.recomputed_passes)
         if random_weights:
             return
         if config.weights is not None:
@@ -135,7 +136,7 @@ class MegatronScorer:
         return hf_stream.named_weights(self._chunks)
 
     def _build(self, trajectories: Sequence[Row], rows: Sequence[int]) -> MicroBatch:
-        multiple_of = grid.tokens_multiple_of(self._layout)
+        multiple_of = grid.tokens_multiple_of(self._megatron.layout)
         return packing.build(trajectories, rows, device=self._device, multiple_of=multiple_of)
 
     def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -147,8 +148,8 @@ class MegatronScorer:
             hidden,
             schedule.own_part(packing.next_tokens(micro_batch.token_ids)),
             temperature=self._temperature,
-            float32_logits=self._layout.float32_logits,
-            kept_gib=self._layout.kept_logits_gib,
+            float32_logits=self._megatron.float32_logits,
+            kept_gib=self._megatron.kept_logits_gib,
         )
         return (
             packing.at_predicted_token(schedule.whole(logprobs), micro_batch.is_first),

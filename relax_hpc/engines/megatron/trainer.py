@@ -13,7 +13,7 @@ from torch import Tensor
 
 from relax_hpc.algorithms.algorithm import Loss
 from relax_hpc.comm.world import World
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.engines.megatron import engine_gap, nonfinite, schedule
@@ -47,7 +47,7 @@ class MegatronTrainer(MegatronScorer):
     def __init__(
         self,
         config: ModelConfig,
-        layout: MegatronLayout,
+        megatron: MegatronConfig,
         optimizer: OptimizerConfig,
         world: World,
         device: torch.device,
@@ -65,7 +65,7 @@ class MegatronTrainer(MegatronScorer):
             epochs_per_step: passes over a batch, each an update.
         """
         super().__init__(
-            config, layout, world, device,
+            config, megatron, world, device,
             seed=seed, temperature=temperature, random_weights=random_weights,
         )  # fmt: skip
         self.step = 0

@@ -1,4 +1,4 @@
-"""Layout and model -> Megatron-core's TransformerConfig."""
+"""Actor or reference, and model -> Megatron-core's TransformerConfig."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch.nn import functional
 
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.engines.megatron import fit
 from relax_hpc.engines.megatron.layers import gradient_fusion
 from relax_hpc.engines.megatron.moe import expert_layer
@@ -17,18 +17,19 @@ from relax_hpc.models.registry import FAMILIES
 
 
 def transformer_config(
-    layout: MegatronLayout, shape: Architecture, dtype: str
+    config: MegatronConfig, shape: Architecture, dtype: str
 ) -> TransformerConfig:
-    """Takes the model's shape, the layout, then the layout's own `transformer` fields.
+    """Takes the model's shape, the layout, then the job's own `transformer` fields.
 
     Args:
         dtype: of the weights, a name of torch's.
 
     Raises:
         ConfigError: an unknown field, one that is not the job's to set, or a value Megatron-core
-            refuses; a grid that does not divide the model.
+            refuses; a layout that does not divide the model.
     """
-    fit.check(layout, shape)
+    fit.check(config, shape)
+    layout = config.layout
     params_dtype = getattr(torch, dtype)
     ours: dict[str, Any] = {
         "num_layers": shape.num_layers,
@@ -85,7 +86,7 @@ def transformer_config(
     made = build(
         TransformerConfig,
         "actor.transformer",
-        layout.transformer,
+        config.transformer,
         ours=ours | family.defaults(shape),
         refused=refused,
     )
@@ -98,13 +99,13 @@ _REASON = "is set from the model and the layout; remove it"
 _SET_BY = {
     name: f"is set by {key}; use that"
     for name, key in {
-        "tensor_model_parallel_size": "actor.tensor_parallel",
-        "pipeline_model_parallel_size": "actor.pipeline_parallel",
-        "virtual_pipeline_model_parallel_size": "actor.virtual_pipeline",
-        "context_parallel_size": "actor.context_parallel",
-        "expert_model_parallel_size": "actor.expert_parallel",
-        "expert_tensor_parallel_size": "actor.expert_tensor_parallel",
-        "sequence_parallel": "actor.sequence_parallel",
+        "tensor_model_parallel_size": "actor.layout.tensor_parallel",
+        "pipeline_model_parallel_size": "actor.layout.pipeline_parallel",
+        "virtual_pipeline_model_parallel_size": "actor.layout.virtual_pipeline",
+        "context_parallel_size": "actor.layout.context_parallel",
+        "expert_model_parallel_size": "actor.layout.expert_parallel",
+        "expert_tensor_parallel_size": "actor.layout.expert_tensor_parallel",
+        "sequence_parallel": "actor.layout.tensor_parallel",
         "params_dtype": "model.dtype",
         "pipeline_dtype": "model.dtype",
         "bf16": "model.dtype",

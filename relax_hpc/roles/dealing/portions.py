@@ -48,7 +48,7 @@ class Batch:
     def __init__(self, config: RunConfig, reader: Reader) -> None:
         self._config, self._reader = config, reader
         self._indices: list[BatchIndex] = []
-        self._load = [0] * config.actor.data_parallel
+        self._load = [0] * config.actor.layout.data_parallel
         self._num_micro_batches = 0
 
     def deal(self, record: PlanRecord) -> Portion:
@@ -67,9 +67,9 @@ class Batch:
         lengths = lengths_of(index)[teaching].tolist()
         dealt = plan_micro_batches(
             lengths,
-            num_ranks=self._config.actor.data_parallel,
+            num_ranks=self._config.actor.layout.data_parallel,
             budget=self._config.actor.tokens_per_micro_batch,
-            count_multiple_of=self._config.actor.micro_batches_multiple_of,
+            count_multiple_of=self._config.actor.layout.micro_batches_multiple_of,
             load=self._load,
             shards=shards_of(record.parts)[teaching].tolist(),
         )

@@ -29,11 +29,11 @@ def check_lease(config: RunConfig) -> None:
         return
     on_gpus = pool.kind == "sglang"
     size = sglang.size_of(pool.args).gpus if on_gpus else 1
-    if size * pool.count != actor.world_size:
+    if size * pool.count != actor.layout.world_size:
         each = f" of tp_size {size}" if on_gpus else ""
         raise ConfigError(
             f"engines.rollout.count = {pool.count}: engines{each} have "
-            f"{size * pool.count} ranks, the actor has {actor.world_size}; with "
+            f"{size * pool.count} ranks, the actor has {actor.layout.world_size}; with "
             'engines.rollout.placement = "actor" there are as many of both'
         )
     unsaid = "mem_fraction_static" not in pool.args

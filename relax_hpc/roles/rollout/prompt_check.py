@@ -161,8 +161,8 @@ def limits_of(config: RunConfig) -> Limits:
 
 def _budgets(config: RunConfig) -> dict[str, int]:
     """Tokens of the longest row that each of those who read it takes, by section of the job."""
-    layouts = (config.actor, config.reference_layout)
-    return {layout.section: layout.tokens_per_micro_batch for layout in layouts}
+    readers = (config.actor, config.reference_megatron)
+    return {each.section: each.tokens_per_micro_batch for each in readers}
 
 
 def _check(config: RunConfig, sources: Sources, chosen: Sequence[Sequence[int]]) -> None:

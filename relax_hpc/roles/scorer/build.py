@@ -27,7 +27,7 @@ def main(
     device = own_device(context.local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     scorer = MegatronScorer(
-        config.reference_model, config.reference_layout, world, device,
+        config.reference_model, config.reference_megatron, world, device,
         seed=config.seed, temperature=config.temperature,
     )  # fmt: skip
     reader = Reader(paths.bus)
@@ -53,4 +53,4 @@ def _rank0(
     }
     writer = SidecarWriter(paths.bus, context.name, provenance, compress=config.bus.compress)
     credits = CreditTail(paths.bus, every_s=CREDITS_EVERY_S)
-    return Rank0(config.reference_layout, COLUMN, writer, reader, credits, events)
+    return Rank0(config.reference_megatron, COLUMN, writer, reader, credits, events)

@@ -16,7 +16,7 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
     path = config.reference_model.path
     try:
         its = check_model(
-            path, config.reference_layout if reference.placement == "own" else config.actor
+            path, config.reference_megatron if reference.placement == "own" else config.actor
         )
         check_weights(path, its)
     except ConfigError as error:

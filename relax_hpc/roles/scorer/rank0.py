@@ -12,7 +12,7 @@ from relax_hpc.bus.durable import Space
 from relax_hpc.bus.plan import Part
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sidecar import Pending, SidecarWriter
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.errors import DamagedError
 from relax_hpc.roles.dealing.micro_batches import plan_micro_batches
 from relax_hpc.roles.dealing.portions import lengths_of, shards_of
@@ -41,7 +41,7 @@ class Rank0:
     """The bus and the record of a role that scores: its `Duties`.
 
     Args:
-        layout: grid and budget of the model.
+        config: layout and budget of the model.
         column: what the role writes.
         writer: of the role.
         reader: of this rank.
@@ -50,14 +50,14 @@ class Rank0:
 
     def __init__(
         self,
-        layout: MegatronLayout,
+        config: MegatronConfig,
         column: str,
         writer: SidecarWriter,
         reader: Reader,
         credits: CreditTail,
         events: EventWriter,
     ) -> None:
-        self._layout, self._column = layout, column
+        self._config, self._column = config, column
         self._writer, self._reader = writer, reader
         self._credits, self._events = credits, events
         self._under_way = _UnderWay([], Timers(), 0.0)
@@ -103,7 +103,7 @@ class Rank0:
 
     def _choose(self, pending: Sequence[Pending]) -> list[Pending]:
         """The oldest that can be read, as many as make a round."""
-        budget = self._layout.tokens_per_micro_batch * self._layout.data_parallel
+        budget = self._config.tokens_per_micro_batch * self._config.layout.data_parallel
         chosen: list[Pending] = []
         room = MICRO_BATCHES_PER_ROUND * budget
         for each in pending:
@@ -126,14 +126,14 @@ class Rank0:
             Part(p.producer, p.record.fence, p.record.seq, p.record.uuid, 0, p.record.rows)
             for p in shards
         ]
-        found = Round(self._number, parts, [[] for _ in range(self._layout.data_parallel)])
+        found = Round(self._number, parts, [[] for _ in range(self._config.layout.data_parallel)])
         if not parts:
             return found
         micro_batches = plan_micro_batches(
             lengths_of(self._reader.index(found)).tolist(),
-            num_ranks=self._layout.data_parallel,
-            budget=self._layout.tokens_per_micro_batch,
-            count_multiple_of=self._layout.micro_batches_multiple_of,
+            num_ranks=self._config.layout.data_parallel,
+            budget=self._config.tokens_per_micro_batch,
+            count_multiple_of=self._config.layout.micro_batches_multiple_of,
             shards=shards_of(parts).tolist(),
         )
         return found._replace(micro_batches=micro_batches)

@@ -14,8 +14,8 @@ from relax_hpc.telemetry.events import EventWriter
 def _places(config: JobConfig) -> Sequence[Place]:
     if not isinstance(config, RunConfig) or config.reference.placement != "own":
         return ()
-    reference = config.reference
-    return [Place("reference", reference.world_size, reference.resources, "reference")]
+    ranks = config.reference_megatron.layout.world_size
+    return [Place("reference", ranks, config.reference.resources, "reference")]
 
 
 def _check(config: JobConfig, shape: Architecture, _say: Say) -> JobConfig:

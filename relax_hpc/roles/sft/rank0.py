@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.engines.training_engine import Skip
 from relax_hpc.errors import ConfigError
@@ -130,13 +130,13 @@ class Rank0:
         log.info("the model is in %s", folder)
 
 
-def deal(layout: MegatronLayout, documents: Sequence[Document]) -> list[Share]:
+def deal(config: MegatronConfig, documents: Sequence[Document]) -> list[Share]:
     """Packs documents into micro-batches, a share for every data-parallel rank."""
     dealt = plan_micro_batches(
         [len(document.token_ids) for document in documents],
-        num_ranks=layout.data_parallel,
-        budget=layout.tokens_per_micro_batch,
-        count_multiple_of=layout.micro_batches_multiple_of,
+        num_ranks=config.layout.data_parallel,
+        budget=config.tokens_per_micro_batch,
+        count_multiple_of=config.layout.micro_batches_multiple_of,
     )
     shares = []
     for micro_batches in dealt:

@@ -16,7 +16,7 @@ from relax_hpc.telemetry.events import EventWriter
 def _places(config: JobConfig) -> Sequence[Place]:
     if not isinstance(config, SftRunConfig):
         return ()
-    return [Place("actor", config.actor.world_size, config.actor.resources, "actor")]
+    return [Place("actor", config.actor.layout.world_size, config.actor.resources, "actor")]
 
 
 def _check(config: JobConfig, _shape: Architecture, say: Say) -> JobConfig:

@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 
 from relax_hpc import user_files
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.run import JobConfig
 from relax_hpc.engines import optional_packages
 from relax_hpc.engines.megatron import fit
@@ -20,12 +20,12 @@ from relax_hpc.models.hf_files import HfFiles
 log = logging.getLogger(__name__)
 
 
-def check_model(path: Path, layout: MegatronLayout) -> Architecture:
-    """The model is of an architecture that can be trained, and the grid divides it."""
+def check_model(path: Path, config: MegatronConfig) -> Architecture:
+    """The model is of an architecture that can be trained, and the layout divides it."""
     shape = registry.read_architecture(path)
     for doubt in hf_fields.doubts(ConfigJson(path)):
         log.warning("%s", doubt)
-    fit.check(layout, shape)
+    fit.check(config, shape)
     return shape
 
 

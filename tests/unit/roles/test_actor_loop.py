@@ -292,14 +292,16 @@ class Rank1:
 
 def portions_of(step):
     """As rank 0 deals them to two ranks."""
-    batch = Batch(config(actor__data_parallel=2), Reader(Journal()))
+    batch = Batch(config(actor__layout__data_parallel=2), Reader(Journal()))
     return [batch.deal(record(step, number)) for number in range(2)]
 
 
 def follow(journal, trainer, world):
     trainer.dp_rank = 1
     duties, stages = OtherRank(NobodyElse(journal)), Stages(lambda: journal.note("save"))
-    loop.run(config(actor__data_parallel=2), world, trainer, Reader(journal), duties, stages)
+    loop.run(
+        config(actor__layout__data_parallel=2), world, trainer, Reader(journal), duties, stages
+    )
     assert world.told == []
 
 

@@ -149,12 +149,12 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
     fake(monkeypatch, logprobs_task.loop, journal, "run")
     monkeypatch.setattr(logprobs_task.torch.distributed, "destroy_process_group", lambda: None)
     settings = config(
-        reference__placement="own", reference__path="its model", reference__data_parallel=2,
+        reference__placement="own", reference__path="its model", reference__layout__data_parallel=2,
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
     logprobs_task.main(settings, paths, World(rank, journal), context("reference", rank), events)
-    [(_, (model, layout, *_), _)] = journal.of("MegatronScorer")
-    assert str(model.path) == "its model" and layout.data_parallel == 2
+    [(_, (model, megatron, *_), _)] = journal.of("MegatronScorer")
+    assert str(model.path) == "its model" and megatron.layout.data_parallel == 2
     [(_, (_, scorer, reader, duties), _)] = journal.of("run")
     assert (scorer, reader) == ("MegatronScorer", closing)
     assert isinstance(duties, logprobs_task.loop.OtherRank) if rank else duties is closing
@@ -164,8 +164,8 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
         assert (bus, name) == (paths.bus, "reference-0")
         assert how == {"compress": ["ragged/token_ids"]}
         assert (provenance["model"], provenance["start"]) == ("its model", 3)
-        [(_, (layout, column, writer, _, credits, _), _)] = journal.of("Rank0")
-        assert (layout.data_parallel, column) == (2, "ragged/ref_logprobs")
+        [(_, (found, column, writer, _, credits, _), _)] = journal.of("Rank0")
+        assert (found.layout.data_parallel, column) == (2, "ragged/ref_logprobs")
         assert (writer, credits) == ("SidecarWriter", "CreditTail")
 
 

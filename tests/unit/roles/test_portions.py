@@ -84,7 +84,7 @@ def test_a_measured_reference_without_a_coefficient_keeps_no_row_for_it():
 
 
 def test_every_rank_has_the_advantages_of_its_own_rows_and_micro_batches_within_the_budget():
-    settings = {"actor__data_parallel": 2, "actor__tokens_per_micro_batch": 14}
+    settings = {"actor__layout__data_parallel": 2, "actor__tokens_per_micro_batch": 14}
     portion = batch_of(index(), **settings).deal(record())
     shares = [share_of(portion, rank) for rank in range(2)]
     assert sorted(shares[0].rows + shares[1].rows) == [0, 1, 2, 3, 8, 9, 10, 11]
@@ -109,7 +109,7 @@ def test_a_row_longer_than_a_micro_batch_is_refused_but_not_one_that_is_left_out
 def test_a_later_portion_goes_to_who_had_less_of_the_earlier_one():
     uneven = index([1, 0, 0, 0], [1] * 4, [59, 9, 9, 9])  # 60 against 30, then 4 x 10
     small = index([1, 0, 0, 0], [1] * 4, [9, 9, 9, 9], guid=1)
-    batch = batch_of(uneven, small, actor__data_parallel=2)
+    batch = batch_of(uneven, small, actor__layout__data_parallel=2)
     first = batch.deal(record(1, 0, last=False))
     [light] = [rank for rank in range(2) if share_of(first, rank).rows != [0]]
     second = batch.deal(record(1, 1))

@@ -9,7 +9,7 @@ from role_fakes import Events, Journal, row
 from relax_hpc.bus.credits import Credit
 from relax_hpc.bus.durable import FULL_RETRY_S, BusFullError
 from relax_hpc.bus.plan import Part
-from relax_hpc.config.layout import MegatronLayout
+from relax_hpc.config.layout import Layout, MegatronConfig
 from relax_hpc.errors import DamagedError
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.scorer import loop, rank0
@@ -74,17 +74,18 @@ COLUMN = "ragged/a_column"
 
 
 def rank0_of(journal, shards, *credits, data_parallel=1, budget=10):
-    layout = MegatronLayout(tokens_per_micro_batch=budget, data_parallel=data_parallel)
+    layout = Layout(data_parallel=data_parallel)
+    config = MegatronConfig(tokens_per_micro_batch=budget, layout=layout)
     events = Events()
     writer = Writer(journal, shards)
     credits = Credits(*(credits or [None]))
-    return Rank0(layout, COLUMN, writer, Reader(), credits, events), events
+    return Rank0(config, COLUMN, writer, Reader(), credits, events), events
 
 
 def test_a_round_is_the_oldest_shards_that_fill_it_and_a_large_one_comes_alone():
     def chosen(*tokens, **settings):
         mine, _ = rank0_of(Journal(), [pending(n, 1, size) for n, size in enumerate(tokens)])
-        mine._layout = MegatronLayout(tokens_per_micro_batch=10, **settings)
+        mine._config = MegatronConfig(tokens_per_micro_batch=10, layout=Layout(**settings))
         return [part.seq for part in mine.next_round().parts]
 
     assert chosen(20, 20, 1) == [0, 1]  # four micro-batches of ten

@@ -22,7 +22,7 @@ def config(data_parallel=1, **settings):
     return SftRunConfig.model_validate({
         "name": "run", "model": {"path": "unused"},
         "sft": {"train": "t", "batch_size": 2, "num_steps": 3} | settings,
-        "actor": {"data_parallel": data_parallel, "tokens_per_micro_batch": 12},
+        "actor": {"layout": {"data_parallel": data_parallel}, "tokens_per_micro_batch": 12},
     })  # fmt: skip
 
 

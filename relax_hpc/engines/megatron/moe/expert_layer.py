@@ -45,16 +45,11 @@ def check(config: TransformerConfig) -> None:
     """Refuses what a layer of experts cannot do here.
 
     Raises:
-        ConfigError: a field of actor.transformer; tensor parallelism that repeats the tokens.
+        ConfigError: a field of actor.transformer.
     """
     if config.num_moe_experts is None:
         return
     router.check(config)
-    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ConfigError(
-            "actor.sequence_parallel = false: with experts and actor.tensor_parallel = "
-            f"{config.tensor_model_parallel_size} every rank would send all tokens; remove it"
-        )
 
 
 def check_installed(config: TransformerConfig) -> None:
