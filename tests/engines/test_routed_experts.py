@@ -6,7 +6,7 @@ import megatron_reference
 import numpy as np
 import pytest
 import torch
-from conftest import SGLANG_PYTHON
+from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
 from relax_hpc.engines.http import Http
