@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from relax_hpc import user_files
 from relax_hpc.algorithms import table
 from relax_hpc.algorithms.algorithm import Settings
-from relax_hpc.config.moved import GONE, MOVED
+from relax_hpc.config.moved import refusal
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
@@ -122,10 +122,8 @@ def _merge(base: dict[str, Any], overlay: dict[str, Any]) -> None:
 def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
     for item in error.errors():
         key = ".".join(map(str, item["loc"]))
-        if new := MOVED.get(key):
-            yield f"{key} = {shown(item['input'])}: is {new} now; use that"
-        elif remedy := GONE.get(key):
-            yield f"{key} = {shown(item['input'])}: is gone, {remedy}"
+        if answer := refusal(item["loc"]):
+            yield f"{key} = {shown(item['input'])}: {answer}"
         elif item["type"] == "extra_forbidden":
             yield f"{key} = {shown(item['input'])}: {_unknown(item['loc'], kind)}"
         elif item["type"] == "missing":

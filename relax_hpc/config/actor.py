@@ -11,7 +11,6 @@ from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.config.saving import SavingConfig
 from relax_hpc.sections import (
     NonNegative,
-    Positive,
     Resources,
     Section,
     UserPath,
@@ -24,8 +23,6 @@ class ActorConfig(Section, SavingConfig, MegatronConfig):
     portion_micro_batches: NonNegative = 4
     """Training starts on a part of a batch once every data-parallel rank can fill this many
     micro-batches; 0 waits for the whole batch. The update is the same."""
-    max_skipped_updates: Positive = 3
-    """An update whose loss or gradient is not finite is skipped; as many in a row stop the run."""
     optimizer: OptimizerConfig = OptimizerConfig()
     resources: Resources = Resources()
 

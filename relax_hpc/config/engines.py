@@ -5,7 +5,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from relax_hpc.sections import (
-    NonNegative,
     PassThrough,
     Positive,
     Resources,
@@ -17,14 +16,16 @@ ROLLOUT = "rollout"
 """The pool that samples what is trained on. Every job has it."""
 
 
+def follows_policy(name: str) -> bool:
+    """Whether a pool is given the actor's weights; any other stays as it was loaded."""
+    return name == ROLLOUT
+
+
 class EnginePool(Section):
     kind: Literal["embedded", "sglang"] = "embedded"
     """`sglang` is the production engine; `embedded` runs anywhere torch does."""
     model: UserPath | None = None
-    """Hugging Face folder of a pool whose weights are fixed; unset is `model.path`."""
-    weights: Literal["policy", "fixed"] = "policy"
-    """policy: they follow the actor, which `[engines.rollout]` does and no other pool. fixed: they
-    stay as they were loaded, which is the default of every other pool."""
+    """Hugging Face folder of a pool other than `rollout`; unset is `model.path`."""
     placement: Literal["own", "actor"] = "own"
     """own: a component with nodes of its own. actor: on the actor's GPUs, which the two use in
     turn; `schedule.max_staleness` is 0 then, and `resources` are the actor's."""
@@ -41,8 +42,6 @@ class EnginePool(Section):
     """An engine that is not healthy after this many seconds has failed to start."""
     hang_timeout_s: Positive = 120
     """An engine that says nothing for this many seconds, outside an update, is started again."""
-    load_every_s: NonNegative = 5
-    """Seconds between two `load` events of an engine: tokens sampled, requests, cache; 0 never."""
     args: PassThrough = {}
     """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
     resources: Resources = Resources()
@@ -88,18 +87,12 @@ def check(name: str, pool: EnginePool) -> None:
 
 
 def _check_weights(key: str, name: str, pool: EnginePool) -> None:
-    wanted = "policy" if name == ROLLOUT else "fixed"
-    if pool.weights != wanted:
-        raise ValueError(
-            f"{key}.weights = {pool.weights!r}: the pool {ROLLOUT} follows the policy, and no "
-            f"other does; use {wanted!r}, or leave it out"
-        )
-    if pool.weights == "policy" and pool.model is not None:
+    if follows_policy(name) and pool.model is not None:
         raise ValueError(
             f"{key}.model = '{pool.model}': its weights follow the policy, whose model is "
             "model.path; leave it out"
         )
-    if name == ROLLOUT:
+    if follows_policy(name):
         return
     if pool.placement != "own":
         raise ValueError(
@@ -117,11 +110,7 @@ def _with_rollout(tables: Any) -> Any:  # noqa: ANN401
     """Every job has the pool that follows the policy; others stay as they are."""
     if not isinstance(tables, dict):
         return tables
-    fixed = {
-        name: {"weights": "fixed", **table} if isinstance(table, dict) else table
-        for name, table in tables.items()
-    }
-    return {ROLLOUT: {}} | fixed | {ROLLOUT: tables.get(ROLLOUT, {})}
+    return {ROLLOUT: {}} | tables
 
 
 PoolName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_-]*$", max_length=40)]

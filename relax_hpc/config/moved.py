@@ -1,5 +1,7 @@
 """Keys of older jobs: refused, with the name that they have now or with what to do instead."""
 
+from collections.abc import Sequence
+
 MOVED: dict[str, str] = {
     "actor.ddp": "actor.optimizer.ddp",
     "algorithm.num_steps": "schedule.num_steps",
@@ -16,7 +18,6 @@ MOVED: dict[str, str] = {
     "rollout.max_running_requests": "engines.rollout.max_running_requests",
     "rollout.start_timeout_s": "engines.rollout.start_timeout_s",
     "rollout.hang_timeout_s": "engines.rollout.hang_timeout_s",
-    "rollout.load_every_s": "engines.rollout.load_every_s",
     "rollout.engine_args": "engines.rollout.args",
     "rollout.resources": "engines.rollout.resources",
     "prompts.heldout": "eval.heldout.path",
@@ -36,12 +37,35 @@ MOVED: dict[str, str] = {
     "reference.expert_parallel": "reference.layout.expert_parallel",
     "reference.expert_tensor_parallel": "reference.layout.expert_tensor_parallel",
     "reference.data_parallel": "reference.layout.data_parallel",
+    "actor.optimizer.adam_beta1": "actor.optimizer.megatron.adam_beta1",
+    "actor.optimizer.adam_beta2": "actor.optimizer.megatron.adam_beta2",
 }
 """Old dotted key -> the new one."""
 
+_EVERY_5_S = "a load event is written every 5 s; remove it"
 _ALWAYS_ON = "it is on wherever layout.tensor_parallel is above 1; remove it"
 GONE: dict[str, str] = {
     "actor.sequence_parallel": _ALWAYS_ON,
     "reference.sequence_parallel": _ALWAYS_ON,
+    "actor.max_skipped_updates": "3 skipped updates in a row end the actor; remove it",
+    "rollout.load_every_s": _EVERY_5_S,
+    "engines.<name>.load_every_s": _EVERY_5_S,
+    "engines.<name>.weights": "the pool rollout follows the policy and no other does; remove it",
+    "reference.tokens_per_micro_batch": "it is the actor's; remove it",
+    "prompts.shuffle_seed": "the order of the prompts is drawn by seed; use that",
 }
-"""Old dotted key -> why it is none any more, and what to do."""
+"""Old dotted key -> why it is none any more, and what to do; <name> is any name of the user's."""
+
+
+def refusal(key: Sequence[int | str]) -> str | None:
+    """What is wrong with an old key, and what to do; None of any other.
+
+    Args:
+        key: names on the way to it.
+    """
+    dotted = ".".join(map(str, key))
+    of_any_name = ".".join([*map(str, key[:1]), "<name>", *map(str, key[2:])])
+    if new := MOVED.get(dotted):
+        return f"is {new} now; use that"
+    why = GONE.get(dotted) or GONE.get(of_any_name)
+    return f"is gone, {why}" if why else None

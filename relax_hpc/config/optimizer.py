@@ -23,10 +23,6 @@ class OptimizerConfig(BaseModel):
     decay); 0 takes all steps after the warm-up."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.0
     """Decoupled (AdamW): weights shrink by lr x this in every update; biases and norms do not."""
-    adam_beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
-    """Decay of the mean of gradients."""
-    adam_beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.95
-    """Decay of the mean of their squares."""
     clip_grad: Annotated[Number, Field(ge=0)] = 1.0
     """Largest gradient norm; 0 does not clip."""
     moments: Literal["float32", "bfloat16"] = "float32"
@@ -35,7 +31,8 @@ class OptimizerConfig(BaseModel):
     """Fraction of the main parameters and moments kept in host memory. They pass through the GPU in
     every update, which is the same to the last bit."""
     megatron: PassThrough = {}
-    """Further fields of Megatron-core's OptimizerConfig, e.g. adam_eps = 1e-15."""
+    """Further fields of Megatron-core's OptimizerConfig, e.g. adam_eps = 1e-15. Without them
+    adam_beta1 is 0.9 and adam_beta2 0.95."""
     ddp: PassThrough = {}
     """Fields of its DistributedDataParallelConfig, e.g. overlap_grad_reduce = true."""
 

@@ -30,8 +30,6 @@ OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
 class PromptsConfig(Section):
     train: UserPath
     """JSON lines, each with `prompt` (text or chat messages) and `answer`."""
-    shuffle_seed: NonNegative | None = 0
-    """Order of the training prompts, drawn anew each epoch; unset keeps the file's order."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template."""
     max_prompt_tokens: Positive = 1024
@@ -110,7 +108,8 @@ class JobConfig(Section):
     run_root: UserPath = Path("runs")
     """The run directory is made below this one, on a file system every node sees."""
     seed: NonNegative = 0
-    """Root of every random stream of the run."""
+    """Root of every random stream of the run, also of the order of the training prompts, which is
+    drawn anew each epoch."""
     model: ModelConfig
     actor: ActorConfig = ActorConfig()
     launch: LaunchConfig = LaunchConfig()

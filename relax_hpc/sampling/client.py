@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Hashable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from relax_hpc.config.engines import ROLLOUT, EnginePool
+from relax_hpc.config.engines import ROLLOUT, EnginePool, follows_policy
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Sampling
 from relax_hpc.engines.pool import Endpoint, EngineState, Pool
@@ -61,7 +61,7 @@ class PoolClient:
             events: get the load of the engines now and then.
         """
         self._paths, self._name, self._ids, self._stop_token = paths, name, ids, stop_token
-        self._follows, self._serves_at_once = pool.weights == "policy", serves_at_once
+        self._follows, self._serves_at_once = follows_policy(name), serves_at_once
         self._patience_s, self._secret = patience_s, RunSecret.read(paths.secret)
 
         def connect(at: Endpoint) -> GenerationClient:
@@ -71,7 +71,7 @@ class PoolClient:
             return GenerationClient(at.url, at.token, silence_s=patience_s, switches=switches)
 
         self._pool = Pool(connect, max_in_flight=pool.max_running_requests, patience_s=patience_s)
-        self._meter = LoadMeter(events, every_s=pool.load_every_s) if events else None
+        self._meter = LoadMeter(events) if events else None
         self._watch: asyncio.Task[None] | None = None
         self._served_at = time.monotonic()
 
@@ -211,7 +211,7 @@ def client_of(
         )
     pool = config.engines[name]
     # Engines of other weights than the folder's begin without any.
-    serves_at_once = pool.weights == "fixed" or config.weights.quantize == "none"
+    serves_at_once = not follows_policy(name) or config.weights.quantize == "none"
     return PoolClient(
         paths,
         name,

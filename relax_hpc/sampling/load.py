@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from relax_hpc.engines.pool import EngineLoad
 from relax_hpc.telemetry.events import EventWriter
 
+LOAD_EVERY_S = 5.0
+"""Between two `load` events of an engine."""
+
 
 class LoadMeter:
     """A meter that writes down what engines did since the last time."""
 
-    def __init__(self, events: EventWriter, *, every_s: float) -> None:
-        """`every_s` 0: never."""
+    def __init__(self, events: EventWriter, *, every_s: float = LOAD_EVERY_S) -> None:
         self._events, self._every_s = events, every_s
         self._since = time.monotonic()
         self._num_tokens: dict[str, int] = {}
@@ -19,7 +21,7 @@ class LoadMeter:
     def note(self, loads: Sequence[EngineLoad], *, last: bool = False) -> None:
         """Writes a `load` event per engine, if it is time to or there is no other time."""
         seconds = time.monotonic() - self._since
-        if not self._every_s or (seconds < self._every_s and not last):
+        if seconds < self._every_s and not last:
             return
         for load in loads:
             # An engine that was started again counts from 0.

@@ -55,7 +55,7 @@ def open_publisher(
     from relax_hpc.weights.staging import Giver
     from relax_hpc.weights.transport import call_timeout_s
 
-    _set_grid(config.actor)
+    _set_grid(config.actor.layout)
     device = torch.device("cpu")
     world = PoolWorld(dist.get_rank(), dist.get_world_size())
     scorer = _state["scorer"] = MegatronScorer(config.model, config.actor, world, device)

@@ -35,6 +35,13 @@ def test_fields_of_a_job_reach_megatron_beside_ours():
     assert (adam.adam_eps, adam.hysteresis, adam.lr, adam.adam_beta2) == (1e-15, 1, 2e-5, 0.95)
 
 
+def test_the_decay_of_adams_moments_is_megatrons_to_take_and_below_1():
+    _, adam = made(optimizer={"megatron": {"adam_beta2": 0.98}})
+    assert (adam.adam_beta1, adam.adam_beta2) == (0.9, 0.98)
+    for name, value in (("adam_beta1", -0.1), ("adam_beta2", 1.0)):
+        refused(f"megatron.{name} = {value}: use 0 or", optimizer={"megatron": {name: value}})
+
+
 def test_an_unknown_field_is_an_error_that_names_the_nearest():
     refused(
         "actor.optimizer.ddp.overlap_grad_reduc = True: Megatron-core's "
@@ -103,7 +110,7 @@ def test_every_field_of_megatrons_is_taken_or_refused_with_a_reason():
             module.MegatronOptimizerConfig,
             module._OPTIMIZER_REFUSED,
             "apply_wd_to_qk_layernorm loss_scale initial_loss_scale min_loss_scale "
-            "loss_scale_window hysteresis adam_eps",
+            "loss_scale_window hysteresis adam_beta1 adam_beta2 adam_eps",
         ),
     ):
         assert {field.name for field in fields(target)} == set(reasons) | set(taken.split())

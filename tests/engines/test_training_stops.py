@@ -61,12 +61,12 @@ def test_weights_that_give_no_sample_finite_logprobs_are_told_from_bad_samples(r
 
 
 def test_a_broken_model_ends_training_at_once_and_bad_samples_after_a_while():
-    skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=2), 3)
+    skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=2))
     with pytest.raises(TrainingError, match="3 updates in a row were skipped"):
-        skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=3), 3)
+        skips.stop_if_stuck(SimpleNamespace(**vars(BAD), in_a_row=3))
     broken = SimpleNamespace(**vars(BAD) | {"is_model": True}, in_a_row=1)
     with pytest.raises(TrainingError, match="its weights are broken"):
-        skips.stop_if_stuck(broken, 3)
+        skips.stop_if_stuck(broken)
 
 
 class Trainer:
@@ -138,7 +138,7 @@ def train(tmp_path):
         said, trainer = [], Trainer(bad)
         tree = {
             "name": "run", "run_root": str(tmp_path), "model": {"path": "unused"},
-            "actor": {"max_skipped_updates": 2, "save_every": save_every},
+            "actor": {"save_every": save_every},
         }  # fmt: skip
         if kind == "sft":
             config = SftRunConfig.model_validate(
@@ -178,10 +178,10 @@ def train(tmp_path):
 
 @pytest.mark.parametrize("kind", ["rl", "sft"])
 def test_the_step_that_ends_training_is_neither_published_nor_saved_nor_counted(train, kind):
-    said = train(kind, num_steps=3, bad={2, 3})
-    assert said[-2:] == [("skipped", 3), "failed"]
-    assert ("saved", 1) in said and ("logged", 2) in said
-    for what in (("saved", 3), ("published", 3), ("logged", 3), "finished", "exported"):
+    said = train(kind, num_steps=4, bad={2, 3, 4})
+    assert said[-2:] == [("skipped", 4), "failed"]
+    assert ("saved", 1) in said and ("logged", 3) in said
+    for what in (("saved", 4), ("published", 4), ("logged", 4), "finished", "exported"):
         assert what not in said
 
 

@@ -21,7 +21,6 @@ VALUES = {
     "schedule.num_steps=" + "9" * 5000: "schedule.num_steps = '9999",
     f"weights.bucket_bytes={NINES}": "should be less than or equal to 9223372036854775807",
     f"launch.peer_timeout_s={NINES}": "should be less than or equal to 2147483647",
-    f"prompts.shuffle_seed={NINES}": "should be less than or equal to 2147483647",
     "actor.optimizer.lr=inf": "actor.optimizer.lr = inf: input should be a finite number",
     "actor.optimizer.lr=nan": "actor.optimizer.lr = nan: input should be a finite number",
     "actor.optimizer.lr=1e39": "lr = 1e+39: input should be less than or equal to 34000",

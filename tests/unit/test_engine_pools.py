@@ -6,6 +6,7 @@ import shutil
 import pytest
 from roles.role_fakes import config
 
+from relax_hpc.config import engines
 from relax_hpc.errors import ConfigError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
@@ -19,8 +20,8 @@ def test_every_job_has_the_pool_that_follows_the_policy_and_others_stay_as_they_
     assert config().engines.keys() == {"rollout"}
     settings = config(engines__judge__model="judge", engines__judge__count=2)
     assert list(settings.engines) == ["rollout", "judge"]
-    found = {name: pool.weights for name, pool in settings.engines.items()}
-    assert found == {"rollout": "policy", "judge": "fixed"}
+    found = {name: engines.follows_policy(name) for name in settings.engines}
+    assert found == {"rollout": True, "judge": False}
     assert settings.engines_in("judge") == ["judge-0", "judge-1"]
     assert settings.rollout_engines == settings.producers == ["rollout-0"]
 
@@ -28,8 +29,7 @@ def test_every_job_has_the_pool_that_follows_the_policy_and_others_stay_as_they_
 @pytest.mark.parametrize(
     ("settings", "answer"),
     [
-        ({"engines__judge__weights": "policy"}, "engines.judge.weights = 'policy': the pool roll"),
-        ({"engines__rollout__weights": "fixed"}, "engines.rollout.weights = 'fixed': the pool ro"),
+        ({"engines__judge__weights": "policy"}, "engines.judge.weights = 'policy': is gone, the"),
         ({"engines__rollout__model": "m"}, "engines.rollout.model = 'm': its weights follow"),
         ({"engines__judge__placement": "actor"}, "engines.judge.placement = 'actor': only the po"),
         ({"engines__judge__resources__max_nodes": 2}, "engines.judge.resources.max_nodes = 2: eng"),

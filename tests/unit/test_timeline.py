@@ -157,8 +157,6 @@ def test_the_load_of_an_engine_is_what_came_since_the_last_note(tmp_path):
         return [EngineLoad(id, tokens, 3, 2, None)]
 
     with EventWriter(tmp_path / "rollout-0.jsonl", "rollout", 0) as events:
-        never = LoadMeter(events, every_s=0)
-        never.note(states(5), last=True)
         meter = LoadMeter(events, every_s=1e-9)
         for tokens in (10, 25, 7):  # it was started again before the last
             meter.note(states(tokens))

@@ -79,7 +79,7 @@ def run(
             check()
         with timers.phase("train"):
             stats = trainer.update()
-        stop_or_go_on(duties, step, trainer.skip, config.actor.max_skipped_updates)
+        stop_or_go_on(duties, step, trainer.skip)
         stages.lease.to_engines(trainer)
         with timers("publish"):
             _publish(world, trainer, duties)

@@ -1,6 +1,6 @@
 """What can be known to be wrong with engines before anything is queued."""
 
-from relax_hpc.config.engines import ROLLOUT, EnginePool
+from relax_hpc.config.engines import ROLLOUT, EnginePool, follows_policy
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.embedded import launch as embedded
 from relax_hpc.engines.sglang import launch as sglang
@@ -17,7 +17,7 @@ def check_pools(config: RunConfig) -> None:
         ConfigError: naming the first reason why not.
     """
     for name, pool in config.engines.items():
-        if pool.weights == "policy":
+        if follows_policy(name):
             continue  # with the rest of rollout
         path = pool.model or config.model.path
         try:

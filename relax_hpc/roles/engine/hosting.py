@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from relax_hpc.config.engines import ROLLOUT, EnginePool
+from relax_hpc.config.engines import ROLLOUT, EnginePool, follows_policy
 from relax_hpc.config.rollout import Transport
 from relax_hpc.config.run import RunConfig, engines_of
 from relax_hpc.engines.sglang.launch import size_of
@@ -73,7 +73,7 @@ def hosting_of(
         transport: how weights get to it, if not as `weights.transport` says.
     """
     pool = config.engines[name]
-    follows = pool.weights == "policy"
+    follows = follows_policy(name)
     return Hosting(
         spec_of(config, seat, name),
         seat,
@@ -92,7 +92,7 @@ def hosting_of(
 def spec_of(config: RunConfig, seat: Seat, name: str = ROLLOUT) -> EngineSpec:
     """What the engine of the pool `name` that sits there computes."""
     pool = config.engines[name]
-    follows = pool.weights == "policy"
+    follows = follows_policy(name)
     return EngineSpec(
         pool.kind,
         pool.model or config.model.path,

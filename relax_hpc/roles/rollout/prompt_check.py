@@ -88,7 +88,7 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
             max_prompt_tokens=settings.max_prompt_tokens,
         )
 
-    train = source(files.train, settings.shuffle_seed)
+    train = source(files.train, config.seed)
     return Sources(train, {name: source(records, None) for name, records in files.heldout.items()})
 
 

@@ -85,7 +85,7 @@ def run(
         with timers.phase("train"):
             trainer.accumulate(share.rows, share.micro_batches, loss, last=True)
             stats = trainer.update()
-        stop_or_go_on(duties, step, trainer.skip, config.actor.max_skipped_updates)
+        stop_or_go_on(duties, step, trainer.skip)
         if last or _is_due(step, config.sft.heldout_every):
             with timers("heldout"):
                 _measure(world, trainer, heldout, duties)

@@ -6,6 +6,9 @@ from typing import Any
 from relax_hpc.engines.training_engine import Skip
 from relax_hpc.errors import TrainingError
 
+MAX_IN_A_ROW = 3
+"""As many updates that are skipped in a row end the actor."""
+
 
 def fields_of(skip: Skip, places: Mapping[int, str]) -> dict[str, Any]:
     """The fields of a `skipped` event.
@@ -33,11 +36,11 @@ def line_of(skip: Skip, places: Mapping[int, str]) -> str:
     return f"{skip.reason}: guid/sibling {named}" + (f" and {more} more" if more else "")
 
 
-def stop_if_stuck(skip: Skip, max_skipped: int) -> None:
+def stop_if_stuck(skip: Skip) -> None:
     """Ends the actor if nothing has been learned for a while, or nothing can be.
 
     Raises:
-        TrainingError: `max_skipped` updates were skipped in a row, or the model gives no sample
+        TrainingError: MAX_IN_A_ROW updates were skipped in a row, or the model gives no sample
             finite logprobs.
     """
     if skip.is_model:
@@ -46,9 +49,9 @@ def stop_if_stuck(skip: Skip, max_skipped: int) -> None:
             "weights are broken, by an update before; nothing was published or saved since, and a "
             "restart begins at the newest checkpoint: lower actor.optimizer.lr"
         )
-    if skip.in_a_row >= max_skipped:
+    if skip.in_a_row >= MAX_IN_A_ROW:
         raise TrainingError(
-            f"{skip.in_a_row} updates in a row were skipped (actor.max_skipped_updates): "
+            f"{skip.in_a_row} updates in a row were skipped: "
             f"{line_of(skip, {})}; none of them changed the weights, and none was saved: a restart "
             "begins at the newest checkpoint: look at the samples, or lower actor.optimizer.lr"
         )

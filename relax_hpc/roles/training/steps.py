@@ -26,7 +26,7 @@ class NoLog:
     def skipped(self, step: int, skip: Skip) -> None: ...
 
 
-def stop_or_go_on(log: StepLog, step: int, skip: Skip | None, max_skipped: int) -> None:
+def stop_or_go_on(log: StepLog, step: int, skip: Skip | None) -> None:
     """Notes why the update was not done, if it was not; called before anything is made of it.
 
     Raises:
@@ -34,4 +34,4 @@ def stop_or_go_on(log: StepLog, step: int, skip: Skip | None, max_skipped: int) 
     """
     if skip is not None:
         log.skipped(step, skip)
-        stop_if_stuck(skip, max_skipped)
+        stop_if_stuck(skip)

@@ -215,7 +215,7 @@ def test_a_skipped_update_is_noted_and_the_run_goes_on():
     journal = Journal()
     trainer = Trainer(journal)
     trainer.skip = Skip(in_a_row=2)
-    run(journal, trainer=trainer, actor__max_skipped_updates=3)
+    run(journal, trainer=trainer)
     assert journal.of("skipped") == [("skipped", 1, Skip.reason), ("skipped", 2, Skip.reason)]
     assert journal[-1] == ("finish",)
 
@@ -233,7 +233,7 @@ def test_a_run_that_cannot_learn_ends_before_the_step_is_published_or_saved(skip
     trainer = Trainer(journal)
     trainer.skip = skip
     with pytest.raises(TrainingError, match=why):
-        run(journal, trainer=trainer, actor__max_skipped_updates=3)
+        run(journal, trainer=trainer)
     assert journal[-2:] == [("update", 1), ("skipped", 1, Skip.reason)]
     assert len(journal.of("publish")) == 1 and not journal.of("save", "refresh", "end_step")
 

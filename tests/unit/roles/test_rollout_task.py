@@ -68,7 +68,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     settings = config(
         engines__rollout__count=6, engines__rollout__engines_per_task=2,
         eval__heldout__num_prompts=3,
-        prompts__shuffle_seed=5, prompts__max_prompt_tokens=70, prompts__chat_template=False,
+        seed=5, prompts__max_prompt_tokens=70, prompts__chat_template=False,
     )  # fmt: skip
     own = ["rollout-1.0", "rollout-1.1"]
     sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())

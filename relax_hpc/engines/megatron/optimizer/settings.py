@@ -50,8 +50,6 @@ _OPTIMIZER_REFUSED = (
     _set_by("actor.optimizer.lr", "lr")
     | _set_by("actor.optimizer.final_lr_fraction", "min_lr")
     | _set_by("actor.optimizer.weight_decay", "weight_decay")
-    | _set_by("actor.optimizer.adam_beta1", "adam_beta1")
-    | _set_by("actor.optimizer.adam_beta2", "adam_beta2")
     | _set_by("actor.optimizer.clip_grad", "clip_grad")
     | _set_by("model.dtype", "fp16", "bf16", "params_dtype")
     | _set_by(
@@ -106,9 +104,9 @@ def optimizer_config(config: OptimizerConfig, dtype: str) -> MegatronOptimizerCo
     """Makes Megatron's settings of optimizer and loss scale, with `actor.optimizer.megatron`.
 
     Raises:
-        ConfigError: see `passthrough.build`.
+        ConfigError: see `passthrough.build`; a decay of Adam's moments that is none.
     """
-    return build(
+    made = build(
         MegatronOptimizerConfig,
         "actor.optimizer.megatron",
         config.megatron,
@@ -117,8 +115,8 @@ def optimizer_config(config: OptimizerConfig, dtype: str) -> MegatronOptimizerCo
             "lr": config.lr,
             "min_lr": 0.0,
             "weight_decay": config.weight_decay,
-            "adam_beta1": config.adam_beta1,
-            "adam_beta2": config.adam_beta2,
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.95,
             "clip_grad": config.clip_grad,
             "bf16": dtype == "bfloat16",
             "fp16": dtype == "float16",
@@ -132,6 +130,12 @@ def optimizer_config(config: OptimizerConfig, dtype: str) -> MegatronOptimizerCo
         },
         refused=_OPTIMIZER_REFUSED,
     )
+    for name in ("adam_beta1", "adam_beta2"):
+        if not 0 <= getattr(made, name) < 1:
+            raise ConfigError(
+                f"actor.optimizer.megatron.{name} = {getattr(made, name)}: use 0 or more, below 1"
+            )
+    return made
 
 
 def check(config: OptimizerConfig, dtype: str) -> None:
