@@ -1,4 +1,4 @@
-"""Small JSON records, published whole and never half seen; files that outlive a power cut.
+"""Small JSON records, published whole and never half seen; files that outlive a power cut; CRCs.
 
 JSON has no numbers that are not finite: what is written here may hold none, or says null for them.
 """
@@ -8,7 +8,21 @@ import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import crc32c
+
+Buffer = bytes | bytearray | memoryview
+
+
+def checksum(data: Buffer, before: int = 0) -> int:
+    """CRC32C (Castagnoli), as the CPU computes it: about 10 GB/s on one core.
+
+    Args:
+        before: checksum of the bytes in front of `data`, to go on from.
+    """
+    # The lock of the interpreter is always released: whoever writes beside this must not wait.
+    return cast(int, crc32c.crc32c(data, before, 1))
 
 
 def write_json(path: Path, record: object) -> None:

@@ -1,10 +1,16 @@
-"""Files that a user named. What cannot be read is refused in one line, and nothing waits."""
+"""Files that a user named. What cannot be read is refused in one line, and nothing waits.
+
+Among them are programs: a place in one is "file.py:name" or "package.module:name".
+"""
 
 import errno
+import importlib
+import importlib.util
 import json
 import os
 import re
 import stat
+import sys
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -146,6 +152,34 @@ def check_folder(where: str, path: Path, remedy: str) -> None:
         raise ConfigError(f"{where}: is no folder; {remedy}") from None
     except (OSError, ValueError) as error:
         raise _unreadable(where, error, remedy) from None
+
+
+def absolute_place(name: str) -> str:
+    """The same place in a file wherever a process is started; other names as they are."""
+    file, colon, attribute = name.rpartition(":")
+    return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
+
+
+def imported(place: str) -> Any:  # noqa: ANN401
+    """Runs the program and returns what stands at a place in it.
+
+    Raises:
+        Exception: whatever the import raises.
+    """
+    module, _, attribute = place.rpartition(":")
+    found = _run(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    return getattr(found, attribute)
+
+
+def _run(path: Path) -> object:
+    spec = importlib.util.spec_from_file_location(f"plugin_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(path.parent))  # files beside it can be imported
+    spec.loader.exec_module(module)
+    return module
 
 
 def _unreadable(where: str, error: OSError | ValueError, remedy: str) -> ConfigError:

@@ -18,7 +18,7 @@ import numpy as np
 from relax_hpc.bench.report import Row, compared
 from relax_hpc.bench.workload import GROUPS, Kind, renumbered, routed_columns
 from relax_hpc.bus import layout
-from relax_hpc.bus.durable import Buffer, pread_into, pwritev_all
+from relax_hpc.bus.durable import pread_into, pwritev_all
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
 from relax_hpc.bus.log_writer import LogWriter
 from relax_hpc.bus.producer import Producer
@@ -28,7 +28,7 @@ from relax_hpc.bus.shards.hdf5 import Attribute
 from relax_hpc.bus.shards.routed import COLUMN as EXPERTS
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.paths import BusPaths
-from relax_hpc.records import sync
+from relax_hpc.records import Buffer, sync
 from relax_hpc.schema import Columns, PromptGroup
 from relax_hpc.scratch import scratch_folder
 

@@ -4,7 +4,7 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from relax_hpc.bench.report import machine
+from relax_hpc.bench.report import aligned, machine
 from relax_hpc.records import write_json
 
 _PARTS = (
@@ -85,8 +85,7 @@ def show(figures: Figures, json_file: Path | None) -> str:
         parts = [f"{1e3 * update.parts.get(name, 0.0):.1f}" for name in _PARTS]
         whole = [f"{1e3 * update.paused:.1f}", f"{1e3 * update.total:.1f}"]
         lines.append((str(update.version), *whole, *parts, f"{rate:.0f}"))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(map(str.rjust, line, widths)) for line in lines]
+    table = aligned(lines)
     if json_file is not None:
         write_json(json_file, {"machine": machine(), **asdict(figures)})
     gaps = [

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from relax_hpc.bench.ranks import joined
 from relax_hpc.bench.sync_figures import Gap, Update
 from relax_hpc.bench.sync_task import ATTEMPT, LOGPROB_VERSIONS, Task
-from relax_hpc.comm.torch_group import init_torch
-from relax_hpc.comm.world import World, connect
+from relax_hpc.comm.world import World
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
 from relax_hpc.engines.megatron.scorer import MegatronScorer
@@ -38,16 +38,8 @@ _STEP = 1 + 2.0**-6
 def run(rank: int, task: Task) -> None:
     """Publishes all versions; rank 0 writes what it found."""
     logging.basicConfig(level=logging.WARNING)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    size, rendezvous = task.config.actor.layout.world_size, task.paths.rendezvous("trainer")
-    secret = RunSecret.read(task.paths.secret)
-    world = connect("files", rank=rank, size=size, rendezvous=rendezvous, secret=secret)
-    init_torch(world, device="cuda" if on_gpu else "cpu")
+    rendezvous = task.paths.rendezvous("trainer")
+    world, device = joined(rank, task.num_ranks, rendezvous, task.paths.secret)
     has_weights = any(task.config.model.path.glob("*.safetensors"))
     scorer = MegatronScorer(
         task.config.model, task.config.actor, world, device,

@@ -14,7 +14,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.bench.report import machine
+from relax_hpc.bench.report import aligned, machine
 from relax_hpc.bench.shapes import model_folder
 from relax_hpc.bench.train_task import Figures, Task, Work, grid_name
 from relax_hpc.config.layout import Layout
@@ -63,8 +63,7 @@ def show(figures: Sequence[Figures], json_file: Path | None) -> str:
             f"{row.tokens_per_s:.0f}", f"{row.tokens_per_s_per_gpu:.0f}", f"{row.mfu:.1%}",
             *(f"{1e3 * phase:.0f} ms" for phase in phases), f"{row.peak_gib:.1f} GiB",
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(map(str.rjust, line, widths)) for line in lines]
+    table = aligned(lines)
     if json_file is not None:
         rows = [asdict(row) for row in figures]
         write_json(json_file, {"machine": machine(), "mfu": _FORMULA, "rows": rows})

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from relax_hpc.algorithms.algorithm import LossOutput, Tokens
 from relax_hpc.algorithms.losses import grpo
+from relax_hpc.bench.ranks import joined
 from relax_hpc.bench.train_task import Figures, Task, Work, grid_name, lengths_of
-from relax_hpc.comm.torch_group import init_torch
-from relax_hpc.comm.world import World, connect
+from relax_hpc.comm.world import World
 from relax_hpc.engines.megatron.flops import PEAK, training_flops
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.roles.training.build import trainer_of
-from relax_hpc.run_secret import RunSecret
 from relax_hpc.schema import FinishReason, Trajectory
 
 log = logging.getLogger(__name__)
@@ -34,17 +33,9 @@ _WARM_UP = 2
 def run(rank: int, task: Task) -> None:
     """Measures every work of the task; rank 0 writes what it finds, after each."""
     logging.basicConfig(level=logging.WARNING)
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    world = connect(
-        "files", rank=rank, size=task.config.actor.layout.world_size,
-        rendezvous=task.folder / "rendezvous.json", secret=RunSecret.read(task.secret),
-    )  # fmt: skip
-    init_torch(world, device="cuda" if on_gpu else "cpu")
+    world, device = joined(
+        rank, task.config.actor.layout.world_size, task.folder / "rendezvous.json", task.secret
+    )
     measured: list[dict[str, Any]] = []
     for work in task.works:
         figures = measure(task, work, world, device)
@@ -52,7 +43,7 @@ def run(rank: int, task: Task) -> None:
         if rank == 0:
             task.results.write_text(json.dumps(measured))
         gc.collect()  # the trainer before the next one
-        if on_gpu:
+        if device.type == "cuda":
             torch.cuda.empty_cache()
     dist.barrier()
     dist.destroy_process_group()

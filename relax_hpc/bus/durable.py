@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import cast
 
-import crc32c as _crc32c
-
 from relax_hpc.errors import BusError
+from relax_hpc.records import Buffer, checksum
 
 log = logging.getLogger(__name__)
 
-Buffer = bytes | bytearray | memoryview
 MAX_BUFFERS = 1024  # of one system call: IOV_MAX of Linux
 _SYNC_FILE_RANGE_WRITE = 2
 FULL_RETRY_S = 5.0
@@ -56,16 +54,6 @@ class Space:
             return False
         self._retry_at = 0.0
         return True
-
-
-def checksum(data: Buffer, before: int = 0) -> int:
-    """CRC32C (Castagnoli), as the CPU computes it: about 10 GB/s on one core.
-
-    Args:
-        before: checksum of the bytes in front of `data`, to go on from.
-    """
-    # The lock of the interpreter is always released: whoever writes beside this must not wait.
-    return cast(int, _crc32c.crc32c(data, before, 1))
 
 
 def is_full(error: OSError) -> bool:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.bus.durable import checksum, pwrite_all
+from relax_hpc.bus.durable import pwrite_all
 from relax_hpc.bus.tail import current_size, read_whole
 from relax_hpc.errors import BusError
-from relax_hpc.records import sync
+from relax_hpc.records import checksum, sync
 
 MAGIC = b"\x89RLF"  # cannot occur inside JSON text
 FRAME = struct.Struct("<4sII")

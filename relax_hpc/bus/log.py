@@ -5,9 +5,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
-from relax_hpc.bus.durable import checksum
 from relax_hpc.bus.tail import GrowingFile
 from relax_hpc.errors import BusError
+from relax_hpc.records import checksum
 from relax_hpc.schema import PRODUCER, ROLES, Role
 
 MAGIC = b"RLC1"

@@ -60,6 +60,11 @@ class BucketPlan:
     def num_bytes(self) -> int:
         return sum(self.sizes)
 
+    def buffers(self, count: int, device: torch.device) -> list[Tensor]:
+        """Returns `count` buffers for buckets, [bytes of the largest] uint8."""
+        size = max(self.sizes)
+        return [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
+
     @cached_property
     def hash(self) -> str:
         """SHA-256 of names, types, shapes and cuts: what sender and receivers must agree on."""

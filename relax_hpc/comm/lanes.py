@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_hpc.comm.address import node_address
 from relax_hpc.comm.bucket import BucketPlan
 from relax_hpc.comm.orders import PLAN, Order, abort_key
 from relax_hpc.comm.patience import Patience
 from relax_hpc.comm.shared_memory import SharedMemory, attach
-from relax_hpc.comm.torch_store import connect_store, open_store
+from relax_hpc.comm.torch_store import connect_store, shared_store
 from relax_hpc.comm.world import World
 
 _POLL_S = 1e-4
@@ -38,13 +37,8 @@ class Store:
     @classmethod
     def of_trainer(cls, world: World, *, timeout_s: float) -> "Store":
         """Rank 0 opens it, on a free port; the others connect. Collective."""
-        address, store = None, None
-        if world.rank == 0:
-            host = node_address()
-            store = open_store(host, world.size, timeout_s=timeout_s)
-            address = (host, store.port)
-        host, port = world.bcast(address)
-        return cls(host, port, store) if store else cls.connect(f"{host}:{port}", timeout_s)
+        store = shared_store(world, timeout_s=timeout_s)
+        return cls(store.host, store.port, store)
 
     @classmethod
     def connect(cls, address: str, timeout_s: float) -> "Store":

@@ -7,28 +7,19 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from relax_hpc.comm.address import node_address
-from relax_hpc.comm.torch_store import connect_store, open_store
+from relax_hpc.comm.torch_store import shared_store
 from relax_hpc.comm.world import World
 
 
 def init_torch(world: World, *, device: Literal["cpu", "cuda"], timeout_s: float = 600) -> None:
     """Initialises the default process group with the ranks of `world`.
 
-    Rank 0 lets its store pick a free port and tells the others: nobody guesses a port, so nobody
-    can lose a race for one. GPU ranks get NCCL for CUDA tensors and gloo for CPU tensors.
+    GPU ranks get NCCL for CUDA tensors and gloo for CPU tensors.
     """
     if device == "cuda":
         settle_nccl()
     timeout = timedelta(seconds=timeout_s)
-    store, address = None, None
-    if world.rank == 0:
-        host = node_address()
-        store = open_store(host, world.size, timeout_s=timeout_s)
-        address = (host, store.port)
-    host, port = world.bcast(address)
-    if store is None:
-        store = connect_store(host, port, world.size, timeout_s=timeout_s)
+    store = shared_store(world, timeout_s=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout

@@ -6,7 +6,23 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from relax_hpc.comm.address import node_address
+from relax_hpc.comm.world import World
+
 _BACKLOG = 4096
+
+
+def shared_store(world: World, *, timeout_s: float) -> dist.TCPStore:
+    """The ranks' store, on a free port of rank 0's node, which tells the others. Collective.
+
+    Nobody guesses a port, so nobody can lose a race for one.
+    """
+    if world.rank == 0:
+        store = open_store(node_address(), world.size, timeout_s=timeout_s)
+        world.bcast((store.host, store.port))
+        return store
+    host, port = world.bcast(None)
+    return connect_store(host, port, world.size, timeout_s=timeout_s)
 
 
 def open_store(host: str, size: int | None, *, timeout_s: float) -> dist.TCPStore:

@@ -15,7 +15,6 @@ from relax_hpc import permissions
 from relax_hpc.bus import layout
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftConfig, SftRunConfig
-from relax_hpc.environments import registry as environments
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.launch import local as local_job
 from relax_hpc.launch import preflight, record, script
@@ -26,10 +25,10 @@ from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
-from relax_hpc.rewards import registry as rewards
 from relax_hpc.roles import table
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.sections import Resources, Section
+from relax_hpc.user_files import absolute_place
 
 Mode = Literal["slurm", "local"]
 S = TypeVar("S", bound=Section)
@@ -152,7 +151,7 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
         "launch": config.launch.model_copy(update={"profile": profile}),
     }
     if isinstance(config, RunConfig):
-        environment = environments.absolute(config.rollout.environment)
+        environment = absolute_place(config.rollout.environment)
         rollout = config.rollout.model_copy(update={"environment": environment})
         resolved["engines"] = {
             name: pool.model_copy(update={"model": pool.model and pool.model.absolute()})
@@ -160,7 +159,7 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
         }
         train = {"train": config.prompts.train.absolute()}
         resolved |= {"rollout": rollout, "prompts": config.prompts.model_copy(update=train)}
-        reward = rewards.absolute(config.reward.name)
+        reward = absolute_place(config.reward.name)
         resolved["reward"] = config.reward.model_copy(update={"name": reward})
         resolved["eval"] = {
             name: each.model_copy(update={"path": each.path.absolute()})

@@ -2,13 +2,15 @@
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from relax_hpc import user_files
 from relax_hpc.errors import ConfigError, first_line
 
+SAMPLE = 1000
+"""Rows of a file that are tokenized where a run is submitted."""
 REMEDY = "name a file of JSON lines or Parquet (.parquet)"
 
 
@@ -54,6 +56,22 @@ def sample(sizes: Sequence[int], count: int) -> list[int]:
     rest, evenly = sorted(by_size[count // 2 :]), count - count // 2
     places = (place * (len(rest) - 1) // (evenly - 1) for place in range(evenly))
     return sorted([*by_size[: count // 2], *(rest[place] for place in places)])
+
+
+def left_out(chosen: Sequence[Sized], every: Sequence[Sized], what: str, before: str) -> str | None:
+    """For people, when only `chosen` of the rows of `every` file were looked at; else None.
+
+    Args:
+        what: the rows are called.
+        before: what happens only after all were looked at.
+    """
+    count, total = sum(map(len, chosen)), sum(map(len, every))
+    if count == total:
+        return None
+    return (
+        f"checked {count:,} of {total:,} {what}; all are checked when the job starts, before "
+        f"{before}"
+    )
 
 
 def is_list_of_objects(value: object) -> bool:

@@ -1,13 +1,11 @@
 """Rewards by the name that a job gives them, or by the place of their function."""
 
 import difflib
-import importlib
-import importlib.util
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from relax_hpc import user_files
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import boxed_number, coin
 
@@ -35,12 +33,6 @@ REWARDS: dict[str, BuiltIn] = {
 def is_plugin(name: str) -> bool:
     """Whether a reward is somebody else's program."""
     return name not in REWARDS
-
-
-def absolute(name: str) -> str:
-    """The same reward wherever the job's tasks are started."""
-    place, colon, function = name.rpartition(":")
-    return f"{Path(place).absolute()}:{function}" if colon and place.endswith(".py") else name
 
 
 def place_of(name: str) -> str:
@@ -72,22 +64,7 @@ def function_of(place: str) -> Callable[..., Any]:
     Raises:
         Exception: whatever the import raises.
     """
-    module, _, name = place.rpartition(":")
-    found = _file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    function: Callable[..., Any] = getattr(found, name)
+    function: Callable[..., Any] = user_files.imported(place)
     if not callable(function):
-        raise TypeError(f"{name} is no function")
+        raise TypeError(f"{place.rpartition(':')[2]} is no function")
     return function
-
-
-def _file(path: Path) -> object:
-    import sys
-
-    spec = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(path.parent))  # files beside it can be imported
-    spec.loader.exec_module(module)
-    return module

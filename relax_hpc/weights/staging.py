@@ -68,10 +68,7 @@ class Buffers:
 
     @cached_property
     def _flat(self) -> list[Tensor]:
-        size = max(self.plan.sizes)
-        return [
-            torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(self._count)
-        ]
+        return self.plan.buffers(self._count, self.device)
 
 
 class Outgoing:

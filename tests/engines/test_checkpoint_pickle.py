@@ -10,9 +10,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
-from relax_hpc.engines.megatron.checkpoint.part_files import checksum, write_names, write_part
+from relax_hpc.engines.megatron.checkpoint.part_files import write_names, write_part
 from relax_hpc.engines.megatron.checkpoint.read import Stored
 from relax_hpc.errors import CheckpointError
+from relax_hpc.records import checksum
 
 
 class Bomb:

@@ -17,6 +17,7 @@ from relax_hpc.engines.megatron.checkpoint.boxes import Box, cut
 from relax_hpc.engines.megatron.checkpoint.part_files import write_names, write_part
 from relax_hpc.engines.megatron.checkpoint.read import Stored, damage
 from relax_hpc.errors import CheckpointError, ConfigError, PeerTimeoutError
+from relax_hpc.records import checksum
 
 ROWS, ADVANTAGES = trajectories(8)
 BATCH = {"rows": ROWS, "advantages": ADVANTAGES}
@@ -290,7 +291,7 @@ def test_a_checkpoint_that_claims_the_grid_but_lacks_a_ranks_random_state_is_ref
     manifest = json.loads((tmp_path / "pp2/manifest.json").read_bytes())
     content = (tmp_path / "pp2/common.pt").read_bytes()
     manifest["files"]["common.pt"] = {
-        "bytes": len(content), "crc32c": part_files.checksum(content),
+        "bytes": len(content), "crc32c": checksum(content),
     }  # fmt: skip
     del manifest["files"]["__1_0.distcp"]
     (tmp_path / "pp2/manifest.json").write_text(json.dumps(manifest))

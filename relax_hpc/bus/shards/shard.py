@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.bus.durable import checksum, pread_into
+from relax_hpc.bus.durable import pread_into
 from relax_hpc.bus.shards import hdf5, media, routed
 from relax_hpc.bus.shards.hdf5 import Attribute
 from relax_hpc.bus.shards.memory import Memory
@@ -34,6 +34,7 @@ from relax_hpc.bus.shards.shard_format import (
     ShardInfo,
 )
 from relax_hpc.errors import BusError, DamagedError
+from relax_hpc.records import checksum
 from relax_hpc.schema import COLUMNS, OFFSETS, Array, Columns
 
 HEAD_READ = 1 << 17  # the header and, up to about 1,000 rows, all that is not long

@@ -18,10 +18,8 @@ import numpy.typing as npt
 
 from relax_hpc.bus.durable import (
     MAX_BUFFERS,
-    Buffer,
     BusFullError,
     block_checksums,
-    checksum,
     is_full,
     pwrite_all,
     pwritev_all,
@@ -42,7 +40,7 @@ from relax_hpc.bus.shards.shard_format import (
     ShardInfo,
 )
 from relax_hpc.errors import BusError
-from relax_hpc.records import sync
+from relax_hpc.records import Buffer, checksum, sync
 from relax_hpc.schema import ColumnPieces
 
 WRITE_BYTES = 4 << 20, 16 << 20

@@ -164,11 +164,7 @@ class BroadcastSource:
 
     @cached_property
     def _flat(self) -> list[Tensor]:
-        size = max(self.plan.sizes)
-        return [
-            torch.empty(size, dtype=torch.uint8, device=self._device)
-            for _ in range(min(_BUFFERS, len(self.plan.buckets)))
-        ]
+        return self.plan.buffers(min(_BUFFERS, len(self.plan.buckets)), self._device)
 
     def _wait(self, transfer: Transfer, patience: Patience) -> None:
         transfer.wait(patience.deadline, patience.check)

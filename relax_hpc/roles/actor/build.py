@@ -15,7 +15,6 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor import loop
-from relax_hpc.roles.actor.columns import ColumnSource
 from relax_hpc.roles.actor.engines import lease_of, register_of
 from relax_hpc.roles.actor.logprob_check import LogprobCheck
 from relax_hpc.roles.actor.other_ranks import OtherRank
@@ -71,7 +70,7 @@ def main(
 
 def _columns(
     config: RunConfig, trainer: TrainingEngine, events: EventWriter | None
-) -> list[ColumnSource]:
+) -> list[Reference]:
     """What the actor itself adds to rows; `trainer` holds model.path still."""
     reference = config.reference
     if reference.placement != "actor":

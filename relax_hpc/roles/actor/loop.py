@@ -12,8 +12,8 @@ from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.training_engine import TrainingEngine
-from relax_hpc.roles.actor.columns import ColumnSource
 from relax_hpc.roles.actor.lease import Lease, OwnGpus
+from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.dealing.portions import Portion, Share, share_of
 from relax_hpc.roles.training.steps import StepLog, stop_or_go_on
 from relax_hpc.schema import Trajectory
@@ -40,7 +40,7 @@ class Stages(NamedTuple):
 
     save: Callable[[], None]
     """Called after every step; saves when it is time to."""
-    columns: Sequence[ColumnSource] = ()
+    columns: Sequence[Reference] = ()
     """What is added to rows, in this order."""
     checks: Sequence[Callable[[], None]] = ()
     """Called when the gradient of a batch is there, and not applied yet."""

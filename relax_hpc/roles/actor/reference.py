@@ -15,7 +15,7 @@ _NAME = "reference"
 
 
 class Reference:
-    """The column `ref_logprobs`; a `ColumnSource`.
+    """Adds the column `ref_logprobs` to rows; every rank has one, and its methods are collective.
 
     Args:
         trainer: holds the policy before the first step still.
@@ -29,6 +29,7 @@ class Reference:
     """
 
     name = _NAME
+    """Of what it does, in the times of a step."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Reference:
     def fill(
         self, trajectories: Sequence[Trajectory], micro_batches: Sequence[Sequence[int]]
     ) -> list[Trajectory]:
-        """The trajectories with `ref_logprobs`."""
+        """The rows with the column; `micro_batches` index `trajectories`."""
         found = self._trainer.kept_logprobs(_NAME, trajectories, micro_batches)
         return [
             trajectory.with_columns(ref_logprobs=logprobs)
@@ -52,7 +53,10 @@ class Reference:
         ]
 
     def end_step(self, step: int) -> None:
-        """The policy of now becomes the reference, if it is time to; checkpoints hold it then."""
+        """The policy of `step` becomes the reference, if it is time to.
+
+        Called when that is published, and before a checkpoint of it is saved, which then holds it.
+        """
         if self._refresh_every and step % self._refresh_every == 0:
             self._trainer.keep(_NAME, lasting=True)
             if self._events:

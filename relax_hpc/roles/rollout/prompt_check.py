@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.registry import read_architecture
+from relax_hpc.prompts.rows import SAMPLE, left_out
 from relax_hpc.prompts.source import PromptSource, Records
 from relax_hpc.rewards.registry import REWARDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SAMPLE = 1000
-"""Prompts of a file that are tokenized where the run is submitted."""
 
 
 class Files(NamedTuple):
@@ -104,13 +102,7 @@ def check_sample(config: RunConfig, sources: Sources) -> str | None:
     every = sources.by_key.values()
     chosen = [source.records.sample(SAMPLE) for source in every]
     _check(config, sources, chosen)
-    count, total = sum(map(len, chosen)), sum(map(len, every))
-    if count == total:
-        return None
-    return (
-        f"checked {count:,} of {total:,} prompts; all are checked when the job starts, before "
-        "anything is sampled"
-    )
+    return left_out(chosen, list(every), "prompts", "anything is sampled")
 
 
 def check_share(config: RunConfig, sources: Sources, rank: int, size: int) -> None:

@@ -13,13 +13,11 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.prompts.documents import Documents, count_steps, read_text
-from relax_hpc.prompts.rows import Rows, open_rows, sample
+from relax_hpc.prompts.rows import SAMPLE, Rows, left_out, open_rows, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SAMPLE = 1000
-"""Documents of a file that are tokenized where the run is submitted."""
 
 T = TypeVar("T")
 
@@ -101,13 +99,7 @@ def check_sample(
     lengths = _check(config, files, tokenizer, chosen)
     documents = Documents(files[0].path, tokenizer, config.sft, files[0].rows)
     steps = count_steps(config.sft, documents, lengths[0])
-    count, total = sum(map(len, chosen)), sum(map(len, sizes))
-    if count == total:
-        return steps, None
-    return steps, (
-        f"checked {count:,} of {total:,} documents; all are checked when the job starts, before "
-        "anything is trained on"
-    )
+    return steps, left_out(chosen, sizes, "documents", "anything is trained on")
 
 
 def check_share(

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-import crc32c
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -35,6 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
 from relax_hpc.errors import CheckpointError, PeerTimeoutError
+from relax_hpc.records import checksum
 
 FOOTER = struct.Struct("<8sQI4x")
 """MAGIC, bytes of the table, its checksum; the last bytes of a part."""
@@ -58,11 +58,6 @@ class Entry(NamedTuple):
     """First byte in the file."""
     num_bytes: int
     checksum: int
-
-
-def checksum(data: "memoryview | bytes", before: int = 0) -> int:
-    """CRC32C; other threads run meanwhile."""
-    return cast(int, crc32c.crc32c(data, before, 1))
 
 
 def part_name(rank: int) -> str:

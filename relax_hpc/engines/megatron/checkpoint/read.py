@@ -20,10 +20,10 @@ from relax_hpc.engines.megatron.checkpoint.boxes import Box
 from relax_hpc.engines.megatron.checkpoint.part_files import (
     MANIFEST,
     NUM_THREADS,
-    checksum,
     read_table,
 )
 from relax_hpc.errors import CheckpointError, ConfigError
+from relax_hpc.records import checksum
 
 
 def damage(folder: Path) -> str | None:
