@@ -22,7 +22,7 @@ TASK = (str(Path(__file__).absolute()),)
 
 
 def job(run_dir, **options):
-    options = {"restart_delay_s": 0.1, "has_summary": False, "task": TASK, **options}
+    options = {"restart_delays_s": (0.1,), "has_summary": False, "task": TASK, **options}
     return Job("toy", Path(run_dir).absolute(), **options)
 
 

@@ -52,6 +52,7 @@ GONE: dict[str, str] = {
     "engines.<name>.load_every_s": _EVERY_5_S,
     "engines.<name>.weights": "the pool rollout follows the policy and no other does; remove it",
     "reference.tokens_per_micro_batch": "it is the actor's; remove it",
+    "launch.restart_delay_s": "it is half a second, then twice as long each time; remove it",
     "prompts.shuffle_seed": "the order of the prompts is drawn by seed; use that",
 }
 """Old dotted key -> why it is none any more, and what to do; <name> is any name of the user's."""

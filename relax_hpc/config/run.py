@@ -23,6 +23,9 @@ _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """What may be the name of a folder."""
+RESTART_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Before a component, an engine or the scaler is started again: after its first failure, after its
+second, and so on; the last of them from then on."""
 OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
 """Fields of `engines.rollout.resources` that are its own where it shares the actor's GPUs."""
 
@@ -90,9 +93,8 @@ class LaunchConfig(Section):
     profile: str | None = None
     """Site profile: a name in slurm/profiles, or a path to a TOML file."""
     max_restarts: NonNegative = 3
-    """Times a component whose step failed is started again in place."""
-    restart_delay_s: Annotated[Number, Field(ge=0)] = 2.0
-    """Seconds between the end of a failed step and its next start."""
+    """Times a component whose step failed is started again in place: after half a second, then
+    after twice as long each time, 30 s at most."""
     peer_timeout_s: Positive = 1800
     """How long a role waits for another before it gives up, naming it."""
     share: Literal["none", "group"] = "none"

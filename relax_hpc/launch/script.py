@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.config.run import RESTART_DELAYS_S
 from relax_hpc.launch import requeue
 from relax_hpc.launch.placement import Component, groups
 from relax_hpc.launch.supervision import SUPERVISION, WAIT
@@ -48,7 +49,7 @@ class Job:
     run_dir: Path
     """Absolute."""
     max_restarts: int = 0
-    restart_delay_s: float = 2.0
+    restart_delays_s: tuple[float, ...] = RESTART_DELAYS_S
     has_summary: bool = True
     """Whether the end is summed up; toys of tests have nothing to sum up."""
     task: tuple[str, ...] = ("-m", "relax_hpc.launch.entry")
@@ -155,7 +156,8 @@ def _assemble(
         *head, "", f"umask {job.umask:04o}", *prepare,
         *_superseded(job),
         f"rm -f {code} # of an attempt that Slurm requeued",
-        f"max_restarts={job.max_restarts} restart_delay_s={job.restart_delay_s}",
+        f"max_restarts={job.max_restarts}",
+        f"restart_delays_s=({' '.join(map(str, job.restart_delays_s))})",
         f"look_every_s={job.look_every_s}", "",
         SUPERVISION,
     ]  # fmt: skip

@@ -129,7 +129,6 @@ def _job(config: JobConfig, number: int) -> script.Job:
         config.name,
         config.run_dir,
         config.launch.max_restarts,
-        config.launch.restart_delay_s,
         next_claim=RunPaths(config.run_dir).launch_claim(number + 1),
         umask=permissions.UMASKS[config.launch.share],
     )

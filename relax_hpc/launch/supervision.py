@@ -54,6 +54,13 @@ is_final() { # is_final FOLDER...
   return 1
 }
 
+# Waits before the next start, the longer the more often it failed, but not when told to end.
+pause() { # pause FAILURES
+  local place=$(($1 - 1)) last=$((${#restart_delays_s[@]} - 1))
+  sleep "${restart_delays_s[place < last ? place : last]}" &
+  wait "$!" || kill "$!" 2>/dev/null
+}
+
 # supervise ROLE TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
@@ -92,7 +99,7 @@ supervise() {
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all marks there.
     for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_done; done
-    sleep "$restart_delay_s"
+    pause "$((start - 1))"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
 }
@@ -109,7 +116,7 @@ serve() {
     [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
     echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
     [ "$starts" -le "$max_restarts" ] || return 1
-    sleep "$restart_delay_s"
+    pause "$starts"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
   done
 }

@@ -24,7 +24,6 @@ def submit_colocated(tiny, run_root, *, local, steps=STEPS, ranks=2, **settings)
         "schedule.prompts_per_step": PROMPTS,
         "rollout.samples_per_prompt": SIBLINGS,
         "actor.save_every": 2,
-        "launch.restart_delay_s": 0.2,
         "weights.checksum_every": 1,
         "weights.bucket_bytes": 100_000,
         "eval.heldout.every": 3,

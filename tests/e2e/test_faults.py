@@ -33,7 +33,6 @@ def submit_small(tiny, run_root, *, local, **settings):
         "rollout.samples_per_prompt": SIBLINGS,
         "rollout.groups_per_shard": 4,
         "actor.save_every": 4,
-        "launch.restart_delay_s": 0.2,
         "eval.heldout.every": 0,
         "eval.heldout.num_prompts": 16,
     }

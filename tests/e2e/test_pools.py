@@ -37,7 +37,7 @@ def test_a_fixed_pool_answers_as_ever_while_the_policys_is_updated_and_after_its
         "demo", tiny, local=True, run_root=tmp_path, name="pools",
         schedule__num_steps=STEPS, schedule__prompts_per_step=8, actor__save_every=5,
         rollout__samples_per_prompt=4, eval__heldout__every=0, eval__heldout__num_prompts=8,
-        launch__restart_delay_s=0.2, engines__judge__start_timeout_s=200,
+        engines__judge__start_timeout_s=200,
         engines__judge__max_running_requests=2,
     ).run_dir  # fmt: skip
     paths = RunPaths(run_dir)

@@ -35,7 +35,6 @@ def submit_small(tiny, run_root, **settings):
         "rollout.groups_per_shard": 4,
         "actor.save_every": 3,
         "bus.keep_steps": STEPS,
-        "launch.restart_delay_s": 0.2,
         "eval.heldout.every": 0,
         "eval.heldout.num_prompts": 4,
     }

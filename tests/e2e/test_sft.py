@@ -27,7 +27,6 @@ def submit(tiny, run_root, name):
         "actor.layout.tensor_parallel": 1,
         "actor.save_every": 3,
         "actor.optimizer.warmup_steps": 4,
-        "launch.restart_delay_s": 0.2,
     }
     overrides = [f"--set={key}={value}" for key, value in settings.items()]
     cli("submit", REPOSITORY / "jobs" / "sft_arithmetic.toml", "--local", *overrides)

@@ -34,7 +34,7 @@ class Hosted:
                 "model": {"path": model, "dtype": "float32"},
                 "prompts": {"train": "unused"},
                 "schedule": {"num_steps": 1},
-                "launch": {"max_restarts": 3, "restart_delay_s": 0},
+                "launch": {"max_restarts": 3},
                 "engines": {"rollout": {"start_timeout_s": 60, **pool}},
             }
         )

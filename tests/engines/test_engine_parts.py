@@ -31,7 +31,7 @@ def config_of(model, **launch_settings):
             "model": {"path": model, "dtype": "float32"},
             "prompts": {"train": "unused"},
             "schedule": {"num_steps": 1},
-            "launch": {"restart_delay_s": 0, **launch_settings},
+            "launch": launch_settings,
             "engines": {
                 "rollout": {
                     "kind": "sglang",

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
 def submit(run_dir, components, calls, **options):
     toys.write(run_dir, **calls)
-    job = toys.job(run_dir, restart_delay_s=0.2, **options)
+    job = toys.job(run_dir, restart_delays_s=(0.2,), **options)
     return HetSlurmExecutor(job.folder).submit_het(job, components)
 
 

@@ -29,7 +29,7 @@ VALUES = {
     "algorithm.importance_cap=inf": "importance_cap = inf: input should be a finite number",
     "algorithm.kl_coefficient=nan": "kl_coefficient = nan: input should be a finite number",
     "rollout.temperature=inf": "rollout.temperature = inf: input should be a finite number",
-    "launch.restart_delay_s=inf": "restart_delay_s = inf: input should be a finite number",
+    "actor.optimizer.weight_decay=inf": "weight_decay = inf: input should be a finite number",
     "engines.rollout.args.x=-inf": "args.x = -inf: a finite number is expected",
     "engines.rollout.args.x=[1, [nan]]": "args.x = [1, [nan]]: a finite number is expected",
     f"engines.rollout.args.x={NINES}": f"args.x = {NINES}: has more than 64 bits; use",

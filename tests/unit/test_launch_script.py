@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ COMPONENTS = [
 
 
 def job(run_dir):
-    return script.Job("my-run", Path(run_dir), 3, 2.0)
+    return script.Job("my-run", Path(run_dir), 3)
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +166,7 @@ def test_srun_that_does_not_end_after_its_step_is_killed_and_marks_say_how_it_we
     tmp_path,
 ):
     parts = [Component(role, 1, Resources(mpi="pmix"), "mpi_job") for role in ("rollout", "actor")]
-    toy = script.Job("toy", tmp_path, 1, 0.0, has_summary=False, look_every_s=0.1)
+    toy = script.Job("toy", tmp_path, 1, (0.0,), has_summary=False, look_every_s=0.1)
     for name, text in (("srun", DEAF_SRUN), ("squeue", SQUEUE)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -186,13 +187,38 @@ def test_srun_that_does_not_end_after_its_step_is_killed_and_marks_say_how_it_we
     assert asked >= 7 + 2, "silence, a step that is there and a task that is do not count"
 
 
+def bash(*lines, settings="job_id=7 max_restarts=0 restart_delays_s=(0) look_every_s=15"):
+    """Runs them after the functions that every job's script has."""
+    text = "\n".join([settings, SUPERVISION, *lines])
+    return subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=30)
+
+
+def test_a_component_waits_longer_before_every_further_start():
+    settings = "job_id=7 max_restarts=4 restart_delays_s=(0.5 1 2) look_every_s=15"
+    tell = 'sleep() { echo "sleep $1"; }'
+    for command in ("supervise actor 1 /nowhere -- false", "serve false"):
+        done = bash(tell, f"({command})", settings=settings)
+        slept = [line for line in done.stdout.splitlines() if line.startswith("sleep")]
+        assert slept == ["sleep 0.5", "sleep 1", "sleep 2", "sleep 2"], done
+
+
+def test_a_component_that_is_told_to_end_while_it_waits_ends_then():
+    settings = "job_id=7 max_restarts=1 restart_delays_s=(25) look_every_s=15"
+    begun = time.monotonic()
+    done = bash(
+        "supervise actor 1 /nowhere -- false & loop=$!",
+        'until pgrep -P "$loop" sleep > /dev/null; do sleep 0.05; done',
+        'kill -TERM "$loop"; wait "$loop"',
+        settings=settings,
+    )
+    assert done.returncode == 1 and time.monotonic() - begun < 15, done
+
+
 @pytest.mark.parametrize(
     ("assigned", "command"),
     [("step", "supervise actor 1 /nowhere -- sleep 60"), ("child", "serve sleep 60")],
 )
 def test_told_to_end_between_the_start_of_a_step_and_its_number_it_ends_the_step(assigned, command):
     tell = f"trap '[[ $BASH_COMMAND != {assigned}=* ]] || kill -TERM $BASHPID' DEBUG"
-    settings = "job_id=7 max_restarts=0 restart_delay_s=0 look_every_s=15"
-    text = "\n".join([settings, SUPERVISION, "set -o functrace", tell, command])
-    done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=30)
+    done = bash("set -o functrace", tell, command)
     assert done.returncode == (143 if assigned == "step" else 0), done

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from relax_hpc.comm.address import node_address
+from relax_hpc.config.run import RESTART_DELAYS_S
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
@@ -112,7 +113,7 @@ class EngineHost:
                     return
                 ends = self._allow_restart([*ends, time.monotonic()], reason)
                 self._announce("STARTING", f"again, since it {reason}".splitlines()[0])
-                self._stopping.wait(self._hosting.restart_delay_s)
+                self._stopping.wait(RESTART_DELAYS_S[min(len(ends), len(RESTART_DELAYS_S)) - 1])
         except BaseException as error:
             self._announce("FAILED", _in_short(error))
             raise

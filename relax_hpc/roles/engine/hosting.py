@@ -38,7 +38,6 @@ class Hosting:
     on_gpus: bool
     hang_timeout_s: float
     max_restarts: int
-    restart_delay_s: float
     peer_timeout_s: float
     transport: Transport
     """How weights get to it."""
@@ -82,7 +81,6 @@ def hosting_of(
         on_gpus=pool.resources.gpus_per_node > 0,
         hang_timeout_s=pool.hang_timeout_s,
         max_restarts=config.launch.max_restarts,
-        restart_delay_s=config.launch.restart_delay_s,
         peer_timeout_s=config.launch.peer_timeout_s,
         transport=transport or config.weights.transport,
         recomputes=follows and config.weights.kv_cache == "recompute",

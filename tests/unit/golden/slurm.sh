@@ -25,7 +25,8 @@ job_id=$SLURM_JOB_ID
 unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION
 export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"
 rm -f '/runs/it'"'"'s here/submission'/"$job_id"_exit_code # of an attempt that Slurm requeued
-max_restarts=3 restart_delay_s=2.0
+max_restarts=3
+restart_delays_s=(0.5 1.0 2.0 4.0 8.0 16.0 30.0)
 look_every_s=15.0
 
 # A signal that is trapped ends `wait` early, so wait again until none came in between.
@@ -81,6 +82,13 @@ is_final() { # is_final FOLDER...
   return 1
 }
 
+# Waits before the next start, the longer the more often it failed, but not when told to end.
+pause() { # pause FAILURES
+  local place=$(($1 - 1)) last=$((${#restart_delays_s[@]} - 1))
+  sleep "${restart_delays_s[place < last ? place : last]}" &
+  wait "$!" || kill "$!" 2>/dev/null
+}
+
 # supervise ROLE TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
@@ -119,7 +127,7 @@ supervise() {
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all marks there.
     for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_done; done
-    sleep "$restart_delay_s"
+    pause "$((start - 1))"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
 }
@@ -136,7 +144,7 @@ serve() {
     [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
     echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
     [ "$starts" -le "$max_restarts" ] || return 1
-    sleep "$restart_delay_s"
+    pause "$starts"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
   done
 }

@@ -28,7 +28,7 @@ SEAT = Seat("rollout-1", number=3, local_index=1)
 @pytest.fixture
 def host_of(tmp_path):
     def make(seat=SEAT, **settings):
-        settings = {"launch__restart_delay_s": 0, "seed": 40} | settings
+        settings = {"seed": 40} | settings
         paths = RunPaths(tmp_path)
         RunSecret.create(paths.secret)
         return EngineHost(hosting_of(config(**settings), seat), paths, CONTEXT, Events())
@@ -107,6 +107,17 @@ def test_an_engine_is_started_again_under_the_next_number_until_it_is_stopped(ho
     assert starts == [1, 2, 3]
     again = [("STARTING", "again, since it was killed"), ("STARTING", "again, since it hangs")]
     assert told == [*again, ("GONE", "")]
+
+
+def test_an_engine_waits_twice_as_long_before_every_further_start_and_30_s_at_most(
+    host_of, monkeypatch
+):
+    host = host_of(launch__max_restarts=9)
+    lives(monkeypatch, host, ["was killed"] * 9 + [None])
+    waited = []
+    monkeypatch.setattr(host._stopping, "wait", waited.append)
+    host._keep()
+    assert waited == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_an_engine_that_drains_is_not_started_again(host_of, monkeypatch):
