@@ -16,6 +16,7 @@ from e2e_runs import (
     submit,
     wait_until,
 )
+from hf_logprobs import hf_logprobs
 
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
@@ -39,12 +40,6 @@ def submit_small(tiny, run_root, **settings):
         "eval.heldout.num_prompts": 4,
     }
     return submit("demo", tiny, local=True, **small | settings).run_dir
-
-
-def hf_logprobs(model, token_ids):
-    ids = torch.from_numpy(token_ids.astype(np.int64))
-    table = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    return torch.cat([torch.zeros(1), table[:-1].gather(1, ids[1:, None])[:, 0]]).numpy()
 
 
 def trained_rows(run_dir):
@@ -86,7 +81,7 @@ def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_d
     model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)
     with torch.no_grad():
         for row in rows[::3]:
-            expected = hf_logprobs(model, row.token_ids)
+            expected = hf_logprobs(model, row.token_ids).numpy()
             np.testing.assert_allclose(row.columns["ref_logprobs"], expected, atol=2e-5)
     kl = [step["kl/mean"] for step in events_of(run_dir, "actor", "step")]
     assert abs(kl[0]) < 1e-6 < kl[-1]  # step 1 trains on the reference itself

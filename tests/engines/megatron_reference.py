@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from hf_logprobs import hf_logprobs
 from megatron_worker import VOCAB, num_tokens, trajectories
 
 SHAPE = {
@@ -98,13 +99,6 @@ def hub_layout(tensors):
         else:
             out[name] = tensor
     return {name: tensor.detach().numpy().copy() for name, tensor in out.items()}
-
-
-def hf_logprobs(model, token_ids, temperature=1.0):
-    ids = torch.from_numpy(token_ids.astype(np.int64))
-    logits = model(input_ids=ids[None]).logits[0] / temperature
-    values = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    return torch.cat([torch.zeros(1), values])
 
 
 def collect(per_rank):

@@ -5,6 +5,8 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
+from hf_logprobs import hf_logprobs
+from megatron_reference import collect
 from megatron_worker import VOCAB, job, trajectories
 
 LAYOUTS = {
@@ -52,13 +54,7 @@ def made(model_class, config_class, seed, folder, **options):
     model = model_class(config).float()
     model.save_pretrained(folder)
     with torch.no_grad():
-        return folder, [hf_logprobs(model, row.token_ids) for row in ROWS]
-
-
-def hf_logprobs(model, token_ids):
-    ids = torch.from_numpy(token_ids.astype(np.int64))
-    table = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    return torch.cat([torch.zeros(1), table[:-1].gather(1, ids[1:, None])[:, 0]]).numpy()
+        return folder, [hf_logprobs(model, row.token_ids).numpy() for row in ROWS]
 
 
 def open_layout(ranks, folder, layout, **more):
@@ -66,11 +62,6 @@ def open_layout(ranks, folder, layout, **more):
     pool = ranks[size]
     pool.call(worker.open_trainer, config=job(folder, **(options | more)))
     return pool
-
-
-def by_row(per_rank):
-    merged = {row: values for part in per_rank for row, values in part.items()}
-    return [merged[row] for row in sorted(merged)]
 
 
 def assert_close(found, expected):
@@ -102,12 +93,12 @@ def test_reference_logprobs_in_the_trainer_are_the_references(ranks, policies, m
     (folder, own), (other, expected) = mixtures if layout == "ep2" else policies
     pool = open_layout(ranks, folder, layout)
     pool.call(forward_worker.open_reference, path=other)
-    assert_close(by_row(pool.call(worker.logprobs, rows=ROWS)), own)
+    assert_close(collect(pool.call(worker.logprobs, rows=ROWS)), own)
     for _ in range(2):
         pool.call(worker.train, **BATCH)
-        before = by_row(pool.call(worker.logprobs, rows=ROWS))
-        assert_close(by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS)), expected)
-        after = by_row(pool.call(worker.logprobs, rows=ROWS))
+        before = collect(pool.call(worker.logprobs, rows=ROWS))
+        assert_close(collect(pool.call(forward_worker.ref_logprobs, rows=ROWS)), expected)
+        after = collect(pool.call(worker.logprobs, rows=ROWS))
         assert all(map(np.array_equal, before, after))
         assert not any(map(np.allclose, before, expected))
 
@@ -121,7 +112,7 @@ def test_training_is_the_same_with_and_without_a_reference_bitwise(ranks, polici
                 pool.call(forward_worker.open_reference, path=path)
                 pool.call(forward_worker.ref_logprobs, rows=ROWS)
             metrics = pool.call(worker.train, **BATCH)
-        found.append((metrics, by_row(pool.call(worker.logprobs, rows=ROWS))))
+        found.append((metrics, collect(pool.call(worker.logprobs, rows=ROWS))))
     assert found[0][0] == found[1][0]
     assert all(map(np.array_equal, found[0][1], found[1][1]))
 
@@ -138,10 +129,10 @@ def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_restart(
     pool.call(worker.save, folder=tmp_path / "step-0")
     pool.call(worker.train, **BATCH)
     pool.call(forward_worker.refresh)
-    refreshed = by_row(pool.call(worker.logprobs, rows=ROWS))
+    refreshed = collect(pool.call(worker.logprobs, rows=ROWS))
     pool.call(worker.train, **BATCH)
-    trained = by_row(pool.call(worker.logprobs, rows=ROWS))
-    found = by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS))
+    trained = collect(pool.call(worker.logprobs, rows=ROWS))
+    found = collect(pool.call(forward_worker.ref_logprobs, rows=ROWS))
     assert all(map(np.array_equal, found, refreshed))
     pool.call(worker.save, folder=tmp_path / "step-2")
 
@@ -149,12 +140,12 @@ def test_a_refreshed_reference_is_the_policy_of_that_step_also_after_a_restart(
         pool = open_layout(ranks, folder, layout)
         pool.call(forward_worker.open_reference)
         pool.call(worker.load, folder=tmp_path / "step-0")  # has none: it is the first policy
-        assert_close(by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS)), first)
+        assert_close(collect(pool.call(forward_worker.ref_logprobs, rows=ROWS)), first)
         pool.call(worker.load, folder=tmp_path / "step-2")
         for _ in range(2):
-            reference = by_row(pool.call(forward_worker.ref_logprobs, rows=ROWS))
+            reference = collect(pool.call(forward_worker.ref_logprobs, rows=ROWS))
             assert_close(reference, refreshed)
-            own = by_row(pool.call(worker.logprobs, rows=ROWS))
+            own = collect(pool.call(worker.logprobs, rows=ROWS))
             assert_close(own, trained)
         if layout == saved:
             assert all(map(np.array_equal, reference, refreshed))

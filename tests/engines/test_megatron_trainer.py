@@ -6,7 +6,8 @@ import megatron_worker as worker
 import numpy as np
 import pytest
 import torch
-from megatron_reference import clear_gradient, collect, dense, hf_logprobs
+from hf_logprobs import hf_logprobs
+from megatron_reference import clear_gradient, collect, dense
 from megatron_reference import reference as hugging_face
 from megatron_worker import VOCAB, job, num_tokens, trajectories
 from safetensors.torch import load_file, save_file

@@ -5,7 +5,8 @@ import json
 import megatron_worker as worker
 import numpy as np
 import torch
-from megatron_reference import collect, hf_logprobs
+from hf_logprobs import hf_logprobs
+from megatron_reference import collect
 from megatron_worker import VOCAB, job, trajectories
 
 from relax_hpc.engines.embedded.model import KvCache, Qwen3, Shape

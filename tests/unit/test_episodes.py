@@ -1,6 +1,7 @@
 """What a session makes of an environment's calls, and what of its record is trained on."""
 
 import asyncio
+import sys
 
 import numpy as np
 import pytest
@@ -335,10 +336,12 @@ def test_a_cancelled_group_is_kept_and_a_finished_one_is_not(tokens):
     assert group.running == {}
 
 
-def test_an_environment_is_named_or_found_by_its_place(tmp_path):
+def test_an_environment_is_named_or_found_by_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
     assert isinstance(registry.make("single_turn"), SingleTurn)
     path = tmp_path / "mine.py"
-    path.write_text("class Mine:\n    async def rollout(self, prompt, session): ...\n")
+    (tmp_path / "beside_mine.py").write_text("async def rollout(self, prompt, session): ...\n")
+    path.write_text("import beside_mine\nclass Mine:\n    rollout = beside_mine.rollout\n")
     assert type(registry.make(f"{path}:Mine")).__name__ == "Mine"
     found = registry.make("relax_hpc.environments.single_turn:SingleTurn")
     assert isinstance(found, SingleTurn)

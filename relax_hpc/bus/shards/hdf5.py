@@ -6,7 +6,6 @@ bytes belong; `bus.shard_write` writes both with plain system calls. Only compre
 libhdf5's own to write and to read.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
@@ -17,6 +16,7 @@ import numpy as np
 from h5py import h5d, h5g, h5p, h5s, h5t, h5z
 
 from relax_hpc.bus.durable import pread_into
+from relax_hpc.bus.shards.shard_format import num_bytes
 from relax_hpc.schema import Array
 
 Attribute = str | int | float
@@ -129,7 +129,7 @@ def lay_out(
         offsets = {d.name: _create(file, d, contiguous) for d in datasets}
         for key, value in attributes.items():
             file.attrs[key] = value
-    ends = [offsets[d.name] + _nbytes(d) for d in datasets if d.compressed is None]
+    ends = [offsets[d.name] + num_bytes(d.dtype, d.shape) for d in datasets if d.compressed is None]
     return Skeleton(sorted(sparse.extents.items()), offsets, max(sparse.length, *ends, 0))
 
 
@@ -186,7 +186,7 @@ def _create(file: h5py.File, dataset: Dataset, contiguous: h5p.PropDCID) -> int:
     if dataset.compressed is not None:
         created.write(h5s.ALL, h5s.ALL, dataset.compressed)
         return 0
-    return int(created.get_offset()) if _nbytes(dataset) else 0
+    return int(created.get_offset()) if num_bytes(dataset.dtype, dataset.shape) else 0
 
 
 def _contiguous() -> h5p.PropDCID:
@@ -200,14 +200,10 @@ def _contiguous() -> h5p.PropDCID:
 def _chunked(dataset: Dataset) -> h5p.PropDCID:
     plist = h5p.create(h5p.DATASET_CREATE)
     items = max(dataset.shape[0], 1)
-    stride = max(_nbytes(dataset) // items, 1)
+    stride = max(num_bytes(dataset.dtype, dataset.shape) // items, 1)
     plist.set_chunk((min(max(CHUNK_BYTES // stride, 1), items), *dataset.shape[1:]))
     plist.set_shuffle()
     plist.set_filter(ZSTD, h5z.FLAG_MANDATORY, (_ZSTD_LEVEL,))
     plist.set_fletcher32()
     plist.set_fill_time(h5d.FILL_TIME_NEVER)
     return plist
-
-
-def _nbytes(dataset: Dataset) -> int:
-    return math.prod(dataset.shape) * np.dtype(dataset.dtype).itemsize

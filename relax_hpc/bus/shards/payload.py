@@ -1,12 +1,11 @@
 """The columns of a shard to be written: their bytes in pieces, and whether they fit the schema."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from relax_hpc.bus.shards.shard_format import DTYPES, ROW_OFFSETS
+from relax_hpc.bus.shards.shard_format import DTYPES, ROW_OFFSETS, num_bytes
 from relax_hpc.errors import BusError
 from relax_hpc.schema import ANY_WIDTH, COLUMNS, OFFSETS, Array, Axis, ColumnPieces
 
@@ -22,7 +21,7 @@ class Payload(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        return num_bytes(self.dtype, self.shape)
 
     @property
     def buffers(self) -> list[memoryview]:

@@ -1,7 +1,11 @@
 """What the bytes of a shard mean, for its writer and its reader. docs/bus.md has the tables."""
 
+import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from relax_hpc.schema import COLUMNS, OFFSETS, Axis
 
@@ -47,3 +51,8 @@ class Field(NamedTuple):
     """CRC slot of its first MiB; the others follow. A compressed dataset has none."""
     codec: str = ""
     """`CODEC`, or nothing where the bytes lie in the file as they are."""
+
+
+def num_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Returns how long a dataset is, uncompressed."""
+    return math.prod(shape) * np.dtype(dtype).itemsize
