@@ -4,6 +4,7 @@ Ranks agree on what became of it at the ends of steps, from their main threads: 
 other threads would have to keep its order among those of training.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import NamedTuple, Self
 from relax_hpc.comm.world import World
 from relax_hpc.engines.training_engine import CheckpointPart, TrainingEngine
 from relax_hpc.errors import CheckpointError, FencedError, PeerTimeoutError, RelaxError
+
+log = logging.getLogger(__name__)
 
 
 class Saved(NamedTuple):
@@ -60,24 +63,29 @@ class PendingSave:
     ) -> Self:
         """Takes this rank's part of the checkpoint, then writes it in a thread.
 
+        A rank without memory for a copy returns when its part is written.
+
         Args:
             publish: makes it the newest checkpoint; rank 0 does.
             copy: training will go on.
+
+        Raises:
+            PeerTimeoutError: without a copy, the file system does not answer.
         """
-        save = cls(trainer.step, draft, world, timeout_s)
-        part = None
+        save, has_copy = cls(trainer.step, draft, world, timeout_s), copy
         try:
             part = trainer.checkpoint_part(copy=copy)
-        except CheckpointError as error:  # e.g. no memory for the copy, on this rank
-            save._error = error
-            save._written.set()
-            save._ended.set()
+        except CheckpointError as error:
+            log.warning("step %d: %s; training waits until this rank has written", save.step, error)
+            part, has_copy = trainer.checkpoint_part(copy=False), False
         save._begun = time.monotonic()
         save._wait_s = save._begun - save._over
-        if part is not None:
-            threading.Thread(
-                target=save._run, args=(part, publish), name="checkpoint", daemon=True
-            ).start()
+        thread = threading.Thread(
+            target=save._run, args=(part, publish), name="checkpoint", daemon=True
+        )
+        thread.start()
+        if not has_copy:
+            save._expect(save._written)
         return save
 
     def poll(self) -> Saved | CheckpointError | None:

@@ -41,7 +41,7 @@ def checkpoints_of(
         position_type,
         keep=config.keep_checkpoints,
         keep_every=config.keep_every,
-        beside_training=config.async_save,
+        beside_training=True,
         timeout_s=timeout_s,
         is_valid=is_valid,
     )

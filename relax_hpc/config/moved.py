@@ -47,6 +47,8 @@ _ALWAYS_ON = "it is on wherever layout.tensor_parallel is above 1; remove it"
 GONE: dict[str, str] = {
     "actor.sequence_parallel": _ALWAYS_ON,
     "reference.sequence_parallel": _ALWAYS_ON,
+    "actor.async_save": "training waits for a checkpoint only where host memory does not hold a "
+    "copy of it; remove it",
     "actor.max_skipped_updates": "3 skipped updates in a row end the actor; remove it",
     "rollout.load_every_s": _EVERY_5_S,
     "engines.<name>.load_every_s": _EVERY_5_S,

@@ -160,7 +160,11 @@ class TrainingEngine(ScoringEngine, Protocol):
     def reclaim(self) -> None: ...
 
     def checkpoint_part(self, *, copy: bool) -> CheckpointPart:
-        """Returns this rank's part of a checkpoint; a copy lets training go on meanwhile."""
+        """Returns this rank's part of a checkpoint; a copy lets training go on meanwhile.
+
+        Raises:
+            CheckpointError: there is no memory for the copy.
+        """
         ...
 
     def damage(self, folder: Path) -> str | None:

@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,10 +23,12 @@ class Trainer:
     def __init__(self, step, weight=0, rank=0, num_ranks=1, hold=None):
         self.step, self.weight = step, weight
         self.rank, self.num_ranks, self.hold = rank, num_ranks, hold
-        self.fails, self.copies = None, []
+        self.fails, self.copies, self.no_memory = None, [], False
 
     def checkpoint_part(self, *, copy):
         self.copies.append(copy)
+        if copy and self.no_memory:
+            raise CheckpointError("9.0 GiB of host memory are not to be had")
         part = FakePart({f"weight{self.rank}": str(self.weight)}, self.num_ranks, self.hold)
         if self.fails:
             part.write = self.fails
@@ -186,6 +189,28 @@ def test_training_goes_on_while_it_is_written_and_it_counts_when_it_is_complete(
     assert (saved.step, [c.step for c in checkpoints.complete()]) == (3, [3])
     assert (tmp_path / "step_00000003/weight0").read_text() == "3"
     assert checkpoints.poll() == checkpoints.wait() == []
+
+
+def test_without_memory_for_a_copy_training_waits_until_the_rank_has_written(tmp_path, caplog):
+    late = threading.Event()
+
+    def work(rank, world):
+        checkpoints = checkpoints_in(tmp_path, world, beside_training=True)
+        trainer = Trainer(3, 3, rank, num_ranks=2, hold=late if rank else None)
+        trainer.no_memory = rank == 1
+        if rank == 1:
+            threading.Timer(0.3, late.set).start()
+        begun = time.monotonic()
+        checkpoints.save(trainer, PlanPosition(1, 3, 3) if rank == 0 else None)
+        waited = time.monotonic() - begun
+        (saved,) = checkpoints.wait()
+        return waited, trainer.copies, saved.failure
+
+    (_, *one), (waited, *other) = run_ranks(2, work)
+    assert one == [[True], None] and other == [[True, False], None]
+    assert waited >= 0.3
+    assert "host memory are not to be had; training waits until this rank" in caplog.text
+    assert steps_in(tmp_path / "step_00000003") == ["names", "progress.json", "weight0", "weight1"]
 
 
 def test_a_save_waits_for_the_one_before_it_and_says_so(tmp_path, caplog):

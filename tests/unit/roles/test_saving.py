@@ -158,7 +158,7 @@ def test_checkpoints_are_kept_and_waited_for_as_the_settings_say(tmp_path, monke
     given = []
     monkeypatch.setattr(saving, "Checkpoints", lambda *args, **kwargs: given.append((args, kwargs)))
     settings = config(
-        actor__keep_checkpoints=3, actor__keep_every=40, actor__async_save=False,
+        actor__keep_checkpoints=3, actor__keep_every=40,
         actor__save_every=10, launch__peer_timeout_s=77,
     )  # fmt: skip
     paths = RunPaths(tmp_path)
@@ -174,7 +174,7 @@ def test_checkpoints_are_kept_and_waited_for_as_the_settings_say(tmp_path, monke
         (
             (paths.checkpoints, "world", tuple),
             {
-                "keep": 3, "keep_every": 40, "beside_training": False, "timeout_s": 77,
+                "keep": 3, "keep_every": 40, "beside_training": True, "timeout_s": 77,
                 "is_valid": is_valid,
             },
         )

@@ -71,5 +71,5 @@ def _cuda() -> Any:  # noqa: ANN401
 def _too_little(size: int, why: str = "") -> CheckpointError:
     return CheckpointError(
         f"{size / 2**30:.1f} GiB of host memory for a copy of what is to be saved are not to be "
-        f"had{why}; ask for more memory, or set actor.async_save = false"
+        f"had{why}; ask for more memory"
     )
