@@ -8,7 +8,6 @@ MOVED: dict[str, str] = {
     "algorithm.prompts_per_step": "schedule.prompts_per_step",
     "algorithm.max_staleness": "schedule.max_staleness",
     "algorithm.over_age": "schedule.over_age",
-    "algorithm.logprob_check": "weights.logprob_check",
     "algorithm.max_logprob_gap": "weights.max_logprob_gap",
     "rollout.engine": "engines.rollout.kind",
     "rollout.num_engines": "engines.rollout.count",
@@ -43,12 +42,15 @@ MOVED: dict[str, str] = {
 """Old dotted key -> the new one."""
 
 _EVERY_5_S = "a load event is written every 5 s; remove it"
+_COMPARED = "engines and trainer are compared at each start; weights.max_logprob_gap is the limit"
 _ALWAYS_ON = "it is on wherever layout.tensor_parallel is above 1; remove it"
 GONE: dict[str, str] = {
     "actor.sequence_parallel": _ALWAYS_ON,
     "reference.sequence_parallel": _ALWAYS_ON,
     "actor.async_save": "training waits for a checkpoint only where host memory does not hold a "
     "copy of it; remove it",
+    "algorithm.logprob_check": _COMPARED,
+    "weights.logprob_check": _COMPARED,
     "actor.max_skipped_updates": "3 skipped updates in a row end the actor; remove it",
     "rollout.load_every_s": _EVERY_5_S,
     "engines.<name>.load_every_s": _EVERY_5_S,

@@ -48,12 +48,11 @@ class WeightsConfig(Section):
     """Tensors are sent in flat buckets of at most this size."""
     checksum_every: NonNegative = 10
     """Steps between comparisons of the engines' weights with the trainer's; 0 only at the end."""
-    logprob_check: Literal["stop", "warn", "off"] = "stop"
-    """What to do where engines and trainer compute different models. At each start of the actor
-    their logprobs of tokens that the trainer's own policy sampled are compared, once."""
     max_logprob_gap: Annotated[Number, Field(gt=0)] | None = None
-    """Mean difference of those logprobs, nats, that is rounding. Unset it goes by the type:
-    float32 0.001, float16 0.03, bfloat16 0.15, engines with numbers of 8 bits or less 0.5."""
+    """Mean difference, nats, of the engines' logprobs and the trainer's that is rounding; above it
+    they compute different models, and the run ends. They are compared once, at each start of the
+    actor. Unset it goes by the type: float32 0.001, float16 0.03, bfloat16 0.15, engines with
+    numbers of 8 bits or less 0.5. With a large one the difference is only recorded."""
     timeout_s: Positive = 300
     """An engine that does not take an update within this time is fenced."""
 

@@ -6,10 +6,16 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from pydantic import create_model
+
+from relax_hpc.config.keys import TOLD_ONCE, keys_of
+from relax_hpc.config.layout import Layout
+from relax_hpc.config.run import RunConfig
+from relax_hpc.sections import PassThrough
 
 PACKAGE = Path(__file__).parents[2] / "relax_hpc"
 FILES = sorted(PACKAGE.rglob("*.py"))
-MOST_LINES, MOST_FILES, MOST_LINES_OF_A_LOOP = 400, 20, 40
+MOST_LINES, MOST_FILES, MOST_LINES_OF_A_LOOP, MOST_KEYS = 400, 20, 40, 90
 SUBMITIT = {"JobEnvironment", "SlurmExecutor"}
 """What we use of submitit; docs/architecture.md says for what."""
 
@@ -95,6 +101,32 @@ def test_the_rooms_in_the_docs_are_those_whose_imports_are_checked():
     page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
     drawn = page.partition("## Rooms")[2].split("```")[1].strip().splitlines()
     assert [line.split("  ")[0] for line in drawn] == rooms
+
+
+def counted_keys(job):
+    """Names of the keys of a job: without resources and tables that are passed through, and with
+    what a layout holds once."""
+    names = []
+    for key in keys_of(job):
+        is_table = key.type == "table" and key.default == "{}"
+        if not is_table and key.name.rpartition(".")[2] not in TOLD_ONCE:
+            names.append(key.name)
+    return names + [f"<component>.layout.{key.name}" for key in keys_of(Layout)]
+
+
+def test_a_job_of_reinforcement_learning_has_few_keys():
+    names = counted_keys(RunConfig)
+    assert len(names) == len(set(names)) <= MOST_KEYS, names
+    assert {"seed", "actor.optimizer.lr", "eval.<name>.path"} < set(names)  # at every depth
+
+
+def test_it_would_notice_one_key_more_than_that():
+    now = counted_keys(RunConfig)
+    more = {f"key_{number}": (int, 1) for number in range(MOST_KEYS + 1 - len(now))}
+    section = create_model("Further", layout=(Layout, Layout()), table=(PassThrough, {}), **more)
+    longer = create_model("Longer", __base__=RunConfig, further=(section, section()))
+    assert set(counted_keys(longer)) - set(now) == {f"further.{name}" for name in more}
+    assert len(counted_keys(longer)) == MOST_KEYS + 1
 
 
 def of_submitit(tree):

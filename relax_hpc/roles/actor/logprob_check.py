@@ -28,7 +28,7 @@ class LogprobCheck:
         rank0: Rank0 | None = None,
     ) -> None:
         self._config, self._trainer, self._rank0 = config, trainer, rank0
-        self._is_done = config.weights.logprob_check == "off"
+        self._is_done = False
 
     def __call__(self) -> None:
         """Raises:
@@ -46,7 +46,7 @@ class LogprobCheck:
             self._rank0.compared(self._trainer.step, gap, limit)
         if gap.mean <= limit:
             return
-        if self._config.weights.logprob_check == "stop" and self._trainer.step == 0:
+        if self._trainer.step == 0:
             raise MismatchError(self._line(gap, limit))
         if self._rank0:
             log.warning("%s", self._line(gap, limit))
@@ -65,5 +65,5 @@ class LogprobCheck:
             f"{limit:g} (weights.max_logprob_gap); most for token {worst.token} of guid/sibling "
             f"{worst.guid}/{worst.sibling}{f' in {shard}' * bool(shard)}: {worst.engine:.4f} by "
             f"the engine, {worst.trainer:.4f} by the trainer. A restart does not help: compare "
-            "model.path, model.weights and engines.rollout.args, or set weights.logprob_check"
+            "model.path, model.weights and engines.rollout.args, or raise the limit"
         )
