@@ -18,7 +18,7 @@ class BusAudit(NamedTuple):
     planned: int
     """Trained on, or about to be."""
     planned_twice: int
-    """In more than one step of the valid plan, or more than once in one; must be 0."""
+    """Rows in more than one step of the valid plan, or more than once in one; must be 0."""
     duplicates: int
     """Committed again by a producer that lost its acknowledgement, and ignored."""
     dropped: int
@@ -30,7 +30,7 @@ class BusAudit(NamedTuple):
     over_age: int = 0
     """Dropped because they came too late; the prompts were sampled again."""
     damaged: int = 0
-    """In shards that could not be read; the prompts were sampled again."""
+    """Rows in shards that could not be read; the prompts were sampled again."""
 
 
 def audit(paths: BusPaths) -> BusAudit:

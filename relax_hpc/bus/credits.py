@@ -1,4 +1,4 @@
-"""What the trainer grants: how far rollout may run ahead, what owners may delete or owe again.
+"""The trainer's grants: how far rollout may run ahead, what owners may delete or owe again.
 
 The same file fences: a trainer that starts writes a grant of its own before it reads the plan, so
 one that was superseded finds it behind its own last one. Looking costs a read, no name look-up.
@@ -15,7 +15,7 @@ from relax_hpc.paths import BusPaths
 
 
 class Refill(NamedTuple):
-    """What was committed, will not be trained on, and is owed again."""
+    """Prompt groups that were committed, will not be trained on, and are owed again."""
 
     guid: int
     """A prompt group; -1 is every group of the shard, which cannot be read."""
@@ -49,7 +49,7 @@ class CreditWriter:
         newest.add(self._frames.found)
         self._fenced_by = max((r["plan_fence"] for r in self._frames.found), default=0)
         self.inherited = (newest.credit or Credit())._replace(finished=False)
-        """What the trainer before granted."""
+        """The grant of the trainer before."""
         self.write(self.inherited)
 
     def write(self, credit: Credit) -> None:

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 MAX_BUFFERS = 1024  # of one system call: IOV_MAX of Linux
 _SYNC_FILE_RANGE_WRITE = 2
 FULL_RETRY_S = 5.0
-"""Between attempts to write to a full file system."""
+"""Seconds between attempts to write to a full file system."""
 
 
 class BusFullError(BusError):

@@ -59,7 +59,7 @@ class Intake:
     ) -> None:
         self.waiting: dict[int, Group] = {}
         self.notes: list[IgnoredShard | DroppedGroup] = []
-        """What the plan has to record, since the list was last emptied."""
+        """Records that the plan has to make, since the list was last emptied."""
         self.planned = GuidSet(chain.base.planned_below, chain.base.planned_above)
         self.dropped = set(chain.base.dropped)
         """(guid, uuid) that do not count any more."""
@@ -108,10 +108,10 @@ class Intake:
         return [role for role in self._needs if role not in found]
 
     def owners_of_what_lacks(self, group: Group) -> list[str]:
-        """The sidecar writers whose share the shard of a group is in, of roles it still lacks."""
+        """The sidecar writers whose part the shard of a group is in, of roles it still lacks."""
         owners = []
         for role in self.lacks(group):
-            writers = [name for name, its in self._writers.items() if its == role]
+            writers = [name for name, written in self._writers.items() if written == role]
             owners.append(writers[self._producers.index(group.part.producer) % len(writers)])
         return owners
 

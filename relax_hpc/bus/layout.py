@@ -23,7 +23,7 @@ class BusHeader(NamedTuple):
     format: int
     producers: list[str]
     run: dict[str, Any]
-    """What the launcher wanted to be remembered with the data."""
+    """Facts that the launcher wanted to be remembered with the data."""
     sidecar_writers: Mapping[str, Role] = MappingProxyType({})
     """Name -> role of those that add columns to shards of `producers`."""
 

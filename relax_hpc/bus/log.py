@@ -17,7 +17,7 @@ assert RECORD.size == RECORD_BYTES
 
 
 class RecordKind(IntEnum):
-    """What a commit record says."""
+    """The kinds of commit records."""
 
     BASE = 1
     """A shard of trajectories is committed."""
@@ -161,7 +161,7 @@ class LogTail:
 
     @property
     def fence(self) -> int:
-        """Of the owner at the end of what was read."""
+        """Fence of the owner at the end of what was read."""
         return self._fences.current
 
     def poll(self) -> list[CommitRecord]:
@@ -173,7 +173,7 @@ class LogTail:
         return [record for _, record in self.poll_numbered()]
 
     def poll_numbered(self) -> list[tuple[int, CommitRecord]]:
-        """As `poll`, each record with its number in the log."""
+        """Returns what `poll` does, each record with its number in the log."""
         data = self._file.read_from(self.num_records * RECORD_BYTES)
         first, records = self.num_records, decode(data, self._file.path, self.num_records)
         self.num_records += len(records)

@@ -48,7 +48,7 @@ class LogWriter:
 
     @property
     def next_seq(self) -> int:
-        """Of the first shard behind `records`."""
+        """Number of the first shard behind `records`."""
         return max((r.seq for r in self.records if r.rows), default=-1) + 1
 
     def append(self, record: CommitRecord) -> None:

@@ -1,4 +1,5 @@
-"""What producers and sidecar writers share: a log of one's own, and the shards it names."""
+"""The parts that producers and sidecar writers have in common: a log of one's own, and the
+shards it names."""
 
 import logging
 import os

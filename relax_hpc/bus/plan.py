@@ -83,14 +83,14 @@ class DroppedGroup(NamedTuple):
     why: str
     """`over_age` or `damaged`."""
     step: int
-    """That was being planned."""
+    """The step that was being planned."""
 
 
 AnyRecord = PlanRecord | IgnoredShard | DroppedGroup
 
 
 class PlanPosition(NamedTuple):
-    """How far a checkpoint has come in the plan."""
+    """The place in the plan that a checkpoint has come to."""
 
     fence: int
     records: int
@@ -102,7 +102,7 @@ class ChainRecord(NamedTuple):
     record: AnyRecord
     fence: int
     end: int
-    """Where it ends in the log of `fence`."""
+    """Byte at which it ends in the log of `fence`."""
 
 
 class Chain(NamedTuple):

@@ -16,7 +16,7 @@ from relax_hpc.paths import BusPaths
 from relax_hpc.schema import PRODUCER, Array, Columns, Role, Trajectory, columns_of
 
 NARROW = columns_of(PRODUCER)
-"""What every trajectory consists of."""
+"""Columns that every trajectory consists of."""
 
 
 class Selection(Protocol):
@@ -39,7 +39,7 @@ class Selection(Protocol):
 
 
 class BatchIndex(NamedTuple):
-    """What there is to know of each row of a batch, [n] in plan order, without its tokens."""
+    """Facts of each row of a batch, [n] in plan order, without its tokens."""
 
     guid: Array
     sibling: Array

@@ -48,7 +48,7 @@ OverAge = Literal["wait", "drop", "mask"]
 
 
 class _Place(NamedTuple):
-    """Where the last record of a step stands."""
+    """The place of a step's last record."""
 
     records: int
     fence: int
@@ -128,7 +128,7 @@ class Sequencer:
 
     @property
     def position(self) -> PlanPosition:
-        """Where the step of the last returned portion ends; goes into the checkpoint."""
+        """The end of the step of the last returned portion; goes into the checkpoint."""
         place = self._places.get(self._returned)
         return PlanPosition(self.fence, place.records if place else 0, self._returned)
 

@@ -24,7 +24,7 @@ class Pending(NamedTuple):
 
 
 class SidecarWriter(Owner):
-    """Widens its share of the shards: the producers i with i % W == w, for w of the role's W.
+    """Widens its part of the shards: the producers i with i % W == w, for w of the role's W.
 
     It may do a shard again after a crash: the first sidecar that is committed counts.
 
@@ -53,13 +53,13 @@ class SidecarWriter(Owner):
             )
         super().__init__(paths, name, header.sidecar_writers[name], provenance, compress=compress)
         peers = [peer for peer, role in header.sidecar_writers.items() if role == self.role]
-        share = header.producers[peers.index(name) :: len(peers)]
-        self._tails = {producer: LogTail(paths.log(producer)) for producer in share}
+        mine = header.producers[peers.index(name) :: len(peers)]
+        self._tails = {producer: LogTail(paths.log(producer)) for producer in mine}
         self._pending: dict[str, Pending] = {}
         self._offsets: dict[str, npt.NDArray[np.int64]] = {}
-        """Of shards that were opened and not widened yet."""
+        """Row boundaries of shards that were opened and not widened yet."""
         self._done = {record.parent for record in self._live if self._is_whole(record)}
-        """Shards of the share that have been widened."""
+        """The shards that have been widened."""
 
     def pending(self, retired_guid_below: int = 0) -> list[Pending]:
         """The shards that wait for this role's columns, oldest first.

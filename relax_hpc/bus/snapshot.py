@@ -1,4 +1,4 @@
-"""What a restart needs to know of the steps that no checkpoint goes back to.
+"""Everything that a restart needs to know of the steps that no checkpoint goes back to.
 
 A snapshot sums up the front of the plan and of the commit logs, so that the cost of a restart
 follows what is live, not how long the run has lasted. It may be lost: the logs hold everything.
@@ -33,7 +33,7 @@ class GuidSet:
 
 
 class LogPosition(NamedTuple):
-    """How much of a commit log is done with."""
+    """The part of a commit log that is done with."""
 
     records: int
     """Leading records that are."""
@@ -51,7 +51,7 @@ class Snapshot(NamedTuple):
     records: int
     """Records of the chain that it sums up."""
     end: int
-    """Where they end in the log of `fence`."""
+    """Byte at which they end in the log of `fence`."""
     step: int
     planned_below: int
     """All guids below are planned,"""
@@ -92,7 +92,7 @@ def remove_drafts(paths: BusPaths) -> None:
 
 
 def read_snapshots(paths: BusPaths) -> list[Snapshot]:
-    """Those there are, newest first."""
+    """Reads all that there are, newest first."""
     found = []
     for name in _files(paths):
         try:

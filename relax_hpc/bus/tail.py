@@ -41,7 +41,7 @@ class GrowingFile:
         self.read_from(0)  # some accept the flag and refuse the read
 
     def read_from(self, offset: int) -> bytes:
-        """What there is behind `offset` now."""
+        """Reads everything behind `offset`."""
         try:
             try:
                 return self._poll(offset)

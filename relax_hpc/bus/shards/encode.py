@@ -75,7 +75,7 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
 
 
 def to_columns(groups: Sequence[PromptGroup]) -> Columns:
-    """As `gather`, each column one array.
+    """Gathers as `gather` does, each column one array.
 
     Raises:
         BusError: as `gather`.
@@ -123,7 +123,7 @@ def from_columns(packed: Columns) -> list[Trajectory]:
 
 
 def _token_columns(rows: Sequence[Trajectory]) -> dict[str, Array | Sequence[Array]]:
-    """What rollout writes of every token, besides the token and its mask."""
+    """Returns the columns that rollout writes of every token, besides the token and its mask."""
     mine = columns_of("rollout", optional=True)
     names = {k: n for k, n in extra_columns("token").items() if n in mine and k in rows[0].columns}
     return {n: _pieces([t.columns[k] for t in rows], mine[n].dtype) for k, n in names.items()}

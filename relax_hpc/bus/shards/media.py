@@ -19,7 +19,7 @@ def digest(data: npt.NDArray[np.uint8]) -> bytes:
 
 
 def gather(rows: Sequence[Trajectory]) -> ColumnPieces:
-    """What the rows show, in the order of first appearance; nothing if they show nothing.
+    """Gathers the media of the rows, in the order of first appearance; nothing if there are none.
 
     Raises:
         BusError: bytes that are not a flat uint8 array.

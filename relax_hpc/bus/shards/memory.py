@@ -1,4 +1,4 @@
-"""Where columns are read to. Fresh memory costs about as much as the copy into it."""
+"""Memory that columns are read into. Fresh memory costs about as much as the copy into it."""
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ class Memory:
         return _aligned(size) if size >= 16 * PAGE else np.empty(size, np.uint8)
 
     def reset(self) -> None:
-        """What was taken so far may be handed out again."""
+        """Lets memory that was taken so far be handed out again."""
         if self._reuse and self._taken > len(self._room):
             self._room = _aligned(self._taken)
         self._taken = 0

@@ -176,7 +176,8 @@ class Shard:
         return {routed.COLUMN: values, OFFSETS["routed"]: ends}
 
     def _media(self, lo: int, hi: int, names: Collection[str]) -> Columns:
-        """What the rows show, numbered anew; each run of neighbouring media is one read."""
+        """Reads the media of the rows, numbered anew; each run of neighbouring media is one
+        read."""
         bounds = self._offsets(OFFSETS["media_ref"])[lo : hi + 1]
         shown = self._items(media.REFS, int(bounds[0]), int(bounds[-1]))
         wanted, refs = np.unique(shown, return_inverse=True)

@@ -1,4 +1,4 @@
-"""What the bytes of a shard mean, for its writer and its reader. docs/bus.md has the tables."""
+"""The meaning of a shard's bytes, for its writer and its reader. docs/bus.md has the tables."""
 
 import math
 import struct
@@ -10,7 +10,7 @@ import numpy as np
 from relax_hpc.schema import COLUMNS, OFFSETS, Axis
 
 PLAIN_FORMAT = 1
-"""Of a shard without compressed columns: any reader can read it."""
+"""Format of a shard without compressed columns: any reader can read it."""
 FORMAT = 2
 """Newest format, of shards with compressed columns; a shard says the oldest that suffices."""
 MAGIC = b"\x89RLS1\r\n\x1a"  # like PNG's: catches text-mode damage
@@ -29,7 +29,7 @@ CODEC = "shuffle+zstd+fletcher32"
 
 
 class ShardInfo(NamedTuple):
-    """What a commit record says about a shard."""
+    """The part of a commit record that describes a shard."""
 
     uuid: str
     """32 hexadecimal digits."""

@@ -1,1 +1,1 @@
-"""What people ask of a bus: ls, show, verify, gc, export. No role imports it."""
+"""Questions that people ask of a bus: ls, show, verify, gc, export. No role imports it."""

@@ -34,14 +34,14 @@ def check_control(
 
 
 def check_folders(paths: BusPaths, names: Collection[str]) -> Iterator[Finding]:
-    """Whether the folders are there that `layout.create` makes."""
+    """Checks that the folders are there that `layout.create` makes."""
     for folder in (paths.plan, paths.credits.parent, *map(paths.producer, names)):
         if not folder.is_dir():
             yield Finding("missing", str(folder), "is not there; restore the folder")
 
 
 def check_log_ends(paths: BusPaths, names: Collection[str]) -> Iterator[Finding]:
-    """Whether the commit logs end with a record, or with the beginning of one."""
+    """Checks that each commit log ends with a record, or with the beginning of one."""
     for name in names:
         path = paths.log(name)
         try:
@@ -55,13 +55,13 @@ def check_log_ends(paths: BusPaths, names: Collection[str]) -> Iterator[Finding]
 
 
 def check_plan_ends(paths: BusPaths) -> Iterator[Finding]:
-    """Whether each log of the plan ends with a record, or with the beginning of one."""
+    """Checks that each log of the plan ends with a record, or with the beginning of one."""
     for path in sorted(paths.plan.glob("f*.log")):
         yield from _frames_end("plan", path)
 
 
 def check_credits(paths: BusPaths, chain: Chain | None) -> Iterator[Finding]:
-    """Whether the credits are those of the trainers that the plan knows."""
+    """Checks that the credits are those of the trainers that the plan knows."""
     damage = list(_frames_end("credits", paths.credits))
     yield from damage
     if damage:
@@ -81,7 +81,7 @@ def check_credits(paths: BusPaths, chain: Chain | None) -> Iterator[Finding]:
 
 
 def check_snapshots(paths: BusPaths, chain: Chain) -> Iterator[Finding]:
-    """Whether what a restart would begin with sums up this plan."""
+    """Checks that the snapshot that a restart would begin with sums up this plan."""
     try:
         snapshots = read_snapshots(paths)
     except BusError as error:

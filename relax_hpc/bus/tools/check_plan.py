@@ -11,7 +11,7 @@ from relax_hpc.schema import PRODUCER
 
 
 def check_logs(writers: Sequence[Writer]) -> Iterator[Finding]:
-    """Whether each log holds what its writer may write, in order, and no shard twice."""
+    """Checks that each log holds what its writer may write, in order, and no shard twice."""
     seen: set[str] = set()
     for writer in writers:
         newest = -1
@@ -30,7 +30,7 @@ def check_logs(writers: Sequence[Writer]) -> Iterator[Finding]:
 
 
 def check_sidecars(commits: Commits) -> Iterator[Finding]:
-    """Whether each sidecar widens a shard that there is, row by row."""
+    """Checks that each sidecar widens a shard that there is, row by row."""
     for commit in commits.values():
         record = commit.record
         if record.kind is not RecordKind.SIDE:
@@ -49,7 +49,7 @@ def check_sidecars(commits: Commits) -> Iterator[Finding]:
 
 
 def check_plan(chain: Chain, commits: Commits) -> Iterator[Finding]:
-    """Whether every planned row is committed, and none planned twice."""
+    """Checks that every planned row is committed, and none planned twice."""
     yield from _order(chain.steps)
     planned: dict[int, int] = {}
     for record in chain.steps:
@@ -74,7 +74,7 @@ def check_plan(chain: Chain, commits: Commits) -> Iterator[Finding]:
 
 
 def check_checkpoints(chain: Chain, positions: Sequence[PlanPosition]) -> Iterator[Finding]:
-    """Whether each checkpoint can be resumed from, as far as the plan goes."""
+    """Checks that each checkpoint can be resumed from, as far as the plan goes."""
     for position in positions:
         try:
             chain.check(position)

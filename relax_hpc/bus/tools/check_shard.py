@@ -76,7 +76,7 @@ def _columns(shard: Shard, commit: Commit) -> Iterator[Finding]:
 
 
 def _hdf5(shard: Shard) -> Iterator[Finding]:
-    """Whether other HDF5 tools find the same: libhdf5 has checksums of its own metadata."""
+    """Checks that other HDF5 tools find the same: libhdf5 has checksums of its own metadata."""
     what = "HDF5 finds it damaged ({}), though relax-hpc can read it; restore the file"
     try:
         with h5py.File(shard.path, "r", locking=False) as file:

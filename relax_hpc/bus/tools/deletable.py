@@ -1,4 +1,4 @@
-"""Which shards may be gone: no step that can still be trained reads them."""
+"""The shards that may be gone: no step that can still be trained reads them."""
 
 from collections.abc import Sequence
 

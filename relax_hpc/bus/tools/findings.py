@@ -1,4 +1,4 @@
-"""What a check of a bus reports."""
+"""The nouns in which a check of a bus reports."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Commit(NamedTuple):
 
 
 Commits = Mapping[str, Commit]
-"""By uuid."""
+"""Commits by uuid."""
 
 Checkpoints = Callable[[], Sequence[PlanPosition]]
-"""Where the checkpoints that are kept now stand in the plan; a running trainer moves them."""
+"""Places in the plan of the checkpoints that are kept now; a running trainer moves them."""

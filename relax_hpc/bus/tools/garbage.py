@@ -34,7 +34,7 @@ class Garbage(NamedTuple):
 
 
 def find(paths: BusPaths, checkpoints: Sequence[PlanPosition]) -> Garbage:
-    """What may be deleted, provided that nobody works on this bus.
+    """Finds everything that may be deleted, provided that nobody works on this bus.
 
     Args:
         checkpoints: where those that are kept are in the plan.
@@ -43,7 +43,7 @@ def find(paths: BusPaths, checkpoints: Sequence[PlanPosition]) -> Garbage:
         BusError: not a bus of this format, or a damaged log or plan: nothing is safe to delete.
     """
     writers = inventory.take_all(paths)
-    for damage in check_control(paths, [its.name for its in writers], read_chain(paths)):
+    for damage in check_control(paths, [writer.name for writer in writers], read_chain(paths)):
         raise BusError(f"{damage.where}: {damage.what}; nothing was deleted")
     needs = _Needs(paths, writers, checkpoints)
     orphans: list[File] = []

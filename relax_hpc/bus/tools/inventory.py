@@ -1,4 +1,4 @@
-"""What lies on a bus: the writers' records, joined with the files in their folders.
+"""Everything that lies on a bus: the writers' records, joined with the files in their folders.
 
 Every tool for people begins here. Nobody is disturbed: logs are read as every reader reads them,
 and only tools list folders.
@@ -29,7 +29,7 @@ class Writer(NamedTuple):
     role: Role
     log: list[CommitRecord]
     files: dict[Path, File]
-    """What lies in its fence folders, as of before `log` was read."""
+    """Files in its fence folders, as of before `log` was read."""
 
     @property
     def shards(self) -> list[CommitRecord]:
@@ -77,7 +77,7 @@ def unrecorded(paths: BusPaths, writer: Writer) -> list[File]:
 
 
 def newest_credit(paths: BusPaths) -> Credit | None:
-    """What the trainer grants now; None before it has started."""
+    """Reads the trainer's newest grant; None before it has started."""
     tail = CreditTail(paths)
     try:
         return tail.latest()

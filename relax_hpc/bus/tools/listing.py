@@ -24,7 +24,7 @@ class WriterRow:
     """open, closed (it ended on purpose), or unused; open does not mean that it is alive."""
     fence: int
     live_shards: int
-    """On disk."""
+    """Shards of it on disk."""
     retired_shards: int
     """Deleted by their owner, with the trainer's leave."""
     missing_shards: int
@@ -63,7 +63,7 @@ class PlanRow:
     steps: int
     trajectories: int
     checkpoint: PlanPosition | None
-    """Of the newest checkpoint."""
+    """Position of the newest checkpoint."""
     credit: Credit | None
     """None before the first trainer has started."""
     damage: str | None

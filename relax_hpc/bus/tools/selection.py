@@ -1,4 +1,4 @@
-"""Which prompt groups of a bus a tool is asked about, each as a plan record of its own.
+"""The prompt groups of a bus that a tool is asked about, each as a plan record of its own.
 
 So that every tool reads rows the way the trainer does: through `Reader`, sidecars included.
 """

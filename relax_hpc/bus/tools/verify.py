@@ -35,7 +35,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Verified(NamedTuple):
-    """What `verify` has looked at, and found."""
+    """Counts of what `verify` has read, and its findings."""
 
     shards: int
     """Read to the last byte."""
@@ -171,7 +171,7 @@ class _Deletions:
         self._oldest = oldest_step(checkpoints())
 
     def judge(self, task: _Task) -> list[Finding] | None:
-        """What is wrong with it; None if nothing is."""
+        """Returns what is wrong about a shard that is gone; None if it may be gone."""
         record = task.commit.record
         if record.kind is RecordKind.PARTIAL:  # needed only until its groups are finished
             return None
@@ -190,7 +190,8 @@ class _Deletions:
 
 
 def _ever_retired(paths: BusPaths) -> float:
-    """What owners were allowed to delete; where that is lost, whatever they have deleted."""
+    """Returns the guid below which owners were allowed to delete; infinity where that is
+    damaged."""
     damaged = any(True for _ in check_credits(paths, None))
     return math.inf if damaged else ever_retired(paths)
 
