@@ -1,4 +1,4 @@
-"""What a shard asks of a metadata server, counted with strace."""
+"""Operations that a shard asks of a metadata server, counted with strace."""
 
 import re
 import shutil
@@ -72,7 +72,8 @@ def measure() -> Iterator[Row]:
 
 
 def _operation(call: str, rest: str, root: Path) -> str:
-    """What a system call asks of a metadata server; nothing if it goes to data servers."""
+    """Names the operation that a system call asks of a metadata server; nothing if it goes to
+    data servers."""
     if call in ("open", "openat"):
         return "create" if "O_CREAT" in rest else "open"
     if call == "fsync" and not re.search(r"/(log|credits|[^/]*\.(tmp|log|h5))>", rest):

@@ -1,4 +1,4 @@
-"""What it costs to start the sequencer again in the middle of a run."""
+"""The cost of starting the sequencer again in the middle of a run."""
 
 import time
 from collections.abc import Iterator

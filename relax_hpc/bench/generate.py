@@ -38,7 +38,7 @@ _VOCABULARY = 100
 
 
 class Load(NamedTuple):
-    """What is asked in a turn."""
+    """The requests of a turn."""
 
     in_flight: int
     num_requests: int
@@ -46,7 +46,7 @@ class Load(NamedTuple):
     """Requests that share a prompt."""
     prompt_tokens: int
     new_tokens: int
-    """On average: half to one and a half times as many."""
+    """Tokens of a response on average: half to one and a half times as many."""
 
     def requests(self, turn: int) -> list[tuple[list[int], int]]:
         """(prompt, response tokens) of a turn; lengths are those of every turn."""
@@ -59,12 +59,12 @@ class Load(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What one way of asking came to, once."""
+    """One measurement of one way of asking."""
 
     way: str
     tokens_per_s: float
     cpu_s: float
-    """Of this process, per 1,000 tokens."""
+    """Seconds of this process, per 1,000 tokens."""
 
 
 Requests = Sequence[tuple[list[int], int]]
@@ -153,7 +153,7 @@ def _take(name: str, way: Way, url: str, load: Load, number: int) -> Turn:
 
 
 async def _ours(url: str, token: str, requests: Requests, in_flight: int) -> int:
-    """As a rollout task asks."""
+    """Asks as a rollout task does, and counts the tokens that came."""
 
     def connect(at: Endpoint) -> GenerationClient:
         return GenerationClient(at.url, at.token, silence_s=_SILENCE_S)

@@ -10,7 +10,7 @@ from relax_hpc.run_secret import RunSecret
 
 
 def joined(rank: int, size: int, rendezvous: Path, secret: Path) -> tuple[World, torch.device]:
-    """This process as a rank, on the GPU of its number or on one core. Collective."""
+    """Makes this process a rank, on the GPU of its number or on one core. Collective."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:

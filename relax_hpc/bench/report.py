@@ -22,12 +22,13 @@ class Row(NamedTuple):
     value: float
     unit: str
     against: str = ""
-    """What the baseline is: "raw" (the same bytes by plain system calls), "TransferQueue", ..."""
+    """Name of the baseline: "raw" (the same bytes by plain system calls), "TransferQueue", ..."""
     baseline: float | None = None
     ratio: float | None = None
-    """How many times better than the baseline: median over the repeats of ratios within one."""
+    """Factor by which it is better than the baseline: median over the repeats of ratios within
+    one."""
     aim: float | None = None
-    """What the ratio, or without one the value, should reach."""
+    """Goal of the ratio, or without one of the value."""
 
 
 def compared(
@@ -45,7 +46,7 @@ def compared(
 
 
 def machine() -> str:
-    """Where the figures come from, and how busy it is: load averages of 1 and 5 minutes."""
+    """Describes the machine, and how busy it is: load averages of 1 and 5 minutes."""
     memory = psutil.virtual_memory().total / 2**30
     one, five, _ = os.getloadavg()
     return (

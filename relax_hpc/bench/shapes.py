@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def model_folder(shape: str, folder: Path) -> Path:
-    """Where the model's config.json is: in a folder of the user's, or written to `folder`."""
+    """Returns the folder of the model's config.json: one of the user's, or written to `folder`."""
     if (Path(shape) / "config.json").is_file():
         return Path(shape)
     if shape not in SHAPES:

@@ -18,7 +18,7 @@ _LOOK_S = 0.05
 
 
 class SteadyLoad:
-    """As many requests in flight at every engine all the time, in a thread of its own. A context
+    """A constant number of requests in flight at every engine, from a thread of its own. A context
     manager: the load runs for the length of the block."""
 
     def __init__(
@@ -50,7 +50,7 @@ class SteadyLoad:
         self._thread.join()
 
     def tokens_per_s(self, begin: float, end: float) -> float:
-        """Of all engines between two points of `time.time()`."""
+        """Tokens per second of all engines between two points of `time.time()`."""
         return tokens_per_s(list(self._seen), begin, end)
 
     async def _run(self) -> None:
@@ -83,7 +83,7 @@ class SteadyLoad:
 
 
 def tokens_per_s(seen: Sequence[tuple[float, int]], begin: float, end: float) -> float:
-    """From counts at some times; 0 if they do not reach so far."""
+    """Tokens per second from counts at some times; 0 if they do not reach so far."""
     times = [at for at, _ in seen]
     first, last = bisect_left(times, begin), bisect_left(times, end)
     if last >= len(seen) or first >= last:

@@ -1,4 +1,4 @@
-"""What `bench.sync` measured, and how it is said."""
+"""The measurements of `bench.sync`, and their words."""
 
 import statistics
 from dataclasses import asdict, dataclass
@@ -28,17 +28,17 @@ class Update:
     version: int
     num_bytes: int
     paused: float
-    """How long engines stood still."""
+    """Seconds that engines stood still."""
     total: float
-    """From the first tensor that was gathered to the last engine that resumed."""
+    """Seconds from the first gathered tensor to the last engine that resumed."""
     parts: dict[str, float]
     """`sync/...` of docs/architecture.md."""
     began: float = 0.0
     """Seconds since the epoch."""
     falling_asleep: float = 0.0
-    """Before it, of engines on the trainer's GPUs."""
+    """Seconds before it, of engines on the trainer's GPUs."""
     free_gib: tuple[float, float] | None = None
-    """Of the first of these GPUs, before and after that."""
+    """Free memory of the first of these GPUs, before and after that."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Gap:
     version: int
     num_tokens: int
     mean: float
-    """Of its absolute value."""
+    """Mean of its absolute value."""
     largest: float
     k3: float
     """Mean of exp(d) - 1 - d, an estimate of KL(engine || trainer)."""
@@ -67,11 +67,13 @@ class Figures:
     equal: bool
     """Whether engines held what was sent, after the first and the last version."""
     wire_gb_per_s: float
-    """Of a broadcast of 1 GiB between the same GPUs, with nothing else to do; 0 if not measured."""
+    """Rate of a broadcast of 1 GiB between the same GPUs, with nothing else to do; 0 if not
+    measured."""
     failed: int = 0
     """Requests that ended in an error."""
     tokens_per_s: float = 0.0
-    """That the engines sampled meanwhile, from the second update to the last; 0 if not measured."""
+    """Tokens per second that engines sampled meanwhile, from the second update to the last; 0 if
+    not measured."""
     undisturbed_tokens_per_s: float = 0.0
     """And for as long without updates."""
 

@@ -73,7 +73,7 @@ def run(rank: int, task: Task) -> None:
 def _parts(
     task: Task, world: World, scorer: MegatronScorer, device: torch.device
 ) -> tuple[TrainerRanks, Publisher | None, Sleep | None]:
-    """What this rank has of a publication; collective."""
+    """Builds this rank's parts of a publication; collective."""
     weights = task.config.weights
     publishing = Publishing(
         weights, world, scorer, device, folder=task.paths.weights,
@@ -95,11 +95,11 @@ def _parts(
 
 
 class _Nap(NamedTuple):
-    """How engines fell asleep."""
+    """One falling asleep of the engines."""
 
     seconds: float = 0.0
     free_gib: tuple[float, float] | None = None
-    """Before and after."""
+    """Free memory of the first GPU before and after."""
 
 
 def _put_to_sleep(sleep: Sleep, device: torch.device) -> _Nap:

@@ -1,4 +1,4 @@
-"""What `bench.sync` asks of the ranks of its trainer."""
+"""The orders of `bench.sync` to the ranks of its trainer."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from relax_hpc.paths import RunPaths
 LOGPROB_VERSIONS = (0, 1, 10)
 """After which the engines' logprobs are compared with the trainer's."""
 ATTEMPT = "1"
-"""Of the engines' start."""
+"""Attempt of the engines' start."""
 
 
 class Task(NamedTuple):
-    """What the ranks of the trainer are told."""
+    """Orders to the ranks of the trainer."""
 
     config: RunConfig
     shape: str
@@ -21,7 +21,7 @@ class Task(NamedTuple):
     first_gpu_of_engines: int
     compare_logprobs: bool
     every_s: float
-    """From the end of an update to the next."""
+    """Seconds from the end of an update to the next."""
 
     @property
     def is_colocated(self) -> bool:
@@ -38,5 +38,5 @@ class Task(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Of the trainer."""
+        """Number of the trainer's ranks."""
         return self.config.actor.layout.world_size

@@ -116,7 +116,7 @@ def task_of(
     overrides: Sequence[str] = (),
     profile: Path | None = None,
 ) -> Task:
-    """What the ranks are told; see `measure`.
+    """Makes the orders to the ranks; see `measure`.
 
     Args:
         folder: an empty one, for what they share.

@@ -50,17 +50,17 @@ def run(rank: int, task: Task) -> None:
 
 
 class Batch(NamedTuple):
-    """What one step trains on, on this rank."""
+    """The rows that one step trains on, on this rank."""
 
     rows: list[Trajectory]
     micro_batches: list[list[int]]
     lengths: list[list[int]]
-    """Of the documents, per micro-batch."""
+    """Lengths of the documents, per micro-batch."""
 
 
 @dataclass
 class Seconds:
-    """Of every timed step."""
+    """Seconds of every timed step."""
 
     forward: list[float] = field(default_factory=list)
     train: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Seconds:
     rates: list[float] = field(default_factory=list)
     """Tokens per second, of all ranks."""
     flops: list[float] = field(default_factory=list)
-    """Per second and rank."""
+    """Floating-point operations per second and rank."""
 
 
 def measure(task: Task, work: Work, world: World, device: torch.device) -> Figures:

@@ -1,4 +1,4 @@
-"""What `bench.train` asks of its ranks, and what they measure."""
+"""The orders of `bench.train` to its ranks, and their measurements."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,10 @@ Documents = Literal["one", "mix"]
 
 
 class Work(NamedTuple):
-    """What one step trains on, per replica."""
+    """The data of one step, per replica."""
 
     tokens: int
-    """Of a micro-batch; context-parallel ranks share them."""
+    """Tokens of a micro-batch; context-parallel ranks share them."""
     documents: Documents = "one"
     recompute: str = "none"
     """`none`, `mlp` (one of its products again) or `full`."""
@@ -58,17 +58,17 @@ class Figures:
     micro_batches: int
     step_s: float
     forward_s: float
-    """Of the same micro-batches, without gradient."""
+    """Seconds of the same micro-batches, without gradient."""
     forward_backward_s: float
     update_s: float
     """Gradient reduction, norm, Adam, and gathering the weights."""
     tokens_per_s: float
-    """Of all GPUs together."""
+    """Tokens per second of all GPUs together."""
     tokens_per_s_per_gpu: float
     mfu: float
     """Operations of a replica's micro-batches, divided by its ranks, against the peak of one."""
     peak_gib: float
-    """Of the rank that has most."""
+    """Peak of the rank that has most."""
     loss: float
 
 
@@ -85,15 +85,15 @@ def lengths_of(work: Work, seed: int) -> list[int]:
 
 
 class Task(NamedTuple):
-    """What the ranks of the trainer are told."""
+    """Orders to the ranks of the trainer."""
 
     folder: Path
     shape: str
     architecture: Architecture
-    """That of the shape."""
+    """Architecture of the shape."""
     works: tuple[Work, ...]
     config: JobConfig
-    """Of the job; each work adds what it recomputes."""
+    """Config of the job; each work adds what it recomputes."""
     steps: int
     overrides: tuple[str, ...]
     profile: Path | None

@@ -1,4 +1,4 @@
-"""What a broadcast between GPUs makes when nothing else is to be done: the limit of an update."""
+"""The rate of a broadcast between GPUs when nothing else is to be done: the limit of an update."""
 
 import multiprocessing
 import queue

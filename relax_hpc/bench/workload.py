@@ -1,4 +1,4 @@
-"""What the benchmarks move: a text batch and an image batch, the same everywhere."""
+"""The data that the benchmarks move: a text batch and an image batch, the same everywhere."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -55,7 +55,8 @@ def image_groups() -> list[PromptGroup]:
 
 
 def routed_columns() -> Columns:
-    """What 8 of 128 experts a router with favourites chose in 48 layers, for 8,192 tokens."""
+    """Draws the 8 of 128 experts that a router with favourites chose in 48 layers, for 8,192
+    tokens."""
     rng, layers, experts, chosen, tokens = np.random.default_rng(2), 48, 128, 8, ROUTED_TOKENS
     routed = np.empty((tokens, layers, chosen), np.int16)
     for layer in range(layers):
