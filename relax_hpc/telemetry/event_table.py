@@ -258,7 +258,7 @@ EVENTS: dict[str, EventKind] = {
 
 
 def undeclared(event: str, fields: Iterable[str]) -> list[str]:
-    """Those of `fields` that `EVENTS` does not have for `event`."""
+    """Returns the names among `fields` that `EVENTS` does not have for `event`."""
     declared = EVENTS[event].fields
     return [name for name in fields if name not in declared and _area(name) not in declared]
 

@@ -1,4 +1,4 @@
-"""What happened, one JSON line each: the truth of a run, of which every plot is a view.
+"""Everything that happened, one JSON line each: the truth of a run, of which every plot is a view.
 
 One file per role and rank, appended to by that process alone. `event_table.EVENTS` declares them.
 

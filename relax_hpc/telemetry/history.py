@@ -1,4 +1,4 @@
-"""What a run's events say, step by step, counted once however often a step was repeated."""
+"""A run's events, step by step, counted once however often a step was repeated."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ class Heldout(NamedTuple):
     """One evaluation of a held-out set, added up over the rollout ranks that took part."""
 
     name: str
-    """Of the set."""
+    """Name of the held-out set."""
     when: str
     """"before", "during" or "after"."""
     version: int
@@ -38,7 +38,8 @@ def present_step(events: Sequence[Event]) -> int:
 
 
 def publications(events: Sequence[Event]) -> list[Event]:
-    """Of each version that engines were given, the newest event's times (`sync/...`), in order.
+    """Returns the newest event's times (`sync/...`) of each version that engines were given, in
+    order.
 
     Where some had a broadcast and others loaded files, the broadcast's.
     """
@@ -86,12 +87,12 @@ def shards(events: Sequence[Event]) -> list[Event]:
 
 
 def loads(events: Sequence[Event]) -> list[Event]:
-    """What engines did, in order of time."""
+    """Returns the loads of the engines, in order of time."""
     return [e for e in events if e["event"] == "load"]
 
 
 def load_numbers(load: Event) -> dict[str, float]:
-    """What can be plotted of one of them."""
+    """Returns the numbers of a load that can be plotted."""
     found = {
         "tokens_per_s": load["num_tokens"] / load["seconds"],
         "in_flight": load["in_flight"],

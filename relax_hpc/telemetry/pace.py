@@ -1,4 +1,4 @@
-"""How long steps take, and when the last one will be done."""
+"""The time that steps take, and when the last one will be done."""
 
 import time
 from typing import NamedTuple

@@ -18,7 +18,7 @@ def figure(width: float, height: float, *, dpi: int = 150) -> "Figure":
 
 
 def check(path: Path) -> None:
-    """Whether a picture can be put there.
+    """Checks that a picture can be put there.
 
     Raises:
         ConfigError: it is a folder, or in none that can be written to.
@@ -32,7 +32,7 @@ def check(path: Path) -> None:
 
 
 def save(drawn: "Figure", path: Path) -> Path:
-    """As a PNG, in the place of an older one."""
+    """Saves a figure as a PNG, in the place of an older one."""
     check(path)
     draft = path.with_name(f".{os.getpid()}.{path.name}")
     try:

@@ -17,7 +17,7 @@ _STANDSTILL = ("pause", "prepare", "wire", "load", "resume")
 
 
 class Rate(NamedTuple):
-    """What an engine did for a while."""
+    """An engine's work for a while."""
 
     start: float
     seconds: float
@@ -35,11 +35,11 @@ class Timeline(NamedTuple):
     steps: list[Event]
     """The `step` events, in order."""
     phases: dict[str, list[Phase]]
-    """By process, first the one whose steps they are."""
+    """Phases by process, first the one whose steps they are."""
     engines: dict[str, list[Rate]]
-    """By engine: what all rollout tasks had of it."""
+    """Rates by engine: what all rollout tasks had of it."""
     pauses: dict[str, list[Phase]]
-    """By engine: updates of its weights."""
+    """Updates of the weights, by engine."""
 
     @property
     def seconds(self) -> float:
@@ -56,14 +56,14 @@ class Summary(NamedTuple):
     """Median seconds of a step, by phase of the actor."""
     engines: int
     tokens_per_s: float
-    """Of all engines, over the whole time."""
+    """Tokens per second of all engines, over the whole time."""
     in_flight: float
     """Requests of all engines, on average."""
     updates: int
     paused_s: float
     """Median of an update."""
     paused_share: float
-    """Of the time, of the engine that stood still for longest."""
+    """Fraction of the time that the engine that stood still for longest did so."""
 
 
 def parse_steps(text: str) -> tuple[int | None, int | None]:
@@ -98,9 +98,9 @@ def read(run_dir: Path, *, first: int | None = None, last: int | None = None) ->
         )
     begin, end = steps[0]["time"] - steps[0]["time/step"], steps[-1]["time"]
     phases, pauses = _phases(events), _pauses(events)
-    for its in (phases, pauses):
-        for name, noted in its.items():
-            its[name] = [p for p in noted if p.start < end and p.start + p.seconds > begin]
+    for by_name in (phases, pauses):
+        for name, noted in by_name.items():
+            by_name[name] = [p for p in noted if p.start < end and p.start + p.seconds > begin]
     loads = history.loads(events)
     rates = _rates([e for e in loads if begin < e["time"] and e["time"] - e["seconds"] < end])
     return Timeline(run_dir.name, begin, end, steps, phases, rates, pauses)
@@ -113,8 +113,8 @@ def summary(timeline: Timeline) -> Summary:
         for name in names
     }
     rates = [rate for engine in timeline.engines.values() for rate in engine]
-    pauses = {id: sum(p.seconds for p in its) for id, its in timeline.pauses.items()}
-    updates = {(p.start, p.seconds) for its in timeline.pauses.values() for p in its}
+    pauses = {id: sum(p.seconds for p in noted) for id, noted in timeline.pauses.items()}
+    updates = {(p.start, p.seconds) for noted in timeline.pauses.values() for p in noted}
     return Summary(
         timeline.steps[0]["step"],
         timeline.steps[-1]["step"],
@@ -154,7 +154,7 @@ def text(found: Summary) -> str:
 
 
 def _phases(events: Sequence[Event]) -> dict[str, list[Phase]]:
-    """What processes noted of themselves; of a step that was trained again, the newest."""
+    """Collects what processes noted of themselves; of a step that was trained again, the newest."""
     newest: dict[str, dict[object, list[Phase]]] = defaultdict(dict)
     for number, event in enumerate(events):
         if event["event"] == "phases":
@@ -162,7 +162,7 @@ def _phases(events: Sequence[Event]) -> dict[str, list[Phase]]:
             newest[name][event.get("step", -number)] = [Phase(*p) for p in event["phases"]]
     first = {event["role"] for event in events if event["event"] == "step"}
     order = sorted(newest, key=lambda name: (name not in first, name))
-    return {name: [p for its in newest[name].values() for p in its] for name in order}
+    return {name: [p for noted in newest[name].values() for p in noted] for name in order}
 
 
 def _rates(loads: Sequence[Event]) -> dict[str, list[Rate]]:
@@ -185,7 +185,8 @@ def _pauses(events: Sequence[Event]) -> dict[str, list[Phase]]:
 
 
 def _pause(event: Mapping[str, object]) -> Phase | None:
-    """From the first call to pause to the last reply to resume."""
+    """Returns the phase from the first call to pause to the last reply to resume; None if there
+    is none."""
     noted = event.get("phases")
     assert isinstance(noted, list | None)
     parts = [phase for phase in (Phase(*p) for p in noted or ()) if phase.name in _STANDSTILL]

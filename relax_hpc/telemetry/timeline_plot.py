@@ -25,14 +25,14 @@ OTHER, ENGINE, PAUSE = "#b0487a", "#7fb3d9", "#c0182b"
 _ENGINES = 16
 """More than these are drawn as one."""
 _THINNEST = 1 / 800
-"""Of the width, so that an update of milliseconds can be seen."""
+"""Fraction of the width, so that an update of milliseconds can be seen."""
 
 
 def plot(timeline: Timeline, path: Path) -> Path:
     """Draws it as a PNG: a row per process, and one per engine with its tokens per second."""
     engines = timeline.engines
     if len(engines) > _ENGINES:
-        engines = {f"{len(engines)} engines": [r for its in engines.values() for r in its]}
+        engines = {f"{len(engines)} engines": [r for rates in engines.values() for r in rates]}
     rows = len(timeline.phases) + len(engines)
     figure = picture.figure(12, 1.6 + 0.55 * rows)
     axes = figure.subplots()
@@ -90,7 +90,7 @@ def _draw_rates(
 def _all_pauses(timeline: Timeline, drawn: dict[str, list[Rate]]) -> list[Phase]:
     if drawn.keys() == timeline.engines.keys():
         return []
-    return list({pause for its in timeline.pauses.values() for pause in its})
+    return list({pause for pauses in timeline.pauses.values() for pause in pauses})
 
 
 def _draw_pauses(axes: "Axes", row: int, pauses: list[Phase], timeline: Timeline) -> None:

@@ -1,4 +1,4 @@
-"""Where a step's seconds go."""
+"""Stopwatches for the parts of a step."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ _SHORTEST_S = 1e-3
 
 
 class Phase(NamedTuple):
-    """What a process did for a while."""
+    """A process's work of one kind for a while."""
 
     name: str
     start: float
@@ -23,7 +23,7 @@ class Timers:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.phases: list[Phase] = []
-        """In order; what is too short to be seen in a picture is left out."""
+        """Phases in order; one that is too short to be seen in a picture is left out."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -43,7 +43,7 @@ class Timers:
             self._note(name, time.perf_counter() - begin)
 
     def add(self, name: str, begin: float) -> None:
-        """As a block would that began at `begin` of `time.perf_counter` and ends now."""
+        """Adds a phase that began at `begin` of `time.perf_counter` and ends now."""
         seconds = time.perf_counter() - begin
         key = f"time/{name}"
         self.seconds[key] = self.seconds.get(key, 0.0) + seconds
