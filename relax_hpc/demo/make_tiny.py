@@ -13,7 +13,7 @@ NUM_TRAIN, NUM_HELDOUT = 6000, 512
 NUM_SCORED = 128
 """Held-out prompts that decide when the warm start is over."""
 _FORMAT = 2
-"""Of the folder; raised when other files are to be in it."""
+"""Format of the folder; raised when other files are to be in it."""
 
 
 def make(

@@ -22,13 +22,14 @@ class Example(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How far the warm start went; accuracies are fractions of held-out prompts."""
+    """The steps that the warm start took, and the accuracies it reached, fractions of held-out
+    prompts."""
 
     steps: int
     seconds: float
     greedy: float
     sampled: float
-    """At temperature 1, as a rollout samples."""
+    """Accuracy at temperature 1, as a rollout samples."""
 
 
 def warm_start(

@@ -135,13 +135,13 @@ def _initial(paths: RunPaths, names: Sequence[str], roster: Roster | None) -> li
 
 
 def _over(row: Row) -> Row:
-    """What is left of an engine after the run."""
+    """Returns the row of an engine after the run."""
     state: Standing = row.state if row.state in ENDED else "GONE"
     return replace(row, state=state, version=None)
 
 
 def _pending(row: Row) -> Row:
-    """Of a job that waits: what an earlier attempt of it left is no engine."""
+    """Returns the row of a job that waits: what an earlier attempt of it left is no engine."""
     if row.state in ENDED:
         return row
     return replace(row, state="PENDING", node="", version=None, since=None)

@@ -1,4 +1,4 @@
-"""What `relax-hpc scale` does: writes down what is wanted, and tells what there is.
+"""The work of `relax-hpc scale`: writes down what is wanted, and tells what there is.
 
 The scaler, a process inside the job, does the work; so nothing here outlives the command.
 """
@@ -21,19 +21,19 @@ from relax_hpc.runs import status
 _POLL_S = 0.5
 _SCALER_START_S = 30
 _MARGIN_S = 120
-"""For Slurm to start and end steps, besides what engines are given."""
+"""Seconds for Slurm to start and end steps, besides what engines are given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What came of a request to scale."""
+    """The outcome of a request to scale."""
 
     request: Request | None
     """None: there is nothing to do."""
     repeated: bool
     """The same had been asked before and is under way."""
     engines: int
-    """That the run has, or shall have once its requests are settled."""
+    """Engines that the run has, or shall have once its requests are settled."""
 
 
 def out(run_dir: Path, engines: int, transport: str | None = None) -> Asked:
@@ -213,7 +213,7 @@ def _ask(
 
 
 def _check_out(config: RunConfig, state: ScaleState, engines: int) -> bool:
-    """Whether there is anything to do; raises ConfigError if there is no room for it."""
+    """Returns whether there is anything to do; raises ConfigError if there is no room for it."""
     missing = engines - config.rollout_pool.count - len(state.staying)
     if missing > len(state.free):
         nodes = config.rollout_pool.resources.nodes
@@ -228,7 +228,7 @@ def _check_out(config: RunConfig, state: ScaleState, engines: int) -> bool:
 
 
 def _check_in(config: RunConfig, state: ScaleState, wanted: Request) -> bool:
-    """Whether there is anything to do; raises ConfigError if it cannot be done."""
+    """Returns whether there is anything to do; raises ConfigError if it cannot be done."""
     initial = config.rollout_pool.count
     if wanted.member is None:
         if wanted.engines < initial:

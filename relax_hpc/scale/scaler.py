@@ -23,16 +23,16 @@ from relax_hpc.records import write_json_once
 log = logging.getLogger(__name__)
 
 START_MARGIN_S = 60
-"""What Slurm may take to start a step, besides the engine's own time."""
+"""Seconds that Slurm may take to start a step, besides the engine's own time."""
 END_MARGIN_S = 15
-"""From the end of a drain until the step is ended from outside."""
+"""Seconds from the end of a drain until the step is ended from outside."""
 
 
 class Steps(Protocol):
     """Starts and ends steps of one task, through Slurm or on this machine."""
 
     nodes: list[str]
-    """That rollout holds besides those it started on."""
+    """Nodes that rollout holds besides those it started on."""
 
     def start(self, extra: Extra) -> ProcessId:
         """Raises LaunchError: it could not be started."""
@@ -43,7 +43,7 @@ class Steps(Protocol):
         ...
 
     def last_words(self, extra: Extra) -> str:
-        """What a step that ended by itself left as an explanation."""
+        """Returns what a step that ended by itself left as an explanation."""
         ...
 
 
@@ -93,7 +93,7 @@ class Scaler:
         self._publish()
 
     def _observe(self, extra: Extra, roster: Roster | None) -> None:
-        """What has become of a step since the last look."""
+        """Notes what has become of a step since the last look."""
         if extra.process is None:
             return
         member = members.find(self._paths, extra.id)
@@ -169,7 +169,7 @@ class Scaler:
             self._note(replace(extra, transport=self._state.transport))
 
     def _remove(self, request: Request) -> None:
-        """Those that came last go first."""
+        """Removes engines, those that came last first."""
         staying = self._state.staying
         keep = max(request.engines - self._initial, 0)
         chosen = (

@@ -21,7 +21,7 @@ from relax_hpc.scale.steps import LocalSteps, SlurmSteps
 
 _TICK_S = 0.5
 _END_S = 8.0
-"""For extra engines to stop when the run ends."""
+"""Seconds for extra engines to stop when the run ends."""
 
 
 def main() -> None:

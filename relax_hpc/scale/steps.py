@@ -22,12 +22,12 @@ _SHOWN_CHARACTERS = 300
 
 
 def folder(submission: Path, member: str) -> Path:
-    """Where output and records of an added engine's step are."""
+    """Returns the folder of output and records of an added engine's step."""
     return submission / member.rpartition("-")[0] / member
 
 
 class _Steps:
-    """What both ways have in common: the command of the task, its logs, how a step is ended."""
+    """The common part of both ways: the command of the task, its logs, how a step is ended."""
 
     nodes: list[str]
 
@@ -92,14 +92,14 @@ class SlurmSteps(_Steps):
 
     def start(self, extra: Extra) -> ProcessId:
         """Starts a step of one task on the node of `extra`."""
-        its = self._resources
+        asked = self._resources
         launcher = [
             *("srun", f"--jobid={self._leader}", "--het-group=0", "--overlap"),
             *("--nodes=1", "--ntasks=1", f"--nodelist={extra.node}"),
-            *([f"--cpus-per-task={its.cpus_per_task}"] if its.cpus_per_task else []),
-            *([f"--gpus-per-node={its.gpus_per_node}"] if its.gpus_per_node else []),
+            *([f"--cpus-per-task={asked.cpus_per_task}"] if asked.cpus_per_task else []),
+            *([f"--gpus-per-node={asked.gpus_per_node}"] if asked.gpus_per_node else []),
             *("--mpi=none", "--kill-on-bad-exit=1", "--unbuffered", "--open-mode=append"),
-            *its.srun,
+            *asked.srun,
         ]
         return self._run(extra, launcher, [])
 
