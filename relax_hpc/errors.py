@@ -8,14 +8,15 @@ _short.maxlong = 40
 
 
 def shown(value: object) -> str:
-    """What was given, as a message repeats it: on one line, and not all of it if it is long."""
+    """Returns a given value as a message repeats it: on one line, and not all of it if it is
+    long."""
     if isinstance(value, int) and value.bit_length() > 1000:  # Python does not write it out
         return f"a number of {value.bit_length()} bits"
     return _short.repr(value)
 
 
 def first_line(error: BaseException) -> str:
-    """What a library says, as far as it fits into a message of one line."""
+    """Returns a library's message, as far as it fits into a message of one line."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 

@@ -48,7 +48,8 @@ class BusPaths:
 
 @dataclass(frozen=True, slots=True)
 class ComponentPaths:
-    """What the tasks of a component leave in its folder; names begin with the id of the job."""
+    """Files that the tasks of a component leave in its folder; names begin with the id of the
+    job."""
 
     folder: Path
     job_id: str
@@ -66,12 +67,12 @@ class ComponentPaths:
 
     @property
     def step(self) -> Path:
-        """Which step of Slurm runs the tasks, where it runs those of other components too."""
+        """The Slurm step that runs the tasks, where it runs those of other components too."""
         return self.folder / f"{self.job_id}_step"
 
     @property
     def processes(self) -> Path:
-        """Who runs the tasks on this machine, where there is no Slurm."""
+        """The processes that run the tasks on this machine, where there is no Slurm."""
         return self.folder / f"{self.job_id}_processes.json"
 
 
@@ -87,7 +88,7 @@ class RunPaths:
 
     @property
     def secret(self) -> Path:
-        """Of the run's owner alone; see `run_secret`."""
+        """The secret of the run, for its owner alone; see `run_secret`."""
         return self.root / "secret"
 
     @property
@@ -100,11 +101,12 @@ class RunPaths:
 
     @property
     def launch_record(self) -> Path:
-        """Which Slurm job (or local process) each component is; written by `submit`, `resume`."""
+        """The Slurm job (or local process) of each component; written by `submit`, `resume`."""
         return self.control / "launch.json"
 
     def launch_claim(self, number: int) -> Path:
-        """Who starts the run for the second time, the third, ...; made by one process only."""
+        """Claim of who starts the run for the second time, the third, ...; made by one process
+        only."""
         return self.control / f"launch-{number}.json"
 
     @property
@@ -134,20 +136,20 @@ class RunPaths:
 
     @property
     def roster(self) -> Path:
-        """Which engine holds which weights; written by the trainer."""
+        """The engines and the weights they hold; written by the trainer."""
         return self.control / "weights.json"
 
     def switch(self, member: str, start: str, version: int) -> Path:
-        """How far the requests of one start of an engine were when it got a version."""
+        """State of the requests of one start of an engine when it got a version."""
         return self.control / "switches" / f"{member}-{start}" / f"{version}.json"
 
     @property
     def lease(self) -> Path:
-        """Who may use GPUs that trainer and engines share; written by the trainer."""
+        """Holder of the GPUs that trainer and engines have in common; written by the trainer."""
         return self.control / "lease.json"
 
     def heldout_shares(self, rank: int) -> Path:
-        """What a rollout task scored on its shares of the held-out sets."""
+        """Scores of a rollout task on its shares of the held-out sets."""
         return self.control / "heldout" / f"{rank}.json"
 
     def eval_rows(self, name: str, version: int, when: str, rank: int) -> Path:
@@ -177,7 +179,7 @@ class RunPaths:
 
     @property
     def loss_curve(self) -> Path:
-        """Of supervised fine-tuning, in place of the reward's."""
+        """The curve of supervised fine-tuning, in place of the reward's."""
         return self.root / "loss.png"
 
     @property
@@ -216,15 +218,15 @@ class RunPaths:
         return self.root / "logs" / f"{role}-{name}.log"
 
     def engine_log(self, member: str, start: str) -> Path:
-        """What one start of an engine says."""
+        """Output of one start of an engine."""
         return self.log("engine", f"{member}-{start}")
 
     def engine_call(self, member: str) -> Path:
-        """What the host of an engine over several nodes asks its other parts to do."""
+        """Orders of the host of an engine over several nodes to its other parts."""
         return self.control / f"engine-{member}.json"
 
     def engine_part(self, member: str, part: int) -> Path:
-        """How a part of such an engine ended."""
+        """Outcome of a part of such an engine."""
         return self.control / f"engine-{member}-{part}.json"
 
     def rendezvous(self, name: str) -> Path:

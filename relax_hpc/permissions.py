@@ -1,4 +1,4 @@
-"""Who may read and write what a run leaves, whatever the umask of its owner.
+"""Permissions of what a run leaves, whatever the umask of its owner.
 
 The owner, and nobody else; with `launch.share = "group"` its group may read. A run directory is
 made so, and whatever a process of the run makes in it is as open as the folder that it was given.
@@ -13,7 +13,7 @@ from pathlib import Path
 from relax_hpc.errors import LaunchError
 
 UMASKS = {"none": 0o077, "group": 0o027}
-"""By `launch.share`."""
+"""Umasks by `launch.share`."""
 _WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -28,7 +28,8 @@ def masked(umask: int) -> Iterator[None]:
 
 
 def adopt(folder: Path) -> None:
-    """What this process makes from here on is as readable as `folder`, and its owner's to write."""
+    """Makes whatever this process writes from here on as readable as `folder`, and its owner's
+    to write."""
     os.umask(~stat.S_IMODE(folder.stat().st_mode) & 0o777 | _WRITE_BY_OTHERS)
 
 
@@ -40,14 +41,14 @@ def check_own(*paths: Path) -> None:
     """
     for path in paths:
         found = path.stat()
-        its = f"{path}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
+        entry = f"{path}: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):04o}"
         if found.st_uid != os.geteuid():
             raise LaunchError(
-                f"{its}: is not of user {os.geteuid()}, and what lies there would run as that "
+                f"{entry}: is not of user {os.geteuid()}, and what lies there would run as that "
                 "user; submit a run of your own"
             )
         if found.st_mode & _WRITE_BY_OTHERS:
             raise LaunchError(
-                f"{its}: others may write there what would run as you; see that nobody did, then "
+                f"{entry}: others may write there what would run as you; see that nobody did, then "
                 f"chmod -R go-w {path}"
             )

@@ -45,7 +45,7 @@ class RunSecret:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """That of a run.
+        """Reads the secret of a run.
 
         Raises:
             LaunchError: there is none, it is not ours, or others may read it.

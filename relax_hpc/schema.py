@@ -17,7 +17,7 @@ Role = Literal[
 ROLES: tuple[Role, ...] = get_args(Role)
 
 PRODUCER: Role = "rollout"
-"""Who writes the rows that the others widen."""
+"""The role that writes the rows that the others widen."""
 
 Array = npt.NDArray[np.generic]
 Columns = dict[str, Array]
@@ -42,18 +42,18 @@ class FinishReason(IntEnum):
 
 
 class TurnKind(IntEnum):
-    """Who wrote a stretch of tokens."""
+    """The kinds of a stretch of tokens, by who wrote it."""
 
     GIVEN = 0
-    """What the policy was asked."""
+    """Text that the policy was asked."""
     SAMPLED = 1
-    """The policy."""
+    """Text of the policy."""
     TOOL = 2
     """The environment, after the policy had answered."""
 
 
 class MediaKind(IntEnum):
-    """How the bytes of a medium are encoded."""
+    """The encodings of a medium's bytes."""
 
     JPEG = 0
     PNG = 1
@@ -69,7 +69,7 @@ class Column(NamedTuple):
 
     dtype: str
     axis: Axis
-    """What its first dimension counts; `OFFSETS[axis]` cuts it into rows."""
+    """The thing that its first dimension counts; `OFFSETS[axis]` cuts it into rows."""
     writer: Role
     meaning: str
     width: int | None = None
@@ -168,7 +168,7 @@ class Medium(NamedTuple):
 
 
 class Row(Protocol):
-    """What training needs of a sequence: a `Trajectory` is one, and so is a document."""
+    """The part of a sequence that training needs: a `Trajectory` has it, and so has a document."""
 
     @property
     def guid(self) -> int: ...
@@ -191,7 +191,7 @@ class Row(Protocol):
 
     @property
     def columns(self) -> Mapping[str, Array]:
-        """By short name: [tokens] or []."""
+        """Columns by short name: [tokens] or []."""
         ...
 
 
@@ -217,7 +217,7 @@ class Trajectory(NamedTuple):
     """[turns, 2] (first token of the row, TurnKind); None where they were not read."""
     environment: int = 0
     media: tuple[Medium, ...] = ()
-    """What the prompt shows, in order; siblings share them, and a shard holds each once."""
+    """Media of the prompt, in order; siblings share them, and a shard holds each once."""
     routed_experts: npt.NDArray[np.int16] | None = None
     """[tokens, layers x experts per token]"""
 

@@ -43,12 +43,13 @@ def _remove_leftovers(parent: Path, here: str) -> None:
 
 
 def _node() -> str:
-    """Where a process id means the same: temporary folders may be shared by nodes or containers."""
+    """Names where a process id means the same: temporary folders may be shared by nodes or
+    containers."""
     return f"{socket.gethostname()}.{os.stat('/proc/self/ns/pid').st_ino}"  # noqa: PTH116
 
 
 def _start_of(pid: int) -> str:
-    """When a process started, in ticks since the node did; "" if there is none."""
+    """Returns when a process started, in ticks since the node did; "" if there is none."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:

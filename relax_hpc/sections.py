@@ -1,4 +1,4 @@
-"""What the sections of a job have in common, and what every component asks Slurm for."""
+"""The common base of the sections of a job, and the requests of every component to Slurm."""
 
 import math
 from pathlib import Path
@@ -19,7 +19,8 @@ Number = Annotated[float, Field(strict=True, ge=-FLOAT32, le=FLOAT32)]
 SETTINGS = ConfigDict(
     extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
 )
-"""Of every section: an unknown key is an error, nothing is changed later, numbers are finite."""
+"""Settings of every section: an unknown key is an error, nothing is changed later, numbers are
+finite."""
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
@@ -53,7 +54,8 @@ class Section(BaseModel):
 
 
 class Resources(Section):
-    """What one component asks Slurm for. Unset fields come from the site profile, then Slurm."""
+    """Resources that one component asks Slurm for. Unset fields come from the site profile, then
+    Slurm."""
 
     partition: str | None = None
     """`sbatch --partition`; `check` looks whether the cluster has it."""

@@ -133,7 +133,7 @@ def parse_object(where: str, text: str, remedy: str) -> dict[str, Any]:
 
 
 def check_folder(where: str, path: Path, remedy: str) -> None:
-    """Whether a folder can be listed and entered.
+    """Checks that a folder can be listed and entered.
 
     Args:
         where: what to call it in messages.
