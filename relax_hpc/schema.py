@@ -92,6 +92,7 @@ COLUMNS: dict[str, Column] = {
     # who it is
     "row/guid": Column("int64", "row", "rollout", "prompt ordinal in the run's order of the data"),
     "row/sibling": Column("int32", "row", "rollout", "0..G-1 within the prompt group"),
+    "row/segment": Column("int32", "row", "rollout", "0.. among the rows of its episode"),
     "row/prompt_index": Column("int64", "row", "rollout", "prompt of the file, 0-based"),
     "row/seed": Column("int64", "row", "rollout", "sampling seed, H(run, guid, sibling)"),
     "row/environment": Column("int16", "row", "rollout", "which task; 0 where there is one", None),
@@ -101,7 +102,7 @@ COLUMNS: dict[str, Column] = {
     "row/finish": Column("uint8", "row", "rollout", "schema.FinishReason"),
     "row/policy_version_min": Column("int32", "row", "rollout", "oldest policy that sampled"),
     "row/policy_version_max": Column("int32", "row", "rollout", "newest policy that sampled"),
-    "row/rewards": Column("float32", "row", "rollout", "scalar outcome reward"),
+    "row/rewards": Column("float32", "row", "rollout", "of the episode, on each of its rows"),
     "ragged/token_ids": Column("int32", "token", "rollout", "prompt, then response"),
     "ragged/loss_mask": Column("uint8", "token", "rollout", "1 on tokens the policy sampled"),
     "ragged/rollout_logprobs": Column(
@@ -113,8 +114,8 @@ COLUMNS: dict[str, Column] = {
     "ragged/turns": Column(
         "int32", "turn", "rollout", "(first token of the row, 0 given | 1 sampled | 2 tool)", 2
     ),
-    # which experts a mixture of experts chose, for routing replay; a sibling whose prompt went the
-    # way of sibling 0's holds only what follows the prompt
+    # which experts a mixture of experts chose, for routing replay; a row whose prompt went the way
+    # of the group's first holds only what follows the prompt
     "ragged/routed_experts": Column(
         "int16", "routed", "rollout", "expert per layer and slot", ANY_WIDTH, False
     ),
@@ -196,7 +197,7 @@ class Row(Protocol):
 
 
 class Trajectory(NamedTuple):
-    """One sibling of a prompt group, as the rollout role finishes it and the trainer reads it."""
+    """One sequence of an episode, as the rollout role finishes it and the trainer reads it."""
 
     guid: int
     sibling: int
@@ -210,12 +211,15 @@ class Trajectory(NamedTuple):
     """[R, 2] (first token of the row, policy version); empty when nothing was sampled."""
     finish: FinishReason
     reward: float
+    """Of the episode; all of its rows have it."""
     columns: Mapping[str, Array] = {}
     """Whatever else is known of it, by the short names of `COLUMNS`, e.g. rollout_logprobs:
     [tokens] where the column's axis is token, [] where it is row."""
     turns: npt.NDArray[np.int32] | None = None
     """[turns, 2] (first token of the row, TurnKind); None where they were not read."""
     environment: int = 0
+    segment: int = 0
+    """Its place among the rows of its episode: of sibling `sibling` of `guid`."""
     media: tuple[Medium, ...] = ()
     """Media of the prompt, in order; siblings share them, and a shard holds each once."""
     routed_experts: npt.NDArray[np.int16] | None = None
@@ -235,7 +239,8 @@ class Trajectory(NamedTuple):
 
 
 class PromptGroup(NamedTuple):
-    """G trajectories of one prompt: what is committed, planned and trained on as a whole."""
+    """G episodes of one prompt: what is committed, planned and trained on as a whole."""
 
     guid: int
     trajectories: list[Trajectory]
+    """One or several for each sibling, by (sibling, segment)."""

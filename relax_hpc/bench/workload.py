@@ -69,6 +69,7 @@ def routed_columns() -> Columns:
         OFFSETS["token"]: offsets,
         OFFSETS["routed"]: offsets,
         "row/sibling": sibling,
+        "row/segment": sibling,
         EXPERTS: values,
     }
 

@@ -14,7 +14,7 @@ from relax_hpc.paths import BusPaths
 from relax_hpc.records import read_json, sync, write_json
 from relax_hpc.schema import Role
 
-FORMAT = 2
+FORMAT = 3
 
 
 class BusHeader(NamedTuple):

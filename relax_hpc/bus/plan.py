@@ -43,7 +43,7 @@ class PlanRecord(NamedTuple):
     step: int
     guids: list[int]
     parts: list[Part]
-    """The rows of `guids`, one part per prompt group, in guid then sibling order."""
+    """The rows of `guids`, one part per prompt group, by (guid, sibling, segment)."""
     num_trajectories: int
     policy_version_min: int
     """Oldest policy that sampled a token of it; -1 if none did."""

@@ -43,6 +43,7 @@ class BatchIndex(NamedTuple):
 
     guid: Array
     sibling: Array
+    segment: Array
     rewards: Array
     prompt_len: Array
     response_len: Array

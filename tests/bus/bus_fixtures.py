@@ -11,13 +11,14 @@ SIBLINGS = 2
 PRODUCERS = ["rollout-0", "rollout-1"]
 
 
-def trajectory(guid, sibling, *, version=0, prompt=3, response=4):
+def trajectory(guid, sibling, *, segment=0, version=0, prompt=3, response=4):
     n = prompt + response
-    rng = np.random.default_rng([guid, sibling])
+    rng = np.random.default_rng([guid, sibling, *[segment] * bool(segment)])
     mask = (np.arange(n) >= prompt).astype(np.uint8)
     return Trajectory(
         guid=guid,
         sibling=sibling,
+        segment=segment,
         prompt_index=1000 - guid,
         seed=guid * 1_000_003 + sibling,
         token_ids=rng.integers(0, 50_000, n).astype(np.int32),

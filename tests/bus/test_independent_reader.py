@@ -42,7 +42,7 @@ def trajectories(path):
             row["media"] = [column["ragged/media_bytes"][cut(at, m)].tobytes() for m in refs]
         if "ragged/routed_experts" in column:
             experts = column["ragged/routed_experts"][cut("index/offsets__routed", i)]
-            first = experts if row["sibling"] == 0 else first  # noqa: F821
+            first = experts if row["sibling"] == row["segment"] == 0 else first  # noqa: F821
             own = len(experts) == len(row["token_ids"])
             row["experts"] = experts if own else np.r_[first[: row["prompt_len"]], experts]
         yield row

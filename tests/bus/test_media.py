@@ -23,6 +23,10 @@ EXPERTS = "ragged/routed_experts"
 WIDTH = 6
 
 
+HOLDING_TOGETHER = ("ragged/media_ref", "row/sibling", "row/segment", "row/prompt_len")
+"""Columns of which reading makes use."""
+
+
 def image(seed, size=5000, kind=MediaKind.JPEG):
     data = np.random.default_rng(seed).integers(0, 256, size).astype(np.uint8)
     return Medium(kind, data, (1, seed % 7, 3))
@@ -35,14 +39,22 @@ def experts(guid, sibling, prompt, response, *, own_prompt=False):
     return np.concatenate(parts).astype(np.int16)
 
 
-def rich(guid, siblings, *, prompt=3, shown=(), own_prompt=()):
-    """A prompt group with media and routed experts; responses of the given lengths."""
+def rich(guid, siblings, *, prompt=3, shown=(), own_prompt=(), more=None):
+    """A prompt group with media and routed experts; responses of the given lengths.
+
+    `more` is, by sibling, the (prompt, response) lengths of the further sequences of its episode.
+    """
     rows = []
     for sibling, response in enumerate(siblings):
         t = trajectory(guid, sibling, prompt=prompt, response=response)
         own = sibling in own_prompt
         routed = experts(guid, sibling, prompt, response, own_prompt=own)
         rows.append(t._replace(media=tuple(shown), routed_experts=routed))
+        for segment, (before, after) in enumerate((more or {}).get(sibling, ()), start=1):
+            t = trajectory(guid, sibling, segment=segment, prompt=before, response=after)
+            # Begins as the group's prompt does, as far as it goes.
+            routed = experts(guid, sibling, before, after, own_prompt=before % 2)
+            rows.append(t._replace(routed_experts=routed))
     return PromptGroup(guid, rows)
 
 
@@ -62,6 +74,9 @@ shapes = st.lists(
         st.integers(0, 5),  # prompt
         st.lists(st.integers(0, 3), max_size=3),  # which media
         st.sets(st.integers(0, 3)),  # siblings whose prompt took another way
+        st.dictionaries(  # sibling -> (prompt, response) of further sequences
+            st.integers(0, 3), st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), max_size=2)
+        ),
     ),
     min_size=1,
     max_size=4,
@@ -75,9 +90,14 @@ def test_media_and_experts_of_any_shape_come_back_whole_and_in_any_span(
 ):
     groups = [
         rich(
-            guid, responses, prompt=prompt, shown=[image(s, 40 * s) for s in shown], own_prompt=own
+            guid,
+            responses,
+            prompt=prompt,
+            shown=[image(s, 40 * s) for s in shown],
+            own_prompt=own,
+            more=more,
         )
-        for guid, (responses, prompt, shown, own) in enumerate(shape)
+        for guid, (responses, prompt, shown, own, more) in enumerate(shape)
     ]
     rows = rows_of(groups)
     path = tmp_path_factory.mktemp("media") / "s.h5"
@@ -102,6 +122,23 @@ def test_a_prompt_shared_by_its_siblings_is_stored_once(tmp_path):
     # 100 + 4, then 2 and 5 without the prompt; the last sibling went its own way through it.
     assert np.diff(columns[OFFSETS["routed"]]).tolist() == [104, 2, 5, 51, 51]
     assert columns[EXPERTS].shape == (213, WIDTH)
+
+
+def test_each_sequence_of_an_episode_gets_back_the_experts_of_its_own_prompt(tmp_path):
+    groups = [
+        rich(0, [4], prompt=6, more={0: [(6, 2), (9, 3)]}),
+        rich(1, [1, 2], more={1: [(8, 1)]}),
+    ]
+    columns = to_columns(groups)
+    # 6 + 4, then 2 of a prompt that went the same way, and a longer one whole; then the next group.
+    assert np.diff(columns[OFFSETS["routed"]]).tolist() == [10, 2, 12, 4, 2, 9]
+    shard_write.write(tmp_path / "s.h5", gather(groups), ATTRIBUTES)
+    rows = rows_of(groups)
+    with Shard(tmp_path / "s.h5") as shard:
+        for lo in range(len(rows)):
+            for hi in range(lo + 1, len(rows) + 1):
+                found = from_columns(shard.read_span(lo, hi))
+                assert all(map(equal, found, rows[lo:hi])) and len(found) == hi - lo
 
 
 def test_experts_of_only_some_rows_are_refused():
@@ -306,7 +343,7 @@ def test_every_dtype_of_the_schema_survives_at_its_extremes(tmp_path):
     columns = to_columns([rich(0, [2, 3], shown=[image(0)])])
     columns = {name: values.copy() for name, values in columns.items()}
     for name, values in columns.items():
-        if name not in COLUMNS or name in ("ragged/media_ref", "row/sibling", "row/prompt_len"):
+        if name not in COLUMNS or name in HOLDING_TOGETHER:
             continue
         info = np.finfo(values.dtype) if values.dtype.kind == "f" else np.iinfo(values.dtype)
         values.reshape(-1)[0], values.reshape(-1)[-1] = info.min, info.max

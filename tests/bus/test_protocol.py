@@ -59,6 +59,7 @@ def test_a_batch_is_the_next_prompts_in_order_whatever_order_they_were_committed
         index = reader.index(batch(seq, 1))
         assert index.guid.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
         assert index.sibling.tolist() == [0, 1] * 4
+        assert index.segment.tolist() == [0] * 8
         assert index.rewards.tolist() == [0.0, 1.0] * 4
         assert index.response_len.tolist() == [4] * 8
 
@@ -581,10 +582,10 @@ def test_a_newer_or_missing_bus_is_refused_by_everyone(tmp_path):
         audit,
         lambda paths: Producer(paths, "rollout-0", {}),
     ]
-    for other in (1, 3):
+    for other in (1, 2, 4):
         write_json(paths.header, {"format": other, "producers": PRODUCERS, "shape": "unknown"})
         for opener in openers:
-            with pytest.raises(BusError, match=rf"RUN\.json: is bus format {other}, .* reads 2"):
+            with pytest.raises(BusError, match=rf"RUN\.json: is bus format {other}, .* reads 3"):
                 opener(paths)
     paths.header.unlink()
     for opener in openers:

@@ -220,11 +220,44 @@ def test_columns_of_another_dtype_or_length_are_refused(tmp_path):
 
 def test_groups_must_be_whole_and_in_order():
     full = group(0)
-    with pytest.raises(BusError, match=r"siblings \[1, 0\]"):
+    with pytest.raises(BusError, match=r"rows are \[\(1, 0\), \(0, 0\)\]"):
         to_columns([PromptGroup(0, full.trajectories[::-1])])
     short = full.trajectories[0]._replace(loss_mask=np.zeros(3, np.uint8))
     with pytest.raises(BusError, match="trajectory 0/0"):
         to_columns([PromptGroup(0, [short])])
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(0, 1), (1, 0)],
+        [(0, 0), (0, 2)],
+        [(0, 0), (0, 0)],
+        [(0, 0), (1, 1)],
+        [(0, 0), (2, 0)],
+        [(1, 0)],
+        [(0, 0), (1, 0), (0, 1)],
+        [(-1, 1), (0, 0)],
+    ],
+)
+def test_rows_of_a_group_are_by_sibling_and_segment(places):
+    rows = [trajectory(0, 0)._replace(sibling=at[0], segment=at[1]) for at in places]
+    with pytest.raises(BusError, match=r"\(sibling, segment\) of its rows are"):
+        to_columns([PromptGroup(0, rows)])
+
+
+def test_an_episode_of_several_sequences_comes_back_with_their_order_and_one_reward(tmp_path):
+    places = [(0, 0), (0, 1), (0, 2), (1, 0), (2, 0), (2, 1)]
+    rows = [trajectory(7, sibling, segment=segment) for sibling, segment in places]
+    write(tmp_path / "s.h5", [PromptGroup(7, rows), group(8)])
+    with Shard(tmp_path / "s.h5") as shard:
+        assert shard.read("row/segment").tolist() == [0, 1, 2, 0, 0, 1, 0, 0]
+        found = from_columns(shard.read_span(0, 8))
+        assert [(row.sibling, row.segment) for row in found[:6]] == places
+        assert all(map(same, found[:6], rows))
+    rows[2] = rows[2]._replace(reward=0.5)
+    with pytest.raises(BusError, match=r"sibling 0: .* segments 1 and 2 have 0 and 0\.5"):
+        to_columns([PromptGroup(7, rows)])
 
 
 def test_show_prints_attributes_columns_and_rows(tmp_path):
@@ -237,6 +270,7 @@ def test_show_prints_attributes_columns_and_rows(tmp_path):
         "1",
         "41000000",
         "1",
+        "0",
         "1",
         "6",
         "6",

@@ -25,6 +25,7 @@ from relax_hpc.schema import (
 _ROW_VALUES: dict[str, Callable[[Trajectory], int | float]] = {
     "row/guid": lambda t: t.guid,
     "row/sibling": lambda t: t.sibling,
+    "row/segment": lambda t: t.segment,
     "row/prompt_index": lambda t: t.prompt_index,
     "row/seed": lambda t: t.seed,
     "row/environment": lambda t: t.environment,
@@ -33,6 +34,8 @@ _ROW_VALUES: dict[str, Callable[[Trajectory], int | float]] = {
     "row/finish": lambda t: t.finish,
     "row/rewards": lambda t: t.reward,
 }
+_PLAIN = ("guid", "sibling", "segment", "prompt_index", "seed", "prompt_len", "environment")
+"""Row columns that are fields of the same name and value."""
 SMALL_PIECE = 4096
 """Mean bytes below which joining pieces costs less than handing them to the kernel one by one."""
 
@@ -41,8 +44,8 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
     """The columns of whole prompt groups, one after the other; large arrays are not copied.
 
     Raises:
-        BusError: no group, siblings that are not 0..G-1, arrays of unequal length, or routed
-            experts of only some.
+        BusError: no group, rows that are not siblings 0..G-1 with segments 0.. each, rewards that
+            differ within an episode, arrays of unequal length, or routed experts of only some.
     """
     rows = [t for group in groups for t in group.trajectories]
     if not rows:
@@ -93,10 +96,7 @@ def from_columns(packed: Columns) -> list[Trajectory]:
     """
     columns: dict[str, Any] = dict(packed)
     tokens, runs = columns[OFFSETS["token"]].tolist(), columns[OFFSETS["run"]].tolist()
-    values = {
-        name: columns[f"row/{name}"].tolist()
-        for name in ("guid", "sibling", "prompt_index", "seed", "prompt_len", "environment")
-    }
+    values = {name: columns[f"row/{name}"].tolist() for name in _PLAIN}
     finish = [FinishReason(value) for value in columns["row/finish"].tolist()]
     rewards = columns["row/rewards"].tolist()
     flat = {name: columns[f"ragged/{name}"] for name in ("token_ids", "loss_mask")}
@@ -142,10 +142,10 @@ def _offsets(lengths: Sequence[int]) -> npt.NDArray[np.int64]:
 
 
 def _check(group: PromptGroup) -> None:
-    siblings = [t.sibling for t in group.trajectories]
-    if siblings != list(range(len(siblings))):
-        raise BusError(f"prompt group {group.guid}: siblings {siblings}, 0..G-1 in order expected")
+    before: Trajectory | None = None
     for t in group.trajectories:
+        _check_place(group, before, t)
+        before = t
         size = len(t.token_ids)
         logprobs = t.columns.get("rollout_logprobs", ())
         fits = size == len(t.loss_mask) == len(logprobs) and 0 <= t.prompt_len <= size
@@ -156,6 +156,23 @@ def _check(group: PromptGroup) -> None:
                 f"and one log-probability per position expected, got lengths {lengths} "
                 f"with {t.prompt_len} prompt tokens"
             )
+
+
+def _check_place(group: PromptGroup, before: Trajectory | None, t: Trajectory) -> None:
+    """A row begins the next episode, or goes on with that of the row before."""
+    sibling, segment = (before.sibling, before.segment) if before else (-1, 0)
+    if t.segment and (t.sibling, t.segment) == (sibling, segment + 1) and before:
+        if t.reward != before.reward:
+            raise BusError(
+                f"prompt group {group.guid}, sibling {sibling}: an episode has one reward, its "
+                f"segments {segment} and {t.segment} have {before.reward:g} and {t.reward:g}"
+            )
+    elif (t.sibling, t.segment) != (sibling + 1, 0):
+        places = [(t.sibling, t.segment) for t in group.trajectories]
+        raise BusError(
+            f"prompt group {group.guid}: (sibling, segment) of its rows are {places}; siblings "
+            "0..G-1 in order expected, and in each segments from 0"
+        )
 
 
 def _version_range(

@@ -14,7 +14,7 @@ Experts = npt.NDArray[np.int16]
 
 
 def gather(rows: Sequence[Trajectory]) -> ColumnPieces:
-    """Sibling 0 whole, of the others what follows the prompt; nothing if no row has any.
+    """A group's first row whole, of others what follows a prompt like its; nothing if none has any.
 
     Raises:
         BusError: only some rows have any, or not one per token.
@@ -31,7 +31,7 @@ def gather(rows: Sequence[Trajectory]) -> ColumnPieces:
                 "as others of its shard have them; got "
                 f"{'none' if experts is None else len(experts)} for {len(t.token_ids)} tokens"
             )
-        first = t if t.sibling == 0 else first
+        first = t if t.sibling == t.segment == 0 else first
         shared = first is not None and first is not t and _same_prompt(first, t)
         pieces.append(experts[t.prompt_len :] if shared else experts)
     offsets = np.cumsum([0, *map(len, pieces)]).astype(np.int64)
@@ -47,13 +47,19 @@ def of_rows(columns: Columns) -> list[Experts | None]:
     ends, tokens = columns[OFFSETS["routed"]].tolist(), columns[OFFSETS["token"]].tolist()
     whole: list[Experts | None] = []
     first = found[:0]
-    for i, sibling in enumerate(columns["row/sibling"].tolist()):
+    for i, leads in enumerate(begins_group(columns["row/sibling"], columns["row/segment"])):
         experts = found[ends[i] : ends[i + 1]]
-        first = experts if sibling == 0 else first
+        first = experts if leads else first
         if len(experts) < tokens[i + 1] - tokens[i]:
             experts = np.concatenate([first[: columns["row/prompt_len"][i]], experts])
         whole.append(experts)
     return whole
+
+
+def begins_group(siblings: Array, segments: Array) -> list[bool]:
+    """[rows] whether a row is the first of its prompt group."""
+    found: list[bool] = ((siblings == 0) & (segments == 0)).tolist()
+    return found
 
 
 def complete(
@@ -63,12 +69,12 @@ def complete(
     prompt_lens: Sequence[int],
     lengths: npt.NDArray[np.int64],
 ) -> tuple[Array, npt.NDArray[np.int64]]:
-    """Puts the prompt of sibling 0 in front of the leading rows that left it out.
+    """Puts the prompt of their group's first row in front of the leading rows that left it out.
 
     Args:
         values, ends: the column and its [n+1] boundaries.
-        prompt: experts of at least the longest prompt.
-        prompt_lens, lengths: prompt tokens, and all tokens, of the rows without their sibling 0.
+        prompt: experts of the first row's prompt, which is as long as that of who left it out.
+        prompt_lens, lengths: prompt tokens, and all tokens, of the rows without their first.
     """
     parts, sizes = [], np.diff(ends)
     for i, (prompt_len, length) in enumerate(zip(prompt_lens, lengths.tolist(), strict=True)):

@@ -165,12 +165,15 @@ class Shard:
         offsets, tokens = self._offsets(OFFSETS["routed"]), self._offsets(ROW_OFFSETS)
         values = self.read_rows(routed.COLUMN, lo, hi)
         ends = offsets[lo : hi + 1] - offsets[lo]
-        siblings = self.read_rows("row/sibling", lo, hi).tolist()
-        if siblings and siblings[0]:
-            alone = siblings.index(0) if 0 in siblings else hi - lo
+        places = (self.read_rows(f"row/{name}", 0, hi) for name in ("sibling", "segment"))
+        begins = routed.begins_group(*places)
+        if lo < hi and not begins[lo]:
+            alone = begins.index(True, lo) - lo if True in begins[lo:] else hi - lo
+            first_row = lo - 1 - begins[lo - 1 :: -1].index(True)
             prompt_lens = self.read_rows("row/prompt_len", lo, lo + alone).tolist()
-            first = int(offsets[lo - siblings[0]])
-            prompt = self._items(routed.COLUMN, first, first + max(prompt_lens))
+            first = int(offsets[first_row])
+            size = int(self.read_rows("row/prompt_len", first_row, first_row + 1)[0])
+            prompt = self._items(routed.COLUMN, first, first + size)
             lengths = np.diff(tokens[lo : lo + alone + 1])
             values, ends = routed.complete(values, ends, prompt, prompt_lens, lengths)
         return {routed.COLUMN: values, OFFSETS["routed"]: ends}

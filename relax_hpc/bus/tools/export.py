@@ -69,6 +69,7 @@ COLUMNS: Columns = {
     # who it is
     "guid": ExportColumn(pa.int64(), lambda s: s.row.guid),
     "sibling": ExportColumn(pa.int32(), lambda s: s.row.sibling),
+    "segment": ExportColumn(pa.int32(), lambda s: s.row.segment),
     "prompt_index": ExportColumn(pa.int64(), lambda s: s.row.prompt_index),
     "seed": ExportColumn(pa.int64(), lambda s: s.row.seed),
     "environment": ExportColumn(pa.int16(), lambda s: s.row.environment),

@@ -19,6 +19,7 @@ FIRST_ROWS = 8
 _ROW_TABLE = {
     "guid": "row/guid",
     "sibling": "row/sibling",
+    "segment": "row/segment",
     "reward": "row/rewards",
     "oldest": "row/policy_version_min",
     "newest": "row/policy_version_max",
@@ -114,6 +115,7 @@ def _group(paths: BusPaths, reader: Reader, record: PlanRecord) -> tuple[str, ..
 def _trajectory(row: Trajectory, decode: Decode | None) -> str:
     facts = [
         ("sibling", str(row.sibling)),
+        ("segment", str(row.segment)),
         ("prompt", f"line {row.prompt_index}, {row.prompt_len} tokens"),
         ("seed", str(row.seed)),
         ("reward", f"{row.reward:g}"),

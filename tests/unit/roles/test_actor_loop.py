@@ -69,6 +69,7 @@ class Reader:
         rows = ROWS[record.portion]
         columns = {
             "guid": [r.guid for r in rows], "sibling": [r.sibling for r in rows],
+            "segment": [r.segment for r in rows],
             "rewards": np.array([r.reward for r in rows], np.float32),
             "prompt_len": [r.prompt_len for r in rows],
             "response_len": [len(r.token_ids) - r.prompt_len for r in rows],

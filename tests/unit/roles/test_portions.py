@@ -33,6 +33,7 @@ def index(rewards=REWARDS, prompts=PROMPTS, responses=RESPONSES, oldest=None, gu
     return BatchIndex(
         guid=np.arange(count, dtype=np.int64) // 4 + guid,
         sibling=np.arange(count, dtype=np.int32) % 4,
+        segment=np.zeros(count, np.int32),
         rewards=np.array(rewards, np.float32),
         prompt_len=np.array(prompts, np.int32),
         response_len=np.array(responses, np.int32),
