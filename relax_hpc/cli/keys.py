@@ -35,6 +35,8 @@ def matching(section: str) -> list[Key]:
         ConfigError: there is none; names the nearest.
     """
     known = all_keys()
+    if TOLD_ONCE.keys() & section.split("."):
+        known += _of_components()
     found = [key for key in known if f"{key.name}.".startswith(f"{section}." if section else "")]
     if found:
         return found
@@ -81,6 +83,17 @@ def all_keys() -> list[Key]:
     headings = tuple(f".{section}" for section in TOLD_ONCE)
     own = [key for key in [*learning, *tuning] if key.text or not key.name.endswith(headings)]
     return own + told_once
+
+
+def _of_components() -> Iterator[Key]:
+    """What the sections that are told once hold, under the name of each component."""
+    for key in dict.fromkeys([*keys_of(RunConfig), *keys_of(SftRunConfig)]):
+        section = key.name.rpartition(".")[2]
+        if section in TOLD_ONCE:
+            yield from (
+                each._replace(name=f"{key.name}.{each.name}")
+                for each in keys_of(TOLD_ONCE[section])
+            )
 
 
 def lines_of(key: Key) -> list[str]:

@@ -190,6 +190,15 @@ def test_a_key_is_explained_with_its_value_in_a_job():
     assert "actor.attention" not in found.output
 
 
+def test_what_a_layout_holds_is_explained_for_the_component_that_is_asked_for():
+    job = ["check", "jobs/arithmetic.toml", "--explain"]
+    found = CliRunner().invoke(app, [*job, "actor.layout.tensor_parallel"]).output
+    assert found.count("Ranks that share every matrix.") == 1
+    assert "here: actor.layout.tensor_parallel = 2" in found
+    listed = CliRunner().invoke(app, ["keys", "engines.<name>.resources"]).output
+    assert "engines.<name>.resources.partition" in listed and "actor" not in listed
+
+
 def test_keys_lists_every_setting_and_names_the_nearest():
     listed = CliRunner().invoke(app, ["keys"]).output
     missing = [key.name for key in all_keys() if f"\n{key.name}" not in f"\n{listed}"]
