@@ -1,4 +1,4 @@
-"""Which mean a loss is: the weight of each row's tokens, known before any is read.
+"""The mean that a loss is: the weight of each row's tokens, known before any is read.
 
 A loss sums `weights` times the parts of its tokens; its denominator is the number of rows. L are
 the response tokens of a row, G the rows of a prompt. Where tokens of a response are masked, the

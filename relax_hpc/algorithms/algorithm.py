@@ -1,4 +1,4 @@
-"""How an algorithm declares itself. Without torch: a job is checked where there is none."""
+"""The declaration of an algorithm. Without torch: a job is checked where there is none."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Floats = npt.NDArray[np.floating]
 
 
 class Settings(Section):
-    """What every algorithm lets one set; a subclass adds its own."""
+    """Settings that every algorithm has; a subclass adds its own."""
 
     name: str
     epochs_per_step: Positive = 1
@@ -24,14 +24,14 @@ class Settings(Section):
 
 
 class Needs(NamedTuple):
-    """What must be there for an algorithm to learn from it."""
+    """Things that must be there for an algorithm to learn."""
 
     columns: Mapping[str, str] = {}
     """Column of the schema -> the setting that wants it, as `key = value`. Rows come with them."""
     whole_batches: bool = False
     """Nothing can be trained on before the whole batch is there."""
     min_siblings: int = 1
-    """Of a prompt group."""
+    """Siblings of a prompt group."""
 
 
 class Tokens(Protocol):
@@ -78,7 +78,7 @@ Loss = Callable[["Tensor", Tokens], LossOutput]
 
 
 class Rows(NamedTuple):
-    """What is known of the rows of whole prompt groups before any is read; P groups of G."""
+    """The facts known of the rows of whole prompt groups before any is read; P groups of G."""
 
     rewards: npt.NDArray[np.float32]
     """[P, G]"""

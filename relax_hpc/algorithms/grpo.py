@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 class GrpoSettings(Settings):
     name: Literal["grpo"] = "grpo"
-    """How rewards become a loss; see docs/algorithms.md."""
+    """The algorithm: how rewards become a loss; see docs/algorithms.md."""
     normalize_std: bool = False
     """Divide advantages by the group's standard deviation (GRPO); off is Dr. GRPO."""
     clip_low: Annotated[Number, Field(gt=0, lt=1)] = 0.2

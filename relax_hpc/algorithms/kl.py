@@ -1,10 +1,10 @@
-"""How far the policy has gone from a reference. Pure functions of tensors."""
+"""Distances of the policy from a reference. Pure functions of tensors."""
 
 import torch
 from torch import Tensor
 
 _LARGEST = 20.0
-"""Of log pi_ref - log pi: e**20 is far beyond what a gradient survives, and still finite."""
+"""Largest log pi_ref - log pi: e**20 is far beyond what a gradient survives, and still finite."""
 
 
 def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:

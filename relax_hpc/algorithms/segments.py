@@ -14,6 +14,6 @@ def sum_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
 
 
 def mean_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
-    """As `sum_over`, divided by the tokens under the mask; 0 where there is none."""
+    """Divides `sum_over` by the tokens under the mask; 0 where there is none."""
     ones = torch.ones_like(values)
     return sum_over(values, ids, mask, count) / sum_over(ones, ids, mask, count).clamp(min=1)

@@ -26,7 +26,7 @@ def settings_of(value: Any) -> Any:  # noqa: ANN401
 
 
 def sections() -> list[type[Settings]]:
-    """What may stand in [algorithm]."""
+    """The sections that may stand in [algorithm]."""
     return [algorithm.settings for algorithm in ALGORITHMS.values()]
 
 
@@ -36,5 +36,5 @@ def algorithm_of(settings: Settings) -> Algorithm:
 
 
 def needs_of(settings: Settings) -> Needs:
-    """What it needs with these settings."""
+    """Returns what its algorithm needs with these settings."""
     return algorithm_of(settings).needs(settings)

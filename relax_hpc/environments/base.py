@@ -1,4 +1,4 @@
-"""What an environment is."""
+"""The face of an environment."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -8,16 +8,17 @@ from relax_hpc.prompts.source import Prompt
 
 
 class Outcome(NamedTuple):
-    """What came of an episode."""
+    """The outcome of an episode."""
 
     rewards: Mapping[str, float] = {}
-    """By the name of the part; their sum is the reward. Without parts, the job's reward decides."""
+    """Rewards by the name of the part; their sum is the reward. Without parts, the job's reward
+    decides."""
     metrics: Mapping[str, float] = {}
-    """Whatever else is worth a number."""
+    """Other numbers of the episode, by name."""
 
 
 class Environment(Protocol):
-    """What the policy is asked to do."""
+    """A task for the policy."""
 
     async def rollout(self, prompt: Prompt, session: Session) -> Outcome:
         """One episode: all that one sibling does with a prompt.

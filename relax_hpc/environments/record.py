@@ -1,4 +1,4 @@
-"""What is left of an episode, and the sequences that are trained on.
+"""The record of an episode, and the sequences that are trained on.
 
 A record belongs to whoever runs the episode, so what was sampled is there when an episode is
 cancelled or fails, and another session can go on with it.
@@ -24,7 +24,7 @@ class Call:
     given: Items[int]
     """Token ids of everything before the response."""
     media: tuple[Medium, ...] = ()
-    """What they show, in order."""
+    """Media that they show, in order."""
     draft: Draft = field(default_factory=Draft)
     """Sampled ids, logprobs and versions; it grows while the response arrives."""
     finish: FinishReason | None = None
@@ -67,7 +67,7 @@ class Sequence(NamedTuple):
 
 
 def sequences(record: Record) -> list[Sequence]:
-    """What is trained on of an episode.
+    """Makes the sequences of an episode that are trained on.
 
     A call goes on with the sequence whose tokens its given ids begin with. Where they begin with
     no whole sequence, because history was left out, written anew or branched, a sequence begins;

@@ -14,7 +14,7 @@ from relax_hpc.schema import FinishReason
 
 
 class Sampler(Protocol):
-    """What an episode needs of inference engines."""
+    """The part of inference engines that an episode needs."""
 
     async def sample(
         self,
@@ -38,7 +38,7 @@ class Sampler(Protocol):
 
 
 class Reply:
-    """What the policy answered."""
+    """An answer of the policy."""
 
     __slots__ = ("_conversation", "_text", "asked", "before", "call")
 
