@@ -1,4 +1,4 @@
-"""Who trains, and whose policy it is compared with."""
+"""The trainer, and the reference that its policy is compared with."""
 
 import math
 from typing import Any, ClassVar, Literal, Self
@@ -39,15 +39,16 @@ class ReferenceConfig(Section):
     """The policy that the KL term compares with."""
 
     placement: Literal["none", "actor", "own"] = "none"
-    """Who computes ref_logprobs. actor: the trainer, which swaps its weights with a copy in host
-    memory. own: a component of its own, `resources` says where. none: there is no reference."""
+    """Component that computes ref_logprobs. actor: the trainer, which swaps its weights with a copy
+    in host memory. own: a component of its own, `resources` says where. none: there is no
+    reference."""
     path: UserPath | None = None
     """Hugging Face folder of the reference; unset is model.path, the policy before the first step.
     Of the same tokenizer, and with placement "actor" of the same shape."""
     refresh_every: NonNegative = 0
     """Steps after which the current policy becomes the reference; 0 never. Placement "actor"."""
     layout: Layout | None = None
-    """Of its own ranks, as the actor's; unset is the actor's. Placement "own"."""
+    """Layout of its own ranks, as the actor's; unset is the actor's. Placement "own"."""
     resources: Resources = Resources()
 
     @model_validator(mode="after")
@@ -65,7 +66,8 @@ class ReferenceConfig(Section):
         return self
 
     def megatron(self, actor: ActorConfig) -> MegatronConfig:
-        """How a component of its own computes: as the actor does, in its layout if it has one."""
+        """Returns how a component of its own computes: as the actor does, in its layout if it has
+        one."""
         of_actor: dict[str, Any] = {key: getattr(actor, key) for key in MegatronConfig.model_fields}
         return _ReferenceMegatron(**of_actor | {"layout": self.layout or actor.layout})
 

@@ -25,7 +25,8 @@ class Key(NamedTuple):
     """Dotted; a name in <> is the user's own."""
     type: str
     default: str
-    """As TOML writes it; "required", or "" where leaving it out means something of its own."""
+    """The default as TOML writes it; "required", or "" where leaving it out means something of its
+    own."""
     text: str
 
 

@@ -8,7 +8,7 @@ from relax_hpc.sections import SETTINGS, Number, PassThrough, Positive, Section
 
 
 class Layout(Section):
-    """How ranks share a model, and replicas of it the trajectories."""
+    """The layout of a model over ranks, and of the trajectories over replicas of it."""
 
     tensor_parallel: Positive = 1
     """Ranks that share every matrix."""
@@ -65,7 +65,7 @@ class MegatronConfig(BaseModel):
 
     model_config = SETTINGS
     section: ClassVar[str]
-    """Where its keys stand in a job, for messages."""
+    """Place of its keys in a job, for messages."""
 
     layout: Layout = Layout()
     tokens_per_micro_batch: Positive = 16384

@@ -1,4 +1,4 @@
-"""Which model."""
+"""The model."""
 
 from typing import Literal
 

@@ -63,7 +63,7 @@ GONE: dict[str, str] = {
 
 
 def refusal(key: Sequence[int | str]) -> str | None:
-    """What is wrong with an old key, and what to do; None of any other.
+    """Says what is wrong with an old key, and what to do; None of any other.
 
     Args:
         key: names on the way to it.

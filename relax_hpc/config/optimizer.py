@@ -17,7 +17,7 @@ class OptimizerConfig(BaseModel):
     final_lr_fraction: Annotated[Number, Field(ge=0, le=1)] = 1.0
     """Learning rate of the last step, as a fraction of `lr`; 1 does not decay."""
     decay: Literal["constant", "linear", "cosine", "sqrt"] = "linear"
-    """How it gets there; `sqrt` falls fast at first (1 - sqrt of the decay's progress)."""
+    """Shape of the decay; `sqrt` falls fast at first (1 - sqrt of the decay's progress)."""
     decay_steps: NonNegative = 0
     """The decay takes the last steps, that many, and the rate stays before (warm-up, stable,
     decay); 0 takes all steps after the warm-up."""

@@ -1,4 +1,4 @@
-"""What is sampled, and how new weights get to the engines."""
+"""Sampling, and the way of new weights to the engines."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,12 +13,13 @@ Transport = Literal["collective", "files"]
 
 class RolloutConfig(Section):
     environment: str = "single_turn"
-    """What an episode is: single_turn asks the prompt once. Others by the place of their class:
+    """Kind of an episode: single_turn asks the prompt once. Others by the place of their class:
     "file.py:Class" or "package.module:Class"."""
     samples_per_prompt: Positive = 8
     """G, the siblings of a prompt group."""
     temperature: Annotated[Number, Field(gt=0)] = 1.0
-    """Of sampling; the trainer's logprobs are of the same distribution. Held-out is greedy."""
+    """Temperature of sampling; the trainer's logprobs are of the same distribution. Held-out is
+    greedy."""
     max_new_tokens: Positive = 256
     """Tokens of a response; one that reaches it ends there, with finish "length"."""
     groups_per_shard: Positive = 16
@@ -36,14 +37,14 @@ class WeightsConfig(Section):
     transport: Transport = "collective"
     """`collective` broadcasts (NCCL or gloo); `files` goes through the run directory."""
     kv_cache: Literal["keep", "recompute"] = "keep"
-    """What becomes of the key-value cache of running requests in an update. keep: they go on with
-    keys and values of the policy before. recompute: it is thrown away, and the new policy reads
-    their tokens again, which takes a prefill of all of them."""
+    """Fate of the key-value cache of running requests in an update. keep: they go on with keys and
+    values of the policy before. recompute: it is thrown away, and the new policy reads their tokens
+    again, which takes a prefill of all of them."""
     quantize: Literal["none", "fp8"] = "none"
     """`fp8` gives SGLang engines linear layers in 8 bits, with a scale per block of 128 x 128: the
     trainer quantises what it sends, which is half as much, and trains as before."""
     modules_to_not_convert: list[str] = []
-    """With `quantize`: modules that engines keep as they are, e.g. "model.layers.0" or "o_proj"."""
+    """Modules that engines keep as they are with `quantize`, e.g. "model.layers.0" or "o_proj"."""
     bucket_bytes: Bytes = 1 << 30
     """Tensors are sent in flat buckets of at most this size."""
     checksum_every: NonNegative = 10
@@ -58,7 +59,7 @@ class WeightsConfig(Section):
 
     @property
     def quantization_config(self) -> dict[str, Any] | None:
-        """What config.json says of a model whose weights are such; None if they are plain."""
+        """The entry of config.json for a model whose weights are such; None if they are plain."""
         if self.quantize == "none":
             return None
         return {

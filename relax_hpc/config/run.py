@@ -22,7 +22,7 @@ from relax_hpc.sections import NonNegative, Number, Positive, Section, UserPath
 _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""What may be the name of a folder."""
+"""Pattern of the name of a folder."""
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Before a component, an engine or the scaler is started again: after its first failure, after its
 second, and so on; the last of them from then on."""
@@ -40,7 +40,7 @@ class PromptsConfig(Section):
 
 
 class ScheduleConfig(Section):
-    """When what is sampled and trained on."""
+    """The order and length of sampling and training."""
 
     num_steps: Positive
     """Batches to train on; step b turns policy b-1 into policy b."""
@@ -49,7 +49,7 @@ class ScheduleConfig(Section):
     max_staleness: NonNegative = 1
     """Policy versions a sampled token may lag behind: 0 is on-policy, 1 overlaps one step."""
     over_age: Literal["wait", "drop", "mask"] = "wait"
-    """Which prompt groups make up a batch. wait: its own, so no token is ever over age. drop: those
+    """Prompt groups that make up a batch. wait: its own, so no token is ever over age. drop: those
     that are ready; a group that grew older than max_staleness is sampled again. mask: likewise, but
     it is trained on, and its over-age tokens leave the loss."""
 
@@ -83,27 +83,28 @@ class EvalConfig(Section):
     samples_per_prompt: Positive = 1
     """Responses to each of them."""
     temperature: Annotated[Number, Field(ge=0)] = 0.0
-    """Of sampling; 0 is greedy."""
+    """Temperature of sampling; 0 is greedy."""
 
 
 class LaunchConfig(Section):
     bootstrap: Literal["auto", "mpi", "mpi_job", "files"] = "auto"
-    """How ranks of a component find each other; auto is mpi when `resources.mpi` is set. mpi_job:
-    all components are one step and one MPI world, so that a rank that dies restarts all of them."""
+    """Way in which ranks of a component find each other; auto is mpi when `resources.mpi` is set.
+    mpi_job: all components are one step and one MPI world, so that a rank that dies restarts all of
+    them."""
     profile: str | None = None
     """Site profile: a name in slurm/profiles, or a path to a TOML file."""
     max_restarts: NonNegative = 3
     """Times a component whose step failed is started again in place: after half a second, then
     after twice as long each time, 30 s at most."""
     peer_timeout_s: Positive = 1800
-    """How long a role waits for another before it gives up, naming it."""
+    """Seconds that a role waits for another before it gives up, naming it."""
     share: Literal["none", "group"] = "none"
-    """Who besides you may read the run directory. group: your Unix group, tokens excepted. Nobody
+    """Readers of the run directory besides you. group: your Unix group, tokens excepted. Nobody
     else may ever write there, whatever your umask."""
 
 
 class JobConfig(Section):
-    """What every job has: a model, an actor that trains it, and a launcher."""
+    """The common part of every job: a model, an actor that trains it, and a launcher."""
 
     name: Annotated[str, Field(pattern=NAME, max_length=200)]
     """Name of the run and of its Slurm job; a run directory is used once."""
@@ -133,7 +134,7 @@ class JobConfig(Section):
     @property
     @abstractmethod
     def temperature(self) -> float:
-        """Of the distribution whose logprobs are trained."""
+        """Temperature of the distribution whose logprobs are trained."""
 
     @model_validator(mode="after")
     def _ranks_fill_nodes(self) -> Self:
@@ -217,7 +218,7 @@ class RunConfig(JobConfig):
 
     @property
     def reference_megatron(self) -> MegatronConfig:
-        """How a reference that is a component of its own computes."""
+        """The settings by which a reference that is a component of its own computes."""
         return self.reference.megatron(self.actor)
 
     @property

@@ -1,4 +1,4 @@
-"""When a trainer is saved, and how much of it is kept."""
+"""The times at which a trainer is saved, and how much of it is kept."""
 
 from pydantic import BaseModel
 

@@ -27,7 +27,7 @@ class SftConfig(Section):
     """Render prompt and completion as a turn each of the tokenizer's chat template; `messages`
     always are rendered."""
     max_tokens: Positive = 4096
-    """Of a document; `too_long` says what becomes of a longer one."""
+    """Tokens of a document; `too_long` says what becomes of a longer one."""
     too_long: Literal["error", "truncate"] = "error"
     """error: refused before the job starts. truncate: its first `max_tokens` are kept, and
     counted; if none of them is trained on, it is left out."""
