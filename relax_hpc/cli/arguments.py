@@ -18,7 +18,7 @@ Overrides = Annotated[
 
 
 def run_dir_of(run: str) -> Path:
-    """Of a run that is named on the command line."""
+    """Finds the directory of a run that is named on the command line."""
     for candidate in (Path(run), Path("runs") / run):
         if (candidate / "run.json").is_file():
             return candidate

@@ -142,7 +142,7 @@ def bus_export(
 
 
 def _positions(paths: RunPaths) -> list["PlanPosition"]:
-    """Where the checkpoints of a run are in its plan, oldest first."""
+    """Returns the places of a run's checkpoints in its plan, oldest first."""
     from relax_hpc.bus.plan import PlanPosition
     from relax_hpc.checkpoints.store import Checkpoints
     from relax_hpc.comm.world import SoloWorld

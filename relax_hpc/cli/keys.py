@@ -47,7 +47,7 @@ def matching(section: str) -> list[Key]:
 
 
 def explained(job: BaseModel, section: str) -> Iterator[str]:
-    """What the keys at or below `section` do, and what they are in a job.
+    """Explains the keys at or below `section`, and says their values in a job.
 
     Raises:
         ConfigError: there is no such key.
@@ -59,7 +59,7 @@ def explained(job: BaseModel, section: str) -> Iterator[str]:
 
 
 def _values(node: object, path: Sequence[str], prefix: str) -> Iterator[tuple[str, object]]:
-    """Of a key in a job, one for each name that a user chose on the way."""
+    """Finds the values of a key in a job, one for each name that a user chose on the way."""
     if not path:
         yield prefix, node
         return
@@ -71,7 +71,8 @@ def _values(node: object, path: Sequence[str], prefix: str) -> Iterator[tuple[st
 
 
 def all_keys() -> list[Key]:
-    """Those of reinforcement learning, of supervised fine-tuning, and of what both tell once."""
+    """Lists the keys of reinforcement learning, of supervised fine-tuning, and those that both tell
+    once."""
     learning = keys_of(RunConfig)
     names = {key.name for key in learning}
     tuning = [key for key in keys_of(SftRunConfig) if key.name not in names]

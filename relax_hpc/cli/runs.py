@@ -12,7 +12,7 @@ runs = typer.Typer()
 
 @runs.command(epilog="Example:  relax-hpc status arithmetic --json | jq .trajectories")
 def status(run: Run, as_json: AsJson = False) -> None:
-    """What a run is doing, and what it has done."""
+    """Tell what a run is doing, and what it has done."""
     from relax_hpc.runs import report
     from relax_hpc.runs import status as run_status
 
@@ -52,7 +52,7 @@ def timeline(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where the time of a run goes: a table, and a picture of who worked and who waited."""
+    """Tell where the time of a run goes: a table, and a picture of who worked and who waited."""
     import json
 
     from relax_hpc.paths import RunPaths

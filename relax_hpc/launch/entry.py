@@ -77,7 +77,7 @@ def _role(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
 
 
 def _context(args: argparse.Namespace) -> TaskContext:
-    """Who this task is, from what Slurm or `local_step` tells submitit."""
+    """Tells who this task is, from what Slurm or `local_step` tells submitit."""
     environment = JobEnvironment()
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     return TaskContext(

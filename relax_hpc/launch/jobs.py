@@ -12,7 +12,7 @@ _SILENCE = re.compile(
     r"Unable to contact|Could not establish a configuration|timed out|[Cc]onnection (refused|reset)"
     r"|Zero Bytes|communication|Unable to resolve|[Cc]onnect failure|DNS SRV|No route to host"
 )
-"""What Slurm's commands say where the controller cannot be reached."""
+"""Messages of Slurm's commands where the controller cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class StartedJob:
 
     job_id: str
     component_ids: tuple[str, ...]
-    """What `squeue` and `scancel` call them."""
+    """Their names for `squeue` and `scancel`."""
     cancel: Callable[[], None]
     """Ends every component."""
     controller: ProcessId | None = None

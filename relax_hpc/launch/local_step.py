@@ -28,7 +28,8 @@ from relax_hpc.records import write_json
 _POLL_S = 0.05
 _GRACE_S = 5.0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-"""What this process waits for. They are blocked, so nothing happens between two lines of it."""
+"""Signals that this process waits for. They are blocked, so nothing happens between two lines of
+it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None)
@@ -42,7 +43,7 @@ class Step:
     first_failure: int | None = None
     """Exit code of the task that failed first; the others are ended for it."""
     end_at: float | None = None
-    """When patience with the tasks ends, once they were told to."""
+    """Time at which patience with the tasks ends, once they were told to."""
 
     @property
     def running(self) -> "list[subprocess.Popen[bytes]]":
@@ -165,14 +166,14 @@ def _start(
 
 
 def _gpus(first: int, count: int) -> list[str]:
-    """This component's share of the GPUs this process may use."""
+    """Returns this component's part of the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(first + count)]
     return names[first : first + count]
 
 
 def _begin(signals: Iterable[int]) -> None:
-    """In a task, before its command: dies with its parent, and hears what others hear."""
+    """Runs in a task, before its command: dies with its parent, and hears what others hear."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 

@@ -1,4 +1,4 @@
-"""Which components a run has, and what each asks Slurm for. Pure: nothing is looked up."""
+"""The components of a run, and the requests of each to Slurm. Pure: nothing is looked up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,19 +22,19 @@ class Component:
     tasks: int
     resources: Resources
     bootstrap: Bootstrap = "files"
-    """How its tasks find each other."""
+    """Way in which its tasks find each other."""
     on: str | None = None
     """The component whose nodes and GPUs it uses; it has none of its own then."""
     section: str | None = None
     """Table of the job that says its resources, if one does."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Of its tasks on GPUs, unless the submitter says otherwise."""
+    """Environment of its tasks on GPUs, unless the submitter says otherwise."""
     is_scalable: bool = False
     """Whether it may hold nodes on which engines are added later."""
 
     @property
     def key(self) -> str:
-        """What messages call its resources."""
+        """Name of its resources in messages."""
         return f"{self.section or self.name}.resources"
 
     @property
@@ -43,7 +43,7 @@ class Component:
 
     @property
     def held_nodes(self) -> int:
-        """What it asks Slurm for; those beyond `nodes` are idle until engines are added."""
+        """Nodes that it asks Slurm for; those beyond `nodes` are idle until engines are added."""
         return self.resources.max_nodes or self.nodes
 
     @property
@@ -71,14 +71,15 @@ def place(config: JobConfig) -> list[Component]:
 
 
 def _beside(host: Component, asked: Place) -> Resources:
-    """What it runs may be its own; what Slurm is asked for is the host's."""
+    """Returns the host's resources, which Slurm is asked for, with those that are the component's
+    own."""
     own = {name: getattr(asked.resources, name) for name in asked.own_beside}
     said = {name: value for name, value in own.items() if value}
     return host.resources.model_copy(update=said)
 
 
 def groups(components: Sequence[Component]) -> list[int]:
-    """For each which component of the heterogeneous job it runs in."""
+    """Returns for each which component of the heterogeneous job it runs in."""
     hosts = [component.name for component in components if component.on is None]
     return [hosts.index(component.on or component.name) for component in components]
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything is queued. Each refusal names a remedy."""
+"""Checks of a job before anything is queued. Each refusal names a remedy."""
 
 import difflib
 import os
@@ -88,7 +88,7 @@ def check_run_dir(run_dir: Path, name: str) -> None:
 
 
 def check_component(component: Component) -> None:
-    """What one component asks for makes sense by itself."""
+    """Checks that one component's requests make sense by themselves."""
     key, resources = component.key, component.resources
     if resources.time is not None:
         try:

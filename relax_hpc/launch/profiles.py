@@ -19,10 +19,10 @@ PROFILES = Path(__file__).parents[2] / "slurm" / "profiles"
 
 
 class Profile(Resources):
-    """What a site says of every component. Tables of roles are added by `_kind`."""
+    """A site's defaults for every component. Tables of roles are added by `_kind`."""
 
     def resources(self, table: str | None, job: Resources) -> Resources:
-        """What a component asks for: the job's fields over its table's over the site's."""
+        """Returns a component's requests: the job's fields over its table's over the site's."""
         tables = set(type(self).model_fields) - set(Resources.model_fields)
         site = self.model_dump(exclude_unset=True, exclude=tables)
         of_role: Resources = getattr(self, table) if table else Resources()

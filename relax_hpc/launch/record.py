@@ -36,7 +36,7 @@ class LaunchRecord:
     controller: ProcessId | None
     """The process that runs the script of a local job."""
     node: str | None = None
-    """Where that process runs."""
+    """Node on which that process runs."""
     number: int = 1
     """The first is the one by `submit`."""
     earlier: tuple["LaunchRecord", ...] = ()

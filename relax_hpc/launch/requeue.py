@@ -16,7 +16,7 @@ from relax_hpc.launch.jobs import output_of, words_of
 log = logging.getLogger(__name__)
 
 SIGNAL, SIGNAL_AHEAD_S = signal.SIGUSR2, 90
-"""What Slurm sends, and how long before the time limit; NCCL may take SIGUSR1."""
+"""The signal that Slurm sends, and how long before the time limit; NCCL may take SIGUSR1."""
 MAX_REQUEUES = 1000
 """Each needs a step of progress, so it is not endless."""
 

@@ -43,7 +43,7 @@ _PMIX = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the script needs to know besides its components."""
+    """The facts that the script needs besides its components."""
 
     name: str
     run_dir: Path
@@ -53,11 +53,11 @@ class Job:
     has_summary: bool = True
     """Whether the end is summed up; toys of tests have nothing to sum up."""
     task: tuple[str, ...] = ("-m", "relax_hpc.launch.entry")
-    """What Python runs in every task."""
+    """Arguments of Python in every task."""
     look_every_s: float = 15.0
-    """How often Slurm is asked whether a step over several components is still there."""
+    """Seconds between questions to Slurm whether a step over several components is still there."""
     umask: int = 0o077
-    """Of all tasks and logs."""
+    """Umask of all tasks and logs."""
     next_claim: Path | None = None
     """Is there once the run has been started anew: a job that begins then must end at once."""
 
@@ -80,16 +80,16 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
 
     Its log is FOLDER/<job id>_batch.log.
     """
-    head, its = ["#!/bin/bash"], groups(components)
+    head, group_of = ["#!/bin/bash"], groups(components)
     for index, component in enumerate(components):
         if component.on is None:
-            head += ["#SBATCH hetjob"] if its[index] else []
-            head += [f"# component {its[index]}: {component.name}"]
+            head += ["#SBATCH hetjob"] if group_of[index] else []
+            head += [f"# component {group_of[index]}: {component.name}"]
             head += _directives(job, index, component)
-    several = max(its) > 0
+    several = max(group_of) > 0
     before = itertools.accumulate((component.tasks for component in components), initial=0)
     steps = [
-        _srun(job, k, component, first_rank, group=its[k] if several else None)
+        _srun(job, k, component, first_rank, group=group_of[k] if several else None)
         for k, (component, first_rank) in enumerate(zip(components, before, strict=False))
     ]
     pmix = any(each.bootstrap != "files" and each.resources.mpi == "pmix" for each in components)
@@ -134,7 +134,7 @@ def minutes(limit: str) -> int:
 
 
 def batch_log(folder: Path, job_id: str) -> Path:
-    """What the script itself wrote: starts, restarts, and why it gave up."""
+    """Returns the script's own log: starts, restarts, and why it gave up."""
     return folder / f"{job_id}_batch.log"
 
 
@@ -208,7 +208,7 @@ def _supervised(job: Job, components: Mapping[int, Component], step: str) -> lis
 
 
 def _environment(component: Component) -> list[str]:
-    """What its tasks on GPUs find in their environment, unless the submitter says otherwise."""
+    """Returns the environment of its tasks on GPUs, unless the submitter says otherwise."""
     if not component.environment or not component.resources.gpus_per_node:
         return []
     values = component.environment.items()

@@ -1,4 +1,4 @@
-"""What Slurm says about a job, per component, with or without an accounting database."""
+"""Slurm's word on a job, per component, with or without an accounting database."""
 
 import functools
 import shutil
@@ -50,7 +50,7 @@ class SlurmState:
     """One component as Slurm sees it."""
 
     job_id: str
-    """What squeue and sacct call it: "<leader>+<k>", or "<leader>" where it is alone."""
+    """Its name for squeue and sacct: "<leader>+<k>", or "<leader>" where it is alone."""
     state: str
     """One word: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, ..."""
     nodes: str
@@ -58,7 +58,7 @@ class SlurmState:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What Slurm said of some jobs."""
+    """Slurm's answer about some jobs."""
 
     known: dict[str, SlurmState]
     """Components by name; a job that Slurm has forgotten has none."""
@@ -73,7 +73,7 @@ def is_alive(state: str) -> bool:
 
 
 def is_doubtful(state: str) -> bool:
-    """Whether nobody can tell: UNKNOWN, UNREACHABLE, or a word that we do not know."""
+    """Returns whether nobody can tell: UNKNOWN, UNREACHABLE, or a word that we do not know."""
     return state not in ALIVE
 
 

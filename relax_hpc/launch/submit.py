@@ -1,4 +1,5 @@
-"""From a job file to a queued job: a run directory, a script, a record of what was started."""
+"""The way from a job file to a queued job: a run directory, a script, a record of what was
+started."""
 
 import shutil
 import socket
@@ -42,14 +43,14 @@ class _NameInUseError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What `submit` did, or would do."""
+    """A submission as `submit` made it, or would make it."""
 
     run_dir: Path
     mode: Mode
     script: str
     components: tuple[Component, ...]
     number: int
-    """Of the launch: 1 for `submit`, one more for every `resume`."""
+    """Number of the launch: 1 for `submit`, one more for every `resume`."""
     job: StartedJob | None
     """None after a dry run."""
 
@@ -116,7 +117,7 @@ def mode_of(*, local: bool) -> Mode:
 
 
 def plan(mode: Mode, config: JobConfig, components: Sequence[Component], number: int) -> Submission:
-    """What would be submitted, as the launch of that number."""
+    """Plans a submission, as the launch of that number."""
     if mode == "local":  # MPI's ranks would need Slurm, or mpirun, to start them
         components = [replace(component, bootstrap="files") for component in components]
     job = _job(config, number)

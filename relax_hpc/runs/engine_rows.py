@@ -19,9 +19,10 @@ class Row:
     version: int | None
     """Policy version of its weights, as far as the trainer knows."""
     since: float | None
-    """When it got into this state, seconds since 1970; of an initial engine, since it answers."""
+    """Time at which it got into this state, seconds since 1970; of an initial engine, since it
+    answers."""
     requests: int | None
-    """That run or wait in it now; None where that cannot be learned from here."""
+    """Requests that run or wait in it now; None where that cannot be learned from here."""
     reason: str = ""
 
 

@@ -16,7 +16,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class _End(NamedTuple):
-    """What the script says of the component for whose sake it ended the others."""
+    """The component for whose sake the script ended the others."""
 
     role: str
     starts: int
@@ -24,7 +24,7 @@ class _End(NamedTuple):
 
 
 def text(run_dir: Path, launched: LaunchRecord) -> str:
-    """What is known of the failure of a launch; empty if nothing is.
+    """Tells what is known of the failure of a launch; empty if nothing is.
 
     The script names the component that it gave up, or else the last one that failed; that
     component's newest `error` event, or else the end of what its tasks printed, says why.

@@ -21,8 +21,8 @@ class LogLine(NamedTuple):
 
 
 def lines(run_dir: Path, role: str | None = None) -> Iterator[LogLine]:
-    """What there is so far, source by source; `role` leaves only that role's tasks,
-    or with "job" the script.
+    """Yields the lines so far, source by source; `role` leaves only that role's tasks, or with
+    "job" the script.
 
     Raises:
         ConfigError: not a run directory, nothing was started in it, or it has no such role.
@@ -33,7 +33,8 @@ def lines(run_dir: Path, role: str | None = None) -> Iterator[LogLine]:
 def follow(
     run_dir: Path, role: str | None = None, *, until: Callable[[], bool]
 ) -> Iterator[LogLine]:
-    """What there is, then what comes, as it comes; ends after the round in which `until` holds.
+    """Yields the lines so far, then others as they come; ends after the round in which `until`
+    holds.
 
     Raises:
         ConfigError: not a run directory, nothing was started in it, or it has no such role.

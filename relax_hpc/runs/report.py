@@ -90,7 +90,7 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _dropped(counts: dict[str, int]) -> str:
-    """What became of those that were committed and are not trained on."""
+    """Tells what became of those that were committed and are not trained on."""
     said = {
         "duplicates": "repeated and ignored",
         "over_age": "over age and sampled again",
@@ -115,7 +115,7 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
 
 
 def _pace(run: RunStatus) -> str:
-    """When the last step was and what is left, of a run that is running."""
+    """Tells when the last step was and what is left, of a run that is running."""
     done = run.progress
     if run.state != "RUNNING" or done["steps_done"] == done["num_steps"]:
         return ""
@@ -125,7 +125,7 @@ def _pace(run: RunStatus) -> str:
 
 
 def _heldout(before: float | None, after: float | None, newest: dict[str, Any] | None) -> str:
-    """What was there before, and after, or of a run that has not ended so: at which step."""
+    """Tells the scores before and after, or of a run that has not ended so: at which step."""
     if after is None and newest is not None:
         return f"{_score(before)} before, {_score(newest['value'])} at step {newest['step']}"
     return f"{_score(before)} before, {_score(after)} after"

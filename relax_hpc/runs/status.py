@@ -1,4 +1,4 @@
-"""What a run is doing: Slurm's word on its components, joined with the facts it leaves on disk."""
+"""The state of a run: Slurm's word on its components, joined with the facts it leaves on disk."""
 
 import json
 from collections.abc import Sequence
@@ -31,12 +31,12 @@ class ComponentStatus:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What one launch of a run is doing."""
+    """The state of one launch of a run."""
 
     record: LaunchRecord
     components: tuple[ComponentStatus, ...]
     state: str
-    """Of the job as a whole: that of the component that is worst off."""
+    """State of the job as a whole: that of the component that is worst off."""
     silence: str
     """Why it is UNREACHABLE."""
 
@@ -48,7 +48,7 @@ class RunStatus:
     mode: str
     job_id: str
     state: str
-    """Of the newest launch; of an earlier one if only that one is alive."""
+    """State of the newest launch; of an earlier one if only that one is alive."""
     components: tuple[ComponentStatus, ...]
     earlier: dict[str, str]
     """Job and state of earlier launches that are alive beside the newest, or may be."""
@@ -109,7 +109,7 @@ def job_state(run_dir: Path) -> str:
 
 
 def of_run(run_dir: Path) -> list[Launch]:
-    """What every launch of a run is doing, newest first."""
+    """Returns the state of every launch of a run, newest first."""
     return launches(record.read(run_dir.absolute()))
 
 
@@ -159,7 +159,7 @@ def alive(run_dir: Path, found: Sequence[Launch], *, sure: bool) -> Launch | Non
 
 
 def launches(newest: LaunchRecord) -> list[Launch]:
-    """What every launch of a run is doing, newest first."""
+    """Returns the state of every launch of a run, newest first."""
     leaders = [each.leader for each in newest.all if each.controller is None]
     answer = states.query(leaders)
     found = []
@@ -245,7 +245,7 @@ def _finished_tasks(launched: LaunchRecord, component: LaunchedComponent) -> int
 
 
 def _afterwards(launched: LaunchRecord, *, is_silent: bool) -> str:
-    """How the job ended, by what its script left; a script that was killed leaves nothing.
+    """Returns how the job ended, by what its script left; a script that was killed leaves nothing.
 
     While nobody says that the job is over, only success counts: Slurm may have requeued it since,
     which ends the script as a cancel does.

@@ -25,7 +25,7 @@ def write(run_dir: Path) -> dict[str, Any]:
 
 
 def summarize(run_dir: Path) -> dict[str, Any]:
-    """What there is to say now; None where there is nothing yet.
+    """Sums up what there is to say now; None where there is nothing yet.
 
     Raises:
         ConfigError: not a run directory.
@@ -64,7 +64,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 
 
 def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
-    """How far the run is: after a resume, behind the highest step that it has done."""
+    """Tells how far the run is: after a resume, behind the highest step that it has done."""
     last = history.present_step(events)
     done = [event for event in history.steps(events) if event["step"] <= last]
     pace = history.seconds_per_step(done)
@@ -80,7 +80,7 @@ def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
 def _of_sft(
     paths: RunPaths, events: Sequence[Event], done: Sequence[Event], num_steps: int
 ) -> dict[str, Any]:
-    """What supervised fine-tuning has instead of rewards and a bus."""
+    """Returns what supervised fine-tuning has instead of rewards and a bus."""
     measured = history.heldout_losses(events)
     after = [event["loss"] for event in measured if event["step"] == num_steps]
     newest = measured[-1] if measured and measured[-1]["step"] else None
@@ -130,7 +130,7 @@ def _weight_versions(events: Sequence[Event]) -> dict[str, int]:
 
 
 def _checksums_equal(events: Sequence[Event]) -> bool | None:
-    """Of the last comparison of every engine; None if there was none."""
+    """Tells the result of the last comparison of every engine; None if there was none."""
     found = dict[str, bool]()
     for event in events:
         if event["event"] == "verify":
