@@ -1,4 +1,4 @@
-"""Who a task is: what the launcher knows about it, handed to its role as a value."""
+"""The identity of a task: what the launcher knows about it, handed to its role as a value."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class TaskContext:
     """Counts the starts of this component's step within the attempt, from 1."""
     node: str
     transport: Transport | None = None
-    """How weights get to an engine that was added, if not as `weights.transport` says."""
+    """The way of weights to an engine that was added, if not as `weights.transport` says."""
 
     @property
     def name(self) -> str:

@@ -17,8 +17,8 @@ from relax_hpc.sections import Resources
 from relax_hpc.telemetry.events import EventWriter
 
 Restart = Literal["step", "none"]
-"""Of a component one of whose tasks failed. step: all its tasks are started again in place, up to
-`launch.max_restarts` times, then the job ends. none: the run goes on without that task."""
+"""Restart of a component one of whose tasks failed. step: all its tasks are started again in place,
+up to `launch.max_restarts` times, then the job ends. none: the run goes on without that task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Place:
     """Its name in Slurm, logs, events and folders."""
     tasks: int
     resources: Resources
-    """As the job says; a site profile fills in the rest."""
+    """Resources that the job says; a site profile fills in the rest."""
     section: str | None = None
     """Table of the job that says so; a dot leads into a table of it. None: no table does."""
     beside: str | None = None
@@ -47,7 +47,7 @@ starts; returns the job, maybe with what was counted."""
 
 
 def no_place(_: JobConfig) -> Sequence[Place]:
-    """Of a role that is in no job's script."""
+    """Returns no place, for a role that is in no job's script."""
     return ()
 
 
@@ -76,4 +76,4 @@ class Role:
     joins: str | None = None
     """Component of its tasks that are started while the job runs."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """What its tasks on GPUs find in their environment, unless the submitter says otherwise."""
+    """Environment of its tasks on GPUs, unless the submitter says otherwise."""

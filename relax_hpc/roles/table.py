@@ -14,8 +14,8 @@ from relax_hpc.roles.scorer.role import REFERENCE
 from relax_hpc.roles.sft.role import SFT
 
 ROLES: tuple[Role, ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE)
-"""In the order of their components in a job: the time limit of component 0 ends the whole job, and
-without engines nothing goes on."""
+"""Roles in the order of their components in a job: the time limit of component 0 ends the whole
+job, and without engines nothing goes on."""
 
 
 def places(config: JobConfig) -> Iterator[tuple[Role, Place]]:

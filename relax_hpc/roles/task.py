@@ -1,4 +1,4 @@
-"""Where a task begins: reads the run directory, builds the parts of its role, runs the loop."""
+"""The beginning of a task: reads the run directory, builds the parts of its role, runs the loop."""
 
 import logging
 import resource

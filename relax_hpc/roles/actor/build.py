@@ -71,7 +71,7 @@ def main(
 def _columns(
     config: RunConfig, trainer: TrainingEngine, events: EventWriter | None
 ) -> list[Reference]:
-    """What the actor itself adds to rows; `trainer` holds model.path still."""
+    """Builds what the actor itself adds to rows; `trainer` holds model.path still."""
     reference = config.reference
     if reference.placement != "actor":
         return []

@@ -18,7 +18,7 @@ from relax_hpc.weights.transport import call_timeout_s
 
 
 def register_of(config: RunConfig, paths: RunPaths) -> Register:
-    """Those that the run starts with, and those that were added."""
+    """Registers the engines that the run starts with, and those that were added."""
     return Register(
         paths,
         lambda: [*config.rollout_engines, *members.extras(paths)],

@@ -24,7 +24,7 @@ class Engines(Protocol):
 
 
 class Lease(Protocol):
-    """Who uses the GPUs; every rank of the actor has one, and methods are collective."""
+    """The right to use the GPUs; every rank of the actor has one, and methods are collective."""
 
     def to_trainer(self, trainer: TrainingEngine) -> None:
         """Returns when the trainer may compute; nothing to do if it may already."""

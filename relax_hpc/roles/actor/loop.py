@@ -21,7 +21,7 @@ from relax_hpc.telemetry.timers import Timers
 
 
 class Duties(StepLog, Protocol):
-    """What a rank does besides training: rank 0 decides, serves and notes, the others help."""
+    """A rank's work besides training: rank 0 decides, serves and notes, the others help."""
 
     def next_portion(self, step: int, timers: Timers) -> Portion | None:
         """Rank 0's counts: the next part of the batch; None if engines need the weights first."""
@@ -36,12 +36,12 @@ class Duties(StepLog, Protocol):
 
 
 class Stages(NamedTuple):
-    """What a run does around its steps, besides what all runs do."""
+    """A run's work around its steps, besides what all runs do."""
 
     save: Callable[[], None]
     """Called after every step; saves when it is time to."""
     columns: Sequence[Reference] = ()
-    """What is added to rows, in this order."""
+    """Parts that add to rows, in this order."""
     checks: Sequence[Callable[[], None]] = ()
     """Called when the gradient of a batch is there, and not applied yet."""
     lease: Lease = OwnGpus()
@@ -92,7 +92,7 @@ def run(
 
 
 class _Batches:
-    """What one rank is given to train on."""
+    """The rows that one rank is given to train on."""
 
     def __init__(
         self,

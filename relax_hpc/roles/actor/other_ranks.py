@@ -1,4 +1,4 @@
-"""What ranks of the actor besides rank 0 do for the others: they help to publish."""
+"""The work of the actor's ranks besides rank 0 for the others: they help to publish."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What only rank 0 of the actor does: decide batches, serve engines, keep the record."""
+"""The work of the actor's rank 0 alone: decide batches, serve engines, keep the record."""
 
 import logging
 import math
@@ -123,7 +123,7 @@ class Rank0:
 
     @property
     def position(self) -> PlanPosition:
-        """Where the step that was trained last ends."""
+        """The end of the step that was trained last."""
         return self.sequencer.position
 
     def check_fenced(self) -> None:

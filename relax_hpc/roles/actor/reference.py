@@ -11,7 +11,7 @@ from relax_hpc.telemetry.events import EventWriter
 log = logging.getLogger(__name__)
 
 _NAME = "reference"
-"""Of the weights, in the engine and in checkpoints."""
+"""Name of the weights, in the engine and in checkpoints."""
 
 
 class Reference:
@@ -29,7 +29,7 @@ class Reference:
     """
 
     name = _NAME
-    """Of what it does, in the times of a step."""
+    """Name of its work, in the times of a step."""
 
     def __init__(
         self,

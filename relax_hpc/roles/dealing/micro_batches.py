@@ -1,4 +1,4 @@
-"""Which data-parallel rank trains which rows, in which micro-batches. Pure arithmetic.
+"""The deal of rows to data-parallel ranks, in micro-batches. Pure arithmetic.
 
 One process plans and tells the others. The same input gives the same plan anywhere.
 """
@@ -68,10 +68,10 @@ def plan_micro_batches(
 
 
 class OwnRows(NamedTuple):
-    """What one rank has of rows that were dealt out."""
+    """One rank's part of rows that were dealt out."""
 
     rows: list[int]
-    """Among all, rising."""
+    """Numbers among all rows, rising."""
     micro_batches: MicroBatches
     """Indices into `rows`."""
 
@@ -84,7 +84,8 @@ def own_rows(mine: MicroBatches) -> OwnRows:
 
 
 def imbalance(tokens: Sequence[int]) -> float:
-    """How far the fullest of some ranks is above their mean, as a fraction of it; 0 if all are."""
+    """Returns how far the fullest of some ranks is above their mean, as a fraction of it; 0 if all
+    are."""
     total = sum(tokens)
     return max(tokens) * len(tokens) / total - 1 if total else 0.0
 

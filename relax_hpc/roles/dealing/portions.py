@@ -1,4 +1,4 @@
-"""What rank 0 decides about a batch as its portions come in, and tells the other ranks."""
+"""The decisions of rank 0 about a batch as its portions come in, which it tells the other ranks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -28,14 +28,14 @@ class Portion(NamedTuple):
     columns: dict[str, Floats]
     """[rows] each: what is known of them before they are read, as columns that they will have."""
     micro_batches: list[MicroBatches]
-    """Per data-parallel rank."""
+    """Micro-batches per data-parallel rank."""
 
 
 class Share(NamedTuple):
-    """What one data-parallel rank trains of a portion."""
+    """One data-parallel rank's part of a portion."""
 
     rows: list[int]
-    """Of the portion, rising."""
+    """Rows of the portion, rising."""
     columns: dict[str, Floats]
     """[len(rows)] each."""
     micro_batches: MicroBatches
@@ -81,7 +81,7 @@ class Batch:
         return Portion(record, columns, micro_batches)
 
     def describe(self, step: int) -> dict[str, float]:
-        """What the batch was like, before anything was done with it."""
+        """Describes the batch, before anything was done with it."""
         index = BatchIndex(*map(np.concatenate, zip(*self._indices, strict=True)))
         siblings = self._config.rollout.samples_per_prompt
         rewards = index.rewards.astype(np.float32).reshape(-1, siblings)
@@ -104,7 +104,7 @@ class Batch:
 
 
 def share_of(portion: Portion, dp_rank: int) -> Share:
-    """What data-parallel rank `dp_rank` trains, numbered among the rows that it reads."""
+    """Returns the part of data-parallel rank `dp_rank`, numbered among the rows that it reads."""
     rows, micro_batches = own_rows(portion.micro_batches[dp_rank])
     columns = {name: values[rows] for name, values in portion.columns.items()}
     return Share(rows, columns, micro_batches)
@@ -113,7 +113,7 @@ def share_of(portion: Portion, dp_rank: int) -> Share:
 def values_of(
     index: BatchIndex, settings: Settings, siblings: int
 ) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
-    """What the algorithm says of the rows of a portion, before any is read.
+    """Asks the algorithm about the rows of a portion, before any is read.
 
     Returns:
         `advantages`, and `weights` if it has some, [rows] in plan order, in which groups are whole

@@ -26,7 +26,7 @@ _POLL_S = 0.25
 _NOTICE_S = 3.0
 """Until every router knows that a member drains: they look once a second."""
 _ABORT_S = 5.0
-"""For aborted requests to be answered with what there is of them."""
+"""Seconds for aborted requests to be answered with what there is of them."""
 _UPDATE_S = 10.0
 """An update takes less, or hangs."""
 

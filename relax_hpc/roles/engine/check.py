@@ -1,4 +1,4 @@
-"""What can be known to be wrong with engines before anything is queued."""
+"""Checks of engines before anything is queued."""
 
 from relax_hpc.config.engines import ROLLOUT, EnginePool, follows_policy
 from relax_hpc.config.run import RunConfig

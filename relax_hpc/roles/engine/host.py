@@ -73,7 +73,7 @@ class EngineHost:
 
     @property
     def token(self) -> str:
-        """What the present start of the engine asks its callers for."""
+        """The token that the present start of the engine asks its callers for."""
         return self._secret.engine_token(self._member.id, self._member.start)
 
     def wait_until_healthy(self) -> None:
@@ -248,7 +248,7 @@ class EngineHost:
         return None
 
     def _entry(self, roster: Roster | None) -> RosterEntry | None:
-        """Of this very start."""
+        """Returns the roster's entry of this very start."""
         entry = roster.members.get(self._seat.id) if roster else None
         return entry if entry and entry.start == self._member.start else None
 
@@ -283,7 +283,7 @@ def _fenced(entry: RosterEntry | None) -> str | None:
 
 
 def _in_short(error: BaseException) -> str:
-    """What happened, and the last line of the engine's log if it comes with the error."""
+    """Returns what happened, and the last line of the engine's log if it comes with the error."""
     first, *log_lines = str(error).splitlines() or [repr(error)]
     return f"{first} {log_lines[-1].strip()}" if log_lines else first
 

@@ -1,4 +1,4 @@
-"""What a task has to know about an engine that it keeps, and nothing else of the job."""
+"""The facts that a task needs of an engine that it keeps, and nothing else of the job."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,13 +16,13 @@ class Seat(NamedTuple):
     """An engine that a task keeps, and where it sits on its node."""
 
     id: str
-    """Of the engine's member record."""
+    """Id of the engine's member record."""
     number: int
     """Among the engines of its pool: seeds its random numbers."""
     local_index: int
     """Among the engines of its node: says which GPUs are its own."""
     part: int = 0
-    """Of an engine over several nodes; 0 is its host."""
+    """Part of an engine over several nodes; 0 is its host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Hosting:
     follows_policy: bool
     """Whether the trainer gives it weights."""
     shares_gpus: bool
-    """With the trainer, in turn."""
+    """Whether it takes turns with the trainer on the same GPUs."""
     on_gpus: bool
     hang_timeout_s: float
     max_restarts: int
     peer_timeout_s: float
     transport: Transport
-    """How weights get to it."""
+    """The way of weights to it."""
     recomputes: bool
     """An update throws the key-value cache away."""
 
@@ -88,7 +88,7 @@ def hosting_of(
 
 
 def spec_of(config: RunConfig, seat: Seat, name: str = ROLLOUT) -> EngineSpec:
-    """What the engine of the pool `name` that sits there computes."""
+    """Returns what the engine of the pool `name` that sits there computes."""
     pool = config.engines[name]
     follows = follows_policy(name)
     return EngineSpec(

@@ -28,11 +28,11 @@ _POLL_S = 0.5
 
 
 class Call(NamedTuple):
-    """What the host of an engine asks its other parts to do."""
+    """An order of an engine's host to its other parts."""
 
     start: str
     address: str
-    """Where the ranks of that start meet, "host:port"."""
+    """Meeting place of the ranks of that start, "host:port"."""
     over: bool
     """Nothing more: the engine is not started again."""
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with `weights.quantize` before anything is queued."""
+"""Checks of `weights.quantize` before anything is queued."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with what is sampled, and with what, before anything is queued."""
+"""Checks of sampling before anything is queued."""
 
 from relax_hpc.config.engines import ROLLOUT
 from relax_hpc.config.run import RunConfig

@@ -18,7 +18,7 @@ from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 
 _ENDED = tuple(reason.name.lower() for reason in FinishReason)
-"""As a reward is told how a response ended."""
+"""Words in which a reward is told how a response ended."""
 
 
 ScoreGroup = Callable[[Sequence[Sample]], Awaitable[Sequence[Score]]]
@@ -30,7 +30,7 @@ class Episode(NamedTuple):
 
     record: Record
     rewards: Mapping[str, float]
-    """By the name of the part."""
+    """Rewards by the name of the part."""
 
     @property
     def reward(self) -> float:
@@ -114,11 +114,11 @@ class Episodes:
         ]
 
     def texts(self, episode: Episode) -> list[str]:
-        """What the policy said in each call."""
+        """Returns what the policy said in each call."""
         return [self._conversation.decode(call.draft.token_ids) for call in episode.record.calls]
 
     def _sample(self, prompt: Prompt, record: Record) -> Sample:
-        """What was said last, as the reward is given it."""
+        """Makes a sample of what was said last, for the reward."""
         last = record.calls[-1] if record.calls else Call(prompt.token_ids)
         return Sample(
             self._conversation.decode(last.draft.token_ids),
@@ -136,8 +136,8 @@ class Grouper:
     def __init__(self, config: RunConfig, prompts: PromptSource, episodes: Episodes) -> None:
         self._config, self._prompts, self._episodes = config, prompts, episodes
         self.running: dict[int, list[Record]] = {}
-        """What there is of groups that are not finished, a record per sibling, by ordinal: those
-        under way, and those that were cancelled."""
+        """Records of groups that are not finished, one per sibling, by ordinal: those under way,
+        and those that were cancelled."""
 
     async def __call__(self, guid: int, min_version: int) -> PromptGroup:
         prompt, rollout = self._prompts[guid], self._config.rollout

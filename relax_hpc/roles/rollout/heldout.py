@@ -1,4 +1,4 @@
-"""What tasks scored on the held-out sets: their shares of a result, and every sample in files."""
+"""Scores of tasks on the held-out sets: their shares of a result, and every sample in files."""
 
 import json
 import logging
@@ -18,7 +18,7 @@ class Due(NamedTuple):
     """An evaluation that is to be made."""
 
     name: str
-    """Of the set."""
+    """Name of the set."""
     when: str
     """before, during or after training."""
     number: int
@@ -34,7 +34,7 @@ class Row(NamedTuple):
     """0..n-1 among those of the prompt."""
     score: float
     parts: Mapping[str, float]
-    """Of the score, by name."""
+    """Parts of the score, by name."""
     version: int
     """Oldest policy that sampled a token of it; -1 if there is none."""
     version_max: int
@@ -43,7 +43,7 @@ class Row(NamedTuple):
     num_tokens: int
     """Sampled."""
     texts: list[str]
-    """What the policy said, call by call."""
+    """Texts that the policy said, call by call."""
 
     @classmethod
     def of(cls, prompt: Prompt, sample: int, episode: Episode, texts: list[str]) -> Self:
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What one task scored."""
+    """One task's part of a score."""
 
     version: int
     """Oldest policy that sampled a token; -1 if there is none."""
@@ -85,7 +85,7 @@ class Share(NamedTuple):
 
 
 class Board:
-    """Where tasks leave what they scored. Whoever completes an evaluation says its result.
+    """The place where tasks leave their scores. Whoever completes an evaluation says its result.
 
     Args:
         paths: of the run.
@@ -111,7 +111,7 @@ class Board:
             log.info("%s", _line(due, found), extra=OF_ALL)
 
     def _others(self, key: str) -> list[Share]:
-        """As many as there are until one is missing."""
+        """Reads as many as there are until one is missing."""
         found: list[Share] = []
         for rank in range(self._size):
             if rank != self._rank:

@@ -26,7 +26,7 @@ FINAL_VERSION_S = 5.0
 
 
 class Engines(Protocol):
-    """What paces this role."""
+    """The engines, as far as they pace this role."""
 
     async def version(self) -> int | None:
         """The oldest policy that would sample now; None while there is no engine for it."""
@@ -86,7 +86,7 @@ async def _final_version(config: RunConfig, engines: Engines) -> int | None:
 
 
 class Pace:
-    """How far sampling may run ahead of training."""
+    """The distance that sampling may run ahead of training."""
 
     def __init__(self, config: RunConfig) -> None:
         self._max_staleness = config.schedule.max_staleness
@@ -140,7 +140,7 @@ class Outbox:
 
     @property
     def guids(self) -> list[int]:
-        """What is finished and not published yet."""
+        """Numbers of groups that are finished and not published yet."""
         return [group.guid for group in self._ready]
 
     def add(self, groups: Sequence[PromptGroup]) -> None:

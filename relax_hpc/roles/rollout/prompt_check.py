@@ -1,4 +1,4 @@
-"""Whether the prompts of a run can be sampled and trained on.
+"""Checks that the prompts of a run can be sampled and trained on.
 
 Where the run is submitted every line is read, but only some are tokenized; when it starts, the
 rollout tasks tokenize all of them before anything is sampled.
@@ -24,7 +24,7 @@ class Files(NamedTuple):
 
     train: Records
     heldout: dict[str, Records]
-    """By the name of the set, as `eval` is."""
+    """Records by the name of the set, as `eval` is."""
 
 
 class Sources(NamedTuple):
@@ -137,16 +137,16 @@ def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None
 
 
 class Limits(NamedTuple):
-    """How long a conversation may become, in tokens."""
+    """The greatest lengths of a conversation, in tokens."""
 
     trained: int
-    """If it is trained on."""
+    """Tokens if it is trained on."""
     sampled: int
-    """If it is only sampled."""
+    """Tokens if it is only sampled."""
 
 
 def limits_of(config: RunConfig) -> Limits:
-    """What trainer and model can take."""
+    """Returns the lengths that trainer and model can take."""
     positions = read_architecture(config.model.path).max_positions
     return Limits(min(positions, *_budgets(config).values()), positions)
 

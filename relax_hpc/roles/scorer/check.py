@@ -1,4 +1,4 @@
-"""What can be known to be wrong with the reference before anything is queued."""
+"""Checks of the reference before anything is queued."""
 
 from dataclasses import fields
 
@@ -15,18 +15,18 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
         return
     path = config.reference_model.path
     try:
-        its = check_model(
+        found = check_model(
             path, config.reference_megatron if reference.placement == "own" else config.actor
         )
-        check_weights(path, its)
+        check_weights(path, found)
     except ConfigError as error:
         raise ConfigError(f"reference: {error}") from None
     names = [field.name for field in fields(Architecture) if field.name != "max_positions"]
     own = reference.placement == "own"
     for name in ["vocab_size"] if own else names:
-        if getattr(its, name) != getattr(shape, name):
+        if getattr(found, name) != getattr(shape, name):
             raise ConfigError(
-                f"reference.path = {str(path)!r}: {name} is {getattr(its, name)} in its "
+                f"reference.path = {str(path)!r}: {name} is {getattr(found, name)} in its "
                 f"config.json, {getattr(shape, name)} in model.path's; use a model of the same "
                 f"{'tokenizer' if own else 'shape, or placement = own'}"
             )

@@ -27,7 +27,7 @@ class Round(NamedTuple):
     """Counts rounds, so that readers let go of the shards of the one before."""
     parts: list[Part]
     micro_batches: list[MicroBatches]
-    """Per data-parallel rank."""
+    """Micro-batches per data-parallel rank."""
 
     @property
     def sidecars(self) -> Mapping[str, dict[Role, Sidecar]]:
@@ -36,7 +36,7 @@ class Round(NamedTuple):
 
 
 class Duties(Protocol):
-    """What a rank does besides scoring: rank 0 follows the bus, deals and writes."""
+    """A rank's work besides scoring: rank 0 follows the bus, deals and writes."""
 
     def next_round(self) -> Round | None:
         """Rank 0's counts: shards to score, perhaps none; None when nothing more will be trained.

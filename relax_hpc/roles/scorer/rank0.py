@@ -1,4 +1,5 @@
-"""What only rank 0 of a role that scores does: follow the bus, deal shards out, write sidecars."""
+"""The work of rank 0 alone in a role that scores: follow the bus, deal shards out, write
+sidecars."""
 
 import logging
 import time
@@ -26,7 +27,7 @@ POLL_S = 0.05
 SIGN_OF_LIFE_S = 30.0
 """After which ranks that wait for rank 0 hear from it, work or not."""
 MICRO_BATCHES_PER_ROUND = 4
-"""What a rank computes before results are written: shards are taken until it is full."""
+"""Micro-batches of a rank before results are written: shards are taken until there are so many."""
 
 
 class _UnderWay(NamedTuple):

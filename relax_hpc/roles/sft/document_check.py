@@ -1,4 +1,4 @@
-"""Whether the documents of supervised fine-tuning can be trained on.
+"""Checks that the documents of supervised fine-tuning can be trained on.
 
 Where the run is submitted every row is read, but only some are tokenized, unless the steps have to
 be counted; when it starts, the ranks tokenize all of them before the first step.
@@ -95,7 +95,7 @@ def check_sample(
         ConfigError: one cannot be trained on, or does not fit.
     """
     counts = config.sft.tokens_per_step is not None and config.sft.epochs is not None
-    chosen = [sample(its, len(its) if counts else SAMPLE) for its in sizes]
+    chosen = [sample(each, len(each) if counts else SAMPLE) for each in sizes]
     lengths = _check(config, files, tokenizer, chosen)
     documents = Documents(files[0].path, tokenizer, config.sft, files[0].rows)
     steps = count_steps(config.sft, documents, lengths[0])
@@ -149,12 +149,12 @@ def _check(
     for each, indices in zip(files, chosen, strict=True):
         documents = Documents(each.path, tokenizer, config.sft, each.rows)
         lengths.append(_named(each.key, partial(tokens, documents, indices)))
-    check_lengths(config, max((length for its in lengths for length in its), default=0))
+    check_lengths(config, max((length for each in lengths for length in each), default=0))
     return lengths
 
 
 def _named(key: str, read: Callable[[], T]) -> T:
-    """What `read` makes of a file; mistakes are reported under its key."""
+    """Returns what `read` makes of a file; mistakes are reported under its key."""
     try:
         return read()
     except ConfigError as error:

@@ -18,7 +18,7 @@ from relax_hpc.telemetry.timers import Timers
 
 
 class Share(NamedTuple):
-    """What one data-parallel rank trains of a batch."""
+    """One data-parallel rank's part of a batch."""
 
     rows: Sequence[Row]
     micro_batches: MicroBatches
@@ -33,7 +33,7 @@ class HeldoutLoss(NamedTuple):
 
 
 class Duties(StepLog, Protocol):
-    """What a rank does besides training: rank 0 reads documents, notes, and writes the model."""
+    """A rank's work besides training: rank 0 reads documents, notes, and writes the model."""
 
     def next_batch(self) -> list[Share] | None:
         """Rank 0's counts: what every data-parallel rank trains."""
@@ -96,7 +96,7 @@ def run(
 
 
 def heldout_loss(world: World, trainer: ScoringEngine, share: Share) -> HeldoutLoss:
-    """Of the documents in all ranks' shares; the same on every rank."""
+    """Measures the loss of the documents in all ranks' shares; the same on every rank."""
     found = trainer.forward_logprobs(share.rows, share.micro_batches)
     mine = {}
     for row, logprobs in zip(share.rows, found, strict=True):

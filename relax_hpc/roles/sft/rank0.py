@@ -1,4 +1,4 @@
-"""What only rank 0 of a supervised fine-tuning does: read, deal out, keep the record, export."""
+"""The work of rank 0 alone in supervised fine-tuning: read, deal out, keep the record, export."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 
 
 class DataPosition(NamedTuple):
-    """How far a checkpoint has come in the documents."""
+    """The place in the documents that a checkpoint has come to."""
 
     epoch: int
     place: int
     """Documents of this epoch that are behind it."""
     num_documents: int
-    """In the file, which must stay as it is."""
+    """Documents in the file, which must stay as it is."""
 
     @property
     def fence(self) -> int:

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a model, or with what Megatron-core is told, before a job."""
+"""Checks of a model, and of Megatron-core's settings, before a job."""
 
 import logging
 import warnings

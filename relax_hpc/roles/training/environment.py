@@ -1,4 +1,4 @@
-"""What CUDA and torch read when a trainer starts."""
+"""Environment variables that CUDA and torch read when a trainer starts."""
 
 TRAINER_ENVIRONMENT = {
     # With several queues to the GPU a sum over ranks that is to overlap with a product may start

@@ -7,7 +7,7 @@ from relax_hpc.engines.training_engine import Skip
 from relax_hpc.errors import TrainingError
 
 MAX_IN_A_ROW = 3
-"""As many updates that are skipped in a row end the actor."""
+"""Updates skipped in a row that end the actor."""
 
 
 def fields_of(skip: Skip, places: Mapping[int, str]) -> dict[str, Any]:

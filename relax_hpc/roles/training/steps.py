@@ -1,4 +1,4 @@
-"""What the loops of all trainers note at the end of a step."""
+"""The notes of all trainers' loops at the end of a step."""
 
 from typing import Any, Protocol
 
