@@ -211,7 +211,7 @@ class Trajectory(NamedTuple):
     """[R, 2] (first token of the row, policy version); empty when nothing was sampled."""
     finish: FinishReason
     reward: float
-    """Of the episode; all of its rows have it."""
+    """Reward of the episode; all of its rows have it."""
     columns: Mapping[str, Array] = {}
     """Whatever else is known of it, by the short names of `COLUMNS`, e.g. rollout_logprobs:
     [tokens] where the column's axis is token, [] where it is row."""
