@@ -5,14 +5,14 @@ to look one up: the launcher makes them all.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import read_json, sync, write_json
-from relax_hpc.schema import Role
+from relax_hpc.schema import COLUMNS, Role
 
 FORMAT = 3
 
@@ -78,6 +78,12 @@ def open_bus(paths: BusPaths) -> BusHeader:
         f"{paths.header}: is bus format {record['format']}, this relax-hpc reads {FORMAT}; use the "
         "version that wrote it"
     )
+
+
+def roles_of(header: BusHeader, columns: Collection[str]) -> tuple[Role, ...]:
+    """Roles of sidecar writers that write one of `columns`: those that a batch waits for."""
+    roles = dict.fromkeys(header.sidecar_writers.values())
+    return tuple(role for role in roles if any(COLUMNS[name].writer == role for name in columns))
 
 
 def check_needs(paths: BusPaths, header: BusHeader, needs: Sequence[Role]) -> None:

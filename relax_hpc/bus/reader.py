@@ -96,7 +96,8 @@ class Reader:
         Args:
             record: what the numbers count in.
             rows: numbers in its order, from 0.
-            columns: what to read besides `NARROW`, e.g. media; everything if not given.
+            columns: what to read besides `NARROW`, e.g. media; everything if not given. A sidecar
+                that holds none of them is not opened.
 
         Raises:
             DamagedError: a shard is missing or damaged.
@@ -134,12 +135,14 @@ class Reader:
         named = None if columns is None else {*NARROW, *(wide.keys() & set(columns))}
         span = base.read_span(lo, hi, named)
         for role, sidecar in record.sidecars.get(part.uuid, {}).items():
+            wanted = [name for name in columns_of(role) if columns is None or name in columns]
+            if not wanted:
+                continue
             shard = self._shards.get(*sidecar)
             if (shard.attributes["parent"], shard.rows) != (part.uuid, base.rows):
                 raise DamagedError(f"{shard.path}: does not belong to {base.path}; restore it")
-            for name in columns_of(role):
-                if columns is None or name in columns:
-                    span[name] = shard.read_rows(name, lo, hi)
+            for name in wanted:
+                span[name] = shard.read_rows(name, lo, hi)
         return span
 
     def _shard(self, part: Part) -> Shard:

@@ -85,6 +85,38 @@ def test_columns_that_are_not_asked_for_are_not_read(paths):
     assert "ref_logprobs" not in row.columns
 
 
+def test_only_writers_of_needed_columns_are_waited_for_and_read(paths):
+    """The critic never writes: a job that needs no values goes on without it."""
+    header = layout.open_bus(paths)
+    assert layout.roles_of(header, ["ragged/values", "ragged/turns"]) == ("critic",)
+    assert layout.roles_of(header, []) == ()
+    needs = layout.roles_of(header, ["ragged/ref_logprobs"])
+    assert needs == ("reference",)
+    produce_all(paths)
+    widen(paths, "reference-0")
+    with sequencer(paths, needs=needs) as seq:
+        with pytest.raises(PeerTimeoutError, match="reference-1 owes"):
+            whole_batch(seq, 1, timeout_s=0)
+        widen(paths, "reference-1")
+        record = whole_batch(seq, 1, timeout_s=0)
+    assert len(record.sidecars) == P
+    assert all(list(roles) == ["reference"] for roles in record.sidecars.values())
+
+
+def test_a_sidecar_of_unneeded_columns_is_not_even_opened(paths):
+    produce_all(paths)
+    for name in WRITERS:
+        widen(paths, name)
+    with sequencer(paths) as seq:
+        record = whole_batch(seq, 1, timeout_s=0)
+    for seq in range(P):
+        paths.shard("critic-0", 1, seq).unlink()
+    rows = Reader(paths).rows(record, range(8), columns=["ragged/ref_logprobs"])
+    assert all("ref_logprobs" in row.columns for row in rows)
+    with pytest.raises(DamagedError):
+        Reader(paths).rows(record, range(8))
+
+
 def test_the_first_sidecar_of_a_role_counts(paths):
     produce_all(paths)
     widen(paths, "reference-1")

@@ -2,7 +2,7 @@
 
 import torch
 
-from relax_hpc.bus.layout import open_bus
+from relax_hpc.bus import layout
 from relax_hpc.bus.plan import PlanPosition, is_planned
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -95,7 +95,7 @@ def _rank0(
         config.producers,
         prompts_per_step=config.schedule.prompts_per_step,
         position=resumed.position if resumed else None,
-        needs=tuple(open_bus(paths.bus).sidecar_writers.values()),
+        needs=layout.roles_of(layout.open_bus(paths.bus), config.columns),
         over_age=config.schedule.over_age,
         max_staleness=config.schedule.max_staleness,
         keep_steps=config.bus.keep_steps,
