@@ -26,7 +26,7 @@ from relax_hpc.engines.pool import Endpoint, Pool
 from relax_hpc.engines.process import start_engine
 from relax_hpc.errors import EngineError
 from relax_hpc.job_file import with_overrides
-from relax_hpc.roles.engine.hosting import Seat, spec_of
+from relax_hpc.roles.engine.hosting import Slot, spec_of
 from relax_hpc.scratch import scratch_folder
 
 AIM = 0.95
@@ -102,7 +102,7 @@ def measure(
     with scratch_folder("bench") as scratch:
         config = _config(shape, kind, load.in_flight, Path(scratch), overrides)
         with start_engine(
-            spec_of(config, Seat("", 0, 0)),
+            spec_of(config, Slot("", 0, 0)),
             host="127.0.0.1",
             token=_TOKEN,
             log_path=Path(scratch) / "engine.log",

@@ -28,7 +28,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.job_file import with_overrides
-from relax_hpc.roles.engine.hosting import Seat, spec_of
+from relax_hpc.roles.engine.hosting import Slot, spec_of
 from relax_hpc.roles.rollout.check import check_lease
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
@@ -174,7 +174,7 @@ def _engines(task: Task, python: str | None) -> Iterator[list[EngineProcess]]:
             args["base_gpu_id"] = task.first_gpu_of_engines + number * tp
             args["enable_memory_saver"] = task.is_colocated
         return start_engine(
-            replace(spec_of(task.config, Seat("", number, 0)), args=args, seed=number),
+            replace(spec_of(task.config, Slot("", number, 0)), args=args, seed=number),
             host="127.0.0.1",
             token=secret.engine_token(f"rollout-{number}", ATTEMPT),
             log_path=task.paths.log("engine", str(number)),

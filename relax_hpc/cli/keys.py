@@ -87,7 +87,7 @@ def all_keys() -> list[Key]:
 
 
 def _of_components() -> Iterator[Key]:
-    """What the sections that are told once hold, under the name of each component."""
+    """Yields the keys of sections that are told once, under the name of each component."""
     for key in dict.fromkeys([*keys_of(RunConfig), *keys_of(SftRunConfig)]):
         section = key.name.rpartition(".")[2]
         if section in TOLD_ONCE:

@@ -16,7 +16,7 @@ from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import Seat, hosting_of
+from relax_hpc.roles.engine.hosting import Slot, hosting_of
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter, read_events
 
@@ -40,8 +40,8 @@ class Hosted:
         )
         self.secret = RunSecret.create(self.paths.secret)
         self.events = EventWriter(self.paths.events("rollout", 0), "rollout", 0)
-        seat = Seat("rollout-0", number=0, local_index=0)
-        self.host = EngineHost(hosting_of(self.config, seat), self.paths, CONTEXT, self.events)
+        slot = Slot("rollout-0", number=0, local_index=0)
+        self.host = EngineHost(hosting_of(self.config, slot), self.paths, CONTEXT, self.events)
 
     @property
     def member(self):
@@ -109,8 +109,8 @@ def test_an_engine_that_ends_again_and_again_ends_its_role_by_name(checkpoints, 
     hosted.config = hosted.config.model_copy(
         update={"launch": hosted.config.launch.model_copy(update={"max_restarts": 0})}
     )
-    seat = Seat("rollout-0", number=0, local_index=0)
-    host = EngineHost(hosting_of(hosted.config, seat), hosted.paths, CONTEXT, hosted.events)
+    slot = Slot("rollout-0", number=0, local_index=0)
+    host = EngineHost(hosting_of(hosted.config, slot), hosted.paths, CONTEXT, hosted.events)
 
     async def role():
         await asyncio.wait_for(host.failure(), 60)

@@ -18,7 +18,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import hosting_of, seats_of
+from relax_hpc.roles.engine.hosting import hosting_of, slots_of
 from relax_hpc.roles.engine.parts import Parts
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
@@ -57,18 +57,18 @@ def test_a_part_hears_the_calls_of_its_own_step_and_no_older_ones(tmp_path):
         assert share.address.rpartition(":")[2].isdigit()
     host.dismiss("7.0-1-4")
     later = context(1, start=2)
-    [seat] = seats_of(config.rollout_pool, later)
+    [slot] = slots_of(config.rollout_pool, later)
     events = EventWriter(paths.events("rollout", 1), "rollout", 1)
     with pytest.raises(PeerTimeoutError, match="host of rollout-0 called for no start"):
-        engine_parts.serve(hosting_of(config, seat), paths, later, events)
-    engine_parts.serve(hosting_of(config, seat), paths, context(1), events)  # dismissed, so it ends
+        engine_parts.serve(hosting_of(config, slot), paths, later, events)
+    engine_parts.serve(hosting_of(config, slot), paths, context(1), events)  # dismissed, so it ends
 
 
 def test_a_lost_part_is_lost_in_its_own_start_only(tmp_path):
     paths = RunPaths(tmp_path)
     host = Parts(paths, "rollout-0", 2)
     assert host.end("7.0-1-1") == ""
-    part = engine_parts._Part(hosting_of(config_of(tmp_path), seats_of(
+    part = engine_parts._Part(hosting_of(config_of(tmp_path), slots_of(
         config_of(tmp_path).rollout_pool, context(1)
     )[0]), paths, context(1))  # fmt: skip
     part.report(engine_parts.Call("7.0-1-1", "h:1", over=False), "ended with code 3\nmuch more")
@@ -92,7 +92,7 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
     config, paths = config_of(checkpoints[0]), RunPaths(tmp_path)
     secret = RunSecret.create(paths.secret)
     events = EventWriter(paths.events("rollout", 0), "rollout", 0)
-    seats = [seats_of(config.rollout_pool, context(rank))[0] for rank in range(2)]
+    slots = [slots_of(config.rollout_pool, context(rank))[0] for rank in range(2)]
 
     def healthy(start):
         deadline = time.monotonic() + 600
@@ -105,9 +105,9 @@ def test_an_engine_over_two_nodes_serves_as_one_and_comes_back_as_one(
 
     with ThreadPoolExecutor(1) as other_node:
         other = other_node.submit(
-            engine_parts.serve, hosting_of(config, seats[1]), paths, context(1), events
+            engine_parts.serve, hosting_of(config, slots[1]), paths, context(1), events
         )
-        with EngineHost(hosting_of(config, seats[0]), paths, context(0), events) as host:
+        with EngineHost(hosting_of(config, slots[0]), paths, context(0), events) as host:
             host.wait_until_healthy()
             healthy("7.0-1-1")
             [second] = children_with("--node-rank 1")[:1]

@@ -17,7 +17,7 @@ from relax_hpc.engines.sglang import diagnosis, launch
 from relax_hpc.engines.sglang.launch import Share, size_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.context import TaskContext
-from relax_hpc.roles.engine.hosting import Seat, args_on_own_gpus, seats_of
+from relax_hpc.roles.engine.hosting import Slot, args_on_own_gpus, slots_of
 
 # The lines of a start of SGLang 0.5.17 on a GPU that tell how far it is.
 LOG = [
@@ -189,8 +189,8 @@ def context(rank, local_rank):
 
 def test_neighbouring_tasks_share_an_engine_that_spans_nodes():
     spread = EnginePool(kind="sglang", count=2, nodes_per_engine=2, resources={"nodes": 4})
-    seats = [seats_of(spread, context(rank, 0))[0] for rank in range(4)]
-    assert [(seat.id, seat.number, seat.part) for seat in seats] == [
+    slots = [slots_of(spread, context(rank, 0))[0] for rank in range(4)]
+    assert [(slot.id, slot.number, slot.part) for slot in slots] == [
         ("rollout-0", 0, 0),
         ("rollout-0", 0, 1),
         ("rollout-1", 1, 0),
@@ -205,11 +205,11 @@ def test_a_task_with_several_engines_has_a_seat_for_each_and_gpus_in_their_order
         resources={"nodes": 2, "gpus_per_node": 8},
     )  # fmt: skip
     assert (pool.num_tasks, pool.num_hosts) == (2, 2)
-    seats = [seat for rank in range(2) for seat in seats_of(pool, context(rank, 0))]
+    slots = [slot for rank in range(2) for slot in slots_of(pool, context(rank, 0))]
     names = [f"rollout-{task}.{index}" for task in range(2) for index in range(4)]
-    assert [seat.id for seat in seats] == names
-    assert [seat.number for seat in seats] == list(range(8))
-    taken = [args_on_own_gpus(pool, seat)["base_gpu_id"] for seat in seats]
+    assert [slot.id for slot in slots] == names
+    assert [slot.number for slot in slots] == list(range(8))
+    taken = [args_on_own_gpus(pool, slot)["base_gpu_id"] for slot in slots]
     assert taken == [0, 2, 4, 6] * 2
 
 
@@ -235,8 +235,8 @@ def test_engines_of_one_node_take_its_gpus_one_after_the_other(nodes, first):
         kind="sglang", nodes_per_engine=nodes, args={"tp_size": 4},
         resources={"nodes": nodes, "gpus_per_node": 16},
     )  # fmt: skip
-    seats = [Seat("rollout-0", 0, local_index) for local_index in range(4)]
-    taken = [args_on_own_gpus(pool, seat)["base_gpu_id"] for seat in seats]
+    slots = [Slot("rollout-0", 0, local_index) for local_index in range(4)]
+    taken = [args_on_own_gpus(pool, slot)["base_gpu_id"] for slot in slots]
     assert taken == first
 
 

@@ -75,13 +75,13 @@ def test_engines_of_a_fixed_pool_are_started_with_what_is_theirs_and_not_the_pol
         engines__judge__max_running_requests=5,
     )  # fmt: skip
     context = TaskContext("judge", 1, 2, 1, attempt="7.0", start=1, node="n")
-    [seat] = hosting.seats_of(settings.engines["judge"], context)
-    made = hosting.hosting_of(settings, seat, "judge")
+    [slot] = hosting.slots_of(settings.engines["judge"], context)
+    made = hosting.hosting_of(settings, slot, "judge")
     spec = made.spec
-    assert (seat.id, str(spec.model_path), spec.pool, spec.seed) == ("judge-1", "judge", "judge", 8)
+    assert (slot.id, str(spec.model_path), spec.pool, spec.seed) == ("judge-1", "judge", "judge", 8)
     assert spec.args == {"tp_size": 2, "base_gpu_id": 2} and spec.max_running_requests == 5
     assert spec.quantization is None and not made.recomputes and not made.follows_policy
-    rollout = hosting.hosting_of(settings, seat)
+    rollout = hosting.hosting_of(settings, slot)
     assert str(rollout.spec.model_path) == "policy" and rollout.spec.quantization
     assert rollout.recomputes and rollout.follows_policy
 

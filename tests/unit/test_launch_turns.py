@@ -12,7 +12,7 @@ from relax_hpc.launch.placement import groups, place
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import hosting_of, seats_of, spec_of
+from relax_hpc.roles.engine.hosting import hosting_of, slots_of, spec_of
 from relax_hpc.roles.rollout import check as rollout_check
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
@@ -95,9 +95,9 @@ def test_an_engines_lane_is_the_trainers_rank_on_its_own_first_gpu(tmp_path, eng
     for rank in range(rollout.tasks):
         node, local_rank = divmod(rank, rollout.tasks_per_node)
         context = TaskContext("rollout", rank, rollout.tasks, local_rank, "1.0", 1, f"n{node}")
-        for seat in seats_of(config.rollout_pool, context):
-            member = EngineHost(hosting_of(config, seat), paths, context, events)._new_member(1)
-            gpu = spec_of(config, seat).args["base_gpu_id"]
+        for slot in slots_of(config.rollout_pool, context):
+            member = EngineHost(hosting_of(config, slot), paths, context, events)._new_member(1)
+            gpu = spec_of(config, slot).args["base_gpu_id"]
             assert divmod(member.lane, 8) == (node, gpu)  # as the actor's ranks fill nodes
             found.append((member.id, member.lane))
     assert found == list(zip(config.rollout_engines, range(0, 16, 2), strict=True))

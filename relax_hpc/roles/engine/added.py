@@ -19,7 +19,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import Seat, hosting_of
+from relax_hpc.roles.engine.hosting import Slot, hosting_of
 from relax_hpc.telemetry.events import EventWriter
 
 _POLL_S = 0.25
@@ -37,14 +37,14 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     # Other random numbers than those of the engines that were there.
     number = config.rollout_pool.count + context.rank
-    seat = Seat(context.name, number=number, local_index=context.local_rank)
-    hosting = hosting_of(config, seat, transport=context.transport)
+    slot = Slot(context.name, number=number, local_index=context.local_rank)
+    hosting = hosting_of(config, slot, transport=context.transport)
     with EngineHost(hosting, paths, context, events) as host:
-        drain_s = _serve(paths, seat.id, ended)
+        drain_s = _serve(paths, slot.id, ended)
         host.drain()
         started = time.monotonic()
-        left = _drain(paths, seat.id, host.token, ended, drain_s)
-        _leave_update(paths, seat.id, ended)
+        left = _drain(paths, slot.id, host.token, ended, drain_s)
+        _leave_update(paths, slot.id, ended)
         events.emit("drain", seconds=time.monotonic() - started, aborted=left)
     events.emit("end")
 

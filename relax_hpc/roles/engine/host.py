@@ -47,15 +47,15 @@ class EngineHost:
         self, hosting: Hosting, paths: RunPaths, context: TaskContext, events: EventWriter
     ) -> None:
         self._hosting, self._paths, self._context = hosting, paths, context
-        self._seat, self._spec, self._events = hosting.seat, hosting.spec, events
-        self._parts = Parts(paths, hosting.seat.id, self._spec.nodes)
+        self._slot, self._spec, self._events = hosting.slot, hosting.spec, events
+        self._parts = Parts(paths, hosting.slot.id, self._spec.nodes)
         self._secret = RunSecret.read(paths.secret)
         self._member = self._new_member(0)
         self._announcing = threading.Lock()
         self._healthy, self._stopping = threading.Event(), threading.Event()
         self._draining = False
         # A thread of its own, since the kernel ends the engine with the thread that started it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"host of {hosting.seat.id}")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"host of {hosting.slot.id}")
         self._life: Future[None] | None = None
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class EngineHost:
         while not self._healthy.wait(_WATCH_S):
             if self._life.done():
                 self._life.result()
-                raise EngineError(f"engine {self._seat.id} was stopped before it was healthy")
+                raise EngineError(f"engine {self._slot.id} was stopped before it was healthy")
 
     async def failure(self) -> None:
         """Returns only when the engine was stopped.
@@ -125,13 +125,13 @@ class EngineHost:
         most = self._hosting.max_restarts
         first_line = reason.splitlines()[0]
         self._events.emit(
-            "engine_end", id=self._seat.id, start=self._member.start, reason=first_line
+            "engine_end", id=self._slot.id, start=self._member.start, reason=first_line
         )
-        log.warning("engine %s %s", self._seat.id, reason)
+        log.warning("engine %s %s", self._slot.id, reason)
         recent = [end for end in ends if end > ends[-1] - RESTART_WINDOW_S]
         if len(recent) > most:
             raise EngineError(
-                f"engine {self._seat.id} ended {len(recent)} times within {RESTART_WINDOW_S:.0f} s "
+                f"engine {self._slot.id} ended {len(recent)} times within {RESTART_WINDOW_S:.0f} s "
                 f"(launch.max_restarts = {most}); at last it {reason}"
             )
         return recent
@@ -155,7 +155,7 @@ class EngineHost:
             return None
         except EngineError as error:
             if start == 1 and self._spec.nodes == 1:
-                raise EngineError(f"engine {self._seat.id}: {error}") from error
+                raise EngineError(f"engine {self._slot.id}: {error}") from error
             return f"did not start: {error}"
         with engine:
             return self._serve(engine)
@@ -169,7 +169,7 @@ class EngineHost:
                 self._spec,
                 host=node_address(),
                 token=self.token,
-                log_path=self._paths.engine_log(self._seat.id, self._member.start),
+                log_path=self._paths.engine_log(self._slot.id, self._member.start),
                 share=share,
                 progress=self._progress,
             )
@@ -209,7 +209,7 @@ class EngineHost:
         self._announce("DRAINING" if self._draining else "HEALTHY")
         self._events.emit(
             "engine", url=engine.url, engine_pid=engine.pid, kind=able.engine,
-            version=able.version, id=self._seat.id, start=self._member.start,
+            version=able.version, id=self._slot.id, start=self._member.start,
             start_s=round(engine.age_s, 2),
         )  # fmt: skip
         self._healthy.set()
@@ -249,13 +249,13 @@ class EngineHost:
 
     def _entry(self, roster: Roster | None) -> RosterEntry | None:
         """Returns the roster's entry of this very start."""
-        entry = roster.members.get(self._seat.id) if roster else None
+        entry = roster.members.get(self._slot.id) if roster else None
         return entry if entry and entry.start == self._member.start else None
 
     def _new_member(self, start: int) -> Member:
         kind, context = self._spec.kind, self._context
         return Member(
-            id=self._seat.id,
+            id=self._slot.id,
             start=f"{context.attempt}-{context.start}-{start}",
             url="",
             num_ranks=self._hosting.num_ranks,
@@ -269,7 +269,7 @@ class EngineHost:
     @property
     def _lane(self) -> int:
         """Engines lie on the trainer's GPUs side by side, in the order of its ranks."""
-        return self._seat.number * self._hosting.num_ranks if self._hosting.shares_gpus else -1
+        return self._slot.number * self._hosting.num_ranks if self._hosting.shares_gpus else -1
 
     def _announce(self, state: State, reason: str = "") -> None:
         with self._announcing:

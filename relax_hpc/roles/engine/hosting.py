@@ -12,15 +12,15 @@ from relax_hpc.roles.context import TaskContext
 from relax_hpc.sections import PassThrough
 
 
-class Seat(NamedTuple):
-    """An engine that a task keeps, and where it sits on its node."""
+class Slot(NamedTuple):
+    """An engine that a task keeps, and its place on its node."""
 
     id: str
     """Id of the engine's member record."""
     number: int
-    """Among the engines of its pool: seeds its random numbers."""
+    """Number among the engines of its pool: seeds its random numbers."""
     local_index: int
-    """Among the engines of its node: says which GPUs are its own."""
+    """Number among the engines of its node: says which GPUs are its own."""
     part: int = 0
     """Part of an engine over several nodes; 0 is its host."""
 
@@ -30,11 +30,11 @@ class Hosting:
     """One engine of a pool, and how it is kept."""
 
     spec: EngineSpec
-    seat: Seat
+    slot: Slot
     follows_policy: bool
     """Whether the trainer gives it weights."""
     shares_gpus: bool
-    """Whether it takes turns with the trainer on the same GPUs."""
+    """Whether it computes on the trainer's GPUs, while it has their lease."""
     on_gpus: bool
     hang_timeout_s: float
     max_restarts: int
@@ -49,33 +49,35 @@ class Hosting:
         return 1 if self.spec.kind == "embedded" else size_of(self.spec.args).gpus
 
 
-def seats_of(pool: EnginePool, context: TaskContext) -> list[Seat]:
-    """A task has one or several engines, or neighbouring tasks have one together: Slurm fills nodes
-    in order of rank."""
+def slots_of(pool: EnginePool, context: TaskContext) -> list[Slot]:
+    """Returns the engines of a task: one, several, or one with its neighbours.
+
+    Neighbours have consecutive ranks, since Slurm fills nodes in order of rank.
+    """
     task, part = divmod(context.rank, pool.nodes_per_engine)
     count = pool.engines_per_task
     return [
-        Seat(name, task * count + index, context.local_rank * count + index, part)
+        Slot(name, task * count + index, context.local_rank * count + index, part)
         for index, name in enumerate(engines_of(f"{context.component}-{task}", count))
     ]
 
 
 def hosting_of(
-    config: RunConfig, seat: Seat, name: str = ROLLOUT, transport: Transport | None = None
+    config: RunConfig, slot: Slot, name: str = ROLLOUT, transport: Transport | None = None
 ) -> Hosting:
-    """The engine of the pool `name` that sits there.
+    """Returns the facts of an engine of the pool `name`.
 
     Args:
         config: of the run.
-        seat: of the engine.
+        slot: of the engine.
         name: of its pool.
         transport: how weights get to it, if not as `weights.transport` says.
     """
     pool = config.engines[name]
     follows = follows_policy(name)
     return Hosting(
-        spec_of(config, seat, name),
-        seat,
+        spec_of(config, slot, name),
+        slot,
         follows_policy=follows,
         shares_gpus=pool.placement == "actor",
         on_gpus=pool.resources.gpus_per_node > 0,
@@ -87,16 +89,16 @@ def hosting_of(
     )
 
 
-def spec_of(config: RunConfig, seat: Seat, name: str = ROLLOUT) -> EngineSpec:
-    """Returns what the engine of the pool `name` that sits there computes."""
+def spec_of(config: RunConfig, slot: Slot, name: str = ROLLOUT) -> EngineSpec:
+    """Returns what an engine of the pool `name` computes."""
     pool = config.engines[name]
     follows = follows_policy(name)
     return EngineSpec(
         pool.kind,
         pool.model or config.model.path,
         config.model.dtype,
-        args_on_own_gpus(pool, seat),
-        seed=config.seed + seat.number,
+        args_on_own_gpus(pool, slot),
+        seed=config.seed + slot.number,
         max_running_requests=pool.max_running_requests,
         start_timeout_s=pool.start_timeout_s,
         nodes=pool.nodes_per_engine,
@@ -106,12 +108,15 @@ def spec_of(config: RunConfig, seat: Seat, name: str = ROLLOUT) -> EngineSpec:
     )
 
 
-def args_on_own_gpus(pool: EnginePool, seat: Seat) -> PassThrough:
-    """Engines of one node take its GPUs one after the other; Slurm shows each of them all."""
+def args_on_own_gpus(pool: EnginePool, slot: Slot) -> PassThrough:
+    """Returns the engine's arguments with its first GPU.
+
+    Engines of one node take its GPUs one after the other; Slurm shows each of them all.
+    """
     if pool.kind != "sglang" or not pool.resources.gpus_per_node:
         return pool.args
     per_node = size_of(pool.args).gpus // pool.nodes_per_engine
-    own: PassThrough = {"base_gpu_id": seat.local_index * per_node}
+    own: PassThrough = {"base_gpu_id": slot.local_index * per_node}
     if pool.placement == "actor":
         own["enable_memory_saver"] = True
     return own | pool.args

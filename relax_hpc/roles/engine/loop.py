@@ -10,7 +10,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import parts
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import hosting_of, seats_of
+from relax_hpc.roles.engine.hosting import hosting_of, slots_of
 from relax_hpc.roles.engine.hosts import kept, while_kept
 from relax_hpc.telemetry.events import EventWriter
 
@@ -24,8 +24,8 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
         EngineError: one does not come back.
     """
     name = context.component
-    hostings = [hosting_of(config, seat, name) for seat in seats_of(config.engines[name], context)]
-    if hostings[0].seat.part:
+    hostings = [hosting_of(config, slot, name) for slot in slots_of(config.engines[name], context)]
+    if hostings[0].slot.part:
         parts.serve(hostings[0], paths, context, events)
     else:
         credits = CreditTail(paths.bus, every_s=POLL_S)

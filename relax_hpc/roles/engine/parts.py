@@ -80,14 +80,14 @@ def serve(hosting: Hosting, paths: RunPaths, context: TaskContext, events: Event
     Raises:
         PeerTimeoutError: the host does not call.
     """
-    part, seat = _Part(hosting, paths, context), hosting.seat
+    part, slot = _Part(hosting, paths, context), hosting.slot
     call = part.next_call("")
     while not call.over:
         reason = part.run(call)
         if reason is not None:
-            log.warning("part %d of %s %s", seat.part, seat.id, reason)
+            log.warning("part %d of %s %s", slot.part, slot.id, reason)
             first_line = reason.splitlines()[0]
-            events.emit("engine_end", id=seat.id, start=call.start, reason=first_line)
+            events.emit("engine_end", id=slot.id, start=call.start, reason=first_line)
             part.report(call, reason)
         call = part.next_call(call.start)
 
@@ -95,12 +95,12 @@ def serve(hosting: Hosting, paths: RunPaths, context: TaskContext, events: Event
 class _Part:
     def __init__(self, hosting: Hosting, paths: RunPaths, context: TaskContext) -> None:
         self._hosting, self._paths, self._context = hosting, paths, context
-        self._seat = hosting.seat
+        self._slot = hosting.slot
         # Records of an earlier start of this step may lie around; its host is gone.
         self._prefix = f"{context.attempt}-{context.start}-"
 
     def call(self) -> Call | None:
-        record = read_json(self._paths.engine_call(self._seat.id))
+        record = read_json(self._paths.engine_call(self._slot.id))
         call = Call(**record) if record else None
         return call if call and call.start.startswith(self._prefix) else None
 
@@ -109,14 +109,14 @@ class _Part:
         while (call := self.call()) is None or (not call.over and call.start == after):
             if time.monotonic() > deadline:
                 raise PeerTimeoutError(
-                    f"the host of {self._seat.id} called for no start within "
+                    f"the host of {self._slot.id} called for no start within "
                     f"{self._hosting.peer_timeout_s} s after {after or 'its own'}"
                 )
             time.sleep(_POLL_S)
         return call
 
     def report(self, call: Call, reason: str) -> None:
-        path = self._paths.engine_part(self._seat.id, self._seat.part)
+        path = self._paths.engine_part(self._slot.id, self._slot.part)
         first_line = reason.splitlines()[0]
         write_json(path, {"start": call.start, "node": self._context.node, "reason": first_line})
 
@@ -127,14 +127,14 @@ class _Part:
             if self.call() != call:
                 raise _CalledOff
 
-        seat, spec = self._seat, self._hosting.spec
+        slot, spec = self._slot, self._hosting.spec
         try:
             engine = start_engine(
                 spec,
                 host=node_address(),
                 token=secrets.token_hex(16),
-                log_path=self._paths.engine_log(f"{seat.id}.part{seat.part}", call.start),
-                share=Share(spec.nodes, seat.part, call.address),
+                log_path=self._paths.engine_log(f"{slot.id}.part{slot.part}", call.start),
+                share=Share(spec.nodes, slot.part, call.address),
                 progress=check,
             )
         except _CalledOff:

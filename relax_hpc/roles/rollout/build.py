@@ -17,7 +17,7 @@ from relax_hpc.rewards.scorer import Scorer
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import Seat, hosting_of, seats_of
+from relax_hpc.roles.engine.hosting import Slot, hosting_of, slots_of
 from relax_hpc.roles.engine.hosts import kept, while_kept
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import prompt_check
@@ -39,11 +39,11 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     # Every sample in flight is a connection, here and in the engine, which inherits the limit.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    seats = seats_of(config.rollout_pool, context)
-    if seats[0].part:
-        engine_parts.serve(hosting_of(config, seats[0]), paths, context, events)
+    slots = slots_of(config.rollout_pool, context)
+    if slots[0].part:
+        engine_parts.serve(hosting_of(config, slots[0]), paths, context, events)
     else:
-        _host(config, paths, context, seats, events)
+        _host(config, paths, context, slots, events)
     events.emit("end")
 
 
@@ -51,20 +51,20 @@ def _host(
     config: RunConfig,
     paths: RunPaths,
     context: TaskContext,
-    seats: Sequence[Seat],
+    slots: Sequence[Slot],
     events: EventWriter,
 ) -> None:
     number = context.rank // config.rollout_pool.nodes_per_engine
     sources = prompt_check.sources_of(
         config, prompt_check.read(config), tokenizers.load(config.model.path)
     )
-    hostings = [hosting_of(config, seat) for seat in seats]
+    hostings = [hosting_of(config, slot) for slot in slots]
     with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:
         # While engines start. A task looks at what no other does, so together they see all.
         prompt_check.check_share(config, sources, number, config.rollout_pool.num_hosts)
         for host in hosts:
             host.wait_until_healthy()
-        own = [seat.id for seat in seats]
+        own = [slot.id for slot in slots]
         with Producer(
             paths.bus,
             config.producers[number],

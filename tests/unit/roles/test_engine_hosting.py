@@ -17,21 +17,21 @@ from relax_hpc.roles.engine import added as extra_engine
 from relax_hpc.roles.engine import host as engine_host
 from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import Seat, hosting_of, seats_of
+from relax_hpc.roles.engine.hosting import Slot, hosting_of, slots_of
 from relax_hpc.roles.engine.parts import Call
 from relax_hpc.run_secret import RunSecret
 
 CONTEXT = TaskContext("rollout", 1, 2, 0, attempt="7.0", start=2, node="here")
-SEAT = Seat("rollout-1", number=3, local_index=1)
+SLOT = Slot("rollout-1", number=3, local_index=1)
 
 
 @pytest.fixture
 def host_of(tmp_path):
-    def make(seat=SEAT, **settings):
+    def make(slot=SLOT, **settings):
         settings = {"seed": 40} | settings
         paths = RunPaths(tmp_path)
         RunSecret.create(paths.secret)
-        return EngineHost(hosting_of(config(**settings), seat), paths, CONTEXT, Events())
+        return EngineHost(hosting_of(config(**settings), slot), paths, CONTEXT, Events())
 
     return make
 
@@ -255,9 +255,9 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
         engines__rollout__count=2, engines__rollout__resources__nodes=4,
         engines__rollout__args={"tp_size": 2},
     )  # fmt: skip
-    seat = Seat("rollout-1", number=5, local_index=0, part=1)
+    slot = Slot("rollout-1", number=5, local_index=0, part=1)
     context = TaskContext("rollout", 3, 4, 0, attempt="7.0", start=2, node="n3")
-    part = engine_parts._Part(hosting_of(settings, seat), paths, context)
+    part = engine_parts._Part(hosting_of(settings, slot), paths, context)
     call = Call("7.0-2-1", "10.0.0.1:77", over=False)
     monkeypatch.setattr(engine_parts, "_POLL_S", 0.001)
 
@@ -281,15 +281,15 @@ def test_a_part_runs_its_share_of_the_start_that_its_host_called_for(tmp_path, m
 
 def test_engines_of_tasks_on_one_node_sit_side_by_side():
     settings = config(engines__rollout__count=8, engines__rollout__engines_per_task=2).rollout_pool
-    seats = [
-        seat
+    slots = [
+        slot
         for rank in range(4)
-        for seat in seats_of(
+        for slot in slots_of(
             settings, TaskContext("rollout", rank, 4, rank % 2, attempt="7.0", start=1, node="n")
         )
     ]
-    assert [seat.number for seat in seats] == list(range(8))
-    assert [seat.local_index for seat in seats] == [0, 1, 2, 3] * 2
+    assert [slot.number for slot in slots] == list(range(8))
+    assert [slot.local_index for slot in slots] == [0, 1, 2, 3] * 2
 
 
 def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monkeypatch):
@@ -299,7 +299,7 @@ def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monke
         token = "t"
 
         def __init__(self, hosting, paths, context, events):
-            made.append(hosting.seat)
+            made.append(hosting.slot)
 
         def __enter__(self):
             return self
@@ -318,7 +318,7 @@ def test_an_added_engine_has_a_seed_beyond_those_that_were_there(tmp_path, monke
     context = TaskContext("extra", 2, 3, 1, attempt="7.0", start=1, node="n")
     write_json(paths.drain(context.name), {"drain_s": 0.5})
     extra_engine.main(config(engines__rollout__count=4), paths, context, events)
-    assert made == [Seat(context.name, number=6, local_index=1), "drain"]
+    assert made == [Slot(context.name, number=6, local_index=1), "drain"]
     assert [event["aborted"] for event in events.of("drain")] == [0]
 
 

@@ -136,7 +136,7 @@ class Host:
     journal = Journal()
 
     def __init__(self, hosting, paths, context, events):
-        self.id = hosting.seat.id
+        self.id = hosting.slot.id
 
     def __enter__(self):
         self.journal.note("start", self.id)
@@ -212,7 +212,7 @@ def test_the_further_tasks_of_an_engine_run_their_part_of_it_and_are_no_producer
 ):
     served = []
     monkeypatch.setattr(
-        rollout_task.engine_parts, "serve", lambda *args: served.append(args[0].seat)
+        rollout_task.engine_parts, "serve", lambda *args: served.append(args[0].slot)
     )
     made = rolled_out(
         3, engines__rollout__kind="sglang", engines__rollout__count=2,
@@ -220,7 +220,7 @@ def test_the_further_tasks_of_an_engine_run_their_part_of_it_and_are_no_producer
         engines__rollout__resources__nodes=4, engines__rollout__args={"tp_size": 2},
     )  # fmt: skip
     assert made == {} and Host.journal == []
-    assert [(seat.id, seat.part) for seat in served] == [("rollout-1", 1)]
+    assert [(slot.id, slot.part) for slot in served] == [("rollout-1", 1)]
 
 
 def test_the_engines_of_a_task_are_started_together_and_asked_to_stop_together(rolled_out):
