@@ -33,7 +33,7 @@ def write(run_dir, **calls):
 
 
 def results(run_dir, component, tasks):
-    """What the tasks of a component returned in the start that was the last."""
+    """Reads what the tasks of a component returned in the start that was the last."""
     paths = [RunPaths(Path(run_dir)).component(component) / f"{n}.json" for n in range(tasks)]
     return [json.loads(path.read_text()) for path in paths]
 

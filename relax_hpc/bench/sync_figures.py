@@ -129,8 +129,8 @@ def _summary(figures: Figures) -> list[str]:
             f"GiB free on the GPU: {before:.1f} while they are awake, {after:.1f} asleep"
         )
     if figures.wire_gb_per_s:
-        share = size / wire_s / figures.wire_gb_per_s
-        lines.append(f"a bare broadcast: {figures.wire_gb_per_s:.0f} GB/s; {share:.0%} of it")
+        fraction = size / wire_s / figures.wire_gb_per_s
+        lines.append(f"a bare broadcast: {figures.wire_gb_per_s:.0f} GB/s; {fraction:.0%} of it")
     return lines
 
 

@@ -48,7 +48,7 @@ Seconds = dict[str, list[float]]
 
 
 def missing() -> str:
-    """What is not installed here, in words; nothing if the comparison can be made."""
+    """Says what is not installed here; nothing if the comparison can be made."""
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     wanted = "pip install TransferQueue==0.1.11 ray"
     return f"{', '.join(lacking)} not installed ({wanted})" if lacking else ""
@@ -106,7 +106,7 @@ class _Cluster:
         self._folder.cleanup()
 
     def cpu_seconds(self, side: "_Side", *, queue: bool) -> float:
-        """Of the workers, and of TransferQueue's own processes if `queue`, for one trip.
+        """Returns the CPU seconds of one trip: the workers', and TransferQueue's own if `queue`.
 
         What they use when idle is taken off.
         """

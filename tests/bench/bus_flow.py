@@ -14,20 +14,20 @@ TICK_S = 0.1
 
 
 class Flow(NamedTuple):
-    """What became of a run."""
+    """The course of a run."""
 
     steps: int
     ideal_steps: int
     """With a bus that costs nothing."""
     idle: float
-    """Share of the time that the trainer waited."""
+    """Fraction of the time that the trainer waited."""
     median_age_s: float
-    """Of a trajectory when it is trained on."""
+    """Age of a trajectory when it is trained on."""
     max_staleness: int
     outstanding: float
     """Most trajectories that were begun and not yet trained on, in batches."""
     paused: float
-    """Share of the time that the producers had nothing that they may begin."""
+    """Fraction of the time that the producers had nothing that they may begin."""
 
 
 class Outage(NamedTuple):
@@ -157,7 +157,7 @@ def _take(queue: deque[_Cohort], amount: float, now: float) -> Iterator[_Cohort]
 
 
 def _median(weighted: list[tuple[float, float]]) -> float:
-    """Of (value, weight); nan if there are none."""
+    """Returns the median of (value, weight); nan if there are none."""
     half, below = sum(weight for _, weight in weighted) / 2, 0.0
     for value, weight in sorted(weighted):
         below += weight

@@ -34,7 +34,7 @@ VARIANTS: dict[str, Load] = {
     "60 s a shard, credits polled 20 times a second": Load(
         1, seconds_per_shard=60, credit_polls_per_s=20
     ),
-    "8 ranks read each shard, not one": Load(1, leaders=8),
+    "8 ranks read each shard, not one": Load(1, readers=8),
     "O_DIRECT refused: logs opened anew for each poll": Load(1, direct=False),
     "the same, credits polled every 10 s": Load(1, direct=False, credit_polls_per_s=0.1),
 }

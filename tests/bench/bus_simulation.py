@@ -20,13 +20,13 @@ BASE = Counter(create=1, close=1, rename=1, sync_folder=1, unlink=1)
 SIDECAR = BASE + Counter(open=1, close=1)
 """Its writer opens what it widens."""
 READ = Counter(open=1, close=1)
-"""By rank 0, for admission and index together; by a data-parallel leader, for its rows."""
+"""By rank 0, for admission and index together; by a data-parallel rank, for its rows."""
 PUBLISH = ("create", "close", "rename", "sync_folder")
-"""What a producer waits for, one after the other."""
+"""Operations that a producer waits for, one after the other."""
 
 
 class Site(NamedTuple):
-    """What a file system and a network serve: assumptions, shaped like public mdtest results."""
+    """The rates of a file system and a network: assumptions, shaped like public mdtest results."""
 
     capacity: float = 50_000
     """Metadata operations per second, in units of one create."""
@@ -39,7 +39,7 @@ class Site(NamedTuple):
     descriptors: int = 4096
     """Files that the trainer's rank 0 may have open: the hard limit of older systems."""
     poll_cpu_s: float = 50e-6
-    """Of the sequencer, per log without news; measured, as the next two."""
+    """Seconds of the sequencer per log without news; measured, as the next two."""
     admit_cpu_s: float = 300e-6
     """Per shard."""
     plan_cpu_s: float = 20e-6
@@ -66,17 +66,17 @@ class Load(NamedTuple):
     seconds_per_shard: float = 5.0
     """Between two shards of a producer."""
     trajectories_per_s: float = 5.0
-    """Of a producer."""
+    """Rate of a producer."""
     siblings: int = 8
     sidecars: int = 1
     """Roles that widen each shard."""
     producers_per_sidecar_writer: int = 64
-    leaders: int = 1
-    """Data-parallel leaders, rank 0 apart, that train rows of a shard."""
+    readers: int = 1
+    """Data-parallel ranks, rank 0 apart, that train rows of a shard."""
     credit_polls_per_s: float = 1.0
-    """Of a producer."""
+    """Rate of a producer."""
     step_s: float = 60.0
-    """Of the trainer."""
+    """Seconds of the trainer's step."""
     direct: bool = True
     """Whether logs stay open and are read with O_DIRECT; else every poll is an open and a close."""
 
@@ -86,7 +86,7 @@ class Load(NamedTuple):
 
     @property
     def logs(self) -> float:
-        """That the sequencer reads."""
+        """Logs that the sequencer reads."""
         return self.producers * (1 + self.sidecars / self.producers_per_sidecar_writer)
 
     @property
@@ -98,7 +98,7 @@ class Sequencer(NamedTuple):
     """The state of rank 0's reading loop."""
 
     busy: float
-    """Share of its time that admission and planning take; at 1 it falls behind without end."""
+    """Fraction of its time that admission and planning take; at 1 it falls behind without end."""
     delay_s: float
     """From a commit until it is seen, on average."""
 
@@ -110,7 +110,7 @@ def per_shard(load: Load) -> Counter[str]:
         total += SIDECAR
     # Rank 0 keeps what it admitted open until it is read, if that is not too much.
     step_shards = load.shards_per_s * load.step_s * (1 + load.sidecars)
-    times = load.leaders + (1 if step_shards <= MAX_OPEN else 2)
+    times = load.readers + (1 if step_shards <= MAX_OPEN else 2)
     for _ in range((1 + load.sidecars) * times):
         total += READ
     return total
@@ -127,17 +127,17 @@ def operations(load: Load, site: Site) -> dict[str, float]:
 
 
 def utilization(load: Load, site: Site) -> float:
-    """Of the metadata server; at 1 its queue grows without end."""
+    """Returns the metadata server's; at 1 its queue grows without end."""
     return sum(COST[name] * rate for name, rate in operations(load, site).items()) / site.capacity
 
 
 def credit_utilization(load: Load, site: Site) -> float:
-    """Of what serves the file of credits."""
+    """Returns that of the server of the file of credits."""
     return load.producers * load.credit_polls_per_s / site.reads_per_object
 
 
 def descriptor_utilization(load: Load, site: Site) -> float:
-    """Of the files that rank 0 may have open: all logs, the shards it keeps, and some more."""
+    """Returns that of the files rank 0 may have open: all logs, the shards it keeps, some more."""
     return (load.logs + MAX_OPEN + 64) / site.descriptors
 
 

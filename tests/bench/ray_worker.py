@@ -26,7 +26,7 @@ FIELDS: dict[Kind, list[str]] = {
     ],
     "images": ["ragged/media_bytes"],
 }  # fmt: skip
-"""What is put and got; the bus writes its other columns besides."""
+"""Columns that are put and got; the bus writes its other columns besides."""
 CHECKED: dict[Kind, str] = {"text": "token_ids", "images": "media_bytes"}
 
 

@@ -1,4 +1,4 @@
-"""What the rollout loop itself costs: its CPU time per sample against another tree's, and scoring.
+"""The cost of the rollout loop itself: its CPU time per sample against another tree's, and scoring.
 
     git worktree add /tmp/before 3adf100
     python tests/bench/rollout_loop.py --before /tmp/before [--repeats 25]
@@ -99,7 +99,7 @@ class Constant:
 
 
 class Parts(NamedTuple):
-    """What the loops of both trees are made of."""
+    """The parts of the loops of both trees."""
 
     config: Any
     producer: Producer

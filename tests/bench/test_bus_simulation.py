@@ -18,7 +18,7 @@ SITE = Site(capacity=1000, round_trip_s=1e-3, poll_cpu_s=0, admit_cpu_s=0, plan_
 
 def test_the_load_of_the_metadata_server_adds_up_by_hand():
     # 100 producers, a shard every 50 s: 2 shards/s. Of each: create, rename, sync, unlink, its
-    # writer's close, and an open and a close by rank 0 and by one leader.
+    # writer's close, and an open and a close by rank 0 and by one other rank.
     load = Load(100, seconds_per_shard=50, sidecars=0)
     assert operations(load, SITE) == {
         "create": 2, "rename": 2, "sync_folder": 2, "unlink": 2, "open": 4, "close": 6,

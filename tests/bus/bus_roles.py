@@ -5,7 +5,7 @@ python bus_roles.py produce ROOT NAME GROUPS
 python bus_roles.py train ROOT GROUPS CHECKPOINT
 python bus_roles.py act ROOT NAME STEP...     steps: open, put:GUID,
     share:GROUPS, draft, close, touch:FILE, wait:FILE
-python bus_roles.py lead ROOT STEP...         steps: open, batch:STEP, advance:STEP, touch, wait
+python bus_roles.py plan ROOT STEP...         steps: open, batch:STEP, advance:STEP, touch, wait
 python bus_roles.py follow LOG TURNS FOLDER   reads the log once after each turn of `append`
 python bus_roles.py append LOG TURNS FOLDER
 python bus_roles.py audit ROOT
@@ -42,7 +42,7 @@ P, TIMEOUT_S, NAMED = 4, 30, 3
 
 
 def digest(trajectories):
-    """What a step was trained on, to the bit."""
+    """Hashes the rows that a step was trained on, to the bit."""
     seen = hashlib.sha256()
     for t in trajectories:
         seen.update(f"{t.guid}/{t.sibling}/{t.reward}/{t.seed}:".encode())
@@ -109,7 +109,7 @@ def act(root, name, *steps):
             keep_in_step(verb, Path(word))
 
 
-def lead(root, *steps):
+def plan(root, *steps):
     """A trainer that does as it is told."""
     sequencer = None
     for step in steps:
@@ -184,8 +184,8 @@ def main(command, root, *words):
         make(root)
     elif command == "produce":
         produce(root, *words)
-    elif command in ("act", "lead", "append", "follow"):
-        {"act": act, "lead": lead, "append": append, "follow": follow}[command](root, *words)
+    elif command in ("act", "plan", "append", "follow"):
+        {"act": act, "plan": plan, "append": append, "follow": follow}[command](root, *words)
     elif command == "train":
         train(root, words[0], Path(words[1]))
     elif command == "read":

@@ -1,4 +1,4 @@
-"""What must be true of a run, whatever died in it."""
+"""Everything that must be true of a run, whatever died in it."""
 
 import shutil
 from contextlib import closing
@@ -38,7 +38,7 @@ class _Nobody:
 
 
 def missing_files(world):
-    """Of those that a run needs that resumes from the oldest checkpoint that is kept."""
+    """Lists missing files that a run needs that resumes from the oldest checkpoint that is kept."""
     chain = read_chain(world.bus)
     step = min((state["step"] for state in valid_states(world, chain)), default=0)
     files = set()
@@ -51,7 +51,7 @@ def missing_files(world):
 
 
 def problems(world):
-    """What is wrong with a run that has ended and been tidied up."""
+    """Lists what is wrong with a run that has ended and been tidied up."""
     state = newest_state(world)
     found = []
     if state["step"] != STEPS:

@@ -144,7 +144,7 @@ def half_of(name, real, args):
 
 
 def content_of(kind, data):
-    """What kind of record is being written."""
+    """Names the kind of record that is being written."""
     data = b"".join(map(bytes, data)) if isinstance(data, list) else bytes(data)
     if kind == "log":
         record = log.unpack(data[-log.RECORD_BYTES :])

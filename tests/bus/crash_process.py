@@ -21,11 +21,11 @@ OUTCOMES = {0: "done", NAMED: "ended with a named error", -signal.SIGKILL: "kill
 
 
 class Fate(NamedTuple):
-    """What becomes of an incarnation; nothing if it makes fewer calls."""
+    """The end of an incarnation; nothing if it makes fewer calls."""
 
     name: str
     number: int
-    """Of the incarnation, 0-based."""
+    """Number of the incarnation, 0-based."""
     call: int
     """1-based; 0 is never."""
     mode: str
@@ -92,7 +92,7 @@ class Process:
 
 
 def _in_step(go, report):
-    """What a process does between turns, at each call, and where it halts."""
+    """The work of a process between turns, at each call, and the place where it halts."""
     write, read = os.write, os.read
 
     def say(word):

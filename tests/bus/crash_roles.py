@@ -33,13 +33,13 @@ TRAINER = "trainer"
 P, STEPS, MAX_STALENESS, TIMEOUT_S = 4, 4, 1, 120
 NUM_GROUPS = P * STEPS
 TOKENS = 7 * SIBLINGS
-"""Of a group."""
+"""Tokens of a group."""
 POISON = {"version": 77, "response": 6}
 """A repetition; nobody may ever train on it."""
 
 
 class Setup(NamedTuple):
-    """What kind of run it is."""
+    """The kind of a run."""
 
     over_age: str = "wait"
     portion_tokens: float = math.inf
@@ -103,7 +103,7 @@ class Incarnation(NamedTuple):
 
     @property
     def wait(self):
-        """What is called while something is waited for."""
+        """Is called while something is waited for."""
         return self.turn
 
     def dice(self, *what):
@@ -174,7 +174,7 @@ def keep_partial(producer, me, groups):
 
 
 def repeat(producer, me, guid):
-    """What a producer does that has lost its memory."""
+    """Does what a producer does that has lost its memory."""
     me.turn()
     if guid in producer.committed:
         me.points.stage = "put again"
@@ -303,7 +303,7 @@ def digest(seen, row):
 
 
 def expected_chain(world):
-    """Of a run in which batches are the prompts in order, from nothing but their content."""
+    """Hashes a run in which batches are the prompts in order, from nothing but their content."""
     chain = []
     for step in range(STEPS):
         seen = hashlib.sha256(chain[-1].encode() if chain else b"")
@@ -316,7 +316,7 @@ def expected_chain(world):
 
 
 def valid_states(world, chain):
-    """Of the checkpoints, oldest first, without those of fenced trainers."""
+    """Reads the checkpoints, oldest first, without those of fenced trainers."""
     states = []
     for file in world.checkpoints:
         state = json.loads(file.read_text())
@@ -327,7 +327,7 @@ def valid_states(world, chain):
 
 
 def newest_state(world):
-    """Of the checkpoints that can be resumed."""
+    """Reads the newest of the checkpoints that can be resumed."""
     return valid_states(world, read_chain(world.bus))[-1]
 
 

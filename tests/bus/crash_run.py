@@ -32,7 +32,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """Where the runs are; what is killed from outside is on the disk."""
 MAX_TURNS = 5000
 MAX_DEATHS = 8
-"""Of one role in one run."""
+"""Deaths of one role in one run."""
 
 
 class CrashTestError(AssertionError):
@@ -179,7 +179,7 @@ def sweep(injections, seed, progress=lambda text: None):
 
 
 def deaths_of_runs(injections, seed):
-    """Those of one run after another, without end."""
+    """Yields the deaths of one run after another, without end."""
     for setup, fates in chosen(injections // 3, seed):
         yield run(setup, seed, fates).deaths
     for number in itertools.count():

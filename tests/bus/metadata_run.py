@@ -33,7 +33,7 @@ def main(root):
     tails = [CreditTail(paths) for _ in names]
     shards = OpenShards(paths)
     sequencer = Sequencer(paths, names, prompts_per_step=PROMPTS, position=None, shards=shards)
-    leaders = [Reader(paths, shards=shards if rank == 0 else None) for rank in range(REPLICAS)]
+    readers = [Reader(paths, shards=shards if rank == 0 else None) for rank in range(REPLICAS)]
     others = 0
     for step in range(1, WARM + STEPS + 1):
         if step == WARM + 1:
@@ -42,7 +42,7 @@ def main(root):
             guids = range((step - 1) * PROMPTS + rank, step * PROMPTS, ENGINES)
             producer.put([group(guid, response=1 + guid * 37 % 400) for guid in guids])
         record = whole_batch(sequencer, step, timeout_s=10)
-        index = leaders[0].index(record)
+        index = readers[0].index(record)
         lengths = (index.prompt_len + index.response_len).tolist()
         parts = [part for part in record.parts for _ in range(part.lo, part.hi)]
         numbers = {uuid: n for n, uuid in enumerate(dict.fromkeys(p.uuid for p in record.parts))}
@@ -52,10 +52,10 @@ def main(root):
             budget=4096,
             shards=[numbers[part.uuid] for part in parts],
         )
-        for leader, micro_batches in zip(leaders, plan, strict=True):
+        for reader, micro_batches in zip(readers, plan, strict=True):
             rows = sorted(row for rows in micro_batches for row in rows)
-            leader.rows(record, rows)
-            if step > WARM and leader is not leaders[0]:
+            reader.rows(record, rows)
+            if step > WARM and reader is not readers[0]:
                 others += len({parts[row].uuid for row in rows})
         sequencer.advance(step=step, policy_version=step)
         sequencer.release(step - 1)

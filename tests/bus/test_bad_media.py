@@ -107,7 +107,7 @@ def test_a_trainer_survives_or_names_what_its_storage_refuses(stage, bus, call, 
     commit_all(stage, bus)
     for code in CODES:
         fault = Fault(call, code, path)
-        outcome = stage.run("lead", bus, "open", "batch:1", "advance:1", "batch:2", fault=fault)
+        outcome = stage.run("plan", bus, "open", "batch:1", "advance:1", "batch:2", fault=fault)
         survived_or_named(outcome, fault, bus)
     finish(stage, bus)
 
@@ -166,7 +166,7 @@ def test_a_full_file_system_is_named_by_every_role_and_the_run_goes_on_after(
         with full(root):
             for role in (
                 ["act", bus, "rollout-0", "open", "put:4"],
-                ["lead", bus, "open", "batch:1", "advance:1"],
+                ["plan", bus, "open", "batch:1", "advance:1"],
                 ["make", root / "other" / "bus"],
             ):
                 outcome = stage.run(*role)
@@ -191,12 +191,12 @@ def test_a_directory_that_may_only_be_read_stops_writers_by_name_and_readers_not
     stage, bus, tmp_path
 ):
     commit_all(stage, bus)
-    plan = stage.run("lead", bus, "open", "batch:1", "batch:2")
+    plan = stage.run("plan", bus, "open", "batch:1", "batch:2")
     assert plan.code == 0, plan.err
     with read_only(bus, tmp_path / "view") as view:
         for role in (
             ["act", view, "rollout-0", "open"],
-            ["lead", view, "open"],
+            ["plan", view, "open"],
             ["make", view / "bus"],
         ):
             outcome = stage.run(*role)
@@ -212,7 +212,7 @@ def test_a_directory_that_may_only_be_read_stops_writers_by_name_and_readers_not
 
 def test_zeros_that_a_power_cut_left_at_the_end_of_a_file_are_cut_off(stage, bus):
     commit_all(stage, bus, groups=4)
-    assert stage.run("lead", bus, "open", "batch:1").code == 0
+    assert stage.run("plan", bus, "open", "batch:1").code == 0
     for file in ("p/rollout-0/log", "ctl/credits"):
         with (bus / file).open("ab") as end:
             end.write(bytes(4096))
@@ -279,7 +279,7 @@ def test_clocks_of_hosts_may_be_an_hour_apart(stage, bus, producer, trainer):
     stage.run("act", bus, "rollout-0", "open", "put:0", "put:2", "close", fault=clock(producer))
     for n, file in enumerate(sorted(bus.rglob("*"))):
         os.utime(file, (0, time.time() + (-1) ** n * 3600 * n))
-    outcome = stage.run("lead", bus, "open", fault=clock(trainer))
+    outcome = stage.run("plan", bus, "open", fault=clock(trainer))
     assert outcome.code == 0, outcome.err
     finish(stage, bus, fault=clock(producer))
 
@@ -292,7 +292,7 @@ def test_neither_locks_nor_links_are_used(bus, tmp_path):
     roles = Path(__file__).with_name("bus_roles.py")
     steps = ["act", bus, "rollout-0", "open", *(f"put:{guid}" for guid in range(4)), "close"]
     environment = {k: v for k, v in os.environ.items() if k != "HDF5_USE_FILE_LOCKING"}
-    for words in (steps, ["lead", bus, "open", "batch:1"], ["read", bus]):
+    for words in (steps, ["plan", bus, "open", "batch:1"], ["read", bus]):
         calls = tmp_path / "calls"
         command = [strace, "-f", "-y", "-e", "trace=link,linkat,symlink,symlinkat,flock,fcntl"]
         answer = subprocess.run(

@@ -110,9 +110,9 @@ def test_a_zombie_trainer_on_another_host_is_fenced_and_harms_nothing(hosts):
         puts = [f"put:{guid}" for guid in range(rank, 8, 2)]
         alpha.run("role", "act", bus, f"rollout-{rank}", "open", *puts, "close")
     steps = ["open", "batch:1", f"touch:{held}", f"wait:{go}", "batch:2"]
-    zombie = alpha.start("role", "lead", bus, *steps)
+    zombie = alpha.start("role", "plan", bus, *steps)
     steps = [f"wait:{held}", "open", f"touch:{go}", "batch:1", "batch:2", "advance:2"]
-    plan = beta.run("role", "lead", bus, *steps)
+    plan = beta.run("role", "plan", bus, *steps)
     assert plan == "[0, 1, 2, 3]\n[4, 5, 6, 7]\n"
     assert zombie.wait() == NAMED, zombie.err
     assert "FencedError" in zombie.err

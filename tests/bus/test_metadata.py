@@ -1,4 +1,4 @@
-"""What a run asks of the metadata server of a parallel file system, counted with strace."""
+"""Operations that a run asks of a parallel file system's metadata server, counted with strace."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 STEP_SECONDS = 60
-"""Of a step of 256 prompts x 8 siblings; the count per step does not depend on it."""
+"""Rows of a step of 256 prompts x 8 siblings; the count per step does not depend on it."""
 ON_NAMES = {
     "open", "openat", "close", "rename", "unlink", "mkdir", "stat", "lstat", "newfstatat", "access",
     "faccessat2", "getdents64", "readlink", "ftruncate", "fsync of a folder",

@@ -26,7 +26,7 @@ def tokens(lengths, plan):
 
 
 def check(lengths, plan, budget, multiple=1):
-    """What no plan may break."""
+    """Asserts the rules that no plan may break."""
     assert sorted(row for rank in plan for rows in rank for row in rows) == list(
         range(len(lengths))
     )

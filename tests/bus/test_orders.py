@@ -1,4 +1,4 @@
-"""What becomes of groups that come late, and of batches that are handed out in portions."""
+"""Groups that come late, and batches that are handed out in portions."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from relax_hpc.schema import PromptGroup
 
 P = 4
 TOKENS = 7 * SIBLINGS
-"""Of a group of the fixtures."""
+"""Tokens of a group of the fixtures."""
 
 
 def sequencer(paths, position=None, **kwargs):

@@ -1,4 +1,4 @@
-"""What the crash runs and the state machine have found, each as short as it can be told."""
+"""Races that the crash runs and the state machine have found, each as short as it can be told."""
 
 import os
 

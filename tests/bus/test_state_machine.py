@@ -96,7 +96,7 @@ class Trainer:
         self.over_age = over_age
         self.step, self.trained = checkpoint["step"], list(checkpoint["trained"])
         self.portions = []
-        """Of the step that is being trained."""
+        """Portions of the step that is being trained."""
         self.sequencer = Sequencer(
             paths,
             PRODUCERS,
@@ -126,7 +126,7 @@ class BusMachine(RuleBasedStateMachine):
         self.names = [*PRODUCERS, *writers]
         self.owners, self.trainer, self.zombies = {}, None, []
         self.checkpoints = [{"step": 0, "trained": [], "position": None}]
-        """Those that may be resumed, oldest first."""
+        """Checkpoints that may be resumed, oldest first."""
         self.damaged, self.plan, self.bytes = set(), {}, {}
         self.retired = 0
 

@@ -271,7 +271,7 @@ def part_of(paths, name, seq, lo, hi):
 
 
 def step_four(paths, **changes):
-    """What step 4 should be: the guids 12 to 15."""
+    """Makes step 4 as it should be: the guids 12 to 15."""
     parts = [part_of(paths, PRODUCERS[g % 2], 3, g // 2 % 2 * 2, g // 2 % 2 * 2 + 2)
              for g in range(12, 16)]  # fmt: skip
     record = PlanRecord(4, list(range(12, 16)), parts, 8, 0, 56, sidecars={})

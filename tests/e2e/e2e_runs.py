@@ -26,7 +26,7 @@ class Submitted(NamedTuple):
 
 
 def console(*arguments):
-    """What the console script printed; a command that fails, fails the test in its own words."""
+    """Returns what the console script printed; one that fails, fails the test in its words."""
     answer = subprocess.run([CLI, *arguments], capture_output=True, text=True, timeout=120)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     return answer.stdout

@@ -1,4 +1,4 @@
-"""What is killed comes back where it was; what is cancelled ends, and nothing else does."""
+"""A killed task comes back where it was; a cancelled run ends, and nothing else does."""
 
 import os
 import signal

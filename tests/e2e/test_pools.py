@@ -17,7 +17,7 @@ PROMPT, ROOM = [5, 6, 7, 8], 6
 
 
 def ask(run_dir):
-    """What the judge answers, greedily."""
+    """Asks the judge, greedily."""
 
     async def once():
         async with open_pool(run_dir, "judge", stop_token=-1) as pool:

@@ -36,7 +36,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ENOUGH = 0.9
-"""The share of the mistakes that is to be noticed."""
+"""The fraction of the mistakes that is to be noticed."""
 TEST_S, RUN_S = 60, 600
 """How long a test, and those of one mistake, may take: one that does not end is noticed too."""
 COMMAND = """#!{python}
@@ -166,7 +166,7 @@ def _end(group: int) -> None:
 
 
 def _files() -> list[str]:
-    """What git has or would take."""
+    """Lists the files that git has or would take."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.check_output(command, cwd=ROOT, text=True).split("\0")
     return [name for name in names if (ROOT / name).is_file()]

@@ -1,4 +1,4 @@
-"""What somebody may try who is on the node, or on its network, and does not know the secret."""
+"""Attacks by somebody who is on the node, or on its network, and does not know the secret."""
 
 import pickle
 import shutil
@@ -26,7 +26,7 @@ def bomb(mark):
 
 
 def as_nobody(script, *, group=None, text=""):
-    """What a shell script of user nobody prints; of another group if one is named."""
+    """Returns what a shell script of user nobody prints; of another group if one is named."""
     command = ["su", "-s", "/bin/sh", "nobody", "-c", script]
     if group is not None:
         command[1:1] = ["-g", group]

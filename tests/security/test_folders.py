@@ -1,4 +1,4 @@
-"""What a task runs is its owner's alone, or it does not run; secrets and temporary folders."""
+"""Code that a task runs is its owner's alone, or it does not run; secrets, temporary folders."""
 
 import os
 import stat

@@ -8,7 +8,7 @@ OBJECT_COLLECTIVES = {
     "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
     "send_object_list", "recv_object_list",
 }  # fmt: skip
-"""Of torch; they unpickle what comes, and its groups ask nobody who he is."""
+"""Calls of torch that unpickle what comes; its groups ask nobody who he is."""
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 WORDS = (*OBJECT_COLLECTIVES, *PICKLES, "torch", "allow_pickle")
 """A module without any of them need not be parsed."""
@@ -25,7 +25,7 @@ ALLOWED = {
 
 
 def unpickling(source):
-    """What in a module may unpickle, by its usual name."""
+    """Finds what in a module may unpickle, by its usual name."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Attribute(attr=name) | ast.Name(id=name) | ast.alias(name=name) if (

@@ -1,4 +1,4 @@
-"""What the cluster cannot give is refused in one line, by the command line, and not queued."""
+"""Jobs that the cluster cannot run are refused in one line, by the command line, and not queued."""
 
 import json
 import subprocess

@@ -120,7 +120,7 @@ def test_a_run_is_seen_component_by_component_and_cancelled_as_a_whole(job, monk
 
 
 def queue(jobs, column):
-    """What squeue says in a column of some jobs."""
+    """Asks squeue for a column of some jobs."""
     command = ["squeue", "-h", "--states=all", "-j", jobs, "-o", column]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return {line.strip() for line in lines}

@@ -37,7 +37,7 @@ squeue: fatal: Could not establish a configuration source
 
 @dataclass
 class FakeSlurm:
-    """What `squeue` says stands in a file, what was asked of Slurm in another."""
+    """A Slurm whose `squeue` repeats a file, and which notes in another what it was asked."""
 
     folder: Path
     run_dir: Path

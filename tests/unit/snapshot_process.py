@@ -1,4 +1,4 @@
-"""What test_snapshot does in processes of their own, which are killed or kept from writing."""
+"""Processes of test_snapshot, which are killed or kept from writing."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What README and docs/ say exists, exists: links, commands, options, paths, settings, events."""
+"""README and docs/ are true: links, commands, options, paths, settings and events exist."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What is said to an engine at its start, and what its log says back; nothing is started here."""
+"""Arguments of an engine at its start, and the words of its log; nothing is started here."""
 
 import json
 import re

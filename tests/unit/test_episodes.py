@@ -1,4 +1,4 @@
-"""What a session makes of an environment's calls, and what of its record is trained on."""
+"""A session's record of an environment's calls, and the sequences that are trained on."""
 
 import asyncio
 import sys

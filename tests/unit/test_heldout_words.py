@@ -1,4 +1,4 @@
-"""What is said of the held-out prompts: the whole set's figure, and of which policy it is."""
+"""Words on the held-out prompts: the whole set's figure, and of which policy it is."""
 
 import json
 import logging
@@ -106,7 +106,7 @@ RUNS = {
 
 @pytest.fixture
 def text(tmp_path):
-    """What `status` says of a run of 30 steps that did some and was evaluated after others."""
+    """`status` of a run of 30 steps that did some and was evaluated after others."""
 
     def of(kind, steps, evaluated):
         paths = RunPaths(tmp_path / kind)

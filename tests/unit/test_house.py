@@ -1,4 +1,4 @@
-"""What holds of the package as a whole: no circles, small files and loops, and whom it knows."""
+"""Rules of the package as a whole: no circles, small files and loops, and whom it knows."""
 
 import ast
 import tomllib
@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "relax_hpc"
 FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_LOOP, MOST_KEYS = 400, 20, 40, 90
 SUBMITIT = {"JobEnvironment", "SlurmExecutor"}
-"""What we use of submitit; docs/architecture.md says for what."""
+"""Names of submitit that we use; docs/architecture.md says for what."""
 
 
 def module_of(path):
@@ -78,7 +78,7 @@ def test_files_and_folders_are_small():
 
 
 def lines_of(function):
-    """Of its body, without its docstring."""
+    """Counts the lines of a body, without its docstring."""
     body = function.body[1:] if ast.get_docstring(function) else function.body
     return body[-1].end_lineno - body[0].lineno + 1
 
@@ -130,7 +130,7 @@ def test_it_would_notice_one_key_more_than_that():
 
 
 def of_submitit(tree):
-    """What a module takes from submitit; a name with a dot is of one of its own modules."""
+    """Names that a module takes from submitit; one with a dot is of one of its own modules."""
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module=str(module), names=names) if (

@@ -51,12 +51,12 @@ def test_a_process_is_found_by_its_number_and_start_until_it_has_ended():
     assert own.find().pid == os.getpid()
     assert ProcessId(own.pid, own.start_time - 1).find() is None  # another had this number then
     with subprocess.Popen(["sleep", "60"]) as child:
-        its = ProcessId.of(child.pid)
-        assert its.find().pid == child.pid
+        found = ProcessId.of(child.pid)
+        assert found.find().pid == child.pid
         child.kill()
         until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE)
-        assert its.find() is None  # although nobody has waited for it
-    assert its.find() is None
+        assert found.find() is None  # although nobody has waited for it
+    assert found.find() is None
 
 
 def test_both_components_run_and_every_task_knows_who_it_is(tmp_path):

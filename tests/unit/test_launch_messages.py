@@ -1,4 +1,4 @@
-"""What a user is told of a run: its state and why it failed, and in one line what is wrong."""
+"""Messages to a user about a run: its state and why it failed, and in one line what is wrong."""
 
 import json
 import time
@@ -218,6 +218,6 @@ def test_a_requeue_that_is_refused_is_one_line_in_the_log_and_no_traceback(run, 
     ],
 )
 def test_options_of_sbatch_with_spaces_are_quoted_as_it_reads_its_script(tmp_path, option, line):
-    its = Component("actor", 1, Resources(sbatch=[option]))
-    text = script.slurm_script(script.Job("toy", tmp_path), [its])
+    component = Component("actor", 1, Resources(sbatch=[option]))
+    text = script.slurm_script(script.Job("toy", tmp_path), [component])
     assert f"#SBATCH {line}" in text.splitlines()

@@ -1,4 +1,4 @@
-"""What a task does when Slurm announces that its job is about to end."""
+"""A task to which Slurm announces that its job is about to end."""
 
 import os
 import signal

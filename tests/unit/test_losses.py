@@ -121,7 +121,7 @@ def test_a_policy_far_from_the_reference_has_a_finite_kl():
 
 
 def test_metrics_count_trained_tokens_only():
-    """Of three: one beyond the clip, one sampled by an older policy, one beyond both."""
+    """Three tokens: one beyond the clip, one sampled by an older policy, one beyond both."""
     log_ratio = torch.tensor([0.5, 0.0, -0.5, 0.5])
     gap = torch.tensor([0.0, 0.5, 3.0, 3.0])
     mask = torch.tensor([True, True, True, False])

@@ -11,7 +11,7 @@ TREE = {"name": "n", "model": {"path": "m"}, "prompts": {"train": "t", "heldout"
 
 
 def refusal_of(old):
-    """What is said of a job that has the key."""
+    """Returns the message about a job that has the key."""
     *path, key = old.split(".")
     tree = {
         name: dict(inside) if isinstance(inside, dict) else inside for name, inside in TREE.items()

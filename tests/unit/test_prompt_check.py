@@ -1,4 +1,4 @@
-"""What is left of the checks for the job's start: every prompt and document, before the first."""
+"""Checks that are left for the job's start: every prompt and document, before the first."""
 
 import json
 from pathlib import Path

@@ -33,7 +33,7 @@ class FakeEngine:
         self.num_asked = 0
         self.weight = None
         self.gate = threading.Event()
-        """Of loading."""
+        """Gate of loading."""
         self.gate.set()
 
     def health(self, timeout_s):

@@ -1,4 +1,4 @@
-"""What the rollout loop does when the bus says no, or wants something again."""
+"""The rollout loop when the bus says no, or wants something again."""
 
 import asyncio
 import threading

@@ -79,12 +79,12 @@ class House:
                 self.announce(member, "GONE")
                 self.kill(member)
 
-    def up(self, its, *ids):
+    def up(self, running, *ids):
         """Takes engines from STARTING to ACTIVE."""
         for member in ids:
             self.announce(member)
             self.hold(member)
-        its.tick()
+        running.tick()
 
     # What can be seen.
 
@@ -121,9 +121,9 @@ def scale_in(house, engines=None, member=None, drain_s=9.0):
 
 
 def test_a_newcomer_is_active_only_when_that_start_of_it_holds_the_newest_weights(house):
-    its = house.scaler()
+    running = house.scaler()
     request = out(house, 2).request
-    its.tick()
+    running.tick()
     assert house.states == {"extra-1": "STARTING"} and house.state.extras["extra-1"].node == "n2"
     assert members.extras(house.paths) == ["extra-1"], "the trainer knows whom to look for"
     seen = []
@@ -136,26 +136,26 @@ def test_a_newcomer_is_active_only_when_that_start_of_it_holds_the_newest_weight
         lambda: house.hold("extra-1"),
     ):
         announce()
-        its.tick()
+        running.tick()
         seen.append(house.states["extra-1"])
         assert (house.outcome(request)[0] == "DONE") == (seen[-1] == "ACTIVE")
     assert seen == ["STARTING", "HEALTHY", "SYNCING", "HEALTHY", "HEALTHY", "ACTIVE"]
 
 
 def test_asking_again_changes_nothing(house):
-    its = house.scaler()
+    running = house.scaler()
     first = out(house, 3)
     assert out(house, 3).request == first.request and out(house, 3).repeated
-    its.tick()
+    running.tick()
     assert out(house, 3).repeated and sorted(house.alive()) == ["extra-1", "extra-2"]
-    house.up(its, "extra-1", "extra-2")
+    house.up(running, "extra-1", "extra-2")
     assert out(house, 3).request is None and out(house, 2).request is None
     gone = scale_in(house, 2)
-    its.tick()
+    running.tick()
     assert scale_in(house, 2).request == gone.request
     house.obey()
-    its.tick()
-    its.tick()
+    running.tick()
+    running.tick()
     assert scale_in(house, 2).request is None and scale_in(house, member="extra-2").request is None
     assert sorted(house.paths.scale.glob("request-*")) == [
         house.paths.scale_request(number) for number in (1, 2)
@@ -163,20 +163,20 @@ def test_asking_again_changes_nothing(house):
 
 
 def test_engines_that_load_files_are_replaced_by_such(house):
-    its = house.scaler()
+    running = house.scaler()
     request = scale.out(house.paths.root, 2, "files").request
     assert str(request) == "request 1 (scale out to 2 engines, weights by files)"
     with pytest.raises(ConfigError, match=r"weights by files\) is under way"):
         out(house, 2)  # is another wish
-    its.tick()
-    house.up(its, "extra-1")
+    running.tick()
+    house.up(running, "extra-1")
     house.kill("extra-1")
-    its.tick()
+    running.tick()
     assert house.states == {"extra-1": "FAILED", "extra-2": "STARTING"}
     assert {extra.transport for extra in house.state.extras.values()} == {"files"}
-    house.up(its, "extra-2")
+    house.up(running, "extra-2")
     out(house, 3)
-    its.tick()
+    running.tick()
     assert house.state.extras["extra-3"].transport is None
 
 
@@ -188,12 +188,12 @@ def test_there_is_one_request_at_a_time(house):
 
 
 def test_removing_another_engine_is_another_wish(house):
-    its = house.scaler()
+    running = house.scaler()
     out(house, 3)
-    its.tick()
-    house.up(its, "extra-1", "extra-2")
+    running.tick()
+    house.up(running, "extra-1", "extra-2")
     first = scale_in(house, member="extra-1", drain_s=9)
-    its.tick()
+    running.tick()
     assert scale_in(house, member="extra-1").request == first.request
     with pytest.raises(ConfigError, match=r"without extra-1\) is under way"):
         scale_in(house, member="extra-2")
@@ -224,11 +224,11 @@ def test_the_place_of_an_engine_is_free_when_it_has_ended_and_not_when_it_is_tol
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line_before_anything_starts(house, ask, message):
-    its = house.scaler()
+    running = house.scaler()
     with pytest.raises(ConfigError) as error:
         ask(house)
     assert message in str(error.value) and "\n" not in str(error.value)
-    its.tick()
+    running.tick()
     assert house.processes == {} and not list(house.paths.scale.glob("request-*"))
 
 
@@ -240,13 +240,13 @@ def test_a_run_that_is_not_running_is_not_scaled(house, monkeypatch, state):
 
 
 def test_scaling_in_as_the_run_ends_tells_what_is_left_or_that_it_has_ended(house, monkeypatch):
-    its = house.scaler()
+    running = house.scaler()
     out(house, 2)
-    its.tick()
-    house.up(its, "extra-1")
-    its.tick()
+    running.tick()
+    house.up(running, "extra-1")
+    running.tick()
     house.kill("extra-1")
-    its.end(0.0)
+    running.end(0.0)
     assert scale_in(house, 1).engines == 1, "the added one ended with the run"
     states = iter(["RUNNING", "COMPLETED"])
     monkeypatch.setattr("relax_hpc.runs.status.job_state", lambda _: next(states))
@@ -266,31 +266,31 @@ def test_engines_cannot_be_added_to_those_on_the_actors_gpus(house, transport):
 
 
 def test_a_start_that_fails_is_undone_with_all_that_came_up_for_it_and_says_why(house):
-    its = house.scaler()
+    running = house.scaler()
     request = out(house, 3).request
-    its.tick()
-    house.up(its, "extra-1")
+    running.tick()
+    house.up(running, "extra-1")
     house.announce("extra-2", "FAILED", "out of memory")
     house.kill("extra-2")
-    its.tick()
+    running.tick()
     assert house.states == {"extra-1": "DRAINING", "extra-2": "FAILED"}
     assert house.outcome(request)[0] == "PENDING", "not before nothing is left"
     house.obey()
-    its.tick()
+    running.tick()
     assert house.outcome(request) == ("FAILED", "extra-2: out of memory")
     assert house.states == {"extra-1": "CANCELLED", "extra-2": "FAILED"}
     assert not house.alive() and house.state.engines == 1 and members.extras(house.paths) == []
     out(house, 2)  # another try is another request
-    its.tick()
+    running.tick()
     assert house.alive() == {"extra-3"}
 
 
 def test_a_step_that_slurm_refuses_fails_the_request(house):
     house.refuse.add("extra-1")
-    its = house.scaler()
+    running = house.scaler()
     request = out(house, 2).request
-    its.tick()
-    its.tick()
+    running.tick()
+    running.tick()
     state, reason = house.outcome(request)
     assert state == "FAILED" and "node configuration is not available" in reason
 
@@ -300,62 +300,62 @@ def test_an_engine_that_is_not_up_in_time_is_ended_and_then_its_step_from_outsid
 ):
     monkeypatch.setattr(scaler, "START_MARGIN_S", -61)
     monkeypatch.setattr(scaler, "END_MARGIN_S", -1)
-    its = house.scaler()
+    running = house.scaler()
     request = out(house, 2).request
     for _ in range(4):  # started; too late; told to end, ended from outside; settled
-        its.tick()
+        running.tick()
     assert house.outcome(request) == (
         "FAILED", "extra-1: its engine was not healthy within -1 s")  # fmt: skip
     assert not house.alive()
 
 
 def test_cancelling_takes_back_what_was_started(house):
-    its = house.scaler()
+    running = house.scaler()
     request = out(house, 3).request
-    its.tick()
-    house.up(its, "extra-1")
+    running.tick()
+    house.up(running, "extra-1")
     assert scale.cancel(house.paths.root) == scale.cancel(house.paths.root) == request
-    its.tick()
+    running.tick()
     house.obey()
-    its.tick()
+    running.tick()
     assert house.outcome(request) == ("CANCELLED", "")
     assert set(house.states.values()) == {"CANCELLED"} and not house.alive()
     assert house.state.engines == 1
 
 
 def test_removed_are_those_that_came_last_and_they_drain_first(house):
-    its = house.scaler()
+    running = house.scaler()
     out(house, 4)
-    its.tick()
-    house.up(its, "extra-1", "extra-2", "extra-3")
+    running.tick()
+    house.up(running, "extra-1", "extra-2", "extra-3")
     request = scale_in(house, 3, drain_s=9).request
-    its.tick()
+    running.tick()
     assert house.states == {"extra-1": "ACTIVE", "extra-2": "ACTIVE", "extra-3": "DRAINING"}
     assert house.alive() == {"extra-1", "extra-2", "extra-3"}
     with pytest.raises(ConfigError, match="engines that drain do not come back"):
         scale.cancel(house.paths.root)
     house.obey()
-    its.tick()
+    running.tick()
     assert house.states["extra-3"] == "GONE" and house.outcome(request) == ("DONE", "")
     scale_in(house, member="extra-1")
-    its.tick()
+    running.tick()
     house.obey()
-    its.tick()
+    running.tick()
     assert house.alive() == {"extra-2"} and house.state.engines == 2
     out(house, 3)  # into the place that became free
-    its.tick()
+    running.tick()
     assert house.state.extras["extra-4"].node == "n2"
 
 
 def test_an_engine_that_does_not_end_after_its_drain_is_ended_from_outside(house):
-    its = house.scaler()
+    running = house.scaler()
     out(house, 2)
-    its.tick()
-    house.up(its, "extra-1")
+    running.tick()
+    house.up(running, "extra-1")
     request = scale_in(house, 1, drain_s=-60).request
-    its.tick()
-    its.tick()
-    its.tick()
+    running.tick()
+    running.tick()
+    running.tick()
     assert not house.alive() and house.outcome(request)[0] == "DONE"
 
 
@@ -383,40 +383,40 @@ def test_after_a_requeue_there_are_as_many_engines_as_before(house):
 
 
 def test_an_engine_that_is_lost_in_service_is_replaced_as_often_as_a_step_is_restarted(house):
-    its = house.scaler()
+    running = house.scaler()
     out(house, 2)
-    its.tick()
-    house.up(its, "extra-1")
+    running.tick()
+    house.up(running, "extra-1")
     house.kill("extra-1")
-    its.tick()
+    running.tick()
     assert house.states == {"extra-1": "FAILED", "extra-2": "STARTING"}
     assert house.state.extras["extra-1"].reason == "killed"
-    house.up(its, "extra-2")
+    house.up(running, "extra-2")
     house.kill("extra-2")
-    its.tick()
-    its.tick()
+    running.tick()
+    running.tick()
     assert house.alive() == set() and house.state.engines == 1
 
 
 def test_the_end_of_the_run_ends_every_added_engine(house):
-    its = house.scaler()
+    running = house.scaler()
     out(house, 2)
-    its.tick()
-    its.end(timeout_s=0.2)
+    running.tick()
+    running.end(timeout_s=0.2)
     assert not house.alive() and house.states == {"extra-1": "GONE"}
 
 
 def test_the_updates_of_every_step_are_no_news(house):
-    its = house.scaler()
+    running = house.scaler()
     out(house, 2)
-    its.tick()
-    house.up(its, "extra-1")
+    running.tick()
+    house.up(running, "extra-1")
     before = house.paths.scale_state.stat().st_mtime_ns
     house.hold("extra-1", version=None, state="SYNCING")
-    its.tick()
+    running.tick()
     house.hold("extra-1", version=house.version - 1)
-    its.tick()
+    running.tick()
     assert house.paths.scale_state.stat().st_mtime_ns == before
     house.hold("extra-1", version=None, state="FENCED")
-    its.tick()
+    running.tick()
     assert house.states == {"extra-1": "FENCED"}

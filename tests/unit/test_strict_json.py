@@ -1,4 +1,4 @@
-"""What is written is JSON: no reader but Python's knows NaN."""
+"""Files are strict JSON: no reader but Python's knows NaN."""
 
 import json
 import math

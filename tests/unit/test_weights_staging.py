@@ -90,7 +90,7 @@ def test_what_is_sent_are_the_tensors_whether_they_come_one_by_one_or_gathered(c
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_buffer_is_filled_again_only_when_it_has_left(count):
-    """What is on the wire is read as late as may be: when somebody waits for it."""
+    """Bytes on the wire are read as late as may be: when somebody waits for them."""
 
     class SlowWire(Wire):
         def start(self, flat):

@@ -1,4 +1,4 @@
-"""What stands beside a role, noting in one journal what it is given, in which order."""
+"""Fakes beside a role, which note in one journal what they are given, in which order."""
 
 from types import SimpleNamespace
 
@@ -68,7 +68,7 @@ def row(guid=0, sibling=0, prompt=2, response=3, version=0, mask=None, reward=0.
 
 
 def sampled(token_ids, logprobs, version_runs, finish=FinishReason.STOP, routed_experts=None):
-    """What an engine made of a prompt."""
+    """An engine's response to a prompt."""
     return SimpleNamespace(
         token_ids=token_ids, logprobs=logprobs, version_runs=version_runs,
         finish=finish, routed_experts=routed_experts,

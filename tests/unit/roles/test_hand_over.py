@@ -130,7 +130,7 @@ def test_samples_that_wait_are_spread_over_engines_that_come_together():
 
 
 def test_an_episode_stays_where_it_was_taken_to_and_needs_no_entry_beside_its_prompt():
-    """Of three siblings two find room where their prompt is; the third comes back next door."""
+    """Two of three siblings find room where their prompt is; the third comes back next door."""
     asked = [None]
 
     class Waits(Client):

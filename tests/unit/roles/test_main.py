@@ -33,7 +33,7 @@ def context(role="actor", rank=2, start=3):
 
 @pytest.fixture
 def joined(monkeypatch, tmp_path):
-    """What the ranks of a component are joined by; they do not touch Megatron."""
+    """The world of a component's ranks; they do not touch Megatron."""
     asked = []
 
     def connect(bootstrap, **how):
@@ -57,8 +57,8 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
         Events(),
         config(launch__peer_timeout_s=77, reference__placement="own"),
     )
-    its = table.role_of(settings, role)
-    main.start(its, settings, paths, context(role), "files", events)
+    declared = table.role_of(settings, role)
+    main.start(declared, settings, paths, context(role), "files", events)
     [(bootstrap, how)] = joined
     assert (bootstrap, how.pop("rendezvous")) == ("files", paths.rendezvous(f"{role}-7.0-3"))
     assert how.pop("secret").derive("x") == RunSecret.read(paths.secret).derive("x")
@@ -71,8 +71,8 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
 def test_a_fine_tuning_has_an_actor_of_its_own(tmp_path, monkeypatch, joined):
     given = []
     monkeypatch.setattr(sft_task, "main", lambda *args: given.append(args))
-    its = table.role_of(SFT, "actor")
-    main.start(its, SFT, RunPaths(tmp_path), context(), "mpi", Events())
+    declared = table.role_of(SFT, "actor")
+    main.start(declared, SFT, RunPaths(tmp_path), context(), "mpi", Events())
     [(settings, _, _, local_rank, _)] = given
     assert settings is SFT and local_rank == 1
 
@@ -83,8 +83,8 @@ def test_rollout_tasks_work_alone_and_join_only_where_they_were_started_by_mpi(
 ):
     given = []
     monkeypatch.setattr(rollout_task, "main", lambda *args: given.append(args))
-    its, paths = table.role_of(config(), "rollout"), RunPaths(tmp_path)
-    main.start(its, config(), paths, context("rollout"), bootstrap, Events())
+    declared, paths = table.role_of(config(), "rollout"), RunPaths(tmp_path)
+    main.start(declared, config(), paths, context("rollout"), bootstrap, Events())
     assert len(joined) == joins and len(given) == 1
 
 

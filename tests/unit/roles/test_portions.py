@@ -1,4 +1,4 @@
-"""What a batch's rows are worth, who trains them, and what is said of the batch: by hand."""
+"""The worth of a batch's rows, the ranks that train them, and the batch's figures: by hand."""
 
 import math
 

@@ -91,7 +91,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
 
 
 async def scores(group, answer, said):
-    """What the job's reward gives responses."""
+    """The job's reward for responses."""
     prompt, outcomes = Prompt(0, [1], answer), [Outcome()] * len(said)
     records = [Record([Call([1], draft=Draft(tokens))]) for tokens in said]
     made = await group._episodes._scored(prompt, records, outcomes)

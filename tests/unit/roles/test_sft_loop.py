@@ -135,7 +135,7 @@ def test_updates_that_are_skipped_too_often_end_the_run():
 
 
 class Rank1:
-    """Of two data-parallel ranks; told what rank 0 has dealt."""
+    """A world of two data-parallel ranks; told what rank 0 has dealt."""
 
     rank, size = 1, 2
 

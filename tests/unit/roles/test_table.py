@@ -44,7 +44,7 @@ def add(monkeypatch):
 
 
 def names(settings):
-    return [(role.name, its.component) for role, its in table.places(settings)]
+    return [(role.name, place.component) for role, place in table.places(settings)]
 
 
 def test_both_kinds_of_job_come_out_of_the_table():
@@ -96,8 +96,8 @@ def test_a_role_that_is_added_is_in_the_script_with_its_environment(add, write):
     add()
     job = script.Job("run", Path("/runs/r"))
     text = write(job, place(config()))
-    rest, its = text.split("component_2() {")
-    assert "/runs/r judge --start" in its and 'env JUDGES="${JUDGES:-2}"' in its
+    rest, step = text.split("component_2() {")
+    assert "/runs/r judge --start" in step and 'env JUDGES="${JUDGES:-2}"' in step
     assert "judge" not in rest.split("supervise() {")[-1]
 
 

@@ -42,9 +42,9 @@ def test_rollout_is_a_step_on_the_actors_nodes_with_what_runs_of_its_own():
     actor, rollout = place(config)
     assert (actor.on, rollout.on) == (None, "actor")
     assert (rollout.tasks, rollout.nodes, rollout.bootstrap) == (4, 2, "files")
-    mine, its = rollout.resources, actor.resources
+    mine, host = rollout.resources, actor.resources
     assert (mine.python, mine.cpus_per_task) == ("/sglang/python", 2)
-    assert (mine.gpus_per_node, mine.time, mine.mpi) == (2, its.time, its.mpi)
+    assert (mine.gpus_per_node, mine.time, mine.mpi) == (2, host.time, host.mpi)
 
 
 def test_slurm_is_asked_for_one_component_with_two_steps_that_share_its_gpus(tmp_path):
