@@ -169,7 +169,16 @@ def gspo():
     return GSPO.loss(GSPO.settings(name="gspo"), frozenset())
 
 
-LOSSES = {"surrogate": surrogate, "gspo": gspo, "poisoned": poisoned, "exploding": exploding}
+def surprise():
+    from surprise import SURPRISE
+
+    return SURPRISE.loss(SURPRISE.settings(name="surprise"), frozenset({"surprise"}))
+
+
+LOSSES = {
+    "surrogate": surrogate, "gspo": gspo, "surprise": surprise, "poisoned": poisoned,
+    "exploding": exploding,
+}  # fmt: skip
 
 
 def _shares(rows, num_portions=1):

@@ -1,0 +1,125 @@
+"""A column of a new role, from its sidecar to the loss of a training step.
+
+Declared by a row of the table of roles, one of COLUMNS, and an algorithm that names it.
+"""
+
+import megatron_worker as worker
+import numpy as np
+import pytest
+from megatron_reference import dense
+from megatron_worker import trajectories
+from surprise import SURPRISE
+
+from relax_hpc import job_file
+from relax_hpc.algorithms import table as algorithms
+from relax_hpc.bus import layout
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.shards.shard_format import DTYPES
+from relax_hpc.bus.sidecar import SidecarWriter
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import BusPaths
+from relax_hpc.roles import table as roles
+from relax_hpc.roles.dealing.portions import values_of
+from relax_hpc.roles.role import Place, Role
+from relax_hpc.schema import COLUMNS, Column, PromptGroup
+from relax_hpc.sections import Resources
+
+GROUPS, SIBLINGS = 4, 2
+NAME = "ragged/surprise"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    dense(folder, tied=False)
+    return folder
+
+
+@pytest.fixture
+def config(monkeypatch, folder):
+    """A job of the algorithm; its column is of a role that is in no job yet."""
+    column = Column("float32", "token", "genrm", "how odd a judge finds a token")
+    monkeypatch.setitem(COLUMNS, NAME, column)
+    monkeypatch.setitem(DTYPES, NAME, column.dtype)
+    monkeypatch.setitem(algorithms.ALGORITHMS, SURPRISE.name, SURPRISE)
+    tree = {
+        "name": "run", "model": {"path": str(folder), "dtype": "float32"},
+        "prompts": {"train": "t"}, "algorithm": {"name": "surprise"},
+        "schedule": {"num_steps": 100, "prompts_per_step": GROUPS},
+        "rollout": {"samples_per_prompt": SIBLINGS, "temperature": 1.0},
+        "actor": {"tokens_per_micro_batch": 64, "optimizer": {"lr": 1e-3, "clip_grad": 0.0}},
+    }  # fmt: skip
+    return job_file.validate(tree, source="job")
+
+
+def sampled():
+    """Prompt groups of random rows; of two siblings the second is rewarded with 1 more."""
+    made, _ = trajectories(GROUPS * SIBLINGS)
+    return [
+        PromptGroup(
+            guid,
+            [
+                made[guid * SIBLINGS + sibling]._replace(
+                    guid=guid, sibling=sibling, reward=guid + float(sibling),
+                    turns=np.array([[0, 0], [made[guid * SIBLINGS + sibling].prompt_len, 1]], "i4"),
+                )
+                for sibling in range(SIBLINGS)
+            ],
+        )
+        for guid in range(GROUPS)
+    ]  # fmt: skip
+
+
+def rows_of(config, root, scale):
+    """The rows of a batch, and what they are worth; the judge finds a token odd by its number."""
+    paths, writers = BusPaths(root / "bus"), roles.sidecar_writers(config)
+    layout.create(paths, config.producers, {}, sidecar_writers=writers)
+    with Producer(paths, config.producers[0], {"job": 7}) as producer:
+        producer.put(sampled())
+    with SidecarWriter(paths, "judge-0", {"job": 7}) as writer:
+        for pending in writer.pending():
+            with writer.open(pending) as shard:
+                tokens = shard.read("ragged/token_ids")
+            writer.put(pending, {NAME: (scale * tokens).astype(np.float32)})
+    needs = layout.roles_of(layout.open_bus(paths), config.columns)
+    with Sequencer(
+        paths, config.producers, prompts_per_step=GROUPS, position=None, needs=needs
+    ) as sequencer:
+        record = sequencer.next_portion(1, timeout_s=0)
+    assert record.last
+    reader = Reader(paths)
+    index = reader.index(record)
+    columns, teaching = values_of(index, config.algorithm, SIBLINGS)
+    assert len(teaching) == GROUPS * SIBLINGS
+    return reader.rows(record, teaching.tolist(), config.columns), columns["advantages"]
+
+
+def test_the_loss_is_the_one_worked_by_hand_and_follows_the_column(
+    ranks, config, tmp_path, monkeypatch
+):
+    with pytest.raises(ConfigError, match="needs the column ragged/surprise, which the role genrm"):
+        roles.check_columns(config)
+    place = Place("judge", 1, Resources())
+    judge = Role("judge", lambda *_: None, places=lambda _: [place], writes="genrm")
+    monkeypatch.setattr(roles, "ROLES", (*roles.ROLES, judge))
+    roles.check_columns(config)
+    assert roles.sidecar_writers(config) == {"judge-0": "genrm"}
+    found = []
+    for number, scale in enumerate((0.5, 2.0)):
+        root = tmp_path / str(number)
+        root.mkdir()
+        rows, worth = rows_of(config, root, scale)
+        ranks[1].call(worker.open_trainer, config=config)
+        metrics = ranks[1].call(worker.train, rows=rows, advantages=worth, loss="surprise")[0]
+        trained = [(row, np.flatnonzero(row.loss_mask)) for row in rows]
+        total = sum(
+            scale * row.token_ids[where].astype(np.float64).sum() * row.reward
+            for row, where in trained
+        )
+        mean = total / sum(len(where) for _, where in trained)
+        assert metrics["loss"] == pytest.approx(-mean, rel=1e-4)
+        found.append(metrics)
+    for key in ("loss", "grad_norm"):
+        assert found[1][key] == pytest.approx(4 * found[0][key], rel=1e-4)
