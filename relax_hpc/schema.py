@@ -213,7 +213,7 @@ class Trajectory(NamedTuple):
     reward: float
     """Reward of the episode; all of its rows have it."""
     columns: Mapping[str, Array] = {}
-    """Whatever else is known of it, by the short names of `COLUMNS`, e.g. rollout_logprobs:
+    """Further columns, by the short names of `COLUMNS`, e.g. rollout_logprobs:
     [tokens] where the column's axis is token, [] where it is row."""
     turns: npt.NDArray[np.int32] | None = None
     """[turns, 2] (first token of the row, TurnKind); None where they were not read."""

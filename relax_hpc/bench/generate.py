@@ -3,7 +3,7 @@
 One engine, and three ways to ask it, in turns: the client of a rollout task, plain requests, and
 plain requests whose tokens are streamed one by one, which is how SGLang's bench_serving asks. All
 send the same number of prompts of the same lengths, want the same lengths back, and logprobs, and
-keep the same number in flight. Every turn has prompts of its own, so nobody finds them cached.
+keep the same number in flight. Every trial has prompts of its own, so nobody finds them cached.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _VOCABULARY = 100
 
 
 class Load(NamedTuple):
-    """The requests of a turn."""
+    """The requests of a trial."""
 
     in_flight: int
     num_requests: int
@@ -48,9 +48,9 @@ class Load(NamedTuple):
     new_tokens: int
     """Tokens of a response on average: half to one and a half times as many."""
 
-    def requests(self, turn: int) -> list[tuple[list[int], int]]:
-        """(prompt, response tokens) of a turn; lengths are those of every turn."""
-        random, lengths = np.random.default_rng(turn), np.random.default_rng(0)
+    def requests(self, trial: int) -> list[tuple[list[int], int]]:
+        """(prompt, response tokens) of a trial; lengths are those of every trial."""
+        random, lengths = np.random.default_rng(trial), np.random.default_rng(0)
         high = max(self.new_tokens * 3 // 2, 2)
         wanted = lengths.integers(max(self.new_tokens // 2, 1), high, self.num_requests).tolist()
         groups = -(-self.num_requests // self.siblings)
@@ -58,7 +58,7 @@ class Load(NamedTuple):
         return [(prompts[i // self.siblings], count) for i, count in enumerate(wanted)]
 
 
-class Turn(NamedTuple):
+class Trial(NamedTuple):
     """One measurement of one way of asking."""
 
     way: str
@@ -81,14 +81,14 @@ def measure(
     overrides: Sequence[str],
     streamed: bool = True,
     python: str | None = None,
-) -> list[Turn]:
+) -> list[Trial]:
     """Starts an engine and lets all ways take turns, each round in another order.
 
     Args:
         shape: a name of `bench.shapes.SHAPES` (random weights), or a model's folder.
         kind: "sglang" or "embedded"; the latter needs a folder with weights.
         load: what to ask.
-        repeats: rounds of turns.
+        repeats: rounds of all ways.
         overrides: further settings of a job, "engines.rollout.args.mem_fraction_static=0.8".
         streamed: also ask token by token, which takes as long as the others together.
         python: interpreter that has the engine.
@@ -108,40 +108,40 @@ def measure(
             log_path=Path(scratch) / "engine.log",
             python=python,
         ) as engine:
-            # As much as a turn, since refills meet kernels that the first requests do not.
+            # As much as a trial, since refills meet kernels that the first requests do not.
             asyncio.run(_ours(engine.url, _TOKEN, load.requests(0), load.in_flight))
-            turns, number = [], 0
+            trials, number = [], 0
             for _ in range(repeats):
                 for name in names:
                     number += 1
-                    turns.append(_take(name, ways[name], engine.url, load, number))
+                    trials.append(_take(name, ways[name], engine.url, load, number))
                 names.rotate(-1)
-            return turns
+            return trials
 
 
-def rows(turns: Sequence[Turn], load: Load) -> list[Row]:
+def rows(trials: Sequence[Trial], load: Load) -> list[Row]:
     """Ours against each of the others: the median of the ratios within a round."""
 
-    def of(way: str) -> list[Turn]:
-        return [turn for turn in turns if turn.way == way]
+    def of(way: str) -> list[Trial]:
+        return [trial for trial in trials if trial.way == way]
 
     ours, found = of("ours"), []
-    speed = float(np.median([turn.tokens_per_s for turn in ours]))
+    speed = float(np.median([trial.tokens_per_s for trial in ours]))
     for way, said in (("plain", "plain requests"), ("streamed", "plain requests, token by token")):
         if not (theirs := of(way)):
             continue
         pairs = zip(ours, theirs, strict=True)
         ratio = float(np.median([a.tokens_per_s / b.tokens_per_s for a, b in pairs]))
-        baseline = float(np.median([turn.tokens_per_s for turn in theirs]))
+        baseline = float(np.median([trial.tokens_per_s for trial in theirs]))
         name = f"{load.in_flight} in flight"
         found.append(Row(name, speed, "tokens/s", said, baseline, ratio, AIM))
-    for way in dict.fromkeys(turn.way for turn in turns):
-        cpu_ms = float(np.median([1e3 * turn.cpu_s for turn in of(way)]))
+    for way in dict.fromkeys(trial.way for trial in trials):
+        cpu_ms = float(np.median([1e3 * trial.cpu_s for trial in of(way)]))
         found.append(Row(f"client's CPU, {way}", cpu_ms, "ms per 1,000 tokens"))
     return found
 
 
-def _take(name: str, way: Way, url: str, load: Load, number: int) -> Turn:
+def _take(name: str, way: Way, url: str, load: Load, number: int) -> Trial:
     requests = load.requests(number)
     cpu, start = time.process_time(), time.perf_counter()
     tokens = asyncio.run(way(url, _TOKEN, requests, load.in_flight))
@@ -149,7 +149,7 @@ def _take(name: str, way: Way, url: str, load: Load, number: int) -> Turn:
     wanted = sum(count for _, count in requests)
     if tokens != wanted:
         raise EngineError(f"{url}: {name}: asked for {wanted} tokens, got {tokens}")
-    return Turn(name, tokens / seconds, 1e3 * (time.process_time() - cpu) / tokens)
+    return Trial(name, tokens / seconds, 1e3 * (time.process_time() - cpu) / tokens)
 
 
 async def _ours(url: str, token: str, requests: Requests, in_flight: int) -> int:

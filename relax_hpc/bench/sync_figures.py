@@ -75,7 +75,7 @@ class Figures:
     """Tokens per second that engines sampled meanwhile, from the second update to the last; 0 if
     not measured."""
     undisturbed_tokens_per_s: float = 0.0
-    """And for as long without updates."""
+    """Tokens per second that engines sampled for as long without updates."""
 
 
 def show(figures: Figures, json_file: Path | None) -> str:

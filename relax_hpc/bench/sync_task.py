@@ -7,7 +7,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.paths import RunPaths
 
 LOGPROB_VERSIONS = (0, 1, 10)
-"""After which the engines' logprobs are compared with the trainer's."""
+"""Versions after which the engines' logprobs are compared with the trainer's."""
 ATTEMPT = "1"
 """Attempt of the engines' start."""
 

@@ -30,7 +30,7 @@ class RecordKind(IntEnum):
     PARTIAL = 5
     """A shard of unfinished prompt groups is committed: its owner goes on with them later."""
     CUT = 6
-    """From byte `length` of the log to here there is no record: its writer died over it."""
+    """No record stands from byte `length` of the log to here: its writer died over it."""
 
 
 SHARDS = (RecordKind.BASE, RecordKind.SIDE, RecordKind.PARTIAL)

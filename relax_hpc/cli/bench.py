@@ -126,7 +126,7 @@ def bench_generate(
     shape: Shape = "qwen3-4b",
     engine: EngineKind = "sglang",
     in_flight: Annotated[int, typer.Option(help="Requests at a time.", min=1)] = 1024,
-    requests: Annotated[int, typer.Option(help="Requests of a turn.", min=1)] = 4096,
+    requests: Annotated[int, typer.Option(help="Requests of a trial.", min=1)] = 4096,
     siblings: Annotated[int, typer.Option(help="Requests that share a prompt.", min=1)] = 8,
     prompt_tokens: Annotated[int, typer.Option(help="Of every prompt.", min=1)] = 256,
     new_tokens: Annotated[int, typer.Option(help="Of a response, on average.", min=1)] = 512,

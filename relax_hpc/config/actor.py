@@ -72,7 +72,7 @@ class ReferenceConfig(Section):
         return _ReferenceMegatron(**of_actor | {"layout": self.layout or actor.layout})
 
     def model(self, trained: ModelConfig) -> ModelConfig:
-        """Whose weights they are; those that training starts with if it does not say."""
+        """Returns the model whose weights they are; the one that training starts with if unset."""
         if self.path is None:
             return trained
         return trained.model_copy(update={"path": self.path, "weights": None})

@@ -24,8 +24,8 @@ _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Pattern of the name of a folder."""
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Before a component, an engine or the scaler is started again: after its first failure, after its
-second, and so on; the last of them from then on."""
+"""Seconds before a component, an engine or the scaler is started again: after its first failure,
+after its second, and so on; the last of them from then on."""
 OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
 """Fields of `engines.rollout.resources` that are its own where it shares the actor's GPUs."""
 
@@ -213,7 +213,7 @@ class RunConfig(JobConfig):
 
     @property
     def reference_model(self) -> ModelConfig:
-        """Whose weights the reference has."""
+        """The model whose weights the reference has."""
         return self.reference.model(self.model)
 
     @property

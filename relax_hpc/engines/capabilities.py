@@ -19,7 +19,7 @@ _NEEDED = (
     "/update_weights_from_disk",
     "/weights_checker",
 )
-"""Without one of them an engine is of no use here; SGLang has all of them from 0.5.17 at the
+"""Routes that an engine must have to be of use here; SGLang has all of them from 0.5.17 at the
 latest."""
 
 

@@ -96,7 +96,7 @@ class _Waiting(NamedTuple):
 
     rid: str
     homes: Sequence[Hashable]
-    """Whoever shares one shares a prefix."""
+    """Keys of its prefixes: requests with a key in common have a prefix in common."""
     min_version: int
     granted: "asyncio.Future[_Engine]"
 

@@ -56,7 +56,7 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Without special tokens."""
+        """Text of the reply, without special tokens."""
         if self._text is None:
             self._text = self._conversation.decode(self.call.draft.token_ids)
         return self._text

@@ -14,7 +14,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json, write_json_once
 
 _CLAIM_S = 900
-"""After so long a claim whose process cannot be looked at is no promise of a job any more."""
+"""Seconds after which a claim whose process cannot be looked at promises no job any more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ def sample(sizes: Sequence[int], count: int) -> list[int]:
 
 
 def left_out(chosen: Sequence[Sized], every: Sequence[Sized], what: str, before: str) -> str | None:
-    """For people, when only `chosen` of the rows of `every` file were looked at; else None.
+    """Says that only `chosen` of the rows of `every` file were looked at; None if all were.
 
     Args:
         what: the rows are called.

@@ -68,7 +68,7 @@ class Role:
     """Whether its ranks are one world, Megatron's; otherwise tasks work alone."""
     restart: Restart = "step"
     writes: Writer | None = None
-    """Whose columns of the bus its rank 0 writes (`schema.COLUMNS`), if any."""
+    """The writer whose columns of the bus its rank 0 writes (`schema.COLUMNS`), if any."""
     profile: str | None = None
     """Table of site profiles with its resources; None: it takes those of the whole site."""
     is_scalable: bool = False

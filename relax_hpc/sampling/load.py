@@ -7,7 +7,7 @@ from relax_hpc.engines.pool import EngineLoad
 from relax_hpc.telemetry.events import EventWriter
 
 LOAD_EVERY_S = 5.0
-"""Between two `load` events of an engine."""
+"""Seconds between two `load` events of an engine."""
 
 
 class LoadMeter:

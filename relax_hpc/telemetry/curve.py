@@ -60,7 +60,7 @@ def smooth(values: Sequence[float], *, keep: float) -> list[float]:
 
 
 def _legend(axes: "Axes") -> None:
-    """Above the axes, where no curve can be, whether it rises or falls."""
+    """Draws it above the axes, where no curve can be, whether it rises or falls."""
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.2, frameon=False, ncols=3)
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 class Pace(NamedTuple):
     seconds: float
-    """Since the step before, or since the start."""
+    """Seconds since the step before, or since the start."""
     eta_s: float | None
     """None after the first step: it is not like the others."""
 

@@ -3,7 +3,7 @@
 import pytest
 
 from relax_hpc.bench import generate
-from relax_hpc.bench.generate import Load, Turn
+from relax_hpc.bench.generate import Load, Trial
 
 
 def test_turns_ask_for_the_same_lengths_with_prompts_of_their_own():
@@ -18,8 +18,8 @@ def test_turns_ask_for_the_same_lengths_with_prompts_of_their_own():
 def test_the_ratio_is_the_median_of_those_within_a_round():
     speeds = {"ours": [100.0, 90.0, 80.0], "plain": [100.0, 100.0, 100.0]}
     speeds["streamed"] = [50.0, 45.0, 20.0]
-    turns = [Turn(way, speed, 0.01) for way, found in speeds.items() for speed in found]
-    plain, streamed, *cpu = generate.rows(turns, Load(4, 10, 4, 5, 8))
+    trials = [Trial(way, speed, 0.01) for way, found in speeds.items() for speed in found]
+    plain, streamed, *cpu = generate.rows(trials, Load(4, 10, 4, 5, 8))
     assert (plain.value, plain.baseline, plain.ratio) == (90.0, 100.0, 0.9)
     assert (streamed.baseline, streamed.ratio) == (45.0, 2.0)
     assert [row.value for row in cpu] == [10.0] * 3
@@ -27,17 +27,17 @@ def test_the_ratio_is_the_median_of_those_within_a_round():
 
 def test_all_ways_get_all_tokens_of_a_real_engine(checkpoints):
     load = Load(in_flight=16, num_requests=24, siblings=4, prompt_tokens=5, new_tokens=8)
-    turns = generate.measure(
+    trials = generate.measure(
         str(checkpoints[0]), kind="embedded", load=load, repeats=2, overrides=[]
     )
     first, second = ["ours", "plain", "streamed"], ["plain", "streamed", "ours"]
-    assert [turn.way for turn in turns] == first + second
-    assert all(turn.tokens_per_s > 0 for turn in turns)
+    assert [trial.way for trial in trials] == first + second
+    assert all(trial.tokens_per_s > 0 for trial in trials)
 
 
 def test_ways_that_were_left_out_have_no_rows():
-    turns = [Turn("ours", 90.0, 0.01), Turn("plain", 100.0, 0.02)]
-    plain, *cpu = generate.rows(turns, Load(4, 10, 4, 5, 8))
+    trials = [Trial("ours", 90.0, 0.01), Trial("plain", 100.0, 0.02)]
+    plain, *cpu = generate.rows(trials, Load(4, 10, 4, 5, 8))
     assert plain.ratio == 0.9
     assert [(row.name, row.value) for row in cpu] == [
         ("client's CPU, ours", 10.0),

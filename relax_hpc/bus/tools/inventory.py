@@ -86,7 +86,7 @@ def newest_credit(paths: BusPaths) -> Credit | None:
 
 
 def latest_credit(paths: BusPaths) -> Credit:
-    """Likewise, but a first grant of nothing before it has started."""
+    """Reads the trainer's newest grant; a first one of nothing before it has started."""
     return newest_credit(paths) or Credit()
 
 

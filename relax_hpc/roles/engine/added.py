@@ -24,11 +24,11 @@ from relax_hpc.telemetry.events import EventWriter
 
 _POLL_S = 0.25
 _NOTICE_S = 3.0
-"""Until every router knows that a member drains: they look once a second."""
+"""Seconds until every router knows that a member drains: they look once a second."""
 _ABORT_S = 5.0
 """Seconds for aborted requests to be answered with what there is of them."""
 _UPDATE_S = 10.0
-"""An update takes less, or hangs."""
+"""Seconds that an update takes at most, unless it hangs."""
 
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:

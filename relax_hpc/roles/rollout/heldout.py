@@ -22,7 +22,7 @@ class Due(NamedTuple):
     when: str
     """before, during or after training."""
     number: int
-    """Among those of `when`: tasks may get to it at other policies."""
+    """Number among those of `when`: tasks may get to it at other policies."""
 
 
 class Row(NamedTuple):

@@ -22,7 +22,7 @@ POLL_S = 0.05
 READY_S = 1.0
 """A finished group waits no longer for others to fill its shard."""
 FINAL_VERSION_S = 5.0
-"""After the run's end, for the records to say that the engines hold the last policy."""
+"""Seconds after the run's end for the records to say that the engines hold the last policy."""
 
 
 class Engines(Protocol):

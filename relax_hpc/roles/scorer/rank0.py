@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 SIGN_OF_LIFE_S = 30.0
-"""After which ranks that wait for rank 0 hear from it, work or not."""
+"""Seconds after which ranks that wait for rank 0 hear from it, work or not."""
 MICRO_BATCHES_PER_ROUND = 4
 """Micro-batches of a rank before results are written: shards are taken until there are so many."""
 
