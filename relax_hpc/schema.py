@@ -219,7 +219,7 @@ class Trajectory(NamedTuple):
     """[turns, 2] (first token of the row, TurnKind); None where they were not read."""
     environment: int = 0
     segment: int = 0
-    """Its place among the rows of its episode: of sibling `sibling` of `guid`."""
+    """Place among the rows of the episode: of sibling `sibling` of `guid`."""
     media: tuple[Medium, ...] = ()
     """Media of the prompt, in order; siblings share them, and a shard holds each once."""
     routed_experts: npt.NDArray[np.int16] | None = None
@@ -244,3 +244,5 @@ class PromptGroup(NamedTuple):
     guid: int
     trajectories: list[Trajectory]
     """One or several for each sibling, by (sibling, segment)."""
+    metrics: Sequence[Mapping[str, float]] = ()
+    """Numbers of the environment for each episode: for the events, not for the bus."""

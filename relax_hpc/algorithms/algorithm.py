@@ -78,12 +78,17 @@ Loss = Callable[["Tensor", Tokens], LossOutput]
 
 
 class Rows(NamedTuple):
-    """The facts known of the rows of whole prompt groups before any is read; P groups of G."""
+    """The facts known of whole prompt groups before any row is read.
+
+    P groups of G episodes; R rows, one or several of each episode.
+    """
 
     rewards: npt.NDArray[np.float32]
-    """[P, G]"""
+    """[P, G], of episodes."""
     response_lengths: npt.NDArray[np.int64]
-    """[P, G] tokens after the prompt."""
+    """[R] tokens after the prompt, of rows."""
+    groups: npt.NDArray[np.int64]
+    """[R] which prompt group a row is of, 0 <= group < P, rising."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +101,16 @@ class Algorithm:
     loss: Callable[[Any, frozenset[str]], Loss]
     """(settings, short names of the columns that all rows have) -> the loss."""
     advantages: Callable[[Any, Rows], Floats] = lambda _, rows: np.ones_like(rows.rewards)
-    """(settings, rows) -> [P, G], on rank 0. One that needs tokens makes them in its loss, of the
-    columns that it asks for, e.g. values."""
+    """(settings, rows) -> [P, G], on rank 0: each row has the advantage of its episode, and groups
+    are compared by episodes, however many rows these have. One that needs tokens makes them in its
+    loss, of the columns that it asks for, e.g. values."""
     teaches: Callable[[Any, Floats], npt.NDArray[np.bool_]] = lambda _, advantages: np.ones(
         advantages.shape, bool
     )
-    """(settings, [P, G] advantages) -> [P, G], which rows are trained on; the others are not even
-    read, and count in no mean."""
+    """(settings, [P, G] advantages) -> [P, G], which episodes are trained on; rows of the others
+    are not even read, and count in no mean."""
     weights: Callable[[Any, Rows], Floats] | None = None
-    """(settings, rows) -> [P, G] factor of each token's part in the loss, which comes to it as the
+    """(settings, rows) -> [R] factor of each token's part in the loss, which comes to it as the
     column `weights`: sequence mean, mean per prompt, constant, see `aggregation`. None: 1, which
     makes the mean over trained tokens."""
     needs: Callable[[Any], Needs] = lambda _: Needs()

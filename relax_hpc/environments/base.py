@@ -14,7 +14,8 @@ class Outcome(NamedTuple):
     """Rewards by the name of the part; their sum is the reward. Without parts, the job's reward
     decides."""
     metrics: Mapping[str, float] = {}
-    """Other numbers of the episode, by name."""
+    """Other numbers of the episode, by name; the event of a shard has their means over episodes, as
+    `rollout/<name>`, and so has TensorBoard."""
 
 
 class Environment(Protocol):

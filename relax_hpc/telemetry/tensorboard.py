@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def write(run_dir: Path) -> Path:
-    """Makes `tensorboard/` anew: scalars of every step, held-out rewards or losses, shard rewards,
-    and, over seconds instead of steps, what engines did.
+    """Makes `tensorboard/` anew: scalars of every step, held-out rewards or losses, shard rewards
+    and metrics, and, over seconds instead of steps, what engines did.
 
     It is built beside the old one and put in its place, so the folder never holds half a run, and
     a step that was trained twice is drawn once.
@@ -41,12 +41,17 @@ def write(run_dir: Path) -> Path:
             loss, step = measured["loss"], measured["step"]
             _scalar(writer, "eval/heldout_loss", loss, step, measured["time"])
         _write_loads(writer, events)
-        for number, shard in enumerate(history.shards(events)):
-            reward = shard["reward/mean"]
-            _scalar(writer, "rollout/shard_reward", reward, number, shard["time"])
+        _write_shards(writer, events)
     shutil.rmtree(paths.tensorboard, ignore_errors=True)
     draft.rename(paths.tensorboard)
     return paths.tensorboard
+
+
+def _write_shards(writer: "EventFileWriter", events: Sequence[Event]) -> None:
+    for number, shard in enumerate(history.shards(events)):
+        _scalar(writer, "rollout/shard_reward", shard["reward/mean"], number, shard["time"])
+        for tag in [name for name in shard if name.startswith("rollout/")]:
+            _scalar(writer, tag, shard[tag], number, shard["time"])
 
 
 def _write_loads(writer: "EventFileWriter", events: Sequence[Event]) -> None:

@@ -83,7 +83,7 @@ def test_its_loss_is_the_one_worked_by_hand():
 
 def test_its_advantages_are_of_groups():
     rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)
-    worth = GSPO.advantages(None, Rows(rewards, np.ones((2, 4), np.int64)))
+    worth = GSPO.advantages(None, Rows(rewards, np.ones(8, np.int64), np.repeat([0, 1], 4)))
     assert worth.tolist() == [[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0]]
     assert GSPO.teaches(None, worth).tolist() == [[True] * 4, [False] * 4]
 

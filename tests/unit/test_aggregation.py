@@ -12,7 +12,8 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.roles import table as roles
 from relax_hpc.roles.dealing.portions import values_of
 
-LENGTHS = np.array([[2, 6], [4, 0]])
+LENGTHS = np.array([2, 6, 4, 0])
+GROUPS = np.array([0, 0, 1, 1])
 TREE = {
     "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"}, "schedule": {"num_steps": 1},
     "rollout": {"samples_per_prompt": 2},
@@ -21,10 +22,19 @@ TREE = {
 
 def test_weights_make_the_means_that_they_are_named_after():
     """With a loss of 1 per token, and twice that in the second row, over 4 rows."""
-    loss = LENGTHS * np.array([[1, 2], [1, 1]])
+    loss = LENGTHS * np.array([1, 2, 1, 1])
     assert (aggregation.sequence_mean(LENGTHS) * loss).sum() == 1 + 2 + 1 + 0
-    assert (aggregation.prompt_mean(LENGTHS) * loss).sum() / 2 == (2 + 12) / 8 + 4 / 4
+    weights = aggregation.prompt_mean(LENGTHS, GROUPS, 2)
+    assert (weights * loss).sum() / 2 == (2 + 12) / 8 + 4 / 4
     assert (aggregation.constant(LENGTHS, 8) * loss).sum() == (2 + 12 + 4) / 8
+
+
+def test_a_prompt_counts_once_however_many_rows_its_episodes_have():
+    """With a loss of 1 per token: two episodes a prompt, of which one is 6 tokens in two rows."""
+    lengths, groups = np.array([2, 5, 1, 4, 0]), np.array([0, 0, 0, 1, 1])
+    loss = aggregation.prompt_mean(lengths, groups, 2) * lengths
+    assert [loss[:3].sum(), loss[3:].sum()] == [2, 2]
+    assert (aggregation.sequence_mean(lengths) * lengths).tolist() == [1, 1, 1, 1, 0]
 
 
 def test_sums_over_sequences_heed_the_mask_and_send_the_gradient_home():
@@ -82,7 +92,9 @@ def test_siblings_and_whole_batches_are_as_it_needs_them(job):
 def test_rows_are_dealt_with_the_weights_of_its_aggregation(job):
     weights = lambda _, rows: aggregation.sequence_mean(rows.response_lengths)  # noqa: E731
     settings = job(mine(weights=weights)).algorithm
-    index = type("Index", (), {"rewards": np.zeros(4), "response_len": LENGTHS.reshape(-1)})
+    index = type(
+        "Index", (), {"rewards": np.zeros(4), "response_len": LENGTHS, "segment": np.zeros(4)}
+    )
     columns, teaching = values_of(index, settings, 2)
     assert columns["weights"].tolist() == [1 / 2, 1 / 6, 1 / 4, 1]
     assert columns["advantages"].tolist() == [1, 1, 1, 1] and teaching.tolist() == [0, 1, 2, 3]

@@ -8,6 +8,7 @@ import pytest
 from episode_fakes import answer, episodes
 from roles.role_fakes import config
 
+from relax_hpc.bus.shards.encode import to_columns
 from relax_hpc.demo import checkpoint
 from relax_hpc.engines.generation import Draft
 from relax_hpc.environments import registry
@@ -19,8 +20,10 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.episodes import Grouper
+from relax_hpc.roles.rollout.loop import means_of, publish
 from relax_hpc.sampling.how import How
-from relax_hpc.schema import FinishReason
+from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+from relax_hpc.telemetry.event_table import undeclared
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -297,18 +300,73 @@ def test_rewards_of_an_environment_count_and_the_jobs_reward_is_for_the_others(t
     assert [row.reward for row in made(SingleTurn()).trajectories] == [0.5, 0.5]
 
 
-def test_an_episode_of_several_sequences_is_refused_with_what_to_do(tokens):
-    class Forks:
-        async def rollout(self, prompt, session):
-            await session.chat()
-            await session.chat([{"role": "user", "content": "else"}])
-            return Outcome({"right": 1.0})
+class Forks:
+    """Asks something else each time, as often as it is told to."""
 
+    def __init__(self, *counts, metrics=()):
+        self.counts, self.metrics = iter(counts), iter(metrics)
+
+    async def rollout(self, prompt, session):
+        for number in range(next(self.counts)):
+            await session.chat(number * [{"role": "user", "content": f"{number}+"}] or None)
+        return Outcome({"right": 0.5}, next(self.metrics, {}))
+
+
+def test_an_episode_is_a_row_for_each_of_its_sequences_with_the_episodes_reward(tokens):
     conversation = Conversation(tokens, chat_template=True)
     engine = Engine(tokens, *["3<|im_end|>"] * 4)
-    each = episodes(config(), engine, None, Forks(), conversation)
-    with pytest.raises(RelaxError, match=r"left 2 sequences.*session.messages"):
+    each = episodes(config(), engine, None, Forks(3, 1), conversation)
+    made = asyncio.run(Grouper(config(), {5: prompt_of(conversation)}, each)(5, 0))
+    rows = made.trajectories
+    assert [(row.sibling, row.segment) for row in rows] == [(0, 0), (0, 1), (0, 2), (1, 0)]
+    assert [row.reward for row in rows] == [0.5] * 4
+    assert len({row.seed for row in rows[:3]}) == 1 and rows[3].seed != rows[0].seed
+    said = [tokens.decode(row.token_ids[: row.prompt_len]) for row in rows]
+    assert "1+" in said[1] and "2+" in said[2] and said[3] == said[0]
+    assert [int(row.loss_mask.sum()) for row in rows] == [2] * 4
+    to_columns([made])  # as the bus takes them
+
+
+def test_metrics_of_episodes_are_means_over_those_that_have_them(tokens):
+    conversation = Conversation(tokens, chat_template=True)
+    engine = Engine(tokens, *["3<|im_end|>"] * 3)
+    counted = [{"calls": 2, "found": True}, {"calls": 1}]
+    each = episodes(config(), engine, None, Forks(2, 1, metrics=counted), conversation)
+    made = asyncio.run(Grouper(config(), {5: prompt_of(conversation)}, each)(5, 0))
+    assert means_of(made.metrics) == {"rollout/calls": 1.5, "rollout/found": 1.0}
+
+
+def test_a_metric_that_is_no_number_is_refused_with_its_name(tokens):
+    conversation = Conversation(tokens, chat_template=True)
+    each = episodes(
+        config(), Engine(tokens, "3<|im_end|>", "3<|im_end|>"), None,
+        Forks(1, 1, metrics=[{"found": "yes"}]), conversation,
+    )  # fmt: skip
+    with pytest.raises(RelaxError, match=r"metrics of an episode are numbers.*'found': 'yes'"):
         asyncio.run(Grouper(config(), {5: prompt_of(conversation)}, each)(5, 0))
+
+
+class Committed:
+    def put(self, groups):
+        pass
+
+    def emit(self, event, **fields):
+        self.fields = fields
+
+
+def test_a_shards_event_has_means_over_episodes_and_counts_rows(tokens):
+    row = Trajectory(
+        guid=0, sibling=0, prompt_index=0, seed=0, token_ids=np.zeros(3, np.int32), prompt_len=1,
+        loss_mask=np.ones(3, np.uint8), version_runs=np.array([[1, 4]]),
+        finish=FinishReason.STOP, reward=1.0,
+    )  # fmt: skip
+    rows = [row._replace(segment=segment) for segment in range(3)]
+    rows.append(row._replace(sibling=1, reward=0.0))
+    said = Committed()
+    publish(said, [PromptGroup(0, rows, [{"calls": 3.0}, {"calls": 1.0}])], said)
+    assert (said.fields["reward/mean"], said.fields["rollout/calls"]) == (0.5, 2.0)
+    assert (said.fields["num_trajectories"], said.fields["num_tokens"]) == (4, 12)
+    assert undeclared("shard", said.fields) == []
 
 
 def test_a_cancelled_group_is_kept_and_a_finished_one_is_not(tokens):

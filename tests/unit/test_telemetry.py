@@ -49,7 +49,8 @@ def run_dir(tmp_path):
         step(2, 3.0, 0.9, loss=9.0),
         step(2, 5.0, 0.5, loss=-0.25),  # trained again after a resume
         step(3, 6.0, 0.75, loss=0.0, note="text", good=True),
-        event("shard", 4.0, "rollout", num_trajectories=8, **{"reward/mean": 0.375}),
+        event("shard", 4.0, "rollout", num_trajectories=8,
+              **{"reward/mean": 0.375, "rollout/calls": 1.5, "rollout/odd": None}),
         event("shard", 4.5, "rollout", num_trajectories=0, **{"reward/mean": None}),
         event("load", 6.0, "rollout", id="rollout-0", seconds=5.0, num_tokens=40, in_flight=3,
               version=2, kv_used=None),
@@ -188,6 +189,7 @@ def test_tensorboard_reads_back_every_number_once(run_dir):
         assert values["loss"] == [(1, -0.5), (2, -0.25), (3, 0.0)]
         assert values["eval/heldout_reward"] == [(0, pytest.approx(0.3)), (3, pytest.approx(0.6))]
         assert values["rollout/shard_reward"] == [(0, 0.375)]
+        assert values["rollout/calls"] == [(0, 1.5)] and "rollout/odd" not in values
         assert values["engines/rollout-0/task0/tokens_per_s"] == [(5, 8.0)]
         assert "engines/rollout-0/task0/kv_used" not in values
         assert view.Scalars("loss")[1].wall_time == 5.0

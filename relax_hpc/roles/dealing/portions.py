@@ -81,20 +81,22 @@ class Batch:
         return Portion(record, columns, micro_batches)
 
     def describe(self, step: int) -> dict[str, float]:
-        """Describes the batch, before anything was done with it."""
+        """Describes the batch, before anything was done with it; means are over episodes."""
         index = BatchIndex(*map(np.concatenate, zip(*self._indices, strict=True)))
-        siblings = self._config.rollout.samples_per_prompt
-        rewards = index.rewards.astype(np.float32).reshape(-1, siblings)
+        first = np.flatnonzero(index.segment == 0)
+        each = index.rewards[first].astype(np.float32)
+        rewards = each.reshape(-1, self._config.rollout.samples_per_prompt)
         solved = rewards >= np.float32(self._config.reward.solved_at)
-        lag = step - 1 - index.policy_version_min.astype(np.int64)
+        oldest = np.minimum.reduceat(index.policy_version_min.astype(np.int64), first)
+        lag = step - 1 - oldest
         return {
             "policy_version": step,
-            "reward/mean": float(index.rewards.mean()),
+            "reward/mean": float(each.mean()),
             "staleness/mean": float(lag.mean()),
             "staleness/max": int(lag.max()),
-            "num_trajectories": len(lag),
+            "num_trajectories": len(index.guid),
             "num_tokens": int(lengths_of(index).sum()),
-            "response/mean": float(index.response_len.mean()),
+            "response/mean": float(index.response_len.sum() / len(first)),
             "groups/solved": float(solved.all(axis=1).mean()),
             "groups/teaching": float((rewards != rewards[:, :1]).any(axis=1).mean()),
             "batch/portions": len(self._indices),
@@ -115,19 +117,23 @@ def values_of(
 ) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
     """Asks the algorithm about the rows of a portion, before any is read.
 
+    Every row of an episode has the advantage of the episode.
+
     Returns:
         `advantages`, and `weights` if it has some, [rows] in plan order, in which groups are whole
         and contiguous; and the numbers of those that teach, rising.
     """
     algorithm = algorithm_of(settings)
-    lengths = index.response_len.astype(np.int64)
-    rewards = index.rewards.astype(np.float32)
-    rows = Rows(rewards.reshape(-1, siblings), lengths.reshape(-1, siblings))
-    columns = {"advantages": algorithm.advantages(settings, rows)}
-    teaching = np.flatnonzero(algorithm.teaches(settings, columns["advantages"]))
+    begins = index.segment == 0
+    episode = np.cumsum(begins) - 1
+    rewards = index.rewards[begins].astype(np.float32).reshape(-1, siblings)
+    rows = Rows(rewards, index.response_len.astype(np.int64), episode // siblings)
+    worth = algorithm.advantages(settings, rows)
+    teaching = np.flatnonzero(algorithm.teaches(settings, worth).reshape(-1)[episode])
+    columns = {"advantages": worth.reshape(-1)[episode]}
     if algorithm.weights:
         columns["weights"] = algorithm.weights(settings, rows)
-    return {name: values.reshape(-1) for name, values in columns.items()}, teaching
+    return columns, teaching
 
 
 def lengths_of(index: BatchIndex) -> npt.NDArray[np.int64]:

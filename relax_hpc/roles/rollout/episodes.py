@@ -2,7 +2,7 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +31,8 @@ class Episode(NamedTuple):
     record: Record
     rewards: Mapping[str, float]
     """Rewards by the name of the part."""
+    metrics: Mapping[str, float] = {}
+    """Other numbers of the environment, by name."""
 
     @property
     def reward(self) -> float:
@@ -110,7 +112,8 @@ class Episodes:
             name = self._config.reward.name
             rewards = {n: {name: score.value} for n, score in zip(left, scores, strict=True)}
         return [
-            Episode(record, rewards.get(n, outcomes[n].rewards)) for n, record in enumerate(records)
+            Episode(record, rewards.get(n, outcome.rewards), _numbers(prompt, outcome.metrics))
+            for n, (record, outcome) in enumerate(zip(records, outcomes, strict=True))
         ]
 
     def texts(self, episode: Episode) -> list[str]:
@@ -150,37 +153,46 @@ class Grouper:
         )
         del self.running[guid]
         rows = [
-            _row(guid, sibling, prompt, seed, episode)
+            row
             for sibling, seed, episode in zip(siblings, seeds, episodes, strict=True)
+            for row in _rows(guid, sibling, prompt, seed, episode)
         ]
-        return PromptGroup(guid, rows)
+        return PromptGroup(guid, rows, [episode.metrics for episode in episodes])
 
 
-def _row(guid: int, sibling: int, prompt: Prompt, seed: int, episode: Episode) -> Trajectory:
+def _rows(
+    guid: int, sibling: int, prompt: Prompt, seed: int, episode: Episode
+) -> Iterator[Trajectory]:
+    """A row for each sequence of an episode; one without a call is its prompt."""
     record = episode.record if episode.record.calls else Record([Call(prompt.token_ids)])
-    made = sequences(record)
-    if len(made) > 1:
-        raise RelaxError(
-            f"{prompt.where}: an episode left {len(made)} sequences, of which training takes one: "
-            "messages of a call have to go on from session.messages"
+    for segment, sequence in enumerate(sequences(record)):
+        yield Trajectory(
+            guid=guid,
+            sibling=sibling,
+            segment=segment,
+            prompt_index=prompt.index,
+            seed=seed,
+            token_ids=sequence.token_ids,
+            prompt_len=sequence.prompt_len,
+            loss_mask=sequence.loss_mask,
+            columns={"rollout_logprobs": sequence.logprobs},
+            version_runs=sequence.version_runs,
+            turns=sequence.turns,
+            finish=sequence.finish,
+            reward=episode.reward,
+            media=sequence.media,
+            routed_experts=sequence.routed_experts,
         )
-    [sequence] = made
-    return Trajectory(
-        guid=guid,
-        sibling=sibling,
-        prompt_index=prompt.index,
-        seed=seed,
-        token_ids=sequence.token_ids,
-        prompt_len=sequence.prompt_len,
-        loss_mask=sequence.loss_mask,
-        columns={"rollout_logprobs": sequence.logprobs},
-        version_runs=sequence.version_runs,
-        turns=sequence.turns,
-        finish=sequence.finish,
-        reward=episode.reward,
-        media=sequence.media,
-        routed_experts=sequence.routed_experts,
-    )
+
+
+def _numbers(prompt: Prompt, metrics: Mapping[str, float]) -> Mapping[str, float]:
+    """Metrics of an environment, which are somebody else's."""
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise RelaxError(
+            f"{prompt.where}: metrics of an episode are numbers by name, got {metrics!r}"
+        ) from error
 
 
 def seed_of(run_seed: int, guid: int | str, sibling: int) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -172,8 +172,18 @@ def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWrit
         num_tokens=sum(len(row.token_ids) for row in rows),
         policy_version_min=min(row.policy_version_min for row in rows),
         policy_version_max=max(row.policy_version_max for row in rows),
-        **{"reward/mean": float(np.mean([row.reward for row in rows]))},
+        **{"reward/mean": float(np.mean([row.reward for row in rows if not row.segment]))},
+        **means_of([metrics for group in groups for metrics in group.metrics]),
     )
+
+
+def means_of(episodes: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """`rollout/<name>`: the mean over those episodes that have a metric of that name."""
+    found: dict[str, list[float]] = {}
+    for metrics in episodes:
+        for name, value in metrics.items():
+            found.setdefault(f"rollout/{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 async def _some(

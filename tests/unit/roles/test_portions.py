@@ -139,5 +139,60 @@ def test_what_is_said_of_a_batch_is_of_all_its_portions():
     }
 
 
+# Two groups of three: episodes of 1, 2 and 3 rows, then of 2, 1 and 2.
+PLACES = [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
+WORTH = [1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
+
+
+def index_of_several(rewards=WORTH, oldest=(3,) * 11):
+    return BatchIndex(
+        guid=np.array([0] * 6 + [1] * 5),
+        sibling=np.array([sibling for sibling, _ in PLACES], np.int32),
+        segment=np.array([segment for _, segment in PLACES], np.int32),
+        rewards=np.array(rewards, np.float32),
+        prompt_len=np.full(11, 2, np.int32),
+        response_len=np.arange(1, 12, dtype=np.int32),
+        policy_version_min=np.array(oldest, np.int32),
+        policy_version_max=np.full(11, 4, np.int32),
+        finish=np.zeros(11, np.uint8),
+    )
+
+
+def batch_of_several(index, **settings):
+    settings = {"actor__tokens_per_micro_batch": 100, **settings}
+    return Batch(config(rollout__samples_per_prompt=3, **settings), Reader(index))
+
+
+PARTS = [Part("rollout-0", 1, 0, "u0", 0, 6), Part("rollout-0", 1, 0, "u0", 6, 11)]
+SEVERAL = PlanRecord(5, [0, 1], PARTS, 11, 0, 0)
+THIRD, SQRT2 = 1 / 3, math.sqrt(2)
+
+
+@pytest.mark.parametrize(
+    ("normalize", "expected"),
+    [
+        (False, [2 * THIRD, *[-THIRD] * 5, *[0] * 5]),  # the mean of rows would be 1/6
+        (True, [SQRT2, *[-1 / SQRT2] * 5, *[0] * 5]),  # the deviation is sqrt(2)/3
+    ],
+)
+def test_a_group_is_compared_by_episodes_and_their_rows_are_worth_the_same(normalize, expected):
+    batch = batch_of_several(index_of_several(), algorithm__normalize_std=normalize)
+    portion = batch.deal(SEVERAL)
+    np.testing.assert_allclose(portion.columns["advantages"], expected, rtol=1e-5)
+    assert share_of(portion, 0).rows == list(range(6))  # the second group teaches nothing
+
+
+def test_of_a_batch_with_several_rows_an_episode_means_are_of_episodes():
+    oldest = [3, 2, 1, 4, 4, 4, 4, 3, 4, 4, 4]
+    batch = batch_of_several(index_of_several(oldest=oldest))
+    batch.deal(SEVERAL)
+    said = batch.describe(5)
+    assert said["reward/mean"] == pytest.approx(4 / 6)  # of rows it would be 6/11
+    assert said["response/mean"] == 66 / 6
+    assert said["staleness/mean"] == (1 + 3 + 0 + 1 + 0 + 0) / 6 and said["staleness/max"] == 3
+    assert (said["num_trajectories"], said["num_tokens"]) == (11, 66 + 22)
+    assert (said["groups/solved"], said["groups/teaching"]) == (1 / 2, 1 / 2)
+
+
 def test_rows_know_the_shard_that_they_are_in():
     assert shards_of(record(3).parts).tolist() == [0] * 8 + [1] * 4

@@ -1,0 +1,82 @@
+"""Episodes of two sequences through a whole run, rollout and actor killed in the middle of it."""
+
+import os
+import signal
+from pathlib import Path
+
+from e2e_runs import (
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    is_over,
+    planned,
+    submit,
+    wait_until,
+)
+
+from relax_hpc.bus.plan import read_chain
+from relax_hpc.bus.reader import Reader
+from relax_hpc.paths import RunPaths
+
+STEPS, PROMPTS, SIBLINGS = 12, 4, 4
+SETTINGS = {
+    "rollout.environment": f"{Path(__file__).with_name('two_attempts.py')}:TwoAttempts",
+    "schedule.num_steps": STEPS,
+    "schedule.prompts_per_step": PROMPTS,
+    "rollout.samples_per_prompt": SIBLINGS,
+    "rollout.groups_per_shard": 2,
+    "actor.save_every": 3,
+    "bus.keep_steps": STEPS,
+    "eval.heldout.every": 0,
+    "eval.heldout.num_prompts": 16,
+}
+
+
+def kill(event, *names):
+    for name in names:
+        os.kill(event[name], signal.SIGKILL)
+
+
+def test_episodes_of_two_sequences_are_trained_on_once_whoever_is_killed(tiny, tmp_path):
+    run_dir = submit("demo", tiny, local=True, run_root=tmp_path, **SETTINGS).run_dir
+    try:
+        wait_until(run_dir, has_done(4), 100)
+        kill(events_of(run_dir, "rollout", "engine")[-1], "pid", "engine_pid")
+        kill(events_of(run_dir, "actor", "start")[-1], "pid")
+        wait_until(run_dir, lambda _: events_of(run_dir, "actor", "resume"), 100)
+        after = wait_until(run_dir, is_over, 200)
+    finally:
+        cli("cancel", run_dir)
+    assert after["state"] == "COMPLETED"
+    assert len(events_of(run_dir, "rollout", "start")) == 2
+    count = after["progress"]["trajectories"]
+    assert count["committed"] == count["trained"] == 2 * STEPS * PROMPTS * SIBLINGS
+    assert count["trained_twice"] == 0 and set(count["dropped"].values()) == {0}
+    assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    shards = events_of(run_dir, "rollout", "shard")
+    assert all(0 <= shard["rollout/agree"] <= 1 for shard in shards)
+    assert sum(shard["num_trajectories"] for shard in shards) == count["committed"]
+    assert_rows_are_whole_episodes(run_dir)
+
+
+def assert_rows_are_whole_episodes(run_dir):
+    paths = RunPaths(run_dir).bus
+    reader = Reader(paths)
+    steps = {event["step"]: event for event in events_of(run_dir, "actor", "step")}
+    for record in read_chain(paths).steps:
+        assert record.num_trajectories == 2 * SIBLINGS * PROMPTS and record.last
+        rows = reader.rows(record, range(record.num_trajectories))
+        places = [(row.guid, row.sibling, row.segment) for row in rows]
+        assert places == [(g, s, k) for g in record.guids for s in range(SIBLINGS) for k in (0, 1)]
+        pairs = list(zip(rows[::2], rows[1::2], strict=True))
+        assert all(first.reward == second.reward for first, second in pairs)
+        # Two samples of one question: neither row holds the other's answer.
+        assert all(first.prompt_len == second.prompt_len for first, second in pairs)
+        told = steps[record.step]
+        assert (
+            abs(told["reward/mean"] - sum(first.reward for first, _ in pairs) / len(pairs)) < 1e-6
+        )
+        responses = sum(len(row.token_ids) - row.prompt_len for row in rows)
+        assert abs(told["response/mean"] - responses / len(pairs)) < 1e-6
+    reader.close()
