@@ -70,7 +70,9 @@ def test_a_run_on_shared_gpus_samples_and_trains_in_turn(tiny, tmp_path):
 def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_and_comes_back(
     tiny, tmp_path
 ):
-    steps, several = 8, {"engines.rollout.engines_per_task": 2}
+    # Several epochs, or else the run may be over before the engine is back.
+    steps = 8
+    several = {"engines.rollout.engines_per_task": 2, "algorithm.epochs_per_step": 4}
     run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, **several)
     try:
         wait_until(run_dir, has_done(1), 100)
