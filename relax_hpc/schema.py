@@ -6,15 +6,21 @@ the write permission and the documentation of the file at once; `docs/bus.md` sh
 
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
-from typing import Literal, NamedTuple, Protocol, Self, get_args
+from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
-Role = Literal[
-    "rollout", "actor", "actor_fwd", "reference", "advantages", "critic", "genrm", "teacher"
-]
-ROLES: tuple[Role, ...] = get_args(Role)
+Role = Literal["rollout", "actor_fwd", "reference", "advantages", "critic"]
+"""A writer of columns: one writes the rows, the others add to them."""
+ROLES: dict[Role, int] = {
+    "rollout": 0,
+    "actor_fwd": 2,
+    "reference": 3,
+    "advantages": 4,
+    "critic": 5,
+}
+"""Numbers of the roles in the records of a log. Each is given once; 1, 6 and 7 have been."""
 
 PRODUCER: Role = "rollout"
 """The role that writes the rows that the others widen."""

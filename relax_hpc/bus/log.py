@@ -36,6 +36,8 @@ class RecordKind(IntEnum):
 SHARDS = (RecordKind.BASE, RecordKind.SIDE, RecordKind.PARTIAL)
 """Kinds of record that name a file."""
 
+ROLE_OF_NUMBER: dict[int, Role] = {number: role for role, number in ROLES.items()}
+
 
 class CommitRecord(NamedTuple):
     """One record; guids and versions are -1 where there is no trajectory."""
@@ -59,7 +61,7 @@ def pack(record: CommitRecord) -> bytes:
     body = RECORD.pack(
         MAGIC,
         record.kind,
-        ROLES.index(record.role),
+        ROLES[record.role],
         record.fence,
         record.seq,
         bytes.fromhex(record.uuid),
@@ -85,7 +87,7 @@ def unpack(data: bytes) -> CommitRecord | None:
     if checksum(data[:-4]) != crc:
         return None
     return CommitRecord(
-        RecordKind(kind), fence, seq, ROLES[role], uuid.hex(), parent.hex(), *numbers
+        RecordKind(kind), fence, seq, ROLE_OF_NUMBER[role], uuid.hex(), parent.hex(), *numbers
     )
 
 

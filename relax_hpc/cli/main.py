@@ -110,8 +110,8 @@ def _remark(line: str) -> None:
 def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:
     if submission.mode == "local" and not local:
         typer.echo("there is no sbatch here: running on this machine")
-    for role, job_id in submission.job_ids.items():
-        typer.echo(f"{role + ':':<11}{job_id}")
+    for component, job_id in submission.job_ids.items():
+        typer.echo(f"{component + ':':<11}{job_id}")
     typer.echo(f"run directory: {submission.run_dir}")
     if follow:
         _follow_run(submission.run_dir)

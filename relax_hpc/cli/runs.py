@@ -23,10 +23,12 @@ def status(run: Run, as_json: AsJson = False) -> None:
         typer.echo(report.text(found))
 
 
-@runs.command(epilog="Example:  relax-hpc logs arithmetic --role actor --follow")
+@runs.command(epilog="Example:  relax-hpc logs arithmetic --component actor --follow")
 def logs(
     run: Run,
-    role: Annotated[str | None, typer.Option(help="Only this role.", show_default=False)] = None,
+    component: Annotated[
+        str | None, typer.Option(help="Only this component.", show_default=False)
+    ] = None,
     follow: Annotated[bool, typer.Option(help="Go on as the run goes on.")] = False,
 ) -> None:
     """Print the logs of a run, each line with the task it comes from."""
@@ -35,9 +37,9 @@ def logs(
 
     run_dir = run_dir_of(run)
     lines = (
-        run_logs.follow(run_dir, role, until=lambda: is_over(run_dir))
+        run_logs.follow(run_dir, component, until=lambda: is_over(run_dir))
         if follow
-        else run_logs.lines(run_dir, role)
+        else run_logs.lines(run_dir, component)
     )
     for line in lines:
         typer.echo(f"{line.source}: {line.text}")

@@ -19,7 +19,7 @@ _CLAIM_S = 900
 
 @dataclass(frozen=True, slots=True)
 class LaunchedComponent:
-    role: str
+    name: str
     job_id: str
     tasks: int
     folder: Path
@@ -101,7 +101,7 @@ def _short(error: Exception) -> str:
 def _parse(record: dict[str, Any], earlier: tuple[LaunchRecord, ...] = ()) -> LaunchRecord:
     components = tuple(
         LaunchedComponent(
-            each["role"], str(each["job_id"]), int(each["tasks"]), Path(each["folder"])
+            each["name"], str(each["job_id"]), int(each["tasks"]), Path(each["folder"])
         )
         for each in record["components"]
     )

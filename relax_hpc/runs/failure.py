@@ -9,7 +9,9 @@ from relax_hpc.launch.record import LaunchRecord
 from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import ComponentPaths, RunPaths
 
-_ENDED = re.compile(r"^\S+ (?P<role>\S+): start (?P<start>\d+) ended with exit code (?P<code>\d+)$")
+_ENDED = re.compile(
+    r"^\S+ (?P<component>\S+): start (?P<start>\d+) ended with exit code (?P<code>\d+)$"
+)
 _GAVE_UP = re.compile(r"^\S+ \S+: .*, giving up$")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b")
 _TAIL_BYTES = 1 << 16
@@ -18,7 +20,7 @@ _TAIL_BYTES = 1 << 16
 class _End(NamedTuple):
     """The component for whose sake the script ended the others."""
 
-    role: str
+    component: str
     starts: int
     code: int
 
@@ -34,9 +36,9 @@ def text(run_dir: Path, launched: LaunchRecord) -> str:
     if end is None:  # its first lines failed already, or Slurm ended it
         return lines[-1] if lines else ""
     failed = f"failed {end.starts} times" if end.starts > 1 else "failed"
-    how = f"{end.role} {failed}, exit code {end.code}"
-    roles = end.role.split("+")
-    why = _last_error(run_dir, roles, launched.time) or _last_words(launched, roles)
+    how = f"{end.component} {failed}, exit code {end.code}"
+    names = end.component.split("+")
+    why = _last_error(run_dir, names, launched.time) or _last_words(launched, names)
     return f"{how}: {why}" if why else how
 
 
@@ -44,15 +46,15 @@ def _end(lines: list[str]) -> _End | None:
     found = None
     for line in lines:
         if (match := _ENDED.match(line)) and match["code"] not in ("0", "143"):
-            found = _End(match["role"], int(match["start"]), int(match["code"]))
+            found = _End(match["component"], int(match["start"]), int(match["code"]))
         elif _GAVE_UP.match(line):
             break  # whatever ends after this was ended for it
     return found
 
 
-def _last_error(run_dir: Path, roles: list[str], since: float) -> str:
+def _last_error(run_dir: Path, names: list[str], since: float) -> str:
     folder = RunPaths(run_dir).events_folder
-    paths = [path for role in roles for path in folder.glob(f"{role}-*.jsonl")]
+    paths = [path for name in names for path in folder.glob(f"{name}-*.jsonl")]
     lines = [line for path in paths for line in _tail(path) if '"event": "error"' in line]
     events = [event for event in map(_event, lines) if event.get("time", 0) >= since]
     if not events:
@@ -70,15 +72,15 @@ def _event(line: str) -> dict[str, Any]:
     return event
 
 
-def _last_words(launched: LaunchRecord, roles: list[str]) -> str:
+def _last_words(launched: LaunchRecord, names: list[str]) -> str:
     for component in launched.components:
-        if component.role not in roles:
+        if component.name not in names:
             continue
         for task in range(component.tasks):
             lines = _tail(ComponentPaths(component.folder, launched.leader).log(task, "err"))
             said = [line for line in lines if _ERROR.match(line)] or lines
             if said:
-                return f"{component.role}-{task}: {said[-1]}"
+                return f"{component.name}-{task}: {said[-1]}"
     return ""
 
 

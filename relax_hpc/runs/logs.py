@@ -16,32 +16,32 @@ _POLL_S = 0.5
 
 class LogLine(NamedTuple):
     source: str
-    """"<role>-<rank>", or "job" for the script that starts and restarts the steps."""
+    """"<component>-<rank>", or "job" for the script that starts and restarts the steps."""
     text: str
 
 
-def lines(run_dir: Path, role: str | None = None) -> Iterator[LogLine]:
-    """Yields the lines so far, source by source; `role` leaves only that role's tasks, or with
-    "job" the script.
+def lines(run_dir: Path, component: str | None = None) -> Iterator[LogLine]:
+    """Yields the lines so far, source by source; `component` leaves only its
+    tasks, or with "job" the script.
 
     Raises:
-        ConfigError: not a run directory, nothing was started in it, or it has no such role.
+        ConfigError: not a run directory, nothing was started in it, or it has no such component.
     """
-    yield from follow(run_dir, role, until=lambda: True)
+    yield from follow(run_dir, component, until=lambda: True)
 
 
 def follow(
-    run_dir: Path, role: str | None = None, *, until: Callable[[], bool]
+    run_dir: Path, component: str | None = None, *, until: Callable[[], bool]
 ) -> Iterator[LogLine]:
     """Yields the lines so far, then others as they come; ends after the round in which `until`
     holds.
 
     Raises:
-        ConfigError: not a run directory, nothing was started in it, or it has no such role.
+        ConfigError: not a run directory, nothing was started in it, or it has no such component.
     """
     tails: dict[Path, _Tail] = {}
     while True:
-        for source, path in sources(run_dir, role):  # engines that are added have logs, too
+        for source, path in sources(run_dir, component):  # engines that are added have logs, too
             tails.setdefault(path, _Tail(source, path))
         over = until()  # asked first, so that lines written before it became true are read
         for tail in tails.values():
@@ -51,26 +51,28 @@ def follow(
         time.sleep(_POLL_S)
 
 
-def sources(run_dir: Path, role: str | None = None) -> list[tuple[str, Path]]:
+def sources(run_dir: Path, component: str | None = None) -> list[tuple[str, Path]]:
     """The log files of a run and who writes them; some may not exist yet.
 
     Raises:
-        ConfigError: the run has no such role, or is none.
+        ConfigError: the run has no such component, or is none.
     """
     launched = record.read(run_dir)
-    roles = [*(component.role for component in launched.components), *joining(), "job"]
-    if role not in (None, *roles):
-        raise ConfigError(f"--role {role}: this run has no such role; use {', '.join(roles)}")
+    known = [*(each.name for each in launched.components), *joining(), "job"]
+    if component not in (None, *known):
+        raise ConfigError(
+            f"--component {component}: this run has no such component; use {', '.join(known)}"
+        )
     script_log = ("job", batch_log(launched.folder, launched.leader))
-    found = [script_log] if role in (None, "job") else []
-    for component in launched.components:
-        if role not in (None, component.role):
+    found = [script_log] if component in (None, "job") else []
+    for each in launched.components:
+        if component not in (None, each.name):
             continue
-        for task in range(component.tasks):
-            left = ComponentPaths(component.folder, launched.leader)
-            source = f"{component.role}-{task}"
+        for task in range(each.tasks):
+            left = ComponentPaths(each.folder, launched.leader)
+            source = f"{each.name}-{task}"
             found += [(source, left.log(task, "out")), (source, left.log(task, "err"))]
-    for name in joining() if role is None else {role} & set(joining()):
+    for name in joining() if component is None else {component} & set(joining()):
         for folder in sorted((launched.folder / name).glob(f"{name}-*")):
             found += [(folder.name, folder / "log.out"), (folder.name, folder / "log.err")]
     return found

@@ -33,7 +33,7 @@ def text(run: RunStatus) -> str:
     """Components and achievements, a line each."""
     lines = [f"{run.name}: {run.state}"]
     lines += [
-        f"  {c.role:<10}{c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
+        f"  {c.name:<10}{c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
         + (f", on {c.nodes}" if c.nodes else "")
         for c in run.components
     ]

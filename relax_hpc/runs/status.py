@@ -19,7 +19,7 @@ from relax_hpc.runs.engine_rows import Row
 
 @dataclass(frozen=True, slots=True)
 class ComponentStatus:
-    role: str
+    name: str
     job_id: str
     tasks: int
     finished_tasks: int
@@ -230,7 +230,7 @@ def _status(
     launched: LaunchRecord, component: LaunchedComponent, state: str, nodes: str
 ) -> ComponentStatus:
     return ComponentStatus(
-        role=component.role,
+        name=component.name,
         job_id=component.job_id,
         tasks=component.tasks,
         finished_tasks=_finished_tasks(launched, component),

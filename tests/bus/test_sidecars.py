@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, group, produce, whole_batch
 
-from relax_hpc.bus import layout
+from relax_hpc.bus import layout, log
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
@@ -13,7 +13,7 @@ from relax_hpc.bus.shards.shard_format import DTYPES
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.errors import BusError, DamagedError, FencedError, PeerTimeoutError
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import COLUMNS, Column
+from relax_hpc.schema import COLUMNS, ROLES, Column
 
 P = 4
 WRITERS = {"reference-0": "reference", "reference-1": "reference", "critic-0": "critic"}
@@ -226,8 +226,8 @@ def test_a_superseded_writer_is_fenced(paths):
 
 
 def test_needs_and_names_are_checked_at_the_start(paths):
-    with pytest.raises(BusError, match="need the columns of teacher, but no sidecar writer"):
-        sequencer(paths, needs=["teacher"])
+    with pytest.raises(BusError, match="need the columns of advantages, but no sidecar writer"):
+        sequencer(paths, needs=["advantages"])
     with pytest.raises(BusError, match="has no sidecar writer rollout-0"):
         SidecarWriter(paths, "rollout-0", {})
     with pytest.raises(BusError, match="has no producer reference-0"):
@@ -255,14 +255,16 @@ def test_groups_sampled_again_are_widened_again(paths):
 def test_a_column_is_a_line_of_the_schema(paths, tmp_path, monkeypatch):
     """One of every token and one of every row, by a role that writes nothing else."""
     declared = {
-        "ragged/surprise": Column("float32", "token", "genrm", "how odd a judge finds a token"),
-        "row/verdict": Column("float32", "row", "genrm", "what it says of the whole"),
+        "ragged/surprise": Column("float32", "token", "judge", "how odd a judge finds a token"),
+        "row/verdict": Column("float32", "row", "judge", "what it says of the whole"),
     }
+    monkeypatch.setitem(ROLES, "judge", 8)
+    monkeypatch.setitem(log.ROLE_OF_NUMBER, 8, "judge")
     for name, column in declared.items():
         monkeypatch.setitem(COLUMNS, name, column)
         monkeypatch.setitem(DTYPES, name, column.dtype)
     paths = BusPaths(tmp_path / "judged")
-    layout.create(paths, PRODUCERS, {}, sidecar_writers={"judge-0": "genrm"})
+    layout.create(paths, PRODUCERS, {}, sidecar_writers={"judge-0": "judge"})
     produce_all(paths)
     with SidecarWriter(paths, "judge-0", {"job": 7}) as writer:
         for pending in writer.pending():
@@ -270,7 +272,7 @@ def test_a_column_is_a_line_of_the_schema(paths, tmp_path, monkeypatch):
                 tokens, guids = shard.read("ragged/token_ids"), shard.read("row/guid")
             given = {"ragged/surprise": tokens / 2, "row/verdict": guids + 0.5}
             writer.put(pending, {k: v.astype(np.float32) for k, v in given.items()})
-    with sequencer(paths, needs=("genrm",)) as seq:
+    with sequencer(paths, needs=("judge",)) as seq:
         record = whole_batch(seq, 1, timeout_s=0)
     rows = Reader(paths).rows(record, [6, 1])
     assert [row.columns["verdict"] for row in rows] == [3.5, 0.5]

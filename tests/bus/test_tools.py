@@ -509,7 +509,7 @@ def make_run(tmp_path, controller):
     write_json(run.checkpoints / "step_00000003" / "progress.json", progress)
     folder = run.submission / "c0"
     folder.mkdir(parents=True)
-    component = {"role": "rollout", "job_id": "local-1", "tasks": 1, "folder": str(folder)}
+    component = {"name": "rollout", "job_id": "local-1", "tasks": 1, "folder": str(folder)}
     write_json(
         run.launch_record,
         {"mode": "local", "leader": "local-1", "components": [component], "time": 0,

@@ -99,7 +99,7 @@ def test_slurm_runs_both_as_steps_of_one_component(slurm_cluster, tiny, tmp_path
     finally:
         cli("cancel", run_dir)
     job_id = during["job_id"]
-    assert [(each["role"], each["job_id"]) for each in during["components"]] == [
+    assert [(each["name"], each["job_id"]) for each in during["components"]] == [
         ("actor", job_id),
         ("rollout", job_id),
     ]

@@ -75,7 +75,7 @@ def test_a_reference_component_that_is_killed_scores_every_row_as_hugging_face_d
     assert_complete(run_dir, after)
     assert len(events_of(run_dir, "reference", "start")) == 2
     assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
-    assert {c["role"] for c in after["components"]} == {"rollout", "actor", "reference"}
+    assert {c["name"] for c in after["components"]} == {"rollout", "actor", "reference"}
 
     rows = trained_rows(run_dir)
     model = AutoModelForCausalLM.from_pretrained(tiny / "model", dtype=torch.float32)

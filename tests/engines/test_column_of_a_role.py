@@ -12,7 +12,7 @@ from surprise import SURPRISE
 
 from relax_hpc import job_file
 from relax_hpc.algorithms import table as algorithms
-from relax_hpc.bus import layout
+from relax_hpc.bus import layout, log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -23,7 +23,7 @@ from relax_hpc.paths import BusPaths
 from relax_hpc.roles import table as roles
 from relax_hpc.roles.dealing.portions import values_of
 from relax_hpc.roles.role import Place, Role
-from relax_hpc.schema import COLUMNS, Column, PromptGroup
+from relax_hpc.schema import COLUMNS, ROLES, Column, PromptGroup
 from relax_hpc.sections import Resources
 
 GROUPS, SIBLINGS = 4, 2
@@ -40,7 +40,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def config(monkeypatch, folder):
     """A job of the algorithm; its column is of a role that is in no job yet."""
-    column = Column("float32", "token", "genrm", "how odd a judge finds a token")
+    column = Column("float32", "token", "judge", "how odd a judge finds a token")
+    monkeypatch.setitem(ROLES, "judge", 8)
+    monkeypatch.setitem(log.ROLE_OF_NUMBER, 8, "judge")
     monkeypatch.setitem(COLUMNS, NAME, column)
     monkeypatch.setitem(DTYPES, NAME, column.dtype)
     monkeypatch.setitem(algorithms.ALGORITHMS, SURPRISE.name, SURPRISE)
@@ -99,13 +101,13 @@ def rows_of(config, root, scale):
 def test_the_loss_is_the_one_worked_by_hand_and_follows_the_column(
     ranks, config, tmp_path, monkeypatch
 ):
-    with pytest.raises(ConfigError, match="needs the column ragged/surprise, which the role genrm"):
+    with pytest.raises(ConfigError, match="needs the column ragged/surprise, which the role judge"):
         roles.check_columns(config)
     place = Place("judge", 1, Resources())
-    judge = Role("judge", lambda *_: None, places=lambda _: [place], writes="genrm")
+    judge = Role("judge", lambda *_: None, places=lambda _: [place], writes="judge")
     monkeypatch.setattr(roles, "ROLES", (*roles.ROLES, judge))
     roles.check_columns(config)
-    assert roles.sidecar_writers(config) == {"judge-0": "genrm"}
+    assert roles.sidecar_writers(config) == {"judge-0": "judge"}
     found = []
     for number, scale in enumerate((0.5, 2.0)):
         root = tmp_path / str(number)

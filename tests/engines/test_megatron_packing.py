@@ -25,7 +25,7 @@ def test_documents_lie_end_to_end_with_positions_from_zero():
 
 
 def test_tokens_know_their_sequence_and_sequences_their_group(monkeypatch):
-    declared = Column("float32", "row", "genrm", "what a judge says of the whole")
+    declared = Column("float32", "row", "critic", "how good it is on the whole")
     monkeypatch.setitem(COLUMNS, "row/verdict", declared)
     rows, advantages = trajectories(3)
     rows = valued(rows, advantages)

@@ -86,7 +86,7 @@ def test_a_run_is_seen_component_by_component_and_cancelled_as_a_whole(job, monk
     run_dir, job_id = submission.run_dir, submission.job_id
     try:
         seen = wait_for(run_dir, "RUNNING")
-        assert [(each.role, each.job_id) for each in seen.components] == [
+        assert [(each.name, each.job_id) for each in seen.components] == [
             ("rollout", f"{job_id}+0"),
             ("actor", f"{job_id}+1"),
         ]

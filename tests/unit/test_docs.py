@@ -19,7 +19,7 @@ from relax_hpc.cli.main import app
 from relax_hpc.config.run import RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.job_file import validate
-from relax_hpc.schema import ROLES
+from relax_hpc.schema import COLUMNS, ROLES, Role
 from relax_hpc.telemetry.event_table import EVENTS
 
 ROOT = Path(__file__).parents[2]
@@ -155,7 +155,9 @@ def test_every_key_of_a_job_says_what_it_does():
 
 def test_roles_in_the_bus_page_are_numbered_as_in_the_code():
     [row] = re.findall(r"^\| 6 \| u16 \| role: (.*) \|$", PAGES_BY_NAME["bus.md"].read_text(), re.M)
-    assert row.split(", ") == [f"{number} {role}" for number, role in enumerate(ROLES)]
+    assert row.split(", ") == [f"{number} {role}" for role, number in ROLES.items()]
+    assert set(ROLES) == set(get_args(Role)) == {column.writer for column in COLUMNS.values()}
+    assert len(set(ROLES.values())) == len(ROLES) and not {1, 6, 7} & set(ROLES.values())
 
 
 def test_the_job_in_the_readme_is_one():

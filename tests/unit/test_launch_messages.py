@@ -66,14 +66,14 @@ def test_a_launch_without_components_and_an_unreadable_folder_are_named_too(run)
     assert "IsADirectoryError" in refusal("status", run.run_dir)
 
 
-def test_logs_of_a_role_that_there_is_not_are_refused_and_the_scripts_can_be_had_alone(run):
+def test_logs_of_a_component_that_there_is_not_are_refused_and_the_scripts_can_be_had_alone(run):
     (run.run_dir / "submission" / "7_batch.log").write_text("script's\n")
     (run.run_dir / "submission" / "c1" / "7_0_log.out").write_text("actor's\n")
-    assert refusal("logs", run.run_dir, "--role", "nobody") == (
-        "--role nobody: this run has no such role; use rollout, actor, extra, job"
+    assert refusal("logs", run.run_dir, "--component", "nobody") == (
+        "--component nobody: this run has no such component; use rollout, actor, extra, job"
     )
-    assert cli("logs", run.run_dir, "--role", "job").output == "job: script's\n"
-    assert cli("logs", run.run_dir, "--role", "actor").output == "actor-0: actor's\n"
+    assert cli("logs", run.run_dir, "--component", "job").output == "job: script's\n"
+    assert cli("logs", run.run_dir, "--component", "actor").output == "actor-0: actor's\n"
     assert cli("logs", run.run_dir).output == "job: script's\nactor-0: actor's\n"
 
 

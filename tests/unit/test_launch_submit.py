@@ -153,7 +153,7 @@ def test_a_local_run_is_recorded_watched_and_ended_whole(tmp_path, job):
         resolved = read_resolved(paths.config)
         assert resolved.run_dir == run_dir and resolved.run_root.is_absolute()
         launched = record.read(run_dir)
-        assert [(each.role, each.tasks) for each in launched.components] == [
+        assert [(each.name, each.tasks) for each in launched.components] == [
             ("rollout", 1), ("actor", 1)]  # fmt: skip
         with pytest.raises(ConfigError, match=r"name = 'run'.*choose another name"):
             submit(job(), local=True)
@@ -164,7 +164,7 @@ def test_a_local_run_is_recorded_watched_and_ended_whole(tmp_path, job):
         assert all(each.find() for each in tasks)
         status = collect(run_dir)
         assert (status.state, status.mode, status.job_id) == ("RUNNING", "local", launched.leader)
-        assert json.loads(status.to_json())["components"][1]["role"] == "actor"
+        assert json.loads(status.to_json())["components"][1]["name"] == "actor"
         spoken = {"rollout-0", "actor-0"}
         until(lambda: {line.source for line in logs.lines(run_dir)} >= spoken)
     finally:

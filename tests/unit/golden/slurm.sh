@@ -89,10 +89,10 @@ pause() { # pause FAILURES
   wait "$!" || kill "$!" 2>/dev/null
 }
 
-# supervise ROLE TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
+# supervise NAME TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
-  local role=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping='' watch=''
+  local name=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping='' watch=''
   shift 2
   while [ "$1" != -- ]; do folders+=("$1"); shift; done
   shift
@@ -111,16 +111,16 @@ supervise() {
       0) all_done "$tasks" "${folders[@]}" || status=1 ;;
       137) ! all_done "$tasks" "${folders[@]}" || status=0 ;;
     esac
-    echo "$(date +%FT%T) $role: start $start ended with exit code $status"
+    echo "$(date +%FT%T) $name: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
     [ -z "$stopping" ] || exit "$status"
     if is_final "${folders[@]}"; then
-      echo "$(date +%FT%T) $role: would fail again in the same way, giving up"
+      echo "$(date +%FT%T) $name: would fail again in the same way, giving up"
       kill -USR1 "$$"
       exit "$status"
     fi
     if [ "$start" -gt "$max_restarts" ]; then
-      echo "$(date +%FT%T) $role: failed $start times, giving up"
+      echo "$(date +%FT%T) $name: failed $start times, giving up"
       kill -USR1 "$$"
       exit "$status"
     fi
