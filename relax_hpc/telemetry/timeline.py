@@ -1,4 +1,4 @@
-"""When each part of a run did what, from its events: trainer, reference and engines."""
+"""The work of each part of a run over time, from its events: trainer, reference and engines."""
 
 import statistics
 from collections import defaultdict
