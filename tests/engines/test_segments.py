@@ -76,7 +76,7 @@ def policy():
 
 
 def gradient(policy, rows, *, normalize_std, weigh=None):
-    """Of GRPO's token mean over the rows, as the trainer adds it up; [parameters]."""
+    """Returns GRPO's gradient, [parameters], of the token mean as the trainer adds it up."""
     settings = job_file.validate(
         {
             "name": "t", "model": {"path": "m"}, "prompts": {"train": "t"},
