@@ -58,6 +58,10 @@ class Tokens(Protocol):
         `advantages`, and with an aggregation `weights`."""
         ...
 
+    def with_columns(self, **columns: "Tensor") -> "Tokens":
+        """The same with further columns, or others in place of those it has."""
+        ...
+
 
 class LossOutput(NamedTuple):
     """Sums: they add up over micro-batches, portions and ranks.
@@ -102,8 +106,7 @@ class Algorithm:
     """(settings, short names of the columns that all rows have) -> the loss."""
     advantages: Callable[[Any, Rows], Floats] = lambda _, rows: np.ones_like(rows.rewards)
     """(settings, rows) -> [P, G], on rank 0: each row has the advantage of its episode, and groups
-    are compared by episodes, however many rows these have. One that needs tokens makes them in its
-    loss, of the columns that it asks for, e.g. values."""
+    are compared by episodes, however many rows these have."""
     teaches: Callable[[Any, Floats], npt.NDArray[np.bool_]] = lambda _, advantages: np.ones(
         advantages.shape, bool
     )
@@ -114,3 +117,16 @@ class Algorithm:
     column `weights`: sequence mean, mean per prompt, constant, see `aggregation`. None: 1, which
     makes the mean over trained tokens."""
     needs: Callable[[Any], Needs] = lambda _: Needs()
+    token_advantages: "Callable[[Any, Tokens], Tensor] | None" = None
+    """(settings, micro-batch) -> [T], where rows are read, of the columns that it asks for, e.g.
+    values; the loss then finds these in the column `advantages`. None: all tokens of a row have
+    that of the row."""
+
+    def loss_of(self, settings: Settings, columns: frozenset[str]) -> Loss:
+        """The loss to train with; `columns` are the short names of those that all rows have."""
+        loss, estimate = self.loss(settings, columns), self.token_advantages
+        if estimate is None:
+            return loss
+        return lambda logprobs, tokens: loss(
+            logprobs, tokens.with_columns(advantages=estimate(settings, tokens))
+        )

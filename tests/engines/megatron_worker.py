@@ -175,7 +175,14 @@ def surprise():
     return SURPRISE.loss(SURPRISE.settings(name="surprise"), frozenset({"surprise"}))
 
 
+def discounted():
+    from discounted import DISCOUNTED
+
+    return DISCOUNTED.loss_of(DISCOUNTED.settings(name="discounted"), frozenset())
+
+
 LOSSES = {
+    "discounted": discounted,
     "surrogate": surrogate, "gspo": gspo, "surprise": surprise, "poisoned": poisoned,
     "exploding": exploding,
 }  # fmt: skip

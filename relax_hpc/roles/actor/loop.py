@@ -142,7 +142,7 @@ class _Batches:
 def loss_of(config: RunConfig) -> Loss:
     """The loss of the run's algorithm."""
     columns = frozenset(name.split("/")[1] for name in config.columns)
-    return algorithm_of(config.algorithm).loss(config.algorithm, columns)
+    return algorithm_of(config.algorithm).loss_of(config.algorithm, columns)
 
 
 def _publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:
