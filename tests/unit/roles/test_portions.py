@@ -141,7 +141,7 @@ def test_what_is_said_of_a_batch_is_of_all_its_portions():
 
 # Two groups of three: episodes of 1, 2 and 3 rows, then of 2, 1 and 2.
 PLACES = [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
-WORTH = [1, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1]
+WORTH = [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
 
 
 def index_of_several(rewards=WORTH, oldest=(3,) * 11):
@@ -171,8 +171,8 @@ THIRD, SQRT2 = 1 / 3, math.sqrt(2)
 @pytest.mark.parametrize(
     ("normalize", "expected"),
     [
-        (False, [2 * THIRD, *[-THIRD] * 5, *[0] * 5]),  # the mean of rows would be 1/6
-        (True, [SQRT2, *[-1 / SQRT2] * 5, *[0] * 5]),  # the deviation is sqrt(2)/3
+        (False, [*[-THIRD] * 3, *[2 * THIRD] * 3, *[0] * 5]),  # the mean of rows would be 1/2
+        (True, [*[-1 / SQRT2] * 3, *[SQRT2] * 3, *[0] * 5]),  # the deviation is sqrt(2)/3
     ],
 )
 def test_a_group_is_compared_by_episodes_and_their_rows_are_worth_the_same(normalize, expected):
@@ -187,7 +187,7 @@ def test_of_a_batch_with_several_rows_an_episode_means_are_of_episodes():
     batch = batch_of_several(index_of_several(oldest=oldest))
     batch.deal(SEVERAL)
     said = batch.describe(5)
-    assert said["reward/mean"] == pytest.approx(4 / 6)  # of rows it would be 6/11
+    assert said["reward/mean"] == pytest.approx(4 / 6)  # of rows it would be 8/11
     assert said["response/mean"] == 66 / 6
     assert said["staleness/mean"] == (1 + 3 + 0 + 1 + 0 + 0) / 6 and said["staleness/max"] == 3
     assert (said["num_trajectories"], said["num_tokens"]) == (11, 66 + 22)
