@@ -42,6 +42,7 @@ UNKNOWN = "UNKNOWN"
 UNREACHABLE = "UNREACHABLE"
 """Slurm, or the machine that runs the job, was not asked or gave no answer."""
 
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 _FORGOTTEN = "Invalid job id"
 
 
@@ -70,6 +71,16 @@ class Answer:
 def is_alive(state: str) -> bool:
     """Whether a job in that state may do something; a word that we do not know counts as alive."""
     return ALIVE.get(state, True)
+
+
+def is_over(state: str) -> bool:
+    """Whether there is nothing to wait for; also if nobody will ever know how the job ended."""
+    return not is_alive(state) or state == UNKNOWN
+
+
+def is_waiting(state: str) -> bool:
+    """Whether the job waits to be started, for the first time or again."""
+    return state in _WAITING
 
 
 def is_doubtful(state: str) -> bool:

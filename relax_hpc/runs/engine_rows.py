@@ -1,23 +1,32 @@
-"""An engine as users see it."""
+"""The engines of a run as users see them: of every pool, and those that were added."""
 
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from relax_hpc.config.engines import ROLLOUT, follows_policy
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.fleet import members
 from relax_hpc.fleet.roster import Roster
 from relax_hpc.fleet.scaling import Extra, ScaleState
-from relax_hpc.fleet.standing import Standing, standing
+from relax_hpc.fleet.standing import ENDED, Standing, standing
+from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
+from relax_hpc.telemetry.events import read_events
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One engine."""
 
+    pool: str
+    """Name of the pool in the job."""
     id: str
     state: Standing
     node: str
-    version: int | None
-    """Policy version of its weights, as far as the trainer knows."""
+    version: int | Literal["fixed"] | None
+    """Policy version of its weights, as far as the trainer knows; fixed: they stay as they were
+    loaded."""
     since: float | None
     """Time at which it got into this state, seconds since 1970; of an initial engine, since it
     answers."""
@@ -26,18 +35,94 @@ class Row:
     reason: str = ""
 
 
-def extras(paths: RunPaths) -> list[Row]:
-    """The added engines that are there, or failed."""
+def rows(paths: RunPaths, config: JobConfig, job_state: str) -> list[Row]:
+    """The engines that a run started with, pool by pool, then those that were added.
+
+    Args:
+        paths: of the run.
+        config: its job; one of supervised fine-tuning has no engines.
+        job_state: of its job, which tells what records mean that nobody is alive to change.
+    """
+    if not isinstance(config, RunConfig):
+        return []
     state, roster = ScaleState.read(paths), Roster.read(paths)
-    rows = [of_extra(paths, extra, roster) for extra in state.extras.values()] if state else []
-    return [row for row in rows if row.state not in ("GONE", "CANCELLED")]
+    added = state.extras if state else {}
+    found = _initial(paths, config, roster, added.keys())
+    found += [_of_extra(paths, each, roster) for each in added.values()]
+    if states.is_over(job_state):
+        return [_over(row) for row in found]
+    if states.is_waiting(job_state):
+        return [_pending(row) for row in found]
+    return found
 
 
-def of_extra(paths: RunPaths, extra: Extra, roster: Roster | None) -> Row:
-    """The row of an added engine."""
+def _initial(
+    paths: RunPaths, config: RunConfig, roster: Roster | None, added: Set[str]
+) -> list[Row]:
+    nodes = {
+        f"{event['role']}-{event['rank']}": str(event["node"])
+        for event in read_events(paths.events_folder)
+        if event["event"] == "start"
+    }
+    found = []
+    for name, pool in config.engines.items():
+        engines = config.engines_in(name)
+        tasks = [
+            f"{name}-{index // pool.engines_per_task * pool.nodes_per_engine}"
+            for index in range(len(engines))
+        ]
+        if follows_policy(name) and roster:  # of an earlier attempt
+            others = sorted({*roster.members} - {*engines} - added)
+            engines, tasks = [*engines, *others], [*tasks, *others]
+        found += [
+            _of_initial(paths, name, engine, nodes.get(task, ""), roster)
+            for engine, task in zip(engines, tasks, strict=True)
+        ]
+    return found
+
+
+def _of_initial(paths: RunPaths, pool: str, engine: str, node: str, roster: Roster | None) -> Row:
+    record, member = paths.member(engine), members.find(paths, engine)
+    given = roster.members.get(engine) if roster else None
+    version = given.version if given else None
+    return Row(
+        pool,
+        engine,
+        standing(member, roster),
+        node,
+        version if follows_policy(pool) else "fixed",
+        record.stat().st_mtime if member else None,
+        None,
+    )
+
+
+def _of_extra(paths: RunPaths, extra: Extra, roster: Roster | None) -> Row:
     state, version = extra.state, None
     if extra.process and not extra.ended and not extra.ending:
         state = standing(members.find(paths, extra.id), roster)
     if roster and extra.id in roster.members and not extra.ended:
         version = roster.members[extra.id].version
-    return Row(extra.id, state, extra.node, version, extra.since, None, extra.reason)
+    return Row(ROLLOUT, extra.id, state, extra.node, version, extra.since, None, extra.reason)
+
+
+def _over(row: Row) -> Row:
+    """Returns the row of an engine after the run."""
+    return replace(_unloaded(row), state=row.state if row.state in ENDED else "GONE")
+
+
+def _pending(row: Row) -> Row:
+    """Returns the row of a job that waits: what an earlier attempt of it left is no engine."""
+    if row.state in ENDED:
+        return row
+    return replace(_unloaded(row), state="PENDING", node="", since=None)
+
+
+def weights(row: Row) -> str:
+    """The version of its weights in a word."""
+    if row.version is None:
+        return "-"
+    return row.version if row.version == "fixed" else f"v{row.version}"
+
+
+def _unloaded(row: Row) -> Row:
+    return replace(row, version="fixed" if row.version == "fixed" else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs import logs, status
+from relax_hpc.runs import engine_rows, logs, status
 from relax_hpc.runs.status import RunStatus
 from relax_hpc.telemetry.progress import duration
 
@@ -26,7 +26,7 @@ def progress(run_dir: Path) -> Iterator[str]:
 
 
 def is_over(run_dir: Path) -> bool:
-    return status.is_over(status.job_state(run_dir))
+    return states.is_over(status.job_state(run_dir))
 
 
 def text(run: RunStatus) -> str:
@@ -38,10 +38,11 @@ def text(run: RunStatus) -> str:
         for c in run.components
     ]
     lines += [
-        f"  {row.id:<10}{row.state.lower()} on {row.node}"
-        + (f", v{row.version}" if row.version is not None else "")
+        f"  {row.id:<10}engine of {row.pool}, {row.state.lower()}"
+        + (f" on {row.node}" if row.node else "")
+        + (f", {engine_rows.weights(row)}" if row.version is not None else "")
         + (f": {row.reason}" if row.reason else "")
-        for row in run.extras
+        for row in run.engines
     ]
     lines += [
         f"  job {job_id} of an earlier start of this run: {state.lower()}"
@@ -108,7 +109,7 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
     """Why it is not running, and what can be done."""
     if run.state == states.UNREACHABLE:
         return [("unreachable", run.silence)]
-    if status.is_over(run.state) and run.state != "COMPLETED":
+    if states.is_over(run.state) and run.state != "COMPLETED":
         why = [("reason", run.reason)] if run.reason else []
         return [*why, ("to go on", f"relax-hpc resume {run.run_dir}")]
     return []

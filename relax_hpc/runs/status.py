@@ -6,14 +6,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from relax_hpc import job_file
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record, states
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.script import exit_code_file
 from relax_hpc.paths import ComponentPaths, RunPaths
-from relax_hpc.runs import engine_rows as scale_rows
-from relax_hpc.runs import failure
+from relax_hpc.runs import engine_rows, failure
 from relax_hpc.runs.engine_rows import Row
 
 
@@ -56,8 +56,8 @@ class RunStatus:
     """Why nobody knows the state, if it is UNREACHABLE."""
     reason: str
     """Why the run failed; empty if it did not, or nothing is known."""
-    extras: tuple[Row, ...]
-    """Engines that were added and are there, or failed."""
+    engines: tuple[Row, ...]
+    """Engines of every pool, with those that were added, that are there or failed."""
     progress: dict[str, Any]
     """Steps, held-out scores, trajectories: `roles.summary.summarize`."""
 
@@ -94,9 +94,15 @@ def collect(run_dir: Path) -> RunStatus:
         },
         silence=shown.silence,
         reason=failure.text(run_dir, shown.record) if _has_failed(shown.state) else "",
-        extras=tuple(scale_rows.extras(RunPaths(run_dir))),
+        engines=_engines(run_dir, shown.state),
         progress=summary.summarize(run_dir),
     )
+
+
+def _engines(run_dir: Path, job_state: str) -> tuple[Row, ...]:
+    paths = RunPaths(run_dir)
+    rows = engine_rows.rows(paths, job_file.read_resolved(paths.config), job_state)
+    return tuple(row for row in rows if row.state not in ("GONE", "CANCELLED"))
 
 
 def _has_failed(state: str) -> bool:
@@ -111,11 +117,6 @@ def job_state(run_dir: Path) -> str:
 def of_run(run_dir: Path) -> list[Launch]:
     """Returns the state of every launch of a run, newest first."""
     return launches(record.read(run_dir.absolute()))
-
-
-def is_over(state: str) -> bool:
-    """Whether there is nothing to wait for; also if nobody will ever know how the job ended."""
-    return not states.is_alive(state) or state == states.UNKNOWN
 
 
 def doubt(launch: Launch) -> str:

@@ -12,18 +12,16 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import ConfigError, EngineError, LaunchError
 from relax_hpc.fleet import members
-from relax_hpc.fleet.roster import Roster
 from relax_hpc.fleet.scaling import Outcome, Request, ScaleState, pending
-from relax_hpc.fleet.standing import ENDED, Standing, standing
+from relax_hpc.fleet.standing import ENDED
+from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
-from relax_hpc.runs import status
-from relax_hpc.runs.engine_rows import Row, of_extra
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.runs import engine_rows, status
+from relax_hpc.runs.engine_rows import Row
 from relax_hpc.telemetry.progress import duration
 
 _LOAD_TIMEOUT_S = 2.0
-_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +49,12 @@ def collect(run_dir: Path) -> Listing:
     """
     paths = RunPaths(run_dir.absolute())
     found = status.job_state(run_dir)
-    over, waits = status.is_over(found), found in _WAITING
+    over, waits = states.is_over(found), states.is_waiting(found)
     config = job_file.read_resolved(paths.config)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines")
-    state, roster = ScaleState.read(paths), Roster.read(paths)
-    added = list(state.extras.values()) if state else []
-    names = sorted(
-        {*config.rollout_engines, *(roster.members if roster else ())} - {e.id for e in added}
-    )
-    rows = [*_initial(paths, names, roster), *(of_extra(paths, extra, roster) for extra in added)]
-    if over:
-        rows = [_over(row) for row in rows]
-    elif waits:
-        rows = [_pending(row) for row in rows]
-    else:
+    state, rows = ScaleState.read(paths), engine_rows.rows(paths, config, found)
+    if not over and not waits:
         rows = _with_load(paths, rows)
     number, request = pending(paths, state) if state else (0, None)
     last = request or (Request.read(paths, number) if number else None)
@@ -76,7 +65,7 @@ def collect(run_dir: Path) -> Listing:
 
 def text(listing: Listing) -> str:
     """A table, and what the newest request has come to."""
-    head = ("engine", "state", "node", "version", "since", "requests", "")
+    head = ("engine", "pool", "state", "node", "version", "since", "requests", "")
     table = [head, *(_cells(row) for row in listing.rows)]
     widths = [max(len(line[column]) for line in table) for column in range(len(head))]
     lines = [
@@ -101,50 +90,14 @@ def _of_request(listing: Listing) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.id,
+        row.pool,
         row.state.lower(),
         row.node or "-",
-        "-" if row.version is None else f"v{row.version}",
+        engine_rows.weights(row),
         "-" if row.since is None else f"{duration(time.time() - row.since)} ago",
         "-" if row.requests is None else str(row.requests),
         row.reason,
     )
-
-
-def _initial(paths: RunPaths, names: Sequence[str], roster: Roster | None) -> list[Row]:
-    starts = read_events(paths.events_folder)
-    nodes = {
-        f"{event['role']}-{event['rank']}": str(event["node"])
-        for event in starts
-        if event["event"] == "start" and event["role"] == "rollout"
-    }
-    rows = []
-    for name in names:
-        record, member = paths.member(name), members.find(paths, name)
-        entry = roster.members.get(name) if roster else None
-        rows.append(
-            Row(
-                name,
-                standing(member, roster),
-                nodes.get(name.split(".")[0], ""),
-                entry.version if entry else None,
-                record.stat().st_mtime if member else None,
-                None,
-            )
-        )
-    return rows
-
-
-def _over(row: Row) -> Row:
-    """Returns the row of an engine after the run."""
-    state: Standing = row.state if row.state in ENDED else "GONE"
-    return replace(row, state=state, version=None)
-
-
-def _pending(row: Row) -> Row:
-    """Returns the row of a job that waits: what an earlier attempt of it left is no engine."""
-    if row.state in ENDED:
-        return row
-    return replace(row, state="PENDING", node="", version=None, since=None)
 
 
 def _room(config: RunConfig) -> int:

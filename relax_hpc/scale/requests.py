@@ -14,6 +14,7 @@ from relax_hpc.config.rollout import Transport
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError, LaunchError, PeerTimeoutError
 from relax_hpc.fleet.scaling import Kind, Outcome, Request, ScaleState, pending
+from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json_once
 from relax_hpc.runs import status
@@ -119,7 +120,7 @@ def wait(run_dir: Path, request: Request) -> Settled:
         outcome = state.requests.get(request.id) if state else None
         if outcome is not None and outcome.final:
             return Settled(request, outcome)
-        if status.is_over(status.job_state(run_dir)):
+        if states.is_over(status.job_state(run_dir)):
             raise LaunchError(f"{run_dir}: ended before {request} was settled")
         if time.monotonic() > deadline:
             raise PeerTimeoutError(

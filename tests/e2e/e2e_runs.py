@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.cli.main import app
+from relax_hpc.launch.states import is_over as has_ended
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs.status import is_over as has_ended
 from relax_hpc.telemetry.events import read_events
 
 REPOSITORY = Path(__file__).parents[2]

@@ -151,7 +151,9 @@ def test_a_start_that_fails_is_undone_and_the_next_one_succeeds(tiny, tmp_path):
         # HEALTHY between the broadcast to the other and its own turn.
         assert listed(run_dir)["extra-2"]["state"] in ("ACTIVE", "SYNCING", "HEALTHY")
         now = status(run_dir)
-        assert [row["id"] for row in now["extras"]] == ["extra-1", "extra-2"]
+        assert [(row["id"], row["pool"]) for row in now["engines"]] == [
+            (engine, "rollout") for engine in ("rollout-0", "extra-1", "extra-2")
+        ]
         wait_until(run_dir, has_done(now["progress"]["steps_done"] + 1), 300)
         given = events_of(run_dir, "actor", "publish")
         assert [e for e in given if (e["transport"], e["loading"]) == ("files", ["extra-2"])]

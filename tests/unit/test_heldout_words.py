@@ -134,7 +134,7 @@ def text(tmp_path):
         run = status.RunStatus(
             **{name: None for name in status.RunStatus.__dataclass_fields__}
             | {"run_dir": paths.root, "name": kind, "state": "CANCELLED", "progress": found}
-            | {"components": (), "extras": ()}
+            | {"components": (), "engines": ()}
             | ({"earlier": {}} if "earlier" in status.RunStatus.__dataclass_fields__ else {})
         )
         return report.text(run)

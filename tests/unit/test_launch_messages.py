@@ -9,6 +9,9 @@ from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.launch import preflight, requeue, script, states
 from relax_hpc.launch.placement import Component
 from relax_hpc.paths import RunPaths
@@ -179,6 +182,41 @@ def test_engines_of_a_run_that_waits_are_pending_and_its_idle_nodes_are_told(run
     assert scale_list.text(scale_list.collect(run.run_dir)).endswith("room for 2 more")
     run.says("7+0|FAILED", "7+1|FAILED")
     assert "room" not in scale_list.text(scale_list.collect(run.run_dir))
+
+
+def test_engines_of_every_pool_are_listed_and_those_of_a_fixed_one_have_no_version(run):
+    paths = RunPaths(run.run_dir)
+    job = json.loads(paths.config.read_text())
+    job["engines"]["judge"] = job["engines"]["rollout"] | {
+        "count": 4, "engines_per_task": 2, "resources": {}
+    }  # fmt: skip
+    paths.config.write_text(json.dumps(job))
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    for component, rank in (("rollout", 0), ("judge", 0), ("judge", 1)):
+        with EventWriter(paths.events(component, rank), component, rank) as events:
+            events.emit("start", attempt="7.0", start=1, node=f"{component[0]}{rank}")
+    for pool, name in (("rollout", "rollout-0"), ("judge", "judge-1.0"), ("judge", "judge-0.1")):
+        members.announce(paths, Member(name, "7-1-1", "", 1, "embedded", "HEALTHY", pool=pool))
+    Roster(3, {"rollout-0": RosterEntry("7-1-1", 3, "ACTIVE")}).write(paths)
+
+    listed = json.loads(cli("status", run.run_dir, "--json").output)["engines"]
+    assert [[row[key] for key in ("pool", "id", "state", "node", "version")] for row in listed] == [
+        ["rollout", "rollout-0", "ACTIVE", "r0", 3],
+        ["judge", "judge-0.0", "STARTING", "j0", "fixed"],
+        ["judge", "judge-0.1", "HEALTHY", "j0", "fixed"],
+        ["judge", "judge-1.0", "HEALTHY", "j1", "fixed"],
+        ["judge", "judge-1.1", "STARTING", "j1", "fixed"],
+    ]
+    said = cli("status", run.run_dir).output
+    assert "  rollout-0 engine of rollout, active on r0, v3\n" in said
+    assert "  judge-1.0 engine of judge, healthy on j1, fixed\n" in said
+    table = scale_list.text(scale_list.collect(run.run_dir))
+    assert [line.split()[:5] for line in table.splitlines()[1:3]] == [
+        ["rollout-0", "rollout", "active", "r0", "v3"],
+        ["judge-0.0", "judge", "starting", "j0", "fixed"],
+    ]
+    run.says("7+0|COMPLETED", "7+1|COMPLETED")
+    assert json.loads(cli("status", run.run_dir, "--json").output)["engines"] == []
 
 
 def test_where_slurm_gives_no_partitions_one_line_says_so_and_what_to_do(run):

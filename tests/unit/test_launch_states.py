@@ -86,7 +86,7 @@ def test_a_job_lives_as_long_as_slurm_does_not_answer_whatever_an_attempt_left(s
             slurm.leaves(code)
         found = status.collect(slurm.run_dir)
         assert found.state == "UNREACHABLE" and found.silence.count("\n") == 0
-        assert not status.is_over(found.state)
+        assert not states.is_over(found.state)
         with pytest.raises(ConfigError, match="whether job 7 still runs is not known") as error:
             resume(slurm.run_dir)
         assert "\n" not in str(error.value) and "add --ended" in str(error.value)
@@ -97,7 +97,7 @@ def test_a_job_lives_as_long_as_slurm_does_not_answer_whatever_an_attempt_left(s
 
 
 def test_how_a_job_ended_that_slurm_has_forgotten_is_what_its_script_left(slurm):
-    assert status.job_state(slurm.run_dir) == "UNKNOWN" and status.is_over("UNKNOWN")
+    assert status.job_state(slurm.run_dir) == "UNKNOWN" and states.is_over("UNKNOWN")
     with pytest.raises(ConfigError, match=r"Slurm does not know job 7 any more.*add --ended"):
         resume(slurm.run_dir)
     slurm.leaves(143)

@@ -2,7 +2,8 @@
 
 It announces itself like any other; the trainer gives it the current weights between two updates,
 and only then do rollout tasks send it requests. It is no producer of the bus: the trajectories are
-those of the tasks that asked.
+those of the tasks that asked. It ends when it is told to, and hands back its requests first;
+`loop` keeps engines that end with the run.
 """
 
 import signal

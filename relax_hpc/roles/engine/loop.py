@@ -1,4 +1,7 @@
-"""A task of a pool whose weights stay as they are: keeps its engines until the run is over."""
+"""A task of a pool whose weights stay as they are: keeps its engines until the run is over.
+
+They end with the run, when nobody asks any more; `added` keeps one that ends while others ask.
+"""
 
 import asyncio
 from collections.abc import Callable
