@@ -126,19 +126,52 @@ def test_of_several_engines_in_a_task_one_is_killed_and_the_others_go_on(tiny, t
     assert len(logs) == 4 and sum("rollout-0.1-" in name for name in logs) == 2
 
 
+JUDGED = """
+async def score(response, prompt, engines):
+    said = await engines["judge"].generate(prompt, max_new_tokens=8)
+    return float(said == response)
+
+score.pools = ("judge",)
+"""
+
+
 @pytest.mark.usefixtures("slurm_cluster")
-def test_a_killed_rollout_step_goes_on_under_slurm_while_the_trainer_stays(tiny, tmp_path):
-    run_dir = submit_small(tiny, tmp_path, local=False, **{"launch.profile": "local"})
+def test_a_killed_rollout_step_and_a_judge_go_on_under_slurm_while_the_trainer_stays(
+    tiny, tmp_path
+):
+    (tmp_path / "judge.py").write_text(JUDGED)
+    run_dir = submit_small(
+        tiny, tmp_path, local=False,
+        **{
+            "launch.profile": "local", "engines.judge.max_running_requests": 8,
+            "reward.name": f"{tmp_path}/judge.py:score", "reward.deadline_s": 60,
+        },
+    )  # fmt: skip
     try:
-        wait_until(run_dir, has_done(3), 100)
+        before = wait_until(run_dir, has_done(3), 100)
+        judged = {row["pool"]: row for row in before["engines"]}["judge"]
+        assert (judged["id"], judged["state"], judged["version"]) == ("judge-0", "HEALTHY", "fixed")
+        assert judged["node"] in [c["nodes"] for c in before["components"] if c["name"] == "judge"]
         actor = newest(run_dir, "actor", "start")["pid"]
+        os.kill(newest(run_dir, "judge", "engine")["engine_pid"], signal.SIGKILL)
         kill_rollout(run_dir)
+        wait_until(run_dir, judge_is_back(run_dir), 60)
         after = wait_until(run_dir, is_over, 200)
+        assert len(events_of(run_dir, "judge", "engine")) == 2
+        assert len(events_of(run_dir, "judge", "start")) == 1
         assert len(events_of(run_dir, "rollout", "start")) == 2 and shards_since(run_dir, 2)
         assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
         assert_complete(run_dir, after)
     finally:
         cli("cancel", run_dir)
+
+
+def judge_is_back(run_dir):
+    """Holds once a second engine is listed as healthy."""
+    return lambda now: (
+        len(events_of(run_dir, "judge", "engine")) == 2
+        and ("judge-0", "HEALTHY") in [(row["id"], row["state"]) for row in now["engines"]]
+    )
 
 
 def test_cancel_ends_all_of_a_run_and_nothing_else(tiny, tmp_path):
