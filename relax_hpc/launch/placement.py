@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
@@ -84,7 +84,7 @@ def groups(components: Sequence[Component]) -> list[int]:
     return [hosts.index(component.on or component.name) for component in components]
 
 
-def _component(config: JobConfig, role: Role, asked: Place, resources: Resources) -> Component:
+def _component(config: JobConfig, role: Role[Any], asked: Place, resources: Resources) -> Component:
     made = Component(
         asked.component, asked.tasks, resources, "files", None,
         asked.section, role.environment, role.is_scalable,

@@ -49,7 +49,7 @@ def check(
     check_first_weights(config.model.weights, shape)
     table.check_columns(config)
     for role in table.ROLES:
-        config = role.check(config, shape, say)
+        config = role.checked(config, shape, say)
     for component in components:
         check_component(component)
     if use_slurm:

@@ -5,7 +5,7 @@ Nothing heavy is imported here or by who declares a role: `main` and `check` imp
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import JobConfig
@@ -39,11 +39,12 @@ class Place:
 
 
 Say = Callable[[str], None]
-Main = Callable[[JobConfig, RunPaths, TaskContext, World | None, EventWriter], None]
+C = TypeVar("C", bound=JobConfig)
+Main = Callable[[C, RunPaths, TaskContext, World | None, EventWriter], None]
 """Runs a task to its end. The world is None where its tasks work alone."""
-Check = Callable[[JobConfig, Architecture, Say], JobConfig]
+Check = Callable[[C, Architecture, Say], JobConfig | None]
 """Refuses what cannot work, with a ConfigError; tells what is left to be checked when the job
-starts; returns the job, maybe with what was counted."""
+starts; returns the job with what was counted, if anything was."""
 
 
 def no_place(_: JobConfig) -> Sequence[Place]:
@@ -51,19 +52,21 @@ def no_place(_: JobConfig) -> Sequence[Place]:
     return ()
 
 
-def nothing_to_check(config: JobConfig, _shape: Architecture, _say: Say) -> JobConfig:
-    return config
+def nothing_to_check(_: JobConfig, _shape: Architecture, _say: Say) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
-class Role:
+class Role(Generic[C]):
     """A row of `table.ROLES`."""
 
     name: str
-    main: Main
-    places: Callable[[JobConfig], Sequence[Place]] = no_place
+    job: type[C]
+    """Kind of job that it may be in."""
+    main: Main[C]
+    places: Callable[[C], Sequence[Place]] = no_place
     """Its components in a job; none if it is not in that job."""
-    check: Check = nothing_to_check
+    check: Check[C] = nothing_to_check
     is_one_world: bool = False
     """Whether its ranks are one world, Megatron's; otherwise tasks work alone."""
     restart: Restart = "step"
@@ -77,3 +80,19 @@ class Role:
     """Component of its tasks that are started while the job runs."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment of its tasks on GPUs, unless the submitter says otherwise."""
+
+    def places_in(self, config: JobConfig) -> Sequence[Place]:
+        return self.places(config) if isinstance(config, self.job) else ()
+
+    def checked(self, config: JobConfig, shape: Architecture, say: Say) -> JobConfig:
+        """The job after `check`; as it is if the role is of the other kind of job."""
+        found = self.check(config, shape, say) if isinstance(config, self.job) else None
+        return found or config
+
+    def run(
+        self, config: JobConfig, paths: RunPaths, context: TaskContext, world: World | None,
+        events: EventWriter,
+    ) -> None:  # fmt: skip
+        """Runs a task to its end."""
+        assert isinstance(config, self.job)
+        self.main(config, paths, context, world, events)

@@ -1,6 +1,7 @@
 """The roles, each declared in its folder. Launching, looking at runs and scaling ask this table."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from relax_hpc import schema
 from relax_hpc.algorithms.table import needs_of
@@ -13,18 +14,18 @@ from relax_hpc.roles.rollout.role import ROLLOUT
 from relax_hpc.roles.scorer.role import REFERENCE
 from relax_hpc.roles.sft.role import SFT
 
-ROLES: tuple[Role, ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE)
+ROLES: tuple[Role[Any], ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE)
 """Roles in the order of their components in a job: the time limit of component 0 ends the whole
 job, and without engines nothing goes on."""
 
 
-def places(config: JobConfig) -> Iterator[tuple[Role, Place]]:
+def places(config: JobConfig) -> Iterator[tuple[Role[Any], Place]]:
     """The components of a job and their roles; one beside another follows it.
 
     Raises:
         ConfigError: one is beside a component that the job does not have, or two have one name.
     """
-    found = [(role, place) for role in ROLES for place in role.places(config)]
+    found = [(role, place) for role in ROLES for place in role.places_in(config)]
     _check_names([place for _, place in found])
     for role, place in found:
         if place.beside is None:
@@ -50,7 +51,7 @@ def _check_names(found: Sequence[Place]) -> None:
         seen.add(place.component)
 
 
-def role_of(config: JobConfig, component: str) -> Role:
+def role_of(config: JobConfig, component: str) -> Role[Any]:
     """The role of a component.
 
     Raises:
@@ -71,7 +72,7 @@ def check_columns(config: JobConfig) -> None:
     """
     if not isinstance(config, RunConfig):
         return
-    written = {role.writes for role in ROLES if list(role.places(config))} | {
+    written = {role.writes for role in ROLES if list(role.places_in(config))} | {
         "reference"
     }  # the actor's own, maybe
     for column, key in needs_of(config.algorithm).columns.items():

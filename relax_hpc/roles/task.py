@@ -3,6 +3,7 @@
 import logging
 import resource
 from pathlib import Path
+from typing import Any
 
 from relax_hpc.comm.world import World, connect
 from relax_hpc.config.run import JobConfig
@@ -47,7 +48,7 @@ def allow_open_files() -> None:
 
 
 def start(
-    role: Role,
+    role: Role[Any],
     config: JobConfig,
     paths: RunPaths,
     context: TaskContext,
@@ -60,11 +61,11 @@ def start(
     if role.is_one_world or bootstrap != "files":
         world = _join(role, config, paths, context, bootstrap)
         events.emit("world", kind=type(world).__name__, size=world.size)
-    role.main(config, paths, context, world, events)
+    role.run(config, paths, context, world, events)
 
 
 def _join(
-    role: Role, config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str
+    role: Role[Any], config: JobConfig, paths: RunPaths, context: TaskContext, bootstrap: str
 ) -> World:
     if role.is_one_world:
         from relax_hpc.engines.megatron import cpu

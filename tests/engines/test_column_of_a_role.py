@@ -18,6 +18,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.shards.shard_format import DTYPES
 from relax_hpc.bus.sidecar import SidecarWriter
+from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles import table as roles
@@ -104,7 +105,7 @@ def test_the_loss_is_the_one_worked_by_hand_and_follows_the_column(
     with pytest.raises(ConfigError, match="needs the column ragged/surprise, which the role judge"):
         roles.check_columns(config)
     place = Place("judge", 1, Resources())
-    judge = Role("judge", lambda *_: None, places=lambda _: [place], writes="judge")
+    judge = Role("judge", JobConfig, lambda *_: None, places=lambda _: [place], writes="judge")
     monkeypatch.setattr(roles, "ROLES", (*roles.ROLES, judge))
     roles.check_columns(config)
     assert roles.sidecar_writers(config) == {"judge-0": "judge"}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from relax_hpc.comm.world import World
-from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
@@ -12,32 +12,29 @@ from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
 from relax_hpc.telemetry.events import EventWriter
 
 
-def _places(config: JobConfig) -> Sequence[Place]:
-    if not isinstance(config, RunConfig):
-        return ()
+def _places(config: RunConfig) -> Sequence[Place]:
     return [Place("actor", config.actor.layout.world_size, config.actor.resources, "actor")]
 
 
-def _check(config: JobConfig, _shape: Architecture, _say: Say) -> JobConfig:
+def _check(config: RunConfig, _shape: Architecture, _say: Say) -> None:
     from relax_hpc.roles.training import check
 
-    if isinstance(config, RunConfig):
-        check.check_trainer(config)
-    return config
+    check.check_trainer(config)
 
 
 def _main(
-    config: JobConfig, paths: RunPaths, context: TaskContext, world: World | None,
+    config: RunConfig, paths: RunPaths, context: TaskContext, world: World | None,
     events: EventWriter,
 ) -> None:  # fmt: skip
     from relax_hpc.roles.actor import build
 
-    assert isinstance(config, RunConfig) and world is not None
+    assert world is not None
     build.main(config, paths, world, context, events)
 
 
 ACTOR = Role(
     "actor",
+    RunConfig,
     _main,
     _places,
     _check,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from relax_hpc.comm.world import World
 from relax_hpc.config.engines import ROLLOUT
-from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
@@ -18,9 +18,7 @@ JOINS = "extra"
 """Component of engines that are added to a running job."""
 
 
-def _places(config: JobConfig) -> Sequence[Place]:
-    if not isinstance(config, RunConfig):
-        return ()
+def _places(config: RunConfig) -> Sequence[Place]:
     return [
         Place(name, pool.num_tasks, pool.resources, f"engines.{name}")
         for name, pool in config.engines.items()
@@ -28,23 +26,20 @@ def _places(config: JobConfig) -> Sequence[Place]:
     ]
 
 
-def _check(config: JobConfig, _shape: Architecture, _say: Say) -> JobConfig:
+def _check(config: RunConfig, _shape: Architecture, _say: Say) -> None:
     from relax_hpc.roles.engine import check
 
-    if isinstance(config, RunConfig):
-        check.check_pools(config)
-    return config
+    check.check_pools(config)
 
 
 def _main(
-    config: JobConfig, paths: RunPaths, context: TaskContext, _world: World | None,
+    config: RunConfig, paths: RunPaths, context: TaskContext, _world: World | None,
     events: EventWriter,
 ) -> None:  # fmt: skip
     from relax_hpc.roles.engine import added, loop
 
-    assert isinstance(config, RunConfig)
     main = added.main if context.component == JOINS else loop.main
     main(config, paths, context, events)
 
 
-ENGINE = Role("engine", _main, _places, _check, joins=JOINS)
+ENGINE = Role("engine", RunConfig, _main, _places, _check, joins=JOINS)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from relax_hpc import schema
 from relax_hpc.comm.world import World
-from relax_hpc.config.run import OWN_UNDER_LEASE, JobConfig, RunConfig
+from relax_hpc.config.run import OWN_UNDER_LEASE, RunConfig
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
@@ -13,9 +13,7 @@ from relax_hpc.roles.role import Place, Role, Say
 from relax_hpc.telemetry.events import EventWriter
 
 
-def _places(config: JobConfig) -> Sequence[Place]:
-    if not isinstance(config, RunConfig):
-        return ()
+def _places(config: RunConfig) -> Sequence[Place]:
     pool = config.rollout_pool
     place = Place("rollout", pool.num_tasks, pool.resources, "engines.rollout")
     if pool.placement == "own":
@@ -23,26 +21,24 @@ def _places(config: JobConfig) -> Sequence[Place]:
     return [replace(place, beside="actor", own_beside=OWN_UNDER_LEASE)]
 
 
-def _check(config: JobConfig, shape: Architecture, say: Say) -> JobConfig:
+def _check(config: RunConfig, shape: Architecture, say: Say) -> None:
     from relax_hpc.roles.rollout import check
 
-    if isinstance(config, RunConfig):
-        check.check(config, shape, say)
-    return config
+    check.check(config, shape, say)
 
 
 def _main(
-    config: JobConfig, paths: RunPaths, context: TaskContext, _world: World | None,
+    config: RunConfig, paths: RunPaths, context: TaskContext, _world: World | None,
     events: EventWriter,
 ) -> None:  # fmt: skip
     from relax_hpc.roles.rollout import build
 
-    assert isinstance(config, RunConfig)
     build.main(config, paths, context, events)
 
 
 ROLLOUT = Role(
     "rollout",
+    RunConfig,
     _main,
     _places,
     _check,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from relax_hpc.comm.world import World
-from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.run import RunConfig
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
@@ -11,33 +11,32 @@ from relax_hpc.roles.role import Place, Role, Say
 from relax_hpc.telemetry.events import EventWriter
 
 
-def _places(config: JobConfig) -> Sequence[Place]:
-    if not isinstance(config, RunConfig) or config.reference.placement != "own":
+def _places(config: RunConfig) -> Sequence[Place]:
+    if config.reference.placement != "own":
         return ()
     ranks = config.reference_megatron.layout.world_size
     return [Place("reference", ranks, config.reference.resources, "reference")]
 
 
-def _check(config: JobConfig, shape: Architecture, _say: Say) -> JobConfig:
+def _check(config: RunConfig, shape: Architecture, _say: Say) -> None:
     from relax_hpc.roles.scorer import check
 
-    if isinstance(config, RunConfig):
-        check.check_reference(config, shape)
-    return config
+    check.check_reference(config, shape)
 
 
 def _main(
-    config: JobConfig, paths: RunPaths, context: TaskContext, world: World | None,
+    config: RunConfig, paths: RunPaths, context: TaskContext, world: World | None,
     events: EventWriter,
 ) -> None:  # fmt: skip
     from relax_hpc.roles.scorer import build
 
-    assert isinstance(config, RunConfig) and world is not None
+    assert world is not None
     build.main(config, paths, world, context, events)
 
 
 REFERENCE = Role(
     "reference",
+    RunConfig,
     _main,
     _places,
     _check,

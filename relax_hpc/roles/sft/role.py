@@ -13,34 +13,31 @@ from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
 from relax_hpc.telemetry.events import EventWriter
 
 
-def _places(config: JobConfig) -> Sequence[Place]:
-    if not isinstance(config, SftRunConfig):
-        return ()
+def _places(config: SftRunConfig) -> Sequence[Place]:
     return [Place("actor", config.actor.layout.world_size, config.actor.resources, "actor")]
 
 
-def _check(config: JobConfig, _shape: Architecture, say: Say) -> JobConfig:
+def _check(config: SftRunConfig, _shape: Architecture, say: Say) -> JobConfig:
     from relax_hpc.roles.sft import document_check
     from relax_hpc.roles.training import check
 
-    if not isinstance(config, SftRunConfig):
-        return config
     check.check_trainer(config)
     return document_check.check(config, say)
 
 
 def _main(
-    config: JobConfig, paths: RunPaths, context: TaskContext, world: World | None,
+    config: SftRunConfig, paths: RunPaths, context: TaskContext, world: World | None,
     events: EventWriter,
 ) -> None:  # fmt: skip
     from relax_hpc.roles.sft import build
 
-    assert isinstance(config, SftRunConfig) and world is not None
+    assert world is not None
     build.main(config, paths, world, context.local_rank, events)
 
 
 SFT = Role(
     "sft",
+    SftRunConfig,
     _main,
     _places,
     _check,

@@ -9,6 +9,7 @@ import pytest
 from role_fakes import config
 
 from relax_hpc import schema
+from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.launch import preflight, profiles, script
@@ -32,7 +33,7 @@ def judge(**fields):
         "profile": "judge",
         "environment": {"JUDGES": "2"},
     }
-    return Role("judge", lambda *_: None, **(row | fields))
+    return Role("judge", JobConfig, lambda *_: None, **(row | fields))
 
 
 @pytest.fixture
@@ -117,15 +118,16 @@ def test_preflight_asks_every_row_and_goes_on_with_what_it_returns(monkeypatch):
     def check(name):
         def note(given, shape, _say):
             asked.append((name, given, shape))
-            return f"after {name}"
+            return after[name]
 
         return note
 
+    settings = config()
+    after = {name: settings.model_copy(update={"name": f"after-{name}"}) for name in "ab"}
     rows = (judge(check=check("a")), judge(check=check("b")))
     monkeypatch.setattr(table, "ROLES", rows)
-    settings = config()
-    assert preflight.check(settings, [], use_slurm=False) == "after b"
-    assert asked == [("a", settings, "shape"), ("b", "after a", "shape")]
+    assert preflight.check(settings, [], use_slurm=False) == after["b"]
+    assert asked == [("a", settings, "shape"), ("b", after["a"], "shape")]
 
 
 def test_a_place_beside_nothing_is_refused(add):
