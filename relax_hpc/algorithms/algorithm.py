@@ -55,7 +55,7 @@ class Tokens(Protocol):
     @property
     def columns(self) -> "Mapping[str, Tensor]":
         """[T] by short name: those that were asked for, `rollout_logprobs`, `old_logprobs`,
-        `advantages`, and with an aggregation `weights`."""
+        `advantages`, with an aggregation `weights`, and with a correction `correction`."""
         ...
 
     def with_columns(self, **columns: "Tensor") -> "Tokens":
@@ -75,6 +75,15 @@ class LossOutput(NamedTuple):
     """[] each, no gradient; they become means over trained tokens."""
     denominator: "Tensor | None" = None
     """[] how many things the loss is a sum over, no gradient; None: trained tokens."""
+
+
+class Correction(NamedTuple):
+    """Weights of tokens in a loss."""
+
+    weights: "Tensor"
+    """[T], no gradient."""
+    metrics: "dict[str, Tensor]"
+    """[] each, sums over trained tokens."""
 
 
 Loss = Callable[["Tensor", Tokens], LossOutput]
@@ -122,11 +131,9 @@ class Algorithm:
     values; the loss then finds these in the column `advantages`. None: all tokens of a row have
     that of the row."""
 
-    def loss_of(self, settings: Settings, columns: frozenset[str]) -> Loss:
-        """The loss to train with; `columns` are the short names of those that all rows have."""
-        loss, estimate = self.loss(settings, columns), self.token_advantages
-        if estimate is None:
-            return loss
-        return lambda logprobs, tokens: loss(
-            logprobs, tokens.with_columns(advantages=estimate(settings, tokens))
-        )
+    correction: "Callable[[Any, Tokens], Correction] | None" = None
+    """(settings, micro-batch) -> what tokens weigh that another policy sampled, or another program;
+    the loss finds it in the column `correction`. None: there is no such column."""
+    kl: Callable[[Any], float] | None = None
+    """settings -> coefficient of the KL divergence from the reference, added to the loss where rows
+    have `ref_logprobs`; 0 only measures it. None: it is not even measured."""

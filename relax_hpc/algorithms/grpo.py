@@ -8,6 +8,7 @@ from pydantic import Field
 
 from relax_hpc.algorithms.algorithm import (
     Algorithm,
+    Correction,
     Floats,
     Loss,
     LossOutput,
@@ -55,32 +56,32 @@ def _teaches(settings: GrpoSettings, advantages: Floats) -> npt.NDArray[np.bool_
     return np.not_equal(advantages, 0)
 
 
-def _loss(settings: GrpoSettings, columns: frozenset[str]) -> Loss:
-    """The policy loss, with a KL term where there is a reference; 0 times it only measures."""
-    from relax_hpc.algorithms.losses import grpo, with_kl
+def _correction(settings: GrpoSettings, tokens: Tokens) -> Correction:
+    from relax_hpc.algorithms.importance import truncated
 
-    def policy(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
+    return truncated(
+        tokens.columns["old_logprobs"],
+        tokens.columns["rollout_logprobs"],
+        tokens.loss_mask,
+        cap=settings.importance_cap,
+    )
+
+
+def _loss(settings: GrpoSettings, _: frozenset[str]) -> Loss:
+    from relax_hpc.algorithms.losses import grpo
+
+    def loss(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
         return grpo(
             logprobs,
             tokens.columns["old_logprobs"],
-            tokens.columns["rollout_logprobs"],
+            tokens.columns["correction"],
             tokens.columns["advantages"],
             tokens.loss_mask,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
-            importance_cap=settings.importance_cap,
         )
 
-    def pulled(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
-        return with_kl(
-            policy(logprobs, tokens),
-            logprobs,
-            tokens.columns["ref_logprobs"],
-            tokens.loss_mask,
-            coefficient=settings.kl_coefficient,
-        )
-
-    return pulled if "ref_logprobs" in columns else policy
+    return loss
 
 
 def _needs(settings: GrpoSettings) -> Needs:
@@ -89,4 +90,13 @@ def _needs(settings: GrpoSettings) -> Needs:
     return Needs(wanted, min_siblings=2)
 
 
-GRPO = Algorithm("grpo", GrpoSettings, _loss, _advantages, _teaches, needs=_needs)
+GRPO = Algorithm(
+    "grpo",
+    GrpoSettings,
+    _loss,
+    _advantages,
+    _teaches,
+    correction=_correction,
+    kl=lambda settings: float(settings.kl_coefficient),
+    needs=_needs,
+)

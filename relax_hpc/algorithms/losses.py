@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from relax_hpc.algorithms.algorithm import LossOutput
-from relax_hpc.algorithms.importance import truncated_weights
 from relax_hpc.algorithms.kl import kl_to_reference
 
 
@@ -36,29 +35,26 @@ def with_kl(
 def grpo(
     logprobs: Tensor,
     old_logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    weights: Tensor,
     advantages: Tensor,
     mask: Tensor,
     *,
     clip_low: float,
     clip_high: float,
-    importance_cap: float,
 ) -> LossOutput:
-    """Token-level clipped surrogate with clip-higher and truncated importance weights.
+    """Token-level clipped surrogate with clip-higher.
 
         loss = -sum_t m_t w_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t)
         r_t  = exp(logprobs_t - old_logprobs_t)
-        w_t  = min(exp(old_logprobs_t - rollout_logprobs_t), importance_cap)
 
     Args:
         logprobs: [T] nats, current policy, carries the gradient.
         old_logprobs: [T] nats, policy before this step's updates, no gradient.
-        rollout_logprobs: [T] nats, recorded by the engine.
+        weights: [T] w of the correction, no gradient.
         advantages: [T].
         mask: [T] bool, True on trained tokens.
         clip_low: in (0, 1).
         clip_high: > 0.
-        importance_cap: > 0.
 
     Source: GRPO (arXiv:2402.03300); token-level normalisation and clip-higher from DAPO
     (arXiv:2503.14476), whose mean runs over a prompt group and ours over the whole batch.
@@ -66,7 +62,6 @@ def grpo(
     log_ratio = torch.where(mask, logprobs - old_logprobs, 0.0)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    weights = truncated_weights(old_logprobs, rollout_logprobs, mask, cap=importance_cap)
     advantages = torch.where(mask, advantages, 0.0)
     surrogate = torch.minimum(ratio * advantages, clipped * advantages)
     loss = -(weights * surrogate * mask).sum()
@@ -74,8 +69,6 @@ def grpo(
         metrics = {
             "loss/clip_fraction": ((clipped != ratio) & mask).sum(),
             "loss/approx_kl": ((ratio - 1 - log_ratio) * mask).sum(),
-            "loss/importance_mean": (weights * mask).sum(),
-            "loss/importance_capped": ((weights >= importance_cap) & mask).sum(),
         }
     return LossOutput(loss, metrics)
 

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from relax_hpc.algorithms.algorithm import LossOutput, Tokens
-from relax_hpc.algorithms.losses import grpo
+from relax_hpc.algorithms.composition import loss_of
+from relax_hpc.algorithms.grpo import GRPO, GrpoSettings
 from relax_hpc.bench.ranks import joined
 from relax_hpc.bench.train_task import Figures, Task, Work, grid_name, lengths_of
 from relax_hpc.comm.world import World
@@ -121,7 +120,8 @@ def _now(device: torch.device) -> float:
 
 def _accumulate(trainer: MegatronTrainer, batch: Batch) -> None:
     rows = [row.with_columns(advantages=np.ones((), np.float32)) for row in batch.rows]
-    trainer.accumulate(rows, batch.micro_batches, _loss, last=True)
+    loss = loss_of(GRPO, GrpoSettings(), frozenset())
+    trainer.accumulate(rows, batch.micro_batches, loss, last=True)
 
 
 def _note(
@@ -170,14 +170,6 @@ def _batch(task: Task, work: Work, step: int, dp_rank: int) -> Batch:
         batch.micro_batches.append(list(range(first, len(batch.rows))))
         batch.lengths.append(lengths)
     return batch
-
-
-def _loss(logprobs: Tensor, tokens: Tokens) -> LossOutput:
-    return grpo(
-        logprobs, tokens.columns["old_logprobs"], tokens.columns["rollout_logprobs"],
-        tokens.columns["advantages"],
-        tokens.loss_mask, clip_low=0.2, clip_high=0.28, importance_cap=2.0,
-    )  # fmt: skip
 
 
 def _trajectories(vocabulary: int, lengths: Sequence[int], seed: int) -> list[Trajectory]:

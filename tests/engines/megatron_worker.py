@@ -178,7 +178,9 @@ def surprise():
 def discounted():
     from discounted import DISCOUNTED
 
-    return DISCOUNTED.loss_of(DISCOUNTED.settings(name="discounted"), frozenset())
+    from relax_hpc.algorithms.composition import loss_of
+
+    return loss_of(DISCOUNTED, DISCOUNTED.settings(name="discounted"), frozenset())
 
 
 LOSSES = {

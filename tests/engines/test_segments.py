@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from relax_hpc import job_file
+from relax_hpc.algorithms.composition import loss_of
 from relax_hpc.algorithms.table import algorithm_of
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.shards.encode import from_columns, to_columns
@@ -88,7 +89,7 @@ def gradient(policy, rows, *, normalize_std, weigh=None):
     columns, _ = values_of(index_of(rows), settings, 3)
     if weigh:
         columns = weigh(columns, rows)
-    loss = algorithm_of(settings).loss(settings, frozenset())
+    loss = loss_of(algorithm_of(settings), settings, frozenset())
     policy.zero_grad()
     tokens = 0
     for number, row in enumerate(rows):

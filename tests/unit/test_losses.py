@@ -1,15 +1,32 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from relax_hpc.algorithms.advantages import group_relative
 from relax_hpc.algorithms.algorithm import LossOutput
-from relax_hpc.algorithms.importance import truncated_weights
+from relax_hpc.algorithms.composition import loss_of
+from relax_hpc.algorithms.grpo import GRPO, GrpoSettings
+from relax_hpc.algorithms.importance import truncated
 from relax_hpc.algorithms.kl import kl_to_reference
-from relax_hpc.algorithms.losses import grpo, with_kl
+from relax_hpc.algorithms.losses import with_kl
 
 SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
+
+
+class Tokens(SimpleNamespace):
+    def with_columns(self, **columns):
+        return Tokens(loss_mask=self.loss_mask, columns=self.columns | columns)
+
+
+def grpo(logprobs, old_logprobs, rollout_logprobs, advantages, mask, **settings):
+    columns = {
+        "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs,
+        "advantages": advantages,
+    }  # fmt: skip
+    loss = loss_of(GRPO, GrpoSettings(**settings), frozenset())
+    return loss(logprobs, Tokens(loss_mask=mask, columns=columns))
 
 
 @pytest.mark.parametrize(
@@ -37,7 +54,7 @@ def test_importance_weight_is_the_ratio_to_the_sampler_up_to_the_cap(gap, weight
 
 def test_importance_weights_carry_no_gradient():
     logprobs = torch.tensor([-1.0], requires_grad=True)  # old ones that are this very step's
-    weights = truncated_weights(logprobs, torch.tensor([-1.5]), torch.tensor([True]), cap=2.0)
+    weights, _ = truncated(logprobs, torch.tensor([-1.5]), torch.tensor([True]), cap=2.0)
     assert weights.item() == pytest.approx(math.exp(0.5)) and not weights.requires_grad
 
 

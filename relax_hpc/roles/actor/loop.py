@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from relax_hpc.algorithms import composition
 from relax_hpc.algorithms.algorithm import Loss
 from relax_hpc.algorithms.table import algorithm_of
 from relax_hpc.bus.reader import Reader
@@ -142,7 +143,7 @@ class _Batches:
 def loss_of(config: RunConfig) -> Loss:
     """The loss of the run's algorithm."""
     columns = frozenset(name.split("/")[1] for name in config.columns)
-    return algorithm_of(config.algorithm).loss_of(config.algorithm, columns)
+    return composition.loss_of(algorithm_of(config.algorithm), config.algorithm, columns)
 
 
 def _publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
+from relax_hpc.algorithms.composition import loss_of
 from relax_hpc.algorithms.sft import SFT
 from relax_hpc.comm.world import World
 from relax_hpc.config.sft import SftRunConfig
@@ -73,7 +74,7 @@ def run(
     Args:
         save: called after every step; saves when it is time to.
     """
-    loss = SFT.loss(SFT.settings(name=SFT.name), frozenset())
+    loss = loss_of(SFT, SFT.settings(name=SFT.name), frozenset())
     heldout: Share = world.bcast(duties.heldout())[trainer.dp_rank]
     if trainer.step == 0:
         _measure(world, trainer, heldout, duties)

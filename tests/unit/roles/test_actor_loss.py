@@ -30,6 +30,11 @@ POLICY = -(1.4 - 1.125 + 3.6 + 0.35 - 2.7)
 KL = 0.5
 
 
+class Packed(SimpleNamespace):
+    def with_columns(self, **columns):
+        return Packed(loss_mask=self.loss_mask, columns=self.columns | columns)
+
+
 def tokens():
     ratio, advantages, gap, ref = torch.tensor(TOKENS, dtype=torch.float64).T
     old = torch.tensor([-1.0, -2.0, -3.0, -1.5, -2.5, math.nan], dtype=torch.float64)
@@ -38,7 +43,7 @@ def tokens():
         "old_logprobs": old, "rollout_logprobs": old - gap.log(), "advantages": advantages,
         "ref_logprobs": (now + ref.log()).detach(),
     }  # fmt: skip
-    return now, SimpleNamespace(loss_mask=torch.tensor([True] * 5 + [False]), columns=columns)
+    return now, Packed(loss_mask=torch.tensor([True] * 5 + [False]), columns=columns)
 
 
 def test_the_policy_loss_of_the_settings_is_the_one_worked_by_hand():
@@ -89,5 +94,5 @@ def test_without_settings_the_clips_and_the_cap_are_those_that_the_docs_name():
         columns = {
             "old_logprobs": -one, "rollout_logprobs": -one - gap, "advantages": advantage * one,
         }  # fmt: skip
-        packed = SimpleNamespace(columns=columns, loss_mask=one.bool())
+        packed = Packed(columns=columns, loss_mask=one.bool())
         assert loss(-one + log_ratio, packed).loss.item() == pytest.approx(expected, abs=1e-12)
