@@ -79,7 +79,18 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     """Two prompts of two samples each: pass@1 is 0.25, pass@2 is 0.5."""
     scores = {(0, 0): 0.0, (0, 1): 1.0, (3, 0): 0.0, (3, 1): 0.0}
     rows = [
-        Row(prompt, sample, score, {"boxed_number": score}, 7 + sample, 8, "stop", 3, ["75"])
+        Row(
+            prompt,
+            sample,
+            score,
+            {"boxed_number": score},
+            7 + sample,
+            8,
+            "stop",
+            3,
+            ["75"],
+            "algebra",
+        )
         for (prompt, sample), score in scores.items()
     ]
     with permissions.masked(permissions.UMASKS["none"]):
@@ -94,6 +105,7 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     assert found[1] == {
         "prompt": 0, "sample": 1, "score": 1.0, "parts": {"boxed_number": 1.0}, "version": 8,
         "version_max": 8, "finish": "stop", "num_tokens": 3, "texts": ["75"],
+        "source": "algebra",
     }  # fmt: skip
     assert Share.of(rows) == Share(7, 8, 1.0, 4)
 

@@ -44,6 +44,8 @@ class Row(NamedTuple):
     """Sampled."""
     texts: list[str]
     """Texts that the policy said, call by call."""
+    source: str = ""
+    """Subset of the set that the prompt is from."""
 
     @classmethod
     def of(cls, prompt: Prompt, sample: int, episode: Episode, texts: list[str]) -> Self:
@@ -60,6 +62,7 @@ class Row(NamedTuple):
             finish="" if last is None else last.name.lower(),
             num_tokens=sum(len(call.draft.token_ids) for call in calls),
             texts=texts,
+            source=prompt.source,
         )
 
 

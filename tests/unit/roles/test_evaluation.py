@@ -41,7 +41,7 @@ class Made:
     def __init__(self, *, rank=0, size=1, sets=("heldout",), **settings):
         self.journal, self.events, self.board = Journal(), Events(), Board()
         self.sampler = Greedy(self.journal)
-        prompts = [Prompt(index=i, token_ids=[i], answer=str(i)) for i in range(5)]
+        prompts = [Prompt(index=i, token_ids=[i], answer=str(i), source=f"s{i}") for i in range(5)]
         tables = {name: {"path": "p"} | settings for name in sets}
         made = config(eval=tables, engines__rollout__max_running_requests=8)
         shares = {name: prompts[rank::size] for name in sets}
@@ -134,6 +134,7 @@ def test_every_sample_is_kept_with_the_policies_that_sampled_it():
     assert (mixed.version, mixed.num_tokens, mixed.finish) == (2, 2, "stop")
     assert [row.score for row in rows] == [0, 0, 1, 1, 0, 0, 1, 1, 1, 1]
     assert rows[2].parts == {"boxed_number": 1.0} and rows[2].texts == ["1"]
+    assert [row.source for row in rows[::2]] == ["s0", "s1", "s2", "s3", "s4"]
     assert (share.version, share.version_max, share.correct, share.num_samples) == (2, 3, 6.0, 10)
     assert len({seed for _, seed in [(n, s) for n, s in enumerate(range(10))]}) == 10
 

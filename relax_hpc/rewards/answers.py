@@ -1,0 +1,89 @@
+r"""Where in a response the answer stands.
+
+Only text after the last `</think>` counts: a policy may try answers while it thinks. Of several
+boxes, tags or lines the last counts, so that listing guesses does not pay.
+"""
+
+import re
+import unicodedata
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+
+_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}]|[{}]")
+_NUMBER = re.compile(r"[+-]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d*)?(?:[eE][+-]?\d{1,3})?", re.ASCII)
+_RATIO = re.compile(r"([+-]?\d+)/(\d+)", re.ASCII)
+_FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{(\d+)\}\{(\d+)\}", re.ASCII)
+_MAX_DIGITS = 400
+
+
+def final_text(response: str) -> str:
+    """Returns what follows the last `</think>`; all of it where nobody thinks aloud.
+
+    A thought that is opened and never closed has nothing after it.
+    """
+    _, closed, rest = response.rpartition("</think>")
+    if "<think>" in rest:
+        return "" if not closed else rest[: rest.index("<think>")]
+    return rest
+
+
+def last_box(text: str) -> str | None:
+    r"""Returns the content of the \boxed{...} that is closed last; None if none is complete.
+
+    One pass, whatever is babbled; a box that is never closed does not hide those before it.
+    """
+    opened: list[tuple[int, bool]] = []
+    start = end = -1
+    for brace in _BRACE.finditer(text):
+        if brace[0] in (r"\{", r"\}"):
+            continue
+        if brace[0] != "}":
+            opened.append((brace.end(), brace[0] != "{"))
+        elif opened and (opening := opened.pop())[1]:
+            start, end = opening[0], brace.start()
+    return text[start:end].strip() if end >= 0 else None
+
+
+def last_tag(text: str, name: str) -> str | None:
+    """Returns the content of the last complete `<name>...</name>`; None if there is none."""
+    before, closing, _ = text.rpartition(f"</{name}>")
+    if not closing:
+        return None
+    _, opening, content = before.rpartition(f"<{name}>")
+    return content.strip() if opening else None
+
+
+def last_line(text: str, label: str = "Answer") -> str | None:
+    """Returns what follows the last `Answer:` on the same line; None if nothing does."""
+    lines = re.findall(rf"\b{label}[*_ \t]*:[*_ \t]*([^\n]+)", text, re.IGNORECASE)
+    found = lines[-1].strip() if lines else ""
+    return found or None
+
+
+def plain(text: str) -> str:
+    """Returns text as it is compared: fullwidth characters are ordinary ones, no outer spaces."""
+    return unicodedata.normalize("NFKC", text).strip()
+
+
+def number(text: str) -> Fraction | None:
+    r"""Returns the exact value of a plain number: 75, -0.5, 1,000, 1e3, 3/4 or \frac{3}{4}.
+
+    None for what is no number, divides by zero or has more than 400 digits.
+    """
+    text = plain(text).strip("$ ").rstrip(".")
+    if len(text) > _MAX_DIGITS:
+        return None
+    if ratio := _RATIO.fullmatch(text):
+        return _ratio(int(ratio[1]), int(ratio[2]))
+    if ratio := _FRACTION.fullmatch(text):
+        return _ratio(int(ratio[1] + ratio[2]), int(ratio[3]))
+    if not _NUMBER.fullmatch(text) or not any(map(str.isdigit, text)):
+        return None
+    try:
+        return Fraction(Decimal(text.replace(",", "")))
+    except InvalidOperation:
+        return None
+
+
+def _ratio(above: int, below: int) -> Fraction | None:
+    return Fraction(above, below) if below else None

@@ -1,0 +1,238 @@
+"""Evaluations of a run, summed up from the samples that it keeps of them."""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.evaluation.statistics import Figure, Sample, Statistics, by_source, statistics
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import finite
+from relax_hpc.rewards.answers import final_text, last_box, last_line, number, plain
+from relax_hpc.telemetry.events import Event, read_events
+
+WHENS = ("before", "during", "after")
+
+
+class Evaluation(NamedTuple):
+    """One evaluation of a held-out set, by all tasks whose samples are there."""
+
+    name: str
+    """Name of the set."""
+    when: str
+    """before, during or after training."""
+    version: int
+    """Oldest policy that sampled a token; -1 if there is none."""
+    version_max: int
+    """Newest policy that did."""
+    missing_tasks: int
+    """Tasks that said their scores, and whose samples are not there (yet)."""
+    all: Statistics
+    """Figures of the whole set."""
+    subsets: dict[str, Statistics]
+    """Figures by `source`; empty where all prompts are of one."""
+
+
+def collect(
+    run_dir: Path, *, ks: Sequence[int] = (), name: str | None = None, right: float = 1.0
+) -> list[Evaluation]:
+    """Sums up the evaluations of a run, by set and then in order of the policy.
+
+    Args:
+        ks: of pass@k, pass^k and maj@k; 1 and the samples per prompt if none are given.
+        name: only of this set.
+        right: score from which on a sample is right.
+
+    Raises:
+        ConfigError: no evaluation, or none of that set, is kept; a k is above the samples of a
+            prompt; a file of samples is damaged.
+    """
+    paths = RunPaths(run_dir)
+    tasks = _tasks(read_events(paths.events_folder))
+    names = {found for found, _, _ in tasks}
+    if name is not None and name not in names:
+        there = ", ".join(sorted(names)) or "none yet"
+        raise ConfigError(f"--set {name}: no evaluation of it is in {run_dir}; there are: {there}")
+    found = [
+        evaluation
+        for (each, when, _), events in tasks.items()
+        if name in (None, each)
+        and (evaluation := _evaluation(paths, each, when, events, ks, right)) is not None
+    ]
+    if not found:
+        raise ConfigError(f"{run_dir}: keeps no samples of an evaluation (yet)")
+    return sorted(found, key=lambda e: (e.name, e.version, WHENS.index(e.when)))
+
+
+def text(evaluations: Sequence[Evaluation]) -> str:
+    """A table of every set: a row for each evaluation, and below it one for each subset."""
+    lines = list[str]()
+    for name in dict.fromkeys(evaluation.name for evaluation in evaluations):
+        of_set = [evaluation for evaluation in evaluations if evaluation.name == name]
+        ks = sorted({k for evaluation in of_set for k in evaluation.all.pass_at})
+        rows = [["policy", "when", "prompts", "samples", "score", *_titles(ks), "truncated"]]
+        for each in of_set:
+            rows.append([_policy(each), each.when, *_cells(each.all, ks)])
+            rows += [
+                ["", f"  {source or '-'}", *_cells(s, ks)] for source, s in each.subsets.items()
+            ]
+        lines += [name, *_aligned(rows), *_remarks(of_set)]
+    return "\n".join(lines)
+
+
+def to_json(evaluations: Sequence[Evaluation]) -> str:
+    """Returns a list with an object for each evaluation; null for what is not finite."""
+    said, _ = finite({"evaluations": [_plain(each) for each in evaluations]})
+    return json.dumps(said["evaluations"], indent=2, allow_nan=False)
+
+
+def final_answer(response: str) -> str | None:
+    """Returns the answer that a response votes for; None if it has none.
+
+    It stands in the last box after the thought, or else behind the last `Answer:`. Numbers are one
+    answer however they are written.
+    """
+    final = final_text(response)
+    found = last_box(final)
+    found = last_line(final) if found is None else found
+    if found is None:
+        return None
+    value = number(found)
+    return "".join(plain(found).split()) if value is None else str(value)
+
+
+def _tasks(events: Sequence[Event]) -> dict[tuple[str, str, int], dict[int, Event]]:
+    """Returns the newest event of each task by set, `when` and number."""
+    tasks = defaultdict[tuple[str, str, int], dict[int, Event]](dict)
+    for event in events:
+        if event["event"] == "eval":
+            tasks[event["name"], event["when"], event["number"]][event["rank"]] = event
+    return tasks
+
+
+def _evaluation(
+    paths: RunPaths,
+    name: str,
+    when: str,
+    tasks: dict[int, Event],
+    ks: Sequence[int],
+    right: float,
+) -> Evaluation | None:
+    """Sums up what is there; None if nothing is."""
+    files = {
+        rank: paths.eval_rows(name, event["version"], when, rank)
+        for rank, event in tasks.items()
+        if event["num_samples"]
+    }
+    there = {rank: path for rank, path in files.items() if path.exists()}
+    samples = [sample for path in there.values() for sample in _read(path)]
+    if not samples:
+        return None
+    sources = by_source(samples)
+    ks = sorted(set(ks)) or sorted({1, _fewest(samples)})
+    versions = [v for rank in there if (v := tasks[rank]["version"]) >= 0]
+    try:
+        return Evaluation(
+            name=name,
+            when=when,
+            version=min(versions, default=-1),
+            version_max=max(tasks[rank]["version_max"] for rank in there),
+            missing_tasks=len(files) - len(there),
+            all=statistics(samples, ks, right=right),
+            subsets={source: statistics(each, ks, right=right) for source, each in sources.items()}
+            if len(sources) > 1
+            else {},
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{name}, {when}: {error}") from None
+
+
+def _read(path: Path) -> list[Sample]:
+    samples = []
+    for number_of_line, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            samples.append(_sample(json.loads(line)))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"{path}, line {number_of_line}: is no sample of an evaluation ({error!r}); "
+                "remove the file to leave this task's samples out"
+            ) from None
+    return samples
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    return Sample(
+        prompt=int(row["prompt"]),
+        score=float(row["score"]),
+        is_truncated=row["finish"] == "length",
+        answer=final_answer(row["texts"][-1]) if row["texts"] else None,
+        source=row.get("source", ""),
+    )
+
+
+def _fewest(samples: Sequence[Sample]) -> int:
+    counts = defaultdict[int, int](int)
+    for sample in samples:
+        counts[sample.prompt] += 1
+    return min(counts.values())
+
+
+def _titles(ks: Sequence[int]) -> list[str]:
+    return [f"pass@{k}" for k in ks] + [title for k in ks if k > 1 for title in _of_several(k)]
+
+
+def _of_several(k: int) -> tuple[str, str]:
+    return f"pass^{k}", f"maj@{k}"
+
+
+def _cells(found: Statistics, ks: Sequence[int]) -> list[str]:
+    several = [k for k in ks if k > 1]
+    figures = [found.pass_at.get(k) for k in ks]
+    figures += [of.get(k) for k in several for of in (found.pass_all, found.majority_at)]
+    counts = [str(found.num_prompts), str(found.num_samples)]
+    return [*counts, *map(_figure, [found.mean, *figures, found.truncated])]
+
+
+def _figure(figure: Figure | None) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure.value:.3f}" + ("" if figure.error is None else f" ± {figure.error:.3f}")
+
+
+def _policy(found: Evaluation) -> str:
+    if found.version == found.version_max:
+        return str(found.version)
+    return f"{found.version} to {found.version_max}"
+
+
+def _remarks(evaluations: Sequence[Evaluation]) -> list[str]:
+    missing = sum(evaluation.missing_tasks for evaluation in evaluations)
+    draws = max(d for e in evaluations for d in [0.0, *e.all.majority_draws.values()])
+    lines = [f"  tasks whose samples are missing: {missing}"] if missing else []
+    return [*lines, f"  maj@k by draws, which add ± {draws:.4f} at most"] if draws else lines
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  "
+        + "  ".join(
+            _cell(c, w, left=n < 2) for n, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _cell(content: str, width: int, *, left: bool) -> str:
+    return content.ljust(width) if left else content.rjust(width)
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """Returns named tuples as objects, which JSON would write as lists."""
+    if isinstance(value, Statistics | Figure | Evaluation):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {key: _plain(inside) for key, inside in value.items()}
+    return value
