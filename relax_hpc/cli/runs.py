@@ -74,7 +74,7 @@ def timeline(
     typer.echo(f"picture: {picture}", err=as_json)
 
 
-@runs.command("eval", epilog="Example:  relax-hpc eval arithmetic --set heldout --k 1 --k 4")
+@runs.command("eval", epilog="Example:  relax-hpc eval arithmetic --json | jq .[].all.mean")
 def evaluations(
     run: Run,
     name: Annotated[

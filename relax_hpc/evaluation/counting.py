@@ -71,7 +71,7 @@ def majority_at_k(votes: Votes, k: int, *, seed: int = 0) -> Majority:
     Answers that tie have equal chances. Where no sample that is drawn has an answer, it is wrong.
 
     Args:
-        seed: of the draws that are made of more than `MOST_COUNTED` samples.
+        seed: of the draws, which are made of more than `MOST_COUNTED` samples.
 
     Raises:
         ConfigError: k is below 1 or above the number of samples.
@@ -80,7 +80,7 @@ def majority_at_k(votes: Votes, k: int, *, seed: int = 0) -> Majority:
     votes = Votes(votes.right, tuple(sorted(votes.wrong)), votes.silent)
     if k == votes.num_samples:
         return Majority(_whole(votes), 0.0)
-    if votes.num_samples <= MOST_COUNTED:
+    if votes.num_samples <= MOST_COUNTED or k == 1:
         return Majority(_counted(votes, k), 0.0)
     return _drawn(votes, k, seed)
 

@@ -94,6 +94,7 @@ def test_the_vote_of_all_samples_needs_no_draws_however_many_there_are():
     assert majority_at_k(Votes(40, (40, 20), 10), 110) == (0.5, 0.0)
     assert majority_at_k(Votes(40, (41, 20)), 101) == (0.0, 0.0)
     assert majority_at_k(Votes(0, (), 50), 50) == (0.0, 0.0)
+    assert majority_at_k(Votes(10, (20, 10)), 1) == (0.25, 0.0)  # nor does a vote of one
 
 
 @pytest.mark.parametrize("k", [9, 0, -1])
