@@ -187,6 +187,11 @@ class RunPaths:
         return self.root / "timeline.png"
 
     @property
+    def view(self) -> Path:
+        """The page of trajectories that `relax-hpc view` writes."""
+        return self.root / "view.html"
+
+    @property
     def submission(self) -> Path:
         """Scripts, and what they print; a folder for every component."""
         return self.root / "submission"

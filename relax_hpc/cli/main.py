@@ -21,6 +21,7 @@ from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
 from relax_hpc.cli.runs import runs
 from relax_hpc.cli.scale import scale
+from relax_hpc.cli.viewer import viewer
 from relax_hpc.errors import RelaxError
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def resume(
     _announce(resumed, local=local, follow=follow)
 
 
-for commands in (runs, models):
+for commands in (runs, viewer, models):
     app.add_typer(commands)
 app.command(epilog="Example:  relax-hpc keys actor.optimizer")(keys)
 for name, group in {"bus": bus, "scale": scale, "bench": bench}.items():

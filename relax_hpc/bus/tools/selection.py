@@ -21,6 +21,8 @@ UNPLANNED = 0
 MERGED_GROUPS = 16
 Sidecars = dict[str, dict[Role, Sidecar]]
 """uuid of a base shard -> role -> its sidecar."""
+Place = tuple[PlanRecord, int]
+"""A batch, and the number of a prompt group in it."""
 
 
 def of_steps(paths: BusPaths, first: int, last: int) -> list[PlanRecord]:
@@ -41,10 +43,11 @@ def of_steps(paths: BusPaths, first: int, last: int) -> list[PlanRecord]:
 
 def groups(record: PlanRecord) -> Iterator[PlanRecord]:
     """A plan record for each prompt group of a batch, in its order."""
-    return (_group(record, index) for index in range(len(record.guids)))
+    return (group_of(record, index) for index in range(len(record.guids)))
 
 
-def _group(record: PlanRecord, index: int) -> PlanRecord:
+def group_of(record: PlanRecord, index: int) -> PlanRecord:
+    """The plan record of one prompt group of a batch."""
     part = record.parts[index]
     return record._replace(
         guids=[record.guids[index]], parts=[part], num_trajectories=part.hi - part.lo
@@ -77,14 +80,14 @@ def on_disk(paths: BusPaths) -> Iterator[PlanRecord]:
         BusError: not a bus of this format, a damaged log or plan, or a damaged shard.
     """
     writers = inventory.take_all(paths)
-    planned, sidecars = _by_place(read_chain(paths)), sidecars_of(writers)
+    planned, sidecars = by_place(read_chain(paths)), sidecars_of(writers)
     for writer in writers:
         for record in writer.shards:
             path = paths.shard(writer.name, record.fence, record.seq)
             if record.kind is RecordKind.BASE and path in writer.files:
                 for guid, part in parts_of(paths, writer, record):
                     place = planned.get((part.uuid, part.lo))
-                    yield _group(*place) if place else _unplanned(guid, part, sidecars)
+                    yield group_of(*place) if place else unplanned(guid, part, sidecars)
 
 
 def of_guid(paths: BusPaths, guid: int) -> PlanRecord:
@@ -95,12 +98,12 @@ def of_guid(paths: BusPaths, guid: int) -> PlanRecord:
     """
     for record in read_chain(paths).steps:
         if guid in record.guids:
-            return _group(record, record.guids.index(guid))
+            return group_of(record, record.guids.index(guid))
     writers = inventory.take_all(paths)
     for writer in writers:
         for found, part in _parts_near(paths, writer, guid):
             if found == guid:
-                return _unplanned(guid, part, sidecars_of(writers))
+                return unplanned(guid, part, sidecars_of(writers))
     raise BusError(f"{paths.root}: prompt group {guid} is not committed; see relax-hpc bus ls")
 
 
@@ -124,9 +127,17 @@ def sidecars_of(writers: Sequence[Writer]) -> Sidecars:
 def parts_of(paths: BusPaths, writer: Writer, record: CommitRecord) -> list[tuple[int, Part]]:
     """The prompt groups of a shard: guid, and the rows that hold it."""
     with Shard(paths.shard(writer.name, record.fence, record.seq)) as shard:
-        guids = shard.read("row/guid").astype(np.int64)
+        return parts_in(shard, (writer.name, record.fence, record.seq, record.uuid))
+
+
+def parts_in(shard: Shard, place: tuple[str, int, int, str]) -> list[tuple[int, Part]]:
+    """The prompt groups of an open shard.
+
+    Args:
+        place: producer, fence, seq and uuid.
+    """
+    guids = shard.read("row/guid").astype(np.int64)
     starts = np.flatnonzero(np.diff(guids, prepend=guids[0] - 1)).tolist()
-    place = (writer.name, record.fence, record.seq, record.uuid)
     return [
         (int(guids[lo]), Part(*place, lo, hi))
         for lo, hi in zip(starts, [*starts[1:], len(guids)], strict=True)
@@ -159,7 +170,7 @@ def check_on_disk(paths: BusPaths, records: Sequence[PlanRecord]) -> None:
         )
 
 
-def _by_place(chain: Chain) -> dict[tuple[str, int], tuple[PlanRecord, int]]:
+def by_place(chain: Chain) -> dict[tuple[str, int], Place]:
     """(shard, first row) -> the plan record of that prompt group, and where it is in it."""
     return {
         (part.uuid, part.lo): (record, index)
@@ -168,7 +179,8 @@ def _by_place(chain: Chain) -> dict[tuple[str, int], tuple[PlanRecord, int]]:
     }
 
 
-def _unplanned(guid: int, part: Part, sidecars: Sidecars) -> PlanRecord:
+def unplanned(guid: int, part: Part, sidecars: Sidecars) -> PlanRecord:
+    """A plan record for a prompt group that no step trains on, or not yet."""
     return PlanRecord(
         step=UNPLANNED,
         guids=[guid],

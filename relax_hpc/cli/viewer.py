@@ -1,0 +1,72 @@
+"""Commands that show what a run samples: prompts and responses, with what they are worth."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from relax_hpc.cli.arguments import Run, run_dir_of
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import RunPaths
+
+viewer = typer.Typer()
+
+Guid = Annotated[int | None, typer.Option(help="Only this prompt group.", show_default=False)]
+Step = Annotated[
+    int | None, typer.Option(help="Only what this step is trained on.", show_default=False)
+]
+Tokens = Annotated[
+    int, typer.Option(min=2, help="Of a text, the first and last that are shown at most.")
+]
+Count = Annotated[int, typer.Option("--groups", min=1, help="Prompt groups at most.")]
+
+
+@viewer.command(epilog="Example:  relax-hpc view arithmetic --sort worst --groups 8")
+def view(
+    run: Run,
+    out: Annotated[
+        Path | None, typer.Option(help="The page; view.html in the run if not given.")
+    ] = None,
+    sort: Annotated[
+        Literal["newest", "best", "worst", "random"], typer.Option(help="Which come first.")
+    ] = "newest",
+    groups: Count = 16,
+    step: Step = None,
+    guid: Guid = None,
+    by: Annotated[
+        Literal["logprob", "mask", "version"], typer.Option(help="What colours the tokens.")
+    ] = "logprob",
+    tokens: Tokens = 1000,
+    text: Annotated[bool, typer.Option("--text", help="Print it instead.")] = False,
+) -> None:
+    """Write a page of trajectories: siblings side by side, every token coloured."""
+    from relax_hpc.viewer import page, terminal
+    from relax_hpc.viewer import run as runs
+    from relax_hpc.viewer.choice import Asked
+
+    if step is not None and guid is not None:
+        raise ConfigError("--step and --guid: give one of them")
+    run_dir = run_dir_of(run)
+    found = runs.view(run_dir, Asked(sort, groups, step, guid), tokens)
+    for remark in found.remarks:
+        typer.echo(remark, err=True)
+    if text:
+        terminal.show(Console(), found.groups, by)
+        return
+    target = out or RunPaths(run_dir).view
+    count = page.write(target, page.Head(run_dir.resolve().name, by, found.remarks), found.groups)
+    typer.echo(f"{target}: {count} prompt groups")
+
+
+@viewer.command(epilog="Example:  relax-hpc peek arithmetic")
+def peek(run: Run, groups: Count = 3, tokens: Tokens = 200) -> None:
+    """Print the newest prompts and responses with their rewards, while the run goes on."""
+    from relax_hpc.viewer import run as runs
+    from relax_hpc.viewer import terminal
+    from relax_hpc.viewer.choice import Asked
+
+    found = runs.view(run_dir_of(run), Asked("newest", groups), tokens)
+    for remark in found.remarks:
+        typer.echo(remark, err=True)
+    terminal.show(Console(), found.groups, by=None)

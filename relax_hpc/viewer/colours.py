@@ -1,0 +1,66 @@
+"""The colours of tokens: what each says, once for the page and the terminal."""
+
+from typing import Literal, NamedTuple
+
+By = Literal["logprob", "mask", "version"]
+"""The ways to colour tokens."""
+
+LOGPROB_BOUNDS = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Nats below 0 from which a token has the next colour."""
+
+
+class Colour(NamedTuple):
+    background: str
+    """As #rrggbb; the text on it is black."""
+    meaning: str
+
+
+COLOURS: dict[By, tuple[Colour, ...]] = {
+    "logprob": tuple(
+        Colour(background, f"logprob {said}")
+        for background, said in zip(
+            (
+                "#ffffff",
+                "#fff7d6",
+                "#ffeaa3",
+                "#ffd873",
+                "#ffbb5c",
+                "#ff9950",
+                "#f9745a",
+                "#e0508a",
+            ),
+            ("0", *(f"<= -{bound:g}" for bound in LOGPROB_BOUNDS)),
+            strict=True,
+        )
+    ),
+    "mask": (Colour("#dddddd", "not trained on"), Colour("#c8ecc8", "sampled by the policy")),
+    "version": tuple(
+        Colour(background, f"policy version {number}, {number + 6}, ...")
+        for number, background in enumerate(
+            ("#cfe3ff", "#ffe0c2", "#d5f2cf", "#f3d3ee", "#fff3b0", "#cdf1f0")
+        )
+    ),
+}
+
+
+class Token(NamedTuple):
+    """The facts of a token, or of the few that spell one character."""
+
+    text: str
+    is_sampled: bool
+    """Whether the loss mask is 1."""
+    logprob: float
+    """Of the policy that sampled it, nats; 0 if it was not sampled. The lowest of several."""
+    version: int
+    """Of that policy; -1 if it was not sampled."""
+
+
+def colour(token: Token, by: By) -> int | None:
+    """The number of a token's colour in `COLOURS[by]`; None if this says nothing of it."""
+    if by == "mask":
+        return int(token.is_sampled)
+    if not token.is_sampled:
+        return None
+    if by == "version":
+        return token.version % len(COLOURS["version"]) if token.version >= 0 else None
+    return sum(token.logprob <= -bound for bound in LOGPROB_BOUNDS)

@@ -1,0 +1,161 @@
+"""A prompt group with all that a page or a terminal says of it."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from relax_hpc.algorithms.algorithm import Settings
+from relax_hpc.algorithms.table import algorithm_of
+from relax_hpc.bus.plan import PlanRecord
+from relax_hpc.bus.reader import BatchIndex, Reader
+from relax_hpc.bus.tools.survey import Surveyed
+from relax_hpc.errors import DamagedError
+from relax_hpc.paths import BusPaths
+from relax_hpc.roles.dealing.portions import values_of
+from relax_hpc.schema import Trajectory
+from relax_hpc.viewer.colours import Token
+from relax_hpc.viewer.words import Words
+
+_ADVANTAGES = "ragged/advantages"
+_GROUP_TOKENS = 100_000
+"""Tokens of a prompt group that are shown at most."""
+
+
+class Row(NamedTuple):
+    """A trajectory as it is shown."""
+
+    sibling: int
+    segment: int
+    reward: float
+    advantage: float | None
+    """Of the episode, or the mean of its tokens; None where it is not known."""
+    finish: str
+    versions: str
+    prompt_len: int
+    response_len: int
+    prompt: str
+    """Empty where it is that of the row before."""
+    head: list[Token]
+    left_out: int
+    """Tokens between `head` and `tail` that are not shown."""
+    tail: list[Token]
+
+
+class Group(NamedTuple):
+    guid: int
+    step: int | None
+    mean_reward: float
+    rows: list[Row]
+    """By sibling and segment."""
+
+
+class Groups:
+    """Reads chosen prompt groups.
+
+    Args:
+        paths: of the bus.
+        algorithm: of the run: it knows advantages by the rewards of a group.
+        words: of the run's model.
+    """
+
+    def __init__(self, paths: BusPaths, algorithm: Settings, words: Words) -> None:
+        self._paths, self._algorithm, self._words = paths, algorithm, words
+        self._reader = Reader(paths)
+
+    def read(self, chosen: Surveyed, tokens: int) -> Group | None:
+        """Reads a prompt group; None if it is deleted by now.
+
+        Args:
+            chosen: by `choose`.
+            tokens: of a prompt and of a response that are shown at most.
+        """
+        record = self._with_sidecars_there(chosen.record)
+        try:
+            rows = self._reader.rows(record, range(record.num_trajectories), [_ADVANTAGES])
+            advantages = self._advantages(self._reader.index(record), rows)
+        except DamagedError:
+            if all(self._paths.shard(*part[:3]).exists() for part in record.parts):
+                raise
+            return None
+        cap = max(2, min(tokens, _GROUP_TOKENS // len(rows)))
+        shown: list[Row] = []
+        before: list[int] = []
+        for row, advantage in zip(rows, advantages, strict=True):
+            prompt = row.token_ids[: row.prompt_len].tolist()
+            text = "" if prompt == before else self._prompt(prompt, cap)
+            before = prompt
+            shown.append(self._row(row, advantage, text, cap))
+        return Group(chosen.guid, record.step or None, chosen.mean_reward, shown)
+
+    def _with_sidecars_there(self, record: PlanRecord) -> PlanRecord:
+        sidecars = {
+            uuid: {r: s for r, s in roles.items() if self._paths.shard(*s[:3]).exists()}
+            for uuid, roles in record.sidecars.items()
+        }
+        return record._replace(sidecars=sidecars)
+
+    def _advantages(
+        self, index: BatchIndex, rows: Sequence[Trajectory]
+    ) -> list[float] | list[None]:
+        """By the column, or else by the algorithm, as the trainer asks it."""
+        columns = [row.columns.get("advantages") for row in rows]
+        if all(column is not None for column in columns):
+            masks = [row.loss_mask == 1 for row in rows]
+            return [
+                float(np.mean(np.asarray(column)[mask])) if mask.any() else 0.0
+                for column, mask in zip(columns, masks, strict=True)
+            ]
+        if algorithm_of(self._algorithm).token_advantages is not None:
+            return [None] * len(rows)
+        siblings = int((index.segment == 0).sum())
+        values, _ = values_of(index, self._algorithm, siblings)
+        return [float(value) for value in values["advantages"]]
+
+    def _prompt(self, tokens: list[int], cap: int) -> str:
+        if len(tokens) <= cap:
+            return self._words.text(tokens)
+        head, tail = (
+            self._words.text(tokens[: cap - cap // 2]),
+            self._words.text(tokens[-(cap // 2) :]),
+        )
+        return f"{head} [... {len(tokens) - cap} tokens ...] {tail}"
+
+    def _row(self, row: Trajectory, advantage: float | None, prompt: str, cap: int) -> Row:
+        num_tokens = len(row.token_ids)
+        response_len = num_tokens - row.prompt_len
+        left_out = max(0, response_len - cap)
+        cut = row.prompt_len + (cap - cap // 2 if left_out else response_len)
+        oldest, newest = row.policy_version_min, row.policy_version_max
+        versions = (
+            "none" if oldest < 0 else str(oldest) if oldest == newest else f"{oldest} to {newest}"
+        )
+        return Row(
+            row.sibling,
+            row.segment,
+            row.reward,
+            advantage,
+            row.finish.name.lower(),
+            versions,
+            row.prompt_len,
+            response_len,
+            prompt,
+            list(self._tokens(row, row.prompt_len, cut)),
+            left_out,
+            list(self._tokens(row, cut + left_out, num_tokens)),
+        )
+
+    def _tokens(self, row: Trajectory, lo: int, hi: int) -> Iterator[Token]:
+        logprobs = row.columns["rollout_logprobs"][lo:hi].tolist()
+        mask = row.loss_mask[lo:hi].tolist()
+        starts = row.version_runs[:, 0]
+        runs = np.searchsorted(starts, np.arange(lo, hi), side="right") - 1
+        for piece in self._words.pieces(row.token_ids[lo:hi].tolist()):
+            sampled = mask[piece.lo] == 1
+            run = int(runs[piece.lo])
+            yield Token(
+                piece.text,
+                sampled,
+                min(logprobs[piece.lo : piece.hi]) if sampled else 0.0,
+                int(row.version_runs[run, 1]) if sampled and run >= 0 else -1,
+            )

@@ -1,0 +1,70 @@
+"""Tokens to pieces of text, one for each token where that can be."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+Decode = Callable[[Sequence[int]], str]
+"""Tokens to text."""
+UNFINISHED = "\ufffd"
+"""Stands for bytes that are no character, or not yet."""
+MOST_TOKENS_OF_A_CHARACTER = 4
+"""Bytes of a character in UTF-8."""
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Controls, which would act on a terminal, and those that turn the direction of the text."""
+
+
+class Piece(NamedTuple):
+    text: str
+    lo: int
+    hi: int
+    """Of the tokens lo <= i < hi."""
+
+
+class Words:
+    """Decodes token by token, each number once.
+
+    Args:
+        decode: of the model's tokenizer.
+    """
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._known: dict[int, str] = {}
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return printable(self._decode(tokens))
+
+    def pieces(self, tokens: Sequence[int]) -> Iterator[Piece]:
+        """One for each token, or for the few that spell a character together."""
+        lo = 0
+        while lo < len(tokens):
+            piece = self._piece(tokens, lo)
+            yield piece._replace(text=printable(piece.text))
+            lo = piece.hi
+
+    def _piece(self, tokens: Sequence[int], lo: int) -> Piece:
+        alone = self._alone(tokens[lo])
+        if UNFINISHED in alone:
+            for hi in range(lo + 2, min(lo + MOST_TOKENS_OF_A_CHARACTER, len(tokens)) + 1):
+                text = self._decode(tokens[lo:hi])
+                if UNFINISHED not in text:
+                    return Piece(text, lo, hi)
+        return Piece(alone, lo, lo + 1)
+
+    def _alone(self, token: int) -> str:
+        """Some tokenizers leave out the space in front of a text: the second of two has it."""
+        if token not in self._known:
+            once, twice = self._decode([token]), self._decode([token, token])
+            self._known[token] = twice[len(once) :] if twice.startswith(once) else once
+        return self._known[token]
+
+
+def printable(text: str) -> str:
+    """The text with a picture in place of what would not be seen, but act."""
+    return _UNPRINTABLE.sub(_picture, text)
+
+
+def _picture(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return chr(0x2400 + code) if code < 0x20 else UNFINISHED

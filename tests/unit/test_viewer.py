@@ -1,0 +1,344 @@
+"""Trajectories to look at: what is shown of them, of which, and how large a page gets."""
+
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from bus_fixtures import PRODUCERS, group, produce, trajectory
+from bus_steps import plan
+from typer.testing import CliRunner
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.sidecar import SidecarWriter
+from relax_hpc.bus.tools import survey
+from relax_hpc.cli.main import app
+from relax_hpc.demo import checkpoint
+from relax_hpc.errors import BusError, ConfigError, DamagedError
+from relax_hpc.job_file import validate
+from relax_hpc.paths import RunPaths
+from relax_hpc.schema import FinishReason, PromptGroup
+from relax_hpc.viewer import page
+from relax_hpc.viewer.choice import Asked, choose
+from relax_hpc.viewer.colours import Token, colour
+from relax_hpc.viewer.run import view
+from relax_hpc.viewer.words import Piece, Words
+
+SCRIPT = "<script>alert(1)</script>"
+TOKENS = checkpoint.tokenizer()
+
+
+@pytest.fixture
+def run(tmp_path, tiny_model):
+    """A run directory whose bus is empty."""
+    tree = {
+        "name": "run",
+        "model": {"path": str(tiny_model)},
+        "prompts": {"train": "t"},
+        "schedule": {"num_steps": 1},
+    }
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    paths.config.write_text(validate(tree, source="test").model_dump_json())
+    writers = {"advantages-0": "advantages"}
+    layout.create(paths.bus, PRODUCERS, {}, sidecar_writers=writers)
+    return paths
+
+
+def said(text, guid=0, sibling=0, *, prompt="1+1=", version=3, **fields):
+    """A trajectory with this text as its response."""
+    given, answer = (TOKENS.encode(each, add_special_tokens=False) for each in (prompt, text))
+    row = trajectory(guid, sibling, version=version, prompt=len(given), response=len(answer))
+    return row._replace(token_ids=np.array(given + answer, np.int32), **fields)
+
+
+def put(run, *groups, producer=PRODUCERS[0]):
+    with Producer(run.bus, producer, {}) as opened:
+        for rows in groups:
+            opened.put([PromptGroup(rows[0].guid, list(rows))])
+
+
+class Page(HTMLParser):
+    """Reads a page: elements, and for each article its text and the classes of its tokens."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.elements, self.articles, self.attributes = [], [], []
+        self.source = path.read_text()
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append(tag)
+        self.attributes += [name for name, _ in attrs]
+        if tag == "article":
+            self.articles.append({"text": "", "classes": []})
+        if tag == "b":
+            self.articles[-1]["classes"].append(dict(attrs)["class"])
+
+        if tag == "dd":
+            self.articles[-1]["text"] += " "
+
+    def handle_data(self, data):
+        if self.articles:
+            self.articles[-1]["text"] += data
+
+    @property
+    def texts(self):
+        return [" ".join(article["text"].split()) for article in self.articles]
+
+
+def page_of(run, *options):
+    answer = CliRunner().invoke(app, ["view", str(run.root), *options])
+    assert answer.exit_code == 0, answer.output
+    return Page(run.view)
+
+
+def printed(run, *options):
+    answer = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*options, str(run.root)])
+    assert answer.exit_code == 0, answer.output
+    return answer.output
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def test_a_script_in_a_response_is_text_and_nothing_is_loaded(run):
+    put(run, [said(SCRIPT, prompt=f'"><b onload=x>{SCRIPT}'), said(f"{SCRIPT}'\"&amp;", 0, 1)])
+    found = page_of(run)
+    assert found.elements.count("script") == 1, "ours"
+    assert SCRIPT in found.texts[0] and f"{SCRIPT}'\"&amp;" in found.texts[1]
+    assert "<script>alert" not in found.source and "&lt;script&gt;alert" in found.source
+    assert not {"src", "href", "onload", "style"} & set(found.attributes)
+    assert "default-src 'none'" in found.source and "://" not in found.source
+
+
+def test_the_terminal_prints_the_same_and_no_text_of_the_model_acts_on_it(run):
+    put(run, [said(f"{SCRIPT}[red]a\x1b[2Jb"), said("4", 0, 1)])
+    for out in (printed(run, "view", "--text"), printed(run, "peek")):
+        assert f"{SCRIPT}[red]a␛[2Jb" in out and "\x1b" not in out
+        assert "prompt group 0, not planned yet, mean reward 0.5" in out
+        assert re.search(r"1\+1=\n.*sibling 0: reward 0, advantage -0.5, stop, versions 3,", out)
+        assert "sibling 1: reward 1, advantage +0.5, stop, versions 3, 4 + 1 tokens" in out
+    assert not run.view.exists()
+
+
+def test_siblings_stand_in_order_each_with_its_facts(run):
+    rows = [
+        said("no", reward=0.0, finish=FinishReason.LENGTH),
+        said("two", 0, 1, reward=2.5, version=1),
+        said("II", 0, 1, segment=1, reward=2.5, prompt="1+1= roman: "),
+        said("2", 0, 2, reward=0.5),
+    ]
+    runs = np.array([[4, 1], [5, 4]], np.int32)
+    rows[1] = rows[1]._replace(version_runs=runs)
+    put(run, rows)
+    found = page_of(run)
+    # of three episodes, 0, 2.5 and 0.5: the mean is 1
+    assert found.texts[0].startswith(
+        "sibling 0 reward 0 advantage -1 finish length versions 3 prompt 4 tokens response 2 tokens"
+    )
+    assert found.texts[1].startswith(
+        "sibling 1 reward 2.5 advantage +1.5 finish stop versions 1 to 4 prompt 4 tokens"
+    )
+    assert found.texts[2].startswith("sibling 1, segment 1 reward 2.5 advantage +1.5")
+    assert found.texts[3].startswith("sibling 2 reward 0.5 advantage -0.5")
+    assert [text.split("tokens ")[-1] for text in found.texts] == [
+        "no", "two", "1+1= roman: II", "1+1= 2",
+    ]  # fmt: skip
+    assert "prompt group 0, not planned yet, mean reward 1<" in found.source
+
+
+def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
+    produce(run.bus, PRODUCERS[0], [0])
+    with SidecarWriter(run.bus, "advantages-0", {}) as writer:
+        [pending] = writer.pending()
+        # two rows of 3 given and 4 sampled tokens
+        values = [9, 9, 9, 1, 2, 3, 6, 9, 9, 9, -1, -1, -1, -2]
+        writer.put(pending, {"ragged/advantages": np.array(values, np.float32)})
+    assert [row.advantage for row in next(view(run.root, Asked(), 9).groups).rows] == [3, -1.25]
+
+
+def test_the_colours_of_three_tokens_by_hand(run):
+    row = said("abc")
+    row = row._replace(
+        loss_mask=np.array([0, 0, 0, 0, 1, 0, 1], np.uint8),
+        version_runs=np.array([[4, 7], [6, 8]], np.int32),
+        columns={"rollout_logprobs": np.array([0, 0, 0, 0, -0.6, 0, -9], np.float32)},
+    )
+    put(run, [row, said("d", 0, 1)])
+    # -0.6 lies beyond -0.05, -0.25 and -0.5; version 7 is the second of six colours
+    assert page_of(run).articles[0]["classes"] == ["l3 m1 v1", "m0", "l7 m1 v2"]
+    assert 'title="-0.6 v7"' in page_of(run).source
+    a, b, c = next(view(run.root, Asked(), 9).groups).rows[0].head
+    assert [colour(a, by) for by in ("logprob", "mask", "version")] == [3, 1, 1]
+    assert [colour(b, by) for by in ("logprob", "mask", "version")] == [None, 0, None]
+    assert [colour(c, by) for by in ("logprob", "mask", "version")] == [7, 1, 2]
+    assert colour(Token("x", True, -0.05, 0), "logprob") == 1, "a bound belongs to what is below"
+    assert '<body data-by="version">' in page_of(run, "--by", "version").source
+
+
+def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logprob(run):
+    text = "a€b"  # the euro sign is three bytes, and so three tokens
+    row = said(text)
+    logprobs = np.array([0] * 4 + [-1, -2, -5, -3, -4], np.float32)
+    put(run, [row._replace(columns={"rollout_logprobs": logprobs}), said("d", 0, 1)])
+    head = next(view(run.root, Asked(), 9).groups).rows[0].head
+    assert [(token.text, token.logprob) for token in head] == [("a", -1), ("€", -5), ("b", -4)]
+
+
+def test_bytes_that_are_no_character_and_spaces_in_front_are_kept():
+    words = Words(lambda tokens: bytes(tokens).decode(errors="replace"))
+    assert list(words.pieces([0xE2, 0x41])) == [Piece("\ufffd", 0, 1), Piece("A", 1, 2)]
+    spaced = {1: " a", 2: "b"}
+    words = Words(lambda tokens: "".join(spaced[token] for token in tokens).removeprefix(" "))
+    assert [piece.text for piece in words.pieces([2, 1, 1])] == ["b", " a", " a"]
+
+
+def test_of_a_long_text_the_first_and_last_tokens_are_shown(run):
+    text = "".join(map(str, range(10)))
+    put(run, [said(text, prompt=text), said("d", 0, 1, prompt=text)])
+    found = page_of(run, "--tokens", "5")
+    assert found.texts[0].endswith("012 [... 5 tokens ...] 89")
+    assert "012 [... 5 tokens ...] 89</pre>" in found.source, "the prompt"
+    assert len(found.articles[0]["classes"]) == 5
+    assert page_of(run, "--tokens", "10").texts[0].endswith(text)
+
+
+# ---------------------------------------------------------------- which are shown
+
+
+def rewarded(run, rewards):
+    """A prompt group for each mean reward, in turn by both producers, a shard each."""
+    for r, name in enumerate(PRODUCERS):
+        with Producer(run.bus, name, {}) as producer:
+            for guid in range(r, len(rewards), 2):
+                made = [row._replace(reward=rewards[guid]) for row in group(guid).trajectories]
+                producer.put([PromptGroup(guid, made)])
+
+
+def guids(run, **asked):
+    return [each.guid for each in choose(run.bus, Asked(**asked)).chosen]
+
+
+def test_groups_are_sorted_as_asked(run):
+    rewarded(run, [0.5, 0.25, 1.0, 0.0, 1.0, 0.75, 0.5, 0.25])
+    assert guids(run, sort="best", groups=3) == [2, 4, 5]
+    assert guids(run, sort="worst", groups=3) == [3, 1, 7]
+    assert guids(run, sort="newest", groups=3) == [7, 6, 5]
+    drawn = guids(run, sort="random", groups=5)
+    assert len(set(drawn)) == 5 and drawn not in (sorted(drawn), sorted(drawn)[::-1])
+    assert drawn == guids(run, sort="random", groups=5)
+    assert guids(run, guid=6) == [6]
+    plan(run.bus, 1)
+    assert guids(run, step=1) == [3, 2, 1, 0]
+    assert guids(run, step=1, sort="best", groups=1) == [2]
+    with pytest.raises(BusError, match="has no step 2; steps 1 to 1 are planned"):
+        guids(run, step=2)
+    remark = "1 of 4 prompt groups: best"
+    assert choose(run.bus, Asked(step=1, sort="best", groups=1)).remarks == [remark]
+    assert "step 1, mean" in page_of(run, "--step", "1").source
+
+
+def test_for_the_newest_no_other_shard_is_opened(run, monkeypatch):
+    for r, name in enumerate(PRODUCERS):
+        produce(run.bus, name, range(r, 40, 2), per_shard=2)
+    opened = []
+    init = Shard.__init__
+    monkeypatch.setattr(
+        Shard, "__init__", lambda self, path, **kw: (opened.append(path), init(self, path, **kw))[1]
+    )
+    assert guids(run, groups=2) == [39, 38]
+    assert len(opened) == 2
+
+
+def test_a_group_that_was_committed_twice_is_shown_once_as_it_was_planned(run):
+    def commit(producer, reward):
+        rows = [row._replace(reward=reward) for row in group(0).trajectories]
+        put(run, rows, *[group(guid).trajectories for guid in (1, 2, 3)], producer=producer)
+
+    def rewards_of_first():
+        found = survey.take(run.bus).groups
+        assert [each.guid for each in found] == [0, 1, 2, 3]
+        return found[0].rewards
+
+    commit(PRODUCERS[1], 0.75)
+    plan(run.bus, 1)
+    assert rewards_of_first() == (0.75, 0.75)
+    commit(PRODUCERS[0], 0.25)  # whose log is read first
+    assert rewards_of_first() == (0.75, 0.75)
+
+
+def test_an_unknown_group_is_refused_and_those_there_are_named(run):
+    rewarded(run, [0.0] * 6)
+    run.bus.shard(PRODUCERS[1], 1, 1).unlink()  # guid 3, which nothing planned
+    there = "--guid 70: no such prompt group on disk; there are 0 to 2, 4 to 5"
+    with pytest.raises(ConfigError, match=f"^{there}$"):
+        choose(run.bus, Asked(guid=70))
+    answer = CliRunner().invoke(app, ["view", str(run.root), "--guid", "70"])
+    assert answer.exit_code != 0 and not run.view.exists()
+
+
+def test_deleted_shards_are_said(run):
+    rewarded(run, [0.0] * 6)
+    plan(run.bus, 1)
+    for name in PRODUCERS:
+        run.bus.shard(name, 1, 0).unlink()
+    [remark] = choose(run.bus, Asked()).remarks
+    assert remark.startswith("2 shards with 4 trajectories are deleted, since a checkpoint covers")
+    assert guids(run) == [5, 4, 3, 2] and guids(run, step=1) == [3, 2]
+    assert remark in page_of(run).source
+    gone = choose(run.bus, Asked(guid=1))
+    assert gone.chosen == [] and gone.remarks[0].startswith("1 shard with 2 trajectories")
+    assert "deleted" in printed(run, "peek")
+
+
+def test_a_shard_that_goes_while_it_is_looked_at_is_deleted_and_one_that_is_damaged_is_not(run):
+    rewarded(run, [0.0] * 4)
+    found = view(run.root, Asked(groups=4), 9)
+    path = run.bus.shard(PRODUCERS[0], 1, 1)
+    data = path.read_bytes()
+    path.unlink()  # guid 2
+    assert [each.guid for each in found.groups] == [3, 1, 0]
+    path.write_bytes(data[:1000])
+    with pytest.raises(DamagedError, match="is torn"):
+        choose(run.bus, Asked())
+
+
+def test_a_run_without_any_shard_says_so(run):
+    nothing = "no trajectory is committed yet"
+    assert nothing in printed(run, "peek") and nothing in printed(run, "view", "--text")
+    assert nothing in page_of(run).source
+    with pytest.raises(ConfigError, match="there is no prompt group on disk"):
+        choose(run.bus, Asked(guid=0))
+
+
+def test_what_contradicts_itself_or_cannot_be_written_is_refused(run):
+    answer = CliRunner().invoke(app, ["view", str(run.root), "--guid", "7", "--step", "1"])
+    assert "give one of them" in str(answer.exception)
+    answer = CliRunner().invoke(app, ["view", str(run.root), "--out", "/nowhere/a.html"])
+    assert "--out /nowhere/a.html: cannot be written: No such file" in str(answer.exception)
+
+
+# ---------------------------------------------------------------- how large
+
+
+def test_a_page_ends_before_it_is_too_large_and_says_so(run, monkeypatch):
+    produce(run.bus, PRODUCERS[0], range(60), per_shard=20, response=50)
+    whole = page_of(run, "--groups", "60")
+    assert whole.elements.count("section") == 60 and "The page ends" not in whole.source
+    size = run.view.stat().st_size
+    monkeypatch.setattr(page, "MAX_BYTES", size // 2)
+    found = page_of(run, "--groups", "60")
+    count = found.elements.count("section")
+    assert 5 < count < 30 and run.view.stat().st_size <= size // 2
+    assert f"The page ends after {count} prompt groups" in found.source
+    assert found.source.rstrip().endswith("</html>")
+
+
+def test_many_siblings_share_the_tokens_that_are_shown_of_a_group(run, monkeypatch):
+    monkeypatch.setattr("relax_hpc.viewer.groups._GROUP_TOKENS", 40)
+    put(run, [said("123456789", 0, sibling) for sibling in range(10)])
+    [found] = view(run.root, Asked(), 1000).groups
+    assert {(len(row.head), row.left_out, len(row.tail)) for row in found.rows} == {(2, 5, 2)}
