@@ -14,7 +14,7 @@ from relax_hpc.paths import BusPaths
 
 Sort = Literal["newest", "best", "worst", "random"]
 _SEED = 0
-"""Of the random choice: it is the same for the same bus."""
+"""Seeds the random choice: it is the same for the same bus."""
 
 
 class Asked(NamedTuple):

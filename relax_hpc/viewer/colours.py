@@ -50,9 +50,9 @@ class Token(NamedTuple):
     is_sampled: bool
     """Whether the loss mask is 1."""
     logprob: float
-    """Of the policy that sampled it, nats; 0 if it was not sampled. The lowest of several."""
+    """Nats, by the policy that sampled it, the lowest of several tokens; 0 if not sampled."""
     version: int
-    """Of that policy; -1 if it was not sampled."""
+    """The version of that policy; -1 if it was not sampled."""
 
 
 def colour(token: Token, by: By) -> int | None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from relax_hpc.algorithms.algorithm import Settings
-from relax_hpc.algorithms.table import algorithm_of
+from relax_hpc.algorithms.table import algorithm_of, needs_of
 from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.tools.survey import Surveyed
@@ -29,7 +29,7 @@ class Row(NamedTuple):
     segment: int
     reward: float
     advantage: float | None
-    """Of the episode, or the mean of its tokens; None where it is not known."""
+    """The one of the episode, or the mean over its sampled tokens; None where it is not known."""
     finish: str
     versions: str
     prompt_len: int
@@ -106,7 +106,8 @@ class Groups:
                 float(np.mean(np.asarray(column)[mask])) if mask.any() else 0.0
                 for column, mask in zip(columns, masks, strict=True)
             ]
-        if algorithm_of(self._algorithm).token_advantages is not None:
+        by_token = algorithm_of(self._algorithm).token_advantages is not None
+        if by_token or needs_of(self._algorithm).whole_batches:  # a group alone does not tell
             return [None] * len(rows)
         siblings = int((index.segment == 0).sum())
         values, _ = values_of(index, self._algorithm, siblings)

@@ -22,7 +22,7 @@ class Head(NamedTuple):
     """The top of a page."""
 
     name: str
-    """Of the run."""
+    """The run's."""
     by: By
     remarks: list[str]
 

@@ -18,7 +18,7 @@ class View(NamedTuple):
     groups: Iterator[Group]
     """Read one by one as they are asked for."""
     remarks: list[str]
-    """What is not shown, and why."""
+    """Say what is not shown, and why."""
 
 
 def view(run_dir: Path, asked: Asked, tokens: int) -> View:

@@ -18,7 +18,7 @@ class Piece(NamedTuple):
     text: str
     lo: int
     hi: int
-    """Of the tokens lo <= i < hi."""
+    """It spells the tokens lo <= i < hi."""
 
 
 class Words:

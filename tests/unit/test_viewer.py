@@ -1,6 +1,7 @@
 """Trajectories to look at: what is shown of them, of which, and how large a page gets."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -9,6 +10,8 @@ from bus_fixtures import PRODUCERS, group, produce, trajectory
 from bus_steps import plan
 from typer.testing import CliRunner
 
+from relax_hpc.algorithms import table
+from relax_hpc.algorithms.algorithm import Needs
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shards.shard import Shard
@@ -158,6 +161,16 @@ def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
         values = [9, 9, 9, 1, 2, 3, 6, 9, 9, 9, -1, -1, -1, -2]
         writer.put(pending, {"ragged/advantages": np.array(values, np.float32)})
     assert [row.advantage for row in next(view(run.root, Asked(), 9).groups).rows] == [3, -1.25]
+
+
+@pytest.mark.parametrize(
+    "other", [{"token_advantages": len}, {"needs": lambda _: Needs(whole_batches=True)}]
+)
+def test_an_advantage_that_the_group_alone_does_not_tell_is_left_out(run, monkeypatch, other):
+    monkeypatch.setitem(table.ALGORITHMS, "grpo", replace(table.ALGORITHMS["grpo"], **other))
+    produce(run.bus, PRODUCERS[0], [0])
+    assert [row.advantage for row in next(view(run.root, Asked(), 9).groups).rows] == [None] * 2
+    assert "advantage" not in page_of(run).texts[0] + printed(run, "peek")
 
 
 def test_the_colours_of_three_tokens_by_hand(run):
@@ -342,3 +355,12 @@ def test_many_siblings_share_the_tokens_that_are_shown_of_a_group(run, monkeypat
     put(run, [said("123456789", 0, sibling) for sibling in range(10)])
     [found] = view(run.root, Asked(), 1000).groups
     assert {(len(row.head), row.left_out, len(row.tail)) for row in found.rows} == {(2, 5, 2)}
+
+
+def test_the_bound_of_20_mb_holds_for_whatever_is_asked(run):
+    row = said("<" * 6000)
+    rows = [[row._replace(guid=guid, sibling=s) for s in range(8)] for guid in range(12)]
+    put(run, *rows)
+    CliRunner().invoke(app, ["view", str(run.root), "--groups", "1000", "--tokens", "100000"])
+    assert 15_000_000 < run.view.stat().st_size <= 20_000_000
+    assert "or it would be larger than 20 MB" in run.view.read_text()

@@ -26,9 +26,9 @@ class Base(NamedTuple):
 
 class Surveyed(NamedTuple):
     record: PlanRecord
-    """Of this prompt group alone."""
+    """A plan record of this prompt group alone."""
     rewards: tuple[float, ...]
-    """Of its episodes, by sibling."""
+    """One of each episode, by sibling."""
 
     @property
     def guid(self) -> int:
