@@ -36,6 +36,11 @@ STEPS, PROMPTS, SIBLINGS = 12, 4, 8
 TEMPERATURE, SEED = 0.7, 3
 
 
+class Packed(SimpleNamespace):
+    def with_columns(self, **columns):
+        return Packed(columns=self.columns | columns, loss_mask=self.loss_mask)
+
+
 class Policy:
     """A two-token bandit shared by all fake engines. Token 1 pays; its log-odds is the weight."""
 
@@ -104,7 +109,7 @@ class FakeTrainer:
             "old_logprobs": now.detach().view(-1), "rollout_logprobs": mu.view(-1),
             "advantages": torch.from_numpy(advantages).repeat_interleave(3),
         }  # fmt: skip
-        tokens = SimpleNamespace(columns=columns, loss_mask=mask.view(-1))
+        tokens = Packed(columns=columns, loss_mask=mask.view(-1))
         value, metrics, _ = loss(now.view(-1), tokens)
         value.backward()
         count = int(mask.sum())
