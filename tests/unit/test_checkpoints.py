@@ -198,9 +198,9 @@ def test_without_memory_for_a_copy_training_waits_until_the_rank_has_written(tmp
         checkpoints = checkpoints_in(tmp_path, world, beside_training=True)
         trainer = Trainer(3, 3, rank, num_ranks=2, hold=late if rank else None)
         trainer.no_memory = rank == 1
+        begun = time.monotonic()
         if rank == 1:
             threading.Timer(0.3, late.set).start()
-        begun = time.monotonic()
         checkpoints.save(trainer, PlanPosition(1, 3, 3) if rank == 0 else None)
         waited = time.monotonic() - begun
         (saved,) = checkpoints.wait()
