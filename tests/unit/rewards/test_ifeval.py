@@ -1,0 +1,297 @@
+"""Instructions that a program verifies. Every verdict here was decided by reading the response."""
+
+import sys
+import types
+
+import pytest
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards.functions import ifbench, ifeval
+from relax_hpc.rewards.instruction_rules import RULES, follows
+from relax_hpc.rewards.languages import LANGUAGES
+
+CASES = [
+    ("keywords:existence", {"keywords": ["Tea", "cup"]}, "A teapot and a CUP.", True),
+    ("keywords:existence", {"keywords": ["tea", "cup"]}, "A teapot and a mug.", False),
+    ("keywords:existence", {"keywords": ["c++"]}, "I like C++ a lot.", True),
+    ("keywords:frequency", {"keyword": "ant", "frequency": 3, "relation": "at least"},
+     "Ant, ant and ANT.", True),
+    ("keywords:frequency", {"keyword": "ant", "frequency": 3, "relation": "at least"},
+     "Ant and ant.", False),
+    ("keywords:frequency", {"keyword": "ant", "frequency": 2, "relation": "less than"},
+     "One ant.", True),
+    ("keywords:frequency", {"keyword": "ant", "frequency": 2, "relation": "less than"},
+     "An ant, an ant.", False),
+    ("keywords:forbidden_words", {"forbidden_words": ["rain", "sun"]}, "It rained. Sunny!", True),
+    ("keywords:forbidden_words", {"forbidden_words": ["rain", "sun"]}, "The Sun.", False),
+    ("keywords:letter_frequency", {"letter": "e", "let_frequency": 3, "let_relation": "at least"},
+     "Eleven men", True),
+    ("keywords:letter_frequency", {"letter": "e", "let_frequency": 3, "let_relation": "less than"},
+     "Eleven men", False),
+    ("keywords:letter_frequency", {"letter": "#", "let_frequency": 2, "let_relation": "at least"},
+     "# One\n## Two", True),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "One.\n***\nTwo.", True),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "***\nOne.\n***\nTwo.\n***",
+     True),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "One.\n\nTwo.", False),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 3}, "One.\n***\n***\nTwo.", False),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 1}, "***", False),
+    ("length_constraints:number_words", {"num_words": 5, "relation": "at least"},
+     "one two three four five", True),
+    ("length_constraints:number_words", {"num_words": 5, "relation": "less than"},
+     "one two three four five", False),
+    ("length_constraints:number_words", {"num_words": 5.0, "relation": "less than"},
+     "one - two - three", True),
+    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"},
+     "Who? Me! Yes.", True),
+    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "less than"},
+     "Dr. Who paid 3.50 to Mr. B. Smith, e.g. in coins. Fine.", True),
+    ("length_constraints:number_sentences", {"num_sentences": 3, "relation": "at least"},
+     "Wait... what?! ... !!!", False),
+    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "at least"},
+     "A heading\n\nand a line without an end", True),
+    ("length_constraints:nth_paragraph_first_word",
+     {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "however"}, "Yes.\n\n*However*, no.",
+     True),
+    ("length_constraints:nth_paragraph_first_word",
+     {"num_paragraphs": 2, "nth_paragraph": 1, "first_word": "however"}, "Yes.\n\nHowever, no.",
+     False),
+    ("length_constraints:nth_paragraph_first_word",
+     {"num_paragraphs": 3, "nth_paragraph": 2, "first_word": "however"}, "Yes.\n\nHowever, no.",
+     False),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\n\nP.S. Write!", True),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\n**p. s.** Write!",
+     True),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP.S.\n", False),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "Bye.\nP.S. Write!", False),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "I add no P.S. here", False),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name], [street]", True),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name], [] and [x", False),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "So:\n* one\n  - two", True),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* one\n* two\n* three", False),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "* * *\n- **one**\n---", True),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 1}, "**bold**\n-5 degrees", False),
+    ("detectable_format:title", {}, "<<A day>>\nIt rained.", True),
+    ("detectable_format:title", {}, "<A day>\n<< >>\n<<a\nb>>", False),
+    ("detectable_format:constrained_response", {}, "Well. My answer is maybe.", True),
+    ("detectable_format:constrained_response", {}, "My answer is perhaps.", False),
+    ("detectable_format:constrained_response", {}, "My answer is yes. My answer is no.", False),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*one* **two**", True),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "**one** ** ** * *",
+     False),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 1}, "* one\n* two", False),
+    ("detectable_format:multiple_sections", {"section_spliter": "SECTION", "num_sections": 2},
+     "SECTION 1\nOne.\n## SECTION 2\nTwo.", True),
+    ("detectable_format:multiple_sections", {"section_spliter": "SECTION", "num_sections": 2},
+     "SECTION 1\nIn SECTION 2 you read\nSECTION 1", False),
+    ("detectable_format:json_format", {}, '```json\n{"a": [1, null]}\n```', True),
+    ("detectable_format:json_format", {}, ' [1, 2] ', True),
+    ("detectable_format:json_format", {}, 'Here: {"a": 1}', False),
+    ("detectable_format:json_format", {}, '{"a": NaN}', False),
+    ("detectable_format:json_format", {}, '"just words"', False),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Why is it so? "}, "why is it so? As..",
+     True),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Why is it so?"}, "You ask: Why is it so?",
+     False),
+    ("combination:two_responses", {}, "One.\n******\nTwo.", True),
+    ("combination:two_responses", {}, "One.\n******\nOne.", False),
+    ("combination:two_responses", {}, "One.\n***\nTwo.", False),
+    ("combination:two_responses", {}, "One.\n******\nTwo.\n******\nThree.", False),
+    ("change_case:english_capital", {}, "THIS IS THE END, NO. 1!", True),
+    ("change_case:english_capital", {}, "THIS IS THE END, No. 1!", False),
+    ("change_case:english_capital", {}, "DAS IST NICHT DER WEG UND ICH WEISS ES", False),
+    ("change_case:english_lowercase", {}, "it is as it was, no. 1", True),
+    ("change_case:english_lowercase", {}, "it is as It was", False),
+    ("change_case:english_lowercase", {}, "это очень хорошо", False),
+    ("change_case:capital_word_frequency", {"capital_frequency": 3, "capital_relation": "at least"},
+     "I SAID X-RAY", True),
+    ("change_case:capital_word_frequency", {"capital_frequency": 3,
+                                            "capital_relation": "less than"},
+     "I SAID X-RAY", False),
+    ("change_case:capital_word_frequency", {"capital_frequency": 1,
+                                            "capital_relation": "at least"}, "Only 42 Here", False),
+    ("startend:end_checker", {"end_phrase": "That is all."}, 'Well. "THAT is all."\n', True),
+    ("startend:end_checker", {"end_phrase": "That is all."}, "That is all. Bye!", False),
+    ("startend:quotation", {}, ' "All of it." ', True),
+    ("startend:quotation", {}, '"Part" of it', False),
+    ("startend:quotation", {}, '"', False),
+    ("punctuation:no_comma", {}, "No; none.", True),
+    ("punctuation:no_comma", {}, "Yes, one.", False),
+]  # fmt: skip
+SAID = {
+    "en": "The weather is fine and we are going to walk along the river with our friends.",
+    "es": "El tiempo es muy bueno y vamos a pasear por el río con nuestros amigos.",
+    "pt": "O tempo não está mau e vamos passear pelo rio com os nossos amigos.",
+    "fr": "Le temps est beau et nous allons nous promener le long de la rivière avec des amis.",
+    "de": "Das Wetter ist schön und wir gehen mit unseren Freunden an den Fluss.",
+    "it": "Il tempo è bello e andiamo a passeggiare lungo il fiume con gli amici della scuola.",
+    "pl": "Pogoda jest ładna i idziemy na spacer nad rzekę, ale nie z przyjaciółmi.",
+    "vi": "Thời tiết rất đẹp và chúng tôi đi dạo với những người bạn của mình.",
+    "sw": "Hali ya hewa ni nzuri sana na sisi tunatembea kwa mto na watu wa kijiji.",
+    "fi": "Sää on kaunis ja me kävelemme joen rannalla, mutta ystävät eivät ole siellä.",
+    "ru": "Погода очень хорошая, и мы идём гулять вдоль реки с друзьями, но это было не так.",
+    "uk": "Погода дуже гарна, і ми йдемо гуляти біля річки з друзями, але це було не так.",
+    "bg": "Времето е много хубаво и ние ще се разхождаме край реката с приятели, но не сме там.",
+    "ar": "الطقس جميل جدا ونحن نمشي على ضفة النهر مع الأصدقاء في هذا اليوم.",
+    "fa": "هوا خوب است و ما با دوستان خود در کنار رود راه می رویم که این را دوست داریم.",
+    "ur": "موسم اچھا ہے اور ہم دوستوں کے ساتھ دریا کے کنارے سیر کر رہے ہیں۔",
+    "hi": "मौसम अच्छा है और हम नदी के किनारे दोस्तों के साथ घूम रहे हैं।",
+    "mr": "हवामान छान आहे आणि आम्ही मित्रांसोबत नदीच्या काठावर फिरत आहोत, पण ते नाही.",
+    "ne": "मौसम राम्रो छ र हामी साथीहरूसँग नदीको किनारमा घुम्न गर्ने छौं।",
+    "he": "מזג האוויר יפה ואנחנו מטיילים לאורך הנהר.",
+    "bn": "আবহাওয়া সুন্দর এবং আমরা নদীর ধারে হাঁটছি।",
+    "pa": "ਮੌਸਮ ਚੰਗਾ ਹੈ ਅਤੇ ਅਸੀਂ ਸੈਰ ਕਰ ਰਹੇ ਹਾਂ।",
+    "gu": "હવામાન સારું છે અને અમે ફરવા જઈએ છીએ.",
+    "ta": "வானிலை நன்றாக உள்ளது, நாங்கள் நடக்கிறோம்.",
+    "te": "వాతావరణం బాగుంది, మేము నడుస్తున్నాము.",
+    "kn": "ಹವಾಮಾನ ಚೆನ್ನಾಗಿದೆ, ನಾವು ನಡೆಯುತ್ತಿದ್ದೇವೆ.",
+    "ml": "കാലാവസ്ഥ നല്ലതാണ്, ഞങ്ങൾ നടക്കുന്നു.",
+    "th": "อากาศดีและเราเดินเล่นริมแม่น้ำ",
+    "ko": "날씨가 좋아서 우리는 강을 따라 걷고 있습니다.",
+    "ja": "天気がよいので、友達と川沿いを散歩します。",
+    "zh": "天气很好，我们和朋友一起沿着河散步。",
+}
+
+
+@pytest.mark.parametrize(("kind", "arguments", "response", "right"), CASES)
+def test_an_instruction_is_followed_or_not(kind, arguments, response, right):
+    assert follows(response, kind, arguments) is right
+
+
+def test_every_kind_is_there_with_a_response_that_follows_it_and_one_that_does_not():
+    assert len(RULES) == 25
+    decided = {(kind, right) for kind, _, _, right in CASES}
+    for kind in set(RULES) - {"language:response_language"}:
+        assert {(kind, True), (kind, False)} <= decided
+
+
+@pytest.mark.parametrize("language", SAID)
+def test_a_sentence_is_in_its_language_and_in_no_other(language):
+    found = {
+        each
+        for each in LANGUAGES
+        if follows(SAID[language], "language:response_language", {"language": each})
+    }
+    assert found == {language}
+
+
+def test_every_language_has_a_sentence_here():
+    assert set(SAID) == set(LANGUAGES)
+
+
+def test_a_word_of_a_language_does_not_make_a_text_of_it():
+    text = "The word 날씨 means weather."
+    assert follows(text, "language:response_language", {"language": "en"})
+    assert not follows(text, "language:response_language", {"language": "ko"})
+
+
+@pytest.mark.parametrize("response", ["", " \n", "1 + 1 = 2"])
+def test_a_response_without_words_is_in_no_language(response):
+    assert not follows(response, "language:response_language", {"language": "en"})
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_an_empty_response_follows_nothing(kind):
+    arguments = next((each for name, each, _, _ in CASES if name == kind), {"language": "en"})
+    assert follows(" \n", kind, arguments) is False
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "babble", ["!" * 2**18 + "a", "Dr. ", "<<a", "<<" + "a" * 2**18, "```json" + " " * 2**18,
+               "\n " * 2**17 + "x", "*a", "* ", "[a", "P . S", "-" * 2**18 + "a"],
+    ids=lambda babble: ascii(babble[:4]),
+)  # fmt: skip
+def test_much_babble_takes_no_longer_than_to_read_it_a_few_times(babble):
+    text = babble * (2**18 // len(babble) or 1)
+    arguments = {kind: each for kind, each, _, _ in CASES}
+    arguments["language:response_language"] = {"language": "en"}
+    assert {kind for kind, each in arguments.items() if follows(text, kind, each)} < set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "words"),
+    [
+        ("keywords:existance", {}, "is not known; there are keywords:existence,"),
+        ("keywords:existence", {"keyword": "a"}, r"has kwargs \(keyword\); it takes \(keywords\)"),
+        ("keywords:existence", {}, r"has kwargs \(\); it takes \(keywords\)"),
+        ("length_constraints:number_words", {"num_words": 3, "relation": "about"},
+         "relation 'about' is not known"),
+        ("language:response_language", {"language": "tlh"}, "language 'tlh' cannot be told"),
+    ],
+)  # fmt: skip
+def test_an_instruction_that_cannot_be_verified_is_an_error(kind, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        follows("text", kind, arguments)
+
+
+BOTH = {
+    "instruction_id_list": ["punctuation:no_comma", "detectable_format:title"],
+    "kwargs": [{"num_words": None, "relation": None}, None],
+}
+
+
+@pytest.mark.parametrize(
+    ("response", "prompt", "instruction"),
+    [("<<Yes>>", 1, 1), ("yes", 0, 0.5), ("a, b", 0, 0), ("<think>a, b</think><<Yes>>", 1, 1),
+     ("<think><<Yes>>", 0, 0), ("<<Yes>></think>a, b", 0, 0)],
+)  # fmt: skip
+def test_all_instructions_count_or_the_fraction_of_them(response, prompt, instruction):
+    assert ifeval.score(response, BOTH) == prompt
+    assert ifeval.score(response, BOTH, level="instruction") == instruction
+
+
+@pytest.mark.parametrize(
+    ("metadata", "words"),
+    [
+        ({"topic": 1}, "no lists instruction_id_list and kwargs; it has topic"),
+        ({"instruction_id_list": [], "kwargs": []}, "no lists"),
+        ({"instruction_id_list": ["punctuation:no_comma"], "kwargs": []}, "has 1 and kwargs 0"),
+    ],
+)
+def test_a_line_without_instructions_is_an_error(metadata, words):
+    with pytest.raises(ValueError, match=words):
+        ifeval.score("text", metadata)
+
+
+class Shouts:
+    """An instruction in the form of the package."""
+
+    def __init__(self, kind):
+        self.kind, self.least, self.prompt = kind, None, None
+
+    def build_description(self, *, least=None, prompt=None):
+        self.least, self.prompt = least or self.least, prompt
+
+    def get_instruction_args(self):
+        return {"least": self.least, "prompt": self.prompt}
+
+    def check_following(self, value):
+        return value.count("!") >= self.least and value.startswith(self.prompt)
+
+
+def test_ifbench_is_asked_in_its_own_form(monkeypatch):
+    module = types.ModuleType("ifbench_of_a_test")
+    module.INSTRUCTION_DICT = {"count:shouts": Shouts}
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    ifbench.check(registry=module.__name__)
+    metadata = {
+        "instruction_id_list": 2 * ["count:shouts"],
+        "kwargs": [{"least": 1, "N": None}, {"least": 3}],
+    }
+    for prompt in ("Hey", [{"role": "system", "content": "x"}, {"role": "user", "content": "Hey"}]):
+        given = {"metadata": metadata, "prompt": prompt, "registry": module.__name__}
+        assert ifbench.score("<think>!!!</think>Hey!!", **given) == 0
+        assert ifbench.score("Hey!!", **given, level="instruction") == 0.5
+        assert ifbench.score("Hey!!!", **given) == 1
+        assert ifbench.score("Ho!!!", **given) == 0
+    metadata["instruction_id_list"][0] = "count:whispers"
+    with pytest.raises(ValueError, match="'count:whispers' is not known to ifbench_of_a_test"):
+        ifbench.score("Hey", **given)
+
+
+def test_ifbench_is_refused_where_it_is_not_installed():
+    with pytest.raises(ConfigError, match=r"'no_such_ifbench.*cannot be imported.*install IFBench"):
+        ifbench.check(registry="no_such_ifbench.instructions_registry")
+    with pytest.raises(ConfigError, match="'json': has no INSTRUCTION_DICT"):
+        ifbench.check(registry="json")

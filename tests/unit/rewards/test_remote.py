@@ -1,0 +1,173 @@
+"""A score that a service of somebody's is asked for."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.rewards.functions import remote
+
+SAMPLE = Sample(
+    "a response", [{"role": "user", "content": "ü?"}], "7", {"topic": "sums"}, "stop", 3
+)
+
+
+class Service(ThreadingHTTPServer):
+    """Replies as it is told; the last reply is repeated."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answers)
+        self.replies, self.asked, self.released = [(200, b"1")], [], threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_port}/score"
+
+
+class Answers(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append(json.loads(body))
+        replies = self.server.replies
+        status, content = replies.pop(0) if len(replies) > 1 else replies[0]
+        if status == "hang":
+            self.server.released.wait(30)
+            return
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@pytest.fixture(scope="module")
+def server():
+    server = Service()
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def service(server):
+    server.asked.clear()
+    yield server
+    server.released.set()
+    server.released = threading.Event()
+
+
+def ask(service, *replies, **settings):
+    service.replies = list(replies)
+    return asyncio.run(remote.score(SAMPLE, **({"url": service.url} | settings)))
+
+
+def test_the_service_is_given_all_fields_of_a_sample(service):
+    assert ask(service, (200, b"0.5")) == Score(0.5)
+    assert service.asked == [
+        {
+            "response": "a response",
+            "prompt": [{"role": "user", "content": "ü?"}],
+            "answer": "7",
+            "metadata": {"topic": "sums"},
+            "finish": "stop",
+            "num_tokens": 3,
+        }
+    ]
+
+
+def test_a_score_may_have_parts(service):
+    reply = json.dumps({"score": 1, "parts": {"right": 0.75, "short": 0.25}}).encode()
+    assert ask(service, (200, reply)) == Score(1.0, {"right": 0.75, "short": 0.25})
+
+
+def test_a_service_that_stumbles_is_asked_again(service):
+    assert ask(service, (500, b"oh"), (503, b"busy"), (200, b"1")) == Score(1.0)
+    assert len(service.asked) == 3
+
+
+def test_no_more_often_than_it_may_be(service):
+    with pytest.raises(remote.BusyError, match=r"^url = .*/score': replied 500: 'oh'"):
+        ask(service, (500, b"oh"), retries=1)
+    assert len(service.asked) == 2
+
+
+@pytest.mark.parametrize("status", [400, 404, 302])
+def test_a_service_that_refuses_is_not_asked_again(service, status):
+    with pytest.raises(remote.RefusedError, match=rf"/score': replied {status}: 'no such"):
+        ask(service, (status, b"no such task"))
+    assert len(service.asked) == 1
+
+
+def test_a_try_that_hangs_is_given_up_and_another_may_succeed(service):
+    begun = time.monotonic()
+    assert ask(service, ("hang", b""), (200, b"1"), timeout_s=0.2) == Score(1.0)
+    assert time.monotonic() - begun < 2 and len(service.asked) == 2
+
+
+def test_all_tries_together_keep_the_budget_and_the_last_reason_is_said(service):
+    begun = time.monotonic()
+    with pytest.raises(remote.BusyError, match=r"no reply in 0\.1 s; gave up after 0\.5 s"):
+        ask(service, ("hang", b""), timeout_s=0.1, retries=1000, budget_s=0.5)
+    assert 0.4 < time.monotonic() - begun < 1.5 and len(service.asked) >= 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"<html>", "which is not JSON"),
+        (b"", "which is not JSON"),
+        (b"[" * 100_000, "which is not JSON"),
+        (b"nan", "which is not JSON"),
+        (b"NaN", "not finite"),
+        (b'{"score": Infinity}', "not finite"),
+        (b'{"score": 1, "parts": {"right": NaN}}', "right = nan"),
+        (b'{"score": 1, "parts": [1]}', "let it reply"),
+        (b'{"value": 1}', "let it reply"),
+        (b"null", "no number"),
+        (b'"1"', "no number"),
+        (b'{"score": true}', "no number"),
+        (b"[1]", "no number"),
+        (b'"' + b"x" * (2 << 20) + b'"', "more than 1048576 bytes"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error_and_is_not_asked_for_again(service, content, words):
+    with pytest.raises(remote.RefusedError) as refused:
+        ask(service, (200, content))
+    assert words in str(refused.value) and len(str(refused.value)) < 400
+    assert len(service.asked) == 1
+
+
+def test_many_are_asked_for_at_a_time_over_kept_connections(service):
+    async def many():
+        service.replies = [(200, b"1")]
+        return await asyncio.gather(*(remote.score(SAMPLE, url=service.url) for _ in range(50)))
+
+    assert asyncio.run(many()) == 50 * [Score(1.0)]
+
+
+def test_a_service_that_answers_anything_passes_the_check(service):
+    remote.check(url=service.url)  # it does not know HEAD, and says so
+    assert not service.asked
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("http://127.0.0.1:9/score", "nobody answers here"),
+        ("http://no-such-host.invalid/", "nobody answers here"),
+        ("", "is no address"),
+        ("127.0.0.1:80/score", "is no address"),
+        ("ftp://127.0.0.1/", "is no address"),
+        ("http://[::1", "is no address"),
+    ],
+)
+def test_a_service_out_of_reach_is_refused_by_its_address(url, words):
+    with pytest.raises(ConfigError) as refused:
+        remote.check(url=url, timeout_s=1.0)
+    assert str(refused.value).startswith(f"url = {url!r}: ") and words in str(refused.value)
