@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # install_packages.sh - what the tests need of the distribution: Slurm, munge and Open MPI for a local
 # cluster; for the bus, kernels in user mode (an NFS server and its hosts), btrfs (quotas), a compiler
-# (an injector of errors) and strace. Installs only what is missing; where it may not, it says so and
-# the tests that need it are skipped.
+# (an injector of errors) and strace; for programs of a model, bubblewrap. Installs only what is
+# missing; where it may not, it says so and the tests that need it are skipped.
 set -euo pipefail
 missing=()
 need() { # need COMMAND-OR-FILE PACKAGE...
@@ -18,6 +18,7 @@ need mkfs.btrfs btrfs-progs
 need gcc gcc
 need /usr/include/stdio.h libc6-dev
 need strace strace
+need bwrap bubblewrap
 [ "${#missing[@]}" -gt 0 ] || exit 0
 if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
   echo "install_packages: cannot install ${missing[*]} here; tests that need it will be skipped" >&2

@@ -1,0 +1,138 @@
+"""Programs against unit tests, in the sandbox that there is."""
+
+import json
+
+import pytest
+from problems import PROBLEMS
+from test_sandbox import REASON
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import unit_tests
+from relax_hpc.rewards.functions import code
+from relax_hpc.rewards.sandbox import SandboxError
+
+SANDBOX = "limits" if REASON else "bubblewrap"
+THIRDS = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "4"]}
+
+
+def scored(program, tests, answer="", **settings):
+    response = f"<think>```python\n1 / 0\n```</think>So:\n```python\n{program}\n```\nDone."
+    metadata = {} if tests is None else {"tests": tests, "entry_point": "add"}
+    return code.score(
+        response,
+        answer,
+        metadata,
+        **({"sandbox": SANDBOX, "deadline_s": 30.0, "budget_s": 60.0} | settings),
+    )
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_right_solution_passes_and_one_with_a_mistake_does_not(name):
+    problem = PROBLEMS[name]
+    assert problem.solution.count(problem.right) == 1
+    assert scored(problem.solution, problem.tests) == 1
+    assert scored(problem.solution.replace(problem.right, problem.wrong), problem.tests) == 0
+
+
+def test_all_tests_count_or_the_fraction_that_passes():
+    echo = "print(input())"
+    assert scored(echo, THIRDS) == 0
+    assert scored(echo, THIRDS, all_or_nothing=False) == pytest.approx(2 / 3)
+
+
+def test_the_answer_has_the_tests_where_the_metadata_has_none():
+    assert scored("print(input())", None, json.dumps(THIRDS), all_or_nothing=False) > 0.6
+    assert scored("print(2)", None, "assert True") == 1
+    assert code.score("```python\nx = 1\n```", "", {"cases": "assert x"}, tests="cases",
+                      sandbox=SANDBOX) == 1  # fmt: skip
+
+
+def test_a_test_that_hangs_fails_alone_and_the_budget_bounds_all():
+    sleeps = "import time\nn = int(input())\ntime.sleep(1000 * (n == 1))\nprint(n)"
+    slow = {"all_or_nothing": False, "deadline_s": 2.0, "budget_s": 30.0}
+    assert scored(sleeps, THIRDS, **slow) == pytest.approx(1 / 3)
+    late = {"inputs": ["1"] * 1000, "outputs": ["1"] * 1000}
+    assert scored(sleeps, late, **(slow | {"budget_s": 0.5})) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("```python\na\n```\nor\n```python\nb\n```", "b"),
+        ("```python\na\n```\n```\n7\n```", "a"),
+        ("```py\r\na\r\n```\r", "a\r"),
+        ("1. So\n   ```Python\n   if a:\n     b\n   ```", "if a:\n  b"),
+        ("```python\na\n```\n```python\nb", "a"),
+        ("```python\na\n```python\nb\n```", "b"),
+        ("```\na\n```", None),
+        ("```cpp\na\n```", None),
+        ("a", None),
+        ("```python\n" * 50_000, None),
+    ],
+)
+def test_the_last_block_of_python_that_is_closed_is_run(text, program):
+    assert code.last_block(text) == program
+
+
+def test_without_a_block_after_the_thoughts_it_is_0():
+    assert code.score("print(1)", "", {"tests": THIRDS}, sandbox=SANDBOX) == 0
+    thought = "<think>```python\nprint(input())\n```"
+    assert code.score(thought, "", {"tests": "assert True"}, sandbox=SANDBOX) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "right"),
+    [("1 2\n", "1\n2", True), ("1.0", "1", False), ("0.33333333", "0.3333333333", True),
+     ("0.334", "0.3333", False), ("1e3", "1000.0", True), ("nan", "1.0", False), ("a", "A", False),
+     ("1 2 3", "1 2", False), ("", "", True), ("x", "1.5", False), ("1000001", "1000000", False)],
+)  # fmt: skip
+def test_output_is_compared_word_by_word(given, wanted, right):
+    assert unit_tests.same_output(given, wanted) is right
+
+
+@pytest.mark.parametrize(
+    ("returned", "wanted", "right"),
+    [("True", 1, False), ("1", True, False), ("[1, (2, 3)]", [1, [2, 3]], True),
+     ("None", None, True), ("{1: 2}", {"1": 2}, True), ("0.1 + 0.2", 0.3, True), ("'5'", 5, False),
+     ("[5]", 5, False),
+     ("[[]] * 3", [[], [], []], True), ("float('nan')", 1.0, False), ("object()", None, False),
+     ("x", 1, False)],
+)  # fmt: skip
+def test_values_are_compared_outside_of_the_program(returned, wanted, right):
+    lies = "class Same:\n    def __eq__(self, other): return True\nx = Same()\n"
+    tests = {"inputs": [[]], "outputs": [wanted], "fn_name": "f"}
+    assert scored(f"{lies}def f():\n    return {returned}", tests) == right
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        ("", "there are no tests"),
+        ("x = 1", "there are no tests"),
+        ("assert (", "are not Python"),
+        ('{"inputs": [', "are not JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ({"inputs": ["1"]}, "have keys inputs; write"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        ({"inputs": [3], "outputs": [3], "fn_name": "f"}, "write a list"),
+        ({"inputs": ["x"], "outputs": [3], "fn_name": "f"}, "is not JSON"),
+        ([3], "a test is '3'"),
+        (7, "there are no tests in '7'"),
+    ],
+)
+def test_tests_of_another_form_are_an_error(tests, words):
+    with pytest.raises(ValueError, match=words):
+        unit_tests.tests_in(tests)
+
+
+def test_an_answer_that_only_looks_like_tests_can_never_be_matched():
+    assert code.can_match(json.dumps(THIRDS)) and code.can_match("") and code.can_match("assert 1")
+    assert not code.can_match('{"inputs": []}') and not code.can_match("[1, 2]")
+
+
+def test_a_node_without_a_sandbox_is_an_error_and_no_zero(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SandboxError, match="no program bwrap"):
+        scored("print(1)", THIRDS, sandbox="bubblewrap")
+    with pytest.raises(ConfigError, match="there is no program bwrap"):
+        code.check(sandbox="bubblewrap", deadline_s=4.0)

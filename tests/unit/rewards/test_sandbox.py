@@ -1,0 +1,356 @@
+"""Programs that want out of the sandbox, or more than they may have."""
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_hpc.config.reward import RewardConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import sandbox
+from relax_hpc.rewards.contract import Sample
+from relax_hpc.rewards.sandbox import Limits, Program, SandboxError, check_sandbox, run
+from relax_hpc.rewards.scorer import Scorer
+
+SMALL = Limits(deadline_s=30, memory_bytes=256 << 20, disk_bytes=8 << 20, output_bytes=1 << 20)
+SHORT = SMALL._replace(deadline_s=0.3)
+SOON_S = 10
+"""Less than anything here takes that is not ended; it is ended within a second of its deadline."""
+
+
+def why_no_bubblewrap():
+    try:
+        check_sandbox("bubblewrap")
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+REASON = why_no_bubblewrap()
+isolated = pytest.mark.skipif(bool(REASON), reason=REASON)
+in_both = pytest.mark.parametrize("kind", [pytest.param("bubblewrap", marks=isolated), "limits"])
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left():
+    own = psutil.Process()
+    before = set(own.children(recursive=True))
+    yield
+    assert set(own.children(recursive=True)) <= before
+
+
+def printed(text, kind="bubblewrap", limits=SMALL):
+    outcome = run(Program(text), limits, kind)
+    assert outcome.is_well, text
+    return outcome.output.split()
+
+
+@in_both
+def test_a_program_reads_and_prints(kind):
+    program = Program("print(sum(map(int, open(0))), input.__name__)", stdin="3\n4\n")
+    outcome = run(program, SMALL, kind)
+    assert outcome.is_well and outcome.output == "7 input\n"
+
+
+@in_both
+def test_a_function_returns_a_value_and_a_test_passes(kind):
+    text = (
+        "class Solution:\n    def add(self, a, b):\n        print(a)\n        return (a + b, {b})"
+    )
+    outcome = run(Program(text, function="add", arguments=[1, 2]), SMALL, kind)
+    assert outcome.has_value and outcome.value == [3, [2]]
+    right, wrong = (f"assert Solution().add(1, 2)[0] == {number}" for number in (3, 4))
+    assert run(Program(text, test=right), SMALL, kind).passed
+    assert not run(Program(text, test=wrong), SMALL, kind).passed
+
+
+@in_both
+def test_the_same_program_prints_the_same_twice(kind):
+    text = "print(list({'a', 'b', 'c', 'd', 'e', 'f'}), hash('x'))"
+    assert printed(text, kind) == printed(text, kind)
+
+
+@in_both
+@pytest.mark.parametrize(
+    "text",
+    ["import os; os._exit(0)", "raise SystemExit(0)", "import os\nos.write({reply}, b'x' * 32)",
+     "import os\nfor fd in range(3, 60):\n  try: os.write(fd, b'passed')\n  except OSError: 0",
+     "def f(): pass"],
+)  # fmt: skip
+def test_a_program_that_ends_early_or_replies_itself_has_not_passed(kind, text):
+    outcome = run(Program(text.replace("{reply}", "4"), test="assert f() == 1"), SMALL, kind)
+    assert not outcome.passed
+
+
+@in_both
+@pytest.mark.parametrize(
+    "text",
+    ["1 / 0", "import sys; sys.exit(3)", "import os; os._exit(3)", "def", "\udc80",
+     "import os; os.abort()", "import ctypes; ctypes.string_at(0)",
+     "import os; os.execv('/bin/false', ['false'])"],
+)  # fmt: skip
+def test_a_program_that_does_not_end_well_is_told_from_one_that_does(kind, text):
+    assert not run(Program(text), SMALL, kind).is_well
+
+
+CONNECTS = """
+import socket
+try:
+    socket.create_connection(("127.0.0.1", {port}), 0.3)
+    print("in")
+except OSError:
+    print("out")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "there"), [pytest.param("bubblewrap", "out", marks=isolated), ("limits", "in")]
+)
+def test_the_network_is_out_of_reach(kind, there):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert printed(CONNECTS.format(port=server.getsockname()[1]), kind) == [there]
+
+
+@isolated
+def test_files_of_the_host_are_out_of_reach(tmp_path):
+    own = tmp_path / "secret"
+    own.write_text("7")
+    repository = Path(__file__).parents[3]
+    files = [own, repository, Path("/etc/shadow"), Path("/etc/passwd"), Path("/run"), Path("/var")]
+    there = f"import os\nprint(*[os.path.exists(f) for f in {[*map(str, files)]}])"
+    assert printed(there) == len(files) * ["False"]
+    assert printed(there, "limits")[0] == "True"  # it does look
+    # Of a home, only the way to the Python that is used is there.
+    way = "import os, sys\nprint(*os.listdir(os.path.expanduser({home!r})))"
+    if Path(sys.base_prefix).resolve().is_relative_to(Path.home()):
+        [first, *_] = Path(sys.base_prefix).resolve().relative_to(Path.home()).parts
+        assert printed(way.format(home=str(Path.home()))) == [first]
+    assert printed("import os\nprint(*sorted(os.environ))") == [
+        "HOME", "LANG", "PATH", "PWD", "PYTHONDONTWRITEBYTECODE", "PYTHONHASHSEED", "TMPDIR",
+    ]  # fmt: skip
+
+
+@isolated
+def test_the_processes_of_the_host_are_not_seen_and_no_power_is_left():
+    seen = "import os\nprint(os.getpid(), *[p for p in os.listdir('/proc') if p.isdigit()])"
+    own, *others = printed(seen)
+    assert own in others and len(others) <= 3 and max(map(int, others)) < 10
+    powers = "print(*[line.split()[1] for line in open('/proc/self/status') if 'CapEff' in line])"
+    assert printed(powers) == ["0000000000000000"]
+    assert printed("import os\nprint(os.getuid(), os.uname().nodename)") == ["65534", "sandbox"]
+
+
+WRITES = """
+import os
+for folder, folders, files in os.walk("/"):
+    if folder.count("/") >= 3 - folder.startswith("/usr") and not folder.startswith("/proc/sys"):
+        del folders[:]
+    devices = folder.startswith("/dev")
+    for place in [f"{folder}/new", *(f"{folder}/{name}" for name in files if not devices)]:
+        try:
+            if not os.path.islink(place):
+                os.close(os.open(place, os.O_WRONLY | os.O_CREAT))
+                print(place)
+        except OSError:
+            pass
+"""
+
+
+@isolated
+def test_nothing_but_its_own_folder_can_be_written_to():
+    assert printed(WRITES) == ["/tmp/new"]
+
+
+TAKES = """
+import ctypes, mmap, os
+def refused(take):
+    try:
+        take()
+    except (MemoryError, OSError, RuntimeError):
+        return True
+libc = ctypes.CDLL(None, use_errno=True)
+def shared():
+    if libc.shmget(0, 1 << 30, 0o1600) < 0:
+        raise OSError
+print(refused(lambda: bytearray(1 << 30)), refused(lambda: mmap.mmap(-1, 1 << 30)),
+      refused(lambda: os.memfd_create("x")), refused(shared), refused(lambda: [0] * 10**9))
+"""
+
+
+@in_both
+def test_memory_is_refused_in_every_form(kind):
+    assert printed(TAKES, kind) == 5 * ["True"]
+
+
+FILLS = """
+written = number = 0
+try:
+    while number < 40:
+        with open(f"{folder}/{number}", "wb", buffering=0) as file:
+            written += file.write(bytes(1 << 20))
+        number += 1
+except OSError:
+    pass
+print(written)
+"""
+
+
+@isolated
+def test_the_disk_is_refused():
+    [written] = printed(FILLS.replace("{folder}", "/tmp"))
+    assert 4 << 20 < int(written) <= 8 << 20
+
+
+@in_both
+def test_a_file_is_bounded(kind):
+    large = "import os\ntry: open('large', 'wb').write(bytes(20 << 20))\nexcept OSError: print(1)"
+    assert printed(large, kind) == ["1"]
+
+
+STARTS = """
+import os, subprocess, threading
+def refused(start):
+    try:
+        start()
+    except OSError:
+        return True
+print(refused(os.fork), refused(lambda: subprocess.run(["/bin/true"])),
+      refused(lambda: os.posix_spawn("/bin/true", ["true"], {})))
+thread = threading.Thread(target=print, args=("thread",))
+thread.start()
+thread.join()
+"""
+BOMB = """
+import os, threading
+def bomb():
+    while True:
+        try:
+            if os.fork() == 0:
+                os.setsid()
+        except OSError:
+            pass
+        try:
+            threading.Thread(target=bomb).start()
+        except RuntimeError:
+            pass
+bomb()
+"""
+
+
+@in_both
+def test_a_program_starts_no_other_but_threads(kind):
+    assert printed(STARTS, kind) == ["True", "True", "True", "thread"]
+
+
+@in_both
+def test_a_bomb_of_forks_stays_one_process_and_ends_at_its_deadline(kind):
+    seen, done = set(), threading.Event()
+
+    def watch():
+        own = psutil.Process()
+        while not done.is_set():
+            seen.update(own.children(recursive=True))
+            time.sleep(0.05)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    begun = time.monotonic()
+    assert not run(Program(BOMB), SHORT, kind).is_well
+    done.set()
+    watching.join()
+    assert 1 <= len(seen) <= 3  # bubblewrap has two processes of its own
+    assert not any(each.is_running() for each in seen)
+    assert time.monotonic() - begun < SOON_S
+
+
+@in_both
+def test_a_gigabyte_of_output_is_not_read(kind):
+    text = "import os\nfor _ in range(1 << 14): os.write(1, bytes(1 << 16))"
+    begun = time.monotonic()
+    outcome = run(Program(text), SMALL, kind)
+    assert not outcome.is_well and time.monotonic() - begun < SOON_S
+    assert SMALL.output_bytes < len(outcome.output) < 2 * SMALL.output_bytes
+
+
+SLEEPS = {
+    "sleep": "import time\ntime.sleep(1000)",
+    "blocked": "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n"
+    "time.sleep(1000)",
+    "deaf": "import signal\nfor n in {*range(1, 32)} - {9, 19}: signal.signal(n, signal.SIG_IGN)\n"
+    "while True: pass",
+    "closed": "import os, time\nos.closerange(0, 60)\ntime.sleep(1000)",
+    "power": "print(9 ** 9 ** 9)",
+    "exit": "import atexit, time\natexit.register(time.sleep, 1000)",
+    "regex": "import re\nre.match('(a+)+b', 'a' * 50)",
+    "thread": "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()",
+}
+
+
+@in_both
+@pytest.mark.parametrize("text", SLEEPS.values(), ids=SLEEPS)
+def test_what_does_not_end_is_ended_in_time(kind, text):
+    begun = time.monotonic()
+    assert not run(Program(text), SHORT, kind).is_well
+    assert time.monotonic() - begun < SOON_S
+
+
+@in_both
+def test_its_folder_is_empty_and_is_gone_afterwards(kind):
+    text = "import os\nprint(os.getcwd(), len(os.listdir()))\nopen('x', 'w').write('y')"
+    for _ in range(2):
+        folder, number = printed(text, kind)
+        assert number == "0" and not (kind == "limits" and Path(folder).exists())
+
+
+@isolated
+def test_who_is_killed_while_a_program_runs_takes_it_along():
+    code = RewardConfig(
+        name="relax_hpc.rewards.functions.code:score", deadline_s=0.5, workers=1, memory_gib=1
+    )
+    response = f"```python\n{SLEEPS['blocked']}\n```"
+    sample = Sample(response, answer='{"inputs": [""], "outputs": ["1"]}')
+
+    async def score():
+        async with Scorer(code) as scorer:
+            return await scorer.score([sample])
+
+    [found] = asyncio.run(score())
+    assert found.value == 0 and "took longer than 0.5 s" in found.error
+
+
+def test_where_there_is_no_bubblewrap_the_way_out_is_said(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(ConfigError) as refused:
+        check_sandbox("bubblewrap")
+    for words in ('sandbox = "bubblewrap": there is no program bwrap', 'write sandbox = "limits"'):
+        assert words in str(refused.value)
+    check_sandbox("limits")
+
+
+def test_the_reason_why_bubblewrap_refuses_is_said(monkeypatch, tmp_path):
+    program = tmp_path / "bwrap"
+    program.write_text(
+        "#!/bin/sh\necho bwrap: No permissions to create new namespace >&2\nexit 1\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    reason = "bwrap: No permissions to create new namespace"
+    with pytest.raises(ConfigError, match=f'"bubblewrap": {reason}; have the package'):
+        check_sandbox("bubblewrap")
+    with pytest.raises(SandboxError, match=reason):
+        run(Program("print(1)"), SMALL, "bubblewrap")
+
+
+def test_a_processor_without_a_list_of_calls_is_refused(monkeypatch, tmp_path):
+    stage = tmp_path / "stage.py"
+    text = sandbox._STAGE.read_text()
+    stage.write_text(text.replace('"x86_64":', '"vax":').replace('"aarch64":', '"pdp":'))
+    monkeypatch.setattr(sandbox, "_STAGE", stage)
+    with pytest.raises(ConfigError, match='sandbox = "limits": no sandbox for processors'):
+        check_sandbox("limits")
