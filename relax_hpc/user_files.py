@@ -1,4 +1,4 @@
-"""Files that a user named. What cannot be read is refused in one line, and nothing waits.
+"""Files that a user named. What cannot be read or written is refused in one line; nothing waits.
 
 Among them are programs: a place in one is "file.py:name" or "package.module:name".
 """
@@ -11,6 +11,8 @@ import os
 import re
 import stat
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -152,6 +154,34 @@ def check_folder(where: str, path: Path, remedy: str) -> None:
         raise ConfigError(f"{where}: is no folder; {remedy}") from None
     except (OSError, ValueError) as error:
         raise _unreadable(where, error, remedy) from None
+
+
+@contextmanager
+def written(target: Path, key: str, *, replace: bool = False) -> Iterator[Path]:
+    """Gives a draft to write; it becomes the file that a user named once it is complete.
+
+    Args:
+        target: the file.
+        key: the option or key that names it, e.g. "--out".
+        replace: whether a file that is there makes room; else it is refused.
+
+    Raises:
+        ConfigError: there is one, or it cannot be written.
+    """
+    if target.is_dir() or (not replace and os.path.lexists(target)):
+        what = "is a folder" if target.is_dir() else "is there"
+        raise ConfigError(f"{key} {target}: {what}; name another file")
+    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        yield draft
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(target)
+    except OSError as error:
+        raise ConfigError(f"{key} {target}: cannot be written: {error.strerror}") from error
+    finally:
+        with suppress(OSError):
+            draft.unlink()
 
 
 def absolute_place(name: str) -> str:

@@ -1,7 +1,7 @@
 """Commands that show what a run samples: prompts and responses, with what they are worth."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -9,6 +9,7 @@ from rich.console import Console
 from relax_hpc.cli.arguments import Run, run_dir_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
+from relax_hpc.viewer.asked import Asked, By, Sort
 
 viewer = typer.Typer()
 
@@ -28,22 +29,17 @@ def view(
     out: Annotated[
         Path | None, typer.Option(help="The page; view.html in the run if not given.")
     ] = None,
-    sort: Annotated[
-        Literal["newest", "best", "worst", "random"], typer.Option(help="Which come first.")
-    ] = "newest",
+    sort: Annotated[Sort, typer.Option(help="Which come first.")] = "newest",
     groups: Count = 16,
     step: Step = None,
     guid: Guid = None,
-    by: Annotated[
-        Literal["logprob", "mask", "version"], typer.Option(help="What colours the tokens.")
-    ] = "logprob",
+    by: Annotated[By, typer.Option(help="What colours the tokens.")] = "logprob",
     tokens: Tokens = 1000,
     text: Annotated[bool, typer.Option("--text", help="Print it instead.")] = False,
 ) -> None:
     """Write a page of trajectories: siblings side by side, every token coloured."""
     from relax_hpc.viewer import page, terminal
     from relax_hpc.viewer import run as runs
-    from relax_hpc.viewer.choice import Asked
 
     if step is not None and guid is not None:
         raise ConfigError("--step and --guid: give one of them")
@@ -55,7 +51,8 @@ def view(
         terminal.show(Console(), found.groups, by)
         return
     target = out or RunPaths(run_dir).view
-    count = page.write(target, page.Head(run_dir.resolve().name, by, found.remarks), found.groups)
+    head = page.Head(run_dir.resolve().name, by, found.remarks)
+    count = page.write(target, head, found.groups, replace=out is None)
     typer.echo(f"{target}: {count} prompt groups")
 
 
@@ -64,7 +61,6 @@ def peek(run: Run, groups: Count = 3, tokens: Tokens = 200) -> None:
     """Print the newest prompts and responses with their rewards, while the run goes on."""
     from relax_hpc.viewer import run as runs
     from relax_hpc.viewer import terminal
-    from relax_hpc.viewer.choice import Asked
 
     found = runs.view(run_dir_of(run), Asked("newest", groups), tokens)
     for remark in found.remarks:

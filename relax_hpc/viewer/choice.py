@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,19 +11,10 @@ from relax_hpc.bus.tools import survey
 from relax_hpc.bus.tools.survey import Survey, Surveyed
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import BusPaths
+from relax_hpc.viewer.asked import Asked, Sort
 
-Sort = Literal["newest", "best", "worst", "random"]
 _SEED = 0
 """Seeds the random choice: it is the same for the same bus."""
-
-
-class Asked(NamedTuple):
-    """The wish of whoever looks."""
-
-    sort: Sort = "newest"
-    groups: int = 16
-    step: int | None = None
-    guid: int | None = None
 
 
 class Found(NamedTuple):

@@ -1,9 +1,8 @@
 """The colours of tokens: what each says, once for the page and the terminal."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-By = Literal["logprob", "mask", "version"]
-"""The ways to colour tokens."""
+from relax_hpc.viewer.asked import By
 
 LOGPROB_BOUNDS = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Nats below 0 from which a token has the next colour."""

@@ -1,6 +1,5 @@
 """One HTML file that needs nothing besides itself: no network, no script of others."""
 
-import os
 import secrets
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,8 +7,9 @@ from typing import Any, NamedTuple
 
 import jinja2
 
-from relax_hpc.errors import ConfigError
-from relax_hpc.viewer.colours import COLOURS, By, Token, colour
+from relax_hpc.user_files import written
+from relax_hpc.viewer.asked import By
+from relax_hpc.viewer.colours import COLOURS, Token, colour
 from relax_hpc.viewer.groups import Group
 
 MAX_BYTES = 20_000_000
@@ -27,40 +27,34 @@ class Head(NamedTuple):
     remarks: list[str]
 
 
-def write(target: Path, head: Head, groups: Iterable[Group]) -> int:
+def write(target: Path, head: Head, groups: Iterable[Group], *, replace: bool) -> int:
     """Writes a page, which appears when it is complete; it ends early rather than be too large.
 
     Args:
         target: the file.
         head: the top of it.
         groups: read one by one as they are written.
+        replace: whether a page that is there makes room.
 
     Returns:
         Prompt groups on it.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or may not.
     """
     template: Any = _template()
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     count = 0
-    try:
-        with draft.open("wb") as file:
-            file.write(template.head(head, COLOURS, secrets.token_urlsafe(16)).encode())
-            is_full = False
-            for group in groups:
-                text = template.group(group).encode()
-                is_full = file.tell() + len(text) + _KEPT_BYTES > MAX_BYTES
-                if is_full:
-                    break
-                file.write(text)
-                count += 1
-            file.write(template.tail(count, is_full, MAX_BYTES).encode())
-        draft.replace(target)
-    except OSError as error:
-        raise ConfigError(f"--out {target}: cannot be written: {error.strerror}") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with written(target, "--out", replace=replace) as draft, draft.open("wb") as file:
+        file.write(template.head(head, COLOURS, secrets.token_urlsafe(16)).encode())
+        is_full = False
+        for group in groups:
+            text = template.group(group).encode()
+            is_full = file.tell() + len(text) + _KEPT_BYTES > MAX_BYTES
+            if is_full:
+                break
+            file.write(text)
+            count += 1
+        file.write(template.tail(count, is_full, MAX_BYTES).encode())
     return count
 
 

@@ -9,7 +9,8 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer
-from relax_hpc.viewer.choice import Asked, choose
+from relax_hpc.viewer.asked import Asked
+from relax_hpc.viewer.choice import choose
 from relax_hpc.viewer.groups import Group, Groups
 from relax_hpc.viewer.words import Words
 

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
-from relax_hpc.viewer.colours import COLOURS, By, Token, colour
+from relax_hpc.viewer.asked import By
+from relax_hpc.viewer.colours import COLOURS, Token, colour
 from relax_hpc.viewer.groups import Group, Row
 
 

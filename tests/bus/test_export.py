@@ -44,6 +44,7 @@ def rich_bus(tmp_path):
 
 def write_out(paths, target, names=(), steps=None):
     rows = []
+    target.unlink(missing_ok=True)
     chosen = export.columns_named(list(names), None)
     count = export.export(paths, target, chosen, steps, rows.append)
     assert rows[-1:] == [count]
@@ -144,6 +145,10 @@ def test_what_cannot_be_exported_is_said_with_what_can(tmp_path):
         export.columns_named(["guid", "rewards"], None)
     with pytest.raises(ConfigError, match="add --text"):
         export.columns_named(["response"], None)
+    (tmp_path / "train.jsonl").write_text("of the user")
+    with pytest.raises(ConfigError, match=r"--to .*train\.jsonl: is there; name another file"):
+        export.export(paths, tmp_path / "train.jsonl", export.COLUMNS, None, print)
+    assert (tmp_path / "train.jsonl").read_text() == "of the user"
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         write_out(paths, tmp_path / "nowhere" / "o.jsonl")
     with pytest.raises(BusError, match="has no step 9; steps 1 to 3 are planned"):

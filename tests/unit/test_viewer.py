@@ -24,7 +24,8 @@ from relax_hpc.job_file import validate
 from relax_hpc.paths import RunPaths
 from relax_hpc.schema import FinishReason, PromptGroup
 from relax_hpc.viewer import page
-from relax_hpc.viewer.choice import Asked, choose
+from relax_hpc.viewer.asked import Asked
+from relax_hpc.viewer.choice import choose
 from relax_hpc.viewer.colours import Token, colour
 from relax_hpc.viewer.run import view
 from relax_hpc.viewer.words import Piece, Words
@@ -332,6 +333,11 @@ def test_what_contradicts_itself_or_cannot_be_written_is_refused(run):
     assert "give one of them" in str(answer.exception)
     answer = CliRunner().invoke(app, ["view", str(run.root), "--out", "/nowhere/a.html"])
     assert "--out /nowhere/a.html: cannot be written: No such file" in str(answer.exception)
+    mine = run.root / "mine.html"
+    mine.write_text("of the user")
+    answer = CliRunner().invoke(app, ["view", str(run.root), "--out", str(mine)])
+    assert f"--out {mine}: is there; name another file" in str(answer.exception)
+    assert mine.read_text() == "of the user" and not list(run.root.glob(".*.tmp"))
 
 
 # ---------------------------------------------------------------- how large

@@ -6,7 +6,6 @@ the run. A step that was trained on is exported in the order in which the traine
 
 import base64
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -25,6 +24,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import finite
 from relax_hpc.schema import Trajectory, extra_columns
+from relax_hpc.user_files import written
 
 BLOCK_BYTES = 32 << 20
 """Tokens' worth of rows that are held before they are written; a Parquet row group."""
@@ -150,27 +150,20 @@ def export(
         Rows written.
 
     Raises:
-        ConfigError: another ending, or `target` cannot be written.
+        ConfigError: another ending, or `target` is there or cannot be written.
         BusError: damage, a step that is not planned, or one whose shards are deleted.
     """
     make_sink = SINKS.get(target.suffix)
     if make_sink is None:
         raise ConfigError(f"--to {target}: must end in {' or '.join(SINKS)}")
     groups = _groups(paths, steps)
-    draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     count = 0
-    try:
-        with closing(make_sink(draft, columns)) as sink:
-            reads = [name for column in columns.values() for name in column.reads]
-            for block in _blocks(_rows(paths, groups, reads)):
-                sink.write(block)
-                count += len(block)
-                on_rows(count)
-        draft.replace(target)
-    except OSError as error:
-        raise ConfigError(f"--to {target}: cannot be written: {error.strerror}") from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with written(target, "--to") as draft, closing(make_sink(draft, columns)) as sink:
+        reads = [name for column in columns.values() for name in column.reads]
+        for block in _blocks(_rows(paths, groups, reads)):
+            sink.write(block)
+            count += len(block)
+            on_rows(count)
     return count
 
 
