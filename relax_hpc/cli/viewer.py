@@ -29,7 +29,10 @@ def view(
     out: Annotated[
         Path | None, typer.Option(help="The page; view.html in the run if not given.")
     ] = None,
-    sort: Annotated[Sort, typer.Option(help="Which come first.")] = "newest",
+    sort: Annotated[
+        Sort,
+        typer.Option(help="Which come first; flipped: prompts that went from wrong to right."),
+    ] = "newest",
     groups: Count = 16,
     step: Step = None,
     guid: Guid = None,
@@ -39,30 +42,47 @@ def view(
 ) -> None:
     """Write a page of trajectories: siblings side by side, every token coloured."""
     from relax_hpc.viewer import page, terminal
-    from relax_hpc.viewer import run as runs
+    from relax_hpc.viewer.run import Sight
 
     if step is not None and guid is not None:
         raise ConfigError("--step and --guid: give one of them")
+    if sort == "flipped" and (step is not None or guid is not None):
+        raise ConfigError("--sort flipped: compares steps; leave --step and --guid out")
     run_dir = run_dir_of(run)
-    found = runs.view(run_dir, Asked(sort, groups, step, guid), tokens)
+    sight = Sight(run_dir)
+    found = sight.view(Asked(sort, groups, step, guid), tokens)
     for remark in found.remarks:
         typer.echo(remark, err=True)
     if text:
         terminal.show(Console(), found.groups, by)
         return
     target = out or RunPaths(run_dir).view
-    head = page.Head(run_dir.resolve().name, by, found.remarks)
+    head = page.Head(run_dir.resolve().name, by, found.remarks, sight.solved_at)
     count = page.write(target, head, found.groups, replace=out is None)
     typer.echo(f"{target}: {count} prompt groups")
 
 
-@viewer.command(epilog="Example:  relax-hpc peek arithmetic")
-def peek(run: Run, groups: Count = 3, tokens: Tokens = 200) -> None:
+@viewer.command(epilog="Example:  relax-hpc peek arithmetic --follow --groups 1")
+def peek(
+    run: Run,
+    groups: Count = 3,
+    tokens: Tokens = 200,
+    follow: Annotated[
+        bool, typer.Option(help="Go on as the run goes on; Ctrl-C leaves, and the run goes on.")
+    ] = False,
+) -> None:
     """Print the newest prompts and responses with their rewards, while the run goes on."""
-    from relax_hpc.viewer import run as runs
+    from relax_hpc.runs import report
     from relax_hpc.viewer import terminal
+    from relax_hpc.viewer.run import Sight
 
-    found = runs.view(run_dir_of(run), Asked("newest", groups), tokens)
-    for remark in found.remarks:
-        typer.echo(remark, err=True)
-    terminal.show(Console(), found.groups, by=None)
+    run_dir = run_dir_of(run)
+    sight = Sight(run_dir)
+    until = (lambda: report.is_over(run_dir)) if follow else (lambda: True)
+    try:
+        for number, found in enumerate(sight.follow(groups, tokens, until=until)):
+            for remark in found.remarks if number == 0 else ():
+                typer.echo(remark, err=True)
+            terminal.show(Console(), found.groups, by=None)
+    except KeyboardInterrupt:
+        typer.echo(f"the run goes on; to end it: relax-hpc cancel {run}", err=True)

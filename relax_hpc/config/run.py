@@ -55,8 +55,9 @@ class ScheduleConfig(Section):
 
 
 class BusConfig(Section):
-    keep_steps: NonNegative = 0
-    """Steps whose shards are kept longer than any resume needs them, to be replayed or exported."""
+    keep_steps: NonNegative = 2
+    """Steps whose shards are kept longer than any resume needs them, to be looked at, replayed or
+    exported."""
     compress: list[str] = []
     """Columns to be compressed, e.g. "ragged/routed_experts"; pays only where a writer gets less
     than about 0.4 GB/s from the file system."""

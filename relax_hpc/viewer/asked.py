@@ -2,10 +2,10 @@
 
 from typing import Literal, NamedTuple
 
-Sort = Literal["newest", "best", "worst", "random"]
-"""Which prompt groups come first."""
-By = Literal["logprob", "mask", "version"]
-"""What colours tokens."""
+Sort = Literal["newest", "best", "worst", "random", "flipped"]
+"""Which prompt groups come first; flipped: prompts that went from wrong to right, or back."""
+By = Literal["logprob", "advantage", "mask", "version"]
+"""Meaning of the colours of tokens."""
 
 
 class Asked(NamedTuple):

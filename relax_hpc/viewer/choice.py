@@ -1,7 +1,7 @@
 """Which prompt groups of a bus are shown."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from relax_hpc.bus.tools import survey
 from relax_hpc.bus.tools.survey import Survey, Surveyed
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import BusPaths
+from relax_hpc.viewer import flips
 from relax_hpc.viewer.asked import Asked, Sort
 
 _SEED = 0
@@ -22,10 +23,17 @@ class Found(NamedTuple):
 
     chosen: list[Surveyed]
     remarks: list[str]
+    notes: Mapping[int, str] = {}
+    """guid -> what sets this prompt group apart."""
 
 
-def choose(paths: BusPaths, asked: Asked) -> Found:
+def choose(paths: BusPaths, asked: Asked, solved_at: float = 1.0) -> Found:
     """Chooses prompt groups; what is gone or not there yet is a remark.
+
+    Args:
+        paths: of the bus.
+        asked: for.
+        solved_at: reward from which on a response is right.
 
     Raises:
         BusError: not a bus of this format, damage, or a step that is not planned.
@@ -46,10 +54,25 @@ def choose(paths: BusPaths, asked: Asked) -> Found:
             f"{found.deleted_shards} {shards} with {found.deleted_trajectories} trajectories "
             f"{are} deleted, since a checkpoint covers what they hold; bus.keep_steps keeps more"
         )
+    if asked.sort == "flipped":
+        return _flipped(found.groups, asked, solved_at, remarks)
     chosen = _ORDERS[asked.sort](found.groups)[: asked.groups]
     if len(chosen) < len(found.groups):
         remarks.append(f"{len(chosen)} of {len(found.groups)} prompt groups: {asked.sort}")
     return Found(chosen, remarks)
+
+
+def _flipped(
+    groups: Sequence[Surveyed], asked: Asked, solved_at: float, remarks: list[str]
+) -> Found:
+    chosen, notes = flips.find(groups, solved_at, asked.groups)
+    if groups and not chosen:
+        prompts = len({group.prompt_index for group in groups})
+        remarks.append(
+            f"no prompt went from wrong to right or back: {len(groups)} prompt groups of "
+            f"{prompts} prompts are on disk; bus.keep_steps keeps more"
+        )
+    return Found(chosen, remarks, notes)
 
 
 _ORDERS: dict[Sort, Callable[[Sequence[Surveyed]], list[Surveyed]]] = {

@@ -1,11 +1,24 @@
 """The colours of tokens: what each says, once for the page and the terminal."""
 
+import math
 from typing import NamedTuple
 
 from relax_hpc.viewer.asked import By
 
 LOGPROB_BOUNDS = (0.05, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Nats below 0 from which a token has the next colour."""
+
+
+_ADVANTAGES: tuple[tuple[float, str, str], ...] = (
+    (-1.0, "#e58a72", "advantage <= -1"),
+    (-0.5, "#f2b5a0", "<= -0.5"),
+    (-1e-6, "#fbe0d6", "below 0"),
+    (1e-6, "#f1f1f1", "0"),
+    (0.5, "#d5ebe6", "above 0"),
+    (1.0, "#a3d5c9", ">= 0.5"),
+    (math.inf, "#63b8a5", ">= 1"),
+)
+"""Upper bound (it belongs to what is further from 0), background and meaning."""
 
 
 class Colour(NamedTuple):
@@ -32,6 +45,7 @@ COLOURS: dict[By, tuple[Colour, ...]] = {
             strict=True,
         )
     ),
+    "advantage": tuple(Colour(background, said) for _, background, said in _ADVANTAGES),
     "mask": (Colour("#dddddd", "not trained on"), Colour("#c8ecc8", "sampled by the policy")),
     "version": tuple(
         Colour(background, f"policy version {number}, {number + 6}, ...")
@@ -52,6 +66,9 @@ class Token(NamedTuple):
     """Nats, by the policy that sampled it, the lowest of several tokens; 0 if not sampled."""
     version: int
     """The version of that policy; -1 if it was not sampled."""
+    advantage: float | None = None
+    """The one of the token, or else of its episode; None if it was not sampled, or where that is
+    not known."""
 
 
 def colour(token: Token, by: By) -> int | None:
@@ -62,4 +79,12 @@ def colour(token: Token, by: By) -> int | None:
         return None
     if by == "version":
         return token.version % len(COLOURS["version"]) if token.version >= 0 else None
+    if by == "advantage":
+        return None if token.advantage is None else _side(token.advantage)
     return sum(token.logprob <= -bound for bound in LOGPROB_BOUNDS)
+
+
+def _side(advantage: float) -> int:
+    return sum(
+        advantage > bound if bound < 0 else advantage >= bound for bound, _, _ in _ADVANTAGES
+    )

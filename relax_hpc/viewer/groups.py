@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from relax_hpc.algorithms.algorithm import Settings
 from relax_hpc.algorithms.table import algorithm_of, needs_of
@@ -17,9 +18,17 @@ from relax_hpc.schema import Trajectory
 from relax_hpc.viewer.colours import Token
 from relax_hpc.viewer.words import Words
 
+Floats = npt.NDArray[np.floating]
 _ADVANTAGES = "ragged/advantages"
 _GROUP_TOKENS = 100_000
 """Tokens of a prompt group that are shown at most."""
+
+
+class _Advantage(NamedTuple):
+    mean: float
+    """The one of the episode, or the mean over its sampled tokens."""
+    tokens: Floats
+    """[tokens]"""
 
 
 class Row(NamedTuple):
@@ -48,6 +57,8 @@ class Group(NamedTuple):
     mean_reward: float
     rows: list[Row]
     """By sibling and segment."""
+    note: str = ""
+    """Sets it apart from others."""
 
 
 class Groups:
@@ -63,12 +74,13 @@ class Groups:
         self._paths, self._algorithm, self._words = paths, algorithm, words
         self._reader = Reader(paths)
 
-    def read(self, chosen: Surveyed, tokens: int) -> Group | None:
+    def read(self, chosen: Surveyed, tokens: int, note: str = "") -> Group | None:
         """Reads a prompt group; None if it is deleted by now.
 
         Args:
             chosen: by `choose`.
             tokens: of a prompt and of a response that are shown at most.
+            note: of it.
         """
         record = self._with_sidecars_there(chosen.record)
         try:
@@ -86,7 +98,7 @@ class Groups:
             text = "" if prompt == before else self._prompt(prompt, cap)
             before = prompt
             shown.append(self._row(row, advantage, text, cap))
-        return Group(chosen.guid, record.step or None, chosen.mean_reward, shown)
+        return Group(chosen.guid, record.step or None, chosen.mean_reward, shown, note)
 
     def _with_sidecars_there(self, record: PlanRecord) -> PlanRecord:
         sidecars = {
@@ -97,21 +109,23 @@ class Groups:
 
     def _advantages(
         self, index: BatchIndex, rows: Sequence[Trajectory]
-    ) -> list[float] | list[None]:
+    ) -> list[_Advantage] | list[None]:
         """By the column, or else by the algorithm, as the trainer asks it."""
         columns = [row.columns.get("advantages") for row in rows]
         if all(column is not None for column in columns):
-            masks = [row.loss_mask == 1 for row in rows]
             return [
-                float(np.mean(np.asarray(column)[mask])) if mask.any() else 0.0
-                for column, mask in zip(columns, masks, strict=True)
+                _Advantage(_mean(np.asarray(column)[row.loss_mask == 1]), np.asarray(column))
+                for column, row in zip(columns, rows, strict=True)
             ]
         by_token = algorithm_of(self._algorithm).token_advantages is not None
         if by_token or needs_of(self._algorithm).whole_batches:  # a group alone does not tell
             return [None] * len(rows)
         siblings = int((index.segment == 0).sum())
         values, _ = values_of(index, self._algorithm, siblings)
-        return [float(value) for value in values["advantages"]]
+        return [
+            _Advantage(float(value), np.full(len(row.token_ids), value))
+            for value, row in zip(values["advantages"], rows, strict=True)
+        ]
 
     def _prompt(self, tokens: list[int], cap: int) -> str:
         if len(tokens) <= cap:
@@ -122,11 +136,12 @@ class Groups:
         )
         return f"{head} [... {len(tokens) - cap} tokens ...] {tail}"
 
-    def _row(self, row: Trajectory, advantage: float | None, prompt: str, cap: int) -> Row:
+    def _row(self, row: Trajectory, advantage: _Advantage | None, prompt: str, cap: int) -> Row:
         num_tokens = len(row.token_ids)
         response_len = num_tokens - row.prompt_len
         left_out = max(0, response_len - cap)
         cut = row.prompt_len + (cap - cap // 2 if left_out else response_len)
+        each = advantage and advantage.tokens
         oldest, newest = row.policy_version_min, row.policy_version_max
         versions = (
             "none" if oldest < 0 else str(oldest) if oldest == newest else f"{oldest} to {newest}"
@@ -135,18 +150,20 @@ class Groups:
             row.sibling,
             row.segment,
             row.reward,
-            advantage,
+            advantage and advantage.mean,
             row.finish.name.lower(),
             versions,
             row.prompt_len,
             response_len,
             prompt,
-            list(self._tokens(row, row.prompt_len, cut)),
+            list(self._tokens(row, each, row.prompt_len, cut)),
             left_out,
-            list(self._tokens(row, cut + left_out, num_tokens)),
+            list(self._tokens(row, each, cut + left_out, num_tokens)),
         )
 
-    def _tokens(self, row: Trajectory, lo: int, hi: int) -> Iterator[Token]:
+    def _tokens(
+        self, row: Trajectory, advantages: Floats | None, lo: int, hi: int
+    ) -> Iterator[Token]:
         logprobs = row.columns["rollout_logprobs"][lo:hi].tolist()
         mask = row.loss_mask[lo:hi].tolist()
         starts = row.version_runs[:, 0]
@@ -159,4 +176,9 @@ class Groups:
                 sampled,
                 min(logprobs[piece.lo : piece.hi]) if sampled else 0.0,
                 int(row.version_runs[run, 1]) if sampled and run >= 0 else -1,
+                float(advantages[piece.lo + lo]) if sampled and advantages is not None else None,
             )
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else 0.0

@@ -25,6 +25,8 @@ class Head(NamedTuple):
     """The run's."""
     by: By
     remarks: list[str]
+    solved_at: float
+    """Reward from which on a response is right."""
 
 
 def write(target: Path, head: Head, groups: Iterable[Group], *, replace: bool) -> int:
@@ -43,18 +45,19 @@ def write(target: Path, head: Head, groups: Iterable[Group], *, replace: bool) -
         ConfigError: it cannot be written, or may not.
     """
     template: Any = _template()
+    nonce = secrets.token_urlsafe(16)
     count = 0
     with written(target, "--out", replace=replace) as draft, draft.open("wb") as file:
-        file.write(template.head(head, COLOURS, secrets.token_urlsafe(16)).encode())
+        file.write(template.head(head, COLOURS, nonce).encode())
         is_full = False
         for group in groups:
-            text = template.group(group).encode()
+            text = template.group(group, head.solved_at).encode()
             is_full = file.tell() + len(text) + _KEPT_BYTES > MAX_BYTES
             if is_full:
                 break
             file.write(text)
             count += 1
-        file.write(template.tail(count, is_full, MAX_BYTES).encode())
+        file.write(template.tail(count, is_full, MAX_BYTES, nonce).encode())
     return count
 
 
@@ -62,6 +65,23 @@ def classes(token: Token) -> str:
     """The classes of a token: a letter for each way to colour, and the number of the colour."""
     numbers = {by[0]: colour(token, by) for by in COLOURS}
     return " ".join(f"{by}{number}" for by, number in numbers.items() if number is not None)
+
+
+def facts(token: Token) -> str:
+    """Says what is known of a sampled token, when somebody points at it."""
+    advantage = "" if token.advantage is None else f" A{token.advantage:+.3g}"
+    return f"{token.logprob:.3g} v{token.version}{advantage}"
+
+
+def worth(reward: float, solved_at: float) -> str:
+    """The class of a reward."""
+    return "right" if reward >= solved_at else "wrong" if reward <= 0 else "partly"
+
+
+def kind(group: Group, solved_at: float) -> str:
+    """Says whether all episodes of a prompt group are right, or all wrong."""
+    found = {row.reward >= solved_at for row in group.rows}
+    return "mixed" if len(found) > 1 else "right" if True in found else "wrong"
 
 
 def _template() -> jinja2.environment.TemplateModule:
@@ -72,5 +92,6 @@ def _template() -> jinja2.environment.TemplateModule:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["classes"] = classes
+    for of_ours in (classes, facts, worth, kind):
+        environment.filters[of_ours.__name__] = of_ours
     return environment.get_template("page.html.j2").module

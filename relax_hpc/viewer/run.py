@@ -1,6 +1,8 @@
 """A run as the viewer needs it: its bus, its algorithm, its words."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,9 +12,11 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer
 from relax_hpc.viewer.asked import Asked
-from relax_hpc.viewer.choice import choose
+from relax_hpc.viewer.choice import Found, choose
 from relax_hpc.viewer.groups import Group, Groups
 from relax_hpc.viewer.words import Words
+
+_POLL_S = 1.0
 
 
 class View(NamedTuple):
@@ -22,27 +26,68 @@ class View(NamedTuple):
     """Say what is not shown, and why."""
 
 
-def view(run_dir: Path, asked: Asked, tokens: int) -> View:
-    """Looks at a run, while it goes on or afterwards.
-
-    Args:
-        run_dir: of the run.
-        asked: which prompt groups.
-        tokens: of a prompt and of a response that are shown at most: the first and the last.
+class Sight:
+    """A run that somebody looks at, while it goes on or afterwards.
 
     Raises:
-        ConfigError: not a run with a bus, no such prompt group, or the model's tokenizer cannot
-            be read.
-        BusError: damage, or a step that is not planned.
+        ConfigError: not a run with a bus.
     """
-    paths = RunPaths(run_dir)
-    config = job_file.read_resolved(paths.config)
-    if not isinstance(config, RunConfig):
-        raise ConfigError(f"{run_dir}: trains on documents; it samples nothing that can be shown")
-    found = choose(paths.bus, asked)
-    if not found.chosen:
-        return View(iter(()), found.remarks)
-    decode = tokenizer.load(config.model.path).decode
-    look = Groups(paths.bus, config.algorithm, Words(lambda tokens: str(decode(tokens))))
-    groups = (look.read(chosen, tokens) for chosen in found.chosen)
-    return View((group for group in groups if group is not None), found.remarks)
+
+    def __init__(self, run_dir: Path) -> None:
+        self._paths = RunPaths(run_dir)
+        config = job_file.read_resolved(self._paths.config)
+        if not isinstance(config, RunConfig):
+            raise ConfigError(
+                f"{run_dir}: trains on documents; it samples nothing that can be shown"
+            )
+        self._config = config
+
+    @property
+    def solved_at(self) -> float:
+        """Reward from which on a response is right."""
+        return self._config.reward.solved_at
+
+    def view(self, asked: Asked, tokens: int) -> View:
+        """Looks once.
+
+        Args:
+            asked: which prompt groups.
+            tokens: of a prompt and of a response that are shown at most: the first and the last.
+
+        Raises:
+            ConfigError: no such prompt group, or the model's tokenizer cannot be read.
+            BusError: damage, or a step that is not planned.
+        """
+        found = choose(self._paths.bus, asked, self.solved_at)
+        return View(self._read(found, tokens), found.remarks)
+
+    def follow(self, groups: int, tokens: int, *, until: Callable[[], bool]) -> Iterator[View]:
+        """Looks again and again, each time at the newest prompt groups that were not shown yet.
+
+        Args:
+            groups: at most, each time.
+            tokens: as in `view`.
+            until: it is over after the time at which this holds.
+        """
+        seen: set[int] = set()
+        while True:
+            over = until()  # asked first: what was committed before it became true is shown
+            found = choose(self._paths.bus, Asked("newest", groups), self.solved_at)
+            fresh = [group for group in found.chosen if group.guid not in seen]
+            seen.update(group.guid for group in fresh)
+            yield View(self._read(found._replace(chosen=fresh[::-1]), tokens), found.remarks)
+            if over:
+                return
+            time.sleep(_POLL_S)
+
+    def _read(self, found: Found, tokens: int) -> Iterator[Group]:
+        for chosen in found.chosen:
+            group = self._groups.read(chosen, tokens, found.notes.get(chosen.guid, ""))
+            if group is not None:
+                yield group
+
+    @cached_property
+    def _groups(self) -> Groups:
+        decode = tokenizer.load(self._config.model.path).decode
+        words = Words(lambda tokens: str(decode(tokens)))
+        return Groups(self._paths.bus, self._config.algorithm, words)

@@ -26,6 +26,8 @@ def show(console: Console, groups: Iterable[Group], by: By | None) -> int:
         where = "not planned yet" if group.step is None else f"step {group.step}"
         title = f"prompt group {group.guid}, {where}, mean reward {group.mean_reward:.4g}"
         console.print(Text(title, style="bold"))
+        if group.note:
+            console.print(Text(group.note, style="yellow"))
         for row in group.rows:
             if row.prompt:
                 console.print(Text(row.prompt, style="dim"))

@@ -10,7 +10,9 @@ UNFINISHED = "\ufffd"
 """Stands for bytes that are no character, or not yet."""
 MOST_TOKENS_OF_A_CHARACTER = 4
 """Bytes of a character in UTF-8."""
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_UNPRINTABLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]"
+)
 """Controls, which would act on a terminal, and those that turn the direction of the text."""
 
 

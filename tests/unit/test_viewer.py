@@ -6,62 +6,31 @@ from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, group, produce, trajectory
+from bus_fixtures import PRODUCERS, group, produce
 from bus_steps import plan
 from typer.testing import CliRunner
+from viewer_runs import SCRIPT, empty_run, put, said
 
 from relax_hpc.algorithms import table
 from relax_hpc.algorithms.algorithm import Needs
-from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.bus.tools import survey
 from relax_hpc.cli.main import app
-from relax_hpc.demo import checkpoint
 from relax_hpc.errors import BusError, ConfigError, DamagedError
-from relax_hpc.job_file import validate
-from relax_hpc.paths import RunPaths
 from relax_hpc.schema import FinishReason, PromptGroup
 from relax_hpc.viewer import page
 from relax_hpc.viewer.asked import Asked
 from relax_hpc.viewer.choice import choose
-from relax_hpc.viewer.colours import Token, colour
-from relax_hpc.viewer.run import view
+from relax_hpc.viewer.colours import COLOURS, Token, colour
+from relax_hpc.viewer.run import Sight
 from relax_hpc.viewer.words import Piece, Words
-
-SCRIPT = "<script>alert(1)</script>"
-TOKENS = checkpoint.tokenizer()
 
 
 @pytest.fixture
 def run(tmp_path, tiny_model):
-    """A run directory whose bus is empty."""
-    tree = {
-        "name": "run",
-        "model": {"path": str(tiny_model)},
-        "prompts": {"train": "t"},
-        "schedule": {"num_steps": 1},
-    }
-    paths = RunPaths(tmp_path / "run")
-    paths.root.mkdir()
-    paths.config.write_text(validate(tree, source="test").model_dump_json())
-    writers = {"advantages-0": "advantages"}
-    layout.create(paths.bus, PRODUCERS, {}, sidecar_writers=writers)
-    return paths
-
-
-def said(text, guid=0, sibling=0, *, prompt="1+1=", version=3, **fields):
-    """A trajectory with this text as its response."""
-    given, answer = (TOKENS.encode(each, add_special_tokens=False) for each in (prompt, text))
-    row = trajectory(guid, sibling, version=version, prompt=len(given), response=len(answer))
-    return row._replace(token_ids=np.array(given + answer, np.int32), **fields)
-
-
-def put(run, *groups, producer=PRODUCERS[0]):
-    with Producer(run.bus, producer, {}) as opened:
-        for rows in groups:
-            opened.put([PromptGroup(rows[0].guid, list(rows))])
+    return empty_run(tmp_path / "run", tiny_model)
 
 
 class Page(HTMLParser):
@@ -85,7 +54,7 @@ class Page(HTMLParser):
             self.articles[-1]["text"] += " "
 
     def handle_data(self, data):
-        if self.articles:
+        if self.articles and self.elements[-1] != "script":
             self.articles[-1]["text"] += data
 
     @property
@@ -116,6 +85,7 @@ def test_a_script_in_a_response_is_text_and_nothing_is_loaded(run):
     assert "<script>alert" not in found.source and "&lt;script&gt;alert" in found.source
     assert not {"src", "href", "onload", "style"} & set(found.attributes)
     assert "default-src 'none'" in found.source and "://" not in found.source
+    assert "unsafe-inline" not in found.source
 
 
 def test_the_terminal_prints_the_same_and_no_text_of_the_model_acts_on_it(run):
@@ -151,7 +121,8 @@ def test_siblings_stand_in_order_each_with_its_facts(run):
     assert [text.split("tokens ")[-1] for text in found.texts] == [
         "no", "two", "1+1= roman: II", "1+1= 2",
     ]  # fmt: skip
-    assert "prompt group 0, not planned yet, mean reward 1<" in found.source
+    assert "prompt group 0</h2>" in found.source
+    assert "not planned yet, mean reward 1<" in found.source
 
 
 def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
@@ -161,7 +132,9 @@ def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
         # two rows of 3 given and 4 sampled tokens
         values = [9, 9, 9, 1, 2, 3, 6, 9, 9, 9, -1, -1, -1, -2]
         writer.put(pending, {"ragged/advantages": np.array(values, np.float32)})
-    assert [row.advantage for row in next(view(run.root, Asked(), 9).groups).rows] == [3, -1.25]
+    rows = next(Sight(run.root).view(Asked(), 9).groups).rows
+    assert [row.advantage for row in rows] == [3, -1.25]
+    assert [token.advantage for token in rows[0].head] == [1, 2, 3, 6]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +143,9 @@ def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
 def test_an_advantage_that_the_group_alone_does_not_tell_is_left_out(run, monkeypatch, other):
     monkeypatch.setitem(table.ALGORITHMS, "grpo", replace(table.ALGORITHMS["grpo"], **other))
     produce(run.bus, PRODUCERS[0], [0])
-    assert [row.advantage for row in next(view(run.root, Asked(), 9).groups).rows] == [None] * 2
+    assert [row.advantage for row in next(Sight(run.root).view(Asked(), 9).groups).rows] == [
+        None
+    ] * 2
     assert "advantage" not in page_of(run).texts[0] + printed(run, "peek")
 
 
@@ -183,14 +158,21 @@ def test_the_colours_of_three_tokens_by_hand(run):
     )
     put(run, [row, said("d", 0, 1)])
     # -0.6 lies beyond -0.05, -0.25 and -0.5; version 7 is the second of six colours
-    assert page_of(run).articles[0]["classes"] == ["l3 m1 v1", "m0", "l7 m1 v2"]
-    assert 'title="-0.6 v7"' in page_of(run).source
-    a, b, c = next(view(run.root, Asked(), 9).groups).rows[0].head
-    assert [colour(a, by) for by in ("logprob", "mask", "version")] == [3, 1, 1]
-    assert [colour(b, by) for by in ("logprob", "mask", "version")] == [None, 0, None]
-    assert [colour(c, by) for by in ("logprob", "mask", "version")] == [7, 1, 2]
+    assert page_of(run).articles[0]["classes"] == ["l3 a1 m1 v1", "m0", "l7 a1 m1 v2"]
+    assert 'title="-0.6 v7 A-0.5"' in page_of(run).source
+    a, b, c = next(Sight(run.root).view(Asked(), 9).groups).rows[0].head
+    # rewards are 0 and 1, so the advantage of its tokens is -0.5
+    assert [colour(a, by) for by in COLOURS] == [3, 1, 1, 1]
+    assert [colour(b, by) for by in COLOURS] == [None, None, 0, None]
+    assert [colour(c, by) for by in COLOURS] == [7, 1, 1, 2]
     assert colour(Token("x", True, -0.05, 0), "logprob") == 1, "a bound belongs to what is below"
     assert '<body data-by="version">' in page_of(run, "--by", "version").source
+
+
+def test_an_advantage_has_a_colour_by_its_side_and_size():
+    values = [-3, -1, -0.9, -0.5, -0.1, 0, 0.1, 0.5, 0.9, 1, 3]
+    found = [colour(Token("x", True, -1, 0, value), "advantage") for value in values]
+    assert found == [0, 0, 1, 1, 2, 3, 4, 5, 5, 6, 6]
 
 
 def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logprob(run):
@@ -198,7 +180,7 @@ def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logpro
     row = said(text)
     logprobs = np.array([0] * 4 + [-1, -2, -5, -3, -4], np.float32)
     put(run, [row._replace(columns={"rollout_logprobs": logprobs}), said("d", 0, 1)])
-    head = next(view(run.root, Asked(), 9).groups).rows[0].head
+    head = next(Sight(run.root).view(Asked(), 9).groups).rows[0].head
     assert [(token.text, token.logprob) for token in head] == [("a", -1), ("€", -5), ("b", -4)]
 
 
@@ -253,6 +235,70 @@ def test_groups_are_sorted_as_asked(run):
     remark = "1 of 4 prompt groups: best"
     assert choose(run.bus, Asked(step=1, sort="best", groups=1)).remarks == [remark]
     assert "step 1, mean" in page_of(run, "--step", "1").source
+
+
+def asked_again(run, rewards):
+    """Prompt groups, each of two siblings, by (prompt, rewards), a shard each."""
+    for guid, (prompt, each) in enumerate(rewards):
+        rows = [said("x", guid, s, prompt_index=prompt, reward=r) for s, r in enumerate(each)]
+        put(run, rows)
+
+
+def test_prompts_that_went_from_wrong_to_right_or_back_come_in_pairs_the_last_first(run):
+    asked_again(
+        run,
+        [
+            *[(0, (0, 1)), (1, (1, 1)), (2, (0, 0)), (3, (1, 1)), (4, (0, 0))],  # half is not most
+            *[(0, (1, 1)), (1, (1, 1)), (2, (0, 1)), (3, (0, 0)), (4, (1, 1))],
+            (4, (0, 0)),
+        ],
+    )
+    assert guids(run, sort="flipped") == [10, 9, 4, 8, 3, 5, 0]
+    assert guids(run, sort="flipped", groups=5) == [10, 9, 4, 8, 3]
+    assert guids(run, sort="flipped", groups=4) == [10, 9, 4], "a pair is not torn"
+    assert guids(run, sort="flipped", groups=1) == [10, 9, 4]
+    assert choose(run.bus, Asked(sort="flipped")).notes == {
+        10: "right to wrong: 0 of 2 here, 2 of 2 in prompt group 9",
+        9: "wrong to right: 2 of 2 here, 0 of 2 in prompt group 4",
+        8: "right to wrong: 0 of 2 here, 2 of 2 in prompt group 3",
+        5: "wrong to right: 2 of 2 here, 1 of 2 in prompt group 0",
+    }
+    answer = CliRunner().invoke(app, ["view", str(run.root), "--sort", "flipped", "--step", "1"])
+    assert "--sort flipped: compares steps" in str(answer.exception)
+    note = "right to wrong: 0 of 2 here"
+    assert note in page_of(run, "--sort", "flipped").source
+    assert note in printed(run, "view", "--text", "--sort", "flipped")
+
+
+def test_what_is_right_is_said_by_the_job_and_without_a_flip_it_is_said_what_is_there(run):
+    asked_again(run, [(0, (0, 0)), (0, (0.5, 0.5))])
+    remark = "no prompt went from wrong to right or back: 2 prompt groups of 1 prompts are on disk"
+    assert choose(run.bus, Asked(sort="flipped")).remarks[0].startswith(remark)
+    run.config.write_text(run.config.read_text().replace('"solved_at":1.0', '"solved_at":0.5'))
+    assert "wrong to right: 2 of 2 here" in printed(run, "view", "--text", "--sort", "flipped")
+
+
+def test_who_follows_sees_each_group_once_as_it_comes(run, monkeypatch):
+    put(run, [said("first", 0), said("d", 0, 1)], [said("second", 1), said("d", 1, 1)])
+    rounds = []
+
+    def asleep(_):
+        rounds.append(1)
+        if len(rounds) == 2:
+            put(run, [said("third", 2), said("d", 2, 1)], producer=PRODUCERS[1])
+
+    monkeypatch.setattr("time.sleep", asleep)
+    views = Sight(run.root).follow(2, 9, until=lambda: len(rounds) == 3)
+    assert [[group.guid for group in view.groups] for view in views] == [[0, 1], [], [2], []]
+
+
+def test_whoever_stops_following_is_told_that_the_run_goes_on(run, monkeypatch):
+    def interrupted(self, *_, until):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Sight, "follow", interrupted)
+    answer = CliRunner().invoke(app, ["peek", str(run.root)])
+    assert answer.exit_code == 0 and "the run goes on" in answer.output
 
 
 def test_for_the_newest_no_other_shard_is_opened(run, monkeypatch):
@@ -310,7 +356,7 @@ def test_deleted_shards_are_said(run):
 
 def test_a_shard_that_goes_while_it_is_looked_at_is_deleted_and_one_that_is_damaged_is_not(run):
     rewarded(run, [0.0] * 4)
-    found = view(run.root, Asked(groups=4), 9)
+    found = Sight(run.root).view(Asked(groups=4), 9)
     path = run.bus.shard(PRODUCERS[0], 1, 1)
     data = path.read_bytes()
     path.unlink()  # guid 2
@@ -359,7 +405,7 @@ def test_a_page_ends_before_it_is_too_large_and_says_so(run, monkeypatch):
 def test_many_siblings_share_the_tokens_that_are_shown_of_a_group(run, monkeypatch):
     monkeypatch.setattr("relax_hpc.viewer.groups._GROUP_TOKENS", 40)
     put(run, [said("123456789", 0, sibling) for sibling in range(10)])
-    [found] = view(run.root, Asked(), 1000).groups
+    [found] = Sight(run.root).view(Asked(), 1000).groups
     assert {(len(row.head), row.left_out, len(row.tail)) for row in found.rows} == {(2, 5, 2)}
 
 

@@ -29,6 +29,8 @@ class Surveyed(NamedTuple):
     """A plan record of this prompt group alone."""
     rewards: tuple[float, ...]
     """One of each episode, by sibling."""
+    prompt_index: int
+    """Prompt of the file: the same one is sampled again in a later epoch."""
 
     @property
     def guid(self) -> int:
@@ -125,11 +127,12 @@ def _groups(
         parts = selection.parts_in(shard, base.place)
         first = shard.read("row/segment") == 0
         rewards = shard.read("row/rewards")
+        prompts = shard.read("row/prompt_index")
     for guid, part in parts:
         place = plan.get((part.uuid, part.lo))
         record = selection.group_of(*place) if place else selection.unplanned(guid, part, sidecars)
         rows = slice(part.lo, part.hi)
-        yield Surveyed(record, tuple(rewards[rows][first[rows]].tolist()))
+        yield Surveyed(record, tuple(rewards[rows][first[rows]].tolist()), int(prompts[part.lo]))
 
 
 def _each_once(groups: Iterable[Surveyed]) -> list[Surveyed]:
