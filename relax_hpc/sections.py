@@ -44,9 +44,15 @@ def _named(value: Any) -> Any:  # noqa: ANN401
     return value
 
 
+def _listed(value: Any) -> Any:  # noqa: ANN401
+    return value if isinstance(value, list) else [value]
+
+
 PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_plain)]]
 UserPath = Annotated[Path, BeforeValidator(_named)]
 """Relative ones count from where the command is run."""
+Data = Annotated[list[UserPath], BeforeValidator(_listed), Field(min_length=1)]
+"""One name, or a list of them, as `prompts.files` opens them."""
 
 
 class Section(BaseModel):

@@ -34,6 +34,8 @@ _FORMATS = {
     b"\xfe\xff": "is UTF-16 text, save it as UTF-8",
     b"PAR1": "is Parquet",
 }
+HUB = "hf:"
+"""Begin of the name of a data set of the Hugging Face hub, where a path could stand."""
 _BOM = b"\xef\xbb\xbf"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -188,6 +190,11 @@ def absolute_place(name: str) -> str:
     """The same place in a file wherever a process is started; other names as they are."""
     file, colon, attribute = name.rpartition(":")
     return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
+
+
+def absolute_data(named: Path) -> Path:
+    """The same data wherever a process is started."""
+    return named if str(named).startswith(HUB) else named.absolute()
 
 
 def imported(place: str) -> Any:  # noqa: ANN401

@@ -10,7 +10,8 @@ from relax_hpc.sections import NonNegative, Positive, Section, UserPath
 
 class SftConfig(Section):
     train: UserPath
-    """Documents: JSON lines or Parquet, each with `messages`, or `prompt` and `completion`."""
+    """Documents: JSON lines or Parquet, each with `messages`, or `prompt` and `completion`. A file,
+    folder, pattern or slice, as a name in `prompts.train`."""
     heldout: UserPath | None = None
     """Documents nothing is trained on; their loss is measured before, during and after."""
     batch_size: Positive | None = None

@@ -29,7 +29,7 @@ from relax_hpc.records import write_json
 from relax_hpc.roles import table
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.sections import Resources, Section
-from relax_hpc.user_files import absolute_place
+from relax_hpc.user_files import absolute_data, absolute_place
 
 Mode = Literal["slurm", "local"]
 S = TypeVar("S", bound=Section)
@@ -192,7 +192,8 @@ def _with_resources(section: S, names: Sequence[str], resources: Resources) -> S
 
 def _with_absolute_paths(section: SftConfig) -> Section:
     paths = {"train": section.train, "heldout": section.heldout}
-    return section.model_copy(update={k: path and path.absolute() for k, path in paths.items()})
+    known = {key: path and absolute_data(path) for key, path in paths.items()}
+    return section.model_copy(update=known)
 
 
 def make_run_dir(config: JobConfig, paths: RunPaths) -> None:

@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +12,9 @@ import numpy.typing as npt
 from relax_hpc.config.sft import SftConfig
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.prompts.chat import ChatTemplate, Masked
-from relax_hpc.prompts.rows import Row, Rows, is_list_of_objects, open_rows
-from relax_hpc.prompts.source import epoch_order
+from relax_hpc.prompts.files import open_rows
+from relax_hpc.prompts.order import Epochs
+from relax_hpc.prompts.rows import Row, Rows, is_list_of_objects
 from relax_hpc.prompts.template import Message
 from relax_hpc.schema import Array
 
@@ -92,7 +92,7 @@ class Documents:
         self._path, self._tokenizer, self._sft = path, tokenizer, sft
         self._rows = rows or open_rows(path)
         self._chat = ChatTemplate(tokenizer) if tokenizer.chat_template else None
-        self._order = lru_cache(maxsize=2)(self._draw_order)
+        self._order = Epochs(self._rows.blocks, sft.shuffle_seed)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -102,8 +102,7 @@ class Documents:
         return self.document(self.index_of(ordinal))
 
     def index_of(self, ordinal: int) -> int:
-        epoch, place = divmod(ordinal, len(self))
-        return self._order(epoch)[place]
+        return self._order[ordinal]
 
     def document(self, index: int) -> Document:
         """The document on line `index` of the file.
@@ -169,9 +168,6 @@ class Documents:
                 "chat_template.jinja to the model"
             )
         return self._chat
-
-    def _draw_order(self, epoch: int) -> list[int]:
-        return epoch_order(self._sft.shuffle_seed, epoch, len(self))
 
 
 class Conversation(NamedTuple):

@@ -1,4 +1,4 @@
-"""Files of rows, read one at a time: JSON lines or Parquet."""
+"""Files of rows, read one at a time: JSON lines or Parquet. Little of a file is held in memory."""
 
 import os
 from array import array
@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from relax_hpc import user_files
-from relax_hpc.errors import ConfigError, first_line
+from relax_hpc.errors import ConfigError
+from relax_hpc.prompts.order import Blocks
 
 SAMPLE = 1000
 """Rows of a file that are tokenized where a run is submitted."""
 REMEDY = "name a file of JSON lines or Parquet (.parquet)"
+MOST_LINE_BYTES = 2**26
+_MOST_MARKS = 2**19
+_LINES_OF_A_BLOCK, _LINE_BLOCKS = 256, 256
 
 
 class Row(NamedTuple):
@@ -21,6 +25,11 @@ class Row(NamedTuple):
 
 
 class Rows(Protocol):
+    @property
+    def blocks(self) -> Blocks:
+        """Rows that are read together; their sizes add up to the number of rows."""
+        ...
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Row:
         """Raises:
@@ -33,16 +42,83 @@ class Rows(Protocol):
         ...
 
 
-def open_rows(path: Path) -> Rows:
-    """Opens a file; what is in its rows is looked at when they are asked for.
+class JsonLines:
+    """One object per line; blank lines are no rows. The file stays on disk.
 
-    Raises:
-        ConfigError: missing, unreadable or empty.
+    Of a long file only the place of every second row is kept in memory, of a longer one of every
+    fourth, and so on.
     """
-    rows = ParquetRows(path) if path.suffix == ".parquet" else JsonLines(path, REMEDY)
-    if not len(rows):
-        raise ConfigError(f"{path}: is empty; it has to hold a document or more")
-    return rows
+
+    def __init__(self, path: Path, remedy: str) -> None:
+        """Looks where rows begin.
+
+        Raises:
+            ConfigError: the file cannot be read, or a line is too long.
+        """
+        self._path = path
+        # Not mapped into memory: a file that somebody cuts short would end the process.
+        self._file = user_files.opened_text(path, remedy)
+        self._starts, self._numbers = array("q"), array("q")
+        self._stride, self._len = 1, 0
+        start, number = self._file.tell(), 0
+        while line := self._file.readline(MOST_LINE_BYTES):
+            number += 1
+            if len(line) == MOST_LINE_BYTES:
+                raise ConfigError(
+                    f"{path}, line {number}: has more than {MOST_LINE_BYTES >> 20} MiB; {remedy}, "
+                    "an object per line"
+                )
+            if line.strip():
+                self._mark(start, number)
+            start += len(line)
+        self._end = start
+
+    def _mark(self, start: int, number: int) -> None:
+        if self._len % self._stride == 0:
+            self._starts.append(start)
+            self._numbers.append(number)
+            if len(self._starts) > _MOST_MARKS:
+                self._starts, self._numbers = self._starts[::2], self._numbers[::2]
+                self._stride *= 2
+        self._len += 1
+
+    @property
+    def blocks(self) -> Blocks:
+        whole, rest = divmod(self._len, _LINES_OF_A_BLOCK)
+        return Blocks([_LINES_OF_A_BLOCK] * whole + [rest] * (rest > 0), _LINE_BLOCKS)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, index: int) -> Row:
+        number, line = self._line(index)
+        where = f"{self._path}, line {number}"
+        try:
+            text = line.decode()
+        except UnicodeDecodeError:
+            raise ConfigError(f"{where}: is not UTF-8 text; JSON lines are expected") from None
+        return Row(where, user_files.parse_object(where, text, "write one object per line"))
+
+    def where(self, index: int) -> str:
+        mark, further = divmod(index, self._stride)
+        number = self._line(index)[0] if further else self._numbers[mark]
+        return f"{self._path}, line {number}"
+
+    def _line(self, index: int) -> tuple[int, bytes]:
+        """Number and content of the line that a row is."""
+        if not 0 <= index < self._len:
+            raise IndexError(f"{index} of {self._len} rows")
+        mark, further = divmod(index, self._stride)
+        start = self._starts[mark]
+        end = self._starts[mark + 1] if mark + 1 < len(self._starts) else self._end
+        number = self._numbers[mark]
+        for line in os.pread(self._file.fileno(), end - start, start).split(b"\n"):
+            if line.strip():
+                if not further:
+                    return number, line
+                further -= 1
+            number += 1
+        raise ConfigError(f"{self._path}: was changed while it was read; leave it as it is")
 
 
 def sample(sizes: Sequence[int], count: int) -> list[int]:
@@ -76,73 +152,3 @@ def left_out(chosen: Sequence[Sized], every: Sequence[Sized], what: str, before:
 
 def is_list_of_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(element, dict) for element in value)
-
-
-class JsonLines:
-    """One object per line; blank lines are no rows. The file stays on disk."""
-
-    def __init__(self, path: Path, remedy: str) -> None:
-        self._path = path
-        # Not mapped into memory: a file that somebody cuts short would end the process.
-        self._file = user_files.opened_text(path, remedy)
-        self._starts, self._sizes, self._numbers = array("q"), array("q"), array("q")
-        start = self._file.tell()
-        for number, line in enumerate(self._file, start=1):
-            if line.strip():
-                self._starts.append(start)
-                self._sizes.append(len(line))
-                self._numbers.append(number)
-            start += len(line)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> Row:
-        where = self.where(index)
-        line = os.pread(self._file.fileno(), self._sizes[index], self._starts[index])
-        try:
-            text = line.decode()
-        except UnicodeDecodeError:
-            raise ConfigError(f"{where}: is not UTF-8 text; JSON lines are expected") from None
-        return Row(where, user_files.parse_object(where, text, "write one object per line"))
-
-    def where(self, index: int) -> str:
-        return f"{self._path}, line {self._numbers[index]}"
-
-
-class ParquetRows:
-    """A Parquet file, held in memory; fields without a value are left out."""
-
-    def __init__(self, path: Path) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        self._path = path
-        user_files.opened(path, REMEDY).close()
-        try:
-            self._table = pq.read_table(path, memory_map=False)
-        except (pa.ArrowException, OSError) as error:
-            raise ConfigError(
-                f"{path}: is not Parquet: {first_line(error)}; write it again"
-            ) from None
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: int) -> Row:
-        where = self.where(index)
-        try:
-            [fields] = self._table.slice(index, 1).to_pylist()
-        except UnicodeDecodeError:
-            raise ConfigError(f"{where}: is not UTF-8 text; write the file again") from None
-        return Row(where, _without_none(fields))
-
-    def where(self, index: int) -> str:
-        return f"{self._path}, row {index}"
-
-
-def _without_none(value: Any) -> Any:  # noqa: ANN401
-    """Parquet gives every struct all keys that one of them has."""
-    if isinstance(value, dict):
-        return {key: _without_none(part) for key, part in value.items() if part is not None}
-    return [_without_none(part) for part in value] if isinstance(value, list) else value

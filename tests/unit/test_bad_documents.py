@@ -75,7 +75,7 @@ SETTINGS = {
     ("engines.rollout.count=1",): "a job with [sft] has no rollout and does not take it",
     ("actor.resources.nodes=2",): "data_parallel) = 1: does not divide over 2 nodes",
     ("sft.train=nowhere",): "nowhere: no such file; name a file of JSON lines or Parquet",
-    ("sft.heldout=model",): "model: is a folder; name a file",
+    ("sft.heldout=model",): "model: is a folder; name one that holds",
     ("sft.max_tokens=7",): "train.jsonl, line 1: has 10 tokens, sft.max_tokens = 7; raise it, set",
     ("actor.tokens_per_micro_batch=7",): (
         "actor.tokens_per_micro_batch = 7: the longest document has 10 tokens; use 10 or more"
@@ -135,7 +135,7 @@ def test_a_line_that_cannot_be_trained_on_is_named(refused, said, key):
 @pytest.mark.parametrize("content", [b"", b"\n \n"])
 def test_an_empty_file_is_refused(refused, content):
     Path("train.jsonl").write_bytes(content)
-    assert refused().endswith("train.jsonl: is empty; it has to hold a document or more")
+    assert refused().endswith("train.jsonl: is empty; it has to hold a row or more")
 
 
 def test_a_line_that_is_not_text_is_named(refused):

@@ -9,7 +9,7 @@ from relax_hpc.config.sft import SftConfig
 from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.documents import Documents, batch_end, count_steps
-from relax_hpc.prompts.rows import open_rows
+from relax_hpc.prompts.files import open_rows
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from relax_hpc.demo import checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.documents import Documents
+from relax_hpc.prompts.order import VERSION
 from relax_hpc.roles.sft.rank0 import DataPosition, Rank0
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.telemetry.timers import Timers
@@ -58,8 +59,8 @@ def test_whoever_goes_on_from_a_position_is_dealt_the_same(make):
     for _ in range(5):
         positions.append(rank0.position)
         dealt.append(lines(rank0.next_batch()))
-    assert positions == [(0, 0, 10), (0, 4, 10), (0, 8, 10), (1, 2, 10), (1, 6, 10)]
-    assert rank0.position == (2, 0, 10)
+    assert positions == [(0, 0, 10, 2), (0, 4, 10, 2), (0, 8, 10, 2), (1, 2, 10, 2), (1, 6, 10, 2)]
+    assert rank0.position == (2, 0, 10, 2)
     assert [len(batch) for batch in dealt] == [4] * 5
     assert sorted(line for batch in dealt for line in batch) == sorted([*range(COUNT)] * 2)
     for position, batch in zip(positions, dealt, strict=True):
@@ -69,7 +70,14 @@ def test_whoever_goes_on_from_a_position_is_dealt_the_same(make):
 
 def test_a_file_that_was_changed_meanwhile_is_refused(make):
     with pytest.raises(ConfigError, match=r"has 9 documents, the checkpoint was made with 10;"):
-        make(DataPosition(0, 4, COUNT), count=9)
+        make(DataPosition(0, 4, COUNT, VERSION), count=9)
+
+
+def test_a_checkpoint_of_an_older_order_is_refused_unless_the_order_is_the_files(make):
+    older = DataPosition(0, 4, COUNT)
+    with pytest.raises(ConfigError, match=r"in order 1 of the documents, .* has order 2; go on wi"):
+        make(older)
+    assert make(older, shuffle_seed=None).position == (0, 4, COUNT, 2)
 
 
 def test_what_was_cut_and_what_was_left_out_is_counted(make, tmp_path):

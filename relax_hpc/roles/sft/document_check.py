@@ -13,7 +13,8 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.prompts.documents import Documents, count_steps, read_text
-from relax_hpc.prompts.rows import SAMPLE, Rows, left_out, open_rows, sample
+from relax_hpc.prompts.files import open_rows
+from relax_hpc.prompts.rows import SAMPLE, Rows, left_out, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,6 +13,7 @@ from relax_hpc.engines.training_engine import Skip
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import hf_folder
 from relax_hpc.paths import RunPaths
+from relax_hpc.prompts import order
 from relax_hpc.prompts.documents import Document, Documents
 from relax_hpc.roles.dealing.micro_batches import imbalance, own_rows, plan_micro_batches
 from relax_hpc.roles.sft.loop import HeldoutLoss, Share
@@ -33,6 +34,8 @@ class DataPosition(NamedTuple):
     """Documents of this epoch that are behind it."""
     num_documents: int
     """Documents in the file, which must stay as it is."""
+    order: int = 1
+    """`prompts.order.VERSION` at the checkpoint."""
 
     @property
     def fence(self) -> int:
@@ -55,13 +58,20 @@ class Rank0:
         """Goes on from `position`, or from the first document.
 
         Raises:
-            ConfigError: the file has another number of documents than at the checkpoint.
+            ConfigError: the file has another number of documents than at the checkpoint, or they
+                would be in another order.
         """
         count = len(documents)
         if position and position.num_documents != count:
             raise ConfigError(
                 f"sft.train = {config.sft.train}: has {count} documents, the checkpoint was made "
                 f"with {position.num_documents}; restore the file, or submit a new run"
+            )
+        if position and position.order != order.VERSION and config.sft.shuffle_seed is not None:
+            raise ConfigError(
+                f"sft.train: the checkpoint was made in order {position.order} of the documents, "
+                f"this relax-hpc has order {order.VERSION}; go on with the version that began the "
+                "run, or submit a new run"
             )
         self._config, self._paths, self._events = config, paths, events
         self._documents, self._heldout = documents, heldout
@@ -74,7 +84,7 @@ class Rank0:
     @property
     def position(self) -> DataPosition:
         count = len(self._documents)
-        return DataPosition(*divmod(self._ordinal, count), count)
+        return DataPosition(*divmod(self._ordinal, count), count, order.VERSION)
 
     def check_fenced(self) -> None:
         """There is one trainer, and nothing that another one could take over."""

@@ -1,0 +1,188 @@
+"""The order of prompts: a pure function of the seed, with exact shares and local reads."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.prompts import order
+from relax_hpc.prompts.order import Blocks, Epochs, Mixture, Order, Permutation, Source, shares
+
+SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)
+
+
+@given(st.integers(1, 3000), st.integers(0, 99))
+@settings(deadline=None, max_examples=40)
+def test_a_permutation_has_every_number_once(size, seed):
+    permutation = Permutation(size, seed)
+    assert sorted(permutation[place] for place in range(size)) == list(range(size))
+
+
+def inverse(permutation, number):
+    """Walks the rounds backwards."""
+    bits, low_mask, high_mask = (
+        permutation._low_bits, permutation._low_mask, permutation._high_mask
+    )  # fmt: skip
+
+    def mixed(half, key):
+        first = (half + key) * 0x9E3779B97F4A7C15 % 2**64
+        return ((first ^ first >> 29) * 0xD6E8FEB86659FD93 % 2**64) >> 32
+
+    while True:
+        high, low = number >> bits, number & low_mask
+        for of_high, of_low in reversed(permutation._keys):
+            low ^= mixed(high, of_low) & low_mask
+            high ^= mixed(low, of_high) & high_mask
+        number = high << bits | low
+        if number < permutation._size:
+            return number
+
+
+@given(st.integers(1, 2**40), st.integers(0, 2**40), st.integers(0, 9))
+def test_a_large_permutation_can_be_undone_so_it_has_every_number_once(size, place, seed):
+    permutation = Permutation(size, seed)
+    number = permutation[place % size]
+    assert 0 <= number < size and inverse(permutation, number) == place % size
+
+
+def test_a_permutation_ends():
+    for place in (-1, 5):
+        with pytest.raises(IndexError):
+            Permutation(5, 0)[place]
+
+
+def test_a_permutation_looks_shuffled():
+    size = 20_000
+    numbers = [Permutation(size, 3)[place] for place in range(size)]
+    pairs = sum(b - a == 1 for a, b in pairwise(numbers))
+    assert pairs < 8  # 1 is expected
+    places = np.corrcoef(numbers, range(size))[0, 1]
+    assert abs(places) < 4 / size**0.5
+    firsts = Counter(Permutation(6, seed)[0] for seed in range(3000))
+    assert len(firsts) == 6 and max(abs(count - 500) for count in firsts.values()) < 100
+
+
+@given(SIZES, st.integers(1, 9), st.integers(0, 5), st.integers(0, 3))
+@settings(deadline=None)
+def test_an_epoch_has_every_row_once_whatever_the_blocks(sizes, window, seed, epoch):
+    epochs, count = Epochs(Blocks(sizes, window), seed), sum(sizes)
+    assert len(epochs) == count
+    drawn = [epochs[epoch * count + place] for place in range(count)]
+    assert sorted(drawn) == list(range(count))
+
+
+def test_rows_are_read_from_a_window_of_blocks_at_a_time_and_shuffled_within():
+    epochs = Epochs(Blocks([10] * 12, 3), 0)
+    for epoch in range(3):
+        drawn = [epochs[epoch * 120 + place] for place in range(120)]
+        windows = [drawn[first : first + 30] for first in range(0, 120, 30)]
+        assert [len({row // 10 for row in window}) for window in windows] == [3] * 4
+        assert all(window != sorted(window) for window in windows)
+
+
+def test_epochs_seeds_and_names_have_orders_of_their_own_and_without_a_seed_rows_rise():
+    blocks = Blocks([50, 50], 1)
+    first, other, named, rising = (
+        Epochs(blocks, *how) for how in [(0,), (1,), (0, "name"), (None,)]
+    )
+    ways = [(first, 0), (first, 100), (other, 0), (named, 0), (rising, 100)]
+    orders = [tuple(epochs[start + n] for n in range(100)) for epochs, start in ways]
+    assert len(set(orders)) == 5
+    assert orders[-1] == tuple(range(100))
+
+
+@given(st.lists(st.floats(0.01, 1000), min_size=1, max_size=9), st.integers(1, 2000))
+def test_shares_are_whole_add_up_and_are_off_by_less_than_one(weights, total):
+    found = shares(weights, total)
+    assert sum(found) == total
+    for weight, count in zip(weights, found, strict=True):
+        assert abs(count - Fraction(weight) * total / sum(map(Fraction, weights))) < 1
+
+
+def test_the_largest_remainders_get_what_is_left_the_first_of_equal_ones_before_others():
+    assert shares([1, 1, 1], 1000) == [334, 333, 333]
+    assert shares([0.5, 0.3, 0.2], 10) == [5, 3, 2]
+    assert shares([5, 3, 1], 10) == [6, 3, 1]  # 5.56 3.33 1.11
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=5), st.integers(0, 9), st.integers(0, 3))
+@settings(deadline=None, max_examples=20)
+def test_every_block_of_a_mixture_has_the_exact_shares_and_each_source_goes_on_in_turn(
+    weights, block, seed
+):
+    mixture, counts = Mixture(weights, seed), shares(weights, 1000)
+    turns = [mixture[block * 1000 + place] for place in range(1000)]
+    for source, count in enumerate(counts):
+        own = [turn.ordinal for turn in turns if turn.source == source]
+        assert own == list(range(block * count, (block + 1) * count))
+    longest = max(counts)  # taken one after the other, one source would have them all at first
+    assert len({turn.source for turn in turns[:longest]}) > 1
+
+
+def test_blocks_of_a_mixture_are_interleaved_differently():
+    mixture = Mixture([1, 1], 0)
+    first, second = ([mixture[b * 1000 + n].source for n in range(1000)] for b in (0, 1))
+    assert first != second and sum(first) == sum(second) == 500
+
+
+def test_a_source_that_would_never_have_a_turn_is_refused():
+    with pytest.raises(ConfigError, match=r"weight = 0.1: of 1,000 prompts none .* 1 or more"):
+        Mixture([1000, 0.1], 0)
+
+
+def test_sources_of_a_mixture_run_through_their_own_epochs():
+    sources = [Source("a", Blocks([30], 1), 3.0), Source("b", Blocks([70, 30], 1), 1.0)]
+    both = Order(sources, 5)
+    assert len(both) == 130
+    rows = [both[ordinal] for ordinal in range(1000)]
+    small, large = ([row for row in rows if (row < 30) == is_small] for is_small in (True, False))
+    assert (len(small), len(large)) == (750, 250)
+    for first in range(0, 750, 30):
+        assert sorted(small[first : first + 30]) == list(range(30))
+    alone = Epochs(sources[1].blocks, 5, "b")
+    assert large == [30 + alone[ordinal] for ordinal in range(250)]
+
+
+def test_without_a_seed_sources_follow_each_other_and_ordinals_start_at_0():
+    sources = [Source("a", Blocks([2], 1), 3.0), Source("b", Blocks([1, 2], 1), 1.0)]
+    plain = Order(sources, None)
+    assert [plain[ordinal] for ordinal in range(7)] == [0, 1, 2, 3, 4, 0, 1]
+    with pytest.raises(IndexError, match="start at 0"):
+        plain[-1]
+
+
+MIX = [Source("a", Blocks([3, 2, 4], 2), 2.0), Source("b", Blocks([5], 1), 1.0)]
+FROZEN = [10, 1, 0, 13, 8, 12, 2, 7, 6, 5, 4, 3]
+
+
+def test_the_order_is_the_one_that_runs_were_begun_with():
+    """Whoever changes it raises `order.VERSION`, and writes down the new one here."""
+    frozen, one = Order(MIX, 7), Epochs(MIX[0].blocks, 7, "a")
+    assert [frozen[ordinal] for ordinal in range(12)] == FROZEN
+    assert frozen[10**12] == 9
+    assert [one[n] for n in range(18)] == [1, 0, 8, 2, 7, 6, 5, 4, 3, 8, 7, 4, 6, 5, 3, 2, 1, 0]
+    assert order.VERSION == 2
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1"])
+def test_a_fresh_process_has_the_same_order(hash_seed):
+    program = (
+        "import json; from relax_hpc.prompts.order import *\n"
+        "mix = [Source('a', Blocks([3, 2, 4], 2), 2.0), Source('b', Blocks([5], 1), 1.0)]\n"
+        "far = Order(mix, 7)\n"
+        "print(json.dumps([far[n] for n in reversed(range(12))]))"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(
+        command, env={"PYTHONHASHSEED": hash_seed, "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, check=True,
+    )  # fmt: skip
+    assert json.loads(found.stdout) == FROZEN[::-1]
