@@ -9,8 +9,8 @@ from relax_hpc.sections import Number, Positive, Section
 
 class RewardConfig(Section):
     name: str = "boxed_number"
-    """Function that scores a response: boxed_number, coin (by a hash, to exercise random weights),
-    or your own "file.py:function" or "package.module:function"; see docs/rewards.md."""
+    """Function that scores a response: one that is built in, or your own "file.py:function" or
+    "package.module:function"; see docs/rewards.md."""
     deadline_s: Annotated[Number, Field(gt=0)] = 10.0
     """Seconds for one sample, or one group if the reward sees it whole; later is 0 and an error."""
     memory_gib: Annotated[Number, Field(ge=0.25)] = 2.0

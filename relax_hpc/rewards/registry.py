@@ -1,13 +1,14 @@
 """Rewards by the name that a job gives them, or by the place of their function."""
 
 import difflib
+import importlib
 from collections.abc import Callable
 from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from relax_hpc import user_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import boxed_number, coin
 
 GROUP = "relax_hpc.rewards"
 """Group of entry points by which an installed package offers rewards under its own names."""
@@ -15,19 +16,51 @@ PLACES = '"file.py:function" or "package.module:function"'
 
 
 class BuiltIn(NamedTuple):
-    """A reward of this package: the function `score` of a module."""
+    """A reward of this package: a module, which is imported when it is asked for.
+
+    `score` there is the reward. There may be `can_match(answer)`, whether any response would be
+    right for an answer, with `REMEDY`, the words for one that none is; and `check(**settings)`,
+    which is told every setting of `score`, by a job or by default, and raises a ConfigError where
+    it cannot work with them.
+    """
 
     module: str
-    can_match: Callable[[str], bool]
-    """Whether any response would be right for an answer; what never is, teaches nothing."""
-    remedy: str
-    """Remedy for answers that cannot be matched."""
+
+    def imported(self) -> ModuleType:
+        return importlib.import_module(self.module)
+
+    def can_match(self, answer: str) -> bool:
+        """Whether any response would be right for an answer; what never is, teaches nothing."""
+        look = getattr(self.imported(), "can_match", None)
+        return look is None or bool(look(answer))
+
+    @property
+    def remedy(self) -> str:
+        """Remedy for answers that cannot be matched."""
+        return str(getattr(self.imported(), "REMEDY", ""))
 
 
+_HERE = "relax_hpc.rewards.functions"
 REWARDS: dict[str, BuiltIn] = {
-    "boxed_number": BuiltIn(boxed_number.__name__, boxed_number.can_match, boxed_number.REMEDY),
-    "coin": BuiltIn(coin.__name__, coin.can_match, ""),
+    "boxed_number": BuiltIn(f"{_HERE}.boxed_number"),
+    "dapo": BuiltIn(f"{_HERE}.dapo"),
+    "deepscaler": BuiltIn(f"{_HERE}.deepscaler"),
+    "exact": BuiltIn(f"{_HERE}.exact"),
+    "f1": BuiltIn(f"{_HERE}.f1"),
+    "format": BuiltIn(f"{_HERE}.format"),
+    "geometry3k": BuiltIn(f"{_HERE}.geometry3k"),
+    "gpqa": BuiltIn(f"{_HERE}.multiple_choice"),
+    "gsm8k": BuiltIn(f"{_HERE}.gsm8k"),
+    "iou": BuiltIn(f"{_HERE}.iou"),
+    "length": BuiltIn(f"{_HERE}.length"),
+    "math": BuiltIn(f"{_HERE}.math"),
+    "multiple_choice": BuiltIn(f"{_HERE}.multiple_choice"),
+    "openr1mm": BuiltIn(f"{_HERE}.openr1mm"),
+    "random": BuiltIn(f"{_HERE}.random"),
+    "repetition": BuiltIn(f"{_HERE}.repetition"),
 }
+RENAMED = {"coin": "random"}
+"""Names of older jobs -> those that they have now."""
 
 
 def is_plugin(name: str) -> bool:
@@ -51,6 +84,8 @@ def place_of(name: str) -> str:
     offered = {each.name: each.value for each in entry_points(group=GROUP)}
     if name in offered:
         return offered[name]
+    if name in RENAMED:
+        raise ConfigError(f"reward.name = {name!r}: is {RENAMED[name]!r} now; use that")
     near = difflib.get_close_matches(name, known := [*REWARDS, *offered], 1)
     hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)},"
     raise ConfigError(

@@ -229,8 +229,8 @@ async def _scoring(repeats: int) -> None:
     *longest* the longest of them; CPU is of all threads of it, and of the workers.
     """
     from relax_hpc.config.reward import RewardConfig
-    from relax_hpc.rewards.boxed_number import score
     from relax_hpc.rewards.contract import Sample
+    from relax_hpc.rewards.functions.boxed_number import score
     from relax_hpc.rewards.scorer import Scorer
 
     group = [Sample(f"that is \\boxed{{{n}}} " + "so " * 250, "1+2=", "3") for n in range(SIBLINGS)]

@@ -62,7 +62,7 @@ def test_an_answer_that_the_reward_can_never_match_is_refused_with_line_and_coun
         "be matched; with reward.name = 'boxed_number' write a plain number, like 75, -0.5 or "
         "1,000, or remove the line (2 of 6 answers are so)"
     )
-    any_answer = ("--set", "reward.name=coin", "--set", "prompts.max_prompt_tokens=2")
+    any_answer = ("--set", "reward.name=random", "--set", "prompts.max_prompt_tokens=2")
     assert "prompts.max_prompt_tokens" in refused("submit", "job.toml", "--local", *any_answer)
 
 

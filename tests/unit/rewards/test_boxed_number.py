@@ -1,6 +1,6 @@
 import pytest
 
-from relax_hpc.rewards import boxed_number, coin
+from relax_hpc.rewards.functions import boxed_number
 from relax_hpc.rewards.registry import REWARDS, function_of, place_of
 
 
@@ -28,6 +28,8 @@ from relax_hpc.rewards.registry import REWARDS, function_of, place_of
         ("\\boxed{" * 100_000 + "75}", 1),
         (r"\boxed{nan}", 0),
         (r"\boxed{Infinity}", 0),
+        (r"<think>\boxed{75}</think>", 0),
+        (r"<think>\boxed{74}</think>\boxed{75}", 1),
         ("75", 0),
         ("boxed{75}", 0),
         ("", 0),
@@ -48,10 +50,3 @@ def test_numbers_are_compared_as_numbers(box, answer, reward):
 def test_every_reward_a_job_can_name_exists():
     for name in REWARDS:
         assert callable(function_of(place_of(name)))
-
-
-def test_the_coin_falls_on_both_sides_and_the_same_way_twice():
-    scores = [coin.score(f"response {i}", "") for i in range(200)]
-    assert scores == [coin.score(f"response {i}", "") for i in range(200)]
-    assert set(scores) == {0.0, 1.0}
-    assert 60 < sum(scores) < 140

@@ -182,7 +182,7 @@ def test_nobody_is_left_when_it_is_closed_while_busy():
 
 def test_a_process_that_keeps_memory_is_replaced():
     async def replaced():
-        async with Scorer(RewardConfig(name="coin", workers=1)) as scorer:
+        async with Scorer(RewardConfig(name="random", workers=1)) as scorer:
             [first] = [w for w in scorer._workers if w.pid in scorer.pids][:1]
             await scorer.score([Sample("a")])
             first.resident_bytes = 2 << 30
@@ -213,6 +213,7 @@ def test_fields_of_a_sample_are_given_by_name():
         ("no_such.module:score", "No module named 'no_such'"),
         ("absent.py:score", "No such file"),
         ("boxed_nmber", "did you mean 'boxed_number'?"),
+        ("coin", "is 'random' now; use that"),
         (f"{PLUGIN}:text", "no number"),
     ],
 )

@@ -3,7 +3,8 @@ r"""1 for the right number in \boxed{}, else 0."""
 import re
 from decimal import Decimal
 
-BRACE = re.compile(r"\\boxed\{|[{}]")
+from relax_hpc.rewards.answers import final_text, last_box
+
 NUMBER = re.compile(r"[+-]?(\d+|\d{1,3}(,\d{3})+)(\.\d+)?", re.ASCII)
 REMEDY = "write a plain number, like 75, -0.5 or 1,000"
 
@@ -15,7 +16,7 @@ def score(response: str, answer: str) -> float:
     numbers: 75, 75.0 and 1,000 for 1000 are right. A box around anything else, another box
     included, holds none.
     """
-    box = _last_box(response)
+    box = last_box(final_text(response))
     if box is None:
         return 0.0
     given, wanted = _number(box), _number(answer)
@@ -25,18 +26,6 @@ def score(response: str, answer: str) -> float:
 def can_match(answer: str) -> bool:
     """Whether an answer is a number."""
     return _number(answer) is not None
-
-
-def _last_box(text: str) -> str | None:
-    """Content of the box that is closed last. One pass: a policy may babble braces at length."""
-    opened: list[re.Match[str]] = []
-    start = end = -1
-    for brace in BRACE.finditer(text):
-        if brace[0] != "}":
-            opened.append(brace)
-        elif opened and (opening := opened.pop())[0] != "{":
-            start, end = opening.end(), brace.start()
-    return text[start:end] if end >= 0 else None
 
 
 def _number(text: str) -> Decimal | None:

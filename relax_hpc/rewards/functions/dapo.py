@@ -1,0 +1,25 @@
+r"""1 for the right mathematics after `Answer:`, or else in the last \boxed{}; wrong is -1.
+
+As DAPO trained (arXiv:2503.14476). There, only the last 300 characters were searched.
+"""
+
+from relax_hpc.rewards.answers import final_text, line_or_box
+from relax_hpc.rewards.equality import equal, tidy
+
+REMEDY = "write what is to follow `Answer:`, like 75"
+
+
+def score(response: str, answer: str, *, wrong: float = -1.0) -> float:
+    """Returns 1 if the last line `Answer: ...` equals `answer`, or the last box if there is none.
+
+    Args:
+        response: text; what counts is after the last `</think>`.
+        answer: in the data.
+        wrong: reward of anything else.
+    """
+    return 1.0 if equal(line_or_box(final_text(response)) or "", answer) else wrong
+
+
+def can_match(answer: str) -> bool:
+    """Whether there is an answer."""
+    return bool(tidy(answer))

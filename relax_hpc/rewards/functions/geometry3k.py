@@ -1,0 +1,42 @@
+r"""The right mathematics in \boxed{} counts most, a thought before it a little."""
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards.answers import final_text, last_box
+from relax_hpc.rewards.contract import Score
+from relax_hpc.rewards.equality import equal, tidy
+
+REMEDY = r"write what is to be in the box, like 75 or \frac{1}{2}"
+
+
+def score(response: str, answer: str, *, format_weight: float = 0.1, opened: bool = False) -> Score:
+    r"""Returns 0.9 if the last box equals `answer`, and 0.1 for `<think>...</think> \boxed{...}`.
+
+    Args:
+        response: text.
+        answer: in the data.
+        format_weight: of the form; what is left to 1 is that of the answer.
+        opened: the prompt ends with `<think>`.
+    """
+    box = last_box(final_text(response))
+    begins = opened or response.lstrip().startswith("<think>")
+    is_formed = begins and "</think>" in response and box is not None
+    parts = {
+        "accuracy": (1 - format_weight) * equal(box or "", answer),
+        "format": format_weight * is_formed,
+    }
+    return Score(sum(parts.values()), parts)
+
+
+def can_match(answer: str) -> bool:
+    """Whether there is an answer."""
+    return bool(tidy(answer))
+
+
+def check(format_weight: float, opened: bool) -> None:
+    """Checks the settings.
+
+    Raises:
+        ConfigError: form and answer cannot add up to 1.
+    """
+    if not 0 <= format_weight <= 1:
+        raise ConfigError(f"args.format_weight = {format_weight}: use 0 to 1")
