@@ -152,6 +152,15 @@ class RunPaths:
         """Scores of a rollout task on its shares of the held-out sets."""
         return self.control / "heldout" / f"{rank}.json"
 
+    def prompt_rows(self, rank: int) -> Path:
+        """Findings of a rollout task about its share of the rows of data."""
+        return self.control / "prompts" / f"{rank}.json"
+
+    @property
+    def left_out(self) -> Path:
+        """Rows of data that the run leaves out, each with the reason."""
+        return self.root / "left_out.jsonl"
+
     def eval_rows(self, name: str, version: int, when: str, rank: int) -> Path:
         """Samples that a rollout task scored for one evaluation of a held-out set."""
         return self.root / "eval" / name / f"{version:06d}-{when}.{rank}.jsonl"

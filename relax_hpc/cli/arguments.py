@@ -7,6 +7,7 @@ import typer
 
 from relax_hpc.errors import ConfigError
 
+Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]
 Run = Annotated[str, typer.Argument(help="A run directory, or its name under runs/.")]
 Ended = Annotated[
     bool, typer.Option("--ended", help="I know that its job has ended, though Slurm cannot say so.")

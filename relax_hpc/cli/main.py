@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from relax_hpc import job_file, permissions
-from relax_hpc.cli.arguments import Ended, Overrides, Run, run_dir_of
+from relax_hpc.cli.arguments import Ended, Job, Overrides, Run, run_dir_of
 from relax_hpc.cli.bench import bench
 from relax_hpc.cli.bus import bus
+from relax_hpc.cli.data import data
 from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
 from relax_hpc.cli.runs import runs
@@ -35,7 +36,6 @@ app = typer.Typer(
     help="Asynchronous RL post-training of language models on plain Slurm.",
 )
 
-Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]
 Local = Annotated[bool, typer.Option(help="Run on this machine even if Slurm is here.")]
 Follow = Annotated[bool, typer.Option(help="Show the steps until the run ends.")]
 
@@ -96,7 +96,7 @@ def resume(
     _announce(resumed, local=local, follow=follow)
 
 
-for commands in (runs, viewer, models):
+for commands in (data, runs, viewer, models):
     app.add_typer(commands)
 app.command(epilog="Example:  relax-hpc keys actor.optimizer")(keys)
 for name, group in {"bus": bus, "scale": scale, "bench": bench}.items():

@@ -14,6 +14,7 @@ from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
 from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
+from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.schema import COLUMNS, columns_of
@@ -28,15 +29,6 @@ RESTART_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 after its second, and so on; the last of them from then on."""
 OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
 """Fields of `engines.rollout.resources` that are its own where it shares the actor's GPUs."""
-
-
-class PromptsConfig(Section):
-    train: UserPath
-    """JSON lines, each with `prompt` (text or chat messages) and `answer`."""
-    chat_template: bool = True
-    """Render prompts with the tokenizer's chat template."""
-    max_prompt_tokens: Positive = 1024
-    """A longer prompt is an error before the job starts."""
 
 
 class ScheduleConfig(Section):
@@ -76,7 +68,7 @@ class EvalConfig(Section):
     """A set of prompts that nothing is trained on: scored before, during and after training."""
 
     path: UserPath
-    """JSON lines, as in `prompts.train`."""
+    """JSON lines, read as those of `prompts.train`."""
     every: NonNegative = 20
     """Steps between evaluations; 0 evaluates before and after only."""
     num_prompts: Positive = 256

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.demo import arithmetic, checkpoint
 from relax_hpc.demo.warm_start import Example, warm_start
 from relax_hpc.prompts.source import PromptSource
@@ -48,9 +49,8 @@ def make(
     checkpoint.save(folder / "untrained", model, tokens)
 
     def examples(file: str) -> list[Example]:
-        source = PromptSource(
-            folder / file, tokens, shuffle_seed=None, chat_template=True, max_prompt_tokens=1024
-        )
+        settings = PromptsConfig(train=folder / file)
+        source = PromptSource(settings.train, tokens, shuffle_seed=None, settings=settings)
         prompts = map(source.prompt, range(len(source)))
         end = [tokens.eos_token_id]
         return [

@@ -164,20 +164,20 @@ class Session:
 
     def _given(self, asked: list[Message]) -> Sequence[int]:
         """The token ids of a conversation that the policy is to go on with."""
-        reply = self._reply
+        prompt, reply = self._prompt, self._reply
         while reply:
             known = len(reply.asked) + 1
             if len(asked) >= known and asked[:known] == reply.messages:
                 sampled = reply.call.token_ids
                 more = self._conversation.following(
-                    self._prompt.where, asked, known, sampled, self._prompt.tools
+                    prompt.where, asked, known, sampled, prompt.tools, prompt.template_args
                 )
                 if more is not None:
                     return [*sampled, *more]
             reply = reply.before
-        if asked == self._prompt.messages:
-            return self._prompt.token_ids
-        return self._conversation.encode(self._prompt.where, asked, self._prompt.tools)
+        if asked == prompt.messages:
+            return prompt.token_ids
+        return self._conversation.encode(prompt.where, asked, prompt.tools, prompt.template_args)
 
     def _begin(self, given: Sequence[int]) -> Call:
         """The call of these tokens: the record's next one, if it is of them, or a new one."""

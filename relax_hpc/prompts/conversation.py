@@ -1,7 +1,7 @@
 """Messages -> token ids: of a whole conversation, or of what comes after tokens that stay."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from relax_hpc.prompts.template import Message, Template
 
@@ -15,14 +15,23 @@ _REPLY = "b1d5f0c49ae34c53"
 class Conversation:
     """The way in which a run turns messages into tokens."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, chat_template: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        chat_template: bool,
+        assistant_prefix: str = "",
+    ) -> None:
         """Takes the tokenizer's template; without one, contents are put one after the other.
+
+        `assistant_prefix` is the beginning of every answer, which the policy goes on with.
 
         Raises:
             ConfigError: the tokenizer's template cannot be used.
         """
         self._tokenizer = tokenizer
         self._template = Template(tokenizer) if chat_template else None
+        self._prefix = assistant_prefix
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
@@ -33,8 +42,31 @@ class Conversation:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    def check_args(self, where: str, args: Mapping[str, Any]) -> None:
+        """Refuses arguments that the template would ignore; see `Template.check_args`."""
+        if self._template:
+            self._template.check_args(where, args)
+
+    def text(
+        self,
+        where: str,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text of a conversation up to where an answer begins; raises as `encode`."""
+        if self._template is None:
+            return "".join(message["content"] for message in messages)
+        args = template_args or {}
+        self._template.check_args(f"{where}: template_args", args)
+        return self._template.render(where, messages, tools, add_generation_prompt=True, args=args)
+
     def encode(
-        self, where: str, messages: Sequence[Message], tools: Sequence[Message] | None = None
+        self,
+        where: str,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation that the policy is to go on with.
 
@@ -42,14 +74,12 @@ class Conversation:
             where: what to call it in messages.
             messages: with a role each.
             tools: as the template takes them.
+            template_args: further arguments of the template.
 
         Raises:
-            ConfigError: the template refuses it, or fails.
+            ConfigError: the template refuses it, fails, or ignores an argument.
         """
-        if self._template:
-            text = self._template.render(where, messages, tools, add_generation_prompt=True)
-        else:
-            text = "".join(message["content"] for message in messages)
+        text = self.text(where, messages, tools, template_args) + self._prefix
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._template)
         return ids
@@ -61,6 +91,7 @@ class Conversation:
         num_known: int,
         token_ids: Sequence[int],
         tools: Sequence[Message] | None = None,
+        template_args: Mapping[str, Any] | None = None,
     ) -> list[int] | None:
         """Token ids of what comes after a reply, up to where the policy is to go on.
 
@@ -73,6 +104,7 @@ class Conversation:
             num_known: messages whose tokens are known; the last of them is the reply.
             token_ids: of those, the reply as it was sampled.
             tools: as in `encode`.
+            template_args: as in `encode`.
 
         Returns:
             None where the template does not render the reply, so there is no such place.
@@ -83,7 +115,7 @@ class Conversation:
         else:
             reply = {"role": "assistant", "content": _REPLY}
             around = [*messages[: num_known - 1], reply, *new]
-            text = self._template.render(where, around, tools, add_generation_prompt=True)
+            text = self.text(where, around, tools, template_args)
             _, found, rest = text.rpartition(_REPLY)
             if not found:
                 return None
@@ -91,6 +123,7 @@ class Conversation:
             if end and token_ids and token_ids[-1] == self._tokenizer.eos_token_id:
                 before, _, after = rest.partition(end)
                 rest = rest if before.strip() else after
+        rest += self._prefix
         return list(self._tokenizer.encode(rest, add_special_tokens=False)) if rest else []
 
 

@@ -1,6 +1,8 @@
 """The tokenizer's chat template: conversations to text, or file and line of what is wrong."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 _FILE = "chat_template.jinja"
+_MARKS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+_ALWAYS_THERE = frozenset({
+    "add_generation_prompt", "documents", "messages", "raise_exception", "strftime_now", "tools"
+})  # fmt: skip
 
 
 class Template:
@@ -35,6 +41,41 @@ class Template:
                 "as text"
             ) from None
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names that the template asks for; it ignores everything else that it is given.
+
+        Raises:
+            ConfigError: it is no valid template.
+        """
+        from jinja2 import Environment, TemplateSyntaxError, meta
+
+        environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+        try:
+            tree = environment.parse(_MARKS.sub("", self.text))
+            return frozenset(meta.find_undeclared_variables(tree))
+        except TemplateSyntaxError as error:
+            raise self._failed("", error) from None
+
+    def check_args(self, where: str, args: Mapping[str, Any]) -> None:
+        """Refuses arguments that the template would ignore.
+
+        Args:
+            where: what to call them in messages.
+            args: by name.
+
+        Raises:
+            ConfigError: naming the first of them.
+        """
+        ignored = sorted(args.keys() - self.names) if args else []
+        if ignored:
+            own = sorted(n for n in self.names - _ALWAYS_THERE if not n.endswith("_token"))
+            takes = f"it takes {', '.join(own)}" if own else "it takes none"
+            raise ConfigError(
+                f"{where}.{ignored[0]}: the chat template in {self._file} ignores it; {takes}; "
+                "remove it, or use another template"
+            )
+
     def render(
         self,
         where: str,
@@ -42,6 +83,7 @@ class Template:
         tools: Sequence[Message] | None = None,
         *,
         add_generation_prompt: bool = False,
+        args: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of a conversation.
 
@@ -50,12 +92,13 @@ class Template:
             messages: with a role each.
             tools: as the template takes them.
             add_generation_prompt: end with the beginning of the assistant's turn.
+            args: further ones of the template.
 
         Raises:
             ConfigError: the template refuses the conversation, or fails.
         """
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        return str(self.apply(where, messages, tools, **options))
+        return str(self.apply(where, messages, tools, **(args or {}), **options))
 
     def apply(
         self,

@@ -17,6 +17,8 @@ _OBJECTS = (
     "added_tokens.json",
 )
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+READ = (*_OBJECTS, "tokenizer.model", "merges.txt", "chat_template.jinja")
+"""Files that decide what a text becomes."""
 
 _MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 _CLASSES = {

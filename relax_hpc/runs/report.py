@@ -82,6 +82,8 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
                               done["heldout_newest"])),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
                          f"{count['trained_twice']} twice" + _dropped(count["dropped"])),
+        *([("data", f"{done['rows_left_out']} rows left out, see left_out.jsonl")]
+          if done.get("rows_left_out") else []),
         *([("reference", f"{done['scored']} trajectories scored")] if done.get("scored") else []),
         ("staleness", f"{done['max_staleness_seen']} at most"),
         ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),

@@ -55,12 +55,21 @@ def summarize(run_dir: Path) -> dict[str, Any]:
                 "unaccounted": counts.dropped,
             },
         },
+        "rows_left_out": _rows_left_out(paths),
         "scored": sum(e["num_trajectories"] for e in events if e["event"] == "scored"),
         "max_staleness_seen": max([counts.max_staleness, *seen]),
         "weight_versions": _weight_versions(events),
         "checksums_equal": _checksums_equal(events),
         "last_reward": last.get("reward/mean") if last else None,
     }
+
+
+def _rows_left_out(paths: RunPaths) -> int:
+    try:
+        with paths.left_out.open() as file:
+            return sum(1 for _ in file)
+    except FileNotFoundError:
+        return 0
 
 
 def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:

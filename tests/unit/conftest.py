@@ -29,7 +29,10 @@ path = "heldout.jsonl"
 num_steps = 5
 prompts_per_step = 4
 """
-PROMPT = json.dumps({"prompt": "1+1=", "answer": "2"})
+PROMPTS = {
+    "train": {"prompt": "1+1=", "answer": "2"},
+    "heldout": {"prompt": "1+2=", "answer": "3"},
+}
 
 
 @pytest.fixture(scope="session")
@@ -46,8 +49,8 @@ def job(tmp_path, tiny_model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_model, "model")
     Path("job.toml").write_text(JOB)
-    for name in ("train", "heldout"):
-        Path(f"{name}.jsonl").write_text(PROMPT + "\n")
+    for name, prompt in PROMPTS.items():
+        Path(f"{name}.jsonl").write_text(json.dumps(prompt) + "\n")
     return tmp_path
 
 

@@ -25,7 +25,7 @@ PROMPTS = {
     '{"prompt": "x", "answer": NaN}': 'answer = nan: must be text; write "nan"',
     '{"prompt": "x", "answer": null}': "answer = None: must be text; write it as text",
     '{"prompt": "x", "answer": ["2"]}': "answer = ['2']: must be text; write it as text",
-    '{"Prompt": "x", "answer": "2"}': "has no prompt; every line needs prompt and answer",
+    '{"Prompt": "x", "answer": "2"}': "has no prompt; it has Prompt, answer; set prompts.colu",
     '"prompt"': "is not an object; write one object per line",
     '{"prompt": "x", "answer": "2"} {"prompt": "y"}': "is not JSON: Extra data",
     "{'prompt': 'x', 'answer': '2'}": "is not JSON: Expecting property name enclosed in double",
@@ -184,7 +184,9 @@ def test_what_was_left_out_is_said_beside_what_was_asked_for(job, capsys, monkey
         cli.main()
     output, said = capsys.readouterr()
     assert end.value.code == 0 and "checked" not in output
+    train = Path("train.jsonl").absolute()
     assert said == (
         "checked 1,001 of 3,001 prompts; all are checked when the job starts, before anything is "
-        "sampled\n"
+        f"sampled\nprompts.train: 2,999 of 3,000 prompts are there before, e.g. {train}, line 2 as "
+        f"{train}, line 1\n"
     )

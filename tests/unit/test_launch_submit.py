@@ -117,7 +117,7 @@ def test_check_asks_slurm_only_without_local(job, monkeypatch):
     for options in ([], ["--local"]):
         answer = CliRunner().invoke(app, ["check", "job.toml", *options])
         assert answer.exit_code == 0, answer.exception
-        assert json.loads(answer.output)["name"] == "run"
+        assert json.loads(answer.stdout)["name"] == "run"
     assert asked == [1]
 
 

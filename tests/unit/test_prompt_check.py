@@ -7,8 +7,9 @@ import pytest
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import load
+from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer
-from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout import prompt_check, row_check
 from relax_hpc.roles.sft import build as sft_task
 from relax_hpc.roles.sft import document_check
 
@@ -35,25 +36,27 @@ def many(job):
 
 def test_tasks_look_at_different_prompts_and_together_at_all(many):
     sources = prompt_check.sources_of(many, prompt_check.read(many), tokenizer.load(Path("model")))
-    assert "all are checked when the job starts" in prompt_check.check_sample(many, sources)
+    [said] = prompt_check.check_sample(many, sources)
+    assert "all are checked when the job starts" in said
     found = []
     for rank in range(4):
         try:
-            prompt_check.check_share(many, sources, rank, 4)
+            row_check.settle(many, RunPaths(Path("run")), sources, row_check.Share(rank, 4))
         except ConfigError as error:
             found.append((rank, str(error)))
     [(rank, said)] = found
-    assert rank == 1234 % 4
+    assert rank == 1234 // (3000 // 4)
     assert said.startswith("prompts.train: train.jsonl, line 1235: the prompt has ")
 
 
 def test_a_share_is_measured_against_the_trainer_and_the_model(many):
     write("train.jsonl", [GOOD])
     sources = prompt_check.sources_of(many, prompt_check.read(many), tokenizer.load(Path("model")))
-    prompt_check.check_share(many, sources, 0, 1)
+    paths, alone = RunPaths(Path("run")), row_check.Share(0, 1)
+    row_check.settle(many, paths, sources, alone)
     short = load(Path("job.toml"), ["actor.tokens_per_micro_batch=100"])
     with pytest.raises(ConfigError, match=r"actor.tokens_per_micro_batch = 100: the longest prom"):
-        prompt_check.check_share(short, sources, 0, 1)
+        row_check.settle(short, paths, sources, alone)
 
 
 @pytest.fixture

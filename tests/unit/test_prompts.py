@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.demo import arithmetic, checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts import tokenizer
@@ -18,9 +19,9 @@ def lines(path, *records):
     return path
 
 
-def source(path, tokens, **changes):
-    options = {"shuffle_seed": 0, "chat_template": True, "max_prompt_tokens": 64}
-    return PromptSource(path, tokens, **(options | changes))
+def source(path, tokens, shuffle_seed=0, **changes):
+    settings = PromptsConfig(train=path, **({"max_prompt_tokens": 64} | changes))
+    return PromptSource(path, tokens, shuffle_seed=shuffle_seed, settings=settings)
 
 
 @pytest.fixture
@@ -110,7 +111,7 @@ def test_a_prompt_too_long_is_named_with_its_remedy(tmp_path, tokens):
     with pytest.raises(
         ConfigError, match=r"line 2: the prompt has 4 tokens, .*max_prompt_tokens = 3; raise"
     ):
-        prompts.longest(range(2))
+        prompts.examine(range(2))
 
 
 GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
@@ -124,8 +125,8 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
         (b"\x89PNG\xff\x00", "not UTF-8"),
         (GOOD + b"{prompt\n", "line 2: is not JSON"),
         (GOOD + b"\n[1]\n", "line 3: is not an object"),
-        (b'{"answer": "2"}', "line 1: has no prompt"),
-        (GOOD + b'{"prompt": "x"}', "line 2: has no answer"),
+        (b'{"answer": "2"}', "line 1: has no prompt; it has answer; set prompts.columns.prompt"),
+        (GOOD + b'{"prompt": "x"}', "line 2: has no answer; it has prompt; set prompts.columns.an"),
         (b'{"prompt": 5, "answer": "2"}', "line 1: prompt = 5: must be text"),
         (b'{"prompt": [], "answer": "2"}', "line 1: prompt"),
         (b'{"prompt": [{"role": "user"}], "answer": "2"}', "line 1: prompt"),

@@ -11,7 +11,6 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.environments import registry as environments
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
-from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.rewards.scorer import Scorer
 from relax_hpc.roles.context import TaskContext
@@ -20,7 +19,7 @@ from relax_hpc.roles.engine.host import EngineHost
 from relax_hpc.roles.engine.hosting import Slot, hosting_of, slots_of
 from relax_hpc.roles.engine.hosts import kept, while_kept
 from relax_hpc.roles.rollout import loop as rollout
-from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout import prompt_check, row_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
 from relax_hpc.roles.rollout.heldout import Board
@@ -61,7 +60,8 @@ def _host(
     hostings = [hosting_of(config, slot) for slot in slots]
     with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:
         # While engines start. A task looks at what no other does, so together they see all.
-        prompt_check.check_share(config, sources, number, config.rollout_pool.num_hosts)
+        share = row_check.Share(number, config.rollout_pool.num_hosts)
+        row_check.settle(config, paths, sources, share)
         for host in hosts:
             host.wait_until_healthy()
         own = [slot.id for slot in slots]
@@ -88,7 +88,7 @@ async def _loop(
     task = rollout.Task(number, config.rollout_pool.num_hosts)
     tokenizer = sources.train.tokenizer
     environment = environments.make(config.rollout.environment)
-    conversation = Conversation(tokenizer, chat_template=config.prompts.chat_template)
+    conversation = sources.train.conversation
     async with (
         client_of(
             config, paths, own=own, stop_token=tokenizer.eos_token_id, events=events

@@ -6,12 +6,17 @@ from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.environments import registry as environments
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
+from relax_hpc.prompts import overlap
 from relax_hpc.rewards import trial
 from relax_hpc.rewards.contract import Sample
 from relax_hpc.roles.engine import quantized
 from relax_hpc.roles.engine.check import check_engine
 from relax_hpc.roles.role import Say
 from relax_hpc.roles.rollout import prompt_check
+
+MOST_COMPARED = 20_000
+"""Training prompts that are compared with each other and with held-out ones before a job is
+queued."""
 
 
 def check(config: RunConfig, shape: Architecture, say: Say) -> None:
@@ -52,9 +57,11 @@ def check_prompts(config: RunConfig, say: Say) -> None:
     from relax_hpc.prompts.tokenizer import load
 
     sources = prompt_check.sources_of(config, files, load(config.model.path))
-    first = files.train[0]
-    messages = sources.train[0].messages
-    sample = Sample(first.answer, messages, first.answer, first.metadata)
+    for remark in prompt_check.check_sample(config, sources):
+        say(remark)
+    first = sources.train.first()
+    sample = Sample(first.answer, first.messages, first.answer, first.metadata)
     trial.check(config.reward, sample, [name for name in config.engines if name != ROLLOUT])
-    if left_out := prompt_check.check_sample(config, sources):
-        say(left_out)
+    found = prompt_check.overlap_of(config, files, MOST_COMPARED)
+    for line in overlap.lines(found, num_examples=1):
+        say(line)

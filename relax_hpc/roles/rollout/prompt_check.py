@@ -4,15 +4,19 @@ Where the run is submitted every line is read, but only some are tokenized; when
 rollout tasks tokenize all of them before anything is sampled.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from relax_hpc.config.prompts import Columns
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.registry import read_architecture
+from relax_hpc.prompts import overlap
+from relax_hpc.prompts.overlap import Overlap
+from relax_hpc.prompts.record import Record
 from relax_hpc.prompts.rows import SAMPLE, left_out
-from relax_hpc.prompts.source import PromptSource, Records
+from relax_hpc.prompts.source import Examined, PromptSource, Records
 from relax_hpc.rewards.registry import REWARDS
 
 if TYPE_CHECKING:
@@ -55,7 +59,7 @@ def read(config: RunConfig) -> Files:
 def _read(config: RunConfig, key: str, path: Path) -> Records:
     name = config.reward.name
     try:
-        records = Records(path)
+        records = Records(path, config.prompts)
         if name in REWARDS:  # a program of somebody else's is not asked here
             remedy = f"with reward.name = {name!r} {REWARDS[name].remedy}"
             records.check_answers(REWARDS[name].can_match, remedy)
@@ -68,7 +72,7 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
     """The prompts as engines take them.
 
     Raises:
-        ConfigError: there is no chat template, and one is asked for.
+        ConfigError: there is no chat template and one is asked for, or it ignores an argument.
     """
     settings = config.prompts
     if settings.chat_template and not tokenizer.chat_template:
@@ -78,36 +82,115 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
         )
 
     def source(records: Records, shuffle_seed: int | None) -> PromptSource:
-        return PromptSource(
-            records,
-            tokenizer,
-            shuffle_seed=shuffle_seed,
-            chat_template=settings.chat_template,
-            max_prompt_tokens=settings.max_prompt_tokens,
-        )
+        return PromptSource(records, tokenizer, shuffle_seed=shuffle_seed, settings=settings)
 
     train = source(files.train, config.seed)
+    train.conversation.check_args("prompts.template_args", settings.template_args)
     return Sources(train, {name: source(records, None) for name, records in files.heldout.items()})
 
 
-def check_sample(config: RunConfig, sources: Sources) -> str | None:
+def check_sample(config: RunConfig, sources: Sources) -> list[str]:
     """Tokenizes some prompts, the longest texts among them.
 
     Returns:
-        What was left out, for people; None if that is nothing.
+        Remarks for people: what is left out of the run, and what was not looked at.
 
     Raises:
         ConfigError: one is too long, or the chat template fails on it.
     """
-    every = sources.by_key.values()
-    chosen = [source.records.sample(SAMPLE) for source in every]
-    _check(config, sources, chosen)
-    return left_out(chosen, list(every), "prompts", "anything is sampled")
+    every = sources.by_key
+    chosen = {
+        key: sorted({*source.records.sample(SAMPLE), *source.records.bad})
+        for key, source in every.items()
+    }
+    found = examine(sources, chosen)
+    _check_system(config.prompts.system, sources.train)
+    bad = dict(found["prompts.train"].bad)
+    rows = [row for row in chosen["prompts.train"] if row not in bad]
+    _check_columns(config.prompts.columns, [sources.train.records[row] for row in rows])
+    check_lengths(
+        config, found["prompts.train"].longest, max(each.longest for each in found.values())
+    )
+    for key, each in found.items():
+        if len(each.bad) == every[key].num_rows:
+            raise ConfigError(f"{key}: no row can be used; the first: {each.bad[0][1]}")
+    said = [
+        f"{key}: {len(each.bad):,} of {len(chosen[key]):,} rows that were looked at cannot be used "
+        f"and are left out; the first: {each.bad[0][1]}"
+        for key, each in found.items()
+        if each.bad
+    ]
+    rest = left_out(
+        list(chosen.values()), [source.records for source in every.values()], "prompts",
+        "anything is sampled",
+    )  # fmt: skip
+    return [*said, rest] if rest else said
 
 
-def check_share(config: RunConfig, sources: Sources, rank: int, size: int) -> None:
-    """Tokenizes the prompts that this one of the rollout tasks has to look at; raises likewise."""
-    _check(config, sources, [range(rank, len(source), size) for source in sources.by_key.values()])
+def _check_system(system: str, source: PromptSource) -> None:
+    if not system:
+        return
+    first = source.first()
+    text = source.conversation.text(first.where, first.messages, first.tools, first.template_args)
+    is_asked = any(message["content"] == system for message in first.messages)
+    if is_asked and system.strip() not in text:
+        raise ConfigError(
+            "prompts.system: the chat template leaves system messages out; write the text into "
+            "prompts.user, or use another template"
+        )
+
+
+def _check_columns(columns: Columns, records: Sequence[Record]) -> None:
+    """A field that a row may lack, and that the job names, is there in one of them."""
+    found = {
+        "tools": any(record.tools is not None for record in records),
+        "source": any(record.source for record in records),
+    }
+    for key, is_there in found.items():
+        name = getattr(columns, key)
+        if not is_there and name != getattr(Columns(), key) and records:
+            there = ", ".join([columns.prompt, columns.answer, *records[0].metadata])
+            raise ConfigError(
+                f"prompts.columns.{key} = {name!r}: none of the {len(records):,} rows that were "
+                f"looked at has it; the first has {there}"
+            )
+
+
+def examine(sources: Sources, rows: Mapping[str, Sequence[int]]) -> dict[str, Examined]:
+    """Tokenizes rows of every file.
+
+    Args:
+        sources: the prompts.
+        rows: by the key that names the file.
+
+    Returns:
+        What was found, by key.
+
+    Raises:
+        ConfigError: a row cannot be used, and may not be skipped.
+    """
+    found = {}
+    for key, source in sources.by_key.items():
+        try:
+            found[key] = source.examine(rows[key])
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    return found
+
+
+def overlap_of(config: RunConfig, files: Files, most: int | None = None) -> Overlap:
+    """Looks for prompts that are in the data twice, and held-out ones that are trained on.
+
+    Args:
+        config: the run.
+        files: of it.
+        most: training prompts to look at; None is all.
+    """
+    used = {
+        name: (records, min(config.eval[name].num_prompts, len(records)))
+        for name, records in files.heldout.items()
+    }
+    return overlap.find(files.train, used, most)
 
 
 def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None:
@@ -155,13 +238,3 @@ def _budgets(config: RunConfig) -> dict[str, int]:
     """Tokens of the longest row that each of those who read it takes, by section of the job."""
     readers = (config.actor, config.reference_megatron)
     return {each.section: each.tokens_per_micro_batch for each in readers}
-
-
-def _check(config: RunConfig, sources: Sources, chosen: Sequence[Sequence[int]]) -> None:
-    lengths = []
-    for (key, source), indices in zip(sources.by_key.items(), chosen, strict=True):
-        try:
-            lengths.append(source.longest(indices))
-        except ConfigError as error:
-            raise ConfigError(f"{key}: {error}") from None
-    check_lengths(config, lengths[0], max(lengths))

@@ -11,10 +11,11 @@ from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.rollout import build as rollout_task
-from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout import prompt_check, row_check
 from relax_hpc.roles.rollout.loop import Task
 from relax_hpc.roles.rollout.prompt_check import Files
 
@@ -34,6 +35,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     class Source:
         def __init__(self, path, tokenizer, **settings):
             self.path, self.tokenizer = str(path), tokenizer
+            self.conversation = Conversation(tokenizer, chat_template=False)
             journal.note(self.path, settings)
 
         def __len__(self):
@@ -74,7 +76,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())
     paths, producer = RunPaths(tmp_path), "the producer"
     asyncio.run(rollout_task._loop(settings, paths, 1, own, sources, producer, Events()))
-    each = {"chat_template": False, "max_prompt_tokens": 70}
+    each = {"settings": settings.prompts}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
         ("heldout", each | {"shuffle_seed": None}),
@@ -173,8 +175,8 @@ def rolled_out(tmp_path, monkeypatch):
     async def loop(config, paths, number, own, sources, producer, events):
         made.update(number=number, own=own, sources=sources)
 
-    def check_share(config, sources, rank, size):
-        Host.journal.note("checked", sources, rank, size)
+    def settle(config, paths, sources, share):
+        Host.journal.note("checked", sources, *share)
 
     monkeypatch.setattr(Host, "journal", Journal())
     monkeypatch.setattr(rollout_task, "EngineHost", Host)
@@ -183,7 +185,7 @@ def rolled_out(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_task.tokenizers, "load", lambda path: f"tokenizer of {path}")
     monkeypatch.setattr(prompt_check, "read", lambda config: "the files")
     monkeypatch.setattr(prompt_check, "sources_of", lambda _, *files: files)
-    monkeypatch.setattr(prompt_check, "check_share", check_share)
+    monkeypatch.setattr(row_check, "settle", settle)
 
     def run(rank, **settings):
         context = TaskContext("rollout", rank, 4, 0, attempt="7.0", start=3, node="n2")

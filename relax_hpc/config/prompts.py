@@ -1,0 +1,78 @@
+"""Prompts of a run: where they are, and what a row of data becomes."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from relax_hpc.sections import PassThrough, Positive, Section, UserPath
+
+TAKEN = frozenset({
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+    "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict",
+    "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+})  # fmt: skip
+"""Arguments of a chat template that are said by us, or are none."""
+
+
+def _with_prompt(text: str) -> str:
+    if "{prompt}" not in text:
+        raise ValueError("leaves the prompt out; write {prompt} where it is to stand")
+    return text
+
+
+def _untaken(args: dict[str, Any]) -> dict[str, Any]:
+    if taken := sorted(TAKEN & args.keys()):
+        raise ValueError(f"{taken[0]} is said by the run itself; remove it")
+    return args
+
+
+_Name = Annotated[str, Field(min_length=1)]
+
+
+class Columns(Section):
+    """Names of the fields of a row; "reward_model.ground_truth" is a field within another."""
+
+    prompt: _Name = "prompt"
+    """Field with the prompt: text or chat messages. A dot leads into an object, as in
+    "extra.question"."""
+    answer: _Name = "answer"
+    """Field with the answer that the reward compares with; text."""
+    tools: _Name = "tools"
+    """Field with the tools of the prompt, in the form that chat templates take; a row may lack it.
+    """
+    source: _Name = "source"
+    """Field with the name of the data set that a row is from; a row may lack it."""
+
+
+class PromptsConfig(Section):
+    train: UserPath
+    """JSON lines, each with a prompt (text or chat messages) and an answer."""
+    chat_template: bool = True
+    """Render prompts with the tokenizer's chat template."""
+    template_args: Annotated[PassThrough, AfterValidator(_untaken)] = {}
+    """Arguments for the chat template, e.g. {enable_thinking = false}. The field `template_args` of
+    a row, an object, goes before them."""
+    system: str = ""
+    """Text of a system message that is put in front of prompts that have none."""
+    user: Annotated[str, AfterValidator(_with_prompt)] = "{prompt}"
+    """Text that is asked in place of a prompt, or of the last user message of one; {prompt} in it
+    is that text."""
+    assistant_prefix: str = ""
+    """Text with which every answer of the policy begins, e.g. "<think>\\n". It belongs to the
+    prompt: it is not sampled, not trained on, and no part of the response."""
+    max_prompt_tokens: Positive = 1024
+    """A longer prompt cannot be used."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """Fate of a row that is malformed, empty or too long. error: the job is refused, or ends before
+    anything is sampled. skip: the row is left out from the start, and listed in left_out.jsonl."""
+    columns: Columns = Columns()
+
+    @model_validator(mode="after")
+    def _messages_are_rendered(self) -> Self:
+        needs = {"system": self.system, "template_args": self.template_args}
+        if named := [name for name, value in needs.items() if value and not self.chat_template]:
+            raise ValueError(
+                f"{named[0]} needs chat_template = true; use `user` for text around plain "
+                "prompts, or remove it"
+            )
+        return self

@@ -1,0 +1,258 @@
+"""Prompts that a file has twice, and held-out prompts that are trained on."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.prompts.record import Record
+
+WORDS = 13
+"""Words in a row that two prompts of different origin hardly share."""
+COMMON = 0.1
+"""Part of a set's prompts that share words which are a preamble, and tell nothing."""
+_CHUNK = 1024
+_EXAMPLES = 3
+_EACH_IS_A_WORD = "\u3040-\u30ff\u3400-\u9fff"
+"""Letters of scripts without spaces."""
+_WORD = re.compile(rf"[{_EACH_IS_A_WORD}]|[^\W{_EACH_IS_A_WORD}]+")
+_Hashes = npt.NDArray[np.uint64]
+_Numbers = npt.NDArray[np.int64]
+
+
+class Prompts(Protocol):
+    """A part of the data."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Record:
+        """Raises:
+        ConfigError: the row is left out of the run.
+        """
+        ...
+
+    def where(self, index: int) -> str:
+        """File and line."""
+        ...
+
+
+class Found(NamedTuple):
+    """Prompts that are elsewhere, too."""
+
+    num_prompts: int = 0
+    examples: Sequence[tuple[str, str]] = ()
+    """File and line of the first of them, and of what each is like."""
+
+
+class SetOverlap(NamedTuple):
+    """Overlap of a held-out set with the training prompts."""
+
+    num_prompts: int
+    same: Found
+    """Prompts that are training prompts; white space does not count."""
+    alike: Found
+    """Further ones of which `WORDS` words in a row are in a training prompt."""
+
+
+class Overlap(NamedTuple):
+    num_train: int
+    """Training prompts that were looked at, from the first on."""
+    of_train: int
+    """Training prompts that there are."""
+    repeated: Found
+    """Training prompts that are there before."""
+    sets: Mapping[str, SetOverlap]
+    """Held-out sets by name."""
+
+
+class _Heldout:
+    """Hashes of the prompts of all held-out sets, one after the other."""
+
+    def __init__(self, sets: Mapping[str, tuple[Prompts, int]]) -> None:
+        self.texts: list[_Hashes] = []
+        grams, rows, first = [_no_hashes()], [np.zeros(0, np.int64)], 0
+        for prompts, count in sets.values():
+            hashes, found, places = _no_hashes(count), [_no_hashes()], [np.zeros(0, np.int64)]
+            for start, texts in _chunks(prompts, count):
+                hashes[start : start + len(texts)] = _text_hashes(texts)
+                of_chunk, owners = _grams(texts)
+                found.append(of_chunk)
+                places.append(owners + start)
+            own, places_of = _telling(np.concatenate(found), np.concatenate(places), count)
+            self.texts.append(hashes)
+            grams.append(own)
+            rows.append(places_of + first)
+            first += count
+        order = np.argsort(np.concatenate(grams), kind="stable")
+        self.rows = np.concatenate(rows)[order]
+        """[pairs] prompt that has a gram, sorted by gram."""
+        self.grams, starts = np.unique(np.concatenate(grams)[order], return_index=True)
+        self.bounds = np.append(starts, len(order))
+        self.met = np.full(first, -1, np.int64)
+        """[prompts] first training prompt with a gram of each; -1 without one."""
+
+    def meet(self, grams: _Hashes, owners: _Numbers) -> None:
+        """Notes which of these are of training prompts that come after those before."""
+        if not len(self.grams) or not len(grams):
+            return
+        places = np.searchsorted(self.grams, grams).clip(max=len(self.grams) - 1)
+        hits = np.flatnonzero(self.grams[places] == grams)
+        for hit in hits.tolist():
+            rows = self.rows[self.bounds[places[hit]] : self.bounds[places[hit] + 1]]
+            self.met[rows] = np.where(self.met[rows] < 0, owners[hit], self.met[rows])
+
+
+def find(
+    train: Prompts, sets: Mapping[str, tuple[Prompts, int]], most: int | None = None
+) -> Overlap:
+    """Looks for prompts that are in the data more than once.
+
+    Args:
+        train: of the run.
+        sets: held-out prompts by name of the set, and how many of them are used.
+        most: training prompts to look at; None is all.
+    """
+    count = len(train) if most is None else min(most, len(train))
+    heldout, hashes = _Heldout(sets), _no_hashes(count)
+    for start, texts in _chunks(train, count):
+        hashes[start : start + len(texts)] = _text_hashes(texts)
+        grams, owners = _grams(texts)
+        heldout.meet(grams, owners + start)
+    order = np.argsort(hashes, kind="stable")
+    overlaps, first = {}, 0
+    for (name, (prompts, used)), own in zip(sets.items(), heldout.texts, strict=True):
+        same, met = _first_of(hashes, order, own), heldout.met[first : first + used]
+        alike = np.where(same < 0, met, -1)
+        overlaps[name] = SetOverlap(
+            used, _found(prompts, same, train), _found(prompts, alike, train)
+        )
+        first += used
+    repeated = _first_of(hashes, order, hashes)
+    repeated[repeated == np.arange(count)] = -1
+    return Overlap(count, len(train), _found(train, repeated, train), overlaps)
+
+
+def to_json(found: Overlap) -> dict[str, Any]:
+    """The figures by name."""
+    sets = {
+        name: {
+            "num_prompts": each.num_prompts,
+            "same": each.same._asdict(),
+            "alike": each.alike._asdict(),
+        }
+        for name, each in found.sets.items()
+    }
+    return found._asdict() | {"repeated": found.repeated._asdict(), "sets": sets}
+
+
+def lines(found: Overlap, num_examples: int = _EXAMPLES) -> list[str]:
+    """Says what was found, for people; nothing if that is nothing."""
+    said = []
+    if found.repeated.num_prompts:
+        said.append(
+            f"prompts.train: {found.repeated.num_prompts:,} of {found.num_train:,} prompts are "
+            f"there before, {_shown(found.repeated, num_examples)}"
+        )
+    for name, each in found.sets.items():
+        head = f"eval.{name}: {{:,}} of {each.num_prompts:,} prompts"
+        if each.same.num_prompts:
+            same = head.format(each.same.num_prompts)
+            said.append(f"{same} are trained on, {_shown(each.same, num_examples)}")
+        if each.alike.num_prompts:
+            alike = head.format(each.alike.num_prompts)
+            said.append(
+                f"{alike} have {WORDS} words in a row with a training prompt in common, "
+                f"{_shown(each.alike, num_examples)}"
+            )
+    if found.num_train < found.of_train:
+        said.append(
+            f"repeated and held-out prompts were looked for in the first {found.num_train:,} of "
+            f"{found.of_train:,} training prompts; relax-hpc data looks at all"
+        )
+    return said
+
+
+def _shown(found: Found, num_examples: int) -> str:
+    examples = found.examples[:num_examples]
+    return "e.g. " + "; ".join(f"{one} as {other}" for one, other in examples)
+
+
+def _found(prompts: Prompts, like: _Numbers, train: Prompts) -> Found:
+    """Args:
+    prompts: that are somewhere else.
+    like: [prompts] number of the training prompt that each is like; -1 for none.
+    train: where that is.
+    """
+    places = np.flatnonzero(like >= 0)
+    first = places[:_EXAMPLES].tolist()
+    return Found(len(places), [(prompts.where(n), train.where(int(like[n]))) for n in first])
+
+
+def _first_of(hashes: _Hashes, order: _Numbers, asked: _Hashes) -> _Numbers:
+    """Where each of `asked` is in `hashes` for the first time, which `order` sorts; -1 if not."""
+    if not len(hashes):
+        return np.full(len(asked), -1, np.int64)
+    places = np.searchsorted(hashes, asked, sorter=order).clip(max=len(hashes) - 1)
+    first = order[places]
+    return np.where(hashes[first] == asked, first, -1)
+
+
+def _chunks(prompts: Prompts, count: int) -> Iterator[tuple[int, list[str]]]:
+    for start in range(0, count, _CHUNK):
+        stop = min(start + _CHUNK, count)
+        yield start, [_text(prompts, index) for index in range(start, stop)]
+
+
+def _text(prompts: Prompts, index: int) -> str:
+    try:
+        record = prompts[index]
+    except ConfigError:  # a row that is left out
+        return f"\0{prompts.where(index)}"
+    if isinstance(record.prompt, str):
+        return record.prompt
+    asked = (each["content"] for each in record.prompt if each["role"] != "system")
+    return "\n".join(asked)
+
+
+def _text_hashes(texts: Sequence[str]) -> _Hashes:
+    import xxhash
+
+    plain = (" ".join(text.split()).encode() for text in texts)
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, plain), np.uint64, len(texts))
+
+
+def _grams(texts: Sequence[str]) -> tuple[_Hashes, _Numbers]:
+    """Hashes of the words in a row of each text, and the number of the text."""
+    import xxhash
+
+    words = [_WORD.findall(text.lower()) for text in texts]
+    counts = [len(each) for each in words]
+    total = sum(counts)
+    every = (xxhash.xxh3_64_intdigest(word.encode()) for each in words for word in each)
+    hashes = np.fromiter(every, np.uint64, total)
+    owners = np.repeat(np.arange(len(texts)), counts)
+    windows = max(total - WORDS + 1, 0)
+    sums = _no_hashes(windows)
+    for place in range(WORDS):  # wraps; an odd factor for each place tells orders apart
+        factor = np.uint64(xxhash.xxh3_64_intdigest(bytes([place])) | 1)
+        sums += hashes[place : place + windows] * factor
+    within = owners[:windows] == owners[total - windows :]
+    return sums[within], owners[:windows][within]
+
+
+def _telling(grams: _Hashes, rows: _Numbers, count: int) -> tuple[_Hashes, _Numbers]:
+    """Pairs of gram and prompt, each once, without grams that many of the prompts have."""
+    order = np.lexsort((rows, grams))
+    grams, rows = grams[order], rows[order]
+    is_new = np.ones(len(grams), bool)
+    is_new[1:] = (grams[1:] != grams[:-1]) | (rows[1:] != rows[:-1])
+    grams, rows = grams[is_new], rows[is_new]
+    _, inverse, counts = np.unique(grams, return_inverse=True, return_counts=True)
+    few = counts[inverse] <= max(2, COMMON * count)
+    return grams[few], rows[few]
+
+
+def _no_hashes(count: int = 0) -> _Hashes:
+    return np.zeros(count, np.uint64)

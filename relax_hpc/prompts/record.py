@@ -1,0 +1,140 @@
+"""A row of data -> what is asked, and what is known of it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from relax_hpc.config.prompts import TAKEN, PromptsConfig
+from relax_hpc.errors import ConfigError, shown
+from relax_hpc.prompts.rows import Row, is_list_of_objects
+from relax_hpc.prompts.template import Message
+
+TEMPLATE_ARGS = "template_args"
+_MOST_NAMES = 20
+_MISSING = object()
+
+
+class Record(NamedTuple):
+    """A row as a prompt, before it is tokenized."""
+
+    prompt: str | list[Message]
+    """Text, or a conversation; with `prompts.user` and `prompts.system`."""
+    answer: str
+    tools: list[Message] | None = None
+    """Tools in the form that chat templates take."""
+    source: str = ""
+    """Name of the data set that it is from, of several."""
+    metadata: Mapping[str, Any] = {}
+    """The further fields."""
+    template_args: Mapping[str, Any] = {}
+    """Arguments of the chat template: the job's, and above them the row's."""
+
+    @property
+    def size(self) -> int:
+        """Characters of the prompt."""
+        if isinstance(self.prompt, str):
+            return len(self.prompt)
+        return sum(len(message["content"]) for message in self.prompt)
+
+
+def read_record(row: Row, settings: PromptsConfig) -> Record:
+    """Makes a record of a row.
+
+    Raises:
+        ConfigError: a field is missing or of a wrong type, or the prompt is empty; names file, line
+            and field.
+    """
+    where, fields, columns = row.where, row.fields, settings.columns
+    prompt, answer = (_needed(row, key, getattr(columns, key)) for key in ("prompt", "answer"))
+    if not (isinstance(prompt, str) or _is_chat(prompt)):
+        raise ConfigError(
+            f"{where}: {columns.prompt} = {shown(prompt)}: must be text, or messages of role and "
+            "content"
+        )
+    if not isinstance(answer, str):
+        quoted = f'write "{answer}"' if isinstance(answer, int | float) else "write it as text"
+        raise ConfigError(f"{where}: {columns.answer} = {shown(answer)}: must be text; {quoted}")
+    tools, source = (_field(fields, name) for name in (columns.tools, columns.source))
+    tools, source = (None if tools is _MISSING else tools, "" if source is _MISSING else source)
+    if not (tools is None or is_list_of_objects(tools)):
+        raise ConfigError(f"{where}: {columns.tools} = {shown(tools)}: must be a list of objects")
+    if not isinstance(source, str):
+        raise ConfigError(f"{where}: {columns.source} = {shown(source)}: must be text")
+    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
+    if not any(text.strip() for text in texts):
+        raise ConfigError(f"{where}: the prompt is empty; write one, or remove the line")
+    used = {columns.prompt, columns.answer, columns.tools, columns.source, TEMPLATE_ARGS}
+    metadata = {key: value for key, value in fields.items() if key not in used}
+    asked = _asked(prompt, settings)
+    return Record(asked, answer, tools, source, metadata, _template_args(row, settings))
+
+
+def _needed(row: Row, key: str, column: str) -> Any:  # noqa: ANN401
+    found = _field(row.fields, column)
+    if found is _MISSING:
+        names = list(_names(row.fields))
+        more = ", ..." if names[_MOST_NAMES:] else ""
+        there = ", ".join(names[:_MOST_NAMES]) + more or "nothing"
+        raise ConfigError(
+            f"{row.where}: has no {column}; it has {there}; set prompts.columns.{key} to the field "
+            f"that is the {key}"
+        )
+    return found
+
+
+def _field(fields: Mapping[str, Any], column: str) -> Any:  # noqa: ANN401
+    if column in fields:
+        return fields[column]
+    found: Any = fields
+    for name in column.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return _MISSING
+        found = found[name]
+    return found
+
+
+def _names(fields: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in fields.items():
+        yield from [f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key]
+
+
+def _asked(prompt: str | list[Message], settings: PromptsConfig) -> str | list[Message]:
+    if isinstance(prompt, str):
+        text = settings.user.replace("{prompt}", prompt)
+        if not settings.system:
+            return text
+        messages = [{"role": "user", "content": text}]
+    else:
+        messages = list(prompt)
+        last = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=None)
+        if last is not None:
+            text = settings.user.replace("{prompt}", messages[last]["content"])
+            messages[last] = messages[last] | {"content": text}
+    has_own = any(message["role"] == "system" for message in messages)
+    if settings.system and not has_own:
+        messages.insert(0, {"role": "system", "content": settings.system})
+    return messages
+
+
+def _template_args(row: Row, settings: PromptsConfig) -> Mapping[str, Any]:
+    given = row.fields.get(TEMPLATE_ARGS, {})
+    if not isinstance(given, dict):
+        raise ConfigError(f"{row.where}: {TEMPLATE_ARGS} = {shown(given)}: must be an object")
+    if taken := sorted(TAKEN & given.keys()):
+        raise ConfigError(
+            f"{row.where}: {TEMPLATE_ARGS}.{taken[0]}: is said by the run itself; remove it"
+        )
+    if given and not settings.chat_template:
+        raise ConfigError(
+            f"{row.where}: {TEMPLATE_ARGS} needs prompts.chat_template = true; set it, or remove "
+            "the field"
+        )
+    return {**settings.template_args, **given}
+
+
+def _is_chat(prompt: object) -> bool:
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(isinstance(m, dict) and isinstance(m.get("role"), str)
+                and isinstance(m.get("content"), str) for m in prompt)
+    )  # fmt: skip

@@ -1,0 +1,141 @@
+"""Looks at all prompts when the job starts, and decides once which of them are left out.
+
+Each rollout task looks at a share of the rows and leaves what it found in a file; together the
+files say for all producers which rows there are. They are kept: whoever starts again reads them.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import ConfigError, PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts import tokenizer
+from relax_hpc.prompts.source import Examined
+from relax_hpc.records import read_json, write_json, write_text
+from relax_hpc.roles.rollout.prompt_check import Sources, check_lengths, examine
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+_LOOK_S = 0.2
+
+
+class Share(NamedTuple):
+    """A task's part of the rows."""
+
+    number: int
+    """0 to size - 1."""
+    size: int
+    """Tasks."""
+
+    def rows(self, num_rows: int) -> range:
+        """Rows that lie together, so that a file is read once by all tasks together."""
+        first, end = (num_rows * n // self.size for n in (self.number, self.number + 1))
+        return range(first, end)
+
+
+def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -> None:
+    """Looks at this task's share of the rows, and takes from the sources all that are left out.
+
+    Args:
+        config: the run.
+        paths: of it.
+        sources: the prompts; those that no run could use are left out of them afterwards.
+        share: this task's.
+
+    Raises:
+        ConfigError: a row cannot be used and none may be left out, or none is left.
+        PeerTimeoutError: another task did not look at its rows in time.
+    """
+    key = _key(config, sources, share.size)
+    own = _read(paths, share.number, key)
+    if own is None:
+        rows = {name: share.rows(source.num_rows) for name, source in sources.by_key.items()}
+        own = examine(sources, rows)
+        write_json(paths.prompt_rows(share.number), {"key": key, "found": own})
+    found = [own]
+    if config.prompts.bad_rows == "skip":
+        found = _of_all(config, paths, share, key, own)
+        _leave_out(paths, sources, found, is_first=share.number == 0)
+    longest = {
+        name: max(each[name].longest for each in found if name in each) for name in sources.by_key
+    }
+    check_lengths(config, longest["prompts.train"], max(longest.values()))
+
+
+def _of_all(
+    config: RunConfig, paths: RunPaths, share: Share, key: str, own: Mapping[str, Examined]
+) -> list[Mapping[str, Examined]]:
+    found: dict[int, Mapping[str, Examined]] = {share.number: own}
+    timeout_s = config.launch.peer_timeout_s
+    deadline = time.monotonic() + timeout_s
+    while missing := [number for number in range(share.size) if number not in found]:
+        for number in missing:
+            if (each := _read(paths, number, key)) is not None:
+                found[number] = each
+        if len(found) < share.size:
+            if time.monotonic() > deadline:
+                names = ", ".join(f"rollout-{n}" for n in missing if n not in found)
+                raise PeerTimeoutError(
+                    f"{names} did not look at its prompts in launch.peer_timeout_s = {timeout_s} "
+                    "s; its log says why"
+                )
+            time.sleep(_LOOK_S)
+    return [found[number] for number in range(share.size)]
+
+
+def _leave_out(
+    paths: RunPaths, sources: Sources, found: Sequence[Mapping[str, Examined]], *, is_first: bool
+) -> None:
+    listed = []
+    for name, source in sources.by_key.items():
+        bad = [each for part in found for each in part[name].bad]
+        try:
+            source.leave_out(dict(bad))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+        listed += [{"set": name, "row": row, "reason": reason} for row, reason in bad]
+        if bad and is_first:
+            log.warning(
+                "%s: %d of %d rows are left out, listed in %s; the first: %s",
+                name, len(bad), source.num_rows, paths.left_out, bad[0][1],
+            )  # fmt: skip
+    if is_first:
+        write_text(paths.left_out, "".join(f"{json.dumps(each)}\n" for each in listed))
+
+
+def _read(paths: RunPaths, number: int, key: str) -> Mapping[str, Examined] | None:
+    record = read_json(paths.prompt_rows(number))
+    if record is None or record["key"] != key:
+        return None
+    return {
+        name: Examined(longest, [(row, reason) for row, reason in bad])
+        for name, (longest, bad) in record["found"].items()
+    }
+
+
+def _key(config: RunConfig, sources: Sources, size: int) -> str:
+    """Changes with everything that what is found depends on."""
+    files = [file for source in sources.by_key.values() for file in source.records.files]
+    told: Any = [
+        _FORMAT,
+        size,
+        config.prompts.model_dump(mode="json"),
+        config.reward.name,
+        [[str(file), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files],
+        [_hash_of(config.model.path / name) for name in tokenizer.READ],
+    ]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+
+
+def _hash_of(file: Path) -> str:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return ""

@@ -1,0 +1,175 @@
+"""Rows that cannot be used: refused, or left out by all tasks alike, once and for all."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from relax_hpc.errors import ConfigError, PeerTimeoutError
+from relax_hpc.job_file import load
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts import tokenizer
+from relax_hpc.prompts.kept import Kept
+from relax_hpc.prompts.source import PromptSource
+from relax_hpc.roles.rollout import prompt_check, row_check
+from relax_hpc.roles.rollout.row_check import Share
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+BAD = {
+    1: "not JSON",
+    3: json.dumps({"prompt": " ", "answer": "2"}),
+    4: json.dumps({"question": "x", "answer": "2"}),
+    6: json.dumps({"prompt": "1" * 40, "answer": "2"}),
+    9: json.dumps({"prompt": "x", "answer": "two"}),
+}
+"""Row -> a line that is no prompt, of ten."""
+REASONS = (
+    "is not JSON",
+    "the prompt is empty",
+    "has no prompt; it has question, answer",
+    "the prompt has 46 tokens",
+    "answer = 'two': can never be matched",
+)
+SKIP = ["prompts.bad_rows=skip", "prompts.max_prompt_tokens=30"]
+
+
+@given(some.integers(0, 50).flatmap(lambda n: some.tuples(some.just(n), some.sets(
+    some.integers(0, max(n - 1, 0)), max_size=n))))  # fmt: skip
+def test_rows_that_are_kept_are_numbered_anew_without_a_gap(case):
+    num_rows, left_out = case
+    kept = Kept(num_rows, left_out)
+    assert [kept[index] for index in range(len(kept))] == sorted(set(range(num_rows)) - left_out)
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_a_number_beyond_the_rows_that_are_kept_is_none(index):
+    with pytest.raises(IndexError):
+        Kept(3, [1])[index]
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 10])
+@pytest.mark.parametrize("size", [1, 3, 8])
+def test_the_shares_of_all_tasks_are_all_rows_once(num_rows, size):
+    shares = [row for number in range(size) for row in Share(number, size).rows(num_rows)]
+    assert shares == list(range(num_rows))
+
+
+@pytest.fixture
+def data(job):
+    lines = [BAD.get(row, json.dumps(GOOD | {"level": row})) for row in range(10)]
+    Path("train.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return RunPaths(job / "run")
+
+
+def sources_of(config):
+    tokens = tokenizer.load(Path("model"))
+    return prompt_check.sources_of(config, prompt_check.read(config), tokens)
+
+
+def settled(config, paths, size):
+    """The prompts of each of several tasks that look at their rows at the same time."""
+    sources = [sources_of(config) for _ in range(size)]
+    tasks = [
+        threading.Thread(target=row_check.settle, args=(config, paths, each, Share(number, size)))
+        for number, each in enumerate(sources)
+    ]
+    for task in tasks:
+        task.start()
+    for task in tasks:
+        task.join()
+    return [each.train for each in sources]
+
+
+def test_all_tasks_leave_out_the_same_rows_and_list_them_with_reasons(data, caplog, monkeypatch):
+    config = load(Path("job.toml"), SKIP)
+    monkeypatch.setattr(logging.getLogger("relax_hpc"), "propagate", True)
+    first, second, third = settled(config, data, 3)
+    epochs = [
+        [source[n].index for n in range(2 * len(source))] for source in (first, second, third)
+    ]
+    assert epochs[0] == epochs[1] == epochs[2]
+    assert sorted(epochs[0][:5]) == sorted(epochs[0][5:]) == [0, 2, 5, 7, 8]
+    assert [first[n].metadata["level"] for n in range(5)] == epochs[0][:5]
+    listed = [json.loads(line) for line in data.left_out.read_text().splitlines()]
+    assert [(each["set"], each["row"]) for each in listed] == [
+        ("prompts.train", row) for row in sorted(BAD)
+    ]
+    for each, said in zip(listed, REASONS, strict=True):
+        assert each["reason"].startswith(f"train.jsonl, line {each['row'] + 1}: {said}")
+    assert "prompts.train: 5 of 10 rows are left out" in caplog.text
+
+
+def test_who_starts_again_reads_what_was_found_and_looks_at_nothing(data, monkeypatch):
+    config = load(Path("job.toml"), SKIP)
+    before = settled(config, data, 2)[0]
+    monkeypatch.delattr(PromptSource, "examine")
+    sources = sources_of(config)
+    row_check.settle(config, data, sources, Share(1, 2))
+    assert [sources.train[n].index for n in range(9)] == [before[n].index for n in range(9)]
+
+
+@pytest.mark.parametrize("change", ["data", "template", "settings", "tasks"])
+def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, monkeypatch, change):
+    config, size = load(Path("job.toml"), SKIP), 1
+    settled(config, data, size)
+    looked = []
+
+    def examine(source, rows):
+        looked.append(list(rows))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(PromptSource, "examine", examine)
+    sources = sources_of(config)
+    row_check.settle(config, data, sources, Share(0, 1))
+    assert looked == []
+    if change == "data":
+        with Path("train.jsonl").open("a") as file:
+            file.write(json.dumps(GOOD) + "\n")
+    elif change == "template":
+        with Path("model/chat_template.jinja").open("a") as file:
+            file.write(" ")
+    elif change == "settings":
+        config = load(Path("job.toml"), [*SKIP, "prompts.assistant_prefix=x"])
+    else:
+        size = 2
+    with pytest.raises(KeyboardInterrupt):
+        row_check.settle(config, data, sources_of(config), Share(0, size))
+
+
+def test_a_task_that_does_not_look_at_its_rows_is_named(data):
+    config = load(Path("job.toml"), [*SKIP, "launch.peer_timeout_s=1"])
+    with pytest.raises(PeerTimeoutError, match=r"rollout-0, rollout-2 did not look at its prompts"):
+        row_check.settle(config, data, sources_of(config), Share(1, 3))
+
+
+def test_a_file_of_nothing_but_bad_rows_is_refused_though_they_may_be_skipped(data):
+    Path("train.jsonl").write_text("no\n" * 3)
+    config = load(Path("job.toml"), SKIP)
+    with pytest.raises(
+        ConfigError, match=r"^prompts.train: no row can be used; the first: .*line 1"
+    ):
+        row_check.settle(config, data, sources_of(config), Share(0, 1))
+
+
+def test_without_leave_a_task_that_finds_a_bad_row_ends(data):
+    lines = [json.dumps(GOOD)] * 5 + [BAD[6]] + [json.dumps(GOOD)] * 4
+    Path("train.jsonl").write_text("\n".join(lines))
+    config = load(Path("job.toml"), ["prompts.max_prompt_tokens=30"])
+    row_check.settle(config, data, sources_of(config), Share(0, 2))  # waits for nobody
+    with pytest.raises(ConfigError, match=r"^prompts.train: .*line 6: the prompt has 46 tokens"):
+        row_check.settle(config, data, sources_of(config), Share(1, 2))
+
+
+def test_check_says_what_will_be_left_out(data):
+    config = load(Path("job.toml"), SKIP)
+    sources = sources_of(config)
+    [said] = prompt_check.check_sample(config, sources)
+    assert said.startswith(
+        "prompts.train: 5 of 10 rows that were looked at cannot be used and are left out; the "
+        "first: train.jsonl, line 2: is not JSON"
+    )
+    assert sources.train.first().index == 0
