@@ -43,6 +43,7 @@ class BuiltIn(NamedTuple):
 _HERE = "relax_hpc.rewards.functions"
 REWARDS: dict[str, BuiltIn] = {
     "boxed_number": BuiltIn(f"{_HERE}.boxed_number"),
+    "code": BuiltIn(f"{_HERE}.code"),
     "dapo": BuiltIn(f"{_HERE}.dapo"),
     "deepscaler": BuiltIn(f"{_HERE}.deepscaler"),
     "exact": BuiltIn(f"{_HERE}.exact"),
@@ -51,12 +52,15 @@ REWARDS: dict[str, BuiltIn] = {
     "geometry3k": BuiltIn(f"{_HERE}.geometry3k"),
     "gpqa": BuiltIn(f"{_HERE}.multiple_choice"),
     "gsm8k": BuiltIn(f"{_HERE}.gsm8k"),
+    "ifbench": BuiltIn(f"{_HERE}.ifbench"),
+    "ifeval": BuiltIn(f"{_HERE}.ifeval"),
     "iou": BuiltIn(f"{_HERE}.iou"),
     "length": BuiltIn(f"{_HERE}.length"),
     "math": BuiltIn(f"{_HERE}.math"),
     "multiple_choice": BuiltIn(f"{_HERE}.multiple_choice"),
     "openr1mm": BuiltIn(f"{_HERE}.openr1mm"),
     "random": BuiltIn(f"{_HERE}.random"),
+    "remote": BuiltIn(f"{_HERE}.remote"),
     "repetition": BuiltIn(f"{_HERE}.repetition"),
 }
 RENAMED = {"coin": "random"}

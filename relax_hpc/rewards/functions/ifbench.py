@@ -66,11 +66,6 @@ def check(*, registry: str = REGISTRY, **_: object) -> None:
         raise ConfigError(f"registry = {registry!r}: has no INSTRUCTION_DICT; name IFBench's own")
 
 
-def can_match(answer: str) -> bool:
-    """Every answer will do: none is looked at."""
-    return True
-
-
 def _text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """Returns the last message of the user."""
     if isinstance(prompt, str):

@@ -40,6 +40,12 @@ def test_all_tests_count_or_the_fraction_that_passes():
     assert scored(echo, THIRDS, all_or_nothing=False) == pytest.approx(2 / 3)
 
 
+def test_a_program_that_says_what_is_right_and_fails_has_not_passed():
+    tests = {"inputs": ["1"], "outputs": ["1"]}
+    assert scored("print(input())", tests) == 1
+    assert scored("print(input())\n1 / 0", tests) == 0
+
+
 def test_the_answer_has_the_tests_where_the_metadata_has_none():
     assert scored("print(input())", None, json.dumps(THIRDS), all_or_nothing=False) > 0.6
     assert scored("print(2)", None, "assert True") == 1
