@@ -55,6 +55,10 @@ Data = Annotated[list[UserPath], BeforeValidator(_listed), Field(min_length=1)]
 """One name, or a list of them, as `prompts.files` opens them."""
 
 
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+"""Pattern of the name of a folder."""
+
+
 class Section(BaseModel):
     model_config = SETTINGS
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from relax_hpc.sections import PassThrough, Positive, Section, UserPath
+from relax_hpc.sections import NAME, Data, Number, PassThrough, Positive, Section
 
 TAKEN = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
@@ -44,9 +44,22 @@ class Columns(Section):
     """Field with the name of the data set that a row is from; a row may lack it."""
 
 
+class SourceConfig(Section):
+    """One of several sources of prompts."""
+
+    path: Data
+    """Names of the data, as in `prompts.train`."""
+    weight: Annotated[Number, Field(gt=0)] = 1.0
+    """Its part of the prompts, beside the weights of the others. Exact in every 1,000 prompts."""
+
+
 class PromptsConfig(Section):
-    train: UserPath
-    """JSON lines, each with a prompt (text or chat messages) and an answer."""
+    train: Data = []
+    """Data with a prompt (text or chat messages) and an answer a row: a file of JSON lines or
+    Parquet, a folder, a pattern, `hf:owner/name:config/split`, or a list of them. Behind each a
+    slice may stand, as in "train.jsonl[100:]". Give this or `sources`."""
+    sources: dict[Annotated[str, Field(pattern=NAME, max_length=100)], SourceConfig] = {}
+    """Sources by name that are mixed by weight; each runs through epochs of its own."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template."""
     template_args: Annotated[PassThrough, AfterValidator(_untaken)] = {}
@@ -66,6 +79,17 @@ class PromptsConfig(Section):
     """Fate of a row that is malformed, empty or too long. error: the job is refused, or ends before
     anything is sampled. skip: the row is left out from the start, and listed in left_out.jsonl."""
     columns: Columns = Columns()
+
+    @property
+    def mixture(self) -> dict[str, SourceConfig]:
+        """The sources by name; that of `train` has none."""
+        return self.sources or {"": SourceConfig(path=self.train)}
+
+    @model_validator(mode="after")
+    def _data_is_named_once(self) -> Self:
+        if bool(self.train) == bool(self.sources):
+            raise ValueError("needs train or sources, and not both; name the data in one of them")
+        return self
 
     @model_validator(mode="after")
     def _messages_are_rendered(self) -> Self:

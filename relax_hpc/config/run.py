@@ -18,12 +18,10 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.schema import COLUMNS, columns_of
-from relax_hpc.sections import NonNegative, Number, Positive, Section, UserPath
+from relax_hpc.sections import NAME, Data, NonNegative, Number, Positive, Section, UserPath
 
 _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
-"""Pattern of the name of a folder."""
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds before a component, an engine or the scaler is started again: after its first failure,
 after its second, and so on; the last of them from then on."""
@@ -67,8 +65,8 @@ class BusConfig(Section):
 class EvalConfig(Section):
     """A set of prompts that nothing is trained on: scored before, during and after training."""
 
-    path: UserPath
-    """JSON lines, read as those of `prompts.train`."""
+    path: Data
+    """Data, named and read as `prompts.train`."""
     every: NonNegative = 20
     """Steps between evaluations; 0 evaluates before and after only."""
     num_prompts: Positive = 256

@@ -7,6 +7,7 @@ from typing import Any
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.demo import arithmetic, checkpoint
 from relax_hpc.demo.warm_start import Example, warm_start
+from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
 from relax_hpc.records import read_json, write_json
 
@@ -49,8 +50,9 @@ def make(
     checkpoint.save(folder / "untrained", model, tokens)
 
     def examples(file: str) -> list[Example]:
-        settings = PromptsConfig(train=folder / file)
-        source = PromptSource(settings.train, tokens, shuffle_seed=None, settings=settings)
+        settings = PromptsConfig(train=[folder / file])
+        records = Records(settings.mixture, settings)
+        source = PromptSource(records, tokens, shuffle_seed=None, settings=settings)
         prompts = map(source.prompt, range(len(source)))
         end = [tokens.eos_token_id]
         return [

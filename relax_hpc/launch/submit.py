@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from relax_hpc import permissions
 from relax_hpc.bus import layout
+from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
@@ -25,6 +26,7 @@ from relax_hpc.launch.profiles import PROFILES
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import RunPaths
+from relax_hpc.prompts import order
 from relax_hpc.records import write_json
 from relax_hpc.roles import table
 from relax_hpc.run_secret import RunSecret
@@ -157,12 +159,11 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
             name: pool.model_copy(update={"model": pool.model and pool.model.absolute()})
             for name, pool in config.engines.items()
         }
-        train = {"train": config.prompts.train.absolute()}
-        resolved |= {"rollout": rollout, "prompts": config.prompts.model_copy(update=train)}
+        resolved |= {"rollout": rollout, "prompts": _found_anywhere(config.prompts)}
         reward = absolute_place(config.reward.name)
         resolved["reward"] = config.reward.model_copy(update={"name": reward})
         resolved["eval"] = {
-            name: each.model_copy(update={"path": each.path.absolute()})
+            name: each.model_copy(update={"path": [absolute_data(path) for path in each.path]})
             for name, each in config.eval.items()
         }
         path = config.reference.path
@@ -188,6 +189,15 @@ def _with_resources(section: S, names: Sequence[str], resources: Resources) -> S
     else:
         changed = _with_resources(inner, names[1:], resources)
     return section.model_copy(update={names[0]: changed})
+
+
+def _found_anywhere(prompts: PromptsConfig) -> PromptsConfig:
+    sources = {
+        name: each.model_copy(update={"path": [absolute_data(path) for path in each.path]})
+        for name, each in prompts.sources.items()
+    }
+    train = [absolute_data(path) for path in prompts.train]
+    return prompts.model_copy(update={"train": train, "sources": sources})
 
 
 def _with_absolute_paths(section: SftConfig) -> Section:
@@ -222,7 +232,8 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
             folder.mkdir()
         write_json(paths.config, config.model_dump(mode="json"))
         if isinstance(config, RunConfig):
-            header = {"name": config.name, "seed": config.seed, **provenance()}
+            drawn = {"seed": config.seed, "order": order.VERSION}
+            header = {"name": config.name, **drawn, **provenance()}
             writers = table.sidecar_writers(config)
             layout.create(paths.bus, config.producers, header, sidecar_writers=writers)
 

@@ -1,18 +1,16 @@
-"""Prompt files, and the map from a prompt's ordinal in the run to the prompt."""
+"""The map from a prompt's ordinal in the run to the prompt."""
 
-import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.errors import ConfigError, shown
-from relax_hpc.prompts import rows
+from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.conversation import Conversation, as_messages
 from relax_hpc.prompts.kept import Kept
-from relax_hpc.prompts.record import Record, read_record
+from relax_hpc.prompts.order import Blocks, Order, Source
+from relax_hpc.prompts.record import Record
+from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.template import Message
 from relax_hpc.schema import Medium
 
@@ -20,85 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Records:
-    """A prompt file: JSON lines, read as the job's `prompts` say.
-
-    Raises:
-        ConfigError: missing, empty, not text, or a line that does not fit and may not be skipped;
-            names line and key.
-    """
-
-    def __init__(self, path: Path, settings: PromptsConfig) -> None:
-        self.files = [path]
-        self._skips = settings.bad_rows == "skip"
-        self._rows = rows.JsonLines(path, "name a file of JSON lines")
-        if not len(self._rows):
-            raise ConfigError(f"{path}: holds no prompts; JSON lines are expected")
-        self._bad: dict[int, ConfigError] = {}
-        self._records = [self._read(n, settings) for n in range(len(self._rows))]
-
-    def _read(self, index: int, settings: PromptsConfig) -> Record:
-        try:
-            return read_record(self._rows[index], settings)
-        except ConfigError as error:
-            if not self._skips:
-                raise
-            self._bad[index] = error
-            return Record("", "")
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, index: int) -> Record:
-        """Raises:
-        ConfigError: the row cannot be used.
-        """
-        if index in self._bad:
-            raise self._bad[index]
-        return self._records[index]
-
-    @property
-    def bad(self) -> Mapping[int, ConfigError]:
-        """Rows of which it is known already that they are skipped, and why."""
-        return self._bad
-
-    def where(self, index: int) -> str:
-        """File and line, for messages."""
-        return self._rows.where(index)
-
-    def check_answers(self, can_match: Callable[[str], bool], remedy: str) -> None:
-        """Refuses answers that no response could ever have, or lets their rows be skipped.
-
-        Args:
-            can_match: of an answer.
-            remedy: what an answer has to be.
-
-        Raises:
-            ConfigError: naming the first of them, and how many there are.
-        """
-        every = [n for n in range(len(self)) if n not in self._bad]
-        wrong = [n for n in every if not can_match(self._records[n].answer)]
-        said = {
-            n: f"{self.where(n)}: answer = {shown(self._records[n].answer)}: can never be matched; "
-            f"{remedy}, or remove the line"
-            for n in (wrong if self._skips else wrong[:1])
-        }
-        if said and not self._skips:
-            count = f"{len(wrong):,} of {len(self):,} answers are so"
-            raise ConfigError(f"{said[wrong[0]]} ({count if wrong[1:] else 'the only one'})")
-        self._bad |= {n: ConfigError(reason) for n, reason in said.items()}
-
-    def sample(self, count: int) -> list[int]:
-        """Chooses as `rows.sample`."""
-        return rows.sample([record.size for record in self._records], count)
-
-
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A prompt as an engine and an environment take it."""
 
     index: int
-    """Line of the file, 0-based, blank lines not counted."""
+    """Row of the data, 0-based, counted through all sources and files; blank lines are none."""
     token_ids: list[int]
     answer: str
     messages: list[Message] = field(default_factory=list)
@@ -125,7 +50,8 @@ class Examined(NamedTuple):
 
 
 class PromptSource:
-    """`source[ordinal]`: every prompt once per epoch, in an order that only the seed decides.
+    """`source[ordinal]`: every prompt once per epoch, in an order that only the seed decides; of
+    several sources each has its share and its own epochs.
 
     There is no cursor to save: whoever knows an ordinal, in whichever process and after whichever
     restart, gets the same prompt for it.
@@ -133,19 +59,18 @@ class PromptSource:
 
     def __init__(
         self,
-        records: Path | Records,
+        records: Records,
         tokenizer: "PreTrainedTokenizerBase",
         *,
         shuffle_seed: int | None,
         settings: PromptsConfig,
     ) -> None:
-        """Reads and checks the file, if that was not done; prompts are tokenized when asked for.
+        """Reads nothing: prompts are read and tokenized when they are asked for.
 
         Raises:
-            ConfigError: the file, or one of its lines, cannot be used.
+            ConfigError: the sources cannot be mixed.
         """
-        self.tokenizer = tokenizer
-        self.records = Records(records, settings) if isinstance(records, Path) else records
+        self.tokenizer, self.records = tokenizer, records
         self._settings = settings
         self.conversation = Conversation(
             tokenizer,
@@ -153,9 +78,8 @@ class PromptSource:
             assistant_prefix=settings.assistant_prefix,
         )
         self._shuffle_seed = shuffle_seed
-        self._kept = Kept(len(self.records))
-        self._order = lru_cache(maxsize=2)(self._draw_order)
-        self._tokenized: dict[int, list[int]] = {}
+        self._kept = Kept(len(records))
+        self._order = self._drawn()
 
     def __len__(self) -> int:
         """Prompts of an epoch."""
@@ -176,9 +100,9 @@ class PromptSource:
             ConfigError: none is left.
         """
         self._kept = Kept(self.num_rows, reasons)
-        self._order.cache_clear()
         if not len(self._kept):
             raise ConfigError(f"no row can be used; the first: {next(iter(reasons.values()))}")
+        self._order = self._drawn()
 
     def __getitem__(self, ordinal: int) -> Prompt:
         """The prompt of `ordinal` >= 0, which may be any number of epochs on.
@@ -186,19 +110,14 @@ class PromptSource:
         Raises:
             ConfigError: the prompt is longer than `max_prompt_tokens`.
         """
-        if ordinal < 0:
-            raise IndexError(f"prompt ordinals start at 0, not {ordinal}")
-        epoch, place = divmod(ordinal, len(self))
-        return self.prompt(self._kept[self._order(epoch)[place]])
+        return self.prompt(self._kept[self._order[ordinal]])
 
     def prompt(self, index: int) -> Prompt:
-        """The prompt on line `index` of the file; raises as `records[index]`."""
-        if index not in self._tokenized:
-            self._tokenized[index] = self._tokenize(index)
+        """The prompt of a row; raises as `records[index]`."""
         record = self.records[index]
         return Prompt(
             index,
-            self._tokenized[index],
+            self._tokenize(index, record),
             record.answer,
             messages=as_messages(record.prompt),
             tools=record.tools,
@@ -234,18 +153,25 @@ class PromptSource:
         longest, bad = 0, []
         for index in indices:
             try:
-                longest = max(longest, len(self._tokenize(index)))
+                longest = max(longest, len(self._tokenize(index, self.records[index])))
             except ConfigError as error:
                 if self._settings.bad_rows == "error":
                     raise
                 bad.append((index, str(error)))
         return Examined(longest, bad)
 
-    def _draw_order(self, epoch: int) -> list[int]:
-        return epoch_order(self._shuffle_seed, epoch, len(self))
+    def _drawn(self) -> Order:
+        sources, first = [], 0
+        for name, (blocks, window), weight in self.records.sources:
+            sizes = self._kept.sizes(blocks, first)
+            first += sum(blocks)
+            if not any(sizes):
+                raise ConfigError(f"source {name}: no row can be used; correct them, or remove it")
+            sources.append(Source(name, Blocks(sizes, window), weight))
+        return Order(sources, self._shuffle_seed)
 
-    def _tokenize(self, index: int) -> list[int]:
-        record, where = self.records[index], self.records.where(index)
+    def _tokenize(self, index: int, record: Record) -> list[int]:
+        where = self.records.where(index)
         if not self._settings.chat_template and not isinstance(record.prompt, str):
             raise ConfigError(f"{where}: is chat messages; set prompts.chat_template = true")
         messages = as_messages(record.prompt)
@@ -258,12 +184,3 @@ class PromptSource:
                 f"{self._settings.max_prompt_tokens}; raise it, or remove the line"
             )
         return ids
-
-
-def epoch_order(seed: int | None, epoch: int, count: int) -> list[int]:
-    """The numbers below `count` in the order of an epoch; without a seed they rise."""
-    order = list(range(count))
-    if seed is not None:
-        # A string seeds through SHA-512: stable across processes, unlike hash().
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-    return order

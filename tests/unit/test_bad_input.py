@@ -49,7 +49,7 @@ SETTINGS = {
     "run_root=job.toml/runs": "job.toml is not a folder",
     "run_root=/proc/runs": "choose a folder of yours that every node sees",
     "prompts.train=nowhere": "nowhere: no such file; name a file of JSON lines",
-    "eval.heldout.path=model": "model: is a folder; name a file of JSON lines",
+    "eval.heldout.path=model": "model: is a folder; name one that holds .jsonl",
     "prompts.max_prompt_tokens=2": "raise it, or remove the line",
     "engines.rollout.resources.time=soon": "resources.time = 'soon': is not a time limit; use",
 }
@@ -69,7 +69,7 @@ FILES = {
         b"\x89HDF\xff",
     ): "job.toml: is not UTF-8 text (invalid start byte); name a TOML file",
     ("job.toml", b"name: run"): "job.toml: is not TOML: Expected '=' after a key",
-    ("train.jsonl", b""): "train.jsonl: holds no prompts",
+    ("train.jsonl", b""): "train.jsonl: is empty; it has to hold a row",
     (
         "train.jsonl",
         b"\x89HDF\xff",

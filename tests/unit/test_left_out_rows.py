@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from relax_hpc.bus import layout
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.job_file import load
 from relax_hpc.paths import RunPaths
@@ -112,6 +113,26 @@ def test_who_starts_again_reads_what_was_found_and_looks_at_nothing(data, monkey
     assert [sources.train[n].index for n in range(9)] == [before[n].index for n in range(9)]
 
 
+def test_a_run_does_not_go_on_with_another_number_of_rows(data):
+    config = load(Path("job.toml"), SKIP)
+    settled(config, data, 1)
+    with Path("train.jsonl").open("a") as file:
+        file.write(json.dumps(GOOD) + "\n")
+    with pytest.raises(ConfigError, match=r"prompts.train: has 11 rows, the run was begun with 10"):
+        row_check.settle(config, data, sources_of(config), Share(0, 1))
+
+
+@pytest.mark.parametrize("header", [{}, {"order": 3}])
+def test_a_run_that_was_begun_in_another_order_is_refused(tmp_path, header):
+    paths = RunPaths(tmp_path).bus
+    layout.create(paths, ["rollout-0"], header)
+    said = (
+        f"begun in order {header.get('order', 1)} of the prompts, this relax-hpc has order 2; use"
+    )
+    with pytest.raises(ConfigError, match=said):
+        row_check.check_order(paths)
+
+
 @pytest.mark.parametrize("change", ["data", "template", "settings", "tasks"])
 def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, monkeypatch, change):
     config, size = load(Path("job.toml"), SKIP), 1
@@ -127,8 +148,8 @@ def test_what_was_found_is_not_used_for_other_data_templates_or_settings(data, m
     row_check.settle(config, data, sources, Share(0, 1))
     assert looked == []
     if change == "data":
-        with Path("train.jsonl").open("a") as file:
-            file.write(json.dumps(GOOD) + "\n")
+        text = Path("train.jsonl").read_text()
+        Path("train.jsonl").write_text(text.replace("1+1=", "11+1="))
     elif change == "template":
         with Path("model/chat_template.jinja").open("a") as file:
             file.write(" ")

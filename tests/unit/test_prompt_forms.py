@@ -14,6 +14,7 @@ from relax_hpc.environments.session import Session
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import load
 from relax_hpc.prompts.record import read_record
+from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.rows import Row
 from relax_hpc.prompts.source import PromptSource
 from relax_hpc.prompts.template import Template
@@ -43,7 +44,9 @@ def read(fields, **settings):
 def source(path, tokens, *rows, **settings):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = PromptsConfig(train=path, **settings)
-    return PromptSource(path, tokens, shuffle_seed=None, settings=settings)
+    records = Records(settings.mixture, settings)
+    records.read()
+    return PromptSource(records, tokens, shuffle_seed=None, settings=settings)
 
 
 def test_columns_have_the_names_that_the_data_gives_them_and_the_others_are_metadata():

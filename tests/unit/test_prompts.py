@@ -6,6 +6,7 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.demo import arithmetic, checkpoint
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts import tokenizer
+from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
 
 
@@ -21,7 +22,9 @@ def lines(path, *records):
 
 def source(path, tokens, shuffle_seed=0, **changes):
     settings = PromptsConfig(train=path, **({"max_prompt_tokens": 64} | changes))
-    return PromptSource(path, tokens, shuffle_seed=shuffle_seed, settings=settings)
+    records = Records(settings.mixture, settings)
+    records.read()
+    return PromptSource(records, tokens, shuffle_seed=shuffle_seed, settings=settings)
 
 
 @pytest.fixture
@@ -120,8 +123,8 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no prompts"),
-        (b"\n \n", "holds no prompts"),
+        (b"", "is empty; it has to hold a row"),
+        (b"\n \n", "is empty; it has to hold a row"),
         (b"\x89PNG\xff\x00", "not UTF-8"),
         (GOOD + b"{prompt\n", "line 2: is not JSON"),
         (GOOD + b"\n[1]\n", "line 3: is not an object"),

@@ -53,9 +53,10 @@ def _host(
     slots: Sequence[Slot],
     events: EventWriter,
 ) -> None:
+    row_check.check_order(paths.bus)
     number = context.rank // config.rollout_pool.nodes_per_engine
     sources = prompt_check.sources_of(
-        config, prompt_check.read(config), tokenizers.load(config.model.path)
+        config, prompt_check.open_files(config), tokenizers.load(config.model.path)
     )
     hostings = [hosting_of(config, slot) for slot in slots]
     with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:

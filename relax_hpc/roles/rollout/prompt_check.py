@@ -5,18 +5,18 @@ rollout tasks tokenize all of them before anything is sampled.
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from relax_hpc.config.prompts import Columns
+from relax_hpc.config.prompts import Columns, SourceConfig
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.prompts import overlap
 from relax_hpc.prompts.overlap import Overlap
 from relax_hpc.prompts.record import Record
+from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.rows import SAMPLE, left_out
-from relax_hpc.prompts.source import Examined, PromptSource, Records
+from relax_hpc.prompts.source import Examined, PromptSource
 from relax_hpc.rewards.registry import REWARDS
 
 if TYPE_CHECKING:
@@ -44,28 +44,48 @@ class Sources(NamedTuple):
         return {"prompts.train": self.train} | sets
 
 
+def open_files(config: RunConfig) -> Files:
+    """Opens all data; rows are read when they are asked for.
+
+    Raises:
+        ConfigError: some of it cannot be opened.
+    """
+    prompts = config.prompts
+    train = _records(
+        config, "prompts.sources" if prompts.sources else "prompts.train", prompts.mixture
+    )
+    heldout = {
+        name: _records(config, f"eval.{name}.path", {"": SourceConfig(path=each.path)})
+        for name, each in config.eval.items()
+    }
+    return Files(train, heldout)
+
+
 def read(config: RunConfig) -> Files:
-    """Reads every line of all files.
+    """Opens all data, and reads every row; of very many, some.
 
     Raises:
         ConfigError: one is no prompt, or has an answer that the reward can never match.
     """
-    return Files(
-        _read(config, "prompts.train", config.prompts.train),
-        {name: _read(config, f"eval.{name}.path", each.path) for name, each in config.eval.items()},
-    )
+    files = open_files(config)
+    sets = {f"eval.{name}.path": records for name, records in files.heldout.items()}
+    for key, records in {"prompts.train": files.train, **sets}.items():
+        try:
+            records.read()
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+    return files
 
 
-def _read(config: RunConfig, key: str, path: Path) -> Records:
-    name = config.reward.name
+def _records(config: RunConfig, key: str, sources: Mapping[str, SourceConfig]) -> Records:
+    reward = REWARDS.get(config.reward.name)  # a program of somebody else's is not asked here
     try:
-        records = Records(path, config.prompts)
-        if name in REWARDS:  # a program of somebody else's is not asked here
-            remedy = f"with reward.name = {name!r} {REWARDS[name].remedy}"
-            records.check_answers(REWARDS[name].can_match, remedy)
+        if reward is None:
+            return Records(sources, config.prompts)
+        remedy = f"with reward.name = {config.reward.name!r} {reward.remedy}"
+        return Records(sources, config.prompts, can_match=reward.can_match, remedy=remedy)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
-    return records
 
 
 def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerBase") -> Sources:

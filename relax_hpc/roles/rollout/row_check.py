@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from relax_hpc.bus.layout import open_bus
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError, PeerTimeoutError
-from relax_hpc.paths import RunPaths
-from relax_hpc.prompts import tokenizer
+from relax_hpc.paths import BusPaths, RunPaths
+from relax_hpc.prompts import order, tokenizer
 from relax_hpc.prompts.source import Examined
 from relax_hpc.records import read_json, write_json, write_text
 from relax_hpc.roles.rollout.prompt_check import Sources, check_lengths, examine
@@ -40,6 +41,20 @@ class Share(NamedTuple):
         return range(first, end)
 
 
+def check_order(paths: BusPaths) -> None:
+    """Refuses to go on with a run in another order than it began in.
+
+    Raises:
+        ConfigError: another version of this package began it.
+    """
+    begun = open_bus(paths).run.get("order", 1)
+    if begun != order.VERSION:
+        raise ConfigError(
+            f"{paths.header}: the run was begun in order {begun} of the prompts, this relax-hpc "
+            f"has order {order.VERSION}; use the version that began it, or submit a new run"
+        )
+
+
 def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -> None:
     """Looks at this task's share of the rows, and takes from the sources all that are left out.
 
@@ -50,15 +65,18 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
         share: this task's.
 
     Raises:
-        ConfigError: a row cannot be used and none may be left out, or none is left.
+        ConfigError: a row cannot be used and none may be left out, or none is left; or there are
+            other rows than at an earlier start.
         PeerTimeoutError: another task did not look at its rows in time.
     """
     key = _key(config, sources, share.size)
+    num_rows = {name: source.num_rows for name, source in sources.by_key.items()}
+    _check_num_rows(paths, share, num_rows)
     own = _read(paths, share.number, key)
     if own is None:
-        rows = {name: share.rows(source.num_rows) for name, source in sources.by_key.items()}
-        own = examine(sources, rows)
-        write_json(paths.prompt_rows(share.number), {"key": key, "found": own})
+        own = examine(sources, {name: share.rows(count) for name, count in num_rows.items()})
+        record = {"key": key, "num_rows": num_rows, "found": own}
+        write_json(paths.prompt_rows(share.number), record)
     found = [own]
     if config.prompts.bad_rows == "skip":
         found = _of_all(config, paths, share, key, own)
@@ -67,6 +85,17 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
         name: max(each[name].longest for each in found if name in each) for name in sources.by_key
     }
     check_lengths(config, longest["prompts.train"], max(longest.values()))
+
+
+def _check_num_rows(paths: RunPaths, share: Share, num_rows: Mapping[str, int]) -> None:
+    """The order is drawn for as many rows as there are."""
+    before = (read_json(paths.prompt_rows(share.number)) or {}).get("num_rows", {})
+    for name, count in num_rows.items():
+        if before.get(name, count) != count:
+            raise ConfigError(
+                f"{name}: has {count:,} rows, the run was begun with {before[name]:,}; restore the "
+                "files, or submit a new run"
+            )
 
 
 def _of_all(

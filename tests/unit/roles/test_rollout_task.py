@@ -6,12 +6,14 @@ from types import SimpleNamespace
 import pytest
 from role_fakes import Events, Journal, config
 
+from relax_hpc.bus import layout
 from relax_hpc.engines.generation import Draft
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record
 from relax_hpc.errors import EngineError
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.conversation import Conversation
+from relax_hpc.prompts.order import VERSION
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.rollout import build as rollout_task
@@ -183,9 +185,10 @@ def rolled_out(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_task, "Producer", Producer)
     monkeypatch.setattr(rollout_task, "_loop", loop)
     monkeypatch.setattr(rollout_task.tokenizers, "load", lambda path: f"tokenizer of {path}")
-    monkeypatch.setattr(prompt_check, "read", lambda config: "the files")
+    monkeypatch.setattr(prompt_check, "open_files", lambda config: "the files")
     monkeypatch.setattr(prompt_check, "sources_of", lambda _, *files: files)
     monkeypatch.setattr(row_check, "settle", settle)
+    layout.create(RunPaths(tmp_path).bus, ["rollout-0"], {"order": VERSION})
 
     def run(rank, **settings):
         context = TaskContext("rollout", rank, 4, 0, attempt="7.0", start=3, node="n2")

@@ -1,0 +1,138 @@
+"""The rows of a set of data, read one at a time as the job's `prompts` say."""
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate, chain
+from pathlib import Path
+
+from relax_hpc.config.prompts import PromptsConfig, SourceConfig
+from relax_hpc.errors import ConfigError, shown
+from relax_hpc.prompts import rows
+from relax_hpc.prompts.files import Joined, open_rows, paths_of
+from relax_hpc.prompts.order import Source
+from relax_hpc.prompts.record import Record, read_record
+
+MOST_READ = 200_000
+"""Rows that are read where a run is submitted."""
+_STRETCHES = 64
+
+
+class _AnswerError(ConfigError):
+    """No response could ever have the answer."""
+
+
+class Records:
+    """Rows of one or several sources, one after the other.
+
+    Nothing of them is kept: a row is read when it is asked for.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, SourceConfig],
+        settings: PromptsConfig,
+        *,
+        can_match: Callable[[str], bool] = lambda _: True,
+        remedy: str = "",
+    ) -> None:
+        """Opens the files.
+
+        Args:
+            sources: of the data, by name.
+            settings: what becomes of a row.
+            can_match: whether any response could have an answer.
+            remedy: what an answer has to be.
+
+        Raises:
+            ConfigError: a source cannot be opened.
+        """
+        self._settings, self._can_match, self._remedy = settings, can_match, remedy
+        self._skips = settings.bad_rows == "skip"
+        self._names = list(sources)
+        self.files = [path for each in sources.values() for path in paths_of(*each.path)]
+        """Files that are read."""
+        opened = [_opened(name, each.path) for name, each in sources.items()]
+        self.sources = [
+            Source(name, part.blocks, each.weight)
+            for name, part, each in zip(self._names, opened, sources.values(), strict=True)
+        ]
+        """Sources as the order takes them."""
+        self._ends = list(accumulate(map(len, opened)))
+        self._rows = opened[0] if len(opened) == 1 else Joined(opened)
+        self._bad: dict[int, ConfigError] = {}
+        self._read, self._sizes = list[range](), array("q")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Record:
+        """Raises:
+        ConfigError: the row cannot be used.
+        """
+        record = read_record(self._rows[index], self._settings)
+        if not self._can_match(record.answer):
+            raise _AnswerError(
+                f"{self.where(index)}: answer = {shown(record.answer)}: can never be matched; "
+                f"{self._remedy}, or remove the line"
+            )
+        if not record.source:
+            record = record._replace(source=self._names[bisect_right(self._ends, index)])
+        return record
+
+    @property
+    def bad(self) -> Mapping[int, ConfigError]:
+        """Rows of which it is known already that they are skipped, and why."""
+        return self._bad
+
+    def where(self, index: int) -> str:
+        """File and line, for messages."""
+        return self._rows.where(index)
+
+    def read(self) -> None:
+        """Reads every row; of very many, stretches that lie evenly.
+
+        Raises:
+            ConfigError: one cannot be used, and may not be skipped; of answers that no response
+                could have, it says how many there are.
+        """
+        self._read, self._sizes = _stretches(len(self), MOST_READ), array("q")
+        num_wrong, first = 0, None
+        for index in chain(*self._read):
+            size = 0
+            try:
+                size = self[index].size
+            except ConfigError as error:
+                if self._skips:
+                    self._bad[index] = error
+                elif isinstance(error, _AnswerError):
+                    num_wrong, first = num_wrong + 1, first or error
+                else:
+                    raise
+            self._sizes.append(size)
+        if first:
+            count = f"{num_wrong:,} of {len(self._sizes):,} answers are so"
+            raise ConfigError(f"{first} ({count if num_wrong > 1 else 'the only one'})")
+
+    def sample(self, count: int) -> list[int]:
+        """Chooses as `rows.sample`, of those that were read."""
+        read = list(chain(*self._read))
+        return [read[place] for place in rows.sample(self._sizes, count)]
+
+
+def _opened(name: str, paths: Sequence[Path]) -> rows.Rows:
+    try:
+        return open_rows(*paths)
+    except ConfigError as error:
+        if not name:
+            raise
+        raise ConfigError(f"source {name}: {error}") from None
+
+
+def _stretches(count: int, most: int) -> list[range]:
+    """Rows to read, no more than `most` of `count`: parts that lie evenly, the ends among them."""
+    if count <= most:
+        return [range(count)]
+    size = most // _STRETCHES
+    starts = [(count - size) * n // (_STRETCHES - 1) for n in range(_STRETCHES)]
+    return [range(start, start + size) for start in starts]

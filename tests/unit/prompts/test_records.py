@@ -1,0 +1,151 @@
+"""Several sources as the prompts of a run: who is asked when, what is left out, what is read."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import load
+from relax_hpc.launch.submit import resolve
+from relax_hpc.prompts import records as records_of
+from relax_hpc.prompts.kept import Kept
+from relax_hpc.prompts.records import Records
+from relax_hpc.prompts.source import PromptSource
+
+
+class Letters:
+    """A tokenizer of letters."""
+
+    chat_template = None
+
+    def encode(self, text, *, add_special_tokens):
+        return list(text.encode())
+
+
+def lines(path, count, **more):
+    rows = ({"prompt": f"{path.stem} {n}", "answer": str(n)} | more for n in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def opened(seed=0, **settings):
+    config = PromptsConfig(chat_template=False, **settings)
+    records = Records(config.mixture, config)
+    return PromptSource(records, Letters(), shuffle_seed=seed, settings=config)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    small = {"path": lines(tmp_path / "small.jsonl", 30), "weight": 3}
+    large = {"path": lines(tmp_path / "large.jsonl", 600, source="own"), "weight": 1}
+    return {"small": small, "large": large}
+
+
+def asked(source, ordinals):
+    return [source[ordinal] for ordinal in ordinals]
+
+
+def test_of_each_thousand_prompts_every_source_has_its_share_and_its_name(mixed):
+    source = opened(sources=mixed)
+    assert len(source) == 630
+    for block in (0, 3):
+        prompts = asked(source, range(block * 1000, (block + 1) * 1000))
+        assert [p.source for p in prompts].count("small") == 750
+        assert [p.source for p in prompts].count("own") == 250
+    small = [p.index for p in asked(source, range(1000)) if p.source == "small"]
+    assert sorted(small[:30]) == sorted(small[30:60]) == list(range(30))
+    assert small[:30] != small[30:60]
+    row = source.prompt(30 + 599)
+    assert (row.answer, row.messages[0]["content"]) == ("599", "large 599")
+    assert row.where.endswith("large.jsonl, line 600")
+
+
+def test_rows_that_are_left_out_of_a_source_are_asked_by_nobody_and_shares_stay(mixed):
+    source, out = opened(sources=mixed), {3: "x", 29: "x", 30: "x", 400: "x"}
+    source.leave_out(out)
+    assert len(source) == 626
+    prompts = asked(source, range(1000))
+    assert [p.source for p in prompts].count("small") == 750
+    small = [p.index for p in prompts if p.source == "small"]
+    assert sorted(small[:28]) == sorted(set(range(30)) - {3, 29})
+    large = {p.index for p in asked(source, range(4000)) if p.source == "own"}
+    assert large == set(range(30, 630)) - {30, 400}
+    with pytest.raises(ConfigError, match="source small: no row can be used; correct them, or rem"):
+        source.leave_out(dict.fromkeys(range(30), "x"))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(0, 5), st.data())
+def test_the_rows_kept_of_each_block_are_counted(blocks, first, data):
+    total = first + sum(blocks)
+    out = data.draw(st.sets(st.integers(0, total - 1))) if total else set()
+    starts = [first + sum(blocks[:n]) for n in range(len(blocks))]
+    expected = [
+        len(set(range(start, start + size)) - out)
+        for start, size in zip(starts, blocks, strict=True)
+    ]
+    assert Kept(total, out).sizes(blocks, first) == expected
+
+
+def test_what_is_wrong_with_a_source_is_said_with_its_name(mixed, tmp_path):
+    with pytest.raises(ConfigError, match=r"^source small: .*gone: no such file"):
+        opened(sources=mixed | {"small": {"path": tmp_path / "gone"}})
+    with pytest.raises(ConfigError, match=r"weight = 0.0001: of 1,000 prompts none would be of"):
+        opened(sources=mixed | {"small": mixed["small"] | {"weight": 0.0001}})
+
+
+def test_of_very_many_rows_stretches_are_read_the_first_and_the_last_among_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(records_of, "MOST_READ", 64 * 5)
+    path, looked = lines(tmp_path / "x.jsonl", 2000), []
+    config = PromptsConfig(train=path)
+    records = Records(
+        config.mixture, config, can_match=lambda answer: looked.append(int(answer)) or True
+    )
+    records.read()
+    assert len(looked) == len(set(looked)) == 320
+    assert {0, 4, 1995, 1999} <= set(looked) and looked == sorted(looked)
+    assert max(b - a for a, b in pairwise(looked)) < 2000 / 60
+    assert len(records) == 2000
+    chosen = records.sample(10)
+    assert len(chosen) == 10 and set(chosen) <= set(looked)
+
+
+def test_a_row_is_read_anew_each_time_it_is_asked_for(tmp_path):
+    path = lines(tmp_path / "x.jsonl", 3)
+    source = opened(train=path)
+    assert source.prompt(1).answer == "1"
+    path.write_text(path.read_text().replace('"1"', '"7"'))
+    assert source.prompt(1).answer == "7"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["prompts.sources.a.path=x.jsonl"], ["prompts.train=[]"]],
+)
+def test_data_is_named_once(job, overrides):
+    with pytest.raises(ConfigError, match="prompts"):
+        load(Path("job.toml"), overrides)
+
+
+def test_names_of_data_are_the_same_wherever_a_role_starts(job):
+    text = Path("job.toml").read_text()
+    sources = """
+[prompts.sources.a]
+path = ["x.jsonl[5:]", "hf:a/b/train"]
+[prompts.sources.b]
+path = "y"
+weight = 2
+"""
+    train = next(line for line in text.splitlines() if line.startswith(("train", "prompts.train")))
+    Path("job.toml").write_text(text.replace(train, "") + sources)
+    config, _ = resolve(load(Path("job.toml")))
+    found = {name: list(map(str, each.path)) for name, each in config.prompts.sources.items()}
+    here = Path.cwd()
+    assert found == {"a": [f"{here}/x.jsonl[5:]", "hf:a/b/train"], "b": [f"{here}/y"]}
+    assert [str(path) for path in config.eval["heldout"].path] == [f"{here}/heldout.jsonl"]
