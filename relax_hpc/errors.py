@@ -53,6 +53,12 @@ class EngineLostError(EngineError):
     """An engine gave no answer, or broke off: another one, or the same later, may do better."""
 
 
+class RewardError(RelaxError, RuntimeError):
+    """The job's reward fails too often to go on. The message names samples and reasons."""
+
+    is_final = True
+
+
 class TrainingError(RelaxError, RuntimeError):
     """Training cannot go on by itself. The message says what was found, and in which samples."""
 

@@ -109,6 +109,16 @@ COLUMNS: dict[str, Column] = {
     "row/policy_version_min": Column("int32", "row", "rollout", "oldest policy that sampled"),
     "row/policy_version_max": Column("int32", "row", "rollout", "newest policy that sampled"),
     "row/rewards": Column("float32", "row", "rollout", "of the episode, on each of its rows"),
+    "row/reward_error": Column("uint8", "row", "rollout", "1 where it failed, and is 0 therefore"),
+    "row/score_parts": Column(
+        "float32",
+        "row",
+        "rollout",
+        "parts of the reward, which the attribute `score_parts` names "
+        "in this order; NaN where a row has no such part",
+        ANY_WIDTH,
+        False,
+    ),
     "ragged/token_ids": Column("int32", "token", "rollout", "prompt, then response"),
     "ragged/loss_mask": Column("uint8", "token", "rollout", "1 on tokens the policy sampled"),
     "ragged/rollout_logprobs": Column(
@@ -218,6 +228,10 @@ class Trajectory(NamedTuple):
     finish: FinishReason
     reward: float
     """Reward of the episode; all of its rows have it."""
+    reward_error: bool = False
+    """Whether the reward failed; it is 0 then."""
+    parts: Mapping[str, float] = {}
+    """Parts of the reward by name, where it has several and they were read."""
     columns: Mapping[str, Array] = {}
     """Further columns, by the short names of `COLUMNS`, e.g. rollout_logprobs:
     [tokens] where the column's axis is token, [] where it is row."""

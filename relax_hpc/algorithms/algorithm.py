@@ -97,9 +97,9 @@ class Rows(NamedTuple):
     """
 
     rewards: npt.NDArray[np.float32]
-    """[P, G], of episodes."""
+    """[P, G], of episodes; NaN where there is none, with `reward.on_error = "mask"`."""
     response_lengths: npt.NDArray[np.int64]
-    """[R] tokens after the prompt, of rows."""
+    """[R] tokens after the prompt, of rows; 0 where the episode has no reward."""
     groups: npt.NDArray[np.int64]
     """[R] which prompt group a row is of, 0 <= group < P, rising."""
 

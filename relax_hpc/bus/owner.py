@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self
 
 from relax_hpc.bus import layout
@@ -107,15 +107,20 @@ class Owner:
         except OSError as error:
             raise BusError(f"{folder}: cannot be made: {error.strerror}") from error
 
-    def _publish(self, record: CommitRecord, columns: ColumnPieces) -> CommitRecord:
+    def _publish(
+        self,
+        record: CommitRecord,
+        columns: ColumnPieces,
+        attributes: Mapping[str, str] = MappingProxyType({}),
+    ) -> CommitRecord:
         """Writes a shard and commits it; `record` lacks only what the file decides."""
         try:
-            info = self._write(record, columns)
+            info = self._write(record, columns, attributes)
         except BusFullError:
             if not self._spares:
                 raise
             self._drop_spares()
-            info = self._write(record, columns)
+            info = self._write(record, columns, attributes)
         except BusError:
             self._log.check_fenced()  # whoever took over deletes what lies in this owner's folder
             raise
@@ -127,7 +132,9 @@ class Owner:
         self._seq += 1
         return record
 
-    def _write(self, record: CommitRecord, columns: ColumnPieces) -> ShardInfo:
+    def _write(
+        self, record: CommitRecord, columns: ColumnPieces, attributes: Mapping[str, str]
+    ) -> ShardInfo:
         parent = "" if record.parent == _NO_PARENT else record.parent
         return shard_write.write(
             self.shard(record),
@@ -135,7 +142,8 @@ class Owner:
             self._provenance
             | {"producer": self.name, "fence": record.fence, "seq": record.seq}
             | {"role": self.role, "parent": parent}
-            | {"policy_min": record.policy_version_min, "policy_max": record.policy_version_max},
+            | {"policy_min": record.policy_version_min, "policy_max": record.policy_version_max}
+            | dict(attributes),
             compress=self._compress,
             folder=self._folder,
             spare=self._spares.pop() if self._spares else None,

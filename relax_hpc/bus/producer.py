@@ -1,5 +1,6 @@
 """The writing end: one producer owns its log and its shards, and nobody else touches them."""
 
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -8,8 +9,9 @@ import numpy as np
 from relax_hpc.bus.credits import Refill
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.owner import Owner
-from relax_hpc.bus.shards.encode import from_columns, gather
+from relax_hpc.bus.shards.encode import from_columns, gather, part_names
 from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.shards.shard_format import NAMES_OF_PARTS
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import PRODUCER, ColumnPieces, PromptGroup
@@ -141,6 +143,7 @@ class Producer(Owner):
 
     def _commit(self, kind: RecordKind, groups: Sequence[PromptGroup]) -> CommitRecord:
         columns = gather(groups)
+        names = part_names(t for group in groups for t in group.trajectories)
         guids = [group.guid for group in groups]
         oldest, newest = _version_range(columns)
         return self._publish(
@@ -155,6 +158,7 @@ class Producer(Owner):
                 guid_max=max(guids),
             ),
             columns,
+            {NAMES_OF_PARTS: json.dumps(names)} if names else {},
         )
 
     def _recall(self, record: CommitRecord) -> None:
@@ -167,7 +171,7 @@ class Producer(Owner):
                 self._source.update(dict.fromkeys(guids, shard.uuid))
                 return
             groups: dict[int, PromptGroup] = {}
-            for row in from_columns(shard.read_span(0, shard.rows)):
+            for row in from_columns(shard.read_span(0, shard.rows), shard.part_names):
                 groups.setdefault(row.guid, PromptGroup(row.guid, [])).trajectories.append(row)
         self._partial_in[record.uuid] = set(groups)
         self.partial.update(groups)

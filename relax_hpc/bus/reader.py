@@ -45,6 +45,7 @@ class BatchIndex(NamedTuple):
     sibling: Array
     segment: Array
     rewards: Array
+    reward_error: Array
     prompt_len: Array
     response_len: Array
     policy_version_min: Array
@@ -112,7 +113,8 @@ class Reader:
             for run in _runs(inside):
                 lo, hi = part.lo + int(run[0]) - first, part.lo + int(run[-1]) - first + 1
                 span = self._span(record, part, lo, hi, columns)
-                found.update(zip(run.tolist(), from_columns(span), strict=True))
+                made = from_columns(span, self._shard(part).part_names)
+                found.update(zip(run.tolist(), made, strict=True))
             first += size
         return [found[row] for row in rows]
 

@@ -160,8 +160,7 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
             for name, pool in config.engines.items()
         }
         resolved |= {"rollout": rollout, "prompts": _found_anywhere(config.prompts)}
-        reward = absolute_place(config.reward.name)
-        resolved["reward"] = config.reward.model_copy(update={"name": reward})
+        resolved["reward"] = config.reward.with_names(absolute_place)
         resolved["eval"] = {
             name: each.model_copy(update={"path": [absolute_data(path) for path in each.path]})
             for name, each in config.eval.items()

@@ -1,16 +1,17 @@
 """The contract of rewards: what one is given, what it returns, and which functions are one."""
 
-import asyncio
-import functools
 import inspect
-import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from relax_hpc.errors import ConfigError, first_line
+from relax_hpc.errors import ConfigError, first_line, shown
 
 _SHOWN_CHARACTERS = 300
+MOST_PARTS, MOST_CHARACTERS = 64, 100
+"""Parts that a score may have, and characters of the name of one."""
+_FLOAT32 = 3.4e38
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class Score:
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Named numbers that the value was made of."""
+    """Named numbers that add up to the value, if it is made of several. A name with a slash is of a
+    part of a part, "format/tags", and is not added."""
     error: str | None = None
     """Reason why there is none; the value is 0 then."""
 
@@ -58,6 +60,60 @@ FIELDS = tuple(Sample.__dataclass_fields__)
 TAKES = f"`group`, `sample`, or fields of a sample ({', '.join(FIELDS)}), and `engines`"
 ENGINES = "engines"
 """The parameter of a reward that asks engines of the run; `pools` of the function names them."""
+
+
+def settings_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """Returns what a job may set of a reward: keyword-only parameters with a default.
+
+    A field of a sample is none, whatever the default.
+    """
+    parameters = inspect.signature(function).parameters
+    given = {"group", "sample", ENGINES, *FIELDS}
+    return {
+        name: each
+        for name, each in parameters.items()
+        if each.kind is each.KEYWORD_ONLY and each.default is not each.empty and name not in given
+    }
+
+
+def check_settings(key: str, function: Callable[..., Any], args: Mapping[str, object]) -> None:
+    """Checks what a job sets of a reward, by name and by type.
+
+    Args:
+        key: of the table in the job, e.g. "reward.args".
+        function: that takes it.
+        args: the table.
+
+    Raises:
+        ConfigError: the function has no such setting, or its annotation allows no such value.
+    """
+    known = settings_of(function)
+    types = _annotations(function) if args else {}
+    for name, value in args.items():
+        if name not in known:
+            there = f"there are {', '.join(known)}" if known else "this reward has none; remove it"
+            raise ConfigError(f"{key}.{name} = {shown(value)}: no such setting; {there}")
+        if name in types:
+            _check_type(f"{key}.{name} = {shown(value)}", types[name], value)
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except Exception:  # noqa: BLE001 - names that only a type checker knows
+        return {}
+
+
+def _check_type(what: str, annotation: Any, value: object) -> None:  # noqa: ANN401
+    from pydantic import PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+    try:
+        TypeAdapter[Any](annotation).validate_python(value, strict=True)
+    except PydanticSchemaGenerationError:
+        return  # a type of its own: the function sees for itself
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise ConfigError(f"{what}: {said[0].lower()}{said[1:]}") from None
 
 
 def kind_of(function: Callable[..., Any]) -> Kind:
@@ -90,94 +146,76 @@ def _is_plain(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
-class Reward:
-    """A function that scores, of whatever kind, called for a whole group."""
-
-    def __init__(
-        self, function: Callable[..., Any], engines: Callable[[], object] | None = None
-    ) -> None:
-        """`engines` makes what a reward that asks for them is given; it is called at most once."""
-        self.kind = kind_of(function)
-        self._function = function
-        if self.kind.pools is not None and engines is not None:
-            self._function = functools.partial(function, engines=engines())
-        self._names = [n for n in inspect.signature(function).parameters if n in FIELDS]
-        self._takes_sample = "sample" in inspect.signature(function).parameters
-
-    async def __call__(
-        self, group: Sequence[Sample], deadline_s: float, begin: Callable[[int], None]
-    ) -> list[Score]:
-        """Scores of all; what raises, or takes too long in an await, is a score with an error.
-
-        Args:
-            group: siblings of one prompt.
-            deadline_s: of each call.
-            begin: is told which sample comes next, where one comes after the other.
-        """
-        if self.kind.sees_group:
-            begin(0)
-            return await self._of_group(group, deadline_s)
-        if self.kind.is_async:
-            return await asyncio.gather(*(self._of_sample(each, deadline_s) for each in group))
-        scores = []
-        for number, sample in enumerate(group):
-            begin(number)
-            scores.append(await self._of_sample(sample, deadline_s))
-        return scores
-
-    async def _of_group(self, group: Sequence[Sample], deadline_s: float) -> list[Score]:
-        try:
-            given = list(await self._call({"group": group}, deadline_s))
-            if len(given) != len(group):
-                raise ValueError(f"gave {len(given)} scores for {len(group)} samples")
-            return [as_score(each) for each in given]
-        except Exception as error:  # noqa: BLE001 - a program of somebody else's
-            return [Score(0.0, error=_words(error, deadline_s))] * len(group)
-
-    async def _of_sample(self, sample: Sample, deadline_s: float) -> Score:
-        arguments: dict[str, Any] = {name: getattr(sample, name) for name in self._names}
-        if self._takes_sample:
-            arguments["sample"] = sample
-        try:
-            return as_score(await self._call(arguments, deadline_s))
-        except Exception as error:  # noqa: BLE001 - a program of somebody else's
-            return Score(0.0, error=_words(error, deadline_s))
-
-    async def _call(self, arguments: dict[str, Any], deadline_s: float) -> Any:  # noqa: ANN401
-        given = self._function(**arguments)
-        if isinstance(given, Awaitable):
-            async with asyncio.timeout(deadline_s):
-                return await given
-        return given
-
-
 def as_score(given: object) -> Score:
     """Makes a score of what a reward returned for one sample.
 
     Raises:
         TypeError: it is neither a number nor a score.
-        ValueError: it is not finite.
+        ValueError: it is not finite, or has parts that do not add up to it.
     """
-    score = given if isinstance(given, Score) else Score(_number(given))
-    value = _number(score.value)
-    parts = {str(name): _number(part) for name, part in score.parts.items()}
-    for name, number in {"the reward": value, **parts}.items():
-        if not math.isfinite(number):
-            raise ValueError(f"{name} is {number}")
-    return Score(value, parts, None if score.error is None else _cut(str(score.error)))
+    if not isinstance(given, Score):
+        return Score(_number("the reward", given))
+    if given.error is not None:
+        return failed(str(given.error))
+    value = _number("the reward", given.value)
+    if len(given.parts) > MOST_PARTS:
+        raise ValueError(f"the reward has {len(given.parts)} parts, more than {MOST_PARTS}")
+    parts = {_name(name): _number(str(name), part) for name, part in given.parts.items()}
+    _check_sum(value, [part for name, part in parts.items() if "/" not in name])
+    return Score(value, parts)
 
 
-def _number(given: object) -> float:
-    if isinstance(given, str) or not hasattr(type(given), "__float__"):
-        raise TypeError(f"gave {_cut(repr(given))}, which is no number")
-    return float(given)  # type: ignore[arg-type]
+def combined(terms: Mapping[str, tuple[float, Score]]) -> Score:
+    """Adds the terms of a reward up.
+
+    Args:
+        terms: name -> what it counts, and its score.
+
+    Returns:
+        The sum, whose parts are the terms as they count; those of a term are under its name. With
+        an error, if a term has one.
+    """
+    parts = dict[str, float]()
+    for name, (weight, score) in terms.items():
+        if score.error is not None:
+            return failed(f"{name}: {score.error}")
+        parts[name] = weight * score.value
+        parts |= {f"{name}/{part}": weight * value for part, value in score.parts.items()}
+    return as_score(Score(sum(parts[name] for name in terms), parts))
 
 
-def _words(error: Exception, deadline_s: float) -> str:
+def failed(reason: str) -> Score:
+    """Returns the score of a sample that there is none for."""
+    return Score(0.0, error=reason[:_SHOWN_CHARACTERS])
+
+
+def words_of(error: Exception, deadline_s: float) -> str:
+    """Says why a reward failed, by what it raised."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"took longer than {deadline_s:g} s"
-    return _cut(f"{type(error).__name__}: {first_line(error)}")
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
-def _cut(text: str) -> str:
-    return text[:_SHOWN_CHARACTERS]
+def _number(name: str, given: object) -> float:
+    if isinstance(given, str) or not hasattr(type(given), "__float__"):
+        raise TypeError(f"gave {repr(given)[:_SHOWN_CHARACTERS]}, which is no number")
+    number = float(given)  # type: ignore[arg-type]
+    if not abs(number) <= _FLOAT32:
+        raise ValueError(f"{name} is {number}")
+    return number
+
+
+def _name(name: object) -> str:
+    text = str(name)
+    if not text or len(text) > MOST_CHARACTERS or not text.isprintable():
+        raise ValueError(
+            f"a part is called {text[:MOST_CHARACTERS]!r}; use 1 to {MOST_CHARACTERS} printable "
+            "characters"
+        )
+    return text
+
+
+def _check_sum(value: float, parts: Sequence[float]) -> None:
+    size = max(abs(value), *map(abs, parts), 1.0) if parts else 0.0
+    if parts and abs(sum(parts) - value) > 1e-6 * size:
+        raise ValueError(f"the reward is {value:g}, and its parts add up to {sum(parts):g}")

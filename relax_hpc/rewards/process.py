@@ -18,6 +18,7 @@ import psutil
 
 from relax_hpc.errors import ConfigError, EngineLostError
 from relax_hpc.rewards.contract import FIELDS, Kind, Sample, Score
+from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.worker import PROGRESS
 
 START_S = 120.0
@@ -58,7 +59,7 @@ class Worker:
         progress: mmap.mmap,
         limits: Limits,
     ) -> None:
-        self.pid, self.resident_bytes = process.pid, 0
+        self.pid, self.kept_bytes = process.pid, 0
         self._process, self._progress, self._limits = process, progress, limits
         self._reader, self._writer = streams
         self._created = _created(process.pid)
@@ -72,7 +73,7 @@ class Worker:
     @property
     def usable(self) -> bool:
         """Whether it may be asked more: it is there, and has not grown."""
-        return not self._lost and self.resident_bytes < self._limits.memory_bytes / 2
+        return not self._lost and self.kept_bytes < self._limits.memory_bytes / 2
 
     async def drained(self) -> None:
         """Waits until nobody waits for its replies."""
@@ -81,16 +82,19 @@ class Worker:
             await asyncio.sleep(0)
 
     @classmethod
-    async def start(cls, place: str, limits: Limits, run_dir: Path | None = None) -> Self:
+    async def start(
+        cls, terms: Sequence[Term], limits: Limits, run_dir: Path | None = None
+    ) -> Self:
         """Starts a process in a session of its own and waits until it has imported the reward.
 
         Args:
-            place: of the reward's function.
+            terms: functions of the reward.
             limits: of the process.
             run_dir: whose engines the reward may ask.
 
         Raises:
-            ConfigError: the reward cannot be imported, or takes what nobody can give it.
+            ConfigError: the reward cannot be imported, or takes what nobody can give it, or has
+                no such settings.
         """
         ours, theirs = socket.socketpair()
         page = os.memfd_create("reward-progress")
@@ -101,7 +105,7 @@ class Worker:
             numbers = (os.getpid(), theirs.fileno(), page, limits.memory_bytes, limits.deadline_s)
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
-                *("-m", "relax_hpc.rewards.worker", *map(str, numbers), place, str(run_dir or "")),
+                *("-m", "relax_hpc.rewards.worker", *map(str, numbers), str(run_dir or "")),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL,
@@ -115,7 +119,7 @@ class Worker:
         # Nothing is awaited between start and here: who is cancelled there leaves nobody.
         worker = cls(process, streams, progress, limits)
         try:
-            await worker._meet()
+            await worker._meet(terms)
         except BaseException:
             await worker.end()
             raise
@@ -155,15 +159,19 @@ class Worker:
             self._listening.cancel()
         self._writer.close()
 
-    async def _meet(self) -> None:
+    async def _meet(self, terms: Sequence[Term]) -> None:
+        # Not on the command line, which everybody on the node can read.
+        self._writer.write(json.dumps(terms).encode() + b"\n")
+        key = " and ".join(f"{each.key}.name = {each.name!r}" for each in terms)
         try:
             async with asyncio.timeout(START_S):
                 said = json.loads(await self._reader.readline())
         except TimeoutError:
-            raise ConfigError(f"its import takes longer than {START_S:g} s") from None
+            raise ConfigError(f"{key}: the import takes longer than {START_S:g} s") from None
         except (ValueError, ConnectionError):
             await asyncio.sleep(0)
-            raise ConfigError(f"its import {self._lost or 'ended the process'}") from None
+            lost = self._lost or "ended the process"
+            raise ConfigError(f"{key}: the import {lost}") from None
         if "refused" in said:
             raise ConfigError(said["refused"])
         self.kind = Kind(*said["kind"])
@@ -205,7 +213,7 @@ class Worker:
 
     def _take(self, said: dict[str, Any]) -> None:
         scores = [Score(float(value), dict(parts), error) for value, parts, error in said["scores"]]
-        self.resident_bytes = int(said["resident_bytes"])
+        self.kept_bytes = int(said["kept_bytes"])
         reply = self._waiting.get(said["id"])
         if reply and not reply.done():
             reply.set_result(scores)

@@ -1,14 +1,19 @@
 """Rewards by the name that a job gives them, or by the place of their function."""
 
 import difflib
+import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc import user_files
 from relax_hpc.errors import ConfigError
+from relax_hpc.rewards.contract import check_settings
+
+if TYPE_CHECKING:  # a worker process has no need of pydantic
+    from relax_hpc.config.reward import RewardConfig
 
 GROUP = "relax_hpc.rewards"
 """Group of entry points by which an installed package offers rewards under its own names."""
@@ -67,16 +72,63 @@ RENAMED = {"coin": "random"}
 """Names of older jobs -> those that they have now."""
 
 
+class Term(NamedTuple):
+    """A function of a job's reward."""
+
+    title: str
+    """Name of the term; "" where the reward is this alone."""
+    name: str
+    """Name of the function, as the job has it."""
+    place: str
+    """Place of the function, see `place_of`."""
+    weight: float
+    args: Mapping[str, Any]
+    """Settings of the function."""
+
+    @property
+    def key(self) -> str:
+        """Key of the table in the job."""
+        return f"reward.terms.{self.title}" if self.title else "reward"
+
+    def function(self) -> Callable[..., Any]:
+        """Imports the function and binds its settings. Only worker processes do so with a plugin.
+
+        Raises:
+            ConfigError: it has no such settings.
+            Exception: whatever the import raises.
+        """
+        function: Callable[..., Any] = user_files.imported(self.place)
+        if not callable(function):
+            raise TypeError(f"{self.place.rpartition(':')[2]} is no function")
+        check_settings(f"{self.key}.args", function, self.args)
+        if not self.args:
+            return function
+        return functools.update_wrapper(functools.partial(function, **self.args), function)
+
+
+def terms_of(config: "RewardConfig") -> list[Term]:
+    """Returns the functions of a job's reward.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    return [
+        Term(title, each.name, place_of(each.name, title), each.weight, each.args)
+        for title, each in config.every_term.items()
+    ]
+
+
 def is_plugin(name: str) -> bool:
     """Whether a reward is somebody else's program."""
     return name not in REWARDS
 
 
-def place_of(name: str) -> str:
+def place_of(name: str, title: str = "") -> str:
     """Returns a reward's function as "file.py:function" or "package.module:function".
 
     Args:
         name: in the table above, of an entry point, or such a place.
+        title: name of the term.
 
     Raises:
         ConfigError: there is none of that name.
@@ -88,22 +140,9 @@ def place_of(name: str) -> str:
     offered = {each.name: each.value for each in entry_points(group=GROUP)}
     if name in offered:
         return offered[name]
+    key = f"reward.terms.{title}.name" if title else "reward.name"
     if name in RENAMED:
-        raise ConfigError(f"reward.name = {name!r}: is {RENAMED[name]!r} now; use that")
+        raise ConfigError(f"{key} = {name!r}: is {RENAMED[name]!r} now; use that")
     near = difflib.get_close_matches(name, known := [*REWARDS, *offered], 1)
     hint = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)},"
-    raise ConfigError(
-        f"reward.name = {name!r}: no such reward; {hint} or name a function: {PLACES}"
-    )
-
-
-def function_of(place: str) -> Callable[..., Any]:
-    """Imports a reward. Only worker processes do this with a plugin.
-
-    Raises:
-        Exception: whatever the import raises.
-    """
-    function: Callable[..., Any] = user_files.imported(place)
-    if not callable(function):
-        raise TypeError(f"{place.rpartition(':')[2]} is no function")
-    return function
+    raise ConfigError(f"{key} = {name!r}: no such reward; {hint} or name a function: {PLACES}")

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import registry
-from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.rewards.contract import Sample, Score, failed
 from relax_hpc.rewards.process import Limits, Worker, WorkerLostError
 from relax_hpc.telemetry.events import EventWriter
 
@@ -41,9 +41,10 @@ class Scorer:
     ) -> None:
         """Errors are counted in `events`; a reward may ask the engines of the run in `run_dir`."""
         self._run_dir = run_dir
-        self._name, self._num_workers = config.name, config.workers
+        self._config, self._num_workers = config, config.workers
         self._limits = limits_of(config)
-        self._place, self._places_per_worker, self._sees_group = "", 1, False
+        self._terms = list[registry.Term]()
+        self._places_per_worker, self._sees_group = 1, False
         self._free = asyncio.Queue[Worker]()
         """A worker is in it once for each group that it can take."""
         self._workers, self._retired = set[Worker](), set[Worker]()
@@ -53,7 +54,7 @@ class Scorer:
         self._report = _Report(events)
 
     async def __aenter__(self) -> Self:
-        self._place = registry.place_of(self._name)
+        self._terms = registry.terms_of(self._config)
         try:
             first = await self._start()
             self._places_per_worker = GROUPS_PER_WORKER if first.kind.is_async else 1
@@ -61,7 +62,7 @@ class Scorer:
             rest = [await self._start() for _ in range(self._num_workers - 1)]
         except ConfigError as error:
             await self.__aexit__()
-            raise ConfigError(f"reward.name = {self._name!r}: {error}; correct it") from None
+            raise ConfigError(f"{error}; correct it") from None
         for _ in range(self._places_per_worker):
             for worker in (first, *rest):
                 self._free.put_nowait(worker)
@@ -74,7 +75,7 @@ class Scorer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.end() for worker in self._workers))
-        self._report.send()
+        self._report.send(last=True)
 
     @property
     def pids(self) -> list[int]:
@@ -95,21 +96,36 @@ class Scorer:
     async def _score(self, group: Sequence[Sample]) -> list[Score]:
         done = dict[int, Score]()
         while open_ := [number for number in range(len(group)) if number not in done]:
-            asked = [group[number] for number in open_]
-            async with self._place_at_worker() as worker:
-                try:
-                    done |= zip(open_, await worker.ask(asked), strict=True)
-                    continue
-                except WorkerLostError as error:
-                    lost = error
-            zero = Score(0.0, error=str(lost))
-            if self._places_per_worker > 1 or lost.guilty is None:
-                done |= zip(open_, await self._alone(asked), strict=True)  # it may be another's
-            elif self._sees_group:
-                done |= dict.fromkeys(open_, zero)
-            else:
-                done[open_[lost.guilty]] = zero
+            found = await self._ask([group[number] for number in open_])
+            done |= {open_[place]: score for place, score in found.items()}
         return [done[number] for number in range(len(group))]
+
+    async def _ask(self, group: Sequence[Sample]) -> dict[int, Score]:
+        """Scores of some of them, one at least; the others have to be asked for again."""
+        lost, scores = None, list[Score]()
+        async with self._place_at_worker() as worker:
+            try:
+                scores = await worker.ask(group)
+            except WorkerLostError as error:
+                lost = error
+            has_grown = not worker.usable
+        if lost is None:
+            found = dict(enumerate(scores))
+            return found | await self._again(group, found) if has_grown else found
+        if self._places_per_worker > 1 or lost.guilty is None:
+            return dict(enumerate(await self._alone(group)))  # it may be another's
+        guilty = range(len(group)) if self._sees_group else [lost.guilty]
+        return dict.fromkeys(guilty, failed(str(lost)))
+
+    async def _again(
+        self, group: Sequence[Sample], scores: Mapping[int, Score]
+    ) -> dict[int, Score]:
+        """Scores what failed where a sample before had left too little memory, maybe."""
+        places = [place for place, score in scores.items() if score.error is not None]
+        if places and self._sees_group:
+            places = [*scores]
+        found = await self._alone([group[place] for place in places]) if places else []
+        return dict(zip(places, found, strict=True))
 
     async def _alone(self, group: Sequence[Sample]) -> list[Score]:
         """Scores in a process where there is nobody else to harm: samples one by one."""
@@ -121,7 +137,8 @@ class Scorer:
                 try:
                     scores += await worker.ask(part)
                 except WorkerLostError as error:
-                    scores += [Score(0.0, error=str(error))] * len(part)
+                    scores += [failed(str(error))] * len(part)
+                if not worker.usable:
                     await self._end(worker)
                     worker = None
             if worker:
@@ -158,7 +175,7 @@ class Scorer:
         await self._end(worker)
 
     async def _start(self) -> Worker:
-        worker = await Worker.start(self._place, self._limits, self._run_dir)
+        worker = await Worker.start(self._terms, self._limits, self._run_dir)
         self._workers.add(worker)
         return worker
 
@@ -189,7 +206,7 @@ class _Report:
     def __init__(self, events: EventWriter | None) -> None:
         self._events, self._said_at = events, -SAY_EVERY_S
         self._samples = self._errors = 0
-        self._first = ""
+        self._first, self._has_said = "", False
 
     def add(self, scores: Sequence[Score]) -> None:
         errors = [score.error for score in scores if score.error is not None]
@@ -199,16 +216,18 @@ class _Report:
         if time.monotonic() - self._said_at >= SAY_EVERY_S:
             self.send()
 
-    def send(self) -> None:
-        """Says what failed since the last time, if something did."""
-        if not self._errors:
+    def send(self, *, last: bool = False) -> None:
+        """Says what failed since the last time, if something did.
+
+        The last time it also says how many were scored since, for the sum of all events.
+        """
+        if not self._errors and not (last and self._has_said and self._samples):
             return
-        log.warning(
-            "%d of %d rewards failed and are 0; the first: %s",
-            self._errors,
-            self._samples,
-            self._first,
-        )
+        self._has_said = True
+        if self._errors:
+            log.warning(
+                "%d of %d rewards failed; the first: %s", self._errors, self._samples, self._first
+            )
         if self._events:
             self._events.emit(
                 "reward_errors",

@@ -1,18 +1,19 @@
 """Tries a reward out before anything is queued."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import registry
-from relax_hpc.rewards.contract import Sample
+from relax_hpc.rewards.contract import Sample, check_settings, settings_of
 from relax_hpc.rewards.process import Worker, WorkerLostError
+from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.scorer import limits_of
 
 
 def check(config: RewardConfig, sample: Sample, pools: Collection[str] = ()) -> None:
-    """Calls a plugin once, in a process as it will have; what is built in is not called.
+    """Calls a plugin once, in a process as it will have; what is built in only checks its settings.
 
     One that asks engines is not called either, since there are none yet.
 
@@ -22,36 +23,57 @@ def check(config: RewardConfig, sample: Sample, pools: Collection[str] = ()) -> 
         pools: that the job has besides the policy's own.
 
     Raises:
-        ConfigError: there is no such reward, it cannot be imported or called, or gave no score.
+        ConfigError: there is no such reward, it cannot be imported or called, gave no score, or has
+            no such settings.
     """
-    place = registry.place_of(config.name)
-    if registry.is_plugin(config.name):
+    terms = registry.terms_of(config)
+    for term in terms:
+        if not registry.is_plugin(term.name):
+            _check_built_in(term)
+    if any(registry.is_plugin(term.name) for term in terms):
         try:
-            asyncio.run(_try(place, config, sample, pools))
-        except (ConfigError, WorkerLostError) as error:
-            raise ConfigError(f"reward.name = {config.name!r}: {error}; correct it") from None
+            asyncio.run(_try(terms, config, sample, pools))
+        except ConfigError as error:
+            raise ConfigError(f"{error}; correct it") from None
 
 
-async def _try(place: str, config: RewardConfig, sample: Sample, pools: Collection[str]) -> None:
-    worker = await Worker.start(place, limits_of(config))
+def _check_built_in(term: Term) -> None:
+    module = registry.REWARDS[term.name].imported()
+    check_settings(f"{term.key}.args", module.score, term.args)
+    if look := getattr(module, "check", None):
+        known = settings_of(module.score)
+        defaults = {name: each.default for name, each in known.items()}
+        try:
+            look(**{**defaults, **term.args})
+        except ConfigError as error:
+            raise ConfigError(f"{term.key}.name = {term.name!r}: {error}") from None
+
+
+async def _try(
+    terms: Sequence[Term], config: RewardConfig, sample: Sample, pools: Collection[str]
+) -> None:
+    key = " and ".join(f"{each.key}.name = {each.name!r}" for each in terms)
+    worker = await Worker.start(terms, limits_of(config))
     try:
         if worker.kind.pools is not None:
-            _check_pools(worker.kind.pools, pools)
+            _check_pools(key, worker.kind.pools, pools)
             return
         group = [sample, sample] if worker.kind.sees_group else [sample]
         for score in await worker.ask(group):
             if score.error is not None:
-                raise ConfigError(f"scoring a response to a prompt of yours, {score.error}")
+                raise ConfigError(f"{key}: scoring a response to a prompt of yours, {score.error}")
+    except WorkerLostError as error:
+        raise ConfigError(f"{key}: {error}") from None
     finally:
         await worker.end()
 
 
-def _check_pools(asked: Collection[str], pools: Collection[str]) -> None:
+def _check_pools(key: str, asked: Collection[str], pools: Collection[str]) -> None:
     missing = sorted(set(asked) - set(pools))
     if missing or not pools:
         name = missing[0] if missing else "<name>"
         raise ConfigError(
-            f"it asks engines{f' of a pool {name!r}' if missing else ''}, and the job has "
+            f"{key}: it asks engines{f' of a pool {name!r}' if missing else ''}, and the job has "
             f"{', '.join(pools) or 'no other than rollout'}; add a table "
             f"[engines.{name}]"
         )

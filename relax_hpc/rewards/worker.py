@@ -1,7 +1,9 @@
 """A worker process: `python -m relax_hpc.rewards.worker ARGUMENTS`. Started by `process`.
 
-It imports no torch. Its standard streams lead nowhere; what it is asked and what it answers are
-lines of JSON on a socket of their own, so nothing is unpickled, on either side.
+It is two: one that runs the reward, and its parent, which ends with it and takes along whatever
+the reward has started, be it in a session of its own. Neither imports torch. Their standard streams
+lead nowhere; what is asked and answered are lines of JSON on a socket of their own, so nothing is
+unpickled, on either side.
 """
 
 import asyncio
@@ -17,13 +19,14 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc.errors import first_line
+from relax_hpc.errors import ConfigError, first_line
 from relax_hpc.rewards import registry
-from relax_hpc.rewards.contract import Reward, Sample
+from relax_hpc.rewards.contract import Sample
+from relax_hpc.rewards.reward import Reward, Weighted
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 PROGRESS = struct.Struct("qd")
@@ -42,30 +45,49 @@ class Arguments(NamedTuple):
     """File descriptors."""
     memory_bytes: int
     deadline_s: float
-    place: str
-    """Place of the function, see `registry.place_of`."""
     run_dir: str
     """Directory of the run whose engines it may ask; "" where there is no run yet."""
 
 
 def main(argv: list[str]) -> None:
     given = Arguments(*(kind(text) for kind, text in zip(_KINDS, argv, strict=True)))
-    _tie(given.owner, given.memory_bytes)
+    _go_on_below(given)
+    # Memory that can be written to: address space alone is reserved freely, and costs nothing.
+    resource.setrlimit(resource.RLIMIT_DATA, (given.memory_bytes, given.memory_bytes))
     progress = mmap.mmap(given.progress, PROGRESS.size)
     channel = socket.socket(fileno=given.socket)
     channel.set_inheritable(False)
     try:
-        function = registry.function_of(given.place)
-        reward = Reward(function, _engines_of(given.run_dir))
-    except BaseException as error:  # noqa: BLE001 - SystemExit of somebody's program, too
-        said = f"{type(error).__name__}: {first_line(error)}"
-        channel.sendall(_line({"refused": said[:1000]}))
+        reward = _reward(_first_line(channel), _engines_of(given.run_dir))
+    except ConfigError as error:
+        channel.sendall(_line({"refused": str(error)[:1000]}))
         return
     channel.sendall(_line({"kind": list(reward.kind)}))
     asyncio.run(_serve(reward, channel, progress, given.deadline_s))
 
 
-_KINDS = (int, int, int, int, float, str, str)
+_KINDS = (int, int, int, int, float, str)
+
+
+def _first_line(channel: socket.socket) -> bytes:
+    """Reads the message of the owner that comes first: a list of `registry.Term`."""
+    with channel.makefile("rb", buffering=0) as stream:
+        return stream.readline()
+
+
+def _reward(line: bytes, engines: Callable[[], object] | None) -> Reward:
+    functions = []
+    for each in json.loads(line):
+        term = registry.Term(*each)
+        try:
+            function = term.function()
+            functions.append(Weighted(function, engines, title=term.title, weight=term.weight))
+        except BaseException as error:  # noqa: BLE001 - SystemExit of somebody's program, too
+            said = first_line(error)
+            if not isinstance(error, ConfigError):
+                said = f"{type(error).__name__}: {said}"
+            raise ConfigError(f"{term.key}.name = {term.name!r}: {said}") from None
+    return Reward(functions)
 
 
 def _engines_of(run_dir: str) -> Callable[[], object] | None:
@@ -91,17 +113,17 @@ async def _serve(
         asked = json.loads(line)
         group = [Sample(**each) for each in asked["group"]]
         scores = await reward(group, deadline_s, begin)
+        begin(-1)  # whatever ends this process from here on, any of them may have done
         if os.getpid() != own:  # a plugin that forked returns twice
             os._exit(0)
-        gc_due = _resident_bytes() > _GARBAGE_BYTES
-        if gc_due:
+        if _kept_bytes() > _GARBAGE_BYTES:
             gc.collect()
         writer.write(
             _line(
                 {
                     "id": asked["id"],
-                    "scores": [list(asdict(score).values()) for score in scores],
-                    "resident_bytes": _resident_bytes(),
+                    "scores": [[each.value, dict(each.parts), each.error] for each in scores],
+                    "kept_bytes": _kept_bytes(),
                 }
             )
         )
@@ -119,20 +141,70 @@ async def _serve(
 _GARBAGE_BYTES = 256 << 20
 
 
-def _tie(owner: int, memory_bytes: int) -> None:
-    """Dies with its owner, keeps those it starts in sight, and gets no more than its memory."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    if os.getppid() != owner:  # it died before the call above
-        sys.exit(1)
-    # Memory that can be written to: address space alone is reserved freely, and costs nothing.
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+def _go_on_below(given: Arguments) -> None:
+    """Returns in a child; the process itself ends when that has, and with the owner.
+
+    What is below it stays below it until then: orphans return to it, whatever their session.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _tie(given.owner, signal.SIGTERM)
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    above = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _tie(above, signal.SIGKILL)
+        return
+    os.close(given.socket)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    status = 0
+    try:
+        while (ended := os.wait()) and ended[0] != child:
+            pass
+        status = ended[1]
+    finally:  # also if the owner has ended
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end_children()
+        _end_likewise(status)
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+def _tie(owner: int, end: signal.Signals) -> None:
+    """Gets a signal when its parent ends."""
+    _prctl(_SET_PDEATHSIG, end)
+    if os.getppid() != owner:  # it ended before the call above
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _end_children() -> None:
+    """Kills what is left below this process; whoever had another parent has this one next."""
+    import psutil  # the child has no need of it
+
+    own = psutil.Process()
+    with suppress(ChildProcessError):
+        while children := own.children(recursive=True):
+            for each in children:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            os.wait()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def _end_likewise(status: int) -> None:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        with suppress(OSError):  # nobody may say what SIGKILL does
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
+
+
+def _kept_bytes() -> int:
+    """Memory that counts towards the limit: all that can be written to, touched or not."""
+    return int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
 
 
 def _line(message: dict[str, Any]) -> bytes:

@@ -85,11 +85,19 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
         *([("data", f"{done['rows_left_out']} rows left out, see left_out.jsonl")]
           if done.get("rows_left_out") else []),
         *([("reference", f"{done['scored']} trajectories scored")] if done.get("scored") else []),
+        *_reward_errors(done.get("reward_errors")),
         ("staleness", f"{done['max_staleness_seen']} at most"),
         ("weights", ", ".join(f"{who} v{v}" for who, v in done["weight_versions"].items())),
         ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
             done["checksums_equal"]]),
     ]  # fmt: skip
+
+
+def _reward_errors(count: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if count is None:
+        return []
+    said = f"{count['errors']} of {count['samples']} (first: {count['first']})"
+    return [("reward errors", said)]
 
 
 def _dropped(counts: dict[str, int]) -> str:

@@ -61,6 +61,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
         "weight_versions": _weight_versions(events),
         "checksums_equal": _checksums_equal(events),
         "last_reward": last.get("reward/mean") if last else None,
+        "reward_errors": _reward_errors(events),
     }
 
 
@@ -124,6 +125,18 @@ def _heldout(events: Sequence[Event]) -> dict[str, Any]:
         "heldout_before": before[0] if before else None,
         "heldout_after": after[-1] if after else None,
         "heldout_newest": {"step": since[-1].version, "value": since[-1].reward} if since else None,
+    }
+
+
+def _reward_errors(events: Sequence[Event]) -> dict[str, Any] | None:
+    """Counts rewards that failed; None if none did."""
+    said = [event for event in events if event["event"] == "reward_errors"]
+    if not said:
+        return None
+    return {
+        "errors": sum(event["num_errors"] for event in said),
+        "samples": sum(event["num_samples"] for event in said),
+        "first": said[0]["first"],
     }
 
 

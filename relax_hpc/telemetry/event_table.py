@@ -89,12 +89,13 @@ EVENTS: dict[str, EventKind] = {
             "policy_version_min": "",
             "policy_version_max": "",
             "reward/...": "mean over episodes",
+            "parts/...": "mean over episodes of each part of the reward",
             "rollout/...": "mean over episodes of each metric of the environment",
         },
     ),
     "reward_errors": EventKind(
         "rollout",
-        "rewards failed, and are 0",
+        "rewards failed: they are 0, or masked",
         {
             "num_samples": "scored since the last such event",
             "num_errors": "those of them that failed",

@@ -50,7 +50,7 @@ def write(run_dir: Path) -> Path:
 def _write_shards(writer: "EventFileWriter", events: Sequence[Event]) -> None:
     for number, shard in enumerate(history.shards(events)):
         _scalar(writer, "rollout/shard_reward", shard["reward/mean"], number, shard["time"])
-        for tag in [name for name in shard if name.startswith("rollout/")]:
+        for tag in [name for name in shard if name.startswith(("parts/", "rollout/"))]:
             _scalar(writer, tag, shard[tag], number, shard["time"])
 
 

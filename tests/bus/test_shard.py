@@ -272,6 +272,7 @@ def test_show_prints_attributes_columns_and_rows(tmp_path):
         "1",
         "0",
         "1",
+        "0",
         "6",
         "6",
         "3",

@@ -212,7 +212,7 @@ def test_ls_does_not_make_up_what_damaged_credits_said(tmp_path):
     assert "none yet" in listing.text(listing.collect(unused, None)).splitlines()[-1]
 
 
-@pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 3}', "{"])
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 4}', "{"])
 def test_a_header_that_is_none_is_said_in_a_line(tmp_path, content):
     paths = make_bus(tmp_path)
     paths.header.write_text(content)

@@ -63,6 +63,7 @@ def index_of(rows):
         sibling=np.array([row.sibling for row in rows]),
         segment=np.array([row.segment for row in rows]),
         rewards=np.array([row.reward for row in rows], np.float32),
+        reward_error=np.array([row.reward_error for row in rows], np.uint8),
         prompt_len=np.array([row.prompt_len for row in rows]),
         response_len=np.array([len(row.token_ids) - row.prompt_len for row in rows]),
         policy_version_min=np.zeros(len(rows), np.int32),

@@ -40,9 +40,8 @@ def episodes(config, sampler, score, environment=None, conversation=None, max_to
 
     async def scores(group):
         tokens = [[int(n) for n in sample.response.split()] for sample in group]
-        return [
-            Score(score(response, sample)) for response, sample in zip(tokens, group, strict=True)
-        ]
+        given = [score(response, sample) for response, sample in zip(tokens, group, strict=True)]
+        return [each if isinstance(each, Score) else Score(each) for each in given]
 
     environment, conversation = environment or SingleTurn(), conversation or Numbers()
     return Episodes(config, environment, sampler, conversation, scores, max_tokens=max_tokens)

@@ -333,7 +333,7 @@ def test_metrics_of_episodes_are_means_over_those_that_have_them(tokens):
     counted = [{"calls": 2, "found": True}, {"calls": 1}]
     each = episodes(config(), engine, None, Forks(2, 1, metrics=counted), conversation)
     made = asyncio.run(Grouper(config(), {5: prompt_of(conversation)}, each)(5, 0))
-    assert means_of(made.metrics) == {"rollout/calls": 1.5, "rollout/found": 1.0}
+    assert means_of("rollout", made.metrics) == {"rollout/calls": 1.5, "rollout/found": 1.0}
 
 
 def test_a_metric_that_is_no_number_is_refused_with_its_name(tokens):

@@ -120,7 +120,7 @@ RUNS = {
 def text(tmp_path):
     """`status` of a run of 30 steps that did some and was evaluated after others."""
 
-    def of(kind, steps, evaluated):
+    def of(kind, steps, evaluated, failed=()):
         paths = RunPaths(tmp_path / kind)
         paths.root.mkdir(exist_ok=True)
         tree = {"name": kind, "model": {"path": "m"}} | RUNS[kind]
@@ -142,6 +142,8 @@ def text(tmp_path):
                     events.emit("eval", when=when, **share)
                 else:
                     events.emit("heldout", step=step, loss=value)
+            for errors, samples, first in failed:
+                events.emit("reward_errors", num_errors=errors, num_samples=samples, first=first)
         found = summary.write(paths.root)
         run = status.RunStatus(
             **{name: None for name in status.RunStatus.__dataclass_fields__}
@@ -159,6 +161,13 @@ def test_the_newest_evaluation_is_after_only_what_the_run_ends_with(text, kind):
     assert "0.500 before, 0.750 at step 20" in text(kind, 25, {0: 0.5, 10: 0.6, 20: 0.75})
     assert "0.500 before, - after" in text(kind, 5, {0: 0.5})
     assert "0.500 before, 1.000 after" in text(kind, 30, {0: 0.5, 20: 0.75, 30: 1.0})
+
+
+def test_status_counts_rewards_that_failed_and_says_why_the_first_did(text):
+    """2 of 100 and 1 of 50, then 300 that did not fail."""
+    said = text("rl", 5, {}, failed=[(2, 100, "a bug"), (1, 50, "another"), (0, 300, "")])
+    assert "  reward errors 3 of 450 (first: a bug)\n" in said
+    assert "reward errors" not in text("rl", 5, {})
 
 
 @pytest.mark.parametrize("kind", RUNS)

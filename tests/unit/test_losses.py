@@ -91,6 +91,23 @@ def test_advantages_of_a_hand_worked_group():
     assert scaled[1].abs().max() == 0  # nothing to learn from a group of equals
 
 
+def test_a_sibling_without_a_reward_is_compared_with_nobody():
+    """Means 2/3 and 0.1 of who has one; a group of one, and of none, has nothing to compare."""
+    nan = math.nan
+    rewards = torch.tensor(
+        [[1.0, nan, 0.0, 1.0], [0.1, 0.1, nan, 0.1], [nan, 1, nan, nan], [nan] * 4]
+    )
+    third = 1 / 3
+    centred = group_relative(rewards, normalize_std=False)
+    torch.testing.assert_close(centred[0], torch.tensor([third, 0.0, -2 * third, third]))
+    scaled = group_relative(rewards, normalize_std=True)
+    deviation = math.sqrt(2) / 3  # of 1, 0, 1: not of four numbers
+    expected = torch.tensor([third, 0.0, -2 * third, third]) / deviation
+    torch.testing.assert_close(scaled[0], expected, rtol=1e-5, atol=0)
+    for worth in (centred, scaled):
+        assert worth[1:].abs().max() == 0
+
+
 @pytest.mark.parametrize(
     ("gap", "kl", "slope"),
     [

@@ -1,6 +1,6 @@
 """Prompt groups to the columns of a shard, and back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,9 +33,11 @@ _ROW_VALUES: dict[str, Callable[[Trajectory], int | float]] = {
     "row/response_len": lambda t: len(t.token_ids) - t.prompt_len,
     "row/finish": lambda t: t.finish,
     "row/rewards": lambda t: t.reward,
+    "row/reward_error": lambda t: t.reward_error,
 }
 _PLAIN = ("guid", "sibling", "segment", "prompt_index", "seed", "prompt_len", "environment")
 """Row columns that are fields of the same name and value."""
+PARTS = "row/score_parts"
 SMALL_PIECE = 4096
 """Mean bytes below which joining pieces costs less than handing them to the kernel one by one."""
 
@@ -74,7 +76,12 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
         OFFSETS["turn"]: _offsets([len(each) for each in turns]),
         "ragged/turns": np.concatenate(turns),
     }
-    return {**columns, **routed.gather(rows), **media.gather(rows)}
+    return {**columns, **_part_columns(rows), **routed.gather(rows), **media.gather(rows)}
+
+
+def part_names(rows: Iterable[Trajectory]) -> list[str]:
+    """Names of the columns of `row/score_parts`, as `gather` makes it of these rows."""
+    return sorted({name for t in rows for name in t.parts})
 
 
 def to_columns(groups: Sequence[PromptGroup]) -> Columns:
@@ -89,16 +96,22 @@ def to_columns(groups: Sequence[PromptGroup]) -> Columns:
     }
 
 
-def from_columns(packed: Columns) -> list[Trajectory]:
+def from_columns(packed: Columns, part_names: Sequence[str] = ()) -> list[Trajectory]:
     """The trajectories of a shard, or of a span of one; arrays are views of `packed`.
 
     What was not read, or is not there, is `None`, empty, or not among `columns`.
+
+    Args:
+        packed: the columns.
+        part_names: names of the columns of `row/score_parts`.
     """
     columns: dict[str, Any] = dict(packed)
     tokens, runs = columns[OFFSETS["token"]].tolist(), columns[OFFSETS["run"]].tolist()
     values = {name: columns[f"row/{name}"].tolist() for name in _PLAIN}
     finish = [FinishReason(value) for value in columns["row/finish"].tolist()]
     rewards = columns["row/rewards"].tolist()
+    failed = columns["row/reward_error"].tolist()
+    parts = columns.get(PARTS, np.empty((len(rewards), 0))).tolist()
     flat = {name: columns[f"ragged/{name}"] for name in ("token_ids", "loss_mask")}
     by_token = {k: columns[n] for k, n in extra_columns("token").items() if n in columns}
     by_row = {k: columns[n] for k, n in extra_columns("row").items() if n in columns}
@@ -112,6 +125,8 @@ def from_columns(packed: Columns) -> list[Trajectory]:
             version_runs=columns["ragged/version_runs"][runs[i] : runs[i + 1]],
             finish=finish[i],
             reward=rewards[i],
+            reward_error=bool(failed[i]),
+            parts={k: v for k, v in zip(part_names, parts[i], strict=False) if v == v},
             turns=None if turns is None else turns[ends[i] : ends[i + 1]],
             columns={name: column[tokens[i] : tokens[i + 1]] for name, column in by_token.items()}
             | {name: column[i] for name, column in by_row.items()},
@@ -120,6 +135,15 @@ def from_columns(packed: Columns) -> list[Trajectory]:
         )
         for i in range(len(tokens) - 1)
     ]
+
+
+def _part_columns(rows: Sequence[Trajectory]) -> Columns:
+    """The parts of rewards, [rows, names], NaN where a row has none of a name."""
+    names = part_names(rows)
+    if not names:
+        return {}
+    values = [[t.parts.get(name, np.nan) for name in names] for t in rows]
+    return {PARTS: np.array(values, np.float32)}
 
 
 def _token_columns(rows: Sequence[Trajectory]) -> dict[str, Array | Sequence[Array]]:

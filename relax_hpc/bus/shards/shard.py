@@ -29,6 +29,7 @@ from relax_hpc.bus.shards.shard_format import (
     HEADER,
     MAGIC,
     MEDIA_AXES,
+    NAMES_OF_PARTS,
     ROW_OFFSETS,
     Field,
     ShardInfo,
@@ -84,6 +85,12 @@ class Shard:
     def info(self) -> ShardInfo:
         tokens = self._offsets(ROW_OFFSETS)[-1]
         return ShardInfo(self.uuid, self.length, self.rows, int(tokens))
+
+    @property
+    def part_names(self) -> list[str]:
+        """Names of the columns of `row/score_parts`."""
+        names: list[str] = json.loads(str(self.attributes.get(NAMES_OF_PARTS, "[]")))
+        return names
 
     def read(self, name: str) -> Array:
         """The whole column `name`, or the offsets of an axis."""

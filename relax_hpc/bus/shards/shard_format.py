@@ -24,6 +24,9 @@ DTYPES = {name: column.dtype for name, column in COLUMNS.items()} | dict.fromkey
     OFFSETS.values(), "int64"
 )
 MEDIA_AXES: tuple[Axis, ...] = ("media_ref", "medium", "media_byte")
+NAMES_OF_PARTS = "score_parts"
+"""Attribute: a JSON list of the names of the parts in `row/score_parts`, if there is
+that column."""
 CODEC = "shuffle+zstd+fletcher32"
 """HDF5's filters 2, 32015 and 3, in this order; the only way a column is compressed."""
 

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from relax_hpc import schema
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.shards.encode import PARTS
 from relax_hpc.bus.tools import selection
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import BusPaths
@@ -78,6 +79,10 @@ COLUMNS: Columns = {
     "response_len": ExportColumn(pa.int32(), lambda s: len(s.row.token_ids) - s.row.prompt_len),
     "finish": ExportColumn(pa.string(), lambda s: s.row.finish.name.lower()),
     "reward": ExportColumn(pa.float32(), lambda s: s.row.reward),
+    "reward_error": ExportColumn(pa.bool_(), lambda s: s.row.reward_error),
+    "parts": ExportColumn(
+        pa.map_(pa.string(), pa.float32()), lambda s: list(s.row.parts.items()), (PARTS,)
+    ),
     "policy_version_min": ExportColumn(pa.int32(), lambda s: s.row.policy_version_min),
     "policy_version_max": ExportColumn(pa.int32(), lambda s: s.row.policy_version_max),
     "token_ids": ExportColumn(pa.list_(pa.int32()), lambda s: s.row.token_ids),

@@ -21,6 +21,7 @@ _ROW_TABLE = {
     "sibling": "row/sibling",
     "segment": "row/segment",
     "reward": "row/rewards",
+    "failed": "row/reward_error",
     "oldest": "row/policy_version_min",
     "newest": "row/policy_version_max",
     "prompt": "row/prompt_len",
@@ -118,7 +119,8 @@ def _trajectory(row: Trajectory, decode: Decode | None) -> str:
         ("segment", str(row.segment)),
         ("prompt", f"line {row.prompt_index}, {row.prompt_len} tokens"),
         ("seed", str(row.seed)),
-        ("reward", f"{row.reward:g}"),
+        ("reward", f"{row.reward:g}" + ", failed" * row.reward_error),
+        *([("parts", _parts(row))] if row.parts else []),
         ("finish", row.finish.name.lower()),
         ("policies", ", ".join(f"{v} from token {t}" for t, v in row.version_runs.tolist())),
         ("given", _words(row.token_ids[: row.prompt_len], decode)),
@@ -136,6 +138,10 @@ def _trajectory(row: Trajectory, decode: Decode | None) -> str:
     if row.routed_experts is not None:
         facts.append(("routed experts", " x ".join(map(str, row.routed_experts.shape))))
     return tables.align(facts)
+
+
+def _parts(row: Trajectory) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in row.parts.items())
 
 
 def _words(tokens: npt.NDArray[np.int32], decode: Decode | None) -> str:

@@ -22,6 +22,7 @@ from relax_hpc.roles.actor.publishing import Publishing
 from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.dealing.portions import check_errors
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights.publish import Publisher
@@ -90,6 +91,8 @@ def _rank0(
     resumed: Checkpoint[PlanPosition] | None,
     events: EventWriter,
 ) -> Rank0:
+    if config.reward.on_error == "mask":
+        check_errors(config.algorithm)
     sequencer = Sequencer(
         paths.bus,
         config.producers,

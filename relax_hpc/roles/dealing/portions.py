@@ -11,6 +11,7 @@ from relax_hpc.algorithms.table import algorithm_of
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import ConfigError
 from relax_hpc.roles.dealing.micro_batches import (
     MicroBatches,
     imbalance,
@@ -47,6 +48,8 @@ class Batch:
 
     def __init__(self, config: RunConfig, reader: Reader) -> None:
         self._config, self._reader = config, reader
+        self._siblings = config.rollout.samples_per_prompt
+        self._masks_errors = config.reward.on_error == "mask"
         self._indices: list[BatchIndex] = []
         self._load = [0] * config.actor.layout.data_parallel
         self._num_micro_batches = 0
@@ -62,7 +65,10 @@ class Batch:
         """
         index = self._reader.index(record)
         columns, teaching = values_of(
-            index, self._config.algorithm, self._config.rollout.samples_per_prompt
+            index,
+            self._config.algorithm,
+            self._siblings,
+            masks_errors=self._masks_errors,
         )
         lengths = lengths_of(index)[teaching].tolist()
         dealt = plan_micro_batches(
@@ -84,21 +90,24 @@ class Batch:
         """Describes the batch, before anything was done with it; means are over episodes."""
         index = BatchIndex(*map(np.concatenate, zip(*self._indices, strict=True)))
         first = np.flatnonzero(index.segment == 0)
-        each = index.rewards[first].astype(np.float32)
-        rewards = each.reshape(-1, self._config.rollout.samples_per_prompt)
-        solved = rewards >= np.float32(self._config.reward.solved_at)
+        rewards = rewards_of(index, self._siblings, masks_errors=self._masks_errors)
+        counts = ~np.isnan(rewards)
+        # A group without any reward is not solved, and teaches nothing.
+        least, most = np.fmin.reduce(rewards, axis=1), np.fmax.reduce(rewards, axis=1)
+        solved = least >= np.float32(self._config.reward.solved_at)
         oldest = np.minimum.reduceat(index.policy_version_min.astype(np.int64), first)
         lag = step - 1 - oldest
         return {
             "policy_version": step,
-            "reward/mean": float(each.mean()),
+            "reward/mean": float(rewards[counts].mean()) if counts.any() else 0.0,
+            "reward/errors": float((index.reward_error[first] != 0).mean()),
             "staleness/mean": float(lag.mean()),
             "staleness/max": int(lag.max()),
             "num_trajectories": len(index.guid),
             "num_tokens": int(lengths_of(index).sum()),
             "response/mean": float(index.response_len.sum() / len(first)),
-            "groups/solved": float(solved.all(axis=1).mean()),
-            "groups/teaching": float((rewards != rewards[:, :1]).any(axis=1).mean()),
+            "groups/solved": float(solved.mean()),
+            "groups/teaching": float((least < most).mean()),
             "batch/portions": len(self._indices),
             "batch/micro_batches": self._num_micro_batches,
             "batch/imbalance": imbalance(self._load),
@@ -113,27 +122,70 @@ def share_of(portion: Portion, dp_rank: int) -> Share:
 
 
 def values_of(
-    index: BatchIndex, settings: Settings, siblings: int
+    index: BatchIndex, settings: Settings, siblings: int, *, masks_errors: bool = False
 ) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
     """Asks the algorithm about the rows of a portion, before any is read.
 
     Every row of an episode has the advantage of the episode.
 
+    Args:
+        index: whole and contiguous groups.
+        settings: of the algorithm.
+        siblings: of a group.
+        masks_errors: episodes whose reward failed are compared with nobody, and teach nothing.
+
     Returns:
-        `advantages`, and `weights` if it has some, [rows] in plan order, in which groups are whole
-        and contiguous; and the numbers of those that teach, rising.
+        `advantages`, and `weights` if it has some, [rows] in plan order; and the numbers of those
+        that teach, rising.
+
+    Raises:
+        ConfigError: the algorithm cannot tell an advantage where a sibling has no reward.
     """
     algorithm = algorithm_of(settings)
     begins = index.segment == 0
     episode = np.cumsum(begins) - 1
-    rewards = index.rewards[begins].astype(np.float32).reshape(-1, siblings)
-    rows = Rows(rewards, index.response_len.astype(np.int64), episode // siblings)
-    worth = algorithm.advantages(settings, rows)
-    teaching = np.flatnonzero(algorithm.teaches(settings, worth).reshape(-1)[episode])
+    rewards = rewards_of(index, siblings, masks_errors=masks_errors)
+    counts = ~np.isnan(rewards)
+    lengths = index.response_len.astype(np.int64) * counts.reshape(-1)[episode]
+    rows = Rows(rewards, lengths, episode // siblings)
+    worth = np.where(counts, algorithm.advantages(settings, rows), 0)
+    if not counts.all() and not np.isfinite(worth).all():
+        raise _unequal_to_errors(settings)
+    teaches = algorithm.teaches(settings, worth) & counts
+    teaching = np.flatnonzero(teaches.reshape(-1)[episode])
     columns = {"advantages": worth.reshape(-1)[episode]}
     if algorithm.weights:
         columns["weights"] = algorithm.weights(settings, rows)
     return columns, teaching
+
+
+def rewards_of(index: BatchIndex, siblings: int, *, masks_errors: bool) -> npt.NDArray[np.float32]:
+    """[P, G] of episodes; with `masks_errors`, NaN where it failed."""
+    begins = index.segment == 0
+    rewards: npt.NDArray[np.float32] = index.rewards[begins].astype(np.float32)
+    if masks_errors:
+        rewards[index.reward_error[begins] != 0] = np.nan
+    return rewards.reshape(-1, siblings)
+
+
+def check_errors(settings: Settings) -> None:
+    """Checks that an algorithm can do without the reward of a sibling.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    rewards = np.array([[1, 0, np.nan, 1], [np.nan] * 4], np.float32)
+    rows = Rows(rewards, np.ones(8, np.int64), np.repeat([0, 1], 4))
+    worth = algorithm_of(settings).advantages(settings, rows)
+    if not np.isfinite(worth[~np.isnan(rewards)]).all():
+        raise _unequal_to_errors(settings)
+
+
+def _unequal_to_errors(settings: Settings) -> ConfigError:
+    return ConfigError(
+        f"algorithm.name = {settings.name!r}: gives siblings of a response without a reward (NaN) "
+        'no advantage; set reward.on_error to "zero", or let it leave such responses out'
+    )
 
 
 def lengths_of(index: BatchIndex) -> npt.NDArray[np.int64]:

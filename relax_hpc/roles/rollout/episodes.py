@@ -14,6 +14,7 @@ from relax_hpc.errors import RelaxError
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.rewards.limit import ErrorLimit
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 
@@ -29,14 +30,10 @@ class Episode(NamedTuple):
     """One that has ended."""
 
     record: Record
-    rewards: Mapping[str, float]
-    """Rewards by the name of the part."""
+    score: Score
+    """Parts by name, one at least unless there is an error."""
     metrics: Mapping[str, float] = {}
     """Other numbers of the environment, by name."""
-
-    @property
-    def reward(self) -> float:
-        return sum(self.rewards.values())
 
 
 class Episodes:
@@ -106,15 +103,24 @@ class Episodes:
     ) -> list[Episode]:
         """The rewards of environments; of the others the job's, for what was said last."""
         left = [n for n, outcome in enumerate(outcomes) if not outcome.rewards]
-        rewards: dict[int, Mapping[str, float]] = {}
+        scores: dict[int, Score] = {}
         if left:
-            scores = await self._score([self._sample(prompt, records[n]) for n in left])
-            name = self._config.reward.name
-            rewards = {n: {name: score.value} for n, score in zip(left, scores, strict=True)}
+            given = await self._score([self._sample(prompt, records[n]) for n in left])
+            scores = dict(zip(left, map(self._named, given), strict=True))
         return [
-            Episode(record, rewards.get(n, outcome.rewards), _numbers(prompt, outcome.metrics))
+            Episode(
+                record,
+                scores.get(n) or Score(sum(outcome.rewards.values()), outcome.rewards),
+                _numbers(prompt, outcome.metrics),
+            )
             for n, (record, outcome) in enumerate(zip(records, outcomes, strict=True))
         ]
+
+    def _named(self, score: Score) -> Score:
+        """A reward that is made of nothing is the only part of itself."""
+        if score.parts or score.error is not None:
+            return score
+        return Score(score.value, {self._config.reward.only_name: score.value})
 
     def texts(self, episode: Episode) -> list[str]:
         """Returns what the policy said in each call."""
@@ -134,10 +140,14 @@ class Episodes:
 
 
 class Grouper:
-    """Turns a prompt ordinal into a finished prompt group."""
+    """Turns a prompt ordinal into a finished prompt group.
+
+    It raises a RewardError once the reward fails too often.
+    """
 
     def __init__(self, config: RunConfig, prompts: PromptSource, episodes: Episodes) -> None:
         self._config, self._prompts, self._episodes = config, prompts, episodes
+        self._limit = ErrorLimit(config.reward.most_errors)
         self.running: dict[int, list[Record]] = {}
         """Records of groups that are not finished, one per sibling, by ordinal: those under way,
         and those that were cancelled."""
@@ -152,6 +162,7 @@ class Grouper:
             prompt, records, how._replace(routed_experts=rollout.routed_experts), guid, seeds
         )
         del self.running[guid]
+        self._limit.add({f"{guid}/{n}": each.score for n, each in enumerate(episodes)})
         rows = [
             row
             for sibling, seed, episode in zip(siblings, seeds, episodes, strict=True)
@@ -179,7 +190,10 @@ def _rows(
             version_runs=sequence.version_runs,
             turns=sequence.turns,
             finish=sequence.finish,
-            reward=episode.reward,
+            reward=episode.score.value,
+            reward_error=episode.score.error is not None,
+            # A part that is alone is the reward itself.
+            parts=episode.score.parts if len(episode.score.parts) > 1 else {},
             media=sequence.media,
             routed_experts=sequence.routed_experts,
         )

@@ -55,8 +55,8 @@ class Row(NamedTuple):
         return cls(
             prompt=prompt.index,
             sample=sample,
-            score=episode.reward,
-            parts=dict(episode.rewards),
+            score=episode.score.value,
+            parts=dict(episode.score.parts),
             version=min(versions, default=-1),
             version_max=max(versions, default=-1),
             finish="" if last is None else last.name.lower(),

@@ -163,6 +163,7 @@ def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWrit
     start = time.perf_counter()
     producer.put(groups)
     rows = [row for group in groups for row in group.trajectories]
+    first = [row for row in rows if not row.segment]
     events.emit(
         "shard",
         seconds=round(time.perf_counter() - start, 4),
@@ -172,17 +173,18 @@ def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWrit
         num_tokens=sum(len(row.token_ids) for row in rows),
         policy_version_min=min(row.policy_version_min for row in rows),
         policy_version_max=max(row.policy_version_max for row in rows),
-        **{"reward/mean": float(np.mean([row.reward for row in rows if not row.segment]))},
-        **means_of([metrics for group in groups for metrics in group.metrics]),
+        **{"reward/mean": float(np.mean([row.reward for row in first]))},
+        **means_of("parts", [row.parts for row in first]),
+        **means_of("rollout", [metrics for group in groups for metrics in group.metrics]),
     )
 
 
-def means_of(episodes: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """`rollout/<name>`: the mean over those episodes that have a metric of that name."""
+def means_of(area: str, episodes: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """`<area>/<name>`: the mean over those episodes that have a number of that name."""
     found: dict[str, list[float]] = {}
-    for metrics in episodes:
-        for name, value in metrics.items():
-            found.setdefault(f"rollout/{name}", []).append(value)
+    for numbers in episodes:
+        for name, value in numbers.items():
+            found.setdefault(f"{area}/{name}", []).append(value)
     return {name: float(np.mean(values)) for name, values in found.items()}
 
 

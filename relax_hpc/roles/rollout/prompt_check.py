@@ -5,6 +5,7 @@ rollout tasks tokenize all of them before anything is sampled.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from relax_hpc.config.prompts import Columns, SourceConfig
@@ -17,7 +18,7 @@ from relax_hpc.prompts.record import Record
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.rows import SAMPLE, left_out
 from relax_hpc.prompts.source import Examined, PromptSource
-from relax_hpc.rewards.registry import REWARDS
+from relax_hpc.rewards.registry import REWARDS, BuiltIn, terms_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,13 +78,26 @@ def read(config: RunConfig) -> Files:
     return files
 
 
+def _can_match(rewards: Sequence[BuiltIn], answer: str) -> bool:
+    return all(reward.can_match(answer) for reward in rewards)
+
+
 def _records(config: RunConfig, key: str, sources: Mapping[str, SourceConfig]) -> Records:
-    reward = REWARDS.get(config.reward.name)  # a program of somebody else's is not asked here
+    # A program of somebody else's is not asked here.
+    terms = [term for term in terms_of(config.reward) if term.name in REWARDS]
+    rewards = [REWARDS[term.name] for term in terms]
+    remedies = [
+        f"with {term.key}.name = {term.name!r} {reward.remedy}"
+        for term, reward in zip(terms, rewards, strict=True)
+        if reward.remedy
+    ]
     try:
-        if reward is None:
-            return Records(sources, config.prompts)
-        remedy = f"with reward.name = {config.reward.name!r} {reward.remedy}"
-        return Records(sources, config.prompts, can_match=reward.can_match, remedy=remedy)
+        return Records(
+            sources,
+            config.prompts,
+            can_match=partial(_can_match, rewards),
+            remedy=" and ".join(remedies),
+        )
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None
 

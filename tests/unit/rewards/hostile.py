@@ -2,11 +2,19 @@
 
 import asyncio
 import contextlib
+import ctypes
+import itertools
+import json
+import math
 import os
+import re
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Literal
 
 from relax_hpc.rewards.contract import Score
 
@@ -40,6 +48,36 @@ def parts(sample):
     return Score(3.0, {"right": 1.0, "short": 2.0})
 
 
+def wrong_sum(sample):
+    return Score(3.0, {"right": 1.0, "short": 1.0, "short/words": 1.0})
+
+
+def with_settings(
+    response,
+    *,
+    tolerance: float = 0.5,
+    strict: bool = False,
+    count: int = 3,
+    labels: list[str] = ["a"],  # noqa: B006
+    scheme: Literal["plain", "signed"] = "plain",
+    odd: "Unheard" = None,  # noqa: F821
+    finish="",
+):
+    return Score(tolerance + count, {"tolerance": tolerance, "count": count})
+
+
+def typed(response, *, tolerance: float = 0.5, strict: bool = False, labels: list[str] = [],  # noqa: B006
+          scheme: Literal["plain", "signed"] = "plain"):  # fmt: skip
+    return tolerance
+
+
+async def typed_judge(response, engines, *, strict: bool = False):
+    return 0.0
+
+
+typed_judge.pools = ("judge",)
+
+
 def with_fields(answer, response, metadata):
     return float(response == answer + metadata["suffix"])
 
@@ -60,9 +98,20 @@ def nan(response):
     return float("nan")
 
 
+def started():
+    """Notes a process that a reward has started, for the test to look whether it is gone."""
+    if "HOSTILE_PIDS" in os.environ:
+        with Path(os.environ["HOSTILE_PIDS"]).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def hang(*_):
+    time.sleep(1000)
+
+
 def sleeps_with_signals_blocked():
     signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
-    time.sleep(1000)
+    hang()
 
 
 def forks_and_returns():
@@ -72,15 +121,43 @@ def forks_and_returns():
 
 def forks_and_dies():
     if os.fork() == 0:
+        started()
         os.setsid()
-        time.sleep(1000)
-    time.sleep(1000)
+    hang()
 
 
 def dies_before_its_child():
     if os.fork() == 0:
-        time.sleep(1000)
+        started()
+        hang()
     os._exit(0)
+
+
+def leaves_a_daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        started()
+        hang()
+    time.sleep(0.05)
+    os._exit(7)
+
+
+def forks_many():
+    for _ in range(20):
+        if os.fork() == 0:
+            started()
+            os.setsid()
+            break
+    hang()
+
+
+def leaves_a_program():
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    with Path(os.environ.get("HOSTILE_PIDS", os.devnull)).open("a") as file:
+        file.write(f"{child.pid}\n")
+    raise ValueError("left a program")
 
 
 def garbage():
@@ -91,31 +168,157 @@ def garbage():
     return 7.0
 
 
+def descriptors():
+    return [int(each.name) for each in Path("/proc/self/fd").iterdir()]
+
+
 def breaks_the_socket():
-    for number in (int(each.name) for each in Path("/proc/self/fd").iterdir()):
+    for number in descriptors():
         with contextlib.suppress(OSError):
             os.write(number, b"nonsense\n")
     return 1.0
+
+
+def floods():
+    for number in descriptors():
+        for _ in range(1 << 10):
+            with contextlib.suppress(OSError):
+                os.set_blocking(number, True)
+                os.write(number, bytes(1 << 20))
+    return 1.0
+
+
+def opens_files():
+    return [Path(os.devnull).open() for _ in itertools.count()]
 
 
 def grows():
     return len(b"x" * (8 << 30))
 
 
+def grows_slowly():
+    held = []
+    while True:
+        held.append(bytearray(1 << 20))
+
+
+def recurses():
+    return recurses() + 1
+
+
+def recurses_without_limit():
+    sys.setrecursionlimit(1 << 30)
+    return recurses()
+
+
+def waits_for_a_thread():
+    thread = threading.Thread(target=hang, daemon=True)
+    thread.start()
+    thread.join()
+
+
+def starts_threads():
+    while True:
+        threading.Thread(target=hang, daemon=True).start()
+
+
+def ends_in_a_thread():
+    threading.Thread(target=os._exit, args=(5,)).start()
+    hang()
+
+
+def stops_its_parent():
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os._exit(6)
+
+
+def alarms():
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    hang()
+
+
+def patches():
+    json.dumps = lambda *_, **__: "nonsense"
+    return 1.0
+
+
+class HangsAsFloat:
+    __float__ = hang
+
+
+class NoWordsError(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def has_no_words():
+    raise NoWordsError
+
+
+def interrupts():
+    raise KeyboardInterrupt
+
+
+def says_much():
+    raise ValueError("x" * (100 << 20))
+
+
 ORDERS = {
-    "hang": lambda: time.sleep(1000),
+    "hang": hang,
     "power": lambda: 9**9**9**9,
+    "factorial": lambda: math.factorial(10**7),
+    "sets": lambda: max(itertools.permutations(range(2000))),
+    "regex": lambda: re.match(r"(a+)+$", "a" * 60 + "b"),
+    "braces": lambda: eval("(" * 5000 + ")" * 5000),
+    "terms": lambda: eval("+".join(["-1"] * 200_000)),
+    "digits": lambda: str(10**5000),
+    "large": lambda: 10**400,
     "exit": lambda: os._exit(3),
     "sys.exit": lambda: sys.exit(3),
+    "interrupt": interrupts,
     "raise": lambda: 1 / 0,
+    "no words": has_no_words,
+    "much": says_much,
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "null": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "kill group": lambda: os.killpg(0, signal.SIGKILL),
+    "kill parent": lambda: os.kill(os.getppid(), signal.SIGKILL) or hang(),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop parent": stops_its_parent,
+    "alarm": alarms,
     "memory": grows,
+    "slow memory": grows_slowly,
+    "recursion": recurses,
+    "no limit": recurses_without_limit,
     "blocked": sleeps_with_signals_blocked,
     "fork": forks_and_dies,
+    "forks": forks_many,
     "orphan": dies_before_its_child,
+    "daemon": leaves_a_daemon,
+    "session": lambda: os.setsid() or hang(),
+    "program": lambda: subprocess.run(["sleep", "1000"], check=True),
+    "left program": leaves_a_program,
+    "exec": lambda: os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(9)"]),
+    "thread": waits_for_a_thread,
+    "threads": starts_threads,
+    "thread ends": ends_in_a_thread,
     "socket": breaks_the_socket,
+    "flood": floods,
+    "close": lambda: os.closerange(3, 1 << 10),
+    "files": opens_files,
+    "print": lambda: print("x" * (1 << 30)),
+    "patch": patches,
+    "float": HangsAsFloat,
+    "nan": lambda: math.nan,
+    "infinity": lambda: math.inf,
+    "nothing": lambda: None,
+    "long part": lambda: Score(1.0, {"x" * 10**6: 1.0}),
+    "many parts": lambda: Score(1.0, {str(n): 1.0 for n in range(10**5)}),
 }
 HARMLESS = {"twice": forks_and_returns, "garbage": garbage}
+HOSTILE = sorted(ORDERS)
 ORDERS |= HARMLESS
 
 

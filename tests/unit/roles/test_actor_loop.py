@@ -71,6 +71,7 @@ class Reader:
             "guid": [r.guid for r in rows], "sibling": [r.sibling for r in rows],
             "segment": [r.segment for r in rows],
             "rewards": np.array([r.reward for r in rows], np.float32),
+            "reward_error": [r.reward_error for r in rows],
             "prompt_len": [r.prompt_len for r in rows],
             "response_len": [len(r.token_ids) - r.prompt_len for r in rows],
             "policy_version_min": [r.policy_version_min for r in rows],

@@ -3,10 +3,13 @@
 import asyncio
 
 import numpy as np
+import pytest
 from episode_fakes import answer, episodes
 from role_fakes import config, sampled
 
+from relax_hpc.errors import RewardError
 from relax_hpc.prompts.source import Prompt
+from relax_hpc.rewards.contract import Score, failed
 from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import FinishReason
@@ -51,7 +54,7 @@ def score(response, prompt):
     return {(21, 22, 23, 24): 0.25, (31,): 1.0, (): -1.0}[tuple(response)]
 
 
-def group(sampler, **settings):
+def group(sampler, score=score, **settings):
     settings = config(seed=9, rollout__temperature=0.7, **settings)
     made = Grouper(settings, Prompts(), episodes(settings, sampler, score))
     return asyncio.run(made(5, 4))
@@ -96,3 +99,28 @@ def test_routed_experts_are_asked_for_if_the_run_wants_them():
     group(
         Sampler(routed_experts=True), engines__rollout__kind="sglang", rollout__routed_experts=True
     )  # fmt: skip
+
+
+def test_a_row_knows_the_parts_of_its_reward_and_whether_it_failed():
+    """A part that is alone is the reward, and not said twice."""
+    parts = {"right": 1.0, "short": -0.5}
+    scores = {31: Score(0.5, parts), 21: failed("a bug")}
+    first, second = group(Sampler(), lambda tokens, _: scores[tokens[0]]).trajectories
+    assert (first.reward, first.parts, first.reward_error) == (0.0, {}, True)
+    assert (second.reward, second.parts, second.reward_error) == (0.5, parts, False)
+    plain = group(Sampler()).trajectories[1]
+    assert (plain.parts, plain.reward_error) == ({}, False)
+
+
+def test_a_group_is_refused_once_too_many_rewards_have_failed():
+    """All fail, and 0.4 * 500 are allowed."""
+    settings = config(seed=9, rollout__temperature=0.7, reward__most_errors=0.4)
+    made = Grouper(settings, Prompts(), episodes(settings, Sampler(), lambda *_: failed("a bug")))
+
+    async def run():
+        for _ in range(100):
+            assert len((await made(5, 4)).trajectories) == 2
+        return await made(5, 4)
+
+    with pytest.raises(RewardError, match=r"failed for 202 of the last 202 .*, 5/0: a bug; 5/1: a"):
+        asyncio.run(run())

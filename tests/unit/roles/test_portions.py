@@ -1,15 +1,17 @@
 """The worth of a batch's rows, the ranks that train them, and the batch's figures: by hand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from role_fakes import config
 
+from relax_hpc.algorithms.table import ALGORITHMS
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.dealing.portions import Batch, shards_of, share_of
+from relax_hpc.roles.dealing.portions import Batch, check_errors, shards_of, share_of, values_of
 
 # Three groups of four: half of them right, all of them, one of them.
 REWARDS = [1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0]
@@ -27,7 +29,7 @@ class Reader:
         return self.indices[record.portion]
 
 
-def index(rewards=REWARDS, prompts=PROMPTS, responses=RESPONSES, oldest=None, guid=0):
+def index(rewards=REWARDS, prompts=PROMPTS, responses=RESPONSES, oldest=None, guid=0, failed=()):
     count = len(rewards)
     oldest = oldest or [0] * count
     return BatchIndex(
@@ -35,6 +37,7 @@ def index(rewards=REWARDS, prompts=PROMPTS, responses=RESPONSES, oldest=None, gu
         sibling=np.arange(count, dtype=np.int32) % 4,
         segment=np.zeros(count, np.int32),
         rewards=np.array(rewards, np.float32),
+        reward_error=np.isin(np.arange(count), failed).astype(np.uint8),
         prompt_len=np.array(prompts, np.int32),
         response_len=np.array(responses, np.int32),
         policy_version_min=np.array(oldest, np.int32),
@@ -77,6 +80,71 @@ def test_rows_are_worth_what_sets_them_apart_and_who_teaches_nothing_stays_only_
     share = share_of(portion, 0)
     assert share.rows == kept
     np.testing.assert_allclose(share.columns["advantages"], np.array(expected)[kept], rtol=1e-5)
+
+
+MASKED = {"reward__on_error": "mask"}
+
+
+def test_a_reward_that_failed_is_zero_or_is_left_out_of_group_and_batch():
+    """Of 1 0 0 1 the first failed: 1/3 of 0 0 1 is the baseline; the rewards' mean is 6/11."""
+    failed = index([0, *REWARDS[1:]], failed=[0])
+    assert batch_of(failed).deal(record()).columns["advantages"][:4].tolist() == [
+        -0.25, -0.25, -0.25, 0.75
+    ]  # fmt: skip
+    batch = batch_of(failed, **MASKED)
+    portion = batch.deal(record())
+    third = 1 / 3
+    expected = [0, -third, -third, 2 * third, *CENTRED[4:]]
+    np.testing.assert_allclose(portion.columns["advantages"], expected, rtol=1e-6)
+    assert share_of(portion, 0).rows == [1, 2, 3, 8, 9, 10, 11]
+    said = batch.describe(5)
+    assert said["reward/mean"] == pytest.approx(6 / 11)
+    assert said["reward/errors"] == pytest.approx(1 / 12)
+
+
+def test_what_failed_is_not_trained_on_for_a_kl_term_either():
+    portion = batch_of(index(failed=[0, 5]), **MASKED, **PULLED).deal(record())
+    assert share_of(portion, 0).rows == [1, 2, 3, 4, *range(6, 12)]
+
+
+def test_a_group_of_which_all_failed_teaches_nothing_and_is_not_solved():
+    batch = batch_of(index([0] * 4 + REWARDS[4:], failed=[0, 1, 2, 3]), **MASKED)
+    assert share_of(batch.deal(record()), 0).rows == [8, 9, 10, 11]
+    said = batch.describe(5)
+    assert (said["groups/solved"], said["groups/teaching"]) == (1 / 3, 1 / 3)
+    nobody = batch_of(index([0] * 12, failed=range(12)), **MASKED)
+    assert share_of(nobody.deal(record()), 0).rows == []
+    assert nobody.describe(5)["reward/mean"] == 0.0
+
+
+def test_masking_is_as_if_what_failed_had_never_been_sampled():
+    """Whatever stands in the failed rows, the others are worth what they are without them."""
+    settings = config(algorithm__normalize_std=True, rollout__samples_per_prompt=4).algorithm
+    whole = index(failed=[1, 8])
+    found, teaching = values_of(whole, settings, 4, masks_errors=True)
+    other, again = values_of(
+        whole._replace(rewards=np.where(whole.reward_error, 7, whole.rewards)), settings, 4,
+        masks_errors=True,
+    )  # fmt: skip
+    assert found["advantages"].tolist() == other["advantages"].tolist()
+    assert teaching.tolist() == again.tolist() == [0, 2, 3, 9, 10, 11]
+    kept = [0, 2, 3]
+    alone = BatchIndex(*(column[kept] for column in whole))
+    expected, _ = values_of(alone, settings, 3)
+    assert found["advantages"][kept].tolist() == expected["advantages"].tolist()
+
+
+def test_an_algorithm_that_cannot_do_without_a_sibling_is_refused_by_name(monkeypatch):
+    settings = config().algorithm
+    check_errors(settings)
+    plain = replace(
+        ALGORITHMS["grpo"], advantages=lambda _, rows: rows.rewards - rows.rewards.mean(1)[:, None]
+    )
+    monkeypatch.setitem(ALGORITHMS, "grpo", plain)
+    with pytest.raises(ConfigError, match=r"algorithm.name = 'grpo': gives siblings"):
+        check_errors(settings)
+    with pytest.raises(ConfigError, match=r"set reward.on_error to \"zero\""):
+        values_of(index(failed=[0]), settings, 4, masks_errors=True)
 
 
 def test_a_measured_reference_without_a_coefficient_keeps_no_row_for_it():
@@ -126,6 +194,7 @@ def test_what_is_said_of_a_batch_is_of_all_its_portions():
     assert batch.describe(5) == {
         "policy_version": 5,
         "reward/mean": (7 + 4) / 16,
+        "reward/errors": 0.0,
         "staleness/mean": (0 + 1 + 2 + 3) / 4,  # step 5 trains policy 4
         "staleness/max": 3,
         "num_trajectories": 16,
@@ -150,6 +219,7 @@ def index_of_several(rewards=WORTH, oldest=(3,) * 11):
         sibling=np.array([sibling for sibling, _ in PLACES], np.int32),
         segment=np.array([segment for _, segment in PLACES], np.int32),
         rewards=np.array(rewards, np.float32),
+        reward_error=np.zeros(len(rewards), np.uint8),
         prompt_len=np.full(11, 2, np.int32),
         response_len=np.arange(1, 12, dtype=np.int32),
         policy_version_min=np.array(oldest, np.int32),

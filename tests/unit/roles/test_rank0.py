@@ -80,6 +80,7 @@ class FakeReader:
             "guid": np.repeat(record.guids, 2), "sibling": [0, 1] * count,
             "segment": [0, 0] * count,
             "rewards": np.array([1.0, 0.0] * count, np.float32), "prompt_len": [2, 2] * count,
+            "reward_error": [0, 0] * count,
             "response_len": [3, 1] * count, "policy_version_min": [2, 1] * count,
             "policy_version_max": [2, 1] * count, "finish": [0, 0] * count,
         }  # fmt: skip

@@ -99,7 +99,7 @@ async def scores(group, answer, said):
     prompt, outcomes = Prompt(0, [1], answer), [Outcome()] * len(said)
     records = [Record([Call([1], draft=Draft(tokens))]) for tokens in said]
     made = await group._episodes._scored(prompt, records, outcomes)
-    return [episode.reward for episode in made]
+    return [episode.score.value for episode in made]
 
 
 @pytest.mark.parametrize("fails", ["engine", "loop", "both", None])

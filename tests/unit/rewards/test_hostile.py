@@ -1,0 +1,88 @@
+"""Answers that hang, crash and flood a reward, among ordinary ones: they cost themselves."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import hostile
+import psutil
+import pytest
+
+from relax_hpc.config.reward import RewardConfig
+from relax_hpc.rewards.contract import Sample, Score
+from relax_hpc.rewards.scorer import Scorer
+
+DEADLINE_S, SIBLINGS = 0.5, 8
+CONFIG = RewardConfig(
+    name=f"{hostile.__file__}:by_order", deadline_s=DEADLINE_S, memory_gib=0.25, workers=2
+)
+
+
+@pytest.fixture
+def leftover(tmp_path, monkeypatch):
+    """Tells which of the processes are there that rewards have started, and noted."""
+    noted = tmp_path / "pids"
+    noted.touch()
+    monkeypatch.setenv("HOSTILE_PIDS", str(noted))
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+
+    def look():
+        pids = {int(line) for line in noted.read_text().split()}
+        assert pids, "they did start some"
+        below = {each.pid for each in psutil.Process().children(recursive=True)} - before
+        return [pid for pid in pids | below if is_alive(pid)]
+
+    return look
+
+
+def is_alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_every_hostile_answer_is_a_zero_with_an_error_within_the_deadline_and_a_second(leftover):
+    """Each after one that is scored: by then there is a process to ask."""
+    seconds = {}
+
+    async def score():
+        async with Scorer(CONFIG) as scorer:
+            for response in hostile.HOSTILE:
+                assert await scorer.score([Sample("ordinary")]) == [Score(8.0)]
+                begun = time.monotonic()
+                [found] = await scorer.score([Sample(response)])
+                seconds[response] = time.monotonic() - begun
+                assert found.value == 0 and found.error, response
+
+    asyncio.run(score())
+    assert {k: v for k, v in seconds.items() if v > DEADLINE_S + 1} == {}
+    assert leftover() == []
+
+
+def test_what_a_reward_started_ends_when_its_owner_is_killed(leftover):
+    """A process of its own is the owner: it is killed while a reward has forked and hangs."""
+    owner = os.fork()
+    if owner == 0:
+
+        async def score():
+            async with Scorer(CONFIG.model_copy(update={"deadline_s": 100.0})) as scorer:
+                await scorer.score([Sample("forks")])
+
+        try:
+            asyncio.run(score())
+        finally:
+            os._exit(1)
+    noted = Path(os.environ["HOSTILE_PIDS"])
+    wait_until(lambda: len(noted.read_text().split()) == 20)
+    os.kill(owner, 9)
+    os.waitpid(owner, 0)
+    wait_until(lambda: leftover() == [])
+
+
+def wait_until(is_so):
+    until = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)

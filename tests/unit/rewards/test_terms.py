@@ -1,0 +1,223 @@
+"""Settings of rewards, and rewards that are the sum of several."""
+
+import asyncio
+from pathlib import Path
+
+import hostile
+import pytest
+from roles.role_fakes import config
+
+from relax_hpc.config.reward import RewardConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import registry, trial
+from relax_hpc.rewards.contract import (
+    Kind,
+    Sample,
+    Score,
+    as_score,
+    check_settings,
+    combined,
+    settings_of,
+)
+from relax_hpc.rewards.registry import BuiltIn, Term
+from relax_hpc.rewards.reward import Reward, Weighted
+from relax_hpc.rewards.scorer import Scorer
+
+PLUGIN = Path(hostile.__file__)
+
+
+def scores_of(reward, *responses):
+    return asyncio.run(reward([Sample(each) for each in responses], 5.0, lambda number: None))
+
+
+def test_settings_are_the_keyword_only_parameters_with_a_default():
+    known = settings_of(hostile.with_settings)
+    assert list(known) == ["tolerance", "strict", "count", "labels", "scheme", "odd"]
+    assert settings_of(hostile.with_fields) == {}
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"tolerence": 1}, "reward.args.tolerence = 1: no such setting; there are tolerance, "),
+        ({"finish": "stop"}, "reward.args.finish = 'stop': no such setting"),
+        ({"tolerance": "1"}, "reward.args.tolerance = '1': input should be a valid number"),
+        ({"tolerance": True}, "reward.args.tolerance = True: input should be a valid number"),
+        ({"strict": 1}, "reward.args.strict = 1: input should be a valid boolean"),
+        ({"labels": "a"}, "reward.args.labels = 'a': input should be a valid list"),
+        ({"labels": ["a", 1]}, "reward.args.labels = ['a', 1]: input should be a valid string"),
+        ({"scheme": "odd"}, "reward.args.scheme = 'odd': input should be 'plain' or 'signed'"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_there_is_not_or_of_a_wrong_type_is_refused(args, words):
+    with pytest.raises(ConfigError) as refused:
+        check_settings("reward.args", hostile.typed, args)
+    assert str(refused.value).startswith(words)
+
+
+def test_settings_that_fit_are_taken_and_those_nobody_can_check_are_left_to_the_function():
+    fits = {"tolerance": 1, "strict": True, "labels": ["b"], "scheme": "signed"}
+    check_settings("reward.args", hostile.typed, fits)
+    check_settings("reward.args", hostile.with_settings, {"odd": "whatever"})
+    with pytest.raises(ConfigError, match="this reward has none; remove it"):
+        check_settings("reward.args", hostile.ranks, {"a": 1})
+
+
+def test_a_reward_is_called_with_the_settings_of_the_job():
+    settings = RewardConfig(name=f"{PLUGIN}:typed", args={"tolerance": 0.25}, workers=1)
+
+    async def score():
+        async with Scorer(settings) as scorer:
+            return await scorer.score([Sample("a")])
+
+    assert asyncio.run(score()) == [Score(0.25)]
+
+
+def test_terms_are_weighted_and_added_and_their_parts_add_up():
+    """2 * (0.5 + 3) - 0.5 * 4 = 5."""
+    reward = Reward(
+        [
+            Weighted(hostile.with_settings, title="sized", weight=2.0),
+            Weighted(hostile.by_order, title="length", weight=-0.5),
+        ]
+    )
+    [score] = scores_of(reward, "four")
+    assert score == Score(
+        5.0, {"sized": 7.0, "sized/tolerance": 1.0, "sized/count": 6.0, "length": -2.0}
+    )
+
+
+def test_an_error_of_a_term_is_the_samples_and_no_siblings():
+    terms = [Weighted(hostile.by_order, title="order"), Weighted(hostile.ranks, title="rank")]
+    one, other = scores_of(Reward(terms), "abc", "ab")
+    assert (one, other) == (
+        Score(4.0, {"order": 3.0, "rank": 1.0}), Score(2.0, {"order": 2.0, "rank": 0.0})
+    )  # fmt: skip
+    terms = [terms[0], Weighted(hostile.parts, title="parts")]
+    good, bad = scores_of(Reward(terms), "abc", "raise")
+    assert bad == Score(0.0, error="order: ZeroDivisionError: division by zero")
+    assert good.value == 6.0
+
+
+def test_terms_that_are_given_the_group_or_wait_make_the_whole_reward_so():
+    kind = Reward([Weighted(hostile.ranks, title="a"), Weighted(hostile.by_order, title="b")]).kind
+    assert kind == Kind(sees_group=True, is_async=False)
+    judge = Weighted(hostile.asks_a_judge, title="c")
+    assert Reward([judge, Weighted(hostile.by_order, title="b")]).kind == Kind(
+        False, True, ("judge",)
+    )
+
+
+def test_an_awaited_term_that_takes_too_long_costs_its_sample():
+    terms = [Weighted(hostile.awaited, title="a"), Weighted(hostile.parts, title="b")]
+    group = [Sample("hang"), Sample("ab")]
+    late, good = asyncio.run(Reward(terms)(group, 0.2, lambda number: None))
+    assert late == Score(0.0, error="a: took longer than 0.2 s")
+    assert good.value == 5.0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (Score(3.0, {"a": 1.0, "b": 1.0}), "the reward is 3, and its parts add up to 2"),
+        (Score(1.0, {"a": float("nan")}), "a is nan"),
+        (Score(1e39), "the reward is 1e+39"),
+        (Score(1.0, {"": 1.0}), "a part is called ''"),
+        (Score(1.0, {"a\nb": 1.0}), "a part is called 'a"),
+        (Score(1.0, {f"p{n}": 1 / 65 for n in range(65)}), "65 parts, more than 64"),
+    ],
+)
+def test_parts_that_do_not_add_up_or_cannot_be_kept_are_an_error(given, words):
+    with pytest.raises(ValueError) as refused:
+        as_score(given)
+    assert words in str(refused.value)
+
+
+def test_parts_add_up_as_far_as_rounding_goes_and_parts_of_parts_are_not_added():
+    for score in (
+        Score(0.3, {"a": 0.1, "b": 0.2, "b/c": 5.0}),
+        Score(1e6, {"a": 1e6 + 0.5}),
+        Score(0.0, {"a": 1e9, "b": -1e9 + 10}),
+    ):
+        assert as_score(score) == score
+
+
+def test_a_sum_that_float32_cannot_hold_is_an_error_of_the_sample():
+    scores = scores_of(Reward([Weighted(hostile.parts, title="a", weight=3e38)]), "x")
+    assert scores[0].value == 0 and "reward is 9." in scores[0].error
+    assert combined({"a": (1.0, Score(0.0, error="why"))}).error == "a: why"
+
+
+def job(**reward):
+    return config(reward=reward).reward
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({"name": "random", "terms": {"a": {"name": "random"}}}, "reward.name = 'random': the "
+         "reward is the sum of reward.terms (a); make it one of them, or remove it"),
+        ({"args": {"b": 1}, "terms": {"a": {"name": "random"}}}, "reward.args: the reward is the"),
+        ({"terms": {"a": {"weight": 1.0}}}, "reward.terms.a.name: is required"),
+        ({"terms": {"a/b": {"name": "random"}}}, "a/b"),
+        ({"terms": {"a": {"name": "random", "wieght": 2}}}, "did you mean reward.terms.a.weight?"),
+    ],
+)  # fmt: skip
+def test_terms_that_cannot_be_are_refused(reward, words):
+    with pytest.raises(ConfigError) as refused:
+        job(**reward)
+    assert words in str(refused.value)
+
+
+def test_without_a_name_and_terms_the_reward_is_boxed_number():
+    assert [(each.title, each.name) for each in registry.terms_of(job())] == [("", "boxed_number")]
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({"name": "random", "args": {"side": 1}}, "reward.args.side = 1: no such setting; this"),
+        ({"terms": {"a": {"name": "randm"}}}, "reward.terms.a.name = 'randm': no such reward; did"),
+        ({"terms": {"b": {"name": f"{PLUGIN}:typed", "args": {"strict": 0}}}},
+         "reward.terms.b.args.strict = 0: input should be a valid boolean; correct it"),
+        ({"terms": {"b": {"name": f"{PLUGIN}:wrong_sum", "weight": 2.0}}}, "reward.terms.b.name = "
+         f"'{PLUGIN}:wrong_sum': scoring a response to a prompt of yours, b: ValueError: the "
+         "reward is 3, and its parts add up to 2; correct it"),
+        ({"terms": {"b": {"name": f"{PLUGIN}:typed_judge", "args": {"strict": True}}}},
+         "it asks engines of a pool 'judge'"),
+    ],
+)  # fmt: skip
+def test_check_refuses_a_term_by_the_key_of_its_table(reward, words):
+    with pytest.raises(ConfigError) as refused:
+        trial.check(job(**reward), Sample("1", answer="1"))
+    assert words in str(refused.value)
+
+
+def test_a_module_of_this_package_says_for_itself_whether_it_can_work(monkeypatch):
+    monkeypatch.setitem(registry.REWARDS, "choosy", BuiltIn("choosy_reward"))
+    trial.check(job(name="choosy", args={"level": 3}), Sample("1"))
+    with pytest.raises(ConfigError, match=r"reward.name = 'choosy': level 0 of mild is none"):
+        trial.check(job(name="choosy", args={"level": 0}), Sample("1"))
+    reward = registry.REWARDS["choosy"]
+    assert (reward.can_match("yes"), reward.can_match("no"), reward.remedy) == (
+        True,
+        False,
+        "say yes",
+    )
+    assert registry.REWARDS["random"].can_match("whatever")
+
+
+def test_settings_are_not_on_the_command_line_of_a_process():
+    settings = RewardConfig(name=f"{PLUGIN}:typed", args={"labels": ["secret"]}, workers=1)
+
+    async def lines():
+        async with Scorer(settings) as scorer:
+            return [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in scorer.pids]
+
+    [line, *_] = asyncio.run(lines())
+    assert b"relax_hpc.rewards.worker" in line and b"secret" not in line
+
+
+def test_a_term_is_named_in_the_key_of_its_table():
+    assert Term("short", "random", "", 1.0, {}).key == "reward.terms.short"
+    assert Term("", "random", "", 1.0, {}).key == "reward"
