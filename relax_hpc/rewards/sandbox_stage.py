@@ -34,12 +34,13 @@ class _Machine(NamedTuple):
     clone3: int
     """Says that it is not there, so that libraries fall back on `clone`."""
     refused: tuple[int, ...]
-    """fork, vfork; unshare, setns; memfd_create, shmget, msgget; io_uring_setup."""
+    """fork, vfork; unshare, setns; memfd_create, shmget, msgget; io_uring_setup; add_key,
+    request_key, keyctl."""
 
 
 _MACHINES = {
-    "x86_64": _Machine(0xC000003E, 56, 435, (57, 58, 272, 308, 319, 29, 68, 425)),
-    "aarch64": _Machine(0xC00000B7, 220, 435, (97, 268, 279, 194, 186, 425)),
+    "x86_64": _Machine(0xC000003E, 56, 435, (57, 58, 272, 308, 319, 29, 68, 425, 248, 249, 250)),
+    "aarch64": _Machine(0xC00000B7, 220, 435, (97, 268, 279, 194, 186, 425, 217, 218, 219)),
 }
 
 
@@ -98,7 +99,8 @@ def _plain(value: object) -> object:
 
 
 def _refuse_calls(libc: ctypes.CDLL) -> None:
-    """Refuses what would start processes, or take memory that no limit counts, by a seccomp filter.
+    """Refuses, by a seccomp filter, what starts processes, takes memory that no limit counts, or
+    reads the user's keys.
 
     Limits count processes of a user, not of a program, and none of root's; a filter has no such
     holes, and is inherited by whatever the program executes.

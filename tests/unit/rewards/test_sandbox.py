@@ -13,13 +13,13 @@ import pytest
 
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import sandbox
+from relax_hpc.rewards import sandbox, sandbox_stage
 from relax_hpc.rewards.contract import Sample
 from relax_hpc.rewards.sandbox import Limits, Program, SandboxError, check_sandbox, run
 from relax_hpc.rewards.scorer import Scorer
 
 SMALL = Limits(deadline_s=30, memory_bytes=256 << 20, disk_bytes=8 << 20, output_bytes=1 << 20)
-SHORT = SMALL._replace(deadline_s=0.3)
+SHORT = SMALL._replace(deadline_s=0.15)
 SOON_S = 10
 """Less than anything here takes that is not ended; it is ended within a second of its deadline."""
 
@@ -246,6 +246,23 @@ bomb()
 @in_both
 def test_a_program_starts_no_other_but_threads(kind):
     assert printed(STARTS, kind) == ["True", "True", "True", "thread"]
+
+
+CALLS = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+for number in {numbers}:
+    failed = libc.syscall(number, 0, 0, 0, 0, 0) == -1
+    print(failed and errno.errorcode[ctypes.get_errno()])
+"""
+
+
+@in_both
+def test_calls_of_the_kernel_that_would_lead_around_limits_are_refused(kind):
+    machine = sandbox_stage._MACHINES[os.uname().machine]
+    numbers = [*machine.refused, machine.clone, machine.clone3]
+    errors = printed(CALLS.format(numbers=numbers), kind)
+    assert errors == (len(numbers) - 1) * ["EAGAIN"] + ["ENOSYS"]
 
 
 @in_both
