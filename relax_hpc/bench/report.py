@@ -55,12 +55,6 @@ def machine() -> str:
     )
 
 
-def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Cells in columns as wide as their widest, to the right."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(map(str.rjust, line, widths)) for line in lines]
-
-
 def show(rows: list[Row], console: Console, json_file: Path | None, before: str) -> None:
     """Prints a table and, if asked for, writes `{"machine", "rows"}`.
 

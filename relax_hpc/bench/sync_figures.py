@@ -4,8 +4,9 @@ import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from relax_hpc.bench.report import aligned, machine
+from relax_hpc.bench.report import machine
 from relax_hpc.records import write_json
+from relax_hpc.telemetry.tables import aligned
 
 _PARTS = (
     "gather",

@@ -14,7 +14,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.bench.report import aligned, machine
+from relax_hpc.bench.report import machine
 from relax_hpc.bench.shapes import model_folder
 from relax_hpc.bench.train_task import Figures, Task, Work, grid_name
 from relax_hpc.config.layout import Layout
@@ -24,6 +24,7 @@ from relax_hpc.models.registry import read_architecture
 from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
+from relax_hpc.telemetry.tables import aligned
 
 _FORMULA = "(6 N T + 6 layers heads head_dim sum(length^2)) / (seconds x 989e12)"
 _JOIN_S = 120

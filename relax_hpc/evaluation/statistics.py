@@ -65,7 +65,7 @@ def statistics(samples: Iterable[Sample], ks: Sequence[int], *, right: float = 1
     Raises:
         ConfigError: there are no samples, or a k is above the samples of a prompt, which is named.
     """
-    prompts = _by_prompt(samples)
+    prompts = by_prompt(samples)
     if not prompts:
         raise ConfigError("statistics need a sample; none are given")
     _check(prompts, ks)
@@ -90,6 +90,14 @@ def statistics(samples: Iterable[Sample], ks: Sequence[int], *, right: float = 1
     )
 
 
+def by_prompt(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
+    """Divides samples by prompt, in the order of their numbers."""
+    found = defaultdict[int, list[Sample]](list)
+    for sample in samples:
+        found[sample.prompt].append(sample)
+    return dict(sorted(found.items()))
+
+
 def by_source(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     """Divides samples by subset, in the order of the names."""
     found = defaultdict[str, list[Sample]](list)
@@ -112,13 +120,6 @@ def clustered(clusters: Sequence[Sequence[float]]) -> Figure:
         return Figure(mean, None)
     squares = math.fsum((s - n * mean) ** 2 for s, n in zip(sums, sizes, strict=True))
     return Figure(mean, math.sqrt(count / (count - 1) * squares) / total)
-
-
-def _by_prompt(samples: Iterable[Sample]) -> dict[int, list[Sample]]:
-    found = defaultdict[int, list[Sample]](list)
-    for sample in samples:
-        found[sample.prompt].append(sample)
-    return dict(sorted(found.items()))
 
 
 def _check(prompts: dict[int, list[Sample]], ks: Sequence[int]) -> None:

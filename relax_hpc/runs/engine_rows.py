@@ -1,6 +1,6 @@
 """The engines of a run as users see them: of every pool, and those that were added."""
 
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -12,7 +12,7 @@ from relax_hpc.fleet.scaling import Extra, ScaleState
 from relax_hpc.fleet.standing import ENDED, Standing, standing
 from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
-from relax_hpc.telemetry.events import read_events
+from relax_hpc.telemetry.events import Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,20 @@ class Row:
     reason: str = ""
 
 
-def rows(paths: RunPaths, config: JobConfig, job_state: str) -> list[Row]:
+def rows(paths: RunPaths, config: JobConfig, job_state: str, events: Sequence[Event]) -> list[Row]:
     """The engines that a run started with, pool by pool, then those that were added.
 
     Args:
         paths: of the run.
         config: its job; one of supervised fine-tuning has no engines.
         job_state: of its job, which tells what records mean that nobody is alive to change.
+        events: of the run.
     """
     if not isinstance(config, RunConfig):
         return []
     state, roster = ScaleState.read(paths), Roster.read(paths)
     added = state.extras if state else {}
-    found = _initial(paths, config, roster, added.keys())
+    found = _initial(paths, config, roster, added.keys(), _nodes(events))
     found += [_of_extra(paths, each, roster) for each in added.values()]
     if states.is_over(job_state):
         return [_over(row) for row in found]
@@ -56,14 +57,19 @@ def rows(paths: RunPaths, config: JobConfig, job_state: str) -> list[Row]:
     return found
 
 
+def _nodes(events: Sequence[Event]) -> dict[str, str]:
+    """Returns the node on which each task was started last."""
+    starts = [event for event in events if event["event"] == "start"]
+    return {f"{event['role']}-{event['rank']}": str(event["node"]) for event in starts}
+
+
 def _initial(
-    paths: RunPaths, config: RunConfig, roster: Roster | None, added: Set[str]
+    paths: RunPaths,
+    config: RunConfig,
+    roster: Roster | None,
+    added: Set[str],
+    nodes: Mapping[str, str],
 ) -> list[Row]:
-    nodes = {
-        f"{event['role']}-{event['rank']}": str(event["node"])
-        for event in read_events(paths.events_folder)
-        if event["event"] == "start"
-    }
     found = []
     for name, pool in config.engines.items():
         engines = config.engines_in(name)

@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.evaluation.statistics import Figure, Sample, Statistics, by_source, statistics
+from relax_hpc.evaluation.statistics import (
+    Figure,
+    Sample,
+    Statistics,
+    by_prompt,
+    by_source,
+    statistics,
+)
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import finite
 from relax_hpc.rewards.answers import final_text, last_box, last_line, number, plain
 from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.tables import aligned
 
 WHENS = ("before", "during", "after")
 
@@ -78,7 +86,8 @@ def text(evaluations: Sequence[Evaluation]) -> str:
             rows += [
                 ["", f"  {source or '-'}", *_cells(s, ks)] for source, s in each.subsets.items()
             ]
-        lines += [name, *_aligned(rows), *_remarks(of_set)]
+        table = [f"  {line}" for line in aligned(rows, left=2)]
+        lines += [name, *table, *_remarks(of_set)]
     return "\n".join(lines)
 
 
@@ -131,7 +140,7 @@ def _evaluation(
     if not samples:
         return None
     sources = by_source(samples)
-    ks = sorted(set(ks)) or sorted({1, _fewest(samples)})
+    ks = sorted(set(ks)) or sorted({1, min(map(len, by_prompt(samples).values()))})
     versions = [v for rank in there if (v := tasks[rank]["version"]) >= 0]
     try:
         return Evaluation(
@@ -172,13 +181,6 @@ def _sample(row: dict[str, Any]) -> Sample:
     )
 
 
-def _fewest(samples: Sequence[Sample]) -> int:
-    counts = defaultdict[int, int](int)
-    for sample in samples:
-        counts[sample.prompt] += 1
-    return min(counts.values())
-
-
 def _titles(ks: Sequence[int]) -> list[str]:
     return [f"pass@{k}" for k in ks] + [title for k in ks if k > 1 for title in _of_several(k)]
 
@@ -212,21 +214,6 @@ def _remarks(evaluations: Sequence[Evaluation]) -> list[str]:
     draws = max(d for e in evaluations for d in [0.0, *e.all.majority_draws.values()])
     lines = [f"  tasks whose samples are missing: {missing}"] if missing else []
     return [*lines, f"  maj@k by draws, which add ± {draws:.4f} at most"] if draws else lines
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  "
-        + "  ".join(
-            _cell(c, w, left=n < 2) for n, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _cell(content: str, width: int, *, left: bool) -> str:
-    return content.ljust(width) if left else content.rjust(width)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc import job_file
+from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import record, states
 from relax_hpc.launch.local import processes
@@ -15,6 +16,7 @@ from relax_hpc.launch.script import exit_code_file
 from relax_hpc.paths import ComponentPaths, RunPaths
 from relax_hpc.runs import engine_rows, failure
 from relax_hpc.runs.engine_rows import Row
+from relax_hpc.telemetry.events import Event, read_events
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,8 @@ def collect(run_dir: Path) -> RunStatus:
     run_dir = run_dir.absolute()
     found = of_run(run_dir)
     newest, shown = found[0], _decisive(found)
+    paths = RunPaths(run_dir)
+    config, events = job_file.read_resolved(paths.config), read_events(paths.events_folder)
     return RunStatus(
         run_dir=run_dir,
         name=run_dir.name,
@@ -94,14 +98,15 @@ def collect(run_dir: Path) -> RunStatus:
         },
         silence=shown.silence,
         reason=failure.text(run_dir, shown.record) if _has_failed(shown.state) else "",
-        engines=_engines(run_dir, shown.state),
-        progress=summary.summarize(run_dir),
+        engines=_engines(paths, config, shown.state, events),
+        progress=summary.summed_up(paths, config, events),
     )
 
 
-def _engines(run_dir: Path, job_state: str) -> tuple[Row, ...]:
-    paths = RunPaths(run_dir)
-    rows = engine_rows.rows(paths, job_file.read_resolved(paths.config), job_state)
+def _engines(
+    paths: RunPaths, config: JobConfig, job_state: str, events: Sequence[Event]
+) -> tuple[Row, ...]:
+    rows = engine_rows.rows(paths, config, job_state, events)
     return tuple(row for row in rows if row.state not in ("GONE", "CANCELLED"))
 
 

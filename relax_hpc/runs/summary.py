@@ -6,6 +6,7 @@ from typing import Any
 
 from relax_hpc import job_file
 from relax_hpc.bus.audit import BusAudit, audit
+from relax_hpc.config.run import JobConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
@@ -33,7 +34,11 @@ def summarize(run_dir: Path) -> dict[str, Any]:
     """
     paths = RunPaths(run_dir)
     config = job_file.read_resolved(paths.config)
-    events = read_events(paths.events_folder)
+    return summed_up(paths, config, read_events(paths.events_folder))
+
+
+def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[str, Any]:
+    """Does as `summarize`, for who has read the job and its events."""
     done = history.steps(events)
     progress = _progress(events, config.num_steps)
     if isinstance(config, SftRunConfig):

@@ -19,7 +19,9 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import engine_rows, status
 from relax_hpc.runs.engine_rows import Row
+from relax_hpc.telemetry.events import read_events
 from relax_hpc.telemetry.progress import duration
+from relax_hpc.telemetry.tables import align
 
 _LOAD_TIMEOUT_S = 2.0
 
@@ -53,7 +55,8 @@ def collect(run_dir: Path) -> Listing:
     config = job_file.read_resolved(paths.config)
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{run_dir}: is supervised fine-tuning, which has no engines")
-    state, rows = ScaleState.read(paths), engine_rows.rows(paths, config, found)
+    state = ScaleState.read(paths)
+    rows = engine_rows.rows(paths, config, found, read_events(paths.events_folder))
     if not over and not waits:
         rows = _with_load(paths, rows)
     number, request = pending(paths, state) if state else (0, None)
@@ -66,12 +69,7 @@ def collect(run_dir: Path) -> Listing:
 def text(listing: Listing) -> str:
     """A table, and what the newest request has come to."""
     head = ("engine", "pool", "state", "node", "version", "since", "requests", "")
-    table = [head, *(_cells(row) for row in listing.rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    ]
+    lines = [align([head, *(_cells(row) for row in listing.rows)])]
     if listing.last:
         lines.append(f"{listing.last}: {_of_request(listing)}")
     if not listing.over:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from relax_hpc.bus.audit import used_rows
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.plan import Chain, PlanPosition, read_chain
-from relax_hpc.bus.tools import inventory, tables
+from relax_hpc.bus.tools import inventory
 from relax_hpc.bus.tools.check_control import check_control
 from relax_hpc.bus.tools.deletable import last_reading, oldest_step
 from relax_hpc.bus.tools.inventory import File, Writer, latest_credit
@@ -18,6 +18,7 @@ from relax_hpc.bus.tools.strays import is_orphan
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import sync
+from relax_hpc.telemetry import tables
 
 
 class Garbage(NamedTuple):

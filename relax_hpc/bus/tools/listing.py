@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from relax_hpc.bus.credits import Credit
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.plan import Chain, PlanPosition, read_chain
-from relax_hpc.bus.tools import inventory, tables
+from relax_hpc.bus.tools import inventory
 from relax_hpc.bus.tools.check_control import check_credits
 from relax_hpc.bus.tools.inventory import File, Writer
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import PRODUCER
+from relax_hpc.telemetry import tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,11 @@ from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.staleness import staleness
-from relax_hpc.bus.tools import selection, tables
+from relax_hpc.bus.tools import selection
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import COLUMNS, FinishReason, Trajectory, extra_columns
+from relax_hpc.telemetry import tables
 
 FIRST_ROWS = 8
 _ROW_TABLE = {

@@ -16,7 +16,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.log import RecordKind
 from relax_hpc.bus.plan import Chain, Part, read_chain
-from relax_hpc.bus.tools import inventory, tables
+from relax_hpc.bus.tools import inventory
 from relax_hpc.bus.tools.check_control import check_control, check_credits, check_snapshots
 from relax_hpc.bus.tools.check_plan import check_checkpoints, check_logs, check_plan, check_sidecars
 from relax_hpc.bus.tools.check_shard import check_shard
@@ -26,6 +26,7 @@ from relax_hpc.bus.tools.inventory import Writer
 from relax_hpc.bus.tools.strays import find_strays
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
+from relax_hpc.telemetry import tables
 
 MAX_READERS = 8
 _RECORDS = ("log", "plan", "missing")

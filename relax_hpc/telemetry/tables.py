@@ -1,15 +1,23 @@
-"""Aligned columns and readable amounts, for what people read of a bus."""
+"""Aligned columns and readable amounts, for people."""
 
 from collections.abc import Sequence
 
 
 def align(lines: Sequence[Sequence[str]]) -> str:
     """Cells padded to columns; every line has as many cells as the first."""
+    return "\n".join(aligned(lines, left=len(lines[0])))
+
+
+def aligned(lines: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
+    """Does as `align`, line by line; only the first `left` columns are flush left."""
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+    sides = [str.ljust if column < left else str.rjust for column in range(len(widths))]
+    return [
+        "  ".join(
+            side(cell, width) for cell, width, side in zip(line, widths, sides, strict=True)
+        ).rstrip()
         for line in lines
-    )
+    ]
 
 
 def size(nbytes: float) -> str:
