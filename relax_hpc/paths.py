@@ -165,6 +165,10 @@ class RunPaths:
         """Samples that a rollout task scored for one evaluation of a held-out set."""
         return self.root / "eval" / name / f"{version:06d}-{when}.{rank}.jsonl"
 
+    def eval_part(self, name: str, when: str, number: int, rank: int) -> Path:
+        """Samples of an evaluation that is under way; a task that is started again goes on."""
+        return self.root / "eval" / name / f"{when}-{number}.{rank}.part"
+
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"

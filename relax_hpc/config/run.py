@@ -75,6 +75,14 @@ class EvalConfig(Section):
     """Responses to each of them."""
     temperature: Annotated[Number, Field(ge=0)] = 0.0
     """Temperature of sampling; 0 is greedy."""
+    top_p: Annotated[Number, Field(gt=0, le=1)] = 1.0
+    """Sample from the fewest tokens that have this much of the probability together."""
+    top_k: NonNegative = 0
+    """Sample from so many tokens, the most likely ones; 0 is all."""
+    stop: list[Annotated[str, Field(min_length=1)]] = []
+    """Texts that end a response, which keeps them; an end of sequence does so, too."""
+    max_new_tokens: Positive | None = None
+    """Tokens of a response; unset is `rollout.max_new_tokens`."""
 
 
 class LaunchConfig(Section):

@@ -8,7 +8,7 @@ import base64
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -29,6 +29,9 @@ _FINISH = {
     "abort": FinishReason.ABORT,
 }
 Experts = npt.NDArray[np.int16]
+End = Callable[[Sequence[int], int], int | None]
+"""Tells of tokens, the first so many of which it has seen, how many of them a response is; None
+while it is not over. Engines are given token ids and no text, so none of them can."""
 TOKENS_PER_CHUNK = 64
 """Limit of tokens that are sent at once. A chunk costs the engine's server as much as eight tokens;
 those that are not sent yet are lost with an engine."""
@@ -46,6 +49,12 @@ class Sampling(NamedTuple):
     """Nothing but `max_new_tokens` ends a response."""
     routed_experts: bool = False
     """Ask which experts every token went to; the engine must have been told to record them."""
+    top_p: float = 1.0
+    """Sample from the fewest tokens that have this much of the probability together."""
+    top_k: int = 0
+    """Sample from so many tokens, the most likely ones; 0 is all. With `top_p`, those of both."""
+    end: End | None = None
+    """Ends a response, too."""
 
 
 class Generation(NamedTuple):
@@ -54,7 +63,7 @@ class Generation(NamedTuple):
     token_ids: list[int]
     """Tokens as the engine sampled them, with the stop token; never re-tokenised from text."""
     logprobs: list[float]
-    """Nats, at sampling time, of the temperature-scaled distribution."""
+    """Nats, at sampling time, of the temperature-scaled distribution of all tokens."""
     version_runs: list[tuple[int, int]]
     """(first response token, policy version) per run, ascending; empty without tokens."""
     finish: FinishReason
@@ -95,6 +104,11 @@ class Draft:
         """Does as `mark`, whatever was said of those tokens before."""
         self.version_runs = [run for run in self.version_runs if run[0] < first]
         self.mark(first, version)
+
+    def cut(self, num_tokens: int) -> None:
+        """Forgets what comes after the first so many tokens."""
+        assert not self.experts
+        del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
 
     def finished(self, reason: FinishReason) -> Generation:
         experts = np.concatenate(self.experts) if self.experts else None
@@ -193,6 +207,7 @@ class GenerationClient:
         known = await self.version() if version is None else version
         body = self._body(prompt, seed, sampling, draft, known, rid or uuid.uuid4().hex)
         reply = _Reply(f"{self.url}/generate", draft, len(body["input_ids"]), known)
+        seen = 0
         try:
             async with aclosing(self._http.stream("POST", "/generate", body)) as pieces:
                 async for chunk in _events(pieces):
@@ -203,6 +218,10 @@ class GenerationClient:
                         self.heard_version, self.heard_at = reply.version, time.monotonic()
                     if reply.version != before:
                         reply.settle(body["rid"], await self._between(before, reply.version))
+                    if sampling.end and (over := sampling.end(draft.token_ids, seen)) is not None:
+                        draft.cut(over)
+                        return draft.finished(FinishReason.STOP)  # and the request is cut off
+                    seen = len(draft.token_ids)
         except EngineLostError:
             if not reply.is_complete:  # else there is nothing that could go on elsewhere
                 raise
@@ -228,6 +247,8 @@ class GenerationClient:
                 "max_new_tokens": sampling.max_new_tokens - len(draft.token_ids),
                 "stop_token_ids": list(sampling.stop_token_ids),
                 "ignore_eos": sampling.ignore_eos,
+                "top_p": sampling.top_p,
+                "top_k": sampling.top_k or -1,
                 "sampling_seed": seed,
                 "stream_interval": self._interval(seed),
             },

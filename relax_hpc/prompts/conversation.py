@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from relax_hpc.prompts.stop_texts import StopTexts
 from relax_hpc.prompts.template import Message, Template
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ class Conversation:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text without special tokens."""
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def stop(self, texts: Sequence[str]) -> StopTexts | None:
+        """Returns what tells the end of a response that holds one of the texts; None of none."""
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+        return StopTexts(decode, texts) if texts else None
 
     def plain(self, text: str) -> list[int]:
         """Token ids of a text as it is; special tokens in it are what they say."""

@@ -121,6 +121,9 @@ class PoolClient:
             how.max_new_tokens,
             (self._stop_token,),
             routed_experts=how.routed_experts,
+            top_p=how.top_p,
+            top_k=how.top_k,
+            end=how.end,
         )
         return self._pool.sample(
             given, seed, sampling, min_version=how.min_version, homes=homes, draft=draft

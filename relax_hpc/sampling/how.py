@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from relax_hpc.engines.generation import End
+
 
 class How(NamedTuple):
     """The settings of the calls of an episode."""
@@ -16,3 +18,9 @@ class How(NamedTuple):
     """Oldest policy version that may sample any of their tokens."""
     routed_experts: bool = False
     """Whether to ask which experts every token went to."""
+    top_p: float = 1.0
+    """Part of the probability that is sampled from; its logprobs stay those of the whole."""
+    top_k: int = 0
+    """Tokens that are sampled from; 0 is all."""
+    end: End | None = None
+    """Tells the end of a reply by its tokens."""

@@ -15,6 +15,7 @@ from engine_fixtures import (
     prompt_of,
     reference_logprobs,
     send,
+    served_running,
     weight_group,
 )
 
@@ -48,6 +49,42 @@ def test_requests_of_unequal_length_that_run_together_do_not_disturb_each_other(
         for generation in generations:
             reference = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
             assert_logprobs_equal(generation, reference)
+
+
+def test_top_k_and_top_p_leave_tokens_out_and_logprobs_are_of_all_of_them(engine):
+    prompt = prompt_of(9)
+    [greedy] = generate(engine, prompt, [1], temperature=0.0, max_new_tokens=24)
+    for one in ({"top_k": 1}, {"top_p": 1e-6}):
+        [generation] = generate(engine, prompt, [5], max_new_tokens=24, **one)
+        assert generation.token_ids == greedy.token_ids
+        reference = reference_logprobs(engine.checkpoints[0], prompt, generation.token_ids)
+        assert_logprobs_equal(generation, reference)
+    first = {}
+    for limits in ({}, {"top_k": 3}, {"top_p": 0.5}):
+        found = generate(engine, prompt, list(range(60)), max_new_tokens=1, **limits)
+        first[next(iter(limits), "")] = {each.token_ids[0] for each in found}
+    assert len(first["top_k"]) == 3 and 2 <= len(first["top_p"]) <= len(first[""]) // 2
+    with pytest.raises(EngineError, match="top_p"):
+        generate(engine, prompt, [1], top_p=1.5)
+
+
+def test_a_response_is_over_where_its_tokens_say_so_and_its_request_is_cut_off(engine):
+    prompt, asked = prompt_of(9), []
+    [whole] = generate(engine, prompt, [1], max_new_tokens=200)
+
+    def end(token_ids, seen):
+        asked.append((len(token_ids), seen))
+        return 70 if len(token_ids) >= 70 else None
+
+    [generation] = generate(engine, prompt, [1], max_new_tokens=1500, end=end)
+    assert generation.finish is FinishReason.STOP and len(generation.logprobs) == 70
+    assert asked[-1][0] <= 70 + TOKENS_PER_CHUNK
+    assert [seen for _, seen in asked] == [0, *(held for held, _ in asked[:-1])]
+    if engine.kind == "embedded":  # SGLang heeds seeds in deterministic mode only
+        assert generation.token_ids == whole.token_ids[:70]
+    deadline = time.monotonic() + 20
+    while served_running(engine):
+        assert time.monotonic() < deadline
 
 
 def test_logprobs_are_of_the_distribution_that_was_sampled_from(engine):

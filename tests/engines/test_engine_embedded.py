@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from engine_fixtures import named_weights, prompt_of, reference_logprobs, save_checkpoint
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from relax_hpc.comm.bucket import digest
 from relax_hpc.engines.embedded.model import KvCache, Qwen3, Shape
-from relax_hpc.engines.embedded.sampling import sample, uniforms
+from relax_hpc.engines.embedded.sampling import Limits, kept, sample, uniforms
 from relax_hpc.engines.embedded.scheduler import Request, Scheduler, Span
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.schema import FinishReason
@@ -221,6 +222,72 @@ def test_temperature_scales_and_zero_is_greedy():
     assert tokens.tolist() == [1, 2]
     # squares at temperature 1/2: 0.04, 0.25, 0.09 of 0.38
     assert logprobs.tolist() == pytest.approx(np.log([0.5, 0.09 / 0.38]), abs=1e-6)
+
+
+def limits(top_p=1.0, top_k=4, rows=1):
+    return Limits(torch.full((rows,), top_p, dtype=torch.float64), torch.full((rows,), top_k))
+
+
+PROBABILITIES = [0.125, 0.5, 0.125, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "left"),
+    [
+        (1.0, 4, [0, 1, 2, 3]),
+        (1.0, 3, [0, 1, 3]),  # of equally likely ones the lower id
+        (1.0, 1, [1]),
+        (0.01, 4, [1]),  # never none
+        (0.5, 4, [1]),  # as few as reach it
+        (0.51, 4, [1, 3]),
+        (0.75, 4, [1, 3]),
+        (0.76, 4, [0, 1, 3]),
+        (0.9, 4, [0, 1, 2, 3]),
+        (0.7, 2, [1, 3]),  # the part of all, not of the top two, of which one has 0.67
+        (0.9, 2, [1, 3]),
+    ],
+)
+def test_top_p_and_top_k_leave_the_likeliest_tokens(top_p, top_k, left):
+    logits = torch.log(torch.tensor([PROBABILITIES]))
+    assert kept(logits, limits(top_p, top_k))[0].nonzero()[:, 0].tolist() == left
+
+
+def test_tokens_come_as_often_as_the_distribution_without_the_others_says():
+    """0.5 and 0.25 are left, so 2/3 and 1/3; logprobs stay those of all tokens."""
+    draws = torch.from_numpy(uniforms(np.arange(30_000), np.full(30_000, 7)))
+    logits = torch.log(torch.tensor(PROBABILITIES)).expand(30_000, 4)
+    tokens, logprobs = sample(logits, torch.ones(30_000), draws, limits(0.75, 4, 30_000))
+    counts = np.bincount(tokens.numpy(), minlength=4)
+    assert counts[0] == counts[2] == 0
+    assert abs(counts[1] / 30_000 - 2 / 3) < 5 * np.sqrt(2 / 9 / 30_000)
+    assert logprobs.exp().unique().tolist() == pytest.approx([0.25, 0.5])
+
+
+def test_limits_are_those_of_hugging_face_where_only_one_is_given():
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(50, 40, generator=generator)
+    nothing = torch.zeros(50, 1, dtype=torch.int64)
+    for top_p in (0.1, 0.5, 0.9, 0.99):
+        theirs = TopPLogitsWarper(top_p)(nothing, logits).isfinite()
+        ours = kept(logits.log_softmax(-1), limits(top_p, 40, 50))
+        assert torch.equal(ours, theirs) and 50 <= int(ours.sum()) < 2000
+    for top_k in (1, 7, 40):
+        theirs = TopKLogitsWarper(top_k)(nothing, logits).isfinite()
+        assert torch.equal(kept(logits.log_softmax(-1), limits(1.0, top_k, 50)), theirs)
+
+
+def test_a_request_that_is_limited_changes_nothing_for_others_beside_it(checkpoints):
+    prompt = prompt_of(7)
+    with scheduling(checkpoints[0]) as scheduler:
+        alone = request(prompt, seed=5, max_new_tokens=40)
+        scheduler.submit([alone])
+        expected = alone.done.result(30).token_ids
+        free, one = (request(prompt, seed=5, max_new_tokens=40) for _ in range(2))
+        greedy = request(prompt, temperature=0.0, max_new_tokens=40)
+        one.top_k = 1
+        scheduler.submit([free, one, greedy])
+        assert free.done.result(30).token_ids == expected
+        assert one.done.result(30).token_ids == greedy.done.result(30).token_ids != expected
 
 
 def test_uniforms_are_uniform_over_seeds_and_positions_and_do_not_repeat():

@@ -126,6 +126,8 @@ def test_a_request_says_what_is_to_be_sampled_from_what_by_which_policy():
             "max_new_tokens": 18,
             "stop_token_ids": [2, 5],
             "ignore_eos": True,
+            "top_p": 1.0,
+            "top_k": -1,
             "sampling_seed": 11,
             "stream_interval": 1,
         },

@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 from relax_hpc.environments.single_turn import SingleTurn
+from relax_hpc.prompts.stop_texts import StopTexts
 from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.roles.rollout.heldout import Begun
 from relax_hpc.schema import FinishReason
 
 
@@ -24,12 +26,24 @@ class Numbers:
     def decode(self, token_ids):
         return " ".join(map(str, token_ids))
 
+    def stop(self, texts):
+        return StopTexts(self.decode, texts) if texts else None
+
 
 class Board:
-    """Keeps what evaluations leave."""
+    """Keeps what evaluations leave, and knows of nothing before."""
 
     def __init__(self):
         self.added = []
+
+    def begun(self, name):
+        return Begun([], [])
+
+    def begin(self, due):
+        return []
+
+    def keep(self, due, rows):
+        pass
 
     def add(self, due, share, rows):
         self.added.append((due, share, rows))

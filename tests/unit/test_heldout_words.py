@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from relax_hpc import job_file, permissions
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
+from relax_hpc.roles.rollout.heldout import Begun, Board, Due, Row, Share
 from relax_hpc.runs import report, status, summary
 from relax_hpc.telemetry import curve
 from relax_hpc.telemetry.events import EventWriter
@@ -58,7 +58,30 @@ def test_a_task_alone_says_its_own(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     Board(RunPaths(tmp_path), 0, 1).add(Due("h", "before", 0), share(0, 1.0, 2), [])
     assert said(caplog) == ["held-out before, policy 0: 0.500 (h)"]
-    assert not RunPaths(tmp_path).control.exists()
+
+
+def test_a_board_knows_what_its_task_began_and_completed_in_earlier_starts(tmp_path):
+    rows = [Row(p, 0, 1.0, {"a": 1.0}, 4, 4, "stop", 1, ["7"], "s") for p in range(3)]
+    before, during = Due("h", "before", 0), Due("h", "during", 12)
+    first, other = Board(RunPaths(tmp_path), 0, 2), Board(RunPaths(tmp_path), 1, 2)
+    assert first.begin(before) == first.begin(during) == other.begin(during) == []
+    first.keep(before, rows[:1])
+    first.add(before, Share.of(rows[:1]), rows[:1])
+    first.keep(during, rows[:2])
+    first.keep(during, rows[2:])
+    part = RunPaths(tmp_path).eval_part("h", "during", 12, 0)
+    part.write_text(part.read_text()[:-9])  # killed while it wrote
+    again = Board(RunPaths(tmp_path), 0, 2)
+    assert again.begun("h") == Begun([before], [during])
+    assert again.begun("hard") == Begun([], [])
+    assert other.begun("h") == Begun([], [])  # nothing is kept of it
+    assert again.begin(during) == rows[:2]
+    again.keep(during, rows[2:])
+    assert again.begin(during) == rows
+    again.add(during, Share.of(rows), rows)
+    assert again.begun("h") == Begun([before, during], []) and not part.exists()
+    first.begin(during)  # killed between the two: the share counts
+    assert again.begun("h").left == []
 
 
 def test_sets_are_told_apart_and_a_share_may_be_of_several_policies_or_of_none(tmp_path, caplog):

@@ -66,11 +66,11 @@ def sampler_of(tmp_path, monkeypatch):
 def test_engines_are_asked_as_the_episode_says_and_the_draft_is_the_callers(sampler_of):
     sampler, _ = sampler_of(engines__rollout__max_running_requests=5, launch__peer_timeout_s=33)
     assert sampler._pool.settings == {"max_in_flight": 5, "patience_s": 33}
-    draft, how = Draft([5]), How(0.7, 17, 1000, min_version=4, routed_experts=True)
+    draft, how = Draft([5]), How(0.7, 17, 1000, 4, True, top_p=0.9, top_k=5, end=max)
     asked = sampler.sample([1, 2], draft, how, seed=8, homes=("episode", 3))
     assert asyncio.run(asked) == "the response"
     [(*found, given)] = sampler._pool.asked
-    wanted = Sampling(0.7, 17, (99,), ignore_eos=False, routed_experts=True)
+    wanted = Sampling(0.7, 17, (99,), False, True, top_p=0.9, top_k=5, end=max)
     assert found == [[1, 2], 8, wanted, 4, ("episode", 3)] and given is draft
 
 

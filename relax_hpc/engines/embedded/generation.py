@@ -99,7 +99,11 @@ class GenerationEndpoint:
                 f"this model has {shape.max_positions} positions"
             )
         stop_ids = shape.eos_ids | set(sampling.get("stop_token_ids") or [])
-        seed = sampling.get("sampling_seed")
+        seed, top_p, top_k = (sampling.get(k) for k in ("sampling_seed", "top_p", "top_k"))
+        if not 0 < (top_p := 1.0 if top_p is None else float(top_p)) <= 1:
+            raise EngineError(f"top_p {top_p}: above 0, and 1 at most")
+        if (top_k := -1 if top_k is None else int(top_k)) < 1 and top_k != -1:
+            raise EngineError(f"top_k {top_k}: 1 or more, or -1 for all")
         return Request(
             rid=rid,
             prompt=prompt,
@@ -107,6 +111,8 @@ class GenerationEndpoint:
             temperature=float(sampling.get("temperature", 1.0)),
             max_new_tokens=limit,
             stop_ids=frozenset() if sampling.get("ignore_eos") else frozenset(stop_ids),
+            top_p=top_p,
+            top_k=max(top_k, 0),
         )
 
     def _reply(self, request: Request, completion: Completion) -> Body:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from relax_hpc.engines.embedded.memory import Released
 from relax_hpc.engines.embedded.model import KvCache, Qwen3
-from relax_hpc.engines.embedded.sampling import sample, uniforms
+from relax_hpc.engines.embedded.sampling import Limits, sample, uniforms
 from relax_hpc.errors import EngineError
 from relax_hpc.schema import FinishReason
 
@@ -67,6 +67,9 @@ class Request:
     temperature: float
     max_new_tokens: int
     stop_ids: frozenset[int]
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is all."""
     done: "Future[Completion]" = field(default_factory=Future)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -293,7 +296,8 @@ class Scheduler:
         draws = torch.from_numpy(uniforms(np.array([r.seed for r in requests]), positions))
         temperatures = torch.tensor([r.temperature for r in requests], dtype=torch.float32)
         device = self.model.device
-        tokens, logprobs = sample(logits, temperatures.to(device), draws.to(device))
+        limits = self._limits(requests, logits.shape[-1])
+        tokens, logprobs = sample(logits, temperatures.to(device), draws.to(device), limits)
         finished = []
         rows = zip(requests, tokens.tolist(), logprobs.tolist(), strict=True)
         for slot, (request, token, logprob) in enumerate(rows, first):
@@ -304,6 +308,13 @@ class Scheduler:
             else:
                 request.emit(self.version)
         self._retire(finished)
+
+    def _limits(self, requests: list[Request], vocab_size: int) -> Limits | None:
+        if all(r.top_p == 1 and r.top_k == 0 for r in requests):
+            return None
+        top_ps = torch.tensor([r.top_p for r in requests], dtype=torch.float64)
+        top_ks = self._tensor([r.top_k or vocab_size for r in requests])
+        return Limits(top_ps.to(self.model.device), top_ks)
 
     def _retire(self, finished: Sequence[tuple[int, FinishReason]]) -> None:
         """Completes requests and closes the holes they leave; slots in ascending order."""

@@ -2,7 +2,8 @@
 
 import asyncio
 import resource
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from relax_hpc.bus.credits import CreditTail
@@ -21,10 +22,10 @@ from relax_hpc.roles.engine.hosts import kept, while_kept
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import prompt_check, row_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
-from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.roles.rollout.evaluation import Also, Evaluator
 from relax_hpc.roles.rollout.heldout import Board
 from relax_hpc.roles.rollout.prompt_check import Sources
-from relax_hpc.sampling.client import client_of
+from relax_hpc.sampling.client import PoolClient, client_of
 from relax_hpc.telemetry.events import EventWriter
 
 SPARES = 2
@@ -69,7 +70,7 @@ def _host(
         with Producer(
             paths.bus,
             config.producers[number],
-            _provenance(config, context),
+            provenance(config, context),
             compress=config.bus.compress,
             spares=SPARES,
         ) as producer:
@@ -87,6 +88,36 @@ async def _loop(
     events: EventWriter,
 ) -> None:
     task = rollout.Task(number, config.rollout_pool.num_hosts)
+    async with sampling(config, paths, own, sources, events) as (sampler, episodes):
+        limits = prompt_check.limits_of(config)
+        await rollout.run(
+            config,
+            task,
+            sampler,
+            Grouper(config, sources.train, episodes(limits.trained)),
+            evaluator_of(config, paths, task, sources, episodes(limits.sampled), events),
+            producer,
+            CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
+            events,
+        )
+
+
+@asynccontextmanager
+async def sampling(
+    config: RunConfig, paths: RunPaths, own: Sequence[str], sources: Sources, events: EventWriter
+) -> AsyncIterator[tuple[PoolClient, Callable[[int], Episodes]]]:
+    """Engines to be asked, the job's reward, and what runs episodes with both.
+
+    Args:
+        config: of the run.
+        paths: of the run.
+        own: engines to ask.
+        sources: have the tokenizer.
+        events: get loads of engines and errors of rewards.
+
+    Yields:
+        The engines, and a function of the length that a conversation may have.
+    """
     tokenizer = sources.train.tokenizer
     environment = environments.make(config.rollout.environment)
     conversation = sources.train.conversation
@@ -102,19 +133,21 @@ async def _loop(
                 config, environment, sampler, conversation, scorer.score, max_tokens=max_tokens
             )
 
-        limits = prompt_check.limits_of(config)
-        board = Board(paths, task.rank, task.size)
-        shares = heldout_shares(config, task, sources)
-        await rollout.run(
-            config,
-            task,
-            sampler,
-            Grouper(config, sources.train, episodes(limits.trained)),
-            Evaluator(config, shares, episodes(limits.sampled), events, board),
-            producer,
-            CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
-            events,
-        )
+        yield sampler, episodes
+
+
+def evaluator_of(
+    config: RunConfig,
+    paths: RunPaths,
+    task: rollout.Task,
+    sources: Sources,
+    episodes: Episodes,
+    events: EventWriter,
+    also: Also = lambda *_: None,
+) -> Evaluator:
+    """An evaluator of the prompts of each held-out set that are a task's."""
+    board, shares = Board(paths, task.rank, task.size), heldout_shares(config, task, sources)
+    return Evaluator(config, shares, episodes, events, board, also)
 
 
 def heldout_shares(
@@ -129,7 +162,8 @@ def heldout_shares(
     return shares
 
 
-def _provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:
+def provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:
+    """Facts of their origin that all shards of a task bear."""
     try:
         build = version(config.rollout_pool.kind)
     except PackageNotFoundError:

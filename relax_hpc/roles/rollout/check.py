@@ -7,6 +7,7 @@ from relax_hpc.environments import registry as environments
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.prompts import overlap
+from relax_hpc.prompts.source import PromptSource
 from relax_hpc.rewards import trial
 from relax_hpc.rewards.contract import Sample
 from relax_hpc.roles.engine import quantized
@@ -59,9 +60,14 @@ def check_prompts(config: RunConfig, say: Say) -> None:
     sources = prompt_check.sources_of(config, files, load(config.model.path))
     for remark in prompt_check.check_sample(config, sources):
         say(remark)
-    first = sources.train.first()
-    sample = Sample(first.answer, first.messages, first.answer, first.metadata)
-    trial.check(config.reward, sample, [name for name in config.engines if name != ROLLOUT])
+    try_reward(config, sources.train)
     found = prompt_check.overlap_of(config, files, MOST_COMPARED)
     for line in overlap.lines(found, num_examples=1):
         say(line)
+
+
+def try_reward(config: RunConfig, source: PromptSource) -> None:
+    """Lets the reward score a response to the first prompt, if it is somebody's own."""
+    first = source.first()
+    sample = Sample(first.answer, first.messages, first.answer, first.metadata)
+    trial.check(config.reward, sample, [name for name in config.engines if name != ROLLOUT])

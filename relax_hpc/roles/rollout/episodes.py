@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Se
 from functools import partial
 from typing import NamedTuple
 
-from relax_hpc.config.run import RunConfig
+from relax_hpc.config.run import EvalConfig, RunConfig
 from relax_hpc.environments.base import Environment, Outcome
 from relax_hpc.environments.record import Call, Record, sequences
 from relax_hpc.environments.session import Sampler, Session
@@ -57,6 +57,16 @@ class Episodes:
         """The run's settings; `min_version` is the oldest policy that may sample a token."""
         limit = self._config.rollout.max_new_tokens
         return How(temperature, limit, self._max_tokens, min_version)
+
+    def how_heldout(self, settings: EvalConfig) -> How:
+        """The settings of a held-out set."""
+        how = self.how(settings.temperature)
+        return how._replace(
+            max_new_tokens=settings.max_new_tokens or how.max_new_tokens,
+            top_p=settings.top_p,
+            top_k=settings.top_k,
+            end=self._conversation.stop(settings.stop),
+        )
 
     async def run(
         self,
@@ -166,12 +176,12 @@ class Grouper:
         rows = [
             row
             for sibling, seed, episode in zip(siblings, seeds, episodes, strict=True)
-            for row in _rows(guid, sibling, prompt, seed, episode)
+            for row in rows_of(guid, sibling, prompt, seed, episode)
         ]
         return PromptGroup(guid, rows, [episode.metrics for episode in episodes])
 
 
-def _rows(
+def rows_of(
     guid: int, sibling: int, prompt: Prompt, seed: int, episode: Episode
 ) -> Iterator[Trajectory]:
     """A row for each sequence of an episode; one without a call is its prompt."""

@@ -1,18 +1,22 @@
 """Held-out evaluation, beside the loop: neither starting nor publishing groups waits for it."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments.record import Record
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.roles.rollout.episodes import Episodes, seed_of
+from relax_hpc.roles.rollout.episodes import Episode, Episodes, seed_of
 from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
 from relax_hpc.telemetry.events import EventWriter
 
 PLACES = 4
 """While training goes on, evaluation has one of so many places in the engines. Before and after it
 it has all of them: nobody learns from other samples then."""
+
+
+Also = Callable[[str, Prompt, Sequence[int], Sequence[Episode]], None]
+"""Takes the episodes of a prompt of a set, with their seeds."""
 
 
 class Evaluator:
@@ -25,78 +29,112 @@ class Evaluator:
         episodes: Episodes,
         events: EventWriter,
         board: Board,
+        also: Also = lambda *_: None,
     ) -> None:
         """Asks nobody before it is told of a policy.
 
         Args:
             shares: of each set in `config.eval`, what this task scores.
             episodes: runs them.
-            board: keeps the scores.
+            board: keeps the scores, also those of an earlier start of this task.
+            also: is given all that comes of a prompt.
         """
         self._config, self._shares, self._episodes = config, shares, episodes
-        self._events, self._board = events, board
-        self._last: dict[str, int] = {}
+        self._events, self._board, self._also = events, board, also
+        self._numbers: dict[str, int] = {}
+        """Number of the last evaluation during training, or 0, of each set that was looked at."""
+        self._left: dict[str, list[Due]] = {}
+        """Evaluations that an earlier start did not complete."""
+        self._done = set[Due]()
+        """Evaluations that it did."""
         self._running: dict[str, asyncio.Task[None]] = {}
+        for name in config.eval:
+            begun = board.begun(name)
+            self._left[name] = begun.left
+            self._done |= {*begun.done}
+            if both := [*begun.done, *begun.left]:
+                self._numbers[name] = max(due.number for due in both)
 
     def consider(self, version: int | None, *, trained: int) -> None:
         """Starts what is due: the first policy seen, and then one every `every` versions.
 
         An engine that starts when steps have been `trained` holds the first policy only until it
         is brought up to date. A set whose evaluation is still under way is looked at again later.
-        Raises what an evaluation raised.
+        What was broken off by the end of an earlier start comes first, and is completed by the
+        policy of now. Raises what an evaluation raised.
         """
         for name in [name for name, task in self._running.items() if task.done()]:
             self._running.pop(name).result()
         if version is None:
             return
-        for name, settings in self._config.eval.items():
-            if name not in self._last:
-                self._last[name] = version
-                if trained == 0:
-                    self._start(Due(name, "before", 0))
-            elif name not in self._running and settings.every:
-                number = version // settings.every
-                if number > self._last[name] // settings.every:
-                    self._last[name] = version
-                    self._start(Due(name, "during", number))
+        for name in self._config.eval:
+            if name not in self._running and (due := self._due(name, version, trained)):
+                is_beside = trained > 0 or due.when == "during"
+                self._running[name] = asyncio.create_task(self._evaluate(due, beside=is_beside))
 
     async def finish(self, version: int | None) -> None:
         """Waits for what is under way, and evaluates the last policy if it is there."""
         await asyncio.gather(*self._running.values())
         if version is not None:
             last = [Due(name, "after", 0) for name in self._config.eval]
-            await asyncio.gather(*map(self._evaluate, last))
+            left = [due for each in self._left.values() for due in each if due not in last]
+            dues = [due for due in (*left, *last) if due not in self._done]
+            await asyncio.gather(*(self._evaluate(due, beside=False) for due in dues))
 
-    def _start(self, due: Due) -> None:
-        self._running[due.name] = asyncio.create_task(self._evaluate(due))
+    def _due(self, name: str, version: int, trained: int) -> Due | None:
+        if self._left[name]:
+            return self._left[name].pop(0)
+        every = self._config.eval[name].every
+        number = version // every if every else 0
+        if name not in self._numbers:
+            self._numbers[name] = number
+            return Due(name, "before", 0) if trained == 0 else None
+        if number > self._numbers[name]:
+            self._numbers[name] = number
+            return Due(name, "during", number)
+        return None
 
-    async def _evaluate(self, due: Due) -> None:
-        """Samples and scores a share of a set, and says what came of it."""
+    async def _evaluate(self, due: Due, *, beside: bool) -> None:
+        """Samples and scores a share of a set, and says what came of it.
+
+        Args:
+            due: which; what is kept of it is not sampled again.
+            beside: training goes on, and has the other places.
+        """
         pool, samples = self._config.rollout_pool, self._config.eval[due.name].samples_per_prompt
-        places = pool.max_running_requests * pool.engines_per_task
-        if due.when == "during":
-            places //= PLACES
-        room = asyncio.Semaphore(max(1, places // samples))
+        places = pool.max_running_requests * pool.engines_per_task // (PLACES if beside else 1)
+        room, line = asyncio.Semaphore(max(1, places // samples)), asyncio.Lock()
+        rows = await asyncio.to_thread(self._board.begin, due)
+        kept = {row.prompt for row in rows}
+
+        async def scored(prompt: Prompt) -> list[Row]:
+            async with room:
+                found = await self._scored(due, prompt)
+            async with line:
+                await asyncio.to_thread(self._board.keep, due, found)
+            return found
+
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self._scored(due, prompt, room))
+                group.create_task(scored(prompt))
                 for prompt in self._shares[due.name]
+                if prompt.index not in kept
             ]
-        rows = [row for task in tasks for row in task.result()]
+        rows = sorted([*rows, *(row for task in tasks for row in task.result())])
         share = Share.of(rows)
         headline = due.name == next(iter(self._config.eval))
         self._events.emit("eval", headline=headline, **due._asdict(), **share._asdict())
         await asyncio.to_thread(self._board.add, due, share, rows)
 
-    async def _scored(self, due: Due, prompt: Prompt, room: asyncio.Semaphore) -> list[Row]:
+    async def _scored(self, due: Due, prompt: Prompt) -> list[Row]:
         settings = self._config.eval[due.name]
         samples = range(settings.samples_per_prompt)
         key = f"{due.name}/{prompt.index}"
         seeds = [seed_of(self._config.seed, key, sample) for sample in samples]
         records = [Record() for _ in samples]
-        how, group = self._episodes.how(settings.temperature), (due, prompt.index)
-        async with room:
-            episodes = await self._episodes.run(prompt, records, how, group, seeds)
+        how, group = self._episodes.how_heldout(settings), (due, prompt.index)
+        episodes = await self._episodes.run(prompt, records, how, group, seeds)
+        self._also(due.name, prompt, seeds, episodes)
         return [
             Row.of(prompt, sample, episode, self._episodes.texts(episode))
             for sample, episode in zip(samples, episodes, strict=True)

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple, Self
 
 from relax_hpc.paths import RunPaths
@@ -87,8 +89,18 @@ class Share(NamedTuple):
         )
 
 
+class Begun(NamedTuple):
+    """The evaluations of a set that a task began, in this start or an earlier one."""
+
+    done: list[Due]
+    left: list[Due]
+    """Were broken off after samples of a prompt, or more."""
+
+
 class Board:
     """The place where tasks leave their scores. Whoever completes an evaluation says its result.
+
+    It outlives the task: samples are kept prompt by prompt, and each once.
 
     Args:
         paths: of the run.
@@ -98,20 +110,50 @@ class Board:
 
     def __init__(self, paths: RunPaths, rank: int, size: int) -> None:
         self._paths, self._rank, self._size = paths, rank, size
+        self._of_all = threading.Lock()
+        """Held while the shares are written: sets are completed in threads."""
+
+    def begun(self, name: str) -> Begun:
+        """Returns the evaluations of a set that there is something of."""
+        shares = read_json(self._paths.heldout_shares(self._rank)) or {}
+        split = [key.split("/") for key in shares]
+        done = [Due(name, when, int(number)) for of, when, number in split if of == name]
+        parts = sorted(self._part(Due(name, "", 0)).parent.glob(f"*.{self._rank}.part"))
+        found = [Due(name, when, int(number)) for when, number in map(_when_of, parts)]
+        return Begun(done, [due for due in found if due not in done and self._lines(due)])
+
+    def begin(self, due: Due) -> list[Row]:
+        """Opens an evaluation. Returns the samples that were kept of it before."""
+        lines = self._lines(due)
+        write_text(self._part(due), "".join(f"{line}\n" for line in lines))
+        return [Row(**row) for line in lines for row in json.loads(line)]
+
+    def keep(self, due: Due, rows: Sequence[Row]) -> None:
+        """Keeps the samples of a prompt."""
+        with self._part(due).open("a") as file:
+            file.write(json.dumps([row._asdict() for row in rows]) + "\n")
 
     def add(self, due: Due, share: Share, rows: Sequence[Row]) -> None:
-        """Keeps the samples, leaves the share of this task, and says the whole if it is there."""
+        """Publishes all samples and the share of this task, and says the whole if it is there."""
         if rows:
             path = self._paths.eval_rows(due.name, share.version, due.when, self._rank)
             write_text(path, "".join(f"{json.dumps(row._asdict())}\n" for row in rows))
         key = f"{due.name}/{due.when}/{due.number}"
-        found = [share]
-        if self._size > 1:
-            own = self._paths.heldout_shares(self._rank)
+        own = self._paths.heldout_shares(self._rank)
+        with self._of_all:
             write_json(own, (read_json(own) or {}) | {key: share})
-            found += self._others(key)
+        self._part(due).unlink(missing_ok=True)
+        found = [share, *self._others(key)]
         if len(found) == self._size:
             log.info("%s", _line(due, found), extra=OF_ALL)
+
+    def _part(self, due: Due) -> Path:
+        return self._paths.eval_part(due.name, due.when, due.number, self._rank)
+
+    def _lines(self, due: Due) -> list[str]:
+        """Returns a line for each prompt of an evaluation under way; the last may be cut short."""
+        part = self._part(due)
+        return part.read_text().split("\n")[:-1] if part.exists() else []
 
     def _others(self, key: str) -> list[Share]:
         """Reads as many as there are until one is missing."""
@@ -123,6 +165,11 @@ class Board:
                     break
                 found.append(Share(*share))
         return found
+
+
+def _when_of(part: Path) -> tuple[str, str]:
+    when, _, number = part.name.split(".")[0].partition("-")
+    return when, number
 
 
 def _line(due: Due, shares: list[Share]) -> str:

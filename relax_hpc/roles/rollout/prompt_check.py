@@ -6,7 +6,7 @@ rollout tasks tokenize all of them before anything is sampled.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from relax_hpc.config.prompts import Columns, SourceConfig
 from relax_hpc.config.run import RunConfig
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+TRAIN = "prompts.train"
+T = TypeVar("T")
+
+
 class Files(NamedTuple):
     """The prompt files of a run, read."""
 
@@ -37,12 +41,13 @@ class Sources(NamedTuple):
 
     train: PromptSource
     heldout: dict[str, PromptSource]
+    train_key: str = TRAIN
+    """Key that names the training file; where nothing is trained on, that of a set in its place."""
 
     @property
     def by_key(self) -> dict[str, PromptSource]:
         """Every file's, by the key that names the file."""
-        sets = {f"eval.{name}.path": source for name, source in self.heldout.items()}
-        return {"prompts.train": self.train} | sets
+        return {self.train_key: self.train} | heldout_by_key(self.heldout)
 
 
 def open_files(config: RunConfig) -> Files:
@@ -55,11 +60,15 @@ def open_files(config: RunConfig) -> Files:
     train = _records(
         config, "prompts.sources" if prompts.sources else "prompts.train", prompts.mixture
     )
-    heldout = {
+    return Files(train, open_heldout(config))
+
+
+def open_heldout(config: RunConfig) -> dict[str, Records]:
+    """Does as `open_files`, of the held-out sets only."""
+    return {
         name: _records(config, f"eval.{name}.path", {"": SourceConfig(path=each.path)})
         for name, each in config.eval.items()
     }
-    return Files(train, heldout)
 
 
 def read(config: RunConfig) -> Files:
@@ -69,13 +78,27 @@ def read(config: RunConfig) -> Files:
         ConfigError: one is no prompt, or has an answer that the reward can never match.
     """
     files = open_files(config)
-    sets = {f"eval.{name}.path": records for name, records in files.heldout.items()}
-    for key, records in {"prompts.train": files.train, **sets}.items():
+    read_rows({TRAIN: files.train})
+    read_rows(heldout_by_key(files.heldout))
+    return files
+
+
+def heldout_by_key(heldout: Mapping[str, T]) -> dict[str, T]:
+    """Returns the sets by the key that names the file of each."""
+    return {f"eval.{name}.path": each for name, each in heldout.items()}
+
+
+def read_rows(files: Mapping[str, Records]) -> None:
+    """Reads every row, or some; raises as `read`.
+
+    Args:
+        files: by key.
+    """
+    for key, records in files.items():
         try:
             records.read()
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from None
-    return files
 
 
 def _can_match(rewards: Sequence[BuiltIn], answer: str) -> bool:
@@ -139,12 +162,10 @@ def check_sample(config: RunConfig, sources: Sources) -> list[str]:
     }
     found = examine(sources, chosen)
     _check_system(config.prompts.system, sources.train)
-    bad = dict(found["prompts.train"].bad)
-    rows = [row for row in chosen["prompts.train"] if row not in bad]
+    bad = dict(found[sources.train_key].bad)
+    rows = [row for row in chosen[sources.train_key] if row not in bad]
     _check_columns(config.prompts.columns, [sources.train.records[row] for row in rows])
-    check_lengths(
-        config, found["prompts.train"].longest, max(each.longest for each in found.values())
-    )
+    check_lengths(config, {key: each.longest for key, each in found.items()})
     for key, each in found.items():
         if len(each.bad) == every[key].num_rows:
             raise ConfigError(f"{key}: no row can be used; the first: {each.bad[0][1]}")
@@ -227,29 +248,37 @@ def overlap_of(config: RunConfig, files: Files, most: int | None = None) -> Over
     return overlap.find(files.train, used, most)
 
 
-def check_lengths(config: RunConfig, longest_trained: int, longest: int) -> None:
+def check_lengths(config: RunConfig, longest: Mapping[str, int]) -> None:
     """A response as long as it may become still fits: trained on, and in the model's positions.
 
     Args:
         config: the run.
-        longest_trained: tokens of the longest training prompt.
-        longest: tokens of the longest prompt.
+        longest: tokens of the longest prompt by the key that names the file.
     """
-    new = config.rollout.max_new_tokens
+    new, key = config.rollout.max_new_tokens, "rollout.max_new_tokens"
+    trained = longest.get(TRAIN)
     for section, budget in _budgets(config).items():
-        if longest_trained + new > budget:
+        if trained is not None and trained + new > budget:
             raise ConfigError(
                 f"{section}.tokens_per_micro_batch = {budget}: the longest prompt has "
-                f"{longest_trained} tokens and rollout.max_new_tokens = {new}; "
-                f"use {longest_trained + new} or more"
+                f"{trained} tokens and rollout.max_new_tokens = {new}; "
+                f"use {trained + new} or more"
             )
+    own = {f"eval.{name}": each.max_new_tokens for name, each in config.eval.items()}
+    lengths = []
+    for name, tokens in longest.items():
+        section = name.removesuffix(".path")
+        limit = own.get(section)
+        place = (limit, f"{section}.max_new_tokens") if limit else (new, key)
+        lengths.append((tokens, *place))
+    tokens, new, key = max(lengths, key=lambda each: each[0] + each[1])
     positions = read_architecture(config.model.path).max_positions
-    if longest + new > positions:
-        left = positions - longest
+    if tokens + new > positions:
+        left = positions - tokens
         remedy = f"use {left} or less" if left > 0 else "lower prompts.max_prompt_tokens"
         raise ConfigError(
-            f"rollout.max_new_tokens = {new}: the longest prompt has {longest} tokens and the "
-            f"model {positions} positions; {remedy}"
+            f"{key} = {new}: the longest prompt has {tokens} tokens and the model {positions} "
+            f"positions; {remedy}"
         )
 
 

@@ -84,7 +84,7 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
     longest = {
         name: max(each[name].longest for each in found if name in each) for name in sources.by_key
     }
-    check_lengths(config, longest["prompts.train"], max(longest.values()))
+    check_lengths(config, longest)
 
 
 def _check_num_rows(paths: RunPaths, share: Share, num_rows: Mapping[str, int]) -> None:

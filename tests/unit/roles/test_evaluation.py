@@ -1,7 +1,7 @@
 """Held-out evaluations: when, of which prompts, by which policies, and beside what."""
 
 import asyncio
-import time
+import json
 
 import episode_fakes
 import pytest
@@ -10,10 +10,13 @@ from role_fakes import Events, Journal, config
 
 from relax_hpc.bus.credits import Credit
 from relax_hpc.errors import EngineError
+from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.evaluation import Evaluator
+from relax_hpc.roles.rollout.heldout import Board as RealBoard
 from relax_hpc.roles.rollout.heldout import Due
 from relax_hpc.roles.rollout.loop import Task
+from relax_hpc.sampling.how import How
 
 
 class Greedy:
@@ -38,11 +41,12 @@ def right(response, prompt):
 class Made:
     """An evaluator of five prompts and what stands around it."""
 
-    def __init__(self, *, rank=0, size=1, sets=("heldout",), **settings):
-        self.journal, self.events, self.board = Journal(), Events(), Board()
+    def __init__(self, *, rank=0, size=1, sets=("heldout",), board=None, **settings):
+        self.journal, self.events, self.board = Journal(), Events(), board or Board()
         self.sampler = Greedy(self.journal)
         prompts = [Prompt(index=i, token_ids=[i], answer=str(i), source=f"s{i}") for i in range(5)]
-        tables = {name: {"path": "p"} | settings for name in sets}
+        each_own = sets if isinstance(sets, dict) else {name: {} for name in sets}
+        tables = {name: {"path": "p"} | settings | own for name, own in each_own.items()}
         made = config(eval=tables, engines__rollout__max_running_requests=8)
         shares = {name: prompts[rank::size] for name in sets}
         each = episodes(made, self.sampler, right)
@@ -193,19 +197,144 @@ def test_what_an_evaluation_raises_ends_the_loop():
     assert found.group_contains(EngineError, match="refused")
 
 
+def test_each_set_is_sampled_in_its_own_way():
+    sets = {
+        "greedy": {},
+        "several": {
+            "samples_per_prompt": 3, "temperature": 0.8, "top_p": 0.9, "top_k": 20,
+            "max_new_tokens": 9, "stop": ["4 4", "9"],
+        },
+    }  # fmt: skip
+
+    async def run():
+        made = Made(sets=sets, every=0)
+        asked = made.sampler.asked_how = []
+        sample = made.sampler.sample
+
+        async def noting(given, draft, how, **each):
+            asked.append((given[0], how))
+            return await sample(given, draft, how, **each)
+
+        made.sampler.sample = noting
+        await made.visit(0, 0)
+        return made
+
+    made = asyncio.run(run())
+    hows = {how._replace(end=None) for _, how in made.sampler.asked_how}
+    greedy, several = sorted(hows)
+    assert greedy == How(0.0, 256, 1 << 20)
+    assert several == How(0.8, 9, 1 << 20, top_p=0.9, top_k=20)
+    assert len(made.sampler.asked_how) == 5 + 15
+    end = next(how.end for _, how in made.sampler.asked_how if how.temperature)
+    assert end([1, 4, 4, 4], 0) == 3 and end([1, 4], 0) is None
+    assert {how.end for _, how in made.sampler.asked_how if not how.temperature} == {None}
+
+
+class Life:
+    """A task that may be killed, and started again over what it left."""
+
+    def __init__(self, root, **settings):
+        self.paths, self.settings, self.asked, self.events = RunPaths(root), settings, [], []
+
+    async def live(self, visits, *, answers=None, finish=None):
+        """Answers so many requests in all, and is killed then if that is not all."""
+        made = Made(board=RealBoard(self.paths, 0, 1), **self.settings)
+        sample, left = (
+            made.sampler.sample,
+            asyncio.Semaphore(1 << 30 if answers is None else answers),
+        )
+
+        async def until_killed(given, draft, how, **each):
+            self.asked.append(given[0])
+            await left.acquire()
+            return await sample(given, draft, how, **each)
+
+        made.sampler.sample = until_killed
+        for version, trained in visits:
+            await made.visit(version, trained)
+        if finish is not None:
+            made.sampler.now = finish
+            last = asyncio.create_task(made.evaluator.finish(finish))
+            done, _ = await asyncio.wait({last}, timeout=0.3 if answers is not None else 10)
+            assert bool(done) == (answers is None)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        self.events += made.said
+
+    def rows(self, name="heldout"):
+        """Samples of each complete evaluation: prompt, sample, version."""
+        found = {}
+        for path in sorted(self.paths.root.glob(f"eval/{name}/*.jsonl")):
+            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            found[path.name] = [(row["prompt"], row["sample"], row["version"]) for row in rows]
+        return found
+
+
+def test_an_evaluation_that_was_killed_is_completed_once_and_asks_only_for_what_is_missing(
+    tmp_path,
+):
+    life = Life(tmp_path, every=4)
+    asyncio.run(life.live([(0, 0)], answers=2))
+    assert life.rows() == {} and life.events == []
+    part = life.paths.eval_part("heldout", "before", 0, 0)
+    part.write_text(part.read_text() + '[{"prompt": 4, "sam')  # the kill came while it wrote
+    life.asked.clear()
+    asyncio.run(life.live([(1, 1), (1, 1)]))
+    assert sorted(life.asked) == [2, 3, 4]
+    versions = {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
+    assert life.rows() == {"000000-before.0.jsonl": [(p, 0, v) for p, v in versions.items()]}
+    assert life.events == [("before", 0)]
+    life.asked.clear()
+    asyncio.run(life.live([(1, 1), (2, 2)]))
+    assert life.asked == [] and not part.exists()
+
+
+def test_an_evaluation_that_fell_due_while_the_task_was_dead_is_made_and_none_twice(tmp_path):
+    life = Life(tmp_path, every=4)
+    asyncio.run(life.live([(0, 0), (3, 3)]))
+    asyncio.run(life.live([(5, 5)]))
+    assert life.events == [("before", 0), ("during", 5)]
+    asyncio.run(life.live([(6, 6), (7, 7)]))
+    asyncio.run(life.live([(8, 8)], answers=0))  # killed before the first answer
+    asyncio.run(life.live([(9, 9)], answers=3))  # and again
+    asyncio.run(life.live([(9, 9)], finish=10))
+    asyncio.run(life.live([], finish=10))
+    assert life.events[2:] == [("during", 9), ("after", 10)]
+    assert [len({row[:2] for row in rows}) for rows in life.rows().values()] == [5] * 4
+    assert {len(rows) for rows in life.rows().values()} == {5}
+
+
+def test_the_last_evaluations_are_completed_by_a_start_that_finds_training_over(tmp_path):
+    life = Life(tmp_path, every=4, sets=("easy", "hard"), samples_per_prompt=2)
+    asyncio.run(life.live([(0, 0)]))
+    asyncio.run(life.live([(4, 4)], answers=3, finish=4))  # of 20 in flight at most
+    life.asked.clear()
+    asyncio.run(life.live([], finish=4))
+    for name in ("easy", "hard"):
+        found = life.rows(name)
+        assert sorted(found) == [
+            "000000-before.0.jsonl", "000004-after.0.jsonl", "000004-during.0.jsonl"
+        ]  # fmt: skip
+        assert all(
+            [row[:2] for row in rows] == [(p, s) for p in range(5) for s in range(2)]
+            for rows in found.values()
+        )
+    assert not list(life.paths.root.glob("eval/*/*.part"))
+
+
 class Busy:
     """A trainer's bus: says what is published; the sampler does not answer held-out prompts."""
 
     def __init__(self, num_groups):
-        self.put_at, self.num_groups, self.committed = [], num_groups, set()
+        self.published, self.num_groups, self.committed = [], num_groups, set()
         self.looks = 0
 
     async def version(self):
         return 0
 
     async def sample(self, given, draft, how, *, seed, homes):
-        if how.temperature == 0:
-            await asyncio.sleep(0.6)
+        while how.temperature == 0 and len(self.published) < self.num_groups:
+            await asyncio.sleep(0.001)
         return answer(draft, [5], [-0.5], [(0, 0)])
 
     def owe_again(self, refill):
@@ -215,11 +344,11 @@ class Busy:
         pass
 
     def put(self, groups):
-        self.put_at += [time.monotonic()] * len(groups)
+        self.published += groups
 
     def latest(self):
         self.looks += 1
-        return Credit(finished=len(self.put_at) >= self.num_groups)
+        return Credit(finished=len(self.published) >= self.num_groups)
 
 
 def test_groups_go_on_being_started_and_published_while_held_out_prompts_are_sampled():
@@ -233,8 +362,7 @@ def test_groups_go_on_being_started_and_published_while_held_out_prompts_are_sam
         settings, Task(0, 1), prompts, [Prompt(0, [8], "h")], busy, lambda *_: 1.0,
         busy, busy, events,
     )  # fmt: skip
-    begun = time.monotonic()
     asyncio.run(asyncio.wait_for(loop, 20))
-    assert len(busy.put_at) == 8 and busy.put_at[-1] - begun < 0.5  # all before the first score
+    assert len(busy.published) == 8  # all before the first score
     assert busy.looks > 1
     assert [event["when"] for event in events.of("eval")] == ["before"]
