@@ -20,7 +20,12 @@ Overrides = Annotated[
 
 def run_dir_of(run: str) -> Path:
     """Finds the directory of a run that is named on the command line."""
-    for candidate in (Path(run), Path("runs") / run):
-        if (candidate / "run.json").is_file():
-            return candidate
+    if (found := find_run(run)) is not None:
+        return found
     raise ConfigError(f"{run}: no such run; give a run directory, or a name under runs/")
+
+
+def find_run(run: str) -> Path | None:
+    """Does as `run_dir_of`; None if there is no such run."""
+    places = (Path(run), Path("runs") / run)
+    return next((place for place in places if (place / "run.json").is_file()), None)

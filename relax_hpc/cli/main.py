@@ -18,6 +18,7 @@ from relax_hpc.cli.arguments import Ended, Job, Overrides, Run, run_dir_of
 from relax_hpc.cli.bench import bench
 from relax_hpc.cli.bus import bus
 from relax_hpc.cli.data import data
+from relax_hpc.cli.evaluate import evaluation
 from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
 from relax_hpc.cli.runs import runs
@@ -96,7 +97,7 @@ def resume(
     _announce(resumed, local=local, follow=follow)
 
 
-for commands in (data, runs, viewer, models):
+for commands in (data, runs, evaluation, viewer, models):
     app.add_typer(commands)
 app.command(epilog="Example:  relax-hpc keys actor.optimizer")(keys)
 for name, group in {"bus": bus, "scale": scale, "bench": bench}.items():

@@ -74,31 +74,6 @@ def timeline(
     typer.echo(f"picture: {picture}", err=as_json)
 
 
-@runs.command("eval", epilog="Example:  relax-hpc eval arithmetic --json | jq .[].all.mean")
-def evaluations(
-    run: Run,
-    name: Annotated[
-        str | None, typer.Option("--set", help="Only this set of the job's `eval`.")
-    ] = None,
-    ks: Annotated[
-        list[int],
-        typer.Option(
-            "--k",
-            help="k of pass@k, pass^k and maj@k; repeatable. 1 and the samples per prompt if not "
-            "given.",
-            show_default=False,
-        ),
-    ] = [],  # noqa: B006
-    right: Annotated[float, typer.Option(help="Score from which on a sample is right.")] = 1.0,
-    as_json: AsJson = False,
-) -> None:
-    """Tell how each policy did on the held-out sets, with standard errors over prompts."""
-    from relax_hpc.runs import evaluations as run_evaluations
-
-    found = run_evaluations.collect(run_dir_of(run), ks=ks, name=name, right=right)
-    typer.echo(run_evaluations.to_json(found) if as_json else run_evaluations.text(found))
-
-
 @runs.command(epilog="Example:  relax-hpc cancel arithmetic")
 def cancel(run: Run) -> None:
     """End every job that a run started, and nothing else; say what each was doing."""

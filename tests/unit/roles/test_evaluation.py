@@ -307,7 +307,7 @@ def test_an_evaluation_that_fell_due_while_the_task_was_dead_is_made_and_none_tw
 def test_the_last_evaluations_are_completed_by_a_start_that_finds_training_over(tmp_path):
     life = Life(tmp_path, every=4, sets=("easy", "hard"), samples_per_prompt=2)
     asyncio.run(life.live([(0, 0)]))
-    asyncio.run(life.live([(4, 4)], answers=3, finish=4))  # of 20 in flight at most
+    asyncio.run(life.live([(4, 4)], answers=9, finish=4))  # of 20
     life.asked.clear()
     asyncio.run(life.live([], finish=4))
     for name in ("easy", "hard"):

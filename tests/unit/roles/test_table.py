@@ -158,6 +158,7 @@ MAY = {
     "telemetry/timeline_plot.py": "the colour of a phase of that name",
     "runs/report.py": "the head of a line, of the trajectories that the reference has scored",
     "job_file.py": "the section [sft] says which kind of job it is",
+    "launch/evaluate.py": "tables of a job",
     "scale/listing.py": "heads of a table of engines",
 }
 """Files that may compare with a role's name or list one, and why."""

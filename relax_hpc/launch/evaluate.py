@@ -1,0 +1,151 @@
+"""A model scored on sets of prompts, here and now: a small run directory without a trainer."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from relax_hpc import job_file, permissions
+from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.evaluation.counting import check_k
+from relax_hpc.launch.submit import make_run_dir, resolve
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.rollout import alone
+from relax_hpc.roles.task import allow_open_files
+from relax_hpc.sections import INT32
+from relax_hpc.telemetry import logs
+from relax_hpc.telemetry.events import EventWriter
+
+_OF_JOB = {"name", "run_root", "seed", "model", "prompts", "reward", "rollout", "engines", "eval"}
+"""Tables of a job that an evaluation has; the others are of training."""
+_OF_TRAINING = {
+    "model": ("weights",),
+    "rollout": ("samples_per_prompt", "over_sampling", "routed_experts"),
+}
+"""Keys of those tables that are not."""
+
+
+class Asked(NamedTuple):
+    """The wish of whoever evaluates."""
+
+    model: Path
+    job: Path | None = None
+    """Job file that says how; unset is the defaults of one."""
+    sets: Mapping[str, str] = {}
+    """Data by the name of the set, besides the job's; all of their prompts are scored."""
+    settings: Mapping[str, Any] = {}
+    """Keys of `[eval.NAME]`, for every set."""
+    overrides: Sequence[str] = ()
+    """section.key=value, of the job."""
+    name: str | None = None
+    """Name of the run directory; unset is made of the model's and the time."""
+
+
+def job_of(asked: Asked) -> RunConfig:
+    """The job of an evaluation.
+
+    Raises:
+        ConfigError: a key, a value, or no set at all.
+    """
+    config = job_file.with_overrides(_tree(asked), asked.overrides, source=str(asked.job or "eval"))
+    assert isinstance(config, RunConfig)
+    if not config.eval:
+        raise ConfigError("no set of prompts is named; add --set NAME=FILE, or --job with [eval]")
+    tables = config.model_dump(mode="json", include=_OF_JOB)
+    for table, keys in _OF_TRAINING.items():
+        tables[table] = {k: value for k, value in tables[table].items() if k not in keys}
+    tables["engines"] = {name: _here(name, pool) for name, pool in tables["engines"].items()}
+    data = {"train": next(iter(tables["eval"].values()))["path"], "sources": {}}
+    tables["prompts"] |= data  # nothing is trained on
+    config = job_file.validate(tables | {"schedule": {"num_steps": 1}}, source="eval")
+    resolved, _ = resolve(config)
+    assert isinstance(resolved, RunConfig)
+    return resolved
+
+
+def _tree(asked: Asked) -> dict[str, Any]:
+    """Returns a job with what was asked for in place of what it says; `overrides` come on top."""
+    tree: dict[str, Any] = {}
+    if asked.job:
+        # Mistakes that are the job's own come first.
+        if not isinstance(job_file.load(asked.job, asked.overrides), RunConfig):
+            raise ConfigError(f"{asked.job}: a job with [sft] samples nothing; name one of rollout")
+        tree = job_file.read_toml(asked.job)
+    now = time.strftime("%Y%m%d-%H%M%S")
+    tree["name"] = asked.name or f"eval-{asked.model.absolute().name}-{now}"
+    tree["model"] = tree.get("model", {}) | {"path": str(asked.model)}
+    if not asked.job:
+        tree = {"prompts": {"train": "-"}} | tree
+    tree.setdefault("schedule", {}).setdefault("num_steps", 1)
+    sets = tree.setdefault("eval", {})
+    for name, path in asked.sets.items():
+        sets[name] = {"num_prompts": INT32} | sets.get(name, {}) | {"path": path}
+    tree["eval"] = {name: each | dict(asked.settings) for name, each in sets.items()}
+    return tree
+
+
+def _here(name: str, pool: dict[str, Any]) -> dict[str, Any]:
+    """A pool as one task keeps it on this machine."""
+    if pool["nodes_per_engine"] > 1:
+        raise ConfigError(
+            f"engines.{name}.nodes_per_engine = {pool['nodes_per_engine']}: relax-hpc eval starts "
+            "engines on one node; set it to 1, or evaluate in a run"
+        )
+    gpus = pool["resources"]["gpus_per_node"]
+    own = {"placement": "own", "count": pool["engines_per_task"]}
+    return pool | own | {"resources": {"gpus_per_node": gpus}}
+
+
+def evaluate(
+    asked: Asked, ks: Sequence[int] = (), *, say: Callable[[str], None] = lambda _: None
+) -> Path:
+    """Scores every set once, with engines of its own that end with it.
+
+    A run directory that was left by an interruption is gone on with.
+
+    Args:
+        asked: what and how.
+        ks: that are to be told of.
+        say: is told where the samples are kept, and what is left out.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        ConfigError: something does not fit, or the name is another run's.
+        EngineError: an engine does not come back.
+    """
+    config = job_of(asked)
+    for name, each in config.eval.items():
+        for k in ks:
+            try:
+                check_k(k, each.samples_per_prompt)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+    sources = alone.read(config, say)
+    paths = RunPaths(config.run_dir)
+    with permissions.masked(permissions.UMASKS[config.launch.share]):
+        _open(config, paths)
+        say(f"run directory: {paths.root}; if interrupted, --name {config.name} goes on there")
+        logs.setup("rollout", 0, paths.log("rollout", "0"))
+        attempt = f"{time.time():.0f}.{os.getpid()}"
+        context = TaskContext("rollout", 0, 1, 0, attempt, 1, socket.gethostname())
+        allow_open_files()
+        with EventWriter(paths.events("rollout", 0), "rollout", 0) as events:
+            events.emit("start", attempt=attempt, start=1, node=context.node)
+            alone.main(config, paths, context, sources, events)
+            events.emit("end")
+    return paths.root
+
+
+def _open(config: RunConfig, paths: RunPaths) -> None:
+    if not paths.config.exists():
+        make_run_dir(config, paths)
+    elif job_file.read_resolved(paths.config) != config:
+        raise ConfigError(
+            f"--name {config.name}: {paths.root} is a run of other settings; choose another name"
+        )
