@@ -52,7 +52,13 @@ def score(
         SandboxError: there is no sandbox on this node.
     """
     entry_point = str(metadata.get("entry_point") or "")
-    wanted = tests_in(metadata.get(tests) or answer, entry_point)
+    given = metadata.get(tests) or answer
+    if not given:
+        raise ValueError(
+            f"the line of the data has neither {tests!r} nor an answer, but {', '.join(metadata)}; "
+            "name the key of the tests: reward.args.tests"
+        )
+    wanted = tests_in(given, entry_point)
     program = last_block(final_text(response))
     if program is None:
         return 0.0

@@ -1,15 +1,19 @@
 """Programs against unit tests, in the sandbox that there is."""
 
+import asyncio
 import json
 
 import pytest
 from problems import PROBLEMS
 from test_sandbox import REASON
 
+from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards import unit_tests
+from relax_hpc.rewards import trial, unit_tests
+from relax_hpc.rewards.contract import Sample, Score
 from relax_hpc.rewards.functions import code
 from relax_hpc.rewards.sandbox import SandboxError
+from relax_hpc.rewards.scorer import Scorer
 
 SANDBOX = "limits" if REASON else "bubblewrap"
 THIRDS = {"inputs": ["1", "2", "3"], "outputs": ["1", "2", "4"]}
@@ -55,7 +59,7 @@ def test_the_answer_has_the_tests_where_the_metadata_has_none():
 
 def test_a_test_that_hangs_fails_alone_and_the_budget_bounds_all():
     sleeps = "import time\nn = int(input())\ntime.sleep(1000 * (n == 1))\nprint(n)"
-    slow = {"all_or_nothing": False, "deadline_s": 2.0, "budget_s": 30.0}
+    slow = {"all_or_nothing": False, "deadline_s": 1.0, "budget_s": 30.0}
     assert scored(sleeps, THIRDS, **slow) == pytest.approx(1 / 3)
     late = {"inputs": ["1"] * 1000, "outputs": ["1"] * 1000}
     assert scored(sleeps, late, **(slow | {"budget_s": 0.5})) == 0
@@ -129,6 +133,34 @@ def test_values_are_compared_outside_of_the_program(returned, wanted, right):
 def test_tests_of_another_form_are_an_error(tests, words):
     with pytest.raises(ValueError, match=words):
         unit_tests.tests_in(tests)
+
+
+def test_a_line_without_tests_is_an_error_that_names_the_keys_there_are():
+    with pytest.raises(ValueError, match=r"has neither 'tests' nor an answer, but cases, topic;"):
+        code.score("```python\nx = 1\n```", "", {"cases": "assert x", "topic": 1}, sandbox=SANDBOX)
+
+
+def test_a_job_scores_programs_by_the_name_of_the_reward_and_its_settings():
+    settings = {"all_or_nothing": False, "sandbox": SANDBOX}
+    config = RewardConfig(name="code", args=settings, workers=1, deadline_s=30)
+    answer = json.dumps(THIRDS)
+    trial.check(config, Sample("", answer=answer))
+    responses = [f"```python\n{text}\n```" for text in ("print(input())", "1 / 0")]
+
+    async def score():
+        async with Scorer(config) as scorer:
+            return await scorer.score([Sample(each, answer=answer) for each in responses])
+
+    assert asyncio.run(score()) == [Score(pytest.approx(2 / 3)), Score(0.0)]
+
+
+def test_a_job_whose_programs_have_no_sandbox_is_refused_by_the_name_of_the_reward(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    refused = "reward.name = 'code': sandbox = \"bubblewrap\": there is no program bwrap"
+    with pytest.raises(ConfigError, match=refused):
+        trial.check(RewardConfig(name="code"), Sample(""))
+    with pytest.raises(ConfigError, match=r"reward\.args\.sandbox = 'none'"):
+        trial.check(RewardConfig(name="code", args={"sandbox": "none"}), Sample(""))
 
 
 def test_an_answer_that_only_looks_like_tests_can_never_be_matched():

@@ -8,9 +8,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import trial
 from relax_hpc.rewards.contract import Sample, Score
 from relax_hpc.rewards.functions import remote
+from relax_hpc.rewards.scorer import Scorer
 
 SAMPLE = Sample(
     "a response", [{"role": "user", "content": "ü?"}], "7", {"topic": "sums"}, "stop", 3
@@ -20,15 +23,22 @@ SAMPLE = Sample(
 class Service(ThreadingHTTPServer):
     """Replies as it is told; the last reply is repeated."""
 
-    daemon_threads = True
+    daemon_threads, request_queue_size = True, 128
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answers)
         self.replies, self.asked, self.released = [(200, b"1")], [], threading.Event()
+        self.connections = 0
         self.url = f"http://127.0.0.1:{self.server_port}/score"
+
+    def get_request(self):
+        self.connections += 1
+        return super().get_request()
 
 
 class Answers(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
     def log_message(self, *_):
         pass
 
@@ -39,8 +49,10 @@ class Answers(BaseHTTPRequestHandler):
         status, content = replies.pop(0) if len(replies) > 1 else replies[0]
         if status == "hang":
             self.server.released.wait(30)
+            self.close_connection = True
             return
         self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
 
@@ -144,16 +156,35 @@ def test_what_is_no_finite_number_is_an_error_and_is_not_asked_for_again(service
 
 
 def test_many_are_asked_for_at_a_time_over_kept_connections(service):
-    async def many():
-        service.replies = [(200, b"1")]
-        return await asyncio.gather(*(remote.score(SAMPLE, url=service.url) for _ in range(50)))
+    service.replies, service.connections = [(200, b"1")], 0
 
-    assert asyncio.run(many()) == 50 * [Score(1.0)]
+    async def many():
+        return await asyncio.gather(*(remote.score(SAMPLE, url=service.url) for _ in range(20)))
+
+    async def twice():
+        return await many() + await many()
+
+    assert asyncio.run(twice()) == 40 * [Score(1.0)]
+    assert len(service.asked) == 40 and service.connections <= 20
 
 
 def test_a_service_that_answers_anything_passes_the_check(service):
     remote.check(url=service.url)  # it does not know HEAD, and says so
     assert not service.asked
+
+
+def test_a_job_names_the_service_among_the_settings_of_the_reward(service):
+    service.replies = [(200, b"0.5")]
+    config = RewardConfig(name="remote", args={"url": service.url}, workers=1)
+    trial.check(config, SAMPLE)
+
+    async def score():
+        async with Scorer(config) as scorer:
+            return await scorer.score([SAMPLE, SAMPLE])
+
+    assert asyncio.run(score()) == [Score(0.5), Score(0.5)]
+    with pytest.raises(ConfigError, match=r"reward\.name = 'remote': url = '': is no address"):
+        trial.check(RewardConfig(name="remote"), SAMPLE)
 
 
 @pytest.mark.parametrize(
