@@ -187,6 +187,7 @@ def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logpro
 def test_bytes_that_are_no_character_and_spaces_in_front_are_kept():
     words = Words(lambda tokens: bytes(tokens).decode(errors="replace"))
     assert list(words.pieces([0xE2, 0x41])) == [Piece("\ufffd", 0, 1), Piece("A", 1, 2)]
+    assert [piece.text for piece in words.pieces([0x7F, 0x41])] == ["\ufffd", "A"], "two tokens"
     spaced = {1: " a", 2: "b"}
     words = Words(lambda tokens: "".join(spaced[token] for token in tokens).removeprefix(" "))
     assert [piece.text for piece in words.pieces([2, 1, 1])] == ["b", " a", " a"]
