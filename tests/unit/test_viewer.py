@@ -125,6 +125,22 @@ def test_siblings_stand_in_order_each_with_its_facts(run):
     assert "not planned yet, mean reward 1<" in found.source
 
 
+def test_parts_of_a_reward_are_named_and_so_is_one_that_failed(run):
+    right = said("4", reward=0.9, parts={"<b>": -0.1, "math": 1.0})
+    put(run, [right, said("d", 0, 1, reward=0.0, reward_error=True), said("5", 0, 2, reward=0.1)])
+    found = page_of(run)
+    # of three episodes the mean is 1/3, of those that have a reward 1/2
+    assert found.texts[0].startswith("sibling 0 reward 0.9 <b> -0.1 math 1 advantage +0.5667 fin")
+    run.config.write_text(run.config.read_text().replace('"on_error":"zero"', '"on_error":"mask"'))
+    found = page_of(run)
+    assert found.texts[0].startswith("sibling 0 reward 0.9 <b> -0.1 math 1 advantage +0.4 finish")
+    assert found.texts[1].startswith("sibling 1 reward 0 the reward failed advantage")
+    assert "failed" not in found.texts[0] and "<b> 1" not in found.source
+    out = printed(run, "peek")
+    assert "sibling 0: reward 0.9 (<b> -0.1, math 1), advantage +0.4, stop" in out
+    assert "sibling 1: reward 0, which failed, advantage" in out
+
+
 def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
     produce(run.bus, PRODUCERS[0], [0])
     with SidecarWriter(run.bus, "advantages-0", {}) as writer:
