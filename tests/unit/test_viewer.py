@@ -88,6 +88,14 @@ def test_a_script_in_a_response_is_text_and_nothing_is_loaded(run):
     assert "unsafe-inline" not in found.source
 
 
+def test_a_token_that_is_a_whole_script_is_text():
+    found = page.tokens([Token(f"</b>{SCRIPT}", True, -1.0, 3), Token("'\"&amp;", False, 0.0, -1)])
+    assert found == (
+        '<b class="l4 m1 v3" title="-1 v3">&lt;/b&gt;&lt;script&gt;alert(1)&lt;/script&gt;</b>'
+        '<b class="m0">&#39;&#34;&amp;amp;</b>'
+    )
+
+
 def test_the_terminal_prints_the_same_and_no_text_of_the_model_acts_on_it(run):
     put(run, [said(f"{SCRIPT}[red]a\x1b[2Jb"), said("4", 0, 1)])
     for out in (printed(run, "view", "--text"), printed(run, "peek")):
