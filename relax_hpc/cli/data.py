@@ -9,7 +9,7 @@ from relax_hpc.errors import ConfigError
 data = typer.Typer()
 
 
-@data.command("data", epilog="Example:  relax-hpc data jobs/arithmetic.toml")
+@data.command("data", epilog="Example:  relax-hpc data jobs/tiny/arithmetic.toml")
 def overlap(
     job: Job,
     overrides: Overrides = [],  # noqa: B006

@@ -41,7 +41,9 @@ Local = Annotated[bool, typer.Option(help="Run on this machine even if Slurm is 
 Follow = Annotated[bool, typer.Option(help="Show the steps until the run ends.")]
 
 
-@app.command(epilog="Example:  relax-hpc check jobs/arithmetic.toml --set schedule.max_staleness=3")
+@app.command(
+    epilog="Example:  relax-hpc check jobs/tiny/arithmetic.toml --set schedule.max_staleness=3"
+)
 def check(
     job: Job,
     overrides: Overrides = [],  # noqa: B006
@@ -63,7 +65,9 @@ def check(
     typer.echo(config.model_dump_json(indent=2))
 
 
-@app.command(epilog="Example:  relax-hpc submit jobs/arithmetic.toml --set name=try1 --dry-run")
+@app.command(
+    epilog="Example:  relax-hpc submit jobs/tiny/arithmetic.toml --set name=try1 --dry-run"
+)
 def submit(
     job: Job,
     overrides: Overrides = [],  # noqa: B006

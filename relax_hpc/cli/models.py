@@ -1,4 +1,4 @@
-"""Commands that make models, or other files of them."""
+"""Commands that make what a job is given: models, and prompts."""
 
 from pathlib import Path
 from typing import Annotated
@@ -50,3 +50,24 @@ def convert(
     if not folder.exists():
         folder = run_dir_of(what)
     typer.echo(conversion.convert(folder, to, out=out, step=step, model=model))
+
+
+@models.command(epilog="Example:  relax-hpc prepare gsm8k --from downloads/gsm8k --out data/gsm8k")
+def prepare(
+    name: Annotated[str, typer.Argument(help="gsm8k or dapo-math.")],
+    source: Annotated[
+        str, typer.Option("--from", help="File or folder that was downloaded; hf: the hub.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder; gets train.jsonl and heldout.jsonl.")],
+    heldout: Annotated[
+        int, typer.Option(min=1, help="Prompts held out where there is no test part.")
+    ] = 500,
+) -> None:
+    """Make prompts of a public data set: the same ones from the same files."""
+    from relax_hpc.preparation import prepare as preparation
+
+    made = preparation.prepare(name, source, out, heldout=heldout)
+    typer.echo(
+        f"{out}: {made.train} prompts to train on, {made.heldout} held out; "
+        f"{made.repeated} that came before were left out"
+    )

@@ -17,7 +17,7 @@ from relax_hpc.user_files import HUB
 if TYPE_CHECKING:
     from datasets import Dataset
 
-_KINDS = (".jsonl", ".parquet")
+KINDS = (".jsonl", ".parquet")
 _SLICE = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]", re.DOTALL)
 _HUB_NAME = re.compile(r"hf:(?P<name>[^:/]+(/[^:/]+)?)(:(?P<config>[^:/]+))?/(?P<split>[^:/]+)")
 _HUB_BLOCK_ROWS, _HUB_WINDOW = 256, 256
@@ -184,7 +184,7 @@ def _chosen(name: str, ends: tuple[str, str], count: int) -> range:
 def _paths(name: str) -> list[Path]:
     path = Path(name)
     if path.is_dir():
-        found = sorted(each for each in path.iterdir() if each.suffix in _KINDS)
+        found = sorted(each for each in path.iterdir() if each.suffix in KINDS)
         if not found:
             raise ConfigError(f"{path}: is a folder; name one that holds .jsonl or .parquet files")
         return found

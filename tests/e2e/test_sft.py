@@ -29,7 +29,7 @@ def submit(tiny, run_root, name):
         "actor.optimizer.warmup_steps": 4,
     }
     overrides = [f"--set={key}={value}" for key, value in settings.items()]
-    cli("submit", REPOSITORY / "jobs" / "sft_arithmetic.toml", "--local", *overrides)
+    cli("submit", REPOSITORY / "jobs" / "tiny" / "sft_arithmetic.toml", "--local", *overrides)
     return run_root / name
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("slurm_cluster")
 def finished(slurm_cluster, tiny, tmp_path_factory):
     """The run, what `submit` said, and what Slurm and `status` said while and after it ran."""
     submitted = submit(
-        "arithmetic",
+        "tiny/arithmetic",
         tiny,
         local=False,
         run=console,

@@ -184,7 +184,7 @@ def test_pages_that_are_made_of_the_code_are_those_of_today(name):
 
 def test_a_key_is_explained_with_its_value_in_a_job():
     found = CliRunner().invoke(
-        app, ["check", "jobs/arithmetic.toml", "--explain", "actor.optimizer"]
+        app, ["check", "jobs/tiny/arithmetic.toml", "--explain", "actor.optimizer"]
     )
     assert "actor.optimizer.lr = 1e-06   [number]" in found.output
     assert "here: actor.optimizer.lr = 0.0005" in found.output
@@ -193,7 +193,7 @@ def test_a_key_is_explained_with_its_value_in_a_job():
 
 
 def test_what_a_layout_holds_is_explained_for_the_component_that_is_asked_for():
-    job = ["check", "jobs/arithmetic.toml", "--explain"]
+    job = ["check", "jobs/tiny/arithmetic.toml", "--explain"]
     found = CliRunner().invoke(app, [*job, "actor.layout.tensor_parallel"]).output
     assert found.count("Ranks that share every matrix.") == 1
     assert "here: actor.layout.tensor_parallel = 2" in found

@@ -1,0 +1,249 @@
+"""Jobs of the folder `jobs`, checked as far as that goes without their models; public data sets."""
+
+import json
+import math
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from relax_hpc.bench.shapes import SHAPES
+from relax_hpc.cli.main import app
+from relax_hpc.errors import ConfigError
+from relax_hpc.models import registry
+from relax_hpc.preparation.prepare import Made, prepare
+
+JOBS = Path(__file__).parents[2] / "jobs"
+RECIPES = sorted(JOBS.glob("qwen3-*.toml"))
+STAND_INS = sorted([JOBS / "demo.toml", *(JOBS / "tiny").glob("*.toml")])
+
+
+def stand_in(folder, tiny_model, shape):
+    """A model of this shape whose weights are a hole in a file; the tokenizer is the tiny one."""
+    shutil.copytree(tiny_model, folder)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    header, end = {}, 0
+    tensors = {
+        name.replace("{expert}", str(expert)): shape
+        for parameter in registry.parameters(registry.read_architecture(folder))
+        for name, shape in parameter.hf.items()
+        for expert in range(parameter.num_experts or 1)
+    }
+    for name, shape in tensors.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [start, end]}
+    said = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(said)) + said)
+        file.truncate(8 + len(said) + end)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("models")
+    shapes = ("qwen3-0.6b", "qwen3-4b", "qwen3-30b-a3b")
+    return {shape: stand_in(folder / shape, tiny_model, shape) for shape in shapes}
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    """A folder of each data set, made by `prepare` of rows like those that are published."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "gsm8k.jsonl").write_text("".join(gsm8k_line(n) for n in range(3)))
+    (root / "dapo.jsonl").write_text("".join(dapo_line(n) for n in range(3)))
+    return {
+        name: prepared(name, root / file, root / name)
+        for name, file in (("gsm8k", "gsm8k.jsonl"), ("dapo-math", "dapo.jsonl"))
+    }
+
+
+def prepared(name, source, out):
+    prepare(name, str(source), out, heldout=1)
+    return out
+
+
+def gsm8k_line(n, answer=None):
+    answer = f"It is <<1+{n}=1,00{n}>>1,00{n}.\n#### 1,00{n}" if answer is None else answer
+    return json.dumps({"question": f"How many are {n}?", "answer": answer}) + "\n"
+
+
+def dapo_fields(n):
+    problem = f"Find ${n}$.\nSay it."
+    wish = (
+        "Solve the following math problem step by step. The last line of your response should be "
+        f"of the form Answer: $Answer.\n\n{problem}\n\nRemember to put your answer on its own line "
+        'after "Answer:".'
+    )
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": wish}],
+        "reward_model": {"ground_truth": str(n), "style": "rule"},
+    }
+
+
+def dapo_line(n):
+    return json.dumps(dapo_fields(n)) + "\n"
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def shape_of(job):
+    return next(shape for shape in SHAPES if job.stem.startswith(shape))
+
+
+# ---------------------------------------------------------------- jobs
+
+
+@pytest.mark.parametrize("job", RECIPES, ids=lambda job: job.stem)
+def test_every_recipe_passes_check_with_a_model_of_its_shape(job, models, prompts, tmp_path):
+    data = prompts["dapo-math" if "dapo" in job.stem else "gsm8k"]
+    overrides = {
+        "run_root": tmp_path,
+        "model.path": models[shape_of(job)],
+        "prompts.train": data / "train.jsonl",
+        "eval.heldout.path": data / "heldout.jsonl",
+    }
+    options = [f"--set={key}={value}" for key, value in overrides.items()]
+    answer = CliRunner().invoke(app, ["check", str(job), "--local", *options])
+    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
+
+
+@pytest.mark.parametrize("job", STAND_INS, ids=lambda job: job.stem)
+def test_every_job_for_two_cores_passes_check(job, tiny_model, prompts, tmp_path):
+    text = job.read_text()
+    overrides = {"run_root": tmp_path, "model.path": tiny_model}
+    (tmp_path / "rows.jsonl").write_text(
+        json.dumps({"prompt": "1+1=", "answer": "2", "completion": "\\boxed{2}"}) + "\n"
+    )
+    keys = (
+        ("sft.train", "sft.heldout") if "[sft]" in text else ("prompts.train", "eval.heldout.path")
+    )
+    overrides |= dict.fromkeys(keys, tmp_path / "rows.jsonl")
+    options = [f"--set={key}={value}" for key, value in overrides.items()]
+    answer = CliRunner().invoke(app, ["check", str(job), "--local", *options])
+    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
+
+
+def test_the_page_of_recipes_names_every_job_and_every_job_says_how_it_is_run():
+    page = (JOBS.parent / "docs" / "recipes.md").read_text()
+    for job in [*RECIPES, *STAND_INS]:
+        name = job.relative_to(JOBS.parent)
+        assert f"{name}" in page, name
+        assert f"relax-hpc submit {name}" in job.read_text(), name
+
+
+# ---------------------------------------------------------------- data sets
+
+
+def test_gsm8k_keeps_its_test_part_and_the_number_behind_the_mark(tmp_path):
+    folder = tmp_path / "downloaded" / "main"
+    folder.mkdir(parents=True)
+    for file, numbers in (("train-00000-of-00001", (0, 1, 2, 1)), ("test-00000-of-00001", (2, 7))):
+        table = pa.Table.from_pylist([json.loads(gsm8k_line(n)) for n in numbers])
+        pq.write_table(table, folder / f"{file}.parquet")
+    made = prepare("gsm8k", str(tmp_path / "downloaded"), tmp_path / "out", heldout=1)
+    assert made == Made(train=2, heldout=2, repeated=2)
+    train, heldout = (lines(tmp_path / "out" / f"{part}.jsonl") for part in ("train", "heldout"))
+    assert [row["answer"] for row in train] == ["1000", "1001"]
+    assert [row["answer"] for row in heldout] == ["1002", "1007"], (
+        "what is held out is not trained on"
+    )
+    wish = "Think step by step, and put the final number into \\boxed{}."
+    assert train[0]["prompt"] == f"How many are 0?\n\n{wish}" and train[0]["source"] == "gsm8k"
+
+
+def test_without_a_test_part_what_is_held_out_does_not_depend_on_the_order(tmp_path):
+    for name, numbers in (("up", range(40)), ("down", range(39, -1, -1))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(map(dapo_line, numbers)))
+        made = prepare("dapo-math", str(tmp_path / f"{name}.jsonl"), tmp_path / name, heldout=5)
+        assert made == Made(35, 5, 0)
+    up, down = (lines(tmp_path / name / "heldout.jsonl") for name in ("up", "down"))
+    assert up == down[::-1] and [row["answer"] for row in up] != ["0", "1", "2", "3", "4"]
+    answer = up[0]["answer"]
+    wish = "Think step by step, and put the final answer into \\boxed{}."
+    assert up[0]["prompt"] == f"Find ${answer}$.\nSay it.\n\n{wish}", "the problem, and our wish"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": "Find $5$.\nSay it.", "solution": "5"},
+        {"prompt": [{"role": "user", "content": "Find $5$.\nSay it."}], "label": 5},
+        dapo_fields(5),
+    ],
+)
+def test_the_editions_of_dapo_math_give_the_same_task(tmp_path, fields):
+    (tmp_path / "a.jsonl").write_text(json.dumps(fields) + "\n" + dapo_line(6))
+    prepare("dapo-math", str(tmp_path / "a.jsonl"), tmp_path / "out", heldout=1)
+    found = [
+        row for name in ("train", "heldout") for row in lines(tmp_path / "out" / f"{name}.jsonl")
+    ]
+    (tmp_path / "b.jsonl").write_text(dapo_line(5) + dapo_line(6))
+    prepare("dapo-math", str(tmp_path / "b.jsonl"), tmp_path / "other", heldout=1)
+    other = [
+        row for name in ("train", "heldout") for row in lines(tmp_path / "other" / f"{name}.jsonl")
+    ]
+    assert found == other
+
+
+def refused(tmp_path, text=None, *, name="gsm8k", source=None):
+    if text is not None:
+        (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        prepare(name, str(source or tmp_path / "rows.jsonl"), tmp_path / "out", heldout=1)
+    assert not list(tmp_path.glob("out/*"))
+    return str(error.value)
+
+
+def test_what_is_no_such_data_set_is_refused_with_its_line(tmp_path, monkeypatch):
+    good = gsm8k_line(0)
+    said = refused(tmp_path, good + gsm8k_line(1, "It is 7."))
+    assert "rows.jsonl, line 2: answer does not end with #### and a number" in said
+    assert "has no answer, but question" in refused(tmp_path, '{"question": "a"}\n')
+    assert "question is no text" in refused(tmp_path, '{"question": 3, "answer": "#### 3"}\n')
+    said = refused(tmp_path, json.dumps({"prompt": "a"}) + "\n", name="dapo-math")
+    assert "has no reward_model.ground_truth, label, solution, answer" in said
+    assert "has 1 prompts, and none is left to train on" in refused(tmp_path, good)
+    assert "no such data set; there are gsm8k, dapo-math" in refused(tmp_path, name="gsm")
+    download = "hf download openai/gsm8k --repo-type dataset --local-dir gsm8k"
+    assert download in refused(tmp_path, source=tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "has no .jsonl or .parquet files" in refused(tmp_path, source=tmp_path / "empty")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    said = refused(tmp_path, source="hf")
+    assert "needs the library datasets" in said and download in said
+
+
+def test_the_hub_is_read_as_its_files_are_and_a_hub_out_of_reach_is_named(tmp_path, monkeypatch):
+    class Datasets:
+        @staticmethod
+        def load_dataset(name, config, *, split):
+            assert (name, config) == ("openai/gsm8k", "main")
+            return [json.loads(gsm8k_line(n)) for n in {"train": (0, 1), "test": (2,)}[split]]
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    assert prepare("gsm8k", "hf", tmp_path / "hub", heldout=9) == Made(2, 1, 0)
+    monkeypatch.setattr(
+        Datasets, "load_dataset", lambda *_, **__: (_ for _ in ()).throw(OSError("away"))
+    )
+    said = refused(tmp_path, source="hf")
+    assert "--from hf: hf:openai/gsm8k:main/train: cannot be loaded: away" in said
+    assert "hf download openai/gsm8k" in said
+
+
+def test_what_was_prepared_before_is_not_written_over(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(gsm8k_line(0) + gsm8k_line(1))
+    command = ["prepare", "gsm8k", "--from", str(tmp_path / "rows.jsonl")]
+    command += ["--out", str(tmp_path / "out"), "--heldout", "1"]
+    answer = CliRunner().invoke(app, command)
+    assert "1 prompts to train on, 1 held out; 0 that came before" in answer.output
+    answer = CliRunner().invoke(app, command)
+    assert "train.jsonl: is there; name another file" in str(answer.exception)
