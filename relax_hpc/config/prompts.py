@@ -78,6 +78,9 @@ class PromptsConfig(Section):
     bad_rows: Literal["error", "skip"] = "error"
     """Fate of a row that is malformed, empty or too long. error: the job is refused, or ends before
     anything is sampled. skip: the row is left out from the start, and listed in left_out.jsonl."""
+    curriculum: str = ""
+    """Field of a row, a number: each epoch begins with the tenth of the rows where it is smallest,
+    and ends with that where it is largest. Within these the order is shuffled."""
     columns: Columns = Columns()
 
     @property

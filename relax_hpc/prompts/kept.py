@@ -33,4 +33,6 @@ class Kept:
         """The row that is used as number `index`."""
         if not 0 <= index < self._len:
             raise IndexError(f"{index} of {self._len} rows")
+        if not self.left_out:
+            return index
         return index + int(np.searchsorted(self._used_before, index, side="right"))

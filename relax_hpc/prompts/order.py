@@ -14,8 +14,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from relax_hpc.errors import ConfigError
 
@@ -23,6 +26,8 @@ VERSION = 2
 """Number of this order: a run goes on only in the order that it began in. 1 shuffled a list."""
 MIXED = 1000
 """Prompts in a block of a mixture: in each, every source has its exact share."""
+GRADES = 10
+"""Parts of an epoch that follow each other, the easiest first."""
 
 _ROUNDS = 6
 _MASK = 2**64 - 1
@@ -92,23 +97,31 @@ class Epochs:
         self._window, self._seed, self._name = blocks.window, seed, name
         self._starts = array("q", accumulate(blocks.sizes, initial=0))
         self._drawn = lru_cache(maxsize=2)(self._draw)
+        self._rows = lru_cache(maxsize=4)(self._draw_rows)
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def __getitem__(self, ordinal: int) -> int:
         """The row of `ordinal` >= 0, which may be any number of epochs on."""
-        epoch, place = divmod(ordinal, self._starts[-1])
         if self._seed is None:
-            return place
+            return ordinal % self._starts[-1]
+        block, number = self.place(ordinal)
+        return self._starts[block] + number
+
+    def place(self, ordinal: int) -> tuple[int, int]:
+        """The block of the row of `ordinal` in a shuffled epoch, and its number in there."""
+        epoch, place = divmod(ordinal, self._starts[-1])
         blocks, begins = self._drawn(epoch)
         window = (bisect_right(begins, place) - 1) // self._window
         first = begins[window * self._window]
         end = begins[min((window + 1) * self._window, len(blocks))]
-        rows = Permutation(end - first, self._seed, self._name, epoch, "window", window)
-        place = first + rows[place - first]
+        place = first + self._rows(end - first, epoch, window)[place - first]
         block = bisect_right(begins, place) - 1
-        return self._starts[blocks[block]] + place - begins[block]
+        return blocks[block], place - begins[block]
+
+    def _draw_rows(self, size: int, epoch: int, window: int) -> Permutation:
+        return Permutation(size, self._seed, self._name, epoch, "window", window)
 
     def _draw(self, epoch: int) -> tuple["array[int]", "array[int]"]:
         """Blocks in the order of an epoch, and the place at which each of them begins."""
@@ -117,6 +130,58 @@ class Epochs:
         blocks = array("q", (drawn[place] for place in range(count)))
         sizes = (self._starts[block + 1] - self._starts[block] for block in blocks)
         return blocks, array("q", accumulate(sizes, initial=0))
+
+
+def grades_of(values: npt.NDArray[np.float64]) -> bytes:
+    """Divides rows by their values into `GRADES` of the same size, the smallest first.
+
+    Rows of one value are of one grade, so there may be fewer.
+    """
+    places = [max(len(values) * part // GRADES - 1, 0) for part in range(1, GRADES)]
+    ends = np.unique(np.sort(values)[places])
+    return np.searchsorted(ends, values).astype(np.uint8).tobytes()
+
+
+class Grades:
+    """`grades[ordinal]`: epochs that begin with the rows of grade 0, then those of grade 1, ...
+
+    Rows of one grade are in the order of `Epochs`.
+    """
+
+    def __init__(self, blocks: Blocks, grades: bytes, seed: int | None, name: str = "") -> None:
+        """Counts the grades of each block.
+
+        Args:
+            blocks: of the source.
+            grades: of each row.
+            seed: as of `Epochs`.
+            name: as of `Epochs`.
+        """
+        self._grades = grades
+        self._starts = array("q", accumulate(blocks.sizes, initial=0))
+        spans = list(pairwise(self._starts))
+        self._parts = []
+        for grade in range(max(grades) + 1):
+            sizes = array("q", (grades.count(grade, start, end) for start, end in spans))
+            self._parts.append(Epochs(Blocks(sizes, blocks.window), seed, f"{name}/{grade}"))
+        self._begins = list(accumulate(map(len, self._parts), initial=0))
+        self._found = lru_cache(maxsize=blocks.window)(self._find)
+
+    def __len__(self) -> int:
+        return len(self._grades)
+
+    def __getitem__(self, ordinal: int) -> int:
+        """The row of `ordinal` >= 0, which may be any number of epochs on."""
+        epoch, place = divmod(ordinal, len(self))
+        grade = bisect_right(self._begins, place) - 1
+        part = self._parts[grade]
+        block, number = part.place(epoch * len(part) + place - self._begins[grade])
+        return self._starts[block] + self._found(grade, block)[number]
+
+    def _find(self, grade: int, block: int) -> "array[int]":
+        """The rows of a grade in a block, counted in the block."""
+        grades = self._grades[self._starts[block] : self._starts[block + 1]]
+        return array("i", (row for row, each in enumerate(grades) if each == grade))
 
 
 class Turn(NamedTuple):
@@ -180,6 +245,8 @@ class Source(NamedTuple):
     name: str
     blocks: Blocks
     weight: float = 1.0
+    grades: bytes = b""
+    """Grade of each row, if an epoch is to rise through grades; "" if it has no grades."""
 
 
 class Order:
@@ -195,7 +262,12 @@ class Order:
         Raises:
             ConfigError: a source is so light that it would never have a turn.
         """
-        self._epochs = [Epochs(each.blocks, seed, each.name) for each in sources]
+        self._epochs = [
+            Grades(each.blocks, each.grades, seed, each.name)
+            if each.grades
+            else Epochs(each.blocks, seed, each.name)
+            for each in sources
+        ]
         self._starts = list(accumulate(map(len, self._epochs), initial=0))
         is_mixed = seed is not None and len(sources) > 1
         self._mixture = Mixture([each.weight for each in sources], seed) if is_mixed else None

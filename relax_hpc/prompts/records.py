@@ -2,16 +2,19 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
+
+import numpy as np
 
 from relax_hpc.config.prompts import PromptsConfig, SourceConfig
 from relax_hpc.errors import ConfigError, shown
 from relax_hpc.prompts import rows
 from relax_hpc.prompts.files import Joined, open_rows, paths_of
-from relax_hpc.prompts.order import Source
+from relax_hpc.prompts.order import Source, grades_of
 from relax_hpc.prompts.record import Record, read_record
+from relax_hpc.prompts.rows import Row
 
 MOST_READ = 200_000
 """Rows that are read where a run is submitted."""
@@ -35,6 +38,7 @@ class Records:
         *,
         can_match: Callable[[str], bool] = lambda _: True,
         remedy: str = "",
+        graded_by: str = "",
     ) -> None:
         """Opens the files.
 
@@ -43,11 +47,13 @@ class Records:
             settings: what becomes of a row.
             can_match: whether any response could have an answer.
             remedy: what an answer has to be.
+            graded_by: field with a number that rows are graded by; "" for none.
 
         Raises:
             ConfigError: a source cannot be opened.
         """
         self._settings, self._can_match, self._remedy = settings, can_match, remedy
+        self.graded_by = graded_by
         self._skips = settings.bad_rows == "skip"
         self._names = list(sources)
         self.files = [path for each in sources.values() for path in paths_of(*each.path)]
@@ -70,7 +76,10 @@ class Records:
         """Raises:
         ConfigError: the row cannot be used.
         """
-        record = read_record(self._rows[index], self._settings)
+        row = self._rows[index]
+        record = read_record(row, self._settings)
+        if self.graded_by:
+            self._value(row)
         if not self._can_match(record.answer):
             raise _AnswerError(
                 f"{self.where(index)}: answer = {shown(record.answer)}: can never be matched; "
@@ -79,6 +88,24 @@ class Records:
         if not record.source:
             record = record._replace(source=self._names[bisect_right(self._ends, index)])
         return record
+
+    def grades(self, rows: Iterable[int]) -> bytes:
+        """The grade of each of some rows, among them.
+
+        Raises:
+            ConfigError: a row has no number to be graded by.
+        """
+        values = (self._value(self._rows[row]) for row in rows)
+        return grades_of(np.fromiter(values, np.float64))
+
+    def _value(self, row: Row) -> float:
+        value = row.fields.get(self.graded_by)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value != value:
+            raise ConfigError(
+                f"{row.where}: {self.graded_by} = {shown(value)}: must be a number, since "
+                "prompts.curriculum names it; correct it, or remove the line"
+            )
+        return float(value)
 
     @property
     def bad(self) -> Mapping[int, ConfigError]:

@@ -8,7 +8,7 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.conversation import Conversation, as_messages
 from relax_hpc.prompts.kept import Kept
-from relax_hpc.prompts.order import Blocks, Order, Source
+from relax_hpc.prompts.order import Blocks, Order
 from relax_hpc.prompts.record import Record
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.template import Message
@@ -79,7 +79,8 @@ class PromptSource:
         )
         self._shuffle_seed = shuffle_seed
         self._kept = Kept(len(records))
-        self._order = self._drawn()
+        self._order = self._drawn(graded=False)
+        self._is_graded = not self.records.graded_by
 
     def __len__(self) -> int:
         """Prompts of an epoch."""
@@ -102,7 +103,8 @@ class PromptSource:
         self._kept = Kept(self.num_rows, reasons)
         if not len(self._kept):
             raise ConfigError(f"no row can be used; the first: {next(iter(reasons.values()))}")
-        self._order = self._drawn()
+        self._order = self._drawn(graded=False)
+        self._is_graded = not self.records.graded_by
 
     def __getitem__(self, ordinal: int) -> Prompt:
         """The prompt of `ordinal` >= 0, which may be any number of epochs on.
@@ -110,6 +112,8 @@ class PromptSource:
         Raises:
             ConfigError: the prompt is longer than `max_prompt_tokens`.
         """
+        if not self._is_graded:  # takes a look at every row, which a check does without
+            self._order, self._is_graded = self._drawn(graded=True), True
         return self.prompt(self._kept[self._order[ordinal]])
 
     def prompt(self, index: int) -> Prompt:
@@ -160,14 +164,20 @@ class PromptSource:
                 bad.append((index, str(error)))
         return Examined(longest, bad)
 
-    def _drawn(self) -> Order:
-        sources, first = [], 0
-        for name, (blocks, window), weight in self.records.sources:
-            sizes = self._kept.sizes(blocks, first)
-            first += sum(blocks)
-            if not any(sizes):
-                raise ConfigError(f"source {name}: no row can be used; correct them, or remove it")
-            sources.append(Source(name, Blocks(sizes, window), weight))
+    def _drawn(self, *, graded: bool) -> Order:
+        sources, first, kept = [], 0, 0
+        for source in self.records.sources:
+            sizes = self._kept.sizes(source.blocks.sizes, first)
+            first, count = first + sum(source.blocks.sizes), sum(sizes)
+            if not count:
+                raise ConfigError(
+                    f"source {source.name}: no row can be used; correct them, or remove it"
+                )
+            rows = (self._kept[number] for number in range(kept, kept + count))
+            grades = self.records.grades(rows) if graded else b""
+            blocks = Blocks(sizes, source.blocks.window)
+            sources.append(source._replace(blocks=blocks, grades=grades))
+            kept += count
         return Order(sources, self._shuffle_seed)
 
     def _tokenize(self, index: int, record: Record) -> list[int]:

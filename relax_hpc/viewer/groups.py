@@ -1,6 +1,6 @@
 """A prompt group with all that a page or a terminal says of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from relax_hpc.viewer.colours import Token
 from relax_hpc.viewer.words import Words
 
 Floats = npt.NDArray[np.floating]
-_ADVANTAGES, _PARTS = "ragged/advantages", "row/score_parts"
+_ADVANTAGES = "ragged/advantages"
 _GROUP_TOKENS = 100_000
 """Tokens of a prompt group that are shown at most."""
 
@@ -37,10 +37,6 @@ class Row(NamedTuple):
     sibling: int
     segment: int
     reward: float
-    parts: Mapping[str, float]
-    """Parts of the reward by name, if it has several."""
-    failed: bool
-    """Whether the reward failed; it is 0 then."""
     advantage: float | None
     """The one of the episode, or the mean over its sampled tokens; None where it is not known."""
     finish: str
@@ -72,14 +68,10 @@ class Groups:
         paths: of the bus.
         algorithm: of the run: it knows advantages by the rewards of a group.
         words: of the run's model.
-        masks_errors: an episode whose reward failed is compared with nobody.
     """
 
-    def __init__(
-        self, paths: BusPaths, algorithm: Settings, words: Words, *, masks_errors: bool
-    ) -> None:
+    def __init__(self, paths: BusPaths, algorithm: Settings, words: Words) -> None:
         self._paths, self._algorithm, self._words = paths, algorithm, words
-        self._masks_errors = masks_errors
         self._reader = Reader(paths)
 
     def read(self, chosen: Surveyed, tokens: int, note: str = "") -> Group | None:
@@ -92,7 +84,7 @@ class Groups:
         """
         record = self._with_sidecars_there(chosen.record)
         try:
-            rows = self._reader.rows(record, range(record.num_trajectories), [_ADVANTAGES, _PARTS])
+            rows = self._reader.rows(record, range(record.num_trajectories), [_ADVANTAGES])
             advantages = self._advantages(self._reader.index(record), rows)
         except DamagedError:
             if all(self._paths.shard(*part[:3]).exists() for part in record.parts):
@@ -129,7 +121,7 @@ class Groups:
         if by_token or needs_of(self._algorithm).whole_batches:  # a group alone does not tell
             return [None] * len(rows)
         siblings = int((index.segment == 0).sum())
-        values, _ = values_of(index, self._algorithm, siblings, masks_errors=self._masks_errors)
+        values, _ = values_of(index, self._algorithm, siblings)
         return [
             _Advantage(float(value), np.full(len(row.token_ids), value))
             for value, row in zip(values["advantages"], rows, strict=True)
@@ -158,8 +150,6 @@ class Groups:
             row.sibling,
             row.segment,
             row.reward,
-            row.parts,
-            row.reward_error,
             advantage and advantage.mean,
             row.finish.name.lower(),
             versions,

@@ -57,9 +57,8 @@ def open_files(config: RunConfig) -> Files:
         ConfigError: some of it cannot be opened.
     """
     prompts = config.prompts
-    train = _records(
-        config, "prompts.sources" if prompts.sources else "prompts.train", prompts.mixture
-    )
+    key = "prompts.sources" if prompts.sources else TRAIN
+    train = _records(config, key, prompts.mixture, graded_by=prompts.curriculum)
     return Files(train, open_heldout(config))
 
 
@@ -105,7 +104,9 @@ def _can_match(rewards: Sequence[BuiltIn], answer: str) -> bool:
     return all(reward.can_match(answer) for reward in rewards)
 
 
-def _records(config: RunConfig, key: str, sources: Mapping[str, SourceConfig]) -> Records:
+def _records(
+    config: RunConfig, key: str, sources: Mapping[str, SourceConfig], graded_by: str = ""
+) -> Records:
     # A program of somebody else's is not asked here.
     terms = [term for term in terms_of(config.reward) if term.name in REWARDS]
     rewards = [REWARDS[term.name] for term in terms]
@@ -120,6 +121,7 @@ def _records(config: RunConfig, key: str, sources: Mapping[str, SourceConfig]) -
             config.prompts,
             can_match=partial(_can_match, rewards),
             remedy=" and ".join(remedies),
+            graded_by=graded_by,
         )
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from None

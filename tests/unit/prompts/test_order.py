@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.prompts import order
-from relax_hpc.prompts.order import Blocks, Epochs, Mixture, Order, Permutation, Source, shares
+from relax_hpc.prompts.order import (
+    Blocks,
+    Epochs,
+    Grades,
+    Mixture,
+    Order,
+    Permutation,
+    Source,
+    grades_of,
+    shares,
+)  # fmt: skip
 
 SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)
 
@@ -131,6 +141,37 @@ def test_blocks_of_a_mixture_are_interleaved_differently():
     mixture = Mixture([1, 1], 0)
     first, second = ([mixture[b * 1000 + n].source for n in range(1000)] for b in (0, 1))
     assert first != second and sum(first) == sum(second) == 500
+
+
+@given(SIZES, st.integers(1, 9), st.integers(0, 5), st.integers(0, 3), st.data())
+@settings(deadline=None)
+def test_a_graded_epoch_has_every_row_once_and_rises(sizes, window, seed, epoch, data):
+    count = sum(sizes)
+    grades = bytes(data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)))
+    graded = Grades(Blocks(sizes, window), grades, seed)
+    drawn = [graded[epoch * count + place] for place in range(count)]
+    assert sorted(drawn) == list(range(count))
+    assert [grades[row] for row in drawn] == sorted(grades)
+
+
+def test_rows_of_a_grade_are_shuffled_and_anew_each_epoch():
+    graded = Grades(Blocks([50, 50], 2), bytes([1, 0] * 50), 0)
+    first, second = ([graded[e * 100 + n] for n in range(50)] for e in (0, 1))
+    assert sorted(first) == sorted(second) == list(range(1, 100, 2))
+    assert first != second and first != sorted(first)
+
+
+def test_grades_are_tenths_by_value_and_equal_values_are_of_one_grade():
+    values = [(n * 7919) % 1000 / 8 for n in range(1000)]
+    grades = grades_of(np.array(values))
+    assert [grades.count(grade) for grade in range(10)] == [100] * 10
+    assert max(v for v, g in zip(values, grades, strict=True) if g == 3) < min(
+        v for v, g in zip(values, grades, strict=True) if g == 4
+    )
+    assert grades_of(np.array([3.0, 1, 2, 1, 3, 3, 1, 2, 3, 1])) == bytes(
+        [2, 0, 1, 0, 2, 2, 0, 1, 2, 0]
+    )
+    assert grades_of(np.array([5.0])) == bytes([0])
 
 
 def test_a_source_that_would_never_have_a_turn_is_refused():

@@ -33,9 +33,9 @@ def lines(path, count, **more):
     return path
 
 
-def opened(seed=0, **settings):
+def opened(seed=0, graded_by="", **settings):
     config = PromptsConfig(chat_template=False, **settings)
-    records = Records(config.mixture, config)
+    records = Records(config.mixture, config, graded_by=graded_by)
     return PromptSource(records, Letters(), shuffle_seed=seed, settings=config)
 
 
@@ -114,6 +114,31 @@ def test_of_very_many_rows_stretches_are_read_the_first_and_the_last_among_them(
     assert len(records) == 2000
     chosen = records.sample(10)
     assert len(chosen) == 10 and set(chosen) <= set(looked)
+
+
+def test_each_epoch_begins_with_the_rows_of_the_smallest_number(tmp_path):
+    path = tmp_path / "x.jsonl"
+    rows = ({"prompt": "x", "answer": str(n), "level": (n * 7) % 20} for n in range(200))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = opened(train=path, graded_by="level")
+    source.leave_out({0: "x", 20: "x"})  # of level 0
+    for epoch in (0, 1):
+        levels = [source[epoch * 198 + n].metadata["level"] for n in range(198)]
+        assert set(levels[:28]) == {0, 1, 2} and set(levels[-20:]) == {18, 19}
+        assert levels != sorted(levels)  # in tenths
+        assert {source[epoch * 198 + n].index for n in range(198)} == set(range(200)) - {0, 20}
+
+
+@pytest.mark.parametrize("level", ["hard", None, True, float("nan")])
+def test_a_row_without_a_number_to_be_graded_by_is_named(tmp_path, level):
+    path = lines(tmp_path / "x.jsonl", 3, level=1)
+    with path.open("a") as file:
+        file.write(json.dumps({"prompt": "x", "answer": "2", "level": level}) + "\n")
+    source = opened(train=path, graded_by="level")
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 4: level = .*: must be a number, since"):
+        source.records.read()
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 4: level"):
+        source[0]
 
 
 def test_a_row_is_read_anew_each_time_it_is_asked_for(tmp_path):
