@@ -56,8 +56,9 @@ class SourceConfig(Section):
 class PromptsConfig(Section):
     train: Data = []
     """Data with a prompt (text or chat messages) and an answer a row: a file of JSON lines or
-    Parquet, a folder, a pattern, `hf:owner/name:config/split`, or a list of them. Behind each a
-    slice may stand, as in "train.jsonl[100:]". Give this or `sources`."""
+    Parquet, a folder, a pattern, a program ("file.py:Class"), `hf:owner/name:config/split`, or a
+    list of them. Behind each a slice may stand, as in "train.jsonl[100:]". Give this or
+    `sources`."""
     sources: dict[Annotated[str, Field(pattern=NAME, max_length=100)], SourceConfig] = {}
     """Sources by name that are mixed by weight; each runs through epochs of its own."""
     chat_template: bool = True

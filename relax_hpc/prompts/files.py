@@ -1,4 +1,4 @@
-"""Data as a job names it: a file, a folder, a pattern, part of one, a set of a hub, or several."""
+"""Data as a job names it: files, folders, patterns, a program, a set of a hub, or part of one."""
 
 import re
 from array import array
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from relax_hpc.errors import ConfigError, first_line
 from relax_hpc.prompts.order import Blocks
 from relax_hpc.prompts.parquet import ParquetRows, check_types, without_none
+from relax_hpc.prompts.program import PLACE, ProgramRows
 from relax_hpc.prompts.rows import REMEDY, JsonLines, Row, Rows
 from relax_hpc.user_files import HUB
 
@@ -27,8 +28,9 @@ def open_rows(*named: Path) -> Rows:
     """Opens data; what is in its rows is looked at when they are asked for.
 
     Args:
-        named: files, folders, patterns ("data/*.parquet") and sets of a hub
-            ("hf:owner/name:config/split"), each maybe with a slice behind it ("x.jsonl[100:2000]").
+        named: files, folders, patterns ("data/*.parquet"), programs ("mine.py:Class") and sets of
+            a hub ("hf:owner/name:config/split"), each maybe with a slice behind it
+            ("x.jsonl[100:2000]").
 
     Raises:
         ConfigError: missing, unreadable or empty, or files that do not fit together.
@@ -155,12 +157,19 @@ def _loaded(said: str, name: str, config: str | None, split: str) -> "Dataset":
 
 def _opened(name: str) -> Rows:
     base, ends = _divided(name)
-    is_set = base.startswith(HUB)
-    parts: list[Rows] = [HubRows(base)] if is_set else [_file(path) for path in _paths(base)]
-    rows = parts[0] if len(parts) == 1 else Joined(parts)
+    rows = _whole(base)
     if not len(rows):
         raise ConfigError(f"{base}: is empty; it has to hold a row or more")
     return Sliced(rows, _chosen(name, ends, len(rows))) if ends else rows
+
+
+def _whole(name: str) -> Rows:
+    if name.startswith(HUB):
+        return HubRows(name)
+    if PLACE.fullmatch(name):
+        return ProgramRows(name)
+    parts = [_file(path) for path in _paths(name)]
+    return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def _divided(name: str) -> tuple[str, tuple[str, str] | None]:
@@ -182,7 +191,7 @@ def _chosen(name: str, ends: tuple[str, str], count: int) -> range:
 
 
 def _paths(name: str) -> list[Path]:
-    path = Path(name)
+    path = Path(name.rpartition(":")[0] if PLACE.fullmatch(name) else name)
     if path.is_dir():
         found = sorted(each for each in path.iterdir() if each.suffix in KINDS)
         if not found:
