@@ -8,6 +8,7 @@ unpickled, on either side.
 
 import asyncio
 import ctypes
+import fcntl
 import gc
 import json
 import mmap
@@ -29,6 +30,7 @@ from relax_hpc.rewards.contract import Sample
 from relax_hpc.rewards.reward import Reward, Weighted
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+_SEAL_FUTURE_WRITE = 0x10
 PROGRESS = struct.Struct("qd")
 """Shared with the owner: the sample under way and the monotonic second when it was begun."""
 MOST_BYTES = 1 << 30
@@ -55,6 +57,9 @@ def main(argv: list[str]) -> None:
     # Memory that can be written to: address space alone is reserved freely, and costs nothing.
     resource.setrlimit(resource.RLIMIT_DATA, (given.memory_bytes, given.memory_bytes))
     progress = mmap.mmap(given.progress, PROGRESS.size)
+    with suppress(OSError):  # before Linux 5.1 who writes to all descriptors may blame a sibling
+        fcntl.fcntl(given.progress, fcntl.F_ADD_SEALS, _SEAL_FUTURE_WRITE)
+    os.close(given.progress)
     channel = socket.socket(fileno=given.socket)
     channel.set_inheritable(False)
     try:
@@ -155,6 +160,7 @@ def _go_on_below(given: Arguments) -> None:
         _tie(above, signal.SIGKILL)
         return
     os.close(given.socket)
+    os.close(given.progress)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     status = 0
     try:

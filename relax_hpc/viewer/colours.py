@@ -1,6 +1,7 @@
 """The colours of tokens: what each says, once for the page and the terminal."""
 
 import math
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from relax_hpc.viewer.asked import By
@@ -19,6 +20,9 @@ _ADVANTAGES: tuple[tuple[float, str, str], ...] = (
     (math.inf, "#63b8a5", ">= 1"),
 )
 """Upper bound (it belongs to what is further from 0), background and meaning."""
+
+
+_ADVANTAGE_BOUNDS = tuple(bound for bound, _, _ in _ADVANTAGES)
 
 
 class Colour(NamedTuple):
@@ -81,10 +85,8 @@ def colour(token: Token, by: By) -> int | None:
         return token.version % len(COLOURS["version"]) if token.version >= 0 else None
     if by == "advantage":
         return None if token.advantage is None else _side(token.advantage)
-    return sum(token.logprob <= -bound for bound in LOGPROB_BOUNDS)
+    return bisect_right(LOGPROB_BOUNDS, -token.logprob)
 
 
 def _side(advantage: float) -> int:
-    return sum(
-        advantage > bound if bound < 0 else advantage >= bound for bound, _, _ in _ADVANTAGES
-    )
+    return (bisect_left if advantage < 0 else bisect_right)(_ADVANTAGE_BOUNDS, advantage)

@@ -1,6 +1,6 @@
 """A prompt group with all that a page or a terminal says of it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from relax_hpc.viewer.colours import Token
 from relax_hpc.viewer.words import Words
 
 Floats = npt.NDArray[np.floating]
-_ADVANTAGES = "ragged/advantages"
+_ADVANTAGES, _PARTS = "ragged/advantages", "row/score_parts"
 _GROUP_TOKENS = 100_000
 """Tokens of a prompt group that are shown at most."""
 
@@ -37,6 +37,10 @@ class Row(NamedTuple):
     sibling: int
     segment: int
     reward: float
+    parts: Mapping[str, float]
+    """Parts of the reward by name, if it has several."""
+    failed: bool
+    """Whether the reward failed; it is 0 then."""
     advantage: float | None
     """The one of the episode, or the mean over its sampled tokens; None where it is not known."""
     finish: str
@@ -68,10 +72,14 @@ class Groups:
         paths: of the bus.
         algorithm: of the run: it knows advantages by the rewards of a group.
         words: of the run's model.
+        masks_errors: an episode whose reward failed is compared with nobody.
     """
 
-    def __init__(self, paths: BusPaths, algorithm: Settings, words: Words) -> None:
+    def __init__(
+        self, paths: BusPaths, algorithm: Settings, words: Words, *, masks_errors: bool
+    ) -> None:
         self._paths, self._algorithm, self._words = paths, algorithm, words
+        self._masks_errors = masks_errors
         self._reader = Reader(paths)
 
     def read(self, chosen: Surveyed, tokens: int, note: str = "") -> Group | None:
@@ -84,7 +92,7 @@ class Groups:
         """
         record = self._with_sidecars_there(chosen.record)
         try:
-            rows = self._reader.rows(record, range(record.num_trajectories), [_ADVANTAGES])
+            rows = self._reader.rows(record, range(record.num_trajectories), [_ADVANTAGES, _PARTS])
             advantages = self._advantages(self._reader.index(record), rows)
         except DamagedError:
             if all(self._paths.shard(*part[:3]).exists() for part in record.parts):
@@ -121,7 +129,7 @@ class Groups:
         if by_token or needs_of(self._algorithm).whole_batches:  # a group alone does not tell
             return [None] * len(rows)
         siblings = int((index.segment == 0).sum())
-        values, _ = values_of(index, self._algorithm, siblings)
+        values, _ = values_of(index, self._algorithm, siblings, masks_errors=self._masks_errors)
         return [
             _Advantage(float(value), np.full(len(row.token_ids), value))
             for value, row in zip(values["advantages"], rows, strict=True)
@@ -150,6 +158,8 @@ class Groups:
             row.sibling,
             row.segment,
             row.reward,
+            row.parts,
+            row.reward_error,
             advantage and advantage.mean,
             row.finish.name.lower(),
             versions,

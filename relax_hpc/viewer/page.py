@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
+from markupsafe import Markup, escape
 
 from relax_hpc.user_files import written
 from relax_hpc.viewer.asked import By
@@ -61,13 +62,23 @@ def write(target: Path, head: Head, groups: Iterable[Group], *, replace: bool) -
     return count
 
 
-def classes(token: Token) -> str:
-    """The classes of a token: a letter for each way to colour, and the number of the colour."""
+def tokens(them: Iterable[Token]) -> Markup:
+    """The tokens of a text, escaped here: there are hundreds of thousands on a page."""
+    return Markup("".join(map(_token, them)))
+
+
+def _token(token: Token) -> str:
+    title = f' title="{_facts(token)}"' if token.is_sampled else ""
+    return f'<b class="{_classes(token)}"{title}>{escape(token.text)}</b>'
+
+
+def _classes(token: Token) -> str:
+    """Returns a letter for each way to colour, and the number of the colour."""
     numbers = {by[0]: colour(token, by) for by in COLOURS}
     return " ".join(f"{by}{number}" for by, number in numbers.items() if number is not None)
 
 
-def facts(token: Token) -> str:
+def _facts(token: Token) -> str:
     """Says what is known of a sampled token, when somebody points at it."""
     advantage = "" if token.advantage is None else f" A{token.advantage:+.3g}"
     return f"{token.logprob:.3g} v{token.version}{advantage}"
@@ -92,6 +103,6 @@ def _template() -> jinja2.environment.TemplateModule:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for of_ours in (classes, facts, worth, kind):
+    for of_ours in (tokens, worth, kind):
         environment.filters[of_ours.__name__] = of_ours
     return environment.get_template("page.html.j2").module

@@ -90,4 +90,5 @@ class Sight:
     def _groups(self) -> Groups:
         decode = tokenizer.load(self._config.model.path).decode
         words = Words(lambda tokens: str(decode(tokens)))
-        return Groups(self._paths.bus, self._config.algorithm, words)
+        masks_errors = self._config.reward.on_error == "mask"
+        return Groups(self._paths.bus, self._config.algorithm, words, masks_errors=masks_errors)

@@ -42,8 +42,10 @@ def facts(row: Row) -> str:
     """The line above a response."""
     segment = f", segment {row.segment}" if row.segment else ""
     advantage = "" if row.advantage is None else f", advantage {row.advantage:+.4g}"
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in row.parts.items())
+    of = f" ({parts})" * bool(parts) + ", which failed" * row.failed
     return (
-        f"sibling {row.sibling}{segment}: reward {row.reward:.4g}{advantage}, {row.finish}, "
+        f"sibling {row.sibling}{segment}: reward {row.reward:.4g}{of}{advantage}, {row.finish}, "
         f"versions {row.versions}, {row.prompt_len} + {row.response_len} tokens"
     )
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 Decode = Callable[[Sequence[int]], str]
@@ -42,7 +43,7 @@ class Words:
         lo = 0
         while lo < len(tokens):
             piece = self._piece(tokens, lo)
-            yield piece._replace(text=printable(piece.text))
+            yield Piece(_shown(piece.text), piece.lo, piece.hi)
             lo = piece.hi
 
     def _piece(self, tokens: Sequence[int], lo: int) -> Piece:
@@ -58,13 +59,17 @@ class Words:
         """Some tokenizers leave out the space in front of a text: the second of two has it."""
         if token not in self._known:
             once, twice = self._decode([token]), self._decode([token, token])
-            self._known[token] = twice[len(once) :] if twice.startswith(once) else once
+            text = twice[len(once) :] if twice.startswith(once) else once
+            self._known[token] = text
         return self._known[token]
 
 
 def printable(text: str) -> str:
     """The text with a picture in place of what would not be seen, but act."""
     return _UNPRINTABLE.sub(_picture, text)
+
+
+_shown = lru_cache(1 << 16)(printable)
 
 
 def _picture(found: re.Match[str]) -> str:

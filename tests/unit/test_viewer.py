@@ -88,6 +88,14 @@ def test_a_script_in_a_response_is_text_and_nothing_is_loaded(run):
     assert "unsafe-inline" not in found.source
 
 
+def test_a_token_that_is_a_whole_script_is_text():
+    found = page.tokens([Token(f"</b>{SCRIPT}", True, -1.0, 3), Token("'\"&amp;", False, 0.0, -1)])
+    assert found == (
+        '<b class="l4 m1 v3" title="-1 v3">&lt;/b&gt;&lt;script&gt;alert(1)&lt;/script&gt;</b>'
+        '<b class="m0">&#39;&#34;&amp;amp;</b>'
+    )
+
+
 def test_the_terminal_prints_the_same_and_no_text_of_the_model_acts_on_it(run):
     put(run, [said(f"{SCRIPT}[red]a\x1b[2Jb"), said("4", 0, 1)])
     for out in (printed(run, "view", "--text"), printed(run, "peek")):
@@ -123,6 +131,22 @@ def test_siblings_stand_in_order_each_with_its_facts(run):
     ]  # fmt: skip
     assert "prompt group 0</h2>" in found.source
     assert "not planned yet, mean reward 1<" in found.source
+
+
+def test_parts_of_a_reward_are_named_and_so_is_one_that_failed(run):
+    right = said("4", reward=0.9, parts={"<b>": -0.1, "math": 1.0})
+    put(run, [right, said("d", 0, 1, reward=0.0, reward_error=True), said("5", 0, 2, reward=0.1)])
+    found = page_of(run)
+    # of three episodes the mean is 1/3, of those that have a reward 1/2
+    assert found.texts[0].startswith("sibling 0 reward 0.9 <b> -0.1 math 1 advantage +0.5667 fin")
+    run.config.write_text(run.config.read_text().replace('"on_error":"zero"', '"on_error":"mask"'))
+    found = page_of(run)
+    assert found.texts[0].startswith("sibling 0 reward 0.9 <b> -0.1 math 1 advantage +0.4 finish")
+    assert found.texts[1].startswith("sibling 1 reward 0 the reward failed advantage")
+    assert "failed" not in found.texts[0] and "<b> 1" not in found.source
+    out = printed(run, "peek")
+    assert "sibling 0: reward 0.9 (<b> -0.1, math 1), advantage +0.4, stop" in out
+    assert "sibling 1: reward 0, which failed, advantage" in out
 
 
 def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
@@ -187,6 +211,7 @@ def test_a_character_of_several_tokens_is_one_piece_with_its_least_likely_logpro
 def test_bytes_that_are_no_character_and_spaces_in_front_are_kept():
     words = Words(lambda tokens: bytes(tokens).decode(errors="replace"))
     assert list(words.pieces([0xE2, 0x41])) == [Piece("\ufffd", 0, 1), Piece("A", 1, 2)]
+    assert [piece.text for piece in words.pieces([0x7F, 0x41])] == ["\ufffd", "A"], "two tokens"
     spaced = {1: " a", 2: "b"}
     words = Words(lambda tokens: "".join(spaced[token] for token in tokens).removeprefix(" "))
     assert [piece.text for piece in words.pieces([2, 1, 1])] == ["b", " a", " a"]

@@ -66,12 +66,23 @@ def run(tmp_path_factory, tiny_model, listener):
     return run
 
 
-def page_of(run, **asked):
+def page_of(run, *, are_whole=False, **asked):
+    """The page; with `are_whole` every response is one token, as some tokenizers have them."""
     sight = Sight(run.root)
     found = sight.view(Asked(**asked), 4000)
     head = page.Head("run", "logprob", found.remarks, sight.solved_at)
-    page.write(run.view, head, found.groups, replace=True)
+    groups = map(joined, found.groups) if are_whole else found.groups
+    page.write(run.view, head, groups, replace=True)
     return run.view
+
+
+def joined(group):
+    rows = []
+    for row in group.rows:
+        texts = ["".join(token.text for token in tokens) for tokens in (row.head, row.tail)]
+        head, tail = ([row.head[0]._replace(text=text)] for text in texts)
+        rows.append(row._replace(head=head, tail=tail))
+    return group._replace(rows=rows)
 
 
 def dom(path, tmp_path):
@@ -95,7 +106,10 @@ def answer_of(path, tmp_path):
     return json.loads(html.unescape(re.search("<title>(.*?)</title>", dom(path, tmp_path))[1]))
 
 
-def test_responses_that_attack_the_page_are_text_and_nothing_is_asked_for(run, tmp_path, listener):
+@pytest.mark.parametrize("are_whole", [False, True])
+def test_responses_that_attack_the_page_are_text_and_nothing_is_asked_for(
+    run, tmp_path, listener, are_whole
+):
     url, asked = listener
     script = """{
       title: document.title,
@@ -107,7 +121,7 @@ def test_responses_that_attack_the_page_are_text_and_nothing_is_asked_for(run, t
       long: document.querySelector("#g1 article > pre").textContent.length,
     }"""
     path = tmp_path / "page.html"
-    path.write_text(asks(page_of(run).read_text(), script))
+    path.write_text(asks(page_of(run, are_whole=are_whole).read_text(), script))
     found = answer_of(path, tmp_path)
     texts = [text.format(url=url) for text in RESPONSES]
     texts[6] = "abc\ufffddcb\ufffd \ufffd\ufffd\u2400\u241b[2J\ufffd end"

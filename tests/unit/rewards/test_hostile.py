@@ -43,20 +43,61 @@ def is_alive(pid):
         return False
 
 
+def mixed(one_in):
+    """10,000 responses in groups, one in so many of which is hostile."""
+    responses = ["x" * (n % 30 + 10) for n in range(10_000)]
+    for number, place in enumerate(range(one_in // 2, len(responses), one_in)):
+        responses[place] = hostile.HOSTILE[number % len(hostile.HOSTILE)]
+    return [responses[i : i + SIBLINGS] for i in range(0, len(responses), SIBLINGS)]
+
+
+def check_mixture(one_in):
+    groups = mixed(one_in)
+
+    async def score():
+        async with Scorer(CONFIG) as scorer:
+            return await asyncio.gather(
+                *(scorer.score([Sample(each) for each in group]) for group in groups)
+            )
+
+    found = asyncio.run(score())
+    for group, scores in zip(groups, found, strict=True):
+        for response, score in zip(group, scores, strict=True):
+            if response in hostile.HOSTILE:
+                assert score.value == 0 and score.error, response
+            else:
+                assert score == Score(float(len(response))), (group, scores)
+
+
+def test_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
+    assert len(hostile.HOSTILE) >= 40
+    check_mixture(one_in=200)
+    assert leftover() == []
+
+
+@pytest.mark.soak
+def test_many_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
+    check_mixture(one_in=20)
+    assert leftover() == []
+
+
 def test_every_hostile_answer_is_a_zero_with_an_error_within_the_deadline_and_a_second(leftover):
     """Each after one that is scored: by then there is a process to ask."""
     seconds = {}
 
-    async def score():
-        async with Scorer(CONFIG) as scorer:
-            for response in hostile.HOSTILE:
-                assert await scorer.score([Sample("ordinary")]) == [Score(8.0)]
-                begun = time.monotonic()
-                [found] = await scorer.score([Sample(response)])
-                seconds[response] = time.monotonic() - begun
-                assert found.value == 0 and found.error, response
+    async def score(scorer, responses):
+        for response in responses:
+            assert await scorer.score([Sample("ordinary")]) == [Score(8.0)]
+            begun = time.monotonic()
+            [found] = await scorer.score([Sample(response)])
+            seconds[response] = time.monotonic() - begun
+            assert found.value == 0 and found.error, response
 
-    asyncio.run(score())
+    async def score_all():
+        async with Scorer(CONFIG.model_copy(update={"workers": 4})) as scorer:
+            await asyncio.gather(*(score(scorer, hostile.HOSTILE[n::3]) for n in range(3)))
+
+    asyncio.run(score_all())
     assert {k: v for k, v in seconds.items() if v > DEADLINE_S + 1} == {}
     assert leftover() == []
 
