@@ -255,7 +255,9 @@ async def _scoring(repeats: int) -> None:
 
 
 def _cpu_of(pids: Sequence[int]) -> float:
-    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in pids)
+    tops = [psutil.Process(pid) for pid in pids]
+    below = [child for top in tops for child in top.children()]  # that is who runs the reward
+    return sum(sum(each.cpu_times()[:2]) for each in (*tops, *below))
 
 
 async def _timed(work: Callable[[], Any]) -> list[float]:
