@@ -317,7 +317,11 @@ ORDERS = {
     "long part": lambda: Score(1.0, {"x" * 10**6: 1.0}),
     "many parts": lambda: Score(1.0, {str(n): 1.0 for n in range(10**5)}),
 }
-HARMLESS = {"twice": forks_and_returns, "garbage": garbage}
+HARMLESS = {
+    "twice": forks_and_returns,
+    "garbage": garbage,
+    "needs memory": lambda: float(len(bytes(64 << 20))),
+}
 HOSTILE = sorted(ORDERS)
 ORDERS |= HARMLESS
 

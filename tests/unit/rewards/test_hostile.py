@@ -75,6 +75,15 @@ def test_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
     assert leftover() == []
 
 
+def test_who_leaves_no_memory_does_not_make_a_sibling_fail():
+    async def score():
+        async with Scorer(CONFIG) as scorer:
+            return await scorer.score([Sample("threads"), Sample("needs memory")])
+
+    bad, good = asyncio.run(score())
+    assert bad.error and good == Score(64 << 20)
+
+
 @pytest.mark.soak
 def test_many_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
     check_mixture(one_in=20)
