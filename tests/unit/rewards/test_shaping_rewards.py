@@ -1,12 +1,17 @@
 """Overlap of boxes, form, length, loops and chance; numbers are worked out by hand."""
 
+import asyncio
 import json
 
 import pytest
 
+from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.rewards import registry, trial
+from relax_hpc.rewards.contract import Sample
 from relax_hpc.rewards.functions import format as form
 from relax_hpc.rewards.functions import iou, length, random, repetition
+from relax_hpc.rewards.reward import Reward, Weighted
 
 
 @pytest.mark.parametrize(
@@ -152,3 +157,49 @@ def test_chance_knows_the_prompt_also_as_messages():
     assert all(random.score(f"{i}", ask) == random.score(f"{i}", copy) for i in range(20))
     other = [{"role": "user", "content": "1 + 2"}]
     assert any(random.score(f"{i}", ask) != random.score(f"{i}", other) for i in range(20))
+
+
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("boxed_number", {}),
+        ("dapo", {"wrong": 0}),
+        ("deepscaler", {}),
+        ("exact", {"ignore_case": True}),
+        ("f1", {}),
+        ("format", {"opened": True}),
+        ("geometry3k", {"format_weight": 0.2, "opened": True}),
+        ("gpqa", {}),
+        ("gsm8k", {"last_number": True}),
+        ("iou", {"threshold": 0.5}),
+        ("length", {"limit": 100, "cache": 10}),
+        ("math", {}),
+        ("multiple_choice", {}),
+        ("openr1mm", {}),
+        ("random", {}),
+        ("repetition", {"words": 3}),
+    ],
+)
+def test_a_job_sets_what_the_page_says_and_gets_a_score(name, args):
+    settings = RewardConfig(name=name, args=args)
+    sample = Sample("so", "1+1=", "B", {"choices": ["1", "2"]}, "stop", 1)
+    trial.check(settings, sample)
+    [term] = registry.terms_of(settings)
+    reward = Reward([Weighted(term.function())])
+    [score] = asyncio.run(reward([sample], 5.0, lambda number: None))
+    assert score.error is None
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "words"),
+    [
+        ("math", {"tolerance": 0.1}, "reward.args.tolerance = 0.1: no such setting; this reward"),
+        ("gsm8k", {"last_number": 1}, "reward.args.last_number = 1: input should be a valid bool"),
+        ("length", {"cache": 30_000}, "'length': args.cache = 30000: use 0 to args.limit = 20480"),
+        ("iou", {"threshold": 2}, "'iou': args.threshold = 2: use 0 to 1"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(name, args, words):
+    with pytest.raises(ConfigError) as refused:
+        trial.check(RewardConfig(name=name, args=args), Sample("so"))
+    assert words in str(refused.value)
