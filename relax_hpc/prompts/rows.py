@@ -3,8 +3,9 @@
 import os
 from array import array
 from collections.abc import Sequence, Sized
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from relax_hpc import user_files
 from relax_hpc.errors import ConfigError
@@ -55,13 +56,13 @@ class JsonLines:
         Raises:
             ConfigError: the file cannot be read, or a line is too long.
         """
-        self._path = path
+        self.path, self.remedy = path, remedy
         # Not mapped into memory: a file that somebody cuts short would end the process.
-        self._file = user_files.opened_text(path, remedy)
+        file = _reader(self)
         self._starts, self._numbers = array("q"), array("q")
         self._stride, self._len = 1, 0
-        start, number = self._file.tell(), 0
-        while line := self._file.readline(MOST_LINE_BYTES):
+        start, number = file.tell(), 0
+        while line := file.readline(MOST_LINE_BYTES):
             number += 1
             if len(line) == MOST_LINE_BYTES:
                 raise ConfigError(
@@ -92,7 +93,7 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> Row:
         number, line = self._line(index)
-        where = f"{self._path}, line {number}"
+        where = f"{self.path}, line {number}"
         try:
             text = line.decode()
         except UnicodeDecodeError:
@@ -102,7 +103,7 @@ class JsonLines:
     def where(self, index: int) -> str:
         mark, further = divmod(index, self._stride)
         number = self._line(index)[0] if further else self._numbers[mark]
-        return f"{self._path}, line {number}"
+        return f"{self.path}, line {number}"
 
     def _line(self, index: int) -> tuple[int, bytes]:
         """Number and content of the line that a row is."""
@@ -112,13 +113,18 @@ class JsonLines:
         start = self._starts[mark]
         end = self._starts[mark + 1] if mark + 1 < len(self._starts) else self._end
         number = self._numbers[mark]
-        for line in os.pread(self._file.fileno(), end - start, start).split(b"\n"):
+        for line in os.pread(_reader(self).fileno(), end - start, start).split(b"\n"):
             if line.strip():
                 if not further:
                     return number, line
                 further -= 1
             number += 1
-        raise ConfigError(f"{self._path}: was changed while it was read; leave it as it is")
+        raise ConfigError(f"{self.path}: was changed while it was read; leave it as it is")
+
+
+@lru_cache(maxsize=64)  # of a folder of many files not all are open
+def _reader(rows: JsonLines) -> BinaryIO:
+    return user_files.opened_text(rows.path, rows.remedy)
 
 
 def sample(sizes: Sequence[int], count: int) -> list[int]:

@@ -215,6 +215,18 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
         found[5]
 
 
+def test_of_a_folder_of_many_files_few_are_open(tmp_path):
+    from pathlib import Path
+
+    for number in range(150):
+        make = table if number % 2 else lines
+        make(tmp_path / f"{number:03}.{'parquet' if number % 2 else 'jsonl'}", [number])
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    found = open_rows(tmp_path)
+    assert numbers(found) == numbers(found) == list(range(150))
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before + 64 + 8
+
+
 def test_a_set_of_a_hub_needs_the_library_and_is_read_by_row(tmp_path, monkeypatch):
     from pathlib import Path
 
