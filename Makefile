@@ -2,7 +2,7 @@
 # make test    set up what the tests need, a local Slurm included, and pass them
 # make docs    the pages of keys, events and columns, made of what the code declares
 # make check   lint, types and the direction of imports only
-# make soak    kill the bus's processes more than a thousand times, wherever that can hurt
+# make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
 # make demo-sglang   the main job with SGLang as the engine, on CPU
 # make test-sglang   what the tests say of SGLang on CPU; what its versions differ in, of two of them
@@ -32,7 +32,7 @@ docs: setup
 	$(BIN)/python -m relax_hpc.cli.keys docs
 
 soak: setup
-	$(BIN)/pytest -m soak -s tests/bus
+	$(BIN)/pytest -m soak -s tests/bus tests/bench
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS)
