@@ -14,7 +14,7 @@ JOB = """
 name = "refused"
 model = { path = "model", dtype = "float32" }
 prompts.train = "prompts.jsonl"
-eval.heldout.path = "prompts.jsonl"
+eval.heldout.path = "heldout.jsonl"
 schedule = { num_steps = 5, prompts_per_step = 4 }
 """
 
@@ -25,7 +25,8 @@ pytestmark = pytest.mark.usefixtures("slurm_cluster")
 def folder(tmp_path):
     tokens = checkpoint.tokenizer()
     checkpoint.save(tmp_path / "model", checkpoint.model(tokens, seed=0), tokens)
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    for name, prompt in {"prompts": "1+1=", "heldout": "2+0="}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "2"}))
     (tmp_path / "job.toml").write_text(JOB)
     return tmp_path
 
