@@ -252,6 +252,11 @@ class Life:
         made.sampler.sample = until_killed
         for version, trained in visits:
             await made.visit(version, trained)
+            running = made.evaluator._running.values()
+            while not (left.locked() or all(task.done() for task in running)):
+                await asyncio.sleep(0.002)
+        if left.locked():
+            await asyncio.sleep(0.5)  # what was answered is kept by now
         if finish is not None:
             made.sampler.now = finish
             last = asyncio.create_task(made.evaluator.finish(finish))
@@ -307,7 +312,7 @@ def test_an_evaluation_that_fell_due_while_the_task_was_dead_is_made_and_none_tw
 def test_the_last_evaluations_are_completed_by_a_start_that_finds_training_over(tmp_path):
     life = Life(tmp_path, every=4, sets=("easy", "hard"), samples_per_prompt=2)
     asyncio.run(life.live([(0, 0)]))
-    asyncio.run(life.live([(4, 4)], answers=9, finish=4))  # of 20
+    asyncio.run(life.live([(4, 4)], answers=18, finish=4))  # of 20
     life.asked.clear()
     asyncio.run(life.live([], finish=4))
     for name in ("easy", "hard"):
