@@ -14,8 +14,8 @@ BIN    := $(VENV)/bin
 SGLANG     ?= .venv-sglang
 SGLANG_OLD ?= .venv-sglang-old
 NAME   ?= demo
-# Test processes; much of the tests is waiting for processes of their own.
-WORKERS ?= 2
+# Test processes: on two cores, four; half of the time of one is waiting for processes of its own.
+WORKERS ?= 4
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 

@@ -161,9 +161,9 @@ class RunPaths:
         """Rows of data that the run leaves out, each with the reason."""
         return self.root / "left_out.jsonl"
 
-    def eval_rows(self, name: str, version: int, when: str, rank: int) -> Path:
+    def eval_rows(self, name: str, version: int, when: str, number: int, rank: int) -> Path:
         """Samples that a rollout task scored for one evaluation of a held-out set."""
-        return self.root / "eval" / name / f"{version:06d}-{when}.{rank}.jsonl"
+        return self.root / "eval" / name / f"{version:06d}-{when}-{number}.{rank}.jsonl"
 
     def eval_part(self, name: str, when: str, number: int, rank: int) -> Path:
         """Samples of an evaluation that is under way; a task that is started again goes on."""

@@ -131,7 +131,7 @@ def _evaluation(
 ) -> Evaluation | None:
     """Sums up what is there; None if nothing is."""
     files = {
-        rank: paths.eval_rows(name, event["version"], when, rank)
+        rank: paths.eval_rows(name, event["version"], when, event["number"], rank)
         for rank, event in tasks.items()
         if event["num_samples"]
     }

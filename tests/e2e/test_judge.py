@@ -32,8 +32,8 @@ def test_a_reward_asks_another_pool_which_answers_as_the_first_policy_did(tiny, 
     before, after = (
         [json.loads(line) for path in files for line in path.read_text().splitlines()]
         for files in (
-            sorted((run_dir / "eval" / "heldout").glob("*-before.*.jsonl")),
-            sorted((run_dir / "eval" / "heldout").glob("*-after.*.jsonl")),
+            sorted((run_dir / "eval" / "heldout").glob("*-before-*.jsonl")),
+            sorted((run_dir / "eval" / "heldout").glob("*-after-*.jsonl")),
         )
     )
     assert [row["score"] for row in before] == [1.0] * HELDOUT

@@ -78,7 +78,7 @@ def test_what_a_task_did_again_counts_once_and_its_newest_try(made):
 
 
 def test_samples_that_are_not_there_yet_are_said_to_be_missing(made):
-    made.paths.eval_rows("h", 21, "during", 1).unlink()
+    made.paths.eval_rows("h", 21, "during", 1, 1).unlink()
     [_, during] = evaluations.collect(made.root)
     assert (during.missing_tasks, during.all.num_prompts) == (1, 2)
     assert "tasks whose samples are missing: 1" in evaluations.text([during])
@@ -127,10 +127,10 @@ def test_mistakes_are_named(made, tmp_path):
         evaluations.collect(made.root, name="hard")
     with pytest.raises(ConfigError, match="keeps no samples of an evaluation"):
         evaluations.collect(Made(tmp_path / "empty").root)
-    path = made.paths.eval_rows("h", 0, "before", 0)
+    path = made.paths.eval_rows("h", 0, "before", 0, 0)
     whole = path.read_text()
     path.write_text(whole + '{"prompt": 3')
-    with pytest.raises(ConfigError, match=r"000000-before.0.jsonl, line 9: is no sample"):
+    with pytest.raises(ConfigError, match=r"000000-before-0.0.jsonl, line 9: is no sample"):
         evaluations.collect(made.root)
 
 

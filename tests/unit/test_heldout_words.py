@@ -118,8 +118,10 @@ def test_every_sample_is_kept_in_a_file_of_the_evaluation_for_the_runs_owner(tmp
     ]
     with permissions.masked(permissions.UMASKS["none"]):
         Board(RunPaths(tmp_path), 1, 2).add(Due("hard", "during", 2), Share.of(rows), rows)
-    [path] = (tmp_path / "eval").rglob("*.jsonl")
-    assert path == tmp_path / "eval" / "hard" / "000007-during.1.jsonl"
+        Board(RunPaths(tmp_path), 1, 2).add(Due("hard", "during", 3), Share.of(rows), rows[:2])
+    path, next_of_the_same_policy = sorted((tmp_path / "eval").rglob("*.jsonl"))
+    assert len(next_of_the_same_policy.read_text().splitlines()) == 2
+    assert path == tmp_path / "eval" / "hard" / "000007-during-2.1.jsonl"
     assert path.stat().st_mode & 0o077 == 0
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert {(row["prompt"], row["sample"]): row["score"] for row in found} == scores

@@ -136,7 +136,7 @@ class Board:
     def add(self, due: Due, share: Share, rows: Sequence[Row]) -> None:
         """Publishes all samples and the share of this task, and says the whole if it is there."""
         if rows:
-            path = self._paths.eval_rows(due.name, share.version, due.when, self._rank)
+            path = self._paths.eval_rows(due.name, share.version, due.when, due.number, self._rank)
             write_text(path, "".join(f"{json.dumps(row._asdict())}\n" for row in rows))
         key = f"{due.name}/{due.when}/{due.number}"
         own = self._paths.heldout_shares(self._rank)

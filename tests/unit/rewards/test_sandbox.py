@@ -267,12 +267,12 @@ def test_calls_of_the_kernel_that_would_lead_around_limits_are_refused(kind):
 
 @in_both
 def test_a_bomb_of_forks_stays_one_process_and_ends_at_its_deadline(kind):
-    seen, done = set(), threading.Event()
+    seen, done, own = set(), threading.Event(), psutil.Process()
+    others = set(own.children(recursive=True))  # of tests before this one
 
     def watch():
-        own = psutil.Process()
         while not done.is_set():
-            seen.update(own.children(recursive=True))
+            seen.update(set(own.children(recursive=True)) - others)
             time.sleep(0.05)
 
     watching = threading.Thread(target=watch)

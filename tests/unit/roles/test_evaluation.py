@@ -287,7 +287,7 @@ def test_an_evaluation_that_was_killed_is_completed_once_and_asks_only_for_what_
     asyncio.run(life.live([(1, 1), (1, 1)]))
     assert sorted(life.asked) == [2, 3, 4]
     versions = {0: 0, 1: 0, 2: 1, 3: 1, 4: 1}
-    assert life.rows() == {"000000-before.0.jsonl": [(p, 0, v) for p, v in versions.items()]}
+    assert life.rows() == {"000000-before-0.0.jsonl": [(p, 0, v) for p, v in versions.items()]}
     assert life.events == [("before", 0)]
     life.asked.clear()
     asyncio.run(life.live([(1, 1), (2, 2)]))
@@ -318,7 +318,7 @@ def test_the_last_evaluations_are_completed_by_a_start_that_finds_training_over(
     for name in ("easy", "hard"):
         found = life.rows(name)
         assert sorted(found) == [
-            "000000-before.0.jsonl", "000004-after.0.jsonl", "000004-during.0.jsonl"
+            "000000-before-0.0.jsonl", "000004-after-0.0.jsonl", "000004-during-1.0.jsonl"
         ]  # fmt: skip
         assert all(
             [row[:2] for row in rows] == [(p, s) for p in range(5) for s in range(2)]

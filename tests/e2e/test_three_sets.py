@@ -22,8 +22,8 @@ def rows_by_evaluation(run_dir, name):
     found = {}
     for path in sorted((run_dir / "eval" / name).glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        when = path.name.split("-")[1].split(".")[0]
-        found[when, rows[0]["version"]] = rows
+        _, when, number = path.name.split(".")[0].split("-")
+        found[when, int(number)] = rows
     return found
 
 
