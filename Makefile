@@ -2,7 +2,7 @@
 # make test    set up what the tests need, a local Slurm included, and pass them
 # make docs    the pages of keys, events and columns, made of what the code declares
 # make check   lint, types and the direction of imports only
-# make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB
+# make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
 # make demo-sglang   the main job with SGLang as the engine, on CPU
 # make test-sglang   what the tests say of SGLang on CPU; what its versions differ in, of two of them
@@ -14,8 +14,8 @@ BIN    := $(VENV)/bin
 SGLANG     ?= .venv-sglang
 SGLANG_OLD ?= .venv-sglang-old
 NAME   ?= demo
-# Test processes: on two cores, four; half of the time of one is waiting for processes of its own.
-WORKERS ?= 4
+# Test processes, as many as cores: more only take each other's time.
+WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
@@ -32,7 +32,7 @@ docs: setup
 	$(BIN)/python -m relax_hpc.cli.keys docs
 
 soak: setup
-	$(BIN)/pytest -m soak -s tests/bus tests/bench
+	$(BIN)/pytest -m soak -s tests/bus tests/bench tests/e2e tests/unit/rewards
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS)

@@ -56,7 +56,9 @@ def test_episodes_of_two_sequences_are_trained_on_once_whoever_is_killed(tiny, t
     assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
     shards = events_of(run_dir, "rollout", "shard")
     assert all(0 <= shard["rollout/agree"] <= 1 for shard in shards)
-    assert sum(shard["num_trajectories"] for shard in shards) == count["committed"]
+    told = [shard["num_trajectories"] for shard in shards]
+    untold = count["committed"] - sum(told)
+    assert 0 <= untold <= max(told), "a kill may come between a commit and the event of it"
     assert_rows_are_whole_episodes(run_dir)
 
 
