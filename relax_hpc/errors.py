@@ -20,6 +20,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
+def type_and_line(error: BaseException) -> str:
+    """Returns what a program of somebody else's raised, in a line."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
 class RelaxError(Exception):
     """Base class. The command line prints its message on one line and exits with code 2."""
 

@@ -50,7 +50,7 @@ class SourceConfig(Section):
     path: Data
     """Names of the data, as in `prompts.train`."""
     weight: Annotated[Number, Field(gt=0)] = 1.0
-    """Its part of the prompts, beside the weights of the others. Exact in every 1,000 prompts."""
+    """Part of the prompts, beside the weights of the others. Exact in every 1,000 prompts."""
 
 
 class PromptsConfig(Section):

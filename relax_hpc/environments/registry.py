@@ -5,7 +5,7 @@ from collections.abc import Callable
 from relax_hpc import user_files
 from relax_hpc.environments.base import Environment
 from relax_hpc.environments.single_turn import SingleTurn
-from relax_hpc.errors import ConfigError, first_line
+from relax_hpc.errors import ConfigError, type_and_line
 
 ENVIRONMENTS: dict[str, Callable[[], Environment]] = {
     "single_turn": SingleTurn,
@@ -32,9 +32,7 @@ def make(name: str) -> Environment:
     try:
         made: Environment = user_files.imported(name)()
     except Exception as error:  # a program of somebody else's
-        raise ConfigError(
-            f"{key}: cannot be made: {type(error).__name__}: {first_line(error)}; correct it"
-        ) from error
+        raise ConfigError(f"{key}: cannot be made: {type_and_line(error)}; correct it") from error
     if not callable(getattr(made, "rollout", None)):
         raise ConfigError(f"{key}: has no method rollout(prompt, session); write one")
     return made

@@ -51,7 +51,7 @@ class SlurmState:
     """One component as Slurm sees it."""
 
     job_id: str
-    """Its name for squeue and sacct: "<leader>+<k>", or "<leader>" where it is alone."""
+    """Name for squeue and sacct: "<leader>+<k>", or "<leader>" where it is alone."""
     state: str
     """One word: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, ..."""
     nodes: str

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 KINDS = (".jsonl", ".parquet")
 _SLICE = re.compile(r"(.+)\[(-?\d*):(-?\d*)\]", re.DOTALL)
 _HUB_NAME = re.compile(r"hf:(?P<name>[^:/]+(/[^:/]+)?)(:(?P<config>[^:/]+))?/(?P<split>[^:/]+)")
-_HUB_BLOCK_ROWS, _HUB_WINDOW = 256, 256
 
 
 def open_rows(*named: Path) -> Rows:
@@ -125,8 +124,7 @@ class HubRows:
 
     @property
     def blocks(self) -> Blocks:
-        whole, rest = divmod(len(self), _HUB_BLOCK_ROWS)
-        return Blocks([_HUB_BLOCK_ROWS] * whole + [rest] * (rest > 0), _HUB_WINDOW)
+        return Blocks.even(len(self))
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ MIXED = 1000
 GRADES = 10
 """Parts of an epoch that follow each other, the easiest first."""
 
+_EVEN_ROWS, _EVEN_WINDOW = 256, 256
 _ROUNDS = 6
 _MASK = 2**64 - 1
 _ODD, _OTHER_ODD = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
@@ -81,6 +82,12 @@ class Blocks(NamedTuple):
     """Rows of each block, in the order of the files."""
     window: int
     """Blocks whose rows are mixed with each other: so many are read at the same time."""
+
+    @classmethod
+    def even(cls, num_rows: int) -> Self:
+        """Makes blocks of equal size, the last one apart, of rows that lie in no blocks."""
+        whole, rest = divmod(num_rows, _EVEN_ROWS)
+        return cls([_EVEN_ROWS] * whole + [rest] * (rest > 0), _EVEN_WINDOW)
 
 
 class Epochs:

@@ -4,13 +4,12 @@ import re
 from typing import Any
 
 from relax_hpc import user_files
-from relax_hpc.errors import ConfigError, first_line, shown
+from relax_hpc.errors import ConfigError, shown, type_and_line
 from relax_hpc.prompts.order import Blocks
 from relax_hpc.prompts.rows import Row
 
 PLACE = re.compile(r".+\.py:[A-Za-z_]\w*", re.DOTALL)
 """Such a name is a program's: "folder/file.py:Class"."""
-_BLOCK_ROWS, _WINDOW = 256, 256
 
 
 class ProgramRows:
@@ -30,12 +29,13 @@ class ProgramRows:
             self._rows: Any = user_files.imported(place)()
             self._count = len(self._rows)
         except Exception as error:
-            raise ConfigError(f"{place}: cannot be made: {_said(error)}; correct it") from error
+            raise ConfigError(
+                f"{place}: cannot be made: {type_and_line(error)}; correct it"
+            ) from error
 
     @property
     def blocks(self) -> Blocks:
-        whole, rest = divmod(len(self), _BLOCK_ROWS)
-        return Blocks([_BLOCK_ROWS] * whole + [rest] * (rest > 0), _WINDOW)
+        return Blocks.even(len(self))
 
     def __len__(self) -> int:
         return self._count
@@ -45,14 +45,12 @@ class ProgramRows:
         try:
             fields = self._rows[index]
         except Exception as error:
-            raise ConfigError(f"{where}: cannot be made: {_said(error)}; correct it") from error
+            raise ConfigError(
+                f"{where}: cannot be made: {type_and_line(error)}; correct it"
+            ) from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{where}: is {shown(fields)}; return a dict, as a line of JSON")
         return Row(where, fields)
 
     def where(self, index: int) -> str:
         return f"{self._place}, row {index}"
-
-
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"

@@ -16,7 +16,6 @@ SAMPLE = 1000
 REMEDY = "name a file of JSON lines or Parquet (.parquet)"
 MOST_LINE_BYTES = 2**26
 _MOST_MARKS = 2**19
-_LINES_OF_A_BLOCK, _LINE_BLOCKS = 256, 256
 
 
 class Row(NamedTuple):
@@ -85,8 +84,7 @@ class JsonLines:
 
     @property
     def blocks(self) -> Blocks:
-        whole, rest = divmod(self._len, _LINES_OF_A_BLOCK)
-        return Blocks([_LINES_OF_A_BLOCK] * whole + [rest] * (rest > 0), _LINE_BLOCKS)
+        return Blocks.even(self._len)
 
     def __len__(self) -> int:
         return self._len

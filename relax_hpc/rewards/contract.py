@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from relax_hpc.errors import ConfigError, first_line, shown
+from relax_hpc.errors import ConfigError, shown, type_and_line
 
 _SHOWN_CHARACTERS = 300
 MOST_PARTS, MOST_CHARACTERS = 64, 100
@@ -193,7 +193,7 @@ def words_of(error: Exception, deadline_s: float) -> str:
     """Says why a reward failed, by what it raised."""
     if isinstance(error, TimeoutError) and not str(error):
         return f"took longer than {deadline_s:g} s"
-    return f"{type(error).__name__}: {first_line(error)}"
+    return type_and_line(error)
 
 
 def _number(name: str, given: object) -> float:

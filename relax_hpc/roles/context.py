@@ -10,7 +10,7 @@ class TaskContext:
     """One task of one component, in one start."""
 
     component: str
-    """Its name in Slurm, logs, events and folders; `table.role_of` says which role it is of."""
+    """Name in Slurm, logs, events and folders; `table.role_of` says which role it is of."""
     rank: int
     """Within the component."""
     size: int

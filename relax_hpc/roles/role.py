@@ -26,7 +26,7 @@ class Place:
     """One component: what a role asks for in a job."""
 
     component: str
-    """Its name in Slurm, logs, events and folders."""
+    """Name in Slurm, logs, events and folders."""
     tasks: int
     resources: Resources
     """Resources that the job says; a site profile fills in the rest."""
@@ -65,7 +65,7 @@ class Role(Generic[C]):
     """Kind of job that it may be in."""
     main: Main[C]
     places: Callable[[C], Sequence[Place]] = no_place
-    """Its components in a job; none if it is not in that job."""
+    """Components in a job; none if the role is not in that job."""
     check: Check[C] = nothing_to_check
     is_one_world: bool = False
     """Whether its ranks are one world, Megatron's; otherwise tasks work alone."""

@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     text: str
     lo: int
     hi: int
-    """It spells the tokens lo <= i < hi."""
+    """End of the tokens lo <= i < hi that the text spells."""
 
 
 class Words:

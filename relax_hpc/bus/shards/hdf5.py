@@ -34,7 +34,7 @@ class Dataset(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     compressed: Array | None = None
-    """Its values, if libhdf5 shall compress them; else only its place is laid out."""
+    """Values, if libhdf5 shall compress them; else only its place is laid out."""
 
 
 class Skeleton(NamedTuple):

@@ -38,7 +38,7 @@ class Source(NamedTuple):
     row: Trajectory
     step: int
     part: Part
-    """Its prompt group."""
+    """Prompt group of a row."""
     shard_row: int
 
 

@@ -31,7 +31,8 @@ from relax_hpc.telemetry.events import EventWriter
 SPARES = 2
 """Shards that nobody needs any more, kept to be written over."""
 CREDITS_EVERY_S = 1.0
-"""They tell what to delete, what to sample again, and the end; pacing goes by the engine."""
+"""Time between looks at the credits: what to delete or sample again, and the end. Pacing goes by
+the engine."""
 
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:

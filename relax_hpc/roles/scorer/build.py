@@ -16,7 +16,7 @@ from relax_hpc.roles.scorer.rank0 import Rank0
 from relax_hpc.telemetry.events import EventWriter
 
 CREDITS_EVERY_S = 1.0
-"""They tell what to delete, and the end."""
+"""Time between looks at the credits: what to delete, and the end."""
 COLUMN = "ragged/ref_logprobs"
 
 
