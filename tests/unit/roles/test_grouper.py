@@ -36,9 +36,10 @@ class Sampler:
     """Is asked once for each sibling, for this."""
 
     def __init__(self, responses=RESPONSES, **wanted):
-        self.responses, self.wanted = responses, wanted
+        self.responses, self.wanted, self.asked = responses, wanted, []
 
     async def sample(self, given, draft, how, *, seed, homes):
+        self.asked.append(how)
         assert given == [11, 12, 13]
         assert homes == ((5, seed), 5)
         assert how == How(0.7, 256, 1 << 20, min_version=4)._replace(**self.wanted)
@@ -96,9 +97,9 @@ def test_a_response_without_a_token_is_a_row_of_its_prompt():
 
 
 def test_routed_experts_are_asked_for_if_the_run_wants_them():
-    group(
-        Sampler(routed_experts=True), engines__rollout__kind="sglang", rollout__routed_experts=True
-    )  # fmt: skip
+    sampler = Sampler(routed_experts=True)
+    group(sampler, engines__rollout__kind="sglang", rollout__routed_experts=True)
+    assert [how.routed_experts for how in sampler.asked] == [True, True]
 
 
 def test_a_row_knows_the_parts_of_its_reward_and_whether_it_failed():
