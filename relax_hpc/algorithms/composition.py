@@ -49,7 +49,7 @@ def _estimated(loss: Loss, estimate: "Callable[[Tokens], Tensor]") -> Loss:
 
 
 def _pulled(loss: Loss, coefficient: float) -> Loss:
-    from relax_hpc.algorithms.losses import with_kl
+    from relax_hpc.algorithms.clipped import with_kl
 
     return lambda logprobs, tokens: with_kl(
         loss(logprobs, tokens),

@@ -41,7 +41,7 @@ class GrpoSettings(Settings):
 def _advantages(settings: GrpoSettings, rows: Rows) -> Floats:
     import torch
 
-    from relax_hpc.algorithms.advantages import group_relative
+    from relax_hpc.algorithms.group_relative import group_relative
 
     rewards = torch.from_numpy(rows.rewards)
     return group_relative(rewards, normalize_std=settings.normalize_std).numpy()
@@ -68,7 +68,7 @@ def _correction(settings: GrpoSettings, tokens: Tokens) -> Correction:
 
 
 def _loss(settings: GrpoSettings, _: frozenset[str]) -> Loss:
-    from relax_hpc.algorithms.losses import grpo
+    from relax_hpc.algorithms.clipped import grpo
 
     def loss(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
         return grpo(

@@ -13,7 +13,7 @@ class SftSettings(Settings):
 
 
 def _loss(_: SftSettings, __: frozenset[str]) -> Loss:
-    from relax_hpc.algorithms.losses import cross_entropy
+    from relax_hpc.algorithms.clipped import cross_entropy
 
     def loss(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
         return cross_entropy(logprobs, tokens.loss_mask)

@@ -99,7 +99,7 @@ def scorer_logprobs(rows, micro_batches):
 def train_with_kl(rows, advantages, coefficient):
     """A step whose loss has a KL term, by this rank's reference; its metrics."""
     from relax_hpc.algorithms.algorithm import LossOutput
-    from relax_hpc.algorithms.losses import with_kl
+    from relax_hpc.algorithms.clipped import with_kl
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
