@@ -393,24 +393,6 @@ def _small_chunks(module):
     return mock.patch.object(module, "_CHUNK_BYTES", 3 * 2 * VOCAB)
 
 
-def split_vocabulary_logprobs(logits, targets, upstream, temperature):
-    """This rank's slice -> logprobs, entropy and the gradient of its slice."""
-    import torch
-    import torch.distributed as dist
-
-    from relax_hpc.engines.megatron.layers import logprobs as module
-
-    group = dist.group.WORLD
-    shard = torch.from_numpy(logits).chunk(group.size(), dim=1)[group.rank()]
-    shard = shard.clone().requires_grad_()
-    with _small_chunks(module):
-        values, entropy = module.token_logprobs(
-            shard, torch.from_numpy(targets), temperature=temperature, group=group
-        )
-        values.backward(torch.from_numpy(upstream))
-    return values.detach().numpy(), entropy.numpy(), shard.grad.numpy()
-
-
 def packed_gradients(folder, documents, upstream, context_parallel=False, transformer=None):
     """Logprobs of all tokens, and the gradient of their sum times `upstream`, by HF's loading.
 
@@ -462,7 +444,7 @@ def packed_gradients(folder, documents, upstream, context_parallel=False, transf
     return values.detach().numpy(), gradients
 
 
-def hidden_logprobs(hidden, weight, targets, upstream, kept_gib):
+def hidden_logprobs(hidden, weight, targets, upstream, kept_gib=0.0, entropy_upstream=None):
     """Logprobs, entropy, the summed gradient of `hidden` and that of this rank's weight slice."""
     import torch
     import torch.distributed as dist
@@ -475,11 +457,16 @@ def hidden_logprobs(hidden, weight, targets, upstream, kept_gib):
     with _small_chunks(module):
         values, entropy = module.hidden_logprobs(
             hidden, slice_, torch.from_numpy(targets), temperature=0.7, group=group,
-            kept_gib=kept_gib,
+            kept_gib=kept_gib, entropy_gradient=entropy_upstream is not None,
         )  # fmt: skip
-        values.backward(torch.from_numpy(upstream))
+        assert entropy.requires_grad is (entropy_upstream is not None)
+        loss = (values * torch.from_numpy(upstream)).sum()
+        if entropy_upstream is not None:
+            loss = loss + (entropy * torch.from_numpy(entropy_upstream)).sum()
+        loss.backward()
     dist.all_reduce(hidden.grad)
-    return values.detach().numpy(), entropy.numpy(), hidden.grad.numpy(), slice_.grad.numpy()
+    parts = (values, entropy, hidden.grad, slice_.grad)
+    return tuple(part.detach().numpy() for part in parts)
 
 
 def balance(logits, scores, chosen, documents, trained, experts_per_token):

@@ -142,23 +142,32 @@ def test_a_kernel_that_does_not_work_here_is_refused_with_the_one_that_does(kern
 
 
 @pytest.mark.parametrize("kept_gib", [0.0, 1e-6, 1.0])
-def test_output_layer_in_chunks_over_split_vocabulary_equals_the_whole(pair, kept_gib):
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_output_layer_in_chunks_over_split_vocabulary_equals_the_whole(
+    pair, kept_gib, with_entropy
+):
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(10, 16)).astype(np.float32)
     weight = rng.normal(size=(VOCAB, 16)).astype(np.float32)
     targets, upstream = rng.integers(0, VOCAB, 10), rng.normal(size=10).astype(np.float32)
+    of_entropy = rng.normal(size=10).astype(np.float32) if with_entropy else None
     h = torch.from_numpy(hidden).double().requires_grad_()
     w = torch.from_numpy(weight).double().requires_grad_()
     table = (h @ w.t() / 0.7).log_softmax(-1)
     expected = table.gather(1, torch.from_numpy(targets)[:, None])[:, 0]
-    expected.backward(torch.from_numpy(upstream).double())
+    expected_entropy = -(table.exp() * table).sum(-1)
+    loss = (expected * torch.from_numpy(upstream)).sum()
+    if with_entropy:
+        loss = loss + (expected_entropy * torch.from_numpy(of_entropy)).sum()
+    loss.backward()
     answers = pair.call(
         worker.hidden_logprobs,
         hidden=hidden, weight=weight, targets=targets, upstream=upstream, kept_gib=kept_gib,
+        entropy_upstream=of_entropy,
     )  # fmt: skip
     for values, entropy, hidden_grad, _ in answers:
         np.testing.assert_allclose(values, expected.detach(), atol=1e-5)
-        np.testing.assert_allclose(entropy, -(table.exp() * table).sum(-1).detach(), atol=1e-5)
+        np.testing.assert_allclose(entropy, expected_entropy.detach(), atol=1e-5)
         np.testing.assert_allclose(hidden_grad, h.grad, atol=1e-5)
     weight_grad = np.concatenate([grad for *_, grad in answers])
     np.testing.assert_allclose(weight_grad, w.grad, atol=1e-5)

@@ -349,14 +349,13 @@ def test_split_vocabulary_gives_the_whole_ones_logprobs_and_gradient(ranks, size
     expected.backward(torch.from_numpy(upstream).double())
     entropy = -(table.exp() * table).sum(-1).detach()
     answers = ranks[size].call(
-        worker.split_vocabulary_logprobs,
-        logits=logits, targets=targets, upstream=upstream, temperature=0.7,
+        worker.hidden_logprobs,
+        hidden=logits, weight=np.eye(VOCAB, dtype=np.float32), targets=targets, upstream=upstream,
     )  # fmt: skip
-    for logprobs, mine, _ in answers:
+    for logprobs, mine, gradient, _ in answers:
         np.testing.assert_allclose(logprobs, expected.detach(), atol=1e-4, rtol=1e-5)
         np.testing.assert_allclose(mine, entropy, atol=1e-4)
-    gradient = np.concatenate([grad for *_, grad in answers], axis=1)
-    np.testing.assert_allclose(gradient, whole.grad, atol=1e-4)
+        np.testing.assert_allclose(gradient, whole.grad, atol=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])

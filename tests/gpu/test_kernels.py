@@ -3,6 +3,8 @@
 Run by run_train.sh, on a machine with a GPU; skipped elsewhere.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from torch.nn import functional
@@ -208,6 +210,68 @@ def test_output_layer_of_32k_tokens_and_152k_vocabulary_fits_in_4_gib_extra(alon
     onehot = torch.zeros_like(table).scatter_(1, targets[chosen, None], 1.0)
     grad = (rows * (onehot - table.exp())) @ weight.double()
     assert relative(hidden.grad[chosen], grad) < 0.01
+
+
+@pytest.mark.parametrize("float32_logits", [False, True])
+def test_the_entropys_gradient_is_that_of_float64(alone, float32_logits):
+    """Beside the logprobs' and alone; several chunks, the last one short."""
+    torch.manual_seed(0)
+    hidden = torch.randn(3000, 256, device=DEVICE, dtype=torch.bfloat16)
+    weight = (0.1 * torch.randn(5000, 256, device=DEVICE, dtype=torch.bfloat16)).requires_grad_()
+    targets = torch.randint(0, 5000, (3000,), device=DEVICE)
+    of_entropy = torch.randn(3000, device=DEVICE)
+    for of_logprobs in (torch.zeros(3000, device=DEVICE), torch.randn(3000, device=DEVICE)):
+        mine = hidden.clone().requires_grad_()
+        weight.grad, weight.main_grad = None, torch.zeros(5000, 256, device=DEVICE)
+        with mock.patch.object(
+            logprobs, "_CHUNK_BYTES", 1024 * 5000 * (4 if float32_logits else 2)
+        ):
+            values, entropy = logprobs.hidden_logprobs(
+                mine, weight, targets, temperature=0.7, group=alone,
+                float32_logits=float32_logits, entropy_gradient=True,
+            )  # fmt: skip
+            (values @ of_logprobs + entropy @ of_entropy).backward()
+        h = hidden.double().requires_grad_()
+        w = weight.detach().double().requires_grad_()
+        table = (h @ w.t() / 0.7).log_softmax(-1)
+        expected = -(table.exp() * table).sum(-1)
+        chosen = table.gather(1, targets[:, None])[:, 0]
+        (chosen @ of_logprobs.double() + expected @ of_entropy.double()).backward()
+        assert float((entropy - expected).abs().max()) < (1e-4 if float32_logits else 0.01)
+        errors = relative(mine.grad, h.grad), relative(weight.main_grad, w.grad)
+        print(f"\nentropy's gradient, float32_logits={float32_logits}: errors {errors}")
+        assert max(errors) < 0.01
+
+
+def test_the_entropys_gradient_costs_little_of_the_output_layer(alone):
+    """Prints its share at 32k tokens x 152k vocabulary; wanted is 5 % at most."""
+    tokens, vocabulary, hidden_size = 32768, 151936, 2560
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, hidden_size, device=DEVICE, dtype=torch.bfloat16)
+    hidden.requires_grad_()
+    weight = 0.02 * torch.randn(vocabulary, hidden_size, device=DEVICE, dtype=torch.bfloat16)
+    weight.requires_grad_()
+    weight.main_grad = torch.zeros(vocabulary, hidden_size, device=DEVICE)
+    targets = torch.randint(0, vocabulary, (tokens,), device=DEVICE)
+    upstream = torch.randn(tokens, device=DEVICE)
+    seconds = {False: [], True: []}
+    for number in range(12):  # in turn, so that both see the same clocks
+        with_entropy = bool(number % 2)
+        hidden.grad = weight.grad = None
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        values, entropy = logprobs.hidden_logprobs(
+            hidden, weight, targets, temperature=1.0, group=alone, entropy_gradient=with_entropy
+        )
+        (values @ upstream + entropy.sum() * 1e-3).backward()
+        end.record()
+        torch.cuda.synchronize()
+        if number >= 4:
+            seconds[with_entropy].append(begin.elapsed_time(end))
+    without, with_ = (sorted(times)[len(times) // 2] for times in seconds.values())
+    print(f"\noutput layer {without:.1f} ms, with the entropy's gradient {with_:.1f} ms: "
+          f"{with_ / without - 1:+.1%}")  # fmt: skip
 
 
 def test_the_weights_gradient_is_that_of_torch(alone):

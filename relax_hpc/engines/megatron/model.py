@@ -50,12 +50,13 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         temperature: float,
         float32_logits: bool = False,
         kept_gib: float = 0.0,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """[T] logprobs of `targets`, with gradient, and [T] entropy, without; T of this rank.
+        """[T] logprobs of `targets`, with gradient, and [T] entropy; T of this rank.
 
         Args:
             hidden: [T, 1, h], or this rank's part of T under sequence parallelism.
-            float32_logits: and `kept_gib`, see `logprobs.hidden_logprobs`.
+            float32_logits: and those after it, see `logprobs.hidden_logprobs`.
         """
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
@@ -69,7 +70,7 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
         )
         return hidden_logprobs(
             hidden.squeeze(1), weight, targets, temperature=temperature, group=group,
-            float32_logits=float32_logits, kept_gib=kept_gib,
+            float32_logits=float32_logits, kept_gib=kept_gib, entropy_gradient=entropy_gradient,
         )  # fmt: skip
 
 

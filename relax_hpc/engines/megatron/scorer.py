@@ -139,7 +139,9 @@ class MegatronScorer:
         multiple_of = grid.tokens_multiple_of(self._megatron.layout)
         return packing.build(trajectories, rows, device=self._device, multiple_of=multiple_of)
 
-    def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, hidden: Tensor, micro_batch: MicroBatch, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """[T] logprobs of the tokens, with gradient, and [T] entropy where they were sampled.
 
         On the last stage; context-parallel ranks all get those of the whole micro-batch.
@@ -150,6 +152,7 @@ class MegatronScorer:
             temperature=self._temperature,
             float32_logits=self._megatron.float32_logits,
             kept_gib=self._megatron.kept_logits_gib,
+            entropy_gradient=entropy_gradient,
         )
         return (
             packing.at_predicted_token(schedule.whole(logprobs), micro_batch.is_first),

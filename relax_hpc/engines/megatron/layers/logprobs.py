@@ -31,6 +31,7 @@ def hidden_logprobs(
     group: dist.ProcessGroup,
     float32_logits: bool = False,
     kept_gib: float = 0.0,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities under softmax(hidden @ weight.T / temperature).
 
@@ -44,19 +45,14 @@ def hidden_logprobs(
         group: tensor-parallel ranks, in the order of their slices.
         float32_logits: do not round logits to the type of the weights.
         kept_gib: logits of this size are kept for the gradient, not made again.
+        entropy_gradient: the entropy has one, too, made in the same pass over the logits.
 
     Returns:
-        [T] nats, logprob of the target, with gradient; [T] nats, entropy, without.
+        [T] nats, logprob of the target, with gradient; [T] nats, entropy, without unless asked for.
     """
-    head = Head(temperature, group, float32_logits, kept_gib if torch.is_grad_enabled() else 0.0)
+    kept_gib = kept_gib if torch.is_grad_enabled() else 0.0
+    head = Head(temperature, group, float32_logits, kept_gib, entropy_gradient)
     return _hidden_logprobs(hidden, weight, targets, head)
-
-
-def token_logprobs(
-    logits: Tensor, targets: Tensor, *, temperature: float, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Does as `hidden_logprobs` with logits that are there: [T, V/tp], with gradient."""
-    return _token_logprobs(logits, targets, Head(temperature, group))
 
 
 class Head(NamedTuple):
@@ -66,6 +62,7 @@ class Head(NamedTuple):
     group: dist.ProcessGroup
     float32_logits: bool = False
     kept_gib: float = 0.0
+    entropy_gradient: bool = False
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """[t, V/tp]."""
@@ -95,19 +92,24 @@ class _HiddenLogprobs(torch.autograd.Function):
             if room >= 0:
                 kept.append(logits)
         logprobs, entropy, normalizer = _combined(stats, here, head.group)
-        ctx.save_for_backward(hidden, weight, local, here, normalizer)
         ctx.head, ctx.kept = head, kept
-        ctx.mark_non_differentiable(entropy)
+        if head.entropy_gradient:
+            ctx.save_for_backward(hidden, weight, local, here, normalizer, entropy)
+        else:
+            ctx.save_for_backward(hidden, weight, local, here, normalizer)
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401
         grad: Tensor,
-        _: Tensor,
+        entropy_grad: Tensor,
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        hidden, weight, local, here, normalizer = ctx.saved_tensors
+        hidden, weight, local, here, normalizer, *of_entropy = ctx.saved_tensors
         head = ctx.head
+        if of_entropy:
+            of_entropy.append(entropy_grad)
         main_grad = getattr(weight, "main_grad", None)
         weight_grad = main_grad
         if weight_grad is None:
@@ -118,7 +120,7 @@ class _HiddenLogprobs(torch.autograd.Function):
             logits = kept.pop(0) if kept else head.logits(hidden[part], weight)
             logits_grad = _logits_gradient(
                 logits, local[part], here[part], normalizer[part], grad[part],
-                head.temperature, hidden.dtype,
+                head.temperature, hidden.dtype, *(values[part] for values in of_entropy),
             )  # fmt: skip
             del logits
             torch.mm(logits_grad, weight, out=hidden_grad[part])
@@ -129,38 +131,7 @@ class _HiddenLogprobs(torch.autograd.Function):
         return hidden_grad, weight.new_zeros(1).expand_as(weight), None, None
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,  # noqa: ANN401
-        logits: Tensor,
-        targets: Tensor,
-        head: Head,
-    ) -> tuple[Tensor, Tensor]:
-        local, here = _local(targets, logits.shape[1], head.group)
-        stats = logits.new_empty(4, len(logits), dtype=torch.float32)
-        for part in _chunks(len(logits), logits.shape[1], head):
-            stats[:, part] = _statistics(logits[part], local[part], head.temperature)
-        logprobs, entropy, normalizer = _combined(stats, here, head.group)
-        ctx.save_for_backward(logits, local, here, normalizer)
-        ctx.head = head
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        logits, local, here, normalizer = ctx.saved_tensors
-        out = torch.empty_like(logits)
-        for part in _chunks(len(logits), logits.shape[1], ctx.head):
-            out[part] = _logits_gradient(
-                logits[part], local[part], here[part], normalizer[part], grad[part],
-                ctx.head.temperature, logits.dtype,
-            )  # fmt: skip
-        return out, None, None
-
-
 _hidden_logprobs: Callable[..., tuple[Tensor, Tensor]] = _HiddenLogprobs.apply
-_token_logprobs: Callable[..., tuple[Tensor, Tensor]] = _TokenLogprobs.apply
 
 
 def _chunks(num_tokens: int, vocabulary: int, head: Head) -> Iterator[slice]:
@@ -220,10 +191,20 @@ def _logits_gradient(
     grad: Tensor,
     temperature: float,
     dtype: torch.dtype,
+    entropy: Tensor | None = None,
+    entropy_grad: Tensor | None = None,
 ) -> Tensor:
-    """[t, V/tp]: (onehot(target) - softmax) / temperature, times the logprob's gradient."""
+    """[t, V/tp], with p the softmax and H the entropy:
+
+    (grad (onehot(target) - p) - entropy_grad p (log p + H)) / temperature
+    """
     scaled = (grad / temperature)[:, None]
-    softmax = (logits.float() / temperature - normalizer[:, None]).exp()
+    log_softmax = logits.float() / temperature - normalizer[:, None]
+    softmax = log_softmax.exp()
     column = torch.arange(logits.shape[1], device=logits.device)
     is_target = (column == local[:, None]) & here[:, None]
-    return (scaled * (is_target.float() - softmax)).to(dtype)
+    out = scaled * (is_target.float() - softmax)
+    if entropy is not None and entropy_grad is not None:
+        scaled = (entropy_grad / temperature)[:, None]
+        out = out - scaled * softmax * (log_softmax + entropy[:, None])
+    return out.to(dtype)
