@@ -1,6 +1,6 @@
 # make demo    set up what is needed and run the main job on this machine
 # make test    set up what the tests need, a local Slurm included, and pass them
-# make docs    the pages of keys, events and columns, made of what the code declares
+# make docs    the pages of keys, events, columns and commands, made of what the code declares
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
@@ -30,6 +30,7 @@ test: setup setup-packages check
 
 docs: setup
 	$(BIN)/python -m relax_hpc.cli.keys docs
+	$(BIN)/python -m relax_hpc.cli.page docs/cli.md
 
 soak: setup
 	$(BIN)/pytest -m soak -s tests/bus tests/bench tests/e2e tests/unit/rewards

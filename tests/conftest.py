@@ -19,6 +19,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(item.path.parent, len(places)))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_state(tmp_path_factory):
+    """Keeps the runs of the tests out of the list of whoever runs them."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+
+
 @pytest.fixture(scope="session")
 def slurm_cluster(tmp_path_factory):
     """Brings up four nodes with two (fake) GPUs each and points this process at them.

@@ -1,14 +1,30 @@
 """Arguments and options that several commands have."""
 
+import difflib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from relax_hpc.errors import ConfigError
 
+if TYPE_CHECKING:
+    from relax_hpc.config.run import JobConfig
+
+
+def _names(incomplete: str) -> list[str]:
+    """Names of runs that begin so, for the completion of a shell."""
+    from relax_hpc.launch import known_runs
+
+    names = {run.name for run in known_runs.everywhere()}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
 Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]
-Run = Annotated[str, typer.Argument(help="A run directory, or its name under runs/.")]
+Run = Annotated[
+    str, typer.Argument(help="Name of a run, or its directory; see ls.", autocompletion=_names)
+]
 Ended = Annotated[
     bool, typer.Option("--ended", help="I know that its job has ended, though Slurm cannot say so.")
 ]
@@ -18,14 +34,51 @@ Overrides = Annotated[
 ]
 
 
+def load_job(job: Path, overrides: Sequence[str]) -> "JobConfig":
+    """Reads a job file; where it names no `run_root`, $RELAX_RUN_ROOT does.
+
+    Raises:
+        ConfigError: of the job, one line per mistake.
+    """
+    from relax_hpc import job_file
+    from relax_hpc.launch import known_runs
+
+    config, root = job_file.load(job, overrides), known_runs.default_root()
+    if root is None or "run_root" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"run_root": root})
+
+
 def run_dir_of(run: str) -> Path:
-    """Finds the directory of a run that is named on the command line."""
+    """Finds the directory of a run that is named on the command line.
+
+    Raises:
+        ConfigError: there is no such run, or several.
+    """
+    from relax_hpc.launch import known_runs
+
     if (found := find_run(run)) is not None:
         return found
-    raise ConfigError(f"{run}: no such run; give a run directory, or a name under runs/")
+    names = {each.name for each in known_runs.everywhere()}
+    close = difflib.get_close_matches(run, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else "give its directory, or a name that ls shows"
+    raise ConfigError(f"{run}: no such run; {hint}")
 
 
 def find_run(run: str) -> Path | None:
-    """Does as `run_dir_of`; None if there is no such run."""
-    places = (Path(run), Path("runs") / run)
-    return next((place for place in places if (place / "run.json").is_file()), None)
+    """Finds a run by its directory, or by its name: below runs/, below $RELAX_RUN_ROOT, or
+    wherever it was submitted. None if there is no such run.
+
+    Raises:
+        ConfigError: several runs that were submitted elsewhere have that name.
+    """
+    from relax_hpc.launch import known_runs
+
+    for place in (Path(run), known_runs.RUNS / run):
+        if known_runs.is_run(place):
+            return place
+    found = known_runs.called(run)
+    if len(found) > 1:
+        several = ", ".join(map(str, found))
+        raise ConfigError(f"{run}: is the name of several runs; give one of {several}")
+    return found[0] if found else None

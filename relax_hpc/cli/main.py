@@ -6,15 +6,17 @@ A file for each group of commands; here are those that start a job.
 import os
 import shutil
 import sys
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import rich_utils
 
-from relax_hpc import job_file, permissions
-from relax_hpc.cli.arguments import Ended, Job, Overrides, Run, run_dir_of
+from relax_hpc import permissions
+from relax_hpc.cli.arguments import Ended, Job, Overrides, Run, find_run, load_job, run_dir_of
 from relax_hpc.cli.bench import bench
 from relax_hpc.cli.bus import bus
 from relax_hpc.cli.data import data
@@ -31,14 +33,31 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     help="Asynchronous RL post-training of language models on plain Slurm.",
 )
 
-Local = Annotated[bool, typer.Option(help="Run on this machine even if Slurm is here.")]
-Follow = Annotated[bool, typer.Option(help="Show the steps until the run ends.")]
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"relax-hpc {metadata.version('relax-hpc')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say it and end."),
+    ] = False,
+) -> None:
+    pass
+
+
+Local = Annotated[bool, typer.Option("--local", help="Run on this machine even if Slurm is here.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show the steps until the run ends.")]
 
 
 @app.command(
@@ -47,7 +66,9 @@ Follow = Annotated[bool, typer.Option(help="Show the steps until the run ends.")
 def check(
     job: Job,
     overrides: Overrides = [],  # noqa: B006
-    local: Annotated[bool, typer.Option(help="Do not ask Slurm, even if it is here.")] = False,
+    local: Annotated[
+        bool, typer.Option("--local", help="Do not ask Slurm, even if it is here.")
+    ] = False,
     explain: Annotated[
         str | None, typer.Option(help="Only say what this key does, and its value here.")
     ] = None,
@@ -57,9 +78,9 @@ def check(
     from relax_hpc.launch.submit import resolve
 
     if explain is not None:
-        typer.echo("\n".join(explained(job_file.load(job, overrides), explain)))
+        typer.echo("\n".join(explained(load_job(job, overrides), explain)))
         return
-    config, components = resolve(job_file.load(job, overrides))
+    config, components = resolve(load_job(job, overrides))
     use_slurm = not local and shutil.which("sbatch") is not None
     config = preflight.check(config, components, use_slurm=use_slurm, say=_remark)
     typer.echo(config.model_dump_json(indent=2))
@@ -71,16 +92,16 @@ def check(
 def submit(
     job: Job,
     overrides: Overrides = [],  # noqa: B006
-    dry_run: Annotated[bool, typer.Option(help="Print the batch script, submit nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the batch script, submit nothing.")
+    ] = False,
     local: Local = False,
     follow: Follow = False,
 ) -> None:
     """Submit every role of a job as one heterogeneous Slurm job, or run it on this machine."""
     from relax_hpc.launch.submit import submit as submit_job
 
-    submission = submit_job(
-        job_file.load(job, overrides), local=local, dry_run=dry_run, say=_remark
-    )
+    submission = submit_job(load_job(job, overrides), local=local, dry_run=dry_run, say=_remark)
     if dry_run:
         typer.echo(submission.script)
         return
@@ -122,7 +143,13 @@ def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:
     if follow:
         _follow_run(submission.run_dir)
     else:
-        typer.echo(f"next: relax-hpc status {submission.run_dir}")
+        typer.echo(f"next: relax-hpc status {_name(submission.run_dir)}")
+
+
+def _name(run_dir: Path) -> str:
+    """Calls a run by its name where that is enough on the command line, else by its directory."""
+    found = find_run(run_dir.name)
+    return run_dir.name if found and found.resolve() == run_dir.resolve() else str(run_dir)
 
 
 def _follow_run(run_dir: Path) -> None:
@@ -141,8 +168,13 @@ def _follow_run(run_dir: Path) -> None:
 def main() -> None:
     """Entry point: what we raise on purpose becomes one line and exit code 2."""
     os.umask(permissions.UMASKS["none"])  # of what a command writes beside or into a run
+    is_plain = bool(os.environ.get("NO_COLOR"))
+    if is_plain:  # rich alone would still print bold and dim
+        rich_utils.COLOR_SYSTEM = None
     try:
         app()
     except RelaxError as error:
-        Console(stderr=True, soft_wrap=True).print(Text(str(error), style="red"))
+        colours: Literal["auto"] | None = None if is_plain else "auto"
+        console = Console(stderr=True, soft_wrap=True, color_system=colours)
+        console.print(Text(str(error), style="red"))
         sys.exit(2)

@@ -10,7 +10,28 @@ from relax_hpc.cli.arguments import AsJson, Run, run_dir_of
 runs = typer.Typer()
 
 
-@runs.command(epilog="Example:  relax-hpc status arithmetic --json | jq .trajectories")
+@runs.command("ls", epilog="Examples:  relax-hpc ls  |  relax-hpc ls --json | jq '.[].state'")
+def list_runs(
+    last: Annotated[int, typer.Option("-n", "--last", min=1, help="So many, the newest.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """List my runs: state, step, reward, age."""
+    from relax_hpc.launch import known_runs
+    from relax_hpc.runs import overview
+
+    found = known_runs.everywhere()
+    rows = overview.collect(found, last=last)
+    if as_json:
+        typer.echo(overview.to_json(rows))
+    elif rows:
+        typer.echo(overview.text(rows))
+    else:
+        typer.echo("no runs yet; start one: relax-hpc submit JOB")
+    if len(found) > last and not as_json:
+        typer.echo(f"and up to {len(found) - last} older ones: relax-hpc ls -n {len(found)}")
+
+
+@runs.command(epilog="Example:  relax-hpc status arithmetic --json | jq .progress.trajectories")
 def status(run: Run, as_json: AsJson = False) -> None:
     """Tell what a run is doing, and what it has done."""
     from relax_hpc.runs import report

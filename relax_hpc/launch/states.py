@@ -1,14 +1,16 @@
 """Slurm's word on a job, per component, with or without an accounting database."""
 
 import functools
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from relax_hpc.launch.jobs import output_of, words_of
 
 # What is left of a finished job is worth a look for as long as slurmctld keeps it (MinJobAge).
-SQUEUE = ("squeue", "--states=all", "--array", "-o", "%i|%T|%N|%A")
+SQUEUE = ("squeue", "--states=all", "--array", "-o", "%i|%T|%N|%A|%r|%S|%L")
 SACCT = ("sacct", "-X", "--parsable2", "-o", "JobID,State,NodeList,JobIDRaw")
 
 ALIVE: Mapping[str, bool] = {
@@ -55,6 +57,12 @@ class SlurmState:
     state: str
     """One word: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED, TIMEOUT, ..."""
     nodes: str
+    reason: str = ""
+    """Slurm's word for why it waits."""
+    start: float | None = None
+    """Time at which it began, or is expected to begin, seconds since 1970."""
+    left_s: float | None = None
+    """Seconds of its time limit that are left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,25 @@ def query(leaders: Sequence[str]) -> Answer:
 
 def _parse(lines: Iterable[str]) -> Iterable[SlurmState]:
     for line in lines:
-        job_id, state, nodes, *_ = [*line.split("|"), "", ""]
+        job_id, state, nodes, _, reason, start, left, *_ = [*line.split("|"), *[""] * 6]
         # sacct says who cancelled a job: "CANCELLED by 0".
-        yield SlurmState(job_id, state.split()[0] if state else UNKNOWN, nodes)
+        word = state.split()[0] if state else UNKNOWN
+        why = reason.strip("()") if is_waiting(word) and reason not in ("", "None") else ""
+        yield SlurmState(job_id, word, nodes, why, _time(start), _seconds(left))
+
+
+def _time(text: str) -> float | None:
+    """Reads a local time as Slurm writes it; None of "N/A"."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+def _seconds(text: str) -> float | None:
+    """Reads "[[D-]HH:]MM:SS"; None of "UNLIMITED", "INVALID", "NOT_SET"."""
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

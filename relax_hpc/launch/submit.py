@@ -18,8 +18,8 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
+from relax_hpc.launch import known_runs, preflight, record, script
 from relax_hpc.launch import local as local_job
-from relax_hpc.launch import preflight, record, script
 from relax_hpc.launch.jobs import StartedJob
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.profiles import PROFILES
@@ -277,6 +277,7 @@ def start(
     except OSError:
         submitted.cancel()
         raise
+    known_runs.remember(paths.root)
     return replace(planned, job=submitted)
 
 

@@ -41,6 +41,12 @@ class Launch:
     """State of the job as a whole: that of the component that is worst off."""
     silence: str
     """Why it is UNREACHABLE."""
+    reason: str = ""
+    """Slurm's word for why it waits."""
+    start: float | None = None
+    """Time at which it began, or is expected to begin; None where nobody says."""
+    left_s: float | None = None
+    """Seconds until the time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +172,21 @@ def alive(run_dir: Path, found: Sequence[Launch], *, sure: bool) -> Launch | Non
 
 def launches(newest: LaunchRecord) -> list[Launch]:
     """Returns the state of every launch of a run, newest first."""
-    leaders = [each.leader for each in newest.all if each.controller is None]
-    answer = states.query(leaders)
+    return _launches(newest, _ask([newest]))
+
+
+def decided(runs: Sequence[LaunchRecord]) -> list[Launch]:
+    """Returns of each run the launch whose state is the run's, with one question to Slurm."""
+    answer = _ask(runs)
+    return [_decisive(_launches(newest, answer)) for newest in runs]
+
+
+def _ask(runs: Sequence[LaunchRecord]) -> states.Answer:
+    launched = [each for newest in runs for each in newest.all]
+    return states.query([each.leader for each in launched if each.controller is None])
+
+
+def _launches(newest: LaunchRecord, answer: states.Answer) -> list[Launch]:
     found = []
     for each in newest.all:
         silence = answer.silence if each.controller is None else _elsewhere(each)
@@ -175,8 +194,23 @@ def launches(newest: LaunchRecord) -> list[Launch]:
         state = overall([component.state for component in components])
         if not states.is_alive(state) and not each.is_elsewhere and _lives(each):
             state = "COMPLETING"  # the script is still writing the summary
-        found.append(Launch(each, components, state, silence * (state == states.UNREACHABLE)))
+        silence *= state == states.UNREACHABLE
+        found.append(Launch(each, components, state, silence, *_queue(each, answer)))
     return found
+
+
+def _queue(launched: LaunchRecord, answer: states.Answer) -> tuple[str, float | None, float | None]:
+    """Why a launch waits, when it begins or began, and the seconds that its time limit leaves."""
+    if launched.controller is not None:
+        return "", launched.time, None
+    known = [
+        answer.known[each.job_id] for each in launched.components if each.job_id in answer.known
+    ]
+    starts = [each.start for each in known if each.start is not None]
+    left = [each.left_s for each in known if each.left_s is not None]
+    # Of a heterogeneous job one component may say why the others wait.
+    reason = next((each.reason for each in known if each.reason), "")
+    return reason, max(starts, default=None), min(left, default=None)
 
 
 def _decisive(found: Sequence[Launch]) -> Launch:

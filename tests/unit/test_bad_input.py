@@ -146,7 +146,7 @@ def test_a_name_in_use_is_refused_and_its_run_left_alone(refused):
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
 def test_a_run_that_is_not_there_is_answered_in_one_line(refused, verb):
     assert refused(verb, "nowhere") == (
-        "nowhere: no such run; give a run directory, or a name under runs/"
+        "nowhere: no such run; give its directory, or a name that ls shows"
     )
 
 

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from relax_hpc.algorithms.algorithm import Settings
 from relax_hpc.algorithms.table import sections
+from relax_hpc.cli import page as cli_page
 from relax_hpc.cli.keys import PAGES as PAGES_MADE
 from relax_hpc.cli.keys import all_keys
 from relax_hpc.cli.main import app
@@ -180,6 +181,10 @@ def test_the_table_of_events_names_what_the_code_emits_and_nothing_else():
 @pytest.mark.parametrize("name", PAGES_MADE)
 def test_pages_that_are_made_of_the_code_are_those_of_today(name):
     assert PAGES_BY_NAME[name].read_text() == PAGES_MADE[name](), "run `make docs`"
+
+
+def test_the_page_of_commands_is_that_of_today():
+    assert PAGES_BY_NAME["cli.md"].read_text() == cli_page.text(), "run `make docs`"
 
 
 def test_a_key_is_explained_with_its_value_in_a_job():

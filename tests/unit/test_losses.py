@@ -4,13 +4,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from relax_hpc.algorithms.group_relative import group_relative
 from relax_hpc.algorithms.algorithm import LossOutput
+from relax_hpc.algorithms.clipped import with_kl
 from relax_hpc.algorithms.composition import loss_of
+from relax_hpc.algorithms.group_relative import group_relative
 from relax_hpc.algorithms.grpo import GRPO, GrpoSettings
 from relax_hpc.algorithms.importance import truncated
 from relax_hpc.algorithms.kl import kl_to_reference
-from relax_hpc.algorithms.clipped import with_kl
 
 SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
 
