@@ -1,7 +1,8 @@
 """Arguments and options that several commands have."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -82,3 +83,17 @@ def find_run(run: str) -> Path | None:
         several = ", ".join(map(str, found))
         raise ConfigError(f"{run}: is the name of several runs; give one of {several}")
     return found[0] if found else None
+
+
+@contextmanager
+def going_on(run: str) -> Iterator[None]:
+    """Within it Ctrl-C ends the command, which says that the run goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(
+            f"\n{run} goes on; look again with relax-hpc watch {run}, end it with "
+            f"relax-hpc cancel {run}",
+            err=True,
+        )
+        raise typer.Exit(130) from None

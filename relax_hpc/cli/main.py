@@ -16,7 +16,16 @@ from rich.text import Text
 from typer import rich_utils
 
 from relax_hpc import permissions
-from relax_hpc.cli.arguments import Ended, Job, Overrides, Run, find_run, load_job, run_dir_of
+from relax_hpc.cli.arguments import (
+    Ended,
+    Job,
+    Overrides,
+    Run,
+    find_run,
+    going_on,
+    load_job,
+    run_dir_of,
+)
 from relax_hpc.cli.bench import bench
 from relax_hpc.cli.bus import bus
 from relax_hpc.cli.data import data
@@ -157,8 +166,9 @@ def _follow_run(run_dir: Path) -> None:
     from relax_hpc.runs import report
     from relax_hpc.runs import status as run_status
 
-    for line in report.progress(run_dir):
-        typer.echo(line)
+    with going_on(_name(run_dir)):
+        for line in report.progress(run_dir):
+            typer.echo(line)
     found = run_status.collect(run_dir)
     typer.echo(report.text(found))
     if found.state != "COMPLETED":

@@ -1,11 +1,13 @@
 """Commands that look at a run, or end it."""
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from relax_hpc.cli.arguments import AsJson, Run, run_dir_of
+from relax_hpc.cli.arguments import AsJson, Run, going_on, run_dir_of
 
 runs = typer.Typer()
 
@@ -44,26 +46,50 @@ def status(run: Run, as_json: AsJson = False) -> None:
         typer.echo(report.text(found))
 
 
-@runs.command(epilog="Example:  relax-hpc logs arithmetic --component actor --follow")
+@runs.command(
+    epilog="Examples:  relax-hpc logs arithmetic -n 50  |  "
+    "relax-hpc logs arithmetic --component actor --follow",
+)
 def logs(
     run: Run,
     component: Annotated[
-        str | None, typer.Option(help="Only this component.", show_default=False)
+        str | None,
+        typer.Option(
+            "--component", "--role", help="Only of this one; job: the script.", show_default=False
+        ),
     ] = None,
-    follow: Annotated[bool, typer.Option(help="Go on as the run goes on.")] = False,
+    last: Annotated[
+        int | None, typer.Option("-n", "--last", min=0, help="So many lines, the newest.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as the run goes on, until Ctrl-C.")
+    ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="As written, with the warnings of libraries.")
+    ] = False,
 ) -> None:
-    """Print the logs of a run, each line with the task it comes from."""
+    """Print the logs of a run in order of time, each line with the task it comes from.
+
+    A terminal shows a step in one line; elsewhere lines are as they were written.
+    """
+    from relax_hpc.runs import log_text
     from relax_hpc.runs import logs as run_logs
-    from relax_hpc.runs.report import is_over
+    from relax_hpc.runs.watching import Watch
 
     run_dir = run_dir_of(run)
     lines = (
-        run_logs.follow(run_dir, component, until=lambda: is_over(run_dir))
+        run_logs.follow(run_dir, component, until=Watch(run_dir).is_over, last=last)
         if follow
-        else run_logs.lines(run_dir, component)
+        else run_logs.lines(run_dir, component, last=last)
     )
-    for line in lines:
-        typer.echo(f"{line.source}: {line.text}")
+    ours = log_text.Filter()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() and not everything else None
+    with going_on(run):
+        for line in lines if everything else ours(lines):
+            raw = f"{line.source}: {line.text}"
+            typer.echo(raw if width is None else log_text.short(line, width))
+    if ours.left_out:
+        typer.echo(f"{ours.left_out} warnings of libraries are left out; add --all", err=True)
 
 
 @runs.command(epilog="Example:  relax-hpc timeline arithmetic --steps 10:20 --out timeline.png")

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from relax_hpc.cli.arguments import Run, run_dir_of
+from relax_hpc.cli.arguments import Run, going_on, run_dir_of
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.viewer.asked import Asked, By, Sort
@@ -68,21 +68,22 @@ def peek(
     groups: Count = 3,
     tokens: Tokens = 200,
     follow: Annotated[
-        bool, typer.Option(help="Go on as the run goes on; Ctrl-C leaves, and the run goes on.")
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Go on as the run goes on; Ctrl-C leaves, and the run goes on."
+        ),
     ] = False,
 ) -> None:
     """Print the newest prompts and responses with their rewards, while the run goes on."""
-    from relax_hpc.runs import report
+    from relax_hpc.runs.watching import Watch
     from relax_hpc.viewer import terminal
     from relax_hpc.viewer.run import Sight
 
     run_dir = run_dir_of(run)
     sight = Sight(run_dir)
-    until = (lambda: report.is_over(run_dir)) if follow else (lambda: True)
-    try:
+    until = Watch(run_dir).is_over if follow else (lambda: True)
+    with going_on(run):
         for number, found in enumerate(sight.follow(groups, tokens, until=until)):
             for remark in found.remarks if number == 0 else ():
                 typer.echo(remark, err=True)
             terminal.show(Console(), found.groups, by=None)
-    except KeyboardInterrupt:
-        typer.echo(f"the run goes on; to end it: relax-hpc cancel {run}", err=True)

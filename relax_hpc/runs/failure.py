@@ -25,21 +25,55 @@ class _End(NamedTuple):
     code: int
 
 
-def text(run_dir: Path, launched: LaunchRecord) -> str:
-    """Tells what is known of the failure of a launch; empty if nothing is.
+class Failure(NamedTuple):
+    """The cause of a failure, as far as it is known."""
+
+    text: str
+    log: str
+    """The file to read about it; empty if there is none."""
+
+
+NOTHING = Failure("", "")
+
+_STATES = {
+    "TIMEOUT": "its time limit was over, and it was not requeued",
+    "OUT_OF_MEMORY": "it took more memory than it had asked for; ask for more with resources.mem",
+    "NODE_FAIL": "a node failed, and Slurm did not requeue it",
+    "BOOT_FAIL": "a node did not boot",
+    "PREEMPTED": "another job took its nodes, and Slurm did not requeue it",
+    "DEADLINE": "its deadline was over",
+}
+"""Slurm's words for the end of a job that say why."""
+
+
+def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
+    """Tells what is known of the failure of a launch.
 
     The script names the component that it gave up, or else the last one that failed; that
     component's newest `error` event, or else the end of what its tasks printed, says why.
     """
-    lines = _tail(batch_log(launched.folder, launched.leader))
+    script_log = batch_log(launched.folder, launched.leader)
+    lines = _tail(script_log)
     end = _end(lines)
     if end is None:  # its first lines failed already, or Slurm ended it
-        return lines[-1] if lines else ""
+        said = _STATES.get(state, lines[-1] if lines else "")
+        return Failure(said, str(script_log) if lines else "")
     failed = f"failed {end.starts} times" if end.starts > 1 else "failed"
     how = f"{end.component} {failed}, exit code {end.code}"
     names = end.component.split("+")
-    why = _last_error(run_dir, names, launched.time) or _last_words(launched, names)
-    return f"{how}: {why}" if why else how
+    why, task = _last_error(run_dir, names, launched.time) or _last_words(launched, names)
+    log = _log_of(launched, task) or script_log
+    return Failure(f"{how}: {why}" if why else how, str(log))
+
+
+def _log_of(launched: LaunchRecord, task: str) -> Path | None:
+    """Names the file of what a task printed, if it printed anything."""
+    component, _, rank = task.rpartition("-")
+    for each in launched.components:
+        path = ComponentPaths(each.folder, launched.leader).log(int(rank or 0), "err")
+        if each.name == component and path.exists() and path.stat().st_size:
+            return path
+    return None
 
 
 def _end(lines: list[str]) -> _End | None:
@@ -52,16 +86,17 @@ def _end(lines: list[str]) -> _End | None:
     return found
 
 
-def _last_error(run_dir: Path, names: list[str], since: float) -> str:
+def _last_error(run_dir: Path, names: list[str], since: float) -> tuple[str, str] | None:
+    """Returns the newest error that a task of these components said, and which task."""
     folder = RunPaths(run_dir).events_folder
     paths = [path for name in names for path in folder.glob(f"{name}-*.jsonl")]
     lines = [line for path in paths for line in _tail(path) if '"event": "error"' in line]
     events = [event for event in map(_event, lines) if event.get("time", 0) >= since]
     if not events:
-        return ""
+        return None
     newest = max(events, key=lambda event: event["time"])
-    said = str(newest["message"]).splitlines()
-    return f"{newest['role']}-{newest['rank']}: {said[0] if said else ''}"
+    said, task = str(newest["message"]).splitlines(), f"{newest['role']}-{newest['rank']}"
+    return f"{task}: {said[0] if said else ''}", task
 
 
 def _event(line: str) -> dict[str, Any]:
@@ -72,7 +107,7 @@ def _event(line: str) -> dict[str, Any]:
     return event
 
 
-def _last_words(launched: LaunchRecord, names: list[str]) -> str:
+def _last_words(launched: LaunchRecord, names: list[str]) -> tuple[str, str]:
     for component in launched.components:
         if component.name not in names:
             continue
@@ -80,8 +115,9 @@ def _last_words(launched: LaunchRecord, names: list[str]) -> str:
             lines = _tail(ComponentPaths(component.folder, launched.leader).log(task, "err"))
             said = [line for line in lines if _ERROR.match(line)] or lines
             if said:
-                return f"{component.name}-{task}: {said[-1]}"
-    return ""
+                name = f"{component.name}-{task}"
+                return f"{name}: {said[-1]}", name
+    return "", ""
 
 
 def _tail(path: Path) -> list[str]:

@@ -6,32 +6,38 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.launch import states
+from relax_hpc.launch import pending, states
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs import engine_rows, logs, status
+from relax_hpc.runs import engine_rows, logs
 from relax_hpc.runs.status import RunStatus
-from relax_hpc.telemetry.progress import duration
+from relax_hpc.runs.watching import Watch
+from relax_hpc.telemetry.progress import duration, short
 
 _SHOWN = re.compile(r" relax_hpc\.(?:roles|checkpoints)\.[^:]*: (.*)")
 """Loggers whose lines tell the story of a run; the rest is in the logs."""
+_POLL_S = 0.5
 
 
 def progress(run_dir: Path) -> Iterator[str]:
-    """The story of a run as it happens, until it is over."""
-    for line in logs.follow(run_dir, until=lambda: is_over(run_dir)):
-        if line.source == "job":
-            yield line.text
-        elif told := _SHOWN.search(line.text):
-            yield told[1]
-
-
-def is_over(run_dir: Path) -> bool:
-    return states.is_over(status.job_state(run_dir))
+    """The story of a run as it happens, until it is over; also what it waits for in the queue."""
+    watch, found = Watch(run_dir), logs.Logs(run_dir)
+    while True:
+        over = watch.is_over()  # asked first, so that lines written before it became true are read
+        if news := watch.news():
+            yield news
+        for line in found.read(to_the_end=over):
+            if line.source == "job":
+                yield line.text
+            elif told := _SHOWN.search(line.text):
+                yield told[1]
+        if over:
+            return
+        time.sleep(_POLL_S)
 
 
 def text(run: RunStatus) -> str:
     """Components and achievements, a line each."""
-    lines = [f"{run.name}: {run.state}"]
+    lines = [f"{run.name}: {run.state}" + (f" ({run.queue})" if run.queue else "")]
     lines += [
         f"  {c.name:<10}{c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
         + (f", on {c.nodes}" if c.nodes else "")
@@ -54,7 +60,7 @@ def text(run: RunStatus) -> str:
 def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     done = run.progress
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
-    rows = [*_verdict(run), *rows]
+    rows = [*_verdict(run), *_times(run), *rows]
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
@@ -66,8 +72,11 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
 
 def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
     loss, documents, tokens = done["heldout_loss"], done["documents"], done["tokens"]
+    now = done["last_loss"]
     cut = {"truncated": "truncated", "left_out": "left out, their prompts alone are too long"}
     return [
+        *([] if now is None else [("loss", f"{now:.3f} at step {done['steps_done']}")]),
+        *_speed(done),
         ("held-out", "loss " + _heldout(loss["before"], loss["after"], loss["newest"])),
         ("documents", f"{documents['trained']} trained on" + _counted(documents, cut)),
         ("tokens", f"{tokens['all']}, {tokens['trained']} of them trained on"),
@@ -76,8 +85,10 @@ def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
-    count = done["trajectories"]
+    count, reward = done["trajectories"], done["last_reward"]
     return [
+        *([] if reward is None else [("reward", f"{reward:.3f} at step {done['steps_done']}")]),
+        *_speed(done),
         ("held-out", _heldout(done["heldout_before"], done["heldout_after"],
                               done["heldout_newest"])),
         ("trajectories", f"{count['committed']} committed, {count['trained']} trained on, "
@@ -91,6 +102,11 @@ def _of_rl(done: dict[str, Any]) -> list[tuple[str, str]]:
         ("checksums", {True: "equal", False: "DIFFER", None: "not compared yet"}[
             done["checksums_equal"]]),
     ]  # fmt: skip
+
+
+def _speed(done: dict[str, Any]) -> list[tuple[str, str]]:
+    speed = done["tokens_per_s"]
+    return [] if speed is None else [("speed", f"{short(speed)} tokens/s")]
 
 
 def _reward_errors(count: dict[str, Any] | None) -> list[tuple[str, str]]:
@@ -121,8 +137,24 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
         return [("unreachable", run.silence)]
     if states.is_over(run.state) and run.state != "COMPLETED":
         why = [("reason", run.reason)] if run.reason else []
+        why += [("see", run.log)] if run.log else []
         return [*why, ("to go on", f"relax-hpc resume {run.run_dir}")]
     return []
+
+
+def _times(run: RunStatus) -> list[tuple[str, str]]:
+    """Rows on how long it waits, runs and may run, and on what was started again."""
+    rows = []
+    if states.is_waiting(run.state):
+        said = [each for each in (pending.why(run.queue), pending.when(run.start)) if each]
+        rows += [("queue", "; ".join(said))] if said else []
+    elif run.state == "RUNNING" and run.start is not None:
+        left = "" if run.left_s is None else f", {duration(run.left_s)} left of its time limit"
+        rows.append(("elapsed", duration(max(0.0, time.time() - run.start)) + left))
+    again = [f"{name} {count}" for name, count in run.progress["restarts"].items()]
+    if run.progress["requeues"]:
+        again.append(f"the job {run.progress['requeues']} (requeued)")
+    return [*rows, ("started again", ", ".join(again))] if again else rows
 
 
 def _pace(run: RunStatus) -> str:

@@ -64,6 +64,14 @@ class RunStatus:
     """Why nobody knows the state, if it is UNREACHABLE."""
     reason: str
     """Why the run failed; empty if it did not, or nothing is known."""
+    log: str
+    """The file to read about that."""
+    queue: str
+    """Slurm's word for why it waits."""
+    start: float | None
+    """Time at which the job began, or is expected to begin, seconds since 1970."""
+    left_s: float | None
+    """Seconds until the job's time limit."""
     engines: tuple[Row, ...]
     """Engines of every pool, with those that were added, that are there or failed."""
     progress: dict[str, Any]
@@ -90,6 +98,9 @@ def collect(run_dir: Path) -> RunStatus:
     newest, shown = found[0], _decisive(found)
     paths = RunPaths(run_dir)
     config, events = job_file.read_resolved(paths.config), read_events(paths.events_folder)
+    why = failure.NOTHING
+    if _has_failed(shown.state):
+        why = failure.found(run_dir, shown.record, shown.state)
     return RunStatus(
         run_dir=run_dir,
         name=run_dir.name,
@@ -103,7 +114,11 @@ def collect(run_dir: Path) -> RunStatus:
             if each is not shown and states.is_alive(each.state)
         },
         silence=shown.silence,
-        reason=failure.text(run_dir, shown.record) if _has_failed(shown.state) else "",
+        reason=why.text,
+        log=why.log,
+        queue=shown.reason,
+        start=shown.start,
+        left_s=shown.left_s,
         engines=_engines(paths, config, shown.state, events),
         progress=summary.summed_up(paths, config, events),
     )
@@ -122,7 +137,12 @@ def _has_failed(state: str) -> bool:
 
 def job_state(run_dir: Path) -> str:
     """`RunStatus.state`, without the cost of the rest."""
-    return _decisive(of_run(run_dir)).state
+    return present(run_dir).state
+
+
+def present(run_dir: Path) -> Launch:
+    """Returns the launch whose state is the run's: the newest, or an earlier one that lives."""
+    return _decisive(of_run(run_dir))
 
 
 def of_run(run_dir: Path) -> list[Launch]:

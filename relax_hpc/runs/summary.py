@@ -89,7 +89,33 @@ def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
         "last_step_time": newest["time"] if (newest := history.newest(events, "step")) else None,
         "tokens_per_s": _mean([e["tokens_per_s"] for e in done[-20:] if "tokens_per_s" in e]),
         "eta_s": None if pace is None else pace * (num_steps - last),
+        "restarts": _restarts(events),
+        "requeues": _requeues(events),
     }
+
+
+def _restarts(events: Sequence[Event]) -> dict[str, int]:
+    """Counts by component how often its step was started again within an attempt of a job."""
+    starts: dict[tuple[str, str], int] = {}
+    for event in events:
+        if event["event"] == "start":
+            key = (event["role"], str(event.get("attempt")))
+            starts[key] = max(starts.get(key, 1), int(event.get("start", 1)))
+    found: dict[str, int] = {}
+    for (component, _), start in starts.items():
+        if start > 1:
+            found[component] = found.get(component, 0) + start - 1
+    return found
+
+
+def _requeues(events: Sequence[Event]) -> int:
+    """Counts how often Slurm began a job of the run anew; an attempt is "JOB.COUNT"."""
+    newest: dict[str, int] = {}
+    for event in events:
+        if event["event"] == "start":
+            job, _, count = str(event.get("attempt")).rpartition(".")
+            newest[job] = max(newest.get(job, 0), int(count) if count.isdigit() else 0)
+    return sum(newest.values())
 
 
 def _of_sft(

@@ -26,7 +26,7 @@ def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) ->
     if "kl/mean" in fields:
         parts.append(f"KL {fields['kl/mean']:.2g}")
     if "tokens_per_s" in fields:
-        parts.append(f"{_short(fields['tokens_per_s'])} tok/s")
+        parts.append(f"{short(fields['tokens_per_s'])} tok/s")
     parts += _hardware(fields)
     if any(name.startswith("time/") for name in fields):
         parts.append(_seconds(fields))
@@ -65,7 +65,8 @@ def _seconds(fields: Mapping[str, Any]) -> str:
     return f"{total:.1f} s ({stages})" if stages else f"{total:.1f} s"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """A number in three or four characters: 85, 2.7k, 1.2M."""
     if value < 1000:
         return f"{value:.0f}"
     return f"{value / 1000:.1f}k" if value < 1e6 else f"{value / 1e6:.1f}M"

@@ -43,9 +43,10 @@ class FakeSlurm:
     run_dir: Path
 
     def says(self, *lines: str) -> None:
-        """squeue's answer from now on: "7+0|RUNNING"."""
+        """squeue's answer from now on: "7+0|RUNNING", or all fields."""
         (self.folder / "silent").unlink(missing_ok=True)
-        (self.folder / "queue").write_text("".join(f"{line}|n1|1\n" for line in lines))
+        full = [line if line.count("|") > 1 else f"{line}|n1|1" for line in lines]
+        (self.folder / "queue").write_text("".join(f"{line}\n" for line in full))
 
     def is_silent(self, words: str = DEAD) -> None:
         (self.folder / "silent").write_text(words)

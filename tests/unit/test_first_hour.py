@@ -4,6 +4,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_slurm
 import pytest
@@ -13,6 +14,9 @@ from typer.testing import CliRunner
 from relax_hpc.cli.main import app
 from relax_hpc.launch import known_runs, states
 from relax_hpc.paths import RunPaths
+from relax_hpc.runs import log_text, report, watching
+from relax_hpc.runs import logs as run_logs
+from relax_hpc.telemetry.events import EventWriter
 
 
 def row(text):
@@ -174,3 +178,189 @@ def test_a_job_without_a_run_root_takes_that_of_the_environment(job, row, tmp_pa
     answer = cli("check", "job.toml", "--local", **root)
     assert f'"run_root": "{tmp_path / "scratch"}"' in answer.output
     assert f'"run_root": "{tmp_path / "runs"}"' in cli("check", "job.toml", "--local").output
+
+
+NOW = time.time()
+
+
+def slurm_time(seconds):
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(seconds))
+
+
+@row("status pending: no queue reason, start time or elapsed")
+def test_of_a_run_that_waits_the_reason_and_the_expected_start_are_said(run, row):
+    start = NOW + 3600
+    run.says(f"7+0|PENDING||1|Resources|{slurm_time(start)}|1:00:00", "7+1|PENDING||2|None|N/A|")
+    lines = cli("status", "run").output.splitlines()
+    assert lines[0] == "run: PENDING (Resources)"
+    clock = time.strftime("%H:%M", time.localtime(start))
+    expected = f"  queue         waits for nodes to be free; expected to start at {clock}"
+    assert expected in lines
+    assert cli("ls").output.splitlines()[1].split()[1:3] == ["PENDING", "(Resources)"]
+    run.says("7+0|PENDING||1|QOSMaxGRESPerUser|N/A|", "7+1|PENDING||2|QOSMaxGRESPerUser|N/A|")
+    assert "  queue         a limit of its QOS is reached\n" in cli("status", "run").output
+    run.says("7+0|PENDING||1|Frobnication|N/A|", "7+1|PENDING||2|Frobnication|N/A|")
+    answer = cli("status", "run").output
+    assert answer.startswith("run: PENDING (Frobnication)\n") and "  queue " not in answer
+
+
+@row("status pending / failed: no elapsed, no reward, though --json has last_reward")
+def test_of_a_run_that_runs_elapsed_and_remaining_time_reward_and_speed_are_said(run, row):
+    begin = slurm_time(time.time() - 7200)
+    run.says(f"7+0|RUNNING|n1|1|None|{begin}|1-02:00:00", f"7+1|RUNNING|n2|2|None|{begin}|22:00:00")
+    write_steps(run.run_dir, {"step": 9, "reward/mean": 0.25, "tokens_per_s": 2700.0})
+    lines = [line.strip() for line in cli("status", "run").output.splitlines()]
+    assert "elapsed       2.0 h, 22.0 h left of its time limit" in lines
+    assert "reward        0.250 at step 9" in lines and "speed         2.7k tokens/s" in lines
+    assert "started again" not in "".join(lines)
+    said = json.loads(cli("status", "run", "--json").output)
+    assert said["left_s"] == 22 * 3600 and abs(said["start"] - time.time() + 7200) < 60
+
+
+@row("time limit: requeues and goes on; no mention in status")
+def test_restarts_and_requeues_are_counted(run, row):
+    for component, starts in (
+        ("actor", [("7.0", 1), ("7.0", 3), ("7.1", 1), ("7.2", 2)]),
+        ("rollout", [("7.0", 1), ("7.2", 1)]),
+    ):
+        with EventWriter(RunPaths(run.run_dir).events(component, 0), component, 0) as events:
+            for attempt, start in starts:
+                events.emit("start", attempt=attempt, start=start, node="n1")
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    assert "  started again actor 3, the job 2 (requeued)\n" in cli("status", "run").output
+
+
+@row("--follow while pending: silent")
+def test_following_says_why_the_job_waits_and_when_it_waits_no_more(run, row, monkeypatch):
+    asked = []
+
+    def sleep(_):
+        asked.append(len(run.asked("squeue")))
+        if len(asked) == 5:
+            run.says("7+0|PENDING||1|Priority|N/A|", "7+1|PENDING||2|Priority|N/A|")
+        if len(asked) == 10:
+            run.says("7+0|RUNNING", "7+1|RUNNING")
+        if len(asked) == 15:
+            run.leaves(0)
+            run.says("7+0|COMPLETED", "7+1|COMPLETED")
+
+    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: len(asked) * 2.0))
+    run.says("7+0|PENDING||1|Resources|N/A|", "7+1|PENDING||2|Resources|N/A|")
+    assert list(report.progress(run.run_dir)) == [
+        "PENDING (Resources): waits for nodes to be free",
+        "PENDING (Priority): others are before it in the queue",
+        "RUNNING",
+    ]
+    assert asked[:6] == [1, 1, 1, 1, 1, 2], "ten seconds are five rounds"
+
+
+@row("Ctrl-C in --follow: no hint that the run goes on")
+def test_ctrl_c_says_that_the_run_goes_on_and_how_to_look_again(run, row, monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_logs, "time", SimpleNamespace(sleep=interrupted))
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    answer = cli("logs", "run", "-f")
+    assert answer.exit_code == 130
+    assert answer.stderr == (
+        "\nrun goes on; look again with relax-hpc watch run, end it with relax-hpc cancel run\n"
+    )
+    run.leaves(1)
+    run.says("7+0|FAILED", "7+1|FAILED")
+    monkeypatch.setattr(report, "progress", lambda _: interrupted(0))
+    answer = cli("resume", "run", "--follow")
+    assert answer.exit_code == 130 and "run goes on; look again" in answer.stderr
+
+
+STEP = (
+    "step {}/30 | reward 0.303 | staleness 0.0 (max 0) | loss -0.003 | 2.7k tok/s | "
+    "3.3 s (wait 0.7 read 0.1 forward_backward 2.0 update 0.0 publish 0.0 save 0.0) | ETA 3 min"
+)
+WARNING = "/x/lib/python3.11/site-packages/torch/a.py:3: FutureWarning: this is old\n  old()\n"
+
+
+def logged(second, task, text, level="INFO", logger="relax_hpc.roles.actor.rank0"):
+    return f"2026-01-02 10:00:{second:02} host1 {task} {level} {logger}: {text}\n"
+
+
+def write_logs(run_dir):
+    folder = run_dir / "submission"
+    (folder / "7_batch.log").write_text(
+        "2026-01-02T10:00:09 actor: start 1 ended with exit code 1\n"
+    )
+    (folder / "c0" / "7_0_log.err").write_text(
+        WARNING + logged(1, "rollout-0", "engine is healthy")
+        + logged(5, "rollout-0", "engine is slow", "WARNING")
+    )  # fmt: skip
+    (folder / "c1" / "7_0_log.out").write_text("a print\n")
+    (folder / "c1" / "7_0_log.err").write_text(
+        logged(2, "actor-0", STEP.format(" 1")) + WARNING + logged(4, "actor-0", STEP.format(" 2"))
+        + "Traceback (most recent call last):\n  File x\nValueError: odd\n"
+    )  # fmt: skip
+    os.utime(folder / "c1" / "7_0_log.out", (0, 0))
+
+
+@row("logs: grouped per task, not by time; no --tail, no -f; FutureWarnings")
+def test_logs_are_in_order_of_time_without_the_warnings_of_libraries(run, row):
+    write_logs(run.run_dir)
+    answer = cli("logs", "run")
+    assert [line.split(":")[0] for line in answer.stdout.splitlines()] == [
+        "actor-0", "rollout-0", "actor-0", "actor-0", "actor-0", "actor-0", "actor-0", "rollout-0",
+        "job",
+    ]  # fmt: skip
+    assert answer.stdout.splitlines()[4:7] == [
+        "actor-0: Traceback (most recent call last):", "actor-0:   File x",
+        "actor-0: ValueError: odd",
+    ]  # fmt: skip
+    assert "Warning" not in answer.stdout and "old()" not in answer.stdout
+    assert answer.stderr == "2 warnings of libraries are left out; add --all\n"
+    everything = cli("logs", "run", "--all")
+    assert everything.stdout.count("FutureWarning") == 2 and everything.stderr == ""
+    assert len(everything.stdout.splitlines()) == len(answer.stdout.splitlines()) + 4
+
+
+@row("logs: grouped per task, not by time; no --tail, no -f; FutureWarnings")
+def test_the_last_lines_of_all_logs_can_be_had_alone_and_others_as_they_come(run, row, monkeypatch):
+    write_logs(run.run_dir)
+    whole = cli("logs", "run").stdout.splitlines(keepends=True)
+    for count in (0, 1, 2, 5, 99):
+        assert cli("logs", "run", "-n", count).stdout == "".join(whole[-count or len(whole) :])
+    path = run.run_dir / "submission" / "c1" / "7_0_log.err"
+
+    def sleep(_):
+        with path.open("a") as file:
+            file.write(logged(7, "actor-0", "more"))
+        run.leaves(0)
+        run.says("7+0|COMPLETED", "7+1|COMPLETED")
+
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    monkeypatch.setattr(run_logs, "time", SimpleNamespace(**vars(time) | {"sleep": sleep}))
+    monkeypatch.setattr(watching, "_ENDING_S", 0.0)
+    said = cli("logs", "run", "-f", "-n", "1").stdout.splitlines()
+    assert said[0].startswith("job: ") and said[1].endswith(": more") and len(said) == 2
+
+
+def test_a_long_log_is_read_from_its_end(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("".join(f"line {number} {'x' * 90}\n" for number in range(5000)))
+    tail = run_logs._Tail("a", path)
+    tail.skip_but(2000)
+    assert next(tail.read(to_the_end=True)).text.split()[1] == "3000"
+
+
+@row("logs: a step takes 3 lines at 80 columns")
+def test_a_step_is_one_line_at_80_columns(run, row):
+    def shown(text, width, source="actor-0"):
+        return log_text.short(run_logs.LogLine(source, text.rstrip(), ""), width)
+
+    step = logged(2, "actor-0", STEP.format("12"))
+    assert shown(step, 80) == (
+        "actor-0: 10:00:02 step 12/30 | reward 0.303 | 2.7k tok/s | 3.3 s | ETA 3 min"
+    )
+    assert "loss -0.003 | 2.7k" in shown(step, 100) and "staleness" not in shown(step, 100)
+    assert shown(step, 300).endswith(STEP.format("12"))
+    assert shown(logged(2, "a", "slow", "WARNING"), 80) == "actor-0: 10:00:02 WARNING slow"
+    assert shown("2026-01-02T10:00:09 x: giving up", 80, "job") == "job: 10:00:09 x: giving up"
+    assert shown("  File x", 80) == "actor-0:   File x"

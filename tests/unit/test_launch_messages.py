@@ -102,6 +102,7 @@ def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run
     assert lines[0] == "run: FAILED"
     why = "actor failed 2 times, exit code 3: actor-2: TrainingError: not finite"
     assert f"reason        {why}" in lines
+    assert f"see           {run.run_dir}/submission/7_batch.log" in lines
     assert f"to go on      relax-hpc resume {run.run_dir}" in lines
     assert "steps         0 of 30" in lines
     assert json.loads(cli("status", run.run_dir, "--json").output)["reason"] == why
@@ -121,14 +122,17 @@ def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):
     fail(run)
     path = run.run_dir / "submission" / "c1" / "7_0_log.err"
     path.write_text("Traceback\n  x\nImportError: no torch\nsrun: error: n1: task 0\n")
-    assert "exit code 3: actor-0: ImportError: no torch\n" in cli("status", run.run_dir).output
+    said = cli("status", run.run_dir).output
+    assert "exit code 3: actor-0: ImportError: no torch\n" in said
+    assert f"see           {path}\n" in said
     log = run.run_dir / "submission" / "7_batch.log"
     log.write_text("7_submission.sh: line 9: module: command not found\n")
     assert "line 9: module: command not found\n" in cli("status", run.run_dir).output
     run.says("7+0|TIMEOUT", "7+1|TIMEOUT")
     log.unlink()
     answer = cli("status", run.run_dir).output
-    assert "reason" not in answer and "to go on      relax-hpc resume" in answer
+    assert "reason        its time limit was over" in answer
+    assert "to go on      relax-hpc resume" in answer and "  see  " not in answer
 
 
 def steps(run, *events, ago_s=0.0):

@@ -323,7 +323,7 @@ def test_whoever_stops_following_is_told_that_the_run_goes_on(run, monkeypatch):
 
     monkeypatch.setattr(Sight, "follow", interrupted)
     answer = CliRunner().invoke(app, ["peek", str(run.root)])
-    assert answer.exit_code == 0 and "the run goes on" in answer.output
+    assert answer.exit_code == 130 and "goes on; look again" in answer.output
 
 
 def test_for_the_newest_no_other_shard_is_opened(run, monkeypatch):
