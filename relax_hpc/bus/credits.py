@@ -105,6 +105,11 @@ class CreditTail:
         self._newest.add(records)
         return self._newest.credit
 
+    @property
+    def plan_fence(self) -> int:
+        """Fence of the newest trainer as of the last look; 0 before the first has started."""
+        return self._newest.plan_fence
+
     def close(self) -> None:
         self._file.close()
 
@@ -114,12 +119,12 @@ class _Newest:
 
     def __init__(self) -> None:
         self.credit: Credit | None = None
-        self._plan_fence = 0
+        self.plan_fence = 0
 
     def add(self, records: list[Record]) -> None:
         for record in records:
-            if record["plan_fence"] >= self._plan_fence:
-                self._plan_fence = record["plan_fence"]
+            if record["plan_fence"] >= self.plan_fence:
+                self.plan_fence = record["plan_fence"]
                 values = {key: value for key, value in record.items() if key != "plan_fence"}
                 refill = tuple(Refill(*entry) for entry in values.pop("refill", ()))
                 self.credit = Credit(**values, refill=refill)

@@ -228,13 +228,14 @@ def _read(paths: BusPaths, fence: int, base: Snapshot) -> Chain | None:
         segments.append((base.fence, base.records, read_frames(logs[base.fence], base.end)))
     chain: list[ChainRecord] = []
     for owner, keep, records in reversed(segments):
-        found = [ChainRecord(_parse(record), owner, end) for record, end in records]
+        found = [ChainRecord(parse(record), owner, end) for record, end in records]
         chain = chain[: keep - base.records] + found
     links = [(owner, keep) for owner, keep, _ in reversed(segments)]
     return Chain(segments[0][0] if segments else 0, base, chain, links)
 
 
-def _parse(record: Record) -> AnyRecord:
+def parse(record: Record) -> AnyRecord:
+    """Makes a record of the plan of what its log says."""
     if "parts" in record:
         return PlanRecord.from_json(record)
     return DroppedGroup(**record) if "dropped" in record else IgnoredShard(**record)

@@ -11,7 +11,7 @@ from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
 from relax_hpc.bus.owner import Owner
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.shards.shard_format import ROW_OFFSETS
-from relax_hpc.errors import BusError, DamagedError
+from relax_hpc.errors import BusError, DamagedError, FencedError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import COLUMNS, Columns, columns_of
 
@@ -146,6 +146,19 @@ class SidecarWriter(Owner):
         self._done.add(pending.record.uuid)
         self._pending.pop(pending.record.uuid, None)
         self._offsets.pop(pending.record.uuid, None)
+
+    def check_fenced(self) -> None:
+        """Raises FencedError if another process took over; may be called from any thread."""
+        tail = LogTail(self._paths.log(self.name))
+        try:
+            tail.poll()
+            if tail.fence > self.fence:
+                raise FencedError(
+                    f"{self.name}: fence {tail.fence} was claimed after {self.fence}; another "
+                    "process took over, this one must end"
+                )
+        finally:
+            tail.close()
 
     def collect(self, retired_guid_below: int) -> int:
         """Deletes own shards whose guids are all below an ordinal that the trainer released.

@@ -1,7 +1,7 @@
 """The model on stock Megatron-core, from its TransformerConfig."""
 
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -38,6 +38,8 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
     architecture: Architecture
     """Architecture of the whole model; this may be a part of its layers."""
+    has_vocabulary: ClassVar[bool] = True
+    """Whether the last stage has an output layer."""
 
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states
@@ -75,9 +77,16 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
 
 
 def build(
-    config: TransformerConfig, shape: Architecture, device: torch.device, attend: Attend
+    config: TransformerConfig,
+    shape: Architecture,
+    device: torch.device,
+    attend: Attend,
+    kind: type[PackedGPT] = PackedGPT,
 ) -> list[PackedGPT]:
     """Builds this rank's chunks of layers, in order, weights uninitialised; groups must exist.
+
+    Args:
+        kind: what the chunks are.
 
     Raises:
         ConfigError: experts are to be reached by what is not installed.
@@ -85,8 +94,8 @@ def build(
     expert_layer.check_installed(config)
     stages = config.virtual_pipeline_model_parallel_size
     if stages is None:
-        return [_build_chunk(config, shape, device, attend, None)]
-    return [_build_chunk(config, shape, device, attend, stage) for stage in range(stages)]
+        return [_build_chunk(config, shape, device, attend, kind, None)]
+    return [_build_chunk(config, shape, device, attend, kind, stage) for stage in range(stages)]
 
 
 def _build_chunk(
@@ -94,11 +103,13 @@ def _build_chunk(
     shape: Architecture,
     device: torch.device,
     attend: Attend,
+    kind: type[PackedGPT],
     vp_stage: int | None,
 ) -> PackedGPT:
     first = get_transformer_layer_offset(config, vp_stage)
     own = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    model = PackedGPT(
+    is_tied = shape.tied_embeddings and kind.has_vocabulary
+    model = kind(
         config=config,
         transformer_layer_spec=TransformerBlockSubmodules(
             layer_specs=[_layer(config, attend, has_experts=_has_experts(config, n)) for n in own],
@@ -109,7 +120,7 @@ def _build_chunk(
         pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
+        share_embeddings_and_output_weights=is_tied,
         position_embedding_type="mrope",
         vp_stage=vp_stage,
     )
@@ -119,7 +130,7 @@ def _build_chunk(
     if model.pre_process:
         RowsEmbedding.replace(
             model.embedding.word_embeddings,
-            is_output=model.post_process and shape.tied_embeddings,
+            is_output=model.post_process and is_tied,
         )
     model.rotary_pos_emb = RotaryByPosition(shape.rope, shape.head_dim, device)
     return cast(PackedGPT, model.to(device))

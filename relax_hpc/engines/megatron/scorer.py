@@ -1,6 +1,7 @@
 """A model that only scores: logprobs of trajectories under the weights it holds."""
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,8 @@ class MegatronScorer:
     All its public methods but the properties are collective. Ranks of a replica (tensor, pipeline
     and context parallel) are given the same trajectories.
     """
+
+    _kind: ClassVar[type[model.PackedGPT]] = model.PackedGPT
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class MegatronScorer:
         self._device = device
         self._shape = shape
         attend = choice.choose(megatron.attention, device, transformer.params_dtype)
-        self._chunks = model.build(transformer, shape, device, attend)
+        self._chunks = model.build(transformer, shape, device, attend, self._kind)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
         """The modules that forward passes go through."""
         for chunk in self._chunks:

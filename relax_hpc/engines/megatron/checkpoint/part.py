@@ -30,6 +30,7 @@ from relax_hpc.engines.megatron.checkpoint import boxes, part_files, pickles
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
 from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
 from relax_hpc.engines.megatron.checkpoint.read import Stored
+from relax_hpc.engines.megatron.hf.hf_weights import VALUE_HEAD
 from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
 from relax_hpc.errors import CheckpointError, ConfigError
 
@@ -122,12 +123,16 @@ def load_checkpoint(folder: Path, trainee: Trainee) -> int:
 def load_weights(folder: Path, chunks: Sequence[GPTModel]) -> None:
     """Fills the chunks from the weights of a checkpoint, of whatever grid. Not collective.
 
+    A critic's head that the checkpoint does not have, being a policy's, stays as it is.
+
     Raises:
         CheckpointError: it is not whole, or damaged; names the file.
         ConfigError: it is of another model.
     """
     stored = Stored(folder)
-    stored.fill([boxes.of_shard(shard) for shard, _ in _tensors(chunks)])
+    known = stored.shapes()
+    wanted = [boxes.of_shard(shard) for shard, _ in _tensors(chunks)]
+    stored.fill([box for box in wanted if box.key in known or VALUE_HEAD not in box.key])
     _load_objects(chunks, stored)
 
 

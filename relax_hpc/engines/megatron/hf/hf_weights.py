@@ -18,6 +18,8 @@ from relax_hpc.models.names import Parameter, Piece
 from relax_hpc.models.registry import parameters, read_architecture
 
 _LAYERS = "decoder.layers."
+VALUE_HEAD = "value_head."
+"""Prefix of the parameters of a critic's head, which no Hugging Face folder has."""
 
 
 class Sharing(NamedTuple):
@@ -70,6 +72,8 @@ def _by_name(chunks: Sequence[GPTModel]) -> dict[str, nn.Parameter]:
     for chunk in chunks:
         offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
+            if name.startswith(VALUE_HEAD):
+                continue
             if name.startswith(_LAYERS):
                 number, rest = name.removeprefix(_LAYERS).split(".", 1)
                 name = f"{_LAYERS}{int(number) + offset}.{rest}"

@@ -1,0 +1,64 @@
+"""Generalized advantage estimation on packed tokens (arXiv:1506.02438). T tokens, S sequences."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from relax_hpc.algorithms.algorithm import Tokens
+
+
+def generalized(
+    values: "Tensor", rewards: "Tensor", tokens: "Tokens", *, gamma: float, lam: float,
+    alpha: float = 0.0,
+) -> "Tensor":  # fmt: skip
+    """A_t = delta_t + gamma lam A_t', delta_t = r_t + gamma V_t' - V_t; 0 where nothing is trained.
+
+    t' is the next token that is trained on in the same sequence: what lies between them was given,
+    by a tool say, and is part of the way from one state to the next. verl does so, too; slime takes
+    a given token for a step of its own. Behind the last one V is 0.
+
+    Args:
+        values: [T] V of the state in which a token was chosen.
+        rewards: [T] what is still to come in the sequence from a token on, undiscounted: so r_t is
+            the fall to the next one. The same on all its tokens, it is a reward at the end.
+        tokens: whose loss mask and sequences count.
+        gamma: discount of a step.
+        lam: 1 trusts rewards alone, 0 the values of the next states.
+        alpha: above 0, lam is max(0, 1 - 1 / (alpha l)) instead, in a sequence of l trained tokens,
+            so that 1 / (1 - lam) = alpha l (VAPO, arXiv:2504.05118, where it is 0.05).
+
+    Returns:
+        [T] float64.
+    """
+    import torch
+
+    place = tokens.loss_mask.nonzero().squeeze(1)
+    ids, v, to_come = tokens.sequence_ids[place], values[place].double(), rewards[place].double()
+    goes_on = torch.zeros_like(ids, dtype=torch.bool)
+    goes_on[:-1] = ids[1:] == ids[:-1]
+    later = goes_on.double()
+    reward = to_come - later * to_come.roll(-1)
+    delta = reward + gamma * later * v.roll(-1) - v
+    if alpha > 0:
+        length = torch.zeros(len(tokens.groups), dtype=torch.float64, device=ids.device)
+        length.index_add_(0, ids, torch.ones_like(v))
+        decay = (1 - 1 / (alpha * length)).clamp(min=0)[ids]
+    else:
+        decay = torch.full_like(v, lam)
+    found = torch.zeros(len(values), dtype=torch.float64, device=values.device)
+    found[place] = _sum_up(delta, gamma * decay * later)
+    return found
+
+
+def _sum_up(delta: "Tensor", decay: "Tensor") -> "Tensor":
+    """A_t = delta_t + decay_t A_(t+1), in as many passes as the length has bits."""
+    import torch
+
+    step = 1
+    while step < len(delta):
+        front, further = decay[:-step], decay[step:]
+        delta = torch.cat([delta[:-step] + front * delta[step:], delta[-step:]])
+        decay = torch.cat([front * further, decay[-step:]])
+        step *= 2
+    return delta

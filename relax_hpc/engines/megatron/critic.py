@@ -1,0 +1,85 @@
+"""The critic's model: a number for every token instead of the logprobs of a vocabulary."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from torch import Tensor, nn
+from torch.nn import functional
+
+from relax_hpc.engines.megatron import packing, schedule
+from relax_hpc.engines.megatron.model import PackedGPT
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.trainer import MegatronTrainer
+from relax_hpc.schema import Row
+
+
+class ValueHead(nn.Module):
+    """A number of each hidden state, computed in float32; zero at first, whatever the state."""
+
+    def __init__(self, config: Any) -> None:  # noqa: ANN401
+        super().__init__()
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        kind = {"dtype": config.params_dtype, "device": device}
+        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, **kind))
+        self.bias = nn.Parameter(torch.zeros(1, **kind))
+        for parameter in (self.weight, self.bias):
+            # Tensor-parallel ranks have gradients of their own tokens, to be added up.
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., h] -> [...]"""
+        return functional.linear(hidden.float(), self.weight.float(), self.bias.float())[..., 0]
+
+
+class ValueGPT(PackedGPT):
+    """Has a value head in the place of the output layer."""
+
+    has_vocabulary: ClassVar[bool] = False
+
+    def __init__(self, **settings: Any) -> None:  # noqa: ANN401
+        super().__init__(**settings)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(self.config)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """[T] values of the states behind each token, with gradient; T of this rank.
+
+        Args:
+            hidden: [T, 1, h], or this rank's part of T under sequence parallelism.
+        """
+        values: Tensor = self.value_head(hidden).squeeze(1)
+        if self.config.sequence_parallel:
+            # Every rank computes the same loss of the whole: its own part of the gradient is all.
+            values = gather_from_sequence_parallel_region(
+                values, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return values
+
+
+class MegatronCritic(MegatronTrainer):
+    """A trainer of values: where the policy's has logprobs of tokens, it has V.
+
+    V of a token is that of the state in which it was chosen, of the tokens before it. A loss is
+    given V [T] with gradient, and `old_logprobs` are V before the step.
+    """
+
+    _kind: ClassVar[type[PackedGPT]] = ValueGPT
+
+    def forward_values(
+        self, trajectories: Sequence[Row], micro_batches: Sequence[Sequence[int]]
+    ) -> list[npt.NDArray[np.float32]]:
+        """Returns [tokens] V per trajectory, 0 for its first token; else as `forward_logprobs`."""
+        return self.forward_logprobs(trajectories, micro_batches)
+
+    def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        model = self._chunks[-1]
+        assert isinstance(model, ValueGPT)
+        values = packing.at_predicted_token(
+            schedule.whole(model.values(hidden)), micro_batch.is_first
+        )
+        return values, torch.zeros_like(values)

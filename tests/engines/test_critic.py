@@ -1,0 +1,117 @@
+"""The critic's model on Megatron-core: values that are known, alike on every grid."""
+
+import critic_worker as critic
+import megatron_worker as worker
+import numpy as np
+import pytest
+from megatron_reference import dense
+from megatron_worker import job, trajectories
+
+from relax_hpc.schema import FinishReason, Trajectory
+
+GRIDS = {
+    "one": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "dp2": (2, {"dp": 2}),
+    "pp2": (2, {"layout": {"pipeline_parallel": 2}}),
+    "cp2": (2, {"layout": {"context_parallel": 2}}),
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    dense(folder, tied=request.param)
+    return folder
+
+
+def rewarded(count):
+    rows, rewards = trajectories(count)
+    return [row._replace(reward=float(r)) for row, r in zip(rows, rewards, strict=True)]
+
+
+def open_grid(ranks, folder, grid, **more):
+    size, options = GRIDS[grid]
+    ranks[size].call(critic.open_critic, config=job(folder, **(options | more)))
+    return ranks[size]
+
+
+def values_of(pool, rows):
+    found = {}
+    for rank in pool.call(critic.values, rows=rows):
+        found |= rank
+    return [found[row] for row in range(len(rows))]
+
+
+@pytest.mark.parametrize("grid", list(GRIDS))
+def test_values_and_updates_are_the_same_on_every_grid(ranks, folder, grid):
+    """The head begins at zero: the second step is the first that goes through the model."""
+    rows = rewarded(8)
+    found = []
+    for layout, portions in (("one", 1), (grid, 3)):
+        pool = open_grid(ranks, folder, layout)
+        assert not any(value.any() for value in values_of(pool, rows))
+        steps = [
+            pool.call(critic.learn, rows=rows, num_portions=portions, clip=0.2)[0] for _ in range(2)
+        ]
+        found.append((steps, values_of(pool, rows)))
+    (one, expected), (other, values) = found
+    for before, after in zip(one, other, strict=True):
+        for key in ("loss", "grad_norm", "value/mean", "value/square_error"):
+            assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-6), key
+    for row, mine, there in zip(rows, values, expected, strict=True):
+        assert mine[0] == 0 and np.abs(mine[row.prompt_len :]).max() > 0
+        np.testing.assert_allclose(mine, there, atol=2e-5)
+
+
+def chain():
+    """Three ways from one state: 5 6 7 is worth 1, 5 6 8 is worth 0, 5 9 is worth 0.25."""
+    ways = [([5, 6, 7], 1.0), ([5, 6, 8], 0.0), ([5, 9], 0.25), ([5, 9], 0.25)]
+    return [
+        Trajectory(
+            guid=number, sibling=0, prompt_index=0, seed=0,
+            token_ids=np.array([3, *tokens], np.int32), prompt_len=1,
+            loss_mask=np.array([0] + [1] * len(tokens), np.uint8),
+            version_runs=np.array([[1, 0]], np.int32), finish=FinishReason.STOP, reward=reward,
+        )
+        for number, (tokens, reward) in enumerate(ways)
+    ]  # fmt: skip
+
+
+def test_values_of_a_chain_are_learned_to_a_thousandth(ranks, tmp_path):
+    """V(3) = V(3 5) = 1.5 / 4; V(3 5 6) = 0.5: the mean of what the ways from there are worth."""
+    dense(tmp_path, tied=True)
+    optimizer = {"lr": 3e-3, "clip_grad": 1.0, "final_lr_fraction": 0.0}
+    more = {"optimizer": optimizer, "schedule": {"num_steps": 250}}
+    pool = open_grid(ranks, tmp_path, "one", **more)
+    rows = chain()
+    metrics = pool.call(critic.learn, rows=rows, num_steps=250)[0]
+    values = values_of(pool, rows)
+    start = 1.5 / 4
+    np.testing.assert_allclose(values[0][1:], [start, start, 0.5], atol=1e-3)
+    np.testing.assert_allclose(values[1][1:], [start, start, 0.5], atol=1e-3)
+    np.testing.assert_allclose(values[2][1:], [start, start], atol=1e-3)
+    assert metrics["value/mean"] == pytest.approx(metrics["value/return"], abs=1e-3)
+
+
+def test_a_critic_goes_on_from_its_checkpoint_and_begins_with_a_policys_weights(
+    ranks, folder, tmp_path
+):
+    rows = rewarded(6)
+    ranks[1].call(worker.open_trainer, config=job(folder))
+    ranks[1].call(worker.save, folder=tmp_path / "policy")
+    pool = open_grid(ranks, folder, "one")
+    first = pool.call(critic.learn, rows=rows)[0]
+    assert not any(name.startswith("output_layer") for name in pool.call(critic.parameters)[0])
+    pool.call(critic.save, folder=tmp_path / "critic")
+    second = pool.call(critic.learn, rows=rows)[0]
+    after = values_of(pool, rows)
+    pool = open_grid(ranks, folder, "one")
+    assert pool.call(critic.load, folder=tmp_path / "critic") == [1]
+    assert pool.call(critic.learn, rows=rows)[0] == second
+    assert all(map(np.array_equal, values_of(pool, rows), after))
+    config = job(folder)
+    pool.call(critic.open_critic, config=config, weights=tmp_path / "policy")
+    assert pool.call(critic.learn, rows=rows)[0]["grad_norm"] == first["grad_norm"]
+    pool.call(critic.open_critic, config=config, weights=tmp_path / "critic")
+    assert any(value.any() for value in values_of(pool, rows))
