@@ -50,9 +50,7 @@ class CriticConfig(Section):
 
     def saving(self, actor: SavingConfig) -> SavingConfig:
         """Returns when it is saved: as often as the actor."""
-        return SavingConfig(
-            save_every=actor.save_every, keep_checkpoints=actor.keep_checkpoints
-        )
+        return SavingConfig(save_every=actor.save_every, keep_checkpoints=actor.keep_checkpoints)
 
 
 class _CriticMegatron(MegatronConfig):

@@ -161,11 +161,11 @@ def test_a_full_file_system_delays_and_loses_nothing(paths, tmp_path, monkeypatc
     monkeypatch.setattr(durable, "FULL_RETRY_S", 0.05)
     put, refusals = SidecarWriter.put, [3, 2, 1]
 
-    def put_if_there_is_space(self, *args):
+    def put_if_there_is_space(self, *args, **options):
         if refusals:
             refusals.pop()
             raise BusFullError("no space left")
-        return put(self, *args)
+        return put(self, *args, **options)
 
     monkeypatch.setattr(SidecarWriter, "put", put_if_there_is_space)
     score(paths, tmp_path)

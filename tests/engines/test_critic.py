@@ -18,11 +18,14 @@ GRIDS = {
 }
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def folder(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    dense(folder, tied=request.param)
-    return folder
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{tied: folder}; a critic has the output layer of neither."""
+    made = {}
+    for tied in (False, True):
+        made[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
+        dense(made[tied], tied=tied)
+    return made
 
 
 def rewarded(count):
@@ -44,8 +47,9 @@ def values_of(pool, rows):
 
 
 @pytest.mark.parametrize("grid", list(GRIDS))
-def test_values_and_updates_are_the_same_on_every_grid(ranks, folder, grid):
+def test_values_and_updates_are_the_same_on_every_grid(ranks, folders, grid):
     """The head begins at zero: the second step is the first that goes through the model."""
+    folder = folders[grid in ("tp2", "pp2")]
     rows = rewarded(8)
     found = []
     for layout, portions in (("one", 1), (grid, 3)):
@@ -95,9 +99,9 @@ def test_values_of_a_chain_are_learned_to_a_thousandth(ranks, tmp_path):
 
 
 def test_a_critic_goes_on_from_its_checkpoint_and_begins_with_a_policys_weights(
-    ranks, folder, tmp_path
+    ranks, folders, tmp_path
 ):
-    rows = rewarded(6)
+    folder, rows = folders[False], rewarded(6)
     ranks[1].call(worker.open_trainer, config=job(folder))
     ranks[1].call(worker.save, folder=tmp_path / "policy")
     pool = open_grid(ranks, folder, "one")

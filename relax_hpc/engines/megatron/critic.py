@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -46,6 +48,19 @@ class ValueGPT(PackedGPT):
             del self.output_layer
             self.value_head = ValueHead(self.config)
 
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """As of any module: a language model's own looks for the output layer."""
+        complete = ensure_metadata_has_dp_cp_group(metadata)
+        found: dict[str, Any] = super(LanguageModule, self).sharded_state_dict(
+            prefix, sharded_offsets, complete
+        )
+        return found
+
     def values(self, hidden: Tensor) -> Tensor:
         """[T] values of the states behind each token, with gradient; T of this rank.
 
@@ -76,7 +91,9 @@ class MegatronCritic(MegatronTrainer):
         """Returns [tokens] V per trajectory, 0 for its first token; else as `forward_logprobs`."""
         return self.forward_logprobs(trajectories, micro_batches)
 
-    def _logprobs(self, hidden: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(
+        self, hidden: Tensor, micro_batch: MicroBatch, **_: object
+    ) -> tuple[Tensor, Tensor]:
         model = self._chunks[-1]
         assert isinstance(model, ValueGPT)
         values = packing.at_predicted_token(

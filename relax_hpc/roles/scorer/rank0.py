@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import Space
 from relax_hpc.bus.plan import Part
 from relax_hpc.bus.reader import Reader
@@ -62,7 +62,7 @@ class Rank0:
         self._writer, self._reader = writer, reader
         self._credits, self._events = credits, events
         self._under_way = _UnderWay([], Timers(), 0.0)
-        self._unsent: list[tuple[Pending, Floats]] = []
+        self._unsent: list[tuple[Pending, Floats, int]] = []
         self._space = Space()
         self._number = 0
 
@@ -74,24 +74,37 @@ class Rank0:
                 credit = self._credits.latest()
                 if credit and credit.finished:
                     return None
-                retired = credit.retired_guid_below if credit else 0
-                self._writer.collect(retired)
-                self._space.write(self._send)
-                shards = [] if self._unsent else self._choose(self._writer.pending(retired))
+                shards = self.ready(credit)
                 if shards or time.monotonic() > deadline:
                     break
                 time.sleep(POLL_S)
+        return self.begin(shards, timers)
+
+    def ready(self, credit: Credit | None) -> list[Pending]:
+        """The shards of a round, none while there are none or the file system is full."""
+        retired = credit.retired_guid_below if credit else 0
+        self._writer.collect(retired)
+        self._space.write(self._send)
+        return [] if self._unsent else self._choose(self._writer.pending(retired))
+
+    def begin(self, shards: list[Pending], timers: Timers) -> Round:
+        """Deals the shards out, and remembers that they are under way."""
         self._under_way = _UnderWay(shards, timers, time.perf_counter())
         return self._deal(shards)
 
-    def put(self, scored: Sequence[Floats]) -> None:
-        """Commits a sidecar per shard of the last round, or keeps it until there is space."""
+    def put(self, scored: Sequence[Floats], *, version: int = -1) -> None:
+        """Commits a sidecar per shard of the last round, or keeps it until there is space.
+
+        Args:
+            version: of the weights that scored them, if they change.
+        """
         shards, timers, begin = self._under_way
         timers.add("score", begin)
         ends = np.cumsum([pending.record.rows for pending in shards])
         parts = [part for part in np.split(np.arange(len(scored)), ends[:-1]) if len(part)]
         for pending, rows in zip(shards, parts, strict=True):
-            self._unsent.append((pending, np.concatenate([scored[row] for row in rows])))
+            values = np.concatenate([scored[row] for row in rows])
+            self._unsent.append((pending, values, version))
         with timers("write"):
             self._space.write(self._send)
         if shards:
@@ -141,8 +154,8 @@ class Rank0:
 
     def _send(self) -> None:
         while self._unsent:
-            pending, values = self._unsent[0]
-            self._writer.put(pending, {self._column: values})
+            pending, values, version = self._unsent[0]
+            self._writer.put(pending, {self._column: values}, policy_version=version)
             del self._unsent[0]
 
     def _note(self, timers: Timers) -> None:
