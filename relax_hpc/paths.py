@@ -183,6 +183,11 @@ class RunPaths:
         return self.root / "tensorboard"
 
     @property
+    def tensorboard_made(self) -> Path:
+        """Names the file that `tensorboard` was left with, and the events that it shows."""
+        return self.control / "tensorboard.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

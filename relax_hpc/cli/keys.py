@@ -146,7 +146,18 @@ def events_page() -> str:
         '"NaN"}`. Of a trainer or scorer rank 0 writes all but `start`, `world`, `error` and '
         "`resume`, which every rank writes.\n"
     )
-    return "\n".join([_MADE + head, _table(("by", "event", "when", "fields"), rows)])
+    table = _table(("by", "event", "when", "fields"), rows)
+    curves = (
+        "## Curves\n\nTags of the numbers that [boards](boards.md) show, over the steps. Of an "
+        "evaluation the step is that of the policy. What engines and producers say between two "
+        "steps is one point.\n"
+    )
+    return "\n".join([_MADE + head, table, curves, _table(("tag", "event", "field"), _tags())])
+
+
+def _tags() -> Iterator[tuple[str, str, str]]:
+    tags = [(tag, name, field) for name, kind in EVENTS.items() for field, tag in kind.tags.items()]
+    yield from ((f"`{tag}`", f"`{name}`", f"`{field}`") for tag, name, field in sorted(tags))
 
 
 def columns_page() -> str:

@@ -27,6 +27,7 @@ from relax_hpc.cli.arguments import (
     run_dir_of,
 )
 from relax_hpc.cli.bench import bench
+from relax_hpc.cli.boards import boards
 from relax_hpc.cli.bus import bus
 from relax_hpc.cli.data import data
 from relax_hpc.cli.evaluate import evaluation
@@ -131,7 +132,7 @@ def resume(
     _announce(resumed, local=local, follow=follow)
 
 
-for commands in (data, runs, evaluation, viewer, models):
+for commands in (data, runs, boards, evaluation, viewer, models):
     app.add_typer(commands)
 app.command(epilog="Example:  relax-hpc keys actor.optimizer")(keys)
 for name, group in {"bus": bus, "scale": scale, "bench": bench}.items():

@@ -124,8 +124,10 @@ def timeline(
 @runs.command(epilog="Example:  relax-hpc cancel arithmetic")
 def cancel(run: Run) -> None:
     """End every job that a run started, and nothing else; say what each was doing."""
+    from relax_hpc.boards import finish
     from relax_hpc.runs import cancel as run_cancel
 
     run_dir = run_dir_of(run)
     run_cancel.cancel(run_dir, typer.echo)
+    finish.complete_if_over(run_dir)
     typer.echo(f"what it has done: relax-hpc status {run_dir}")

@@ -52,7 +52,7 @@ def end_step(step: Sequence[ProcessId]) -> None:
 
 
 def cancel(
-    controller: ProcessId, folders: Sequence[Path], job_id: str, timeout_s: float = 20
+    controller: ProcessId, folders: Sequence[Path], job_id: str, timeout_s: float = 30
 ) -> None:
     """Ends a job: its controller, the launchers of its steps, their tasks. Nothing else.
 

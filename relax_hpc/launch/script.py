@@ -170,10 +170,14 @@ def _assemble(
         module = [sys.executable, "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
         scaler = shlex.join([*module, *scaler_options])
         lines += [f'serve {scaler} --job-id "$job_id" --controller "$$" & scaler=$!', ""]
+    if job.has_summary:
+        follower = shlex.join([sys.executable, "-m", "relax_hpc.boards.follower", str(job.run_dir)])
+        lines += [f'{follower} --job-id "$job_id" --controller "$$" & boards=$!', ""]
     lines.append(WAIT)
     if job.has_summary:
-        finish = shlex.join([sys.executable, "-m", "relax_hpc.runs.finish", str(job.run_dir)])
-        lines.append(f'[ -n "$stopping" ] || {finish} || exit_code=1')
+        finish = shlex.join([sys.executable, "-m", "relax_hpc.boards.finish", str(job.run_dir)])
+        told = '--exit-code "$exit_code"'
+        lines.append(f'[ -n "$stopping" ] || {finish} {told} || exit_code=1')
     lines += [
         '[ -z "$stopping" ] || exit_code=143',
         f'echo "$exit_code" > {code}',

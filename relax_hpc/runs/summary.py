@@ -10,17 +10,16 @@ from relax_hpc.config.run import JobConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
-from relax_hpc.telemetry import curve, history, tensorboard
+from relax_hpc.telemetry import curve, history
 from relax_hpc.telemetry.events import Event, read_events
 
 NOTHING = BusAudit(0, 0, 0, 0, 0, 0, 0)
 
 
 def write(run_dir: Path) -> dict[str, Any]:
-    """Leaves summary.json, reward.png or loss.png, and tensorboard/ in the run directory."""
+    """Leaves summary.json and reward.png or loss.png in the run directory."""
     summary = summarize(run_dir)
     write_json(RunPaths(run_dir).summary, summary)
-    tensorboard.write(run_dir)
     (curve.plot_loss if "heldout_loss" in summary else curve.plot)(run_dir)
     return summary
 

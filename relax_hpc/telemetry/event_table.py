@@ -16,10 +16,16 @@ class EventKind(NamedTuple):
     meaning: str
     fields: Mapping[str, str] = MappingProxyType({})
     """Field -> meaning, "" where the name says it; "area/..." stands for all that begin so."""
+    tags: Mapping[str, str] = MappingProxyType({})
+    """Field -> tag of its curve in TensorBoard and elsewhere; <name> stands for a value of that
+    field. A number without one is not drawn."""
 
 
 _PHASES = "`[name, start, seconds]` each, start in seconds since 1970"
 _SYNC = "seconds of the parts of an update, see docs/architecture.md"
+_SAME_SYNC = {"sync/...": "sync/..."}
+PREFIXES = ("eval", "loss", "reward", "rollout", "staleness", "sync", "time", "trainer")
+"""First parts of all tags, in the order in which boards show them."""
 
 EVENTS: dict[str, EventKind] = {
     # every task
@@ -76,6 +82,11 @@ EVENTS: dict[str, EventKind] = {
             "version": "of its weights now",
             "kv_used": "part of its cache, whoever uses it; null if it does not say",
         },
+        {
+            "num_tokens": "rollout/engines/<id>/tokens_per_s",
+            "in_flight": "rollout/engines/<id>/in_flight",
+            "kv_used": "rollout/engines/<id>/kv_used",
+        },
     ),
     "shard": EventKind(
         "rollout",
@@ -92,6 +103,7 @@ EVENTS: dict[str, EventKind] = {
             "parts/...": "mean over episodes of each part of the reward",
             "rollout/...": "mean over episodes of each metric of the environment",
         },
+        {"parts/...": "reward/parts/...", "rollout/...": "rollout/..."},
     ),
     "reward_errors": EventKind(
         "rollout",
@@ -101,6 +113,7 @@ EVENTS: dict[str, EventKind] = {
             "num_errors": "those of them that failed",
             "first": "why the first did",
         },
+        {"num_errors": "reward/errors"},
     ),
     "eval": EventKind(
         "rollout",
@@ -115,6 +128,7 @@ EVENTS: dict[str, EventKind] = {
             "correct": "sum of the scores",
             "num_samples": "",
         },
+        {"correct": "eval/<name>/reward"},
     ),
     # scorers
     "scored": EventKind(
@@ -163,6 +177,34 @@ EVENTS: dict[str, EventKind] = {
             "memory/...": "peak_gib of the fullest rank",
             "time/...": "seconds",
         },
+        {
+            "eta_s": "time/eta_s",
+            "num_trajectories": "trainer/num_trajectories",
+            "num_documents": "trainer/num_documents",
+            "num_tokens": "trainer/num_tokens",
+            "num_trained_tokens": "trainer/num_trained_tokens",
+            "tokens_per_s": "trainer/tokens_per_s",
+            "loss": "loss/total",
+            "loss/...": "loss/...",
+            "entropy": "loss/entropy",
+            "kl/...": "loss/kl/...",
+            "grad_norm": "trainer/grad_norm",
+            "lr": "trainer/lr",
+            "skipped": "trainer/skipped",
+            "loss_scale": "trainer/loss_scale",
+            "reward/...": "reward/...",
+            "groups/...": "reward/groups/...",
+            "staleness/...": "staleness/...",
+            "logprob_gap/...": "staleness/logprob_gap/...",
+            "engine_gap/...": "staleness/engine_gap/...",
+            "response/...": "rollout/response/...",
+            "batch/...": "trainer/batch/...",
+            "data/...": "trainer/data/...",
+            "moe/...": "trainer/moe/...",
+            "train/...": "trainer/...",
+            "memory/...": "trainer/memory/...",
+            "time/...": "time/...",
+        },
     ),
     "phases": EventKind(
         "actor, reference", "when the parts of the last step were", {"step": "", "phases": _PHASES}
@@ -184,6 +226,7 @@ EVENTS: dict[str, EventKind] = {
             "phases": _PHASES,
             "sync/...": _SYNC,
         },
+        _SAME_SYNC,
     ),
     "loaded": EventKind(
         "actor",
@@ -198,6 +241,7 @@ EVENTS: dict[str, EventKind] = {
             "phases": _PHASES,
             "sync/...": _SYNC,
         },
+        _SAME_SYNC,
     ),
     "verify": EventKind(
         "actor",
@@ -226,6 +270,7 @@ EVENTS: dict[str, EventKind] = {
             "background_s": "until it was complete",
             "bytes": "",
         },
+        {"wait_s": "time/checkpoint/wait", "background_s": "time/checkpoint/background"},
     ),
     "checkpoint_failed": EventKind(
         "actor", "it could not be saved; the run goes on", {"step": "", "message": ""}
@@ -248,7 +293,10 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "heldout": EventKind(
-        "actor", "SFT: loss of the held-out documents", {"step": "", "loss": "", "num_tokens": ""}
+        "actor",
+        "SFT: loss of the held-out documents",
+        {"step": "", "loss": "", "num_tokens": ""},
+        {"loss": "eval/heldout/loss"},
     ),
     "reference": EventKind("actor", "the policy of that step became the reference", {"step": ""}),
     "lease": EventKind(
@@ -263,6 +311,25 @@ def undeclared(event: str, fields: Iterable[str]) -> list[str]:
     """Returns the names among `fields` that `EVENTS` does not have for `event`."""
     declared = EVENTS[event].fields
     return [name for name in fields if name not in declared and _area(name) not in declared]
+
+
+def tag(event: str, field: str, **names: str) -> str | None:
+    """The tag of a field's curve; None if the field is not drawn.
+
+    Args:
+        event: the kind.
+        field: of it.
+        names: values that stand in the tag.
+    """
+    tags = EVENTS[event].tags
+    found = tags.get(field)
+    if found is None and (area := _area(field)) in tags:
+        found = tags[area].removesuffix("...") + field.partition("/")[2]
+    if found is None:
+        return None
+    for name, value in names.items():
+        found = found.replace(f"<{name}>", value)
+    return found
 
 
 def _area(name: str) -> str:

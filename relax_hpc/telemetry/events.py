@@ -61,13 +61,15 @@ def read_events(events_dir: Path) -> list[Event]:
 
     A line cut short, by a kill or because it is being written right now, is left out.
     """
-    events = [event for path in sorted(events_dir.glob("*.jsonl")) for event in _read(path)]
+    paths = sorted(events_dir.glob("*.jsonl"))
+    events = [event for path in paths for event in parse(path.read_bytes())]
     return sorted(events, key=lambda event: event["time"])
 
 
-def _read(path: Path) -> list[Event]:
+def parse(data: bytes) -> list[Event]:
+    """The events of some lines; what is none is left out."""
     events = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in data.split(b"\n"):
         try:
             event = json.loads(line, parse_constant=lambda _: None)
         except ValueError:

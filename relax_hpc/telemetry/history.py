@@ -37,22 +37,6 @@ def present_step(events: Sequence[Event]) -> int:
     return int(last["step"]) if last else 0
 
 
-def publications(events: Sequence[Event]) -> list[Event]:
-    """Returns the newest event's times (`sync/...`) of each version that engines were given, in
-    order.
-
-    Where some had a broadcast and others loaded files, the broadcast's.
-    """
-    given = [e for e in events if e["event"] in ("publish", "loaded") and e["members"]]
-    given.sort(key=lambda e: e["event"] == "publish" and e.get("transport") != "files")
-    newest = {event["step"]: event for event in given}
-    kept = ("event", "step", "time")
-    return [
-        {key: value for key, value in newest[step].items() if key in kept or key[:5] == "sync/"}
-        for step in sorted(newest)
-    ]
-
-
 def heldout(events: Sequence[Event], *, every_set: bool = False) -> list[Heldout]:
     """Evaluations in order of the policy version; a rank's repetition replaces its first try.
 
@@ -81,24 +65,9 @@ def heldout_losses(events: Sequence[Event]) -> list[Event]:
     return [newest[step] for step in sorted(newest)]
 
 
-def shards(events: Sequence[Event]) -> list[Event]:
-    """Published shards in order of time, empty ones left out."""
-    return [e for e in events if e["event"] == "shard" and e["num_trajectories"]]
-
-
 def loads(events: Sequence[Event]) -> list[Event]:
     """Returns the loads of the engines, in order of time."""
     return [e for e in events if e["event"] == "load"]
-
-
-def load_numbers(load: Event) -> dict[str, float]:
-    """Returns the numbers of a load that can be plotted."""
-    found = {
-        "tokens_per_s": load["num_tokens"] / load["seconds"],
-        "in_flight": load["in_flight"],
-        "version": load["version"],
-    }
-    return found if load["kv_used"] is None else {**found, "kv_used": load["kv_used"]}
 
 
 def newest(events: Sequence[Event], event: str) -> Event | None:

@@ -1,74 +1,205 @@
-"""TensorBoard's view of a run, drawn again from the events whenever it is asked for."""
+"""A file of TensorBoard's, written as the run goes on.
 
+Every writer begins a file of its own with all that there is, and first a mark by which readers
+forget the files before it. So it never matters where the last one was interrupted.
+"""
+
+import html
 import os
-import shutil
-from collections.abc import Sequence
-from contextlib import closing
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
-from relax_hpc.paths import RunPaths
-from relax_hpc.telemetry import history
-from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.telemetry.points import Point, Rewind
 
 if TYPE_CHECKING:
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+
+_VERSION = "brain.Event:2"
+"""With it a reader forgets, at a mark, all that comes at that step or after it."""
 
 
-def write(run_dir: Path) -> Path:
-    """Makes `tensorboard/` anew: scalars of every step, held-out rewards or losses, shard rewards
-    and metrics, and, over seconds instead of steps, what engines did.
+class Chart(NamedTuple):
+    """Curves that are shown in one picture."""
 
-    It is built beside the old one and put in its place, so the folder never holds half a run, and
-    a step that was trained twice is drawn once.
+    title: str
+    tags: Sequence[str]
+    """Regular expressions."""
+
+
+class Text(NamedTuple):
+    """A text of the run."""
+
+    tag: str
+    step: int
+    text: str
+    """As it is: no HTML and no Markdown."""
+    time: float
+
+
+class TensorBoard:
+    """Appends to a file in a folder, which is there from the first `publish` on.
+
+    Args:
+        folder: made if it is not there.
     """
-    # What torch.utils.tensorboard writes with; that would take seconds to import torch.
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    paths = RunPaths(run_dir)
-    events = read_events(paths.events_folder)
-    draft = paths.tensorboard.with_name(f".{paths.tensorboard.name}.{os.getpid()}")
-    with closing(EventFileWriter(str(draft))) as writer:
-        for done in history.steps(events):
-            for tag, value in history.numbers(done).items():
-                _scalar(writer, tag, value, done["step"], done["time"])
-        for sent in history.publications(events):
-            for tag, value in history.numbers(sent).items():
-                _scalar(writer, tag, value, sent["step"], sent["time"])
-        for point in history.heldout(events, every_set=True):
-            _scalar(writer, f"eval/{point.name}_reward", point.reward, point.version, point.time)
-        for measured in history.heldout_losses(events):
-            loss, step = measured["loss"], measured["step"]
-            _scalar(writer, "eval/heldout_loss", loss, step, measured["time"])
-        _write_loads(writer, events)
-        _write_shards(writer, events)
-    shutil.rmtree(paths.tensorboard, ignore_errors=True)
-    draft.rename(paths.tensorboard)
-    return paths.tensorboard
+    def __init__(self, folder: Path) -> None:
+        # What torch.utils.tensorboard writes with; that would take seconds to import torch.
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        # A reader takes files in the order of their names.
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self.path = folder / name
+        self._draft = folder / f".{os.getpid()}.draft"
+        self._file = self._draft.open("wb")
+        self._records = RecordWriter(self._file)
+        self._is_published = False
+        self._event(0, time.time(), file_version=_VERSION)
+        self.take([Rewind(-1)])
+
+    def take(self, points: Iterable[Point | Rewind]) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        for point in points:
+            if isinstance(point, Rewind):
+                mark = SessionLog(status=SessionLog.START)
+                self._event(point.step + 1, time.time(), session_log=mark)
+            else:
+                value = Summary.Value(tag=point.tag, simple_value=point.value)
+                self._event(point.step, point.time, summary=Summary(value=[value]))
+
+    def say(self, text: Text) -> None:
+        """Adds a text."""
+        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+
+        plugin = SummaryMetadata.PluginData(plugin_name="text")
+        shown = f"<pre>{html.escape(text.text, quote=False)}</pre>"
+        value = _tensor(text.tag, shown.encode(), SummaryMetadata(plugin_data=plugin))
+        self._summary(text.step, text.time, [value])
+
+    def describe(
+        self, name: str, settings: Mapping[str, bool | float | str], metrics: Sequence[str],
+        charts: Mapping[str, Sequence[Chart]],
+    ) -> None:  # fmt: skip
+        """Says what is compared with other runs, and which pictures come first.
+
+        Args:
+            name: of the run.
+            settings: of it.
+            metrics: tags that are shown beside them.
+            charts: by heading.
+        """
+        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+        experiment = plugin_data_pb2.HParamsPluginData(
+            experiment=api_pb2.Experiment(
+                name=name,
+                hparam_infos=[api_pb2.HParamInfo(name=key, type=_type(value))
+                              for key, value in settings.items()],
+                metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=each))
+                              for each in metrics],
+            )
+        )  # fmt: skip
+        start = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=time.time())
+        for key, value in settings.items():
+            field = {bool: "bool_value", str: "string_value"}.get(type(value), "number_value")
+            setattr(start.hparams[key], field, value)
+        session = plugin_data_pb2.HParamsPluginData(session_start_info=start)
+        values = [
+            _tensor(tag, None, metadata.create_summary_metadata(data))
+            for tag, data in (
+                (metadata.EXPERIMENT_TAG, experiment),
+                (metadata.SESSION_START_INFO_TAG, session),
+            )
+        ]
+        self._summary(0, time.time(), [*values, _layout(charts)])
+
+    def end(self, *, failed: bool) -> None:
+        """Says that the run is over."""
+        from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+
+        status = api_pb2.STATUS_FAILURE if failed else api_pb2.STATUS_SUCCESS
+        info = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=time.time())
+        data = plugin_data_pb2.HParamsPluginData(session_end_info=info)
+        made = metadata.create_summary_metadata(data)
+        value = _tensor(metadata.SESSION_END_INFO_TAG, None, made)
+        self._summary(0, time.time(), [value])
+
+    def publish(self) -> None:
+        """Lets readers have all that was taken, also those on other nodes."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if self._is_published:
+            return
+        self._draft.rename(self.path)
+        self._is_published = True
+        # A reader that is in the file before this one could not go on from it if it were gone.
+        for old in sorted(self.path.parent.glob("events.out.tfevents.*"))[:-2]:
+            old.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._file.close()
+        self._draft.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _summary(self, step: int, time: float, values: "Sequence[Summary.Value]") -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._event(step, time, summary=Summary(value=values))
+
+    def _event(self, step: int, time: float, **content: object) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        record = Event(wall_time=time, step=step, **content)
+        self._records.write(record.SerializeToString())
 
 
-def _write_shards(writer: "EventFileWriter", events: Sequence[Event]) -> None:
-    for number, shard in enumerate(history.shards(events)):
-        _scalar(writer, "rollout/shard_reward", shard["reward/mean"], number, shard["time"])
-        for tag in [name for name in shard if name.startswith(("parts/", "rollout/"))]:
-            _scalar(writer, tag, shard[tag], number, shard["time"])
-
-
-def _write_loads(writer: "EventFileWriter", events: Sequence[Event]) -> None:
-    for load in history.loads(events):
-        seconds = load["time"] - events[0]["time"]
-        for name, value in history.load_numbers(load).items():
-            tag = f"engines/{load['id']}/task{load['rank']}/{name}"
-            _scalar(writer, tag, value, round(seconds), load["time"])
-
-
-def _scalar(
-    writer: "EventFileWriter", tag: str, value: float | None, step: int, time: float
-) -> None:
-    if value is None:  # it was not finite
-        return
-    from tensorboard.compat.proto.event_pb2 import Event
+def _tensor(tag: str, text: bytes | None, metadata: "SummaryMetadata") -> "Summary.Value":
+    """A tensor of one string, or of nothing."""
     from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+    from tensorboard.plugins.hparams.metadata import NULL_TENSOR
 
-    scalar = Summary.Value(tag=tag, simple_value=value)
-    writer.add_event(Event(wall_time=time, step=step, summary=Summary(value=[scalar])))
+    tensor = NULL_TENSOR if text is None else TensorProto(dtype=DT_STRING, string_val=[text])
+    return Summary.Value(tag=tag, tensor=tensor, metadata=metadata)
+
+
+def _layout(charts: Mapping[str, Sequence[Chart]]) -> "Summary.Value":
+    from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+    layout = layout_pb2.Layout(
+        category=[
+            layout_pb2.Category(
+                title=title,
+                chart=[
+                    layout_pb2.Chart(
+                        title=each.title, multiline=layout_pb2.MultilineChartContent(tag=each.tags)
+                    )
+                    for each in under
+                ],
+            )
+            for title, under in charts.items()
+        ]
+    )
+    plugin = SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME)
+    data = SummaryMetadata(plugin_data=plugin)
+    return _tensor(metadata.CONFIG_SUMMARY_TAG, layout.SerializeToString(), data)
+
+
+def _type(value: bool | float | str) -> int:
+    from tensorboard.plugins.hparams import api_pb2
+
+    kinds = {bool: api_pb2.DATA_TYPE_BOOL, str: api_pb2.DATA_TYPE_STRING}
+    return int(kinds.get(type(value), api_pb2.DATA_TYPE_FLOAT64))

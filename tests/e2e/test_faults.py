@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from e2e_runs import (
     submit,
     wait_until,
 )
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc.launch import record
 from relax_hpc.launch.local import processes
@@ -186,7 +188,9 @@ def test_cancel_ends_all_of_a_run_and_nothing_else(tiny, tmp_path):
         wait_until(bystander, has_done(1), 150)
         started = started_by(run_dir)
         assert len(started) >= 6, "script, two supervised steps, rollout, engine, actor"
+        assert_newest_step_is_shown(run_dir, within_s=10)
         console("cancel", run_dir)
+        assert_drawn_to_the_end(run_dir)
         _, alive = psutil.wait_procs(started, timeout=5)
         assert alive == []
         assert not [process for process in psutil.process_iter() if names(process, run_dir)]
@@ -196,11 +200,35 @@ def test_cancel_ends_all_of_a_run_and_nothing_else(tiny, tmp_path):
         done = status(bystander)["progress"]["steps_done"]
         wait_until(bystander, has_done(done + 1), 60)
         assert {each["start"] for each in events_of(bystander, event="start")} == {1}
+        script = psutil.Process(record.read(bystander).controller.pid)
+        family = [*script.children(recursive=True), script]
+        script.kill()
+        psutil.wait_procs(family, timeout=30)
+        assert_drawn_to_the_end(bystander)
     finally:
         decoy.kill()
         decoy.wait()
         cli("cancel", run_dir)
         cli("cancel", bystander)
+
+
+def board_of(run_dir):
+    """Steps that TensorBoard shows, with the time at which each was trained."""
+    view = EventAccumulator(str(run_dir / "tensorboard")).Reload()
+    return {point.step: point.wall_time for point in view.Scalars("reward/mean")}
+
+
+def assert_newest_step_is_shown(run_dir, within_s):
+    step = newest(run_dir, "actor", "step")
+    while not (run_dir / "tensorboard").exists() or step["step"] not in board_of(run_dir):
+        assert time.time() - step["time"] < within_s
+        time.sleep(0.2)
+
+
+def assert_drawn_to_the_end(run_dir):
+    steps = {event["step"]: event["time"] for event in events_of(run_dir, "actor", "step")}
+    assert board_of(run_dir) == pytest.approx(steps)
+    assert (run_dir / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
 def started_by(run_dir):

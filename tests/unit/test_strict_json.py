@@ -8,6 +8,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc import job_file
+from relax_hpc.boards import finish
 from relax_hpc.bus.frames import encode
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import finite, write_json
@@ -73,10 +74,11 @@ def test_a_run_with_such_figures_has_its_summary_its_picture_and_its_tensorboard
     found = summary.write(paths.root)
     assert strict(paths.summary.read_text()) == found
     assert found["steps_done"] == 2
+    finish.complete(paths, job_file.read_resolved(paths.config), failed=False)
     drawn = EventAccumulator(str(paths.tensorboard)).Reload()
-    losses = [scalar.value for scalar in drawn.Scalars("loss")]
+    losses = [scalar.value for scalar in drawn.Scalars("loss/total")]
     assert losses[0] == 1.0 and math.isnan(losses[1])
-    assert [scalar.value for scalar in drawn.Scalars("grad_norm")] == [INF]
+    assert [scalar.value for scalar in drawn.Scalars("trainer/grad_norm")] == [INF]
     (curve.plot_loss if kind == "sft" else curve.plot)(paths.root)
 
 

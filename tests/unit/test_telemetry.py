@@ -5,11 +5,10 @@ import socket
 
 import numpy as np
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.rollout.heldout import Board, Due, Share
-from relax_hpc.telemetry import curve, history, logs, progress, tensorboard
+from relax_hpc.telemetry import curve, history, logs, progress
 from relax_hpc.telemetry.events import EventWriter, read_events
 from relax_hpc.telemetry.pace import Pace, PaceMeter
 from relax_hpc.telemetry.timers import Timers
@@ -49,11 +48,6 @@ def run_dir(tmp_path):
         step(2, 3.0, 0.9, loss=9.0),
         step(2, 5.0, 0.5, loss=-0.25),  # trained again after a resume
         step(3, 6.0, 0.75, loss=0.0, note="text", good=True),
-        event("shard", 4.0, "rollout", num_trajectories=8,
-              **{"reward/mean": 0.375, "rollout/calls": 1.5, "rollout/odd": None}),
-        event("shard", 4.5, "rollout", num_trajectories=0, **{"reward/mean": None}),
-        event("load", 6.0, "rollout", id="rollout-0", seconds=5.0, num_tokens=40, in_flight=3,
-              version=2, kv_used=None),
         evaluation("after", 3, 0, 60.0, 100, 7.0),
     ])  # fmt: skip
     return run
@@ -138,26 +132,6 @@ def test_held_out_scores_add_up_over_ranks_and_a_repetition_replaces(run_dir):
     ]
 
 
-def test_of_a_version_that_was_published_again_the_newest_times_count_and_a_broadcasts_first():
-    def publish(number, time, kind="publish", members=("a",), **fields):
-        return event(kind, time, step=number, members=list(members), num_bytes=8, **fields)
-
-    sent = [
-        publish(1, 1.0, transport="collective", **{"sync/total": 0.5}),
-        publish(1, 2.0, transport="collective", **{"sync/total": 0.25}),  # after a resume
-        publish(2, 3.0, transport="collective", **{"sync/total": 0.75}),
-        publish(2, 4.0, transport="files", **{"sync/total": 8.0}),
-        publish(2, 5.0, kind="loaded", **{"sync/load": 9.0}),
-        publish(3, 6.0, members=(), **{"sync/total": 0.1}),
-        publish(4, 7.0, kind="loaded", **{"sync/load": 5.0}),
-    ]
-    assert history.publications(sent) == [
-        {"event": "publish", "step": 1, "time": 2.0, "sync/total": 0.25},
-        {"event": "publish", "step": 2, "time": 3.0, "sync/total": 0.75},
-        {"event": "loaded", "step": 4, "time": 7.0, "sync/load": 5.0},
-    ]
-
-
 def test_an_evaluation_of_no_prompts_is_no_point():
     assert history.heldout([evaluation("before", 0, 1, 0.0, 0)]) == []
 
@@ -178,41 +152,6 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_since_the_first(mon
     assert meter.end_step(5, 20) == Pace(100.0, None)
     assert meter.end_step(6, 20) == Pace(3.0, 14 * 3.0)
     assert meter.end_step(7, 20) == Pace(6.0, 13 * 4.5)
-
-
-def test_tensorboard_reads_back_every_number_once(run_dir):
-    for _ in range(2):  # drawing again replaces
-        folder = tensorboard.write(run_dir)
-        view = EventAccumulator(str(folder)).Reload()
-        values = {t: [(s.step, s.value) for s in view.Scalars(t)] for t in view.Tags()["scalars"]}
-        assert values["reward/mean"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
-        assert values["loss"] == [(1, -0.5), (2, -0.25), (3, 0.0)]
-        assert values["eval/heldout_reward"] == [(0, pytest.approx(0.3)), (3, pytest.approx(0.6))]
-        assert values["rollout/shard_reward"] == [(0, 0.375)]
-        assert values["rollout/calls"] == [(0, 1.5)] and "rollout/odd" not in values
-        assert values["engines/rollout-0/task0/tokens_per_s"] == [(5, 8.0)]
-        assert "engines/rollout-0/task0/kv_used" not in values
-        assert view.Scalars("loss")[1].wall_time == 5.0
-        assert not {"note", "good", "pid", "rank", "time", "step"} & set(values)
-    assert sorted(p.name for p in run_dir.iterdir()) == ["events", "tensorboard"]
-
-
-def test_tensorboard_shows_held_out_losses_under_their_steps_the_newest_of_each(tmp_path):
-    write(tmp_path, [
-        event("heldout", 1.0, step=0, loss=4.0, num_tokens=10),
-        event("heldout", 2.0, step=10, loss=3.0, num_tokens=10),
-        event("heldout", 4.0, step=10, loss=2.5, num_tokens=10),  # after a resume
-        event("publish", 3.0, step=10, members=["a"], **{"sync/total": 0.5}),
-    ])  # fmt: skip
-    view = EventAccumulator(str(tensorboard.write(tmp_path))).Reload()
-    values = {
-        tag: [(s.step, s.value, s.wall_time) for s in view.Scalars(tag)]
-        for tag in view.Tags()["scalars"]
-    }
-    assert values == {
-        "eval/heldout_loss": [(0, 4.0, 1.0), (10, 2.5, 4.0)],
-        "sync/total": [(10, 0.5, 3.0)],
-    }
 
 
 def test_the_curve_is_a_picture_that_changes_with_the_run(run_dir):

@@ -1,0 +1,56 @@
+"""The end of a run: summary, curves; the last line of the job script."""
+
+import argparse
+from pathlib import Path
+
+from relax_hpc import job_file, permissions
+from relax_hpc.boards.run_board import RunBoard, is_complete
+from relax_hpc.config.run import JobConfig
+from relax_hpc.launch import states
+from relax_hpc.paths import RunPaths
+from relax_hpc.runs import status, summary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--exit-code", type=int, default=0, help="of the components")
+    args = parser.parse_args()
+    permissions.adopt(args.run_dir)
+    paths = RunPaths(args.run_dir)
+    config = job_file.read_resolved(paths.config)
+    summary.write(args.run_dir)
+    complete(paths, config, failed=args.exit_code != 0)
+
+
+def complete(paths: RunPaths, config: JobConfig, *, failed: bool) -> None:
+    """Draws a run that has ended, unless the follower in its job has drawn all of it."""
+    if not is_complete(paths, failed=failed):
+        board = RunBoard(paths, config)
+        board.end(failed=failed)
+        board.picture()
+
+
+def report(run_dir: Path) -> bool:
+    """Sums a run up and draws it, as far as it is.
+
+    Returns:
+        Whether it is over; else the follower in its job draws TensorBoard, and it is left alone.
+    """
+    paths, state = RunPaths(run_dir), status.job_state(run_dir)
+    config = job_file.read_resolved(paths.config)
+    summary.write(run_dir)
+    if over := states.is_over(state):
+        complete(paths, config, failed=state != "COMPLETED")
+    return over
+
+
+def complete_if_over(run_dir: Path) -> None:
+    """Draws what the follower in a job could not, if it has ended by now."""
+    paths, state = RunPaths(run_dir), status.job_state(run_dir)
+    if states.is_over(state):
+        complete(paths, job_file.read_resolved(paths.config), failed=state != "COMPLETED")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The process that draws a run while it runs: `python -m relax_hpc.boards.follower RUN_DIR ...`.
+
+The job script starts it beside the components, on the first node. It only reads what others leave
+in the run directory; a run goes on without it, and `finish` draws what it did not.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+_EVERY_S = 2.0
+_OVER, _FAILED = signal.SIGUSR1, signal.SIGUSR2
+"""Signals of the job script once all components have ended: well, or otherwise."""
+
+log = logging.getLogger(__name__)
+
+
+class _End:
+    """Waits for the script's word that the run is over."""
+
+    def __init__(self) -> None:
+        self._told = threading.Event()
+        self.failed = True
+        """Also where the script was killed before it could say anything."""
+        signal.signal(_OVER, self._hear)
+        signal.signal(_FAILED, self._hear)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # Slurm signals everybody when a job is cancelled, and the tasks still have words to say
+            signal.signal(number, _go_on)
+
+    def wait(self, seconds: float) -> bool:
+        return self._told.wait(seconds)
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        self.failed = number == _FAILED
+        self._told.set()
+
+
+def main() -> None:
+    end, args = _End(), _parse()
+    from relax_hpc import job_file, permissions
+    from relax_hpc.boards.run_board import RunBoard
+    from relax_hpc.comm.process_id import ProcessId
+    from relax_hpc.paths import RunPaths
+
+    permissions.adopt(args.run_dir)
+    logging.basicConfig(
+        level=logging.WARNING,
+        stream=sys.stdout,  # the log of the job script
+        format="%(asctime)s boards: %(message)s",
+        datefmt="%Y-%m-%dT%H:%M:%S",
+    )
+    if os.getppid() != args.controller:  # it has ended already
+        return
+    controller, paths = ProcessId.of(args.controller), RunPaths(args.run_dir)
+    config = job_file.read_resolved(paths.config)
+    board = RunBoard(paths, config)
+    while not end.wait(_EVERY_S) and controller.find():
+        board.update()
+    board.end(failed=end.failed)
+    board.picture()
+
+
+def _go_on(_number: int, _frame: FrameType | None) -> None:
+    """A handler, and not SIG_IGN, which children would inherit."""
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--job-id", required=True)
+    parser.add_argument("--controller", type=int, required=True, help="end when this process ends")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

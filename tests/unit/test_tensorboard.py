@@ -1,0 +1,225 @@
+"""TensorBoard of a run by TensorBoard's own reader: while it is written, after restarts, whole."""
+
+import json
+
+import pytest
+from board_runs import curves, evaluation, event, make, read, step, texts, write
+from tensorboard.plugins.custom_scalar import layout_pb2
+from tensorboard.plugins.custom_scalar import metadata as custom_scalars
+from tensorboard.plugins.hparams import metadata as hparams
+
+from relax_hpc.boards import finish
+from relax_hpc.boards.description import CHARTS
+from relax_hpc.boards.run_board import RunBoard
+from relax_hpc.telemetry.event_table import EVENTS, PREFIXES, tag
+from relax_hpc.telemetry.event_tail import EventTail
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make(tmp_path, engines={"rollout": {"count": 2}})
+
+
+def test_a_reader_that_follows_has_every_point_once_as_it_comes(run):
+    paths, config = run
+    board = RunBoard(paths, config)
+    board.update()
+    assert not paths.tensorboard.exists(), "nothing is there to be shown"
+    write(paths, step(1, 2.0, 0.25, loss=-0.5), evaluation(0, 1.0, 1.0, number=0, when="before"))
+    board.update()
+    view = read(paths.tensorboard)
+    assert curves(view) == {"reward/mean": [(1, 0.25)], "loss/total": [(1, -0.5)]}
+    write(
+        paths,
+        evaluation(0, 3.0, 2.5, number=0, rank=1, when="before"),  # now both have told their share
+        step(2, 3.0, 0.5, loss=-0.25, note="text", good=True),
+        event("checkpoint", 3.5, step=2, wait_s=0.5, background_s=4.0, bytes=7),
+    )
+    board.update()
+    view.Reload()
+    assert curves(view) == {
+        "reward/mean": [(1, 0.25), (2, 0.5)],
+        "loss/total": [(1, -0.5), (2, -0.25)],
+        "eval/heldout/reward": [(0, 0.5)],
+        "time/checkpoint/wait": [(2, 0.5)],
+        "time/checkpoint/background": [(2, 4.0)],
+    }
+    assert view.Scalars("loss/total")[1].wall_time == 3.0
+
+
+def test_steps_after_the_checkpoint_replace_those_that_were_lost(run):
+    paths, config = run
+    board = RunBoard(paths, config)
+    write(
+        paths,
+        *(step(number, float(number), number / 8) for number in (1, 2, 3, 4)),
+        evaluation(4, 1.0, 4.1, number=1), evaluation(4, 1.0, 4.2, number=1, rank=1),
+        event("publish", 4.3, step=2, members=["a"], **{"sync/total": 0.5}),
+        event("publish", 4.4, step=4, members=["a"], **{"sync/total": 0.5}),
+    )  # fmt: skip
+    board.update()
+    view = read(paths.tensorboard)
+    write(
+        paths,
+        event("resume", 5.0, rank=0, step=2), event("resume", 5.0, rank=1, step=2),
+        event("publish", 5.1, step=2, members=["b"], **{"sync/total": 0.75}),  # of a newcomer
+        step(3, 6.0, 0.75),
+        event("publish", 6.2, step=3, members=["a"], **{"sync/total": 0.25}),
+        event("publish", 6.3, step=4, members=[], **{"sync/total": 9.0}),
+        event("loaded", 6.4, step=4, members=["a"], **{"sync/load": 0.125}),
+    )  # fmt: skip
+    board.update()
+    expected = {
+        "reward/mean": [(1, 0.125), (2, 0.25), (3, 0.75)],
+        "eval/heldout/reward": [(4, 0.25)],
+        "sync/total": [(2, 0.5), (3, 0.25)],
+        "sync/load": [(4, 0.125)],
+    }
+    assert curves(view.Reload()) == expected, "for who was looking"
+    board.end(failed=True)
+    assert curves(read(paths.tensorboard)) == expected, "for who looks afterwards"
+
+
+def test_a_trainer_that_begins_at_the_first_step_again_without_a_checkpoint_replaces_all(run):
+    paths, config = run
+    board = RunBoard(paths, config)
+    write(paths, step(1, 1.0, 0.5), step(2, 2.0, 0.5), step(1, 3.0, 0.25))
+    board.update()
+    assert curves(read(paths.tensorboard)) == {"reward/mean": [(1, 0.25)]}
+
+
+def test_a_follower_of_a_later_attempt_takes_the_place_of_the_one_before(run):
+    paths, config = run
+    first = RunBoard(paths, config)
+    write(paths, step(1, 1.0, 0.25), step(2, 2.0, 0.5))
+    first.update()
+    view = read(paths.tensorboard)
+    write(paths, event("resume", 3.0, step=1), step(2, 4.0, 0.75))
+    for _ in range(3):
+        RunBoard(paths, config).update()
+        for each in (view.Reload(), read(paths.tensorboard)):
+            assert curves(each) == {"reward/mean": [(1, 0.25), (2, 0.75)]}
+    assert len(list(paths.tensorboard.iterdir())) == 2, "a reader may still be in the one before"
+
+
+def test_what_engines_and_producers_say_between_two_steps_is_one_point(run):
+    paths, config = run
+    engine = {"id": "rollout-0", "version": 0}
+    write(
+        paths,
+        event("load", 1.0, "rollout", 0, seconds=5.0, num_tokens=40, in_flight=3, kv_used=0.5,
+              **engine),
+        event("load", 2.0, "rollout", 0, seconds=5.0, num_tokens=60, in_flight=1, kv_used=0.25,
+              **engine),
+        event("load", 2.0, "rollout", 1, seconds=4.0, num_tokens=8, in_flight=2, kv_used=None,
+              **engine),
+        event("shard", 1.0, "rollout", num_trajectories=1, **{"parts/a": 1.0, "rollout/x": None}),
+        event("shard", 1.5, "rollout", num_trajectories=3, **{"parts/a": 0.0, "rollout/y": 2.0}),
+        event("shard", 1.6, "rollout", num_trajectories=0, **{"parts/a": None}),
+        event("reward_errors", 1.7, "rollout", num_errors=1, num_samples=3, first="it broke"),
+        event("reward_errors", 1.8, "rollout", num_errors=0, num_samples=1, first="it broke"),
+        step(1, 3.0, 0.5), step(2, 4.0, 0.5),
+    )  # fmt: skip
+    finish.complete(paths, config, failed=False)
+    assert curves(read(paths.tensorboard)) == {
+        "reward/mean": [(1, 0.5), (2, 0.5)],
+        "rollout/engines/rollout-0/tokens_per_s": [(1, 12.0)],  # 100 in 10 s and 8 in 4 s
+        "rollout/engines/rollout-0/in_flight": [(1, 3.0)],
+        "rollout/engines/rollout-0/kv_used": [(1, 0.25)],
+        "reward/parts/a": [(1, 0.25)],
+        "rollout/y": [(1, 2.0)],
+        "reward/errors": [(1, 0.25)],
+    }
+
+
+def test_held_out_losses_are_under_their_steps(tmp_path):
+    sft = {"train": "t", "batch_size": 1, "num_steps": 9}
+    paths, config = make(tmp_path, sft=sft, **dict.fromkeys(("prompts", "schedule", "eval")))
+    losses = [(0, 1.0, 4.0), (2, 3.0, 3.0)]
+    write(
+        paths,
+        *(event("heldout", time, step=at, loss=loss, num_tokens=1) for at, time, loss in losses),
+    )
+    finish.complete(paths, config, failed=False)
+    assert curves(read(paths.tensorboard)) == {"eval/heldout/loss": [(0, 4.0), (2, 3.0)]}
+
+
+def test_what_was_drawn_to_the_end_is_not_drawn_again_and_what_was_broken_off_is(run):
+    paths, config = run
+    write(paths, step(1, 1.0, 0.5))
+    followed = RunBoard(paths, config)
+    followed.end(failed=False)
+    finish.complete(paths, config, failed=False)
+    assert len(list(paths.tensorboard.iterdir())) == 1
+    write(paths, step(2, 2.0, 0.5))  # after the follower was killed, say
+    finish.complete(paths, config, failed=False)
+    assert len(list(paths.tensorboard.iterdir())) == 2
+    assert curves(read(paths.tensorboard)) == {"reward/mean": [(1, 0.5), (2, 0.5)]}
+
+
+def test_settings_can_be_compared_and_the_first_charts_are_laid_out(run):
+    paths, config = run
+    write(paths, step(1, 1.0, 0.5))
+    finish.complete(paths, config, failed=True)
+    view = read(paths.tensorboard)
+    by_tag = view.PluginTagToContent("hparams")
+    start = hparams.parse_session_start_info_plugin_data(by_tag["_hparams_/session_start_info"])
+    assert start.hparams["rollout.samples_per_prompt"].number_value == 8
+    assert start.hparams["algorithm.name"].string_value == "grpo"
+    assert not [key for key in start.hparams if key.startswith(("launch", "run_root"))]
+    experiment = hparams.parse_experiment_plugin_data(by_tag["_hparams_/experiment"])
+    metrics = [each.name.tag for each in experiment.metric_infos]
+    assert metrics == ["eval/heldout/reward", "eval/other/reward", "reward/mean", "loss/total"]
+    end = hparams.parse_session_end_info_plugin_data(by_tag["_hparams_/session_end_info"])
+    assert end.status == 2  # STATUS_FAILURE
+    [said] = view.Tensors(custom_scalars.CONFIG_SUMMARY_TAG)
+    layout = layout_pb2.Layout.FromString(said.tensor_proto.string_val[0])
+    assert [each.title for each in layout.category] == list(CHARTS)
+    assert layout.category[0].chart[0].multiline.tag == ["reward/mean"]
+
+
+def test_responses_of_an_evaluation_can_be_read_even_those_that_are_markup(run):
+    paths, config = run
+    board = RunBoard(paths, config)
+    write(paths, evaluation(3, 1.0, 5.0, number=1))
+    board.update()
+    rows = [
+        {"prompt": line, "sample": 0, "score": 0.5, "finish": "stop", "num_tokens": 2,
+         "texts": [f"<script>{line}</script>", "x" * 5000 * line]}
+        for line in range(6)
+    ]  # fmt: skip
+    path = paths.eval_rows("heldout", 3, "during", 1, 0)
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    board.update()  # they are there only now
+    [(at, said)] = texts(paths.tensorboard, "eval/heldout/responses")
+    assert at == 3 and said.startswith("<pre>prompt 0, sample 0: score 0.5, stop, 2 tokens\n")
+    assert "&lt;script&gt;3&lt;/script&gt;" in said and "<script" not in said
+    assert "prompt 4" not in said and "letters ...]" in said and len(said) < 10_000
+    write(paths, step(1, 6.0, 0.5), step(2, 7.0, 0.5), event("resume", 8.0, step=1))
+    write(paths, evaluation(3, 1.0, 9.0, number=1))  # a task that was started again repeats it
+    board.update()
+    assert texts(paths.tensorboard, "eval/heldout/responses") == [(at, said)]
+
+
+def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path):
+    path = tmp_path / "actor-0.jsonl"
+    tail = EventTail(tmp_path)
+    path.write_bytes(b'{"time": 2, "event": "a"}\nrubbish\n{"time": 1, ')
+    assert [each["event"] for each in tail.read()] == ["a"]
+    with path.open("ab") as file:
+        file.write(b'"event": "b"}\n')
+    (tmp_path / "rollout-0.jsonl").write_bytes(b'{"time": 0, "event": "c"}\n')
+    assert [each["event"] for each in tail.read()] == ["c", "b"]
+    assert tail.read() == [] and sum(tail.sizes.values()) == sum(
+        each.stat().st_size for each in tmp_path.iterdir()
+    )
+
+
+def test_every_tag_is_under_a_prefix_that_the_field_knows_reward_and_loss_come_first():
+    tags = [each for kind in EVENTS.values() for each in kind.tags.values()]
+    assert {each.split("/")[0] for each in tags} == set(PREFIXES)
+    assert all(set(kind.tags) <= set(kind.fields) for kind in EVENTS.values())
+    assert list(PREFIXES[:3]) == sorted(PREFIXES)[:3] == ["eval", "loss", "reward"]
+    assert tag("step", "train/mfu") == "trainer/mfu" and tag("step", "policy_version") is None
+    assert len(tags) - len({*tags}) == 1  # sync/... of both kinds of updates
