@@ -1,0 +1,25 @@
+"""The reward less the mean of its prompt group."""
+
+from typing import Literal
+
+from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows
+
+
+class GroupMean(Advantage):
+    """A = R - mean(R) over the siblings of a prompt.
+
+    A group of equals is worth 0. Source: Dr. GRPO (arXiv:2503.20783), which leaves out GRPO's
+    division by the deviation: it favours prompts that are almost always, or almost never, solved.
+    """
+
+    name: Literal["group_mean"] = "group_mean"
+
+    def needs(self) -> Needs:
+        return Needs(scope="group", min_siblings=2)
+
+    def of_groups(self, rows: Rows) -> Floats:
+        import torch
+
+        exact = torch.from_numpy(rows.rewards).double()  # the mean of equal ones is what they are
+        centred = exact - exact.nanmean(dim=1, keepdim=True)
+        return centred.nan_to_num().float().numpy()
