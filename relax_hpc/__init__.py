@@ -8,7 +8,7 @@ One trajectory, in reading order:
     bus.producer              groups become an immutable shard; the log record makes it exist
     bus.sequencer             the batch of step b is decided, once, and written down
     bus.reader                the rows of the batch are read where they are needed
-    algorithms.group_relative rewards become advantages
+    algorithms.advantages     rewards become advantages
     roles.actor               one optimizer step, one new policy
     weights.publish           engines pause in place, receive version b, go on
     bus.sequencer (credits)   the checkpoint covers the batch; its owner deletes the shard

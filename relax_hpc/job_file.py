@@ -14,7 +14,6 @@ from pydantic import BaseModel, ValidationError
 
 from relax_hpc import user_files
 from relax_hpc.algorithms import table
-from relax_hpc.algorithms.algorithm import Settings
 from relax_hpc.config.moved import refusal
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
@@ -145,7 +144,7 @@ def _unknown(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
 
 def _nearest(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
     path = iter(loc[:-1])
-    for part in path:
+    for part in path if loc[:1] != ("algorithm",) or len(loc) < 3 else ():
         annotation = section.model_fields[str(part)].annotation
         if get_origin(annotation) is dict:  # tables by name: [eval.NAME]
             next(path)
@@ -154,8 +153,8 @@ def _nearest(loc: tuple[int | str, ...], section: type[BaseModel]) -> str:
         section = annotation
     prefix = "".join(f"{part}." for part in loc[:-1])
     known = list(section.model_fields)
-    if section is Settings:
-        known = [name for each in table.sections() for name in each.model_fields]
+    if loc[0] == "algorithm" and len(loc) > 2:
+        known = [name for each in table.PARTS[str(loc[1])] for name in each.model_fields]
     if section is RunConfig:
         known.append("sft")
     if close := difflib.get_close_matches(str(loc[-1]), known, n=1):

@@ -1,139 +1,97 @@
-"""The declaration of an algorithm. Without torch: a job is checked where there is none."""
+"""The section [algorithm] of a job: a preset, and what of it is otherwise."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+import difflib
+from collections.abc import Callable, Iterator
+from functools import partial, reduce
+from operator import or_
+from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
+from pydantic import AfterValidator, BeforeValidator, SerializeAsAny, model_validator
 
+from relax_hpc.algorithms import presets, table
+from relax_hpc.algorithms.aggregation import Aggregation
+from relax_hpc.algorithms.part import Advantage, Correction, Loss, Needs, Part
 from relax_hpc.sections import Positive, Section
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-Floats = npt.NDArray[np.floating]
+def _known(preset: str) -> str:
+    if preset not in presets.PRESETS:
+        close = difflib.get_close_matches(preset, presets.PRESETS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"use {', '.join(presets.PRESETS)}"
+        raise ValueError(f"there is no such preset; {hint}")
+    return preset
 
 
-class Settings(Section):
-    """Settings that every algorithm has; a subclass adds its own."""
+class Algorithm(Section):
+    """How rewards become an update; see docs/algorithms.md."""
 
-    name: str
+    preset: Annotated[str, AfterValidator(_known)] = presets.DEFAULT
+    """Algorithm that the tables below begin as. A table with a name replaces the preset's; one
+    without changes what it says."""
+    aggregation: Aggregation = "token"
+    """Mean that the loss is. token: over trained tokens. sequence: of the means of rows.
+    sequence_sum: of the sums of rows. prompt: of the means over the tokens of a prompt. constant:
+    of the sums of rows, by rollout.max_new_tokens."""
     epochs_per_step: Positive = 1
-    """Passes over a batch, each an optimizer update; the ratio is to the policy before them."""
+    """Passes over a batch, each an optimizer update."""
+    mini_batches: Positive = 1
+    """Updates that a batch is split into, by prompt groups, each with a mean of its own."""
+    advantage: Annotated[
+        SerializeAsAny[Advantage], BeforeValidator(partial(table.part_of, "advantage"))
+    ]
+    """How much better an episode, or a token, was than expected; or a class of your own."""
+    loss: Annotated[SerializeAsAny[Loss], BeforeValidator(partial(table.part_of, "loss"))]
+    """Cost of a token that has an advantage; or a class of your own."""
+    correction: Annotated[
+        SerializeAsAny[Correction], BeforeValidator(partial(table.part_of, "correction"))
+    ]
+    """Weights of tokens that another policy, or program, sampled; or a class of your own."""
+    kl: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "kl"))]
+    """Estimator of the divergence from the reference."""
+    entropy: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "entropy"))]
+    """Entropy in the loss."""
+    groups: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "groups"))]
+    """Prompt groups, and responses of them, that are trained on."""
 
-
-class Needs(NamedTuple):
-    """Things that must be there for an algorithm to learn."""
-
-    columns: Mapping[str, str] = {}
-    """Column of the schema -> the setting that wants it, as `key = value`. Rows come with them."""
-    whole_batches: bool = False
-    """Nothing can be trained on before the whole batch is there."""
-    min_siblings: int = 1
-    """Siblings of a prompt group."""
-
-
-class Tokens(Protocol):
-    """A packed micro-batch as a loss sees it; T tokens of S sequences, end to end."""
-
-    @property
-    def loss_mask(self) -> "Tensor":
-        """[T] bool, True on trained tokens."""
-        ...
-
-    @property
-    def sequence_ids(self) -> "Tensor":
-        """[T] int64, which sequence a token is in, 0 <= id < S; padding is a sequence, too."""
-        ...
-
-    @property
-    def groups(self) -> "Tensor":
-        """[S] int64, prompt group of each sequence; -1 for padding."""
-        ...
+    @model_validator(mode="before")
+    @classmethod
+    def _begin_with_the_preset(cls, given: Any) -> Any:  # noqa: ANN401
+        if not isinstance(given, dict):
+            return given
+        preset = given.get("preset", presets.DEFAULT)
+        known = preset if isinstance(preset, str) and preset in presets.PRESETS else presets.DEFAULT
+        return presets.merged(presets.tables_of(known), given)
 
     @property
-    def columns(self) -> "Mapping[str, Tensor]":
-        """[T] by short name: those that were asked for, `rollout_logprobs`, `old_logprobs`,
-        `advantages`, with an aggregation `weights`, and with a correction `correction`."""
-        ...
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """Its parts by the table that they stand in."""
+        return ((name, getattr(self, name)) for name in table.PARTS)
 
-    def with_columns(self, **columns: "Tensor") -> "Tokens":
-        """The same with further columns, or others in place of those it has."""
-        ...
+    @property
+    def waits_for_the_batch(self) -> bool:
+        """Whether nothing can be trained on before all of the batch is there."""
+        return self.needs.scope == "batch" or self.needs.prepass or self.mini_batches > 1
 
+    @property
+    def teaches_without_advantage(self) -> bool:
+        """Whether rows are trained on whose advantage is 0, or not known before they are read."""
+        return self.needs.every_row or self.advantage.is_of_tokens
 
-class LossOutput(NamedTuple):
-    """Sums: they add up over micro-batches, portions and ranks.
+    @property
+    def needs(self) -> Needs:
+        """Everything that must be there."""
+        return reduce(or_, (part.needs() for _, part in self.parts))
 
-    The trainer divides by the denominator of the whole batch, once it has seen all of it.
-    """
-
-    loss: "Tensor"
-    """[] carries the gradient."""
-    metrics: "dict[str, Tensor]"
-    """[] each, no gradient; they become means over trained tokens."""
-    denominator: "Tensor | None" = None
-    """[] how many things the loss is a sum over, no gradient; None: trained tokens."""
-
-
-class Correction(NamedTuple):
-    """Weights of tokens in a loss."""
-
-    weights: "Tensor"
-    """[T], no gradient."""
-    metrics: "dict[str, Tensor]"
-    """[] each, sums over trained tokens."""
+    def with_names(self, named: Callable[[str], str]) -> "Algorithm":
+        """The same with parts of the user's own under other names."""
+        own = {
+            table: part.model_copy(update={"name": named(part.name)})
+            for table, part in self.parts
+            if ":" in part.name
+        }
+        return self.model_copy(update=own)
 
 
-Loss = Callable[["Tensor", Tokens], LossOutput]
-"""([T] logprobs in nats, with gradient; the micro-batch) -> its sums."""
-
-
-class Rows(NamedTuple):
-    """The facts known of whole prompt groups before any row is read.
-
-    P groups of G episodes; R rows, one or several of each episode.
-    """
-
-    rewards: npt.NDArray[np.float32]
-    """[P, G], of episodes; NaN where there is none, with `reward.on_error = "mask"`."""
-    response_lengths: npt.NDArray[np.int64]
-    """[R] tokens after the prompt, of rows; 0 where the episode has no reward."""
-    groups: npt.NDArray[np.int64]
-    """[R] which prompt group a row is of, 0 <= group < P, rising."""
-
-
-@dataclass(frozen=True)
-class Algorithm:
-    """One way to learn: a record in `algorithms.table`."""
-
-    name: str
-    settings: type[Settings]
-    """Its keys in [algorithm]."""
-    loss: Callable[[Any, frozenset[str]], Loss]
-    """(settings, short names of the columns that all rows have) -> the loss."""
-    advantages: Callable[[Any, Rows], Floats] = lambda _, rows: np.ones_like(rows.rewards)
-    """(settings, rows) -> [P, G], on rank 0: each row has the advantage of its episode, and groups
-    are compared by episodes, however many rows these have."""
-    teaches: Callable[[Any, Floats], npt.NDArray[np.bool_]] = lambda _, advantages: np.ones(
-        advantages.shape, bool
-    )
-    """(settings, [P, G] advantages) -> [P, G], which episodes are trained on; rows of the others
-    are not even read, and count in no mean."""
-    weights: Callable[[Any, Rows], Floats] | None = None
-    """(settings, rows) -> [R] factor of each token's part in the loss, which comes to it as the
-    column `weights`: sequence mean, mean per prompt, constant, see `aggregation`. None: 1, which
-    makes the mean over trained tokens."""
-    needs: Callable[[Any], Needs] = lambda _: Needs()
-    token_advantages: "Callable[[Any, Tokens], Tensor] | None" = None
-    """(settings, micro-batch) -> [T], where rows are read, of the columns that it asks for, e.g.
-    values; the loss then finds these in the column `advantages`. None: all tokens of a row have
-    that of the row."""
-
-    correction: "Callable[[Any, Tokens], Correction] | None" = None
-    """(settings, micro-batch) -> what tokens weigh that another policy sampled, or another program;
-    the loss finds it in the column `correction`. None: there is no such column."""
-    kl: Callable[[Any], float] | None = None
-    """settings -> coefficient of the KL divergence from the reference, added to the loss where rows
-    have `ref_logprobs`; 0 only measures it. None: it is not even measured."""
+def algorithm_of(**tables: Any) -> Algorithm:  # noqa: ANN401
+    """The algorithm of these keys; without any, the default."""
+    return Algorithm.model_validate(tables)

@@ -1,60 +1,120 @@
-"""The loss that a run trains with, composed of the parts that an algorithm declares."""
+"""The loss that a run trains with, composed of the parts of its algorithm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from relax_hpc.algorithms.algorithm import (
-    Algorithm,
-    Correction,
-    Loss,
-    LossOutput,
-    Settings,
-    Tokens,
-)
+from relax_hpc.algorithms.algorithm import Algorithm
+from relax_hpc.algorithms.corrections.none import NoCorrection
+from relax_hpc.algorithms.entropy import NoEntropy
+from relax_hpc.algorithms.kl import Kl
+from relax_hpc.algorithms.part import LossFunction, LossOutput, Part, Tokens, Total
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Prepare = Callable[[Sequence[Tokens], Total], list[Tokens]]
 
-def loss_of(algorithm: Algorithm, settings: Settings, columns: frozenset[str]) -> Loss:
-    """Returns the loss with correction, advantages of tokens and KL term, as far as declared.
+
+class Objective(NamedTuple):
+    """The function that a trainer minimizes."""
+
+    loss: LossFunction
+    prepare: Prepare | None = None
+    """Looks at the whole batch before any of it is trained on; all ranks that train rows call it,
+    also without rows. None: no forward pass comes first."""
+    reads_old: bool = True
+    """Whether the loss reads `old_logprobs`."""
+    entropy: Part = NoEntropy()
+    """Says the weight of the entropy in the loss."""
+
+
+def objective_of(algorithm: Algorithm, columns: frozenset[str] = frozenset()) -> Objective:
+    """Composes the parts of an algorithm.
 
     Args:
         algorithm: to train with.
-        settings: of the algorithm.
         columns: short names of those that all rows have.
     """
-    loss = algorithm.loss(settings, columns)
-    if algorithm.correction is not None:
-        loss = _corrected(loss, partial(algorithm.correction, settings))
-    if algorithm.token_advantages is not None:
-        loss = _estimated(loss, partial(algorithm.token_advantages, settings))
-    if algorithm.kl is not None and "ref_logprobs" in columns:
-        loss = _pulled(loss, algorithm.kl(settings))
-    return loss
-
-
-def _corrected(loss: Loss, correct: "Callable[[Tokens], Correction]") -> Loss:
-    def corrected(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
-        weights, metrics = correct(tokens)
-        output = loss(logprobs, tokens.with_columns(correction=weights))
-        return output._replace(metrics=output.metrics | metrics)
-
-    return corrected
-
-
-def _estimated(loss: Loss, estimate: "Callable[[Tokens], Tensor]") -> Loss:
-    return lambda logprobs, tokens: loss(logprobs, tokens.with_columns(advantages=estimate(tokens)))
-
-
-def _pulled(loss: Loss, coefficient: float) -> Loss:
-    from relax_hpc.algorithms.clipped import with_kl
-
-    return lambda logprobs, tokens: with_kl(
-        loss(logprobs, tokens),
-        logprobs,
-        tokens.columns["ref_logprobs"],
-        tokens.loss_mask,
-        coefficient=coefficient,
+    needs = algorithm.needs
+    return Objective(
+        partial(_loss, algorithm, _measured_kl(algorithm, columns)),
+        partial(_prepared, algorithm) if needs.prepass else None,
+        needs.prepass or "old" in needs.anchors,
+        algorithm.entropy,
     )
+
+
+def _measured_kl(algorithm: Algorithm, columns: frozenset[str]) -> Kl | None:
+    if "ref_logprobs" not in columns:
+        return None
+    return algorithm.kl if isinstance(algorithm.kl, Kl) else Kl(name="k3", coefficient=0.0)
+
+
+def _prepared(algorithm: Algorithm, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
+    """Asks the parts that want it, in the order in which a reward becomes a loss."""
+    found = [_with_advantages(algorithm, tokens) for tokens in batches]
+    for part in (algorithm.kl, algorithm.advantage, algorithm.loss, algorithm.correction):
+        if part.needs().prepass:
+            found = part.prepare(found, total)
+    return found
+
+
+def _loss(algorithm: Algorithm, kl: Kl | None, logprobs: "Tensor", tokens: Tokens) -> LossOutput:
+    mask = tokens.loss_mask
+    logprobs = logprobs.where(mask, 0.0)  # whatever a part makes of garbage has no gradient
+    if not algorithm.needs.prepass:
+        tokens = _with_advantages(algorithm, tokens)
+    anchor = "rollout_logprobs" if algorithm.loss.anchor == "rollout" else "old_logprobs"
+    tokens = tokens.with_columns(anchor_logprobs=tokens.columns[anchor])
+    found = algorithm.loss.of_tokens(logprobs, tokens)
+    sums = _Sums(tokens)
+    sums.measure(found.metrics)
+    value = found.loss.where(mask, 0.0)
+    if not isinstance(algorithm.correction, NoCorrection):
+        corrected = algorithm.correction.of_tokens(tokens)
+        sums.measure(corrected.metrics)
+        value = corrected.weights.where(mask, 0.0) * value
+    total = sums.over_tokens(value)
+    if kl is not None:
+        distance = kl.of_tokens(logprobs, tokens)
+        sums.measure(distance.metrics)
+        if kl.coefficient:
+            total = total + kl.coefficient * sums.over_tokens(distance.loss)
+    if "entropy_weight" in tokens.columns:
+        weight, entropy = tokens.columns["entropy_weight"], tokens.columns["entropy"]
+        total = total - sums.over_tokens(weight * entropy)
+    return LossOutput(total, sums.metrics, sums.denominator())
+
+
+def _with_advantages(algorithm: Algorithm, tokens: Tokens) -> Tokens:
+    advantages = algorithm.advantage.of_tokens(tokens)
+    return tokens if advantages is None else tokens.with_columns(advantages=advantages)
+
+
+class _Sums:
+    """Sums over the trained tokens of a micro-batch, with the weights of its rows."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens, self._weights = tokens, tokens.columns.get("weights")
+        self.metrics: dict[str, Tensor] = {}
+
+    def measure(self, metrics: "Mapping[str, Tensor]") -> None:
+        """Notes sums without weights."""
+        mask = self._tokens.loss_mask
+        self.metrics |= {name: value.where(mask, 0).sum() for name, value in metrics.items()}
+
+    def over_tokens(self, values: "Tensor") -> "Tensor":
+        """[] of [T]."""
+        kept = values.where(self._tokens.loss_mask, 0.0)
+        return (kept if self._weights is None else self._weights * kept).sum()
+
+    def denominator(self) -> "Tensor | None":
+        """Sum of what the rows count that have a trained token; None without weights."""
+        from relax_hpc.algorithms.segments import mean_over
+
+        tokens = self._tokens
+        if "counts" not in tokens.columns:
+            return None
+        ids, mask = tokens.sequence_ids, tokens.loss_mask
+        return mean_over(tokens.columns["counts"], ids, mask, len(tokens.groups)).sum()

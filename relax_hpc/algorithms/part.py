@@ -21,6 +21,8 @@ _SCOPES: tuple[Scope, ...] = ("row", "group", "batch")
 Total = Callable[["Tensor"], "Tensor"]
 """Sums a tensor over all ranks that train rows of the batch; all of them call it."""
 
+_NOTHING: "Mapping[str, Tensor]" = {}
+
 
 class Needs(NamedTuple):
     """Things that must be there for a part to do its work."""
@@ -35,8 +37,8 @@ class Needs(NamedTuple):
     """Siblings of a prompt group."""
     anchors: frozenset[Anchor] = frozenset()
     """Policies whose logprobs it compares with."""
-    entropy: bool = False
-    """The column `entropy`, nats, with its gradient."""
+    every_row: bool = False
+    """Rows without an advantage teach, too: they are read, and count in the mean."""
 
     def __or__(self, other: "Needs") -> "Needs":
         """The needs of both."""
@@ -46,7 +48,7 @@ class Needs(NamedTuple):
             self.prepass or other.prepass,
             max(self.min_siblings, other.min_siblings),
             self.anchors | other.anchors,
-            self.entropy or other.entropy,
+            self.every_row or other.every_row,
         )
 
 
@@ -95,7 +97,7 @@ class TokenLoss(NamedTuple):
 
     loss: "Tensor"
     """[T] with gradient."""
-    metrics: "Mapping[str, Tensor]" = {}
+    metrics: "Mapping[str, Tensor]" = _NOTHING
     """[T] each, named `loss/...`; they become means over trained tokens."""
 
 
@@ -104,7 +106,7 @@ class TokenWeights(NamedTuple):
 
     weights: "Tensor"
     """[T], no gradient; 0 leaves a token out, which still counts in the mean."""
-    metrics: "Mapping[str, Tensor]" = {}
+    metrics: "Mapping[str, Tensor]" = _NOTHING
     """[T] each, named `loss/...`; they become means over trained tokens."""
 
 
@@ -133,7 +135,7 @@ class Part(Section):
     """The part."""
 
     def needs(self) -> Needs:
-        """What must be there for it."""
+        """Returns what must be there for it."""
         return Needs()
 
     def prepare(self, batches: "Sequence[Tokens]", total: Total) -> "list[Tokens]":
@@ -167,7 +169,7 @@ class Advantage(Part):
 
 
 class Loss(Part):
-    """What a token with an advantage costs."""
+    """The cost of a token that has an advantage."""
 
     anchor: Anchor = "rollout"
     """Policy in the denominator of the ratio. rollout: the sampler, by the logprobs that it
@@ -198,14 +200,8 @@ class Loss(Part):
 
 
 class Correction(Part):
-    """What tokens weigh that another policy sampled, or another program."""
+    """The weights of tokens that another policy, or another program, sampled."""
 
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
         """Weights by `old_logprobs` and `rollout_logprobs`."""
         raise NotImplementedError
-
-
-class NoCorrection(Correction):
-    """Every token weighs the same."""
-
-    name: Literal["none"] = "none"

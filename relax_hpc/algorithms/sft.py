@@ -1,24 +1,18 @@
 """Supervised fine-tuning: the mean of the cross entropy over the trained tokens of documents."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from relax_hpc.algorithms.algorithm import Algorithm, Loss, LossOutput, Settings, Tokens
+from relax_hpc.algorithms.part import LossOutput, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class SftSettings(Settings):
-    name: Literal["sft"] = "sft"
+def cross_entropy(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
+    """Negative log-likelihood of the trained tokens.
 
-
-def _loss(_: SftSettings, __: frozenset[str]) -> Loss:
-    from relax_hpc.algorithms.clipped import cross_entropy
-
-    def loss(logprobs: "Tensor", tokens: Tokens) -> LossOutput:
-        return cross_entropy(logprobs, tokens.loss_mask)
-
-    return loss
-
-
-SFT = Algorithm("sft", SftSettings, _loss)
+    Args:
+        logprobs: [T] nats, with gradient.
+        tokens: documents.
+    """
+    return LossOutput(-logprobs.where(tokens.loss_mask, 0.0).sum(), {})

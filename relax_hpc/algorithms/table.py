@@ -1,40 +1,66 @@
-"""The algorithms by name: a file each, and a line here."""
+"""The parts by name: a file each, and a line here."""
 
 import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from relax_hpc.algorithms.algorithm import Algorithm, Needs, Settings
-from relax_hpc.algorithms.grpo import GRPO
+from pydantic import ValidationError
+from pydantic_core import InitErrorDetails
 
-ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (GRPO,)}
-DEFAULT = GRPO
+from relax_hpc.algorithms import plugin
+from relax_hpc.algorithms.advantages.group_mean import GroupMean
+from relax_hpc.algorithms.advantages.grpo import Grpo
+from relax_hpc.algorithms.corrections.none import NoCorrection
+from relax_hpc.algorithms.corrections.tis import Tis
+from relax_hpc.algorithms.entropy import NoEntropy
+from relax_hpc.algorithms.groups import AsSampled
+from relax_hpc.algorithms.kl import Kl, NoKl
+from relax_hpc.algorithms.losses.ppo_clip import PpoClip
+from relax_hpc.algorithms.part import Advantage, Correction, Loss, Part
+
+PARTS: Mapping[str, Sequence[type[Part]]] = {
+    "advantage": (GroupMean, Grpo),
+    "loss": (PpoClip,),
+    "correction": (NoCorrection, Tis),
+    "kl": (NoKl, Kl),
+    "entropy": (NoEntropy,),
+    "groups": (AsSampled,),
+}
+"""Tables below [algorithm] -> the parts that may stand there."""
+OWN: Mapping[str, type[Part]] = {"advantage": Advantage, "loss": Loss, "correction": Correction}
+"""Tables in which a part may be the user's own -> what it is a subclass of."""
 
 
-def settings_of(value: Any) -> Any:  # noqa: ANN401
-    """A table [algorithm] as the settings of the algorithm that it names.
+def names_of(table: str) -> Iterator[tuple[str, type[Part]]]:
+    """Names of the parts of a table; a part may have several."""
+    for part in PARTS[table]:
+        for name in plugin.names(part):
+            yield name, part
+
+
+def part_of(table: str, value: Any) -> Any:  # noqa: ANN401
+    """A table below [algorithm] as the part that it names.
 
     Raises:
-        ValueError: there is no such algorithm, or it does not take these settings.
+        ValidationError: there is no such part, or it does not take these settings.
     """
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or "name" not in value:
         return value
-    name = value.get("name", DEFAULT.name)
-    if name not in ALGORITHMS:
-        close = difflib.get_close_matches(str(name), ALGORITHMS, n=1) or list(ALGORITHMS)
-        raise ValueError(f"there is no algorithm {name!r}; use {' or '.join(close)}")
-    return ALGORITHMS[name].settings.model_validate({**value, "name": name})
+    name, known = value["name"], dict(names_of(table))
+    if name in known:
+        return known[name].model_validate(value)
+    if isinstance(name, str) and ":" in name and table in OWN:
+        try:
+            return plugin.load(name, OWN[table]).model_validate(value)
+        except plugin.PluginError as error:
+            raise _of_name(table, name, str(error)) from error
+    close = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)}"
+    raise _of_name(table, name, f"there is no {table} of that name; {hint}")
 
 
-def sections() -> list[type[Settings]]:
-    """The sections that may stand in [algorithm]."""
-    return [algorithm.settings for algorithm in ALGORITHMS.values()]
-
-
-def algorithm_of(settings: Settings) -> Algorithm:
-    """The algorithm that `settings` are of."""
-    return ALGORITHMS[settings.name]
-
-
-def needs_of(settings: Settings) -> Needs:
-    """Returns what its algorithm needs with these settings."""
-    return algorithm_of(settings).needs(settings)
+def _of_name(table: str, name: object, said: str) -> ValidationError:
+    error = InitErrorDetails(
+        type="value_error", loc=("name",), input=name, ctx={"error": ValueError(said)}
+    )
+    return ValidationError.from_exception_data(table, [error])

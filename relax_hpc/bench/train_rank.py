@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relax_hpc.algorithms.composition import loss_of
-from relax_hpc.algorithms.grpo import GRPO, GrpoSettings
+from relax_hpc.algorithms.algorithm import algorithm_of
+from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.bench.ranks import joined
 from relax_hpc.bench.train_task import Figures, Task, Work, grid_name, lengths_of
 from relax_hpc.comm.world import World
@@ -120,8 +120,8 @@ def _now(device: torch.device) -> float:
 
 def _accumulate(trainer: MegatronTrainer, batch: Batch) -> None:
     rows = [row.with_columns(advantages=np.ones((), np.float32)) for row in batch.rows]
-    loss = loss_of(GRPO, GrpoSettings(), frozenset())
-    trainer.accumulate(rows, batch.micro_batches, loss, last=True)
+    objective = objective_of(algorithm_of())
+    trainer.accumulate(rows, batch.micro_batches, objective, last=True)
 
 
 def _note(

@@ -2,7 +2,7 @@
 
 import json
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from relax_hpc.algorithms import table
-from relax_hpc.algorithms.algorithm import Settings
+from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.config.layout import Layout
 from relax_hpc.sections import Resources
 
@@ -42,25 +42,55 @@ def keys_of(job: type[BaseModel]) -> list[Key]:
 def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{name}"
+        if section is Algorithm and name in table.PARTS:
+            yield from _keys_of_parts(field, f"{dotted}.", dict(table.names_of(name)))
+            continue
         inner, of_table = _sections(field.annotation)
         if not inner or any(each in TOLD_ONCE.values() for each in inner):
-            text = " ".join((field.description or "").split())
-            yield Key(dotted, _type(field), _default(field), text)
+            yield Key(dotted, _type(field), _default(field), _text(field))
             continue
         below = f"{dotted}.<name>." if of_table else f"{dotted}."
         seen = set[str]()
-        for each in inner:  # several: of a choice by name
+        for each in inner:
             for key in _keys(each, below):
                 if key.name not in seen:
                     seen.add(key.name)
                     yield key
 
 
+def _keys_of_parts(
+    field: FieldInfo, prefix: str, parts: Mapping[str, type[BaseModel]]
+) -> Iterator[Key]:
+    """The part's name, and each setting that one of them has, with what it is in which."""
+    yield Key(f"{prefix}name", " | ".join(json.dumps(name) for name in parts), "", _text(field))
+    found: dict[str, dict[type[BaseModel], Key]] = {}
+    for name, part in parts.items():
+        for key in _keys(part, prefix):
+            if key.name != f"{prefix}name":
+                of = found.setdefault(key.name, {})
+                said = f"{of[part].text.partition(':')[0]}, {name}" if part in of else name
+                of[part] = key._replace(text=f"{said}: {key.text}")
+    for several in found.values():
+        keys = list(several.values())
+        first, texts = keys[0], {key.text.partition(": ")[2] for key in keys}
+        defaults = list(dict.fromkeys(key.default for key in keys))
+        default = first.default if len(defaults) == 1 else ""
+        if len(several) == len(set(parts.values())) and len(texts) == 1:
+            yield first._replace(text=texts.pop(), default=default)
+            continue
+        if len(texts) == 1:
+            names = ", ".join(key.text.partition(": ")[0] for key in keys)
+            yield first._replace(text=f"{names}: {texts.pop()}", default=default)
+            continue
+        text = " ".join(
+            f"{key.text}" + (f" ({key.default})" if len(defaults) > 1 else "") for key in keys
+        )
+        yield first._replace(text=text, default=default)
+
+
 def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:  # noqa: ANN401
     """The sections that may stand there, and whether they stand in a table of named ones."""
     origin, args = get_origin(annotation), get_args(annotation)
-    if annotation is Settings:
-        return [*table.sections()], False
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False
     if origin is dict:
@@ -68,6 +98,10 @@ def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:  # noqa: A
     if origin in (Union, types.UnionType):
         return [each for arg in args for each in _sections(arg)[0]], False
     return _sections(args[0]) if origin is Annotated else ([], False)
+
+
+def _text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
 
 
 def _type(field: FieldInfo) -> str:

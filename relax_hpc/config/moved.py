@@ -9,6 +9,11 @@ MOVED: dict[str, str] = {
     "algorithm.max_staleness": "schedule.max_staleness",
     "algorithm.over_age": "schedule.over_age",
     "algorithm.max_logprob_gap": "weights.max_logprob_gap",
+    "algorithm.name": "algorithm.preset",
+    "algorithm.clip_low": "algorithm.loss.clip_low",
+    "algorithm.clip_high": "algorithm.loss.clip_high",
+    "algorithm.importance_cap": "algorithm.correction.cap",
+    "algorithm.kl_coefficient": "algorithm.kl.coefficient",
     "rollout.engine": "engines.rollout.kind",
     "rollout.num_engines": "engines.rollout.count",
     "rollout.engines_per_task": "engines.rollout.engines_per_task",
@@ -50,6 +55,8 @@ GONE: dict[str, str] = {
     "actor.async_save": "training waits for a checkpoint only where host memory does not hold a "
     "copy of it; remove it",
     "algorithm.logprob_check": _COMPARED,
+    "algorithm.normalize_std": "algorithm.advantage.name = 'grpo' divides by the deviation, "
+    "'group_mean' does not",
     "weights.logprob_check": _COMPARED,
     "actor.max_skipped_updates": "3 skipped updates in a row end the actor; remove it",
     "rollout.load_every_s": _EVERY_5_S,

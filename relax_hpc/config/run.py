@@ -5,10 +5,9 @@ from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
-from relax_hpc.algorithms import table
-from relax_hpc.algorithms.algorithm import Settings
+from relax_hpc.algorithms.algorithm import Algorithm, algorithm_of
 from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
@@ -153,9 +152,7 @@ class RunConfig(JobConfig):
     them."""
     reference: ReferenceConfig = ReferenceConfig()
     schedule: ScheduleConfig
-    algorithm: Annotated[SerializeAsAny[Settings], BeforeValidator(table.settings_of)] = (
-        table.settings_of({})
-    )
+    algorithm: Algorithm = algorithm_of()
     bus: BusConfig = BusConfig()
     weights: WeightsConfig = WeightsConfig()
     eval: dict[Annotated[str, Field(pattern=NAME, max_length=100)], EvalConfig] = {}
@@ -224,14 +221,14 @@ class RunConfig(JobConfig):
     def columns(self) -> frozenset[str]:
         """Columns that rows are trained on with, besides those that rollout always writes."""
         measured = columns_of("reference") if self.reference.placement != "none" else {}
-        return frozenset({*table.needs_of(self.algorithm).columns, *measured})
+        return frozenset({*self.algorithm.needs.columns, *measured})
 
     @property
     def tokens_per_portion(self) -> float:
         """Tokens of a batch that are worth starting on before the rest is there."""
         if self.rollout_pool.placement == "actor":
             return math.inf  # engines sample the rest with the memory that training takes
-        if table.needs_of(self.algorithm).whole_batches:
+        if self.algorithm.waits_for_the_batch:
             return math.inf
         return self.actor.tokens_per_portion
 
@@ -283,7 +280,7 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def _needed_reference_is_there(self) -> Self:
-        for column, key in table.needs_of(self.algorithm).columns.items():
+        for column, key in self.algorithm.needs.columns.items():
             if column in columns_of("reference") and self.reference.placement == "none":
                 raise ValueError(
                     f"{key}: needs a reference; set reference.placement to 'actor' or 'own'"
@@ -301,11 +298,12 @@ class RunConfig(JobConfig):
 
     @model_validator(mode="after")
     def _groups_need_siblings(self) -> Self:
-        least = table.needs_of(self.algorithm).min_siblings
+        least = self.algorithm.needs.min_siblings
         if self.rollout.samples_per_prompt < least:
             raise ValueError(
                 f"rollout.samples_per_prompt = {self.rollout.samples_per_prompt}: "
-                f"{self.algorithm.name} compares siblings of a prompt; use {least} or more"
+                f"algorithm.advantage.name = {self.algorithm.advantage.name!r} compares siblings "
+                f"of a prompt; use {least} or more"
             )
         return self
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from relax_hpc.algorithms.algorithm import Loss
+from relax_hpc.algorithms.composition import Objective
 from relax_hpc.schema import Row
 
 
@@ -110,7 +110,7 @@ class TrainingEngine(ScoringEngine, Protocol):
         self,
         trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
-        loss: Loss,
+        objective: Objective,
         *,
         last: bool = False,
     ) -> None:

@@ -160,6 +160,7 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
             for name, pool in config.engines.items()
         }
         resolved |= {"rollout": rollout, "prompts": _found_anywhere(config.prompts)}
+        resolved["algorithm"] = config.algorithm.with_names(absolute_place)
         resolved["reward"] = config.reward.with_names(absolute_place)
         resolved["eval"] = {
             name: each.model_copy(update={"path": [absolute_data(path) for path in each.path]})

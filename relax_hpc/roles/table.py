@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from relax_hpc import schema
-from relax_hpc.algorithms.table import needs_of
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.actor.role import ACTOR
@@ -75,12 +74,12 @@ def check_columns(config: JobConfig) -> None:
     written = {role.writes for role in ROLES if list(role.places_in(config))} | {
         "reference"
     }  # the actor's own, maybe
-    for column, key in needs_of(config.algorithm).columns.items():
+    for column, key in config.algorithm.needs.columns.items():
         writer = schema.COLUMNS[column].writer
         if writer not in written:
             raise ConfigError(
                 f"{key}: needs the column {column}, which the role {writer} writes; add it to the "
-                "job, or choose another algorithm.name"
+                "job, or choose another algorithm.preset"
             )
 
 

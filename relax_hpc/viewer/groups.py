@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.algorithms.algorithm import Settings
-from relax_hpc.algorithms.table import algorithm_of, needs_of
+from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.tools.survey import Surveyed
@@ -76,7 +75,7 @@ class Groups:
     """
 
     def __init__(
-        self, paths: BusPaths, algorithm: Settings, words: Words, *, masks_errors: bool
+        self, paths: BusPaths, algorithm: Algorithm, words: Words, *, masks_errors: bool
     ) -> None:
         self._paths, self._algorithm, self._words = paths, algorithm, words
         self._masks_errors = masks_errors
@@ -125,8 +124,8 @@ class Groups:
                 _Advantage(_mean(np.asarray(column)[row.loss_mask == 1]), np.asarray(column))
                 for column, row in zip(columns, rows, strict=True)
             ]
-        by_token = algorithm_of(self._algorithm).token_advantages is not None
-        if by_token or needs_of(self._algorithm).whole_batches:  # a group alone does not tell
+        by_token = self._algorithm.advantage.is_of_tokens
+        if by_token or self._algorithm.needs.scope == "batch":  # a group alone does not tell
             return [None] * len(rows)
         siblings = int((index.segment == 0).sum())
         values, _ = values_of(index, self._algorithm, siblings, masks_errors=self._masks_errors)

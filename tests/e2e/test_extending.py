@@ -12,9 +12,8 @@ import torch
 from e2e_runs import REPOSITORY, cli, events_of, is_over, planned, wait_until
 
 from relax_hpc import job_file
-from relax_hpc.algorithms import table
-from relax_hpc.algorithms.algorithm import Rows
-from relax_hpc.user_files import imported
+from relax_hpc.algorithms.composition import objective_of
+from relax_hpc.algorithms.part import Rows
 
 PAGE = (REPOSITORY / "docs" / "extending.md").read_text()
 STEPS, PROMPTS, SIBLINGS = 2, 4, 4
@@ -65,25 +64,33 @@ def test_a_reward_an_environment_and_a_source_of_data_are_one_file_each(folder, 
         assert -0.01 * 12 <= shard["parts/length"] <= -0.01 * 9, r"\boxed{47}, the last reply alone"
 
 
-def test_an_algorithm_is_a_file_and_a_line(folder, monkeypatch):
+class Packed(SimpleNamespace):
+    def with_columns(self, **columns):
+        return Packed(loss_mask=self.loss_mask, columns=self.columns | columns)
+
+
+def test_parts_of_an_algorithm_are_a_file(folder, monkeypatch):
     """Rewards 1, 0, 0, 0: others have 0 on average where it is 1, and 1/3 where it is 0."""
-    algorithm = imported(f"{folder}/rloo.py:RLOO")
-    monkeypatch.setitem(table.ALGORITHMS, "rloo", algorithm)
+    monkeypatch.chdir(folder)
     tree = {
         "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
-        "schedule": {"num_steps": 1}, "algorithm": said_in_the_job()["algorithm"],
+        "schedule": {"num_steps": 1},
+        "algorithm": said_in_the_job()["algorithm"] | {"correction": {"name": "none"}},
     }  # fmt: skip
-    settings = job_file.validate(tree, source="job").algorithm
-    assert (settings.name, settings.scale) == ("rloo", 0.5)
-    rows = Rows(np.array([[1, 0, 0, 0]], np.float32), np.full(4, 2), np.zeros(4, int))
-    np.testing.assert_allclose(algorithm.advantages(settings, rows), [[0.5, *[-1 / 6] * 3]])
+    algorithm = job_file.validate(tree, source="job").algorithm
+    assert (algorithm.advantage.name, algorithm.advantage.scale) == ("shaped.py:LeaveOneOut", 0.5)
+    rows = Rows(np.array([[1, 0, 0, 0]], np.float32), np.full((1, 4), 2))
+    np.testing.assert_allclose(algorithm.advantage.of_groups(rows), [[0.5, *[-1 / 6] * 3]])
 
     logprobs = torch.tensor([-1.0, float("nan"), -3.0], requires_grad=True)
-    tokens = SimpleNamespace(
+    tokens = Packed(
         loss_mask=torch.tensor([True, False, True]),
-        columns={"advantages": torch.tensor([0.5, float("nan"), -0.25])},
+        columns={
+            "advantages": torch.tensor([0.5, float("nan"), -0.25]),
+            "rollout_logprobs": logprobs.detach(),
+        },
     )
-    found = algorithm.loss(settings, frozenset())(logprobs, tokens)
+    found = objective_of(algorithm).loss(logprobs, tokens)
     found.loss.backward()
     assert found.loss.item() == pytest.approx(-(0.5 * -1 + -0.25 * -3))
     assert logprobs.grad.tolist() == [-0.5, 0, 0.25]

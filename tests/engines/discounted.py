@@ -1,39 +1,40 @@
-"""An algorithm whose advantages are of tokens: the discounted return of a reward on each.
+"""Parts of one's own whose advantages are of tokens: the discounted return of a reward on each.
 
     A_t = sum_(i >= t) gamma^(i - t) reward_i,  loss = -sum_t A_t r_t
 
 over the trained tokens i of the same sequence; the mean is over trained tokens.
 """
 
-from typing import Literal
-
-from relax_hpc.algorithms.algorithm import Algorithm, LossOutput, Settings
+from relax_hpc.algorithms.part import Advantage, Loss, TokenLoss
 
 GAMMA = 0.5
 
 
-class DiscountedSettings(Settings):
-    name: Literal["discounted"] = "discounted"
+class Discounted(Advantage):
+    gamma: float = GAMMA
+    """Worth of the next token's reward."""
+
+    def of_tokens(self, tokens):
+        import torch
+
+        ids, place = tokens.sequence_ids, torch.arange(len(tokens.sequence_ids))
+        later = (ids[:, None] == ids) & (place >= place[:, None])
+        reward = torch.where(tokens.loss_mask, tokens.columns["rollout_logprobs"], 0.0)
+        worth = self.gamma ** (place - place[:, None]).clamp(min=0) * reward
+        return torch.where(later, worth, 0.0).sum(1)
 
 
-def _returns(_, tokens):
-    import torch
-
-    ids, place = tokens.sequence_ids, torch.arange(len(tokens.sequence_ids))
-    later = (ids[:, None] == ids) & (place >= place[:, None])
-    reward = torch.where(tokens.loss_mask, tokens.columns["rollout_logprobs"], 0.0)
-    return torch.where(later, GAMMA ** (place - place[:, None]).clamp(min=0) * reward, 0.0).sum(1)
-
-
-def _loss(_, __):
-    import torch
-
-    def loss(logprobs, tokens):
+class Ratio(Loss):
+    def of_tokens(self, logprobs, tokens):
         columns, mask = tokens.columns, tokens.loss_mask
-        ratio = torch.where(mask, logprobs - columns["old_logprobs"], 0.0).exp()
-        return LossOutput(-(ratio * columns["advantages"] * mask).sum(), {})
-
-    return loss
+        ratio = (logprobs - columns["anchor_logprobs"]).where(mask, 0.0).exp()
+        return TokenLoss(-ratio * columns["advantages"].where(mask, 0.0))
 
 
-DISCOUNTED = Algorithm("discounted", DiscountedSettings, _loss, token_advantages=_returns)
+def algorithm():
+    """The keys of a job that has both."""
+    return {
+        "advantage": {"name": f"{__file__}:Discounted"},
+        "loss": {"name": f"{__file__}:Ratio", "anchor": "old"},
+        "correction": {"name": "none"},
+    }

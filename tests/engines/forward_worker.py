@@ -37,7 +37,9 @@ def swap(rows, advantages, fail=False):
     ((_, micro_batches),) = _shares(rows)
     from megatron_worker import surrogate
 
-    trainer.accumulate(valued(rows, advantages), micro_batches, surrogate())
+    from relax_hpc.algorithms.composition import Objective
+
+    trainer.accumulate(valued(rows, advantages), micro_batches, Objective(surrogate()))
     before = _everything()
     inside = {}
     try:
@@ -98,8 +100,9 @@ def scorer_logprobs(rows, micro_batches):
 
 def train_with_kl(rows, advantages, coefficient):
     """A step whose loss has a KL term, by this rank's reference; its metrics."""
-    from relax_hpc.algorithms.algorithm import LossOutput
-    from relax_hpc.algorithms.clipped import with_kl
+    from relax_hpc.algorithms.composition import Objective
+    from relax_hpc.algorithms.kl import Kl
+    from relax_hpc.algorithms.part import LossOutput
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
@@ -110,11 +113,9 @@ def train_with_kl(rows, advantages, coefficient):
     ]
 
     def loss(logprobs, micro_batch):
-        nothing = LossOutput(0.0 * logprobs.sum(), {})
-        return with_kl(
-            nothing, logprobs, micro_batch.columns["ref_logprobs"], micro_batch.loss_mask,
-            coefficient=coefficient,
-        )  # fmt: skip
+        kl = Kl(name="k3").of_tokens(logprobs, micro_batch)
+        metrics = {name: values.sum() for name, values in kl.metrics.items()}
+        return LossOutput(0.0 * logprobs.sum() + coefficient * kl.loss.sum(), metrics)
 
-    trainer.accumulate(valued(rows, advantages), micro_batches, loss)
+    trainer.accumulate(valued(rows, advantages), micro_batches, Objective(loss))
     return trainer.update()

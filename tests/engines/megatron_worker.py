@@ -5,8 +5,13 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
+import discounted
 import numpy as np
+import sequence_ratio
+import surprise
 
+from relax_hpc.algorithms.algorithm import algorithm_of
+from relax_hpc.algorithms.composition import Objective, objective_of
 from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.dealing.micro_batches import plan_micro_batches
 from relax_hpc.schema import FinishReason, Trajectory
@@ -163,29 +168,20 @@ def exploding():
     return loss
 
 
-def gspo():
-    from sequence_ratio import GSPO
+def of_parts(keys, *columns):
+    """The loss of the parts that a job's keys name."""
 
-    return GSPO.loss(GSPO.settings(name="gspo"), frozenset())
+    def made():
+        return objective_of(algorithm_of(**keys()), frozenset(columns)).loss
 
-
-def surprise():
-    from surprise import SURPRISE
-
-    return SURPRISE.loss(SURPRISE.settings(name="surprise"), frozenset({"surprise"}))
-
-
-def discounted():
-    from discounted import DISCOUNTED
-
-    from relax_hpc.algorithms.composition import loss_of
-
-    return loss_of(DISCOUNTED, DISCOUNTED.settings(name="discounted"), frozenset())
+    return made
 
 
 LOSSES = {
-    "discounted": discounted,
-    "surrogate": surrogate, "gspo": gspo, "surprise": surprise, "poisoned": poisoned,
+    "discounted": of_parts(discounted.algorithm),
+    "sequence_ratio": of_parts(sequence_ratio.algorithm),
+    "surprise": of_parts(surprise.algorithm, "surprise"),
+    "surrogate": surrogate, "poisoned": poisoned,
     "exploding": exploding,
 }  # fmt: skip
 
@@ -220,14 +216,22 @@ def valued(rows, advantages):
     ]
 
 
-def train(rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_last=True):
+def train(
+    rows, advantages, num_steps=1, loss="surrogate", num_portions=1, tell_last=True, weights=None
+):
     trainer = _state["trainer"]
     for _ in range(num_steps):
         shares = _shares(rows, num_portions)
         for number, (portion, micro_batches) in enumerate(shares, 1):
             chosen = valued([rows[row] for row in portion], advantages[portion])
+            if weights is not None:  # of the tokens of each row; every row counts once
+                one = np.ones((), np.float32)
+                chosen = [
+                    row.with_columns(weights=np.asarray(weights[place], np.float32), counts=one)
+                    for place, row in zip(portion, chosen, strict=True)
+                ]
             last = tell_last and number == len(shares)
-            trainer.accumulate(chosen, micro_batches, LOSSES[loss](), last=last)
+            trainer.accumulate(chosen, micro_batches, Objective(LOSSES[loss]()), last=last)
         metrics = trainer.update()
     return metrics
 
@@ -316,7 +320,7 @@ def gradients(rows, advantages):
 
     trainer = _state["trainer"]
     ((_, micro_batches),) = _shares(rows)
-    trainer.accumulate(valued(rows, advantages), micro_batches, surrogate())
+    trainer.accumulate(valued(rows, advantages), micro_batches, Objective(surrogate()))
     # The whole buffers instead of a share for each data-parallel rank.
     finalize_model_grads(trainer._wrapped, force_all_reduce=True)
     stream = named_weights(trainer._chunks, value_of=lambda parameter: parameter.main_grad)

@@ -22,10 +22,11 @@ def _share(documents):
 
 
 def _accumulate(documents):
-    from relax_hpc.algorithms.sft import SFT
+    from relax_hpc.algorithms.composition import Objective
+    from relax_hpc.algorithms.sft import cross_entropy
 
     share = _share(documents)
-    _state["trainer"].accumulate(share.rows, share.micro_batches, SFT.loss(None, frozenset()))
+    _state["trainer"].accumulate(share.rows, share.micro_batches, Objective(cross_entropy))
     return len(share.micro_batches)
 
 

@@ -1,35 +1,34 @@
-"""An algorithm that reads a column of a new role: one file, and a line of the table.
+"""A loss that reads a column of a new role: one file, and its name in the job.
 
-    loss = -sum_t surprise_t r_t A_t,  r_t = exp(logprobs_t - old_logprobs_t)
+    loss_t = -surprise_t r_t A_t,  r_t = exp(logprobs_t - old_logprobs_t)
 
-over trained tokens t; the mean is over them.
+The mean is over trained tokens.
 """
 
-from typing import Literal
-
-from relax_hpc.algorithms.algorithm import Algorithm, LossOutput, Needs, Settings
+from relax_hpc.algorithms.part import Advantage, Loss, Needs, TokenLoss
 
 
-class SurpriseSettings(Settings):
-    name: Literal["surprise"] = "surprise"
+class Reward(Advantage):
+    def of_groups(self, rows):
+        return rows.rewards
 
 
-def _loss(_, __):
-    import torch
+class Surprise(Loss):
+    def needs(self):
+        return super().needs() | Needs(
+            {"ragged/surprise": f"algorithm.loss.name = {self.name!r}"}, every_row=True
+        )
 
-    def loss(logprobs, tokens):
+    def of_tokens(self, logprobs, tokens):
         columns, mask = tokens.columns, tokens.loss_mask
-        ratio = torch.where(mask, logprobs - columns["old_logprobs"], 0.0).exp()
-        worth = torch.where(mask, columns["surprise"] * columns["advantages"], 0.0)
-        return LossOutput(-(ratio * worth).sum(), {})
-
-    return loss
+        ratio = (logprobs - columns["anchor_logprobs"]).where(mask, 0.0).exp()
+        return TokenLoss(-ratio * (columns["surprise"] * columns["advantages"]).where(mask, 0.0))
 
 
-SURPRISE = Algorithm(
-    "surprise",
-    SurpriseSettings,
-    _loss,
-    lambda _, rows: rows.rewards,
-    needs=lambda _: Needs({"ragged/surprise": "algorithm.name = 'surprise'"}),
-)
+def algorithm():
+    """The keys of a job that has both."""
+    return {
+        "advantage": {"name": f"{__file__}:Reward"},
+        "loss": {"name": f"{__file__}:Surprise", "anchor": "old"},
+        "correction": {"name": "none"},
+    }

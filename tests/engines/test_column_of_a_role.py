@@ -1,17 +1,16 @@
 """A column of a new role, from its sidecar to the loss of a training step.
 
-Declared by a row of the table of roles, one of COLUMNS, and an algorithm that names it.
+Declared by a row of the table of roles, one of COLUMNS, and a loss that names it.
 """
 
 import megatron_worker as worker
 import numpy as np
 import pytest
+import surprise
 from megatron_reference import dense
 from megatron_worker import trajectories
-from surprise import SURPRISE
 
 from relax_hpc import job_file
-from relax_hpc.algorithms import table as algorithms
 from relax_hpc.bus import layout, log
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
@@ -46,10 +45,9 @@ def config(monkeypatch, folder):
     monkeypatch.setitem(log.ROLE_OF_NUMBER, 8, "judge")
     monkeypatch.setitem(COLUMNS, NAME, column)
     monkeypatch.setitem(DTYPES, NAME, column.dtype)
-    monkeypatch.setitem(algorithms.ALGORITHMS, SURPRISE.name, SURPRISE)
     tree = {
         "name": "run", "model": {"path": str(folder), "dtype": "float32"},
-        "prompts": {"train": "t"}, "algorithm": {"name": "surprise"},
+        "prompts": {"train": "t"}, "algorithm": surprise.algorithm(),
         "schedule": {"num_steps": 100, "prompts_per_step": GROUPS},
         "rollout": {"samples_per_prompt": SIBLINGS, "temperature": 1.0},
         "actor": {"tokens_per_micro_batch": 64, "optimizer": {"lr": 1e-3, "clip_grad": 0.0}},

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from relax_hpc import job_file
-from relax_hpc.algorithms.composition import loss_of
-from relax_hpc.algorithms.table import algorithm_of
+from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.shards.encode import from_columns, to_columns
 from relax_hpc.demo import checkpoint
@@ -83,14 +82,14 @@ def gradient(policy, rows, *, normalize_std, weigh=None):
         {
             "name": "t", "model": {"path": "m"}, "prompts": {"train": "t"},
             "rollout": {"samples_per_prompt": 3}, "schedule": {"num_steps": 1},
-            "algorithm": {"normalize_std": normalize_std},
+            "algorithm": {"advantage": {"name": "grpo" if normalize_std else "group_mean"}},
         },
         source="test",
     ).algorithm  # fmt: skip
     columns, _ = values_of(index_of(rows), settings, 3)
     if weigh:
         columns = weigh(columns, rows)
-    loss = loss_of(algorithm_of(settings), settings, frozenset())
+    loss = objective_of(settings).loss
     policy.zero_grad()
     tokens = 0
     for number, row in enumerate(rows):

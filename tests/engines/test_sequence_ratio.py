@@ -1,4 +1,4 @@
-"""An algorithm of one file and a line of the table: its ratio and its mean are of sequences."""
+"""A loss of one's own in a file: its ratio and its mean are of sequences."""
 
 import math
 from types import SimpleNamespace
@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import megatron_worker as worker
 import numpy as np
 import pytest
+import sequence_ratio
 import torch
 from megatron_reference import dense
 from megatron_worker import job, trajectories
-from sequence_ratio import GSPO
 
 from relax_hpc import job_file
-from relax_hpc.algorithms import table
-from relax_hpc.algorithms.algorithm import Rows
+from relax_hpc.algorithms.algorithm import algorithm_of
+from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.errors import ConfigError
 
 LAYOUTS = {
@@ -36,21 +36,28 @@ TREE = {
 }  # fmt: skip
 
 
-def test_its_settings_are_chosen_by_name_and_survive_a_resolved_job(monkeypatch):
-    with pytest.raises(ConfigError, match="there is no algorithm 'gspo'; use grpo"):
-        job_file.validate(TREE | {"algorithm": {"name": "gspo"}}, source="job")
-    monkeypatch.setitem(table.ALGORITHMS, "gspo", GSPO)
-    tree = TREE | {"algorithm": {"name": "gspo", "epsilon": 0.1, "epochs_per_step": 2}}
-    config = job_file.validate(tree, source="job")
+def test_its_settings_are_chosen_by_name_and_survive_a_resolved_job():
+    keys = sequence_ratio.algorithm(epsilon=0.1) | {"epochs_per_step": 2}
+    config = job_file.validate(TREE | {"algorithm": keys}, source="job")
     again = type(config).model_validate_json(config.model_dump_json())
     for each in (config, again):
-        assert (each.algorithm.epsilon, each.epochs_per_step) == (0.1, 2)
-    wrong = TREE | {"algorithm": {"name": "gspo", "clip_low": 0.1}}
-    with pytest.raises(ConfigError, match=r"algorithm\.clip_low = 0\.1: unknown key"):
+        assert (each.algorithm.loss.epsilon, each.epochs_per_step) == (0.1, 2)
+        assert each.algorithm.loss.name.endswith("/sequence_ratio.py:SequenceRatio")
+    wrong = TREE | {"algorithm": sequence_ratio.algorithm(clip_low=0.1)}
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.clip_low = 0\.1: unknown key"):
         job_file.validate(wrong, source="job")
-    alone = TREE | {"algorithm": {"name": "gspo"}, "rollout": {"samples_per_prompt": 1}}
-    with pytest.raises(ConfigError, match="gspo compares siblings of a prompt; use 2 or more"):
+    alone = TREE | {"algorithm": keys, "rollout": {"samples_per_prompt": 1}}
+    with pytest.raises(ConfigError, match="compares siblings of a prompt; use 2 or more"):
         job_file.validate(alone, source="job")
+
+
+class Packed(SimpleNamespace):
+    def with_columns(self, **columns):
+        return Packed(**vars(self) | {"columns": self.columns | columns})
+
+
+def loss_of(**settings):
+    return objective_of(algorithm_of(**sequence_ratio.algorithm(**settings))).loss
 
 
 def test_its_loss_is_the_one_worked_by_hand():
@@ -58,34 +65,27 @@ def test_its_loss_is_the_one_worked_by_hand():
     nan = math.nan
     log_ratio = torch.tensor([nan, 2.0, 0.0, nan, -2.0, nan, nan]) * math.log(2)
     old = torch.tensor([0.0, -1.0, -2.0, 0.0, -3.0, -1.0, 0.0])
-    tokens = SimpleNamespace(
+    tokens = Packed(
         loss_mask=torch.tensor([False, True, True, False, True, False, False]),
         sequence_ids=torch.tensor([0, 0, 0, 1, 1, 2, 3]),
         groups=torch.tensor([5, 5, 6, -1]),
         columns={
             "old_logprobs": old,
             "advantages": torch.tensor([3.0, 3.0, 3.0, -1.0, -1.0, nan, nan]),
+            "weights": torch.tensor([0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 0.0]),
+            "counts": torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0]),
         },
     )
     logprobs = (old + log_ratio).requires_grad_()
-    loss = GSPO.loss(GSPO.settings(name="gspo", epsilon=1.5), frozenset())
-    value, _, denominator = loss(logprobs, tokens)
+    value, metrics, denominator = loss_of(epsilon=1.5)(logprobs, tokens)
     assert value.item() == pytest.approx(-(2 * 3 - 0.25), rel=1e-6)
     assert denominator.item() == 2
+    assert metrics["loss/ratio"].item() == pytest.approx(2 + 2 + 0.25)
     value.backward()  # -A s / n of each token
     expected = torch.tensor([0, -3.0, -3.0, 0, 0.25, 0, 0])
     torch.testing.assert_close(logprobs.grad, expected)
-    clipped, _, _ = GSPO.loss(GSPO.settings(name="gspo", epsilon=0.5), frozenset())(
-        logprobs, tokens
-    )
+    clipped, _, _ = loss_of(epsilon=0.5)(logprobs, tokens)
     assert clipped.item() == pytest.approx(-(1.5 * 3 - 0.5), rel=1e-6)
-
-
-def test_its_advantages_are_of_groups():
-    rewards = np.array([[1, 0, 0, 1], [1, 1, 1, 1]], np.float32)
-    worth = GSPO.advantages(None, Rows(rewards, np.ones(8, np.int64), np.repeat([0, 1], 4)))
-    assert worth.tolist() == [[0.5, -0.5, -0.5, 0.5], [0, 0, 0, 0]]
-    assert GSPO.teaches(None, worth).tolist() == [[True] * 4, [False] * 4]
 
 
 def test_it_trains_alike_in_any_split_into_micro_batches_portions_and_ranks(ranks, folder):
@@ -100,13 +100,16 @@ def test_it_trains_alike_in_any_split_into_micro_batches_portions_and_ranks(rank
         ("cp2", 50, 1),
     )
     rows, advantages = trajectories(24)
-    batch = {"rows": rows, "advantages": advantages, "loss": "gspo"}
+    sizes = np.array([int(row.loss_mask[1:].sum()) for row in rows])
+    batch = {
+        "rows": rows, "advantages": advantages, "loss": "sequence_ratio",
+        "weights": 1 / np.maximum(sizes, 1),
+    }  # fmt: skip
     for layout, budget, num_portions in splits:
         size, options = LAYOUTS[layout]
         pool = ranks[size]
         pool.call(worker.open_trainer, config=job(folder, **options, budget=budget))
         found.append(pool.call(worker.train, **batch, num_portions=num_portions)[0])
-    sizes = np.array([int(row.loss_mask[1:].sum()) for row in rows])
     mean = float(advantages[sizes > 0].mean())
     for metrics in found:
         assert metrics["loss"] == pytest.approx(-mean, rel=1e-4, abs=1e-6)

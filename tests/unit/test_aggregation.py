@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from relax_hpc import job_file
-from relax_hpc.algorithms import aggregation, table
-from relax_hpc.algorithms.algorithm import Algorithm, Needs, Settings
+from relax_hpc.algorithms.aggregation import row_weights
+from relax_hpc.algorithms.part import Advantage, Needs
 from relax_hpc.algorithms.segments import mean_over, sum_over
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles import table as roles
@@ -20,21 +20,35 @@ TREE = {
 }  # fmt: skip
 
 
-def test_weights_make_the_means_that_they_are_named_after():
-    """With a loss of 1 per token, and twice that in the second row, over 4 rows."""
+@pytest.mark.parametrize(
+    ("mean", "expected"),
+    [
+        ("sequence", (1 + 2 + 1 + 0) / 4),
+        ("sequence_sum", (2 + 12 + 4 + 0) / 4),
+        ("prompt", ((2 + 12) / 8 + 4 / 4) / 2),
+        ("constant", (2 + 12 + 4) / 8 / 4),
+    ],
+)
+def test_weights_make_the_means_that_they_are_named_after(mean, expected):
+    """With a loss of 1 per token, and twice that in the second row, over 4 rows of 2 prompts."""
+    weights, counts = row_weights(mean, LENGTHS, GROUPS, 8)
     loss = LENGTHS * np.array([1, 2, 1, 1])
-    assert (aggregation.sequence_mean(LENGTHS) * loss).sum() == 1 + 2 + 1 + 0
-    weights = aggregation.prompt_mean(LENGTHS, GROUPS, 2)
-    assert (weights * loss).sum() / 2 == (2 + 12) / 8 + 4 / 4
-    assert (aggregation.constant(LENGTHS, 8) * loss).sum() == (2 + 12 + 4) / 8
+    assert (weights * loss).sum() / counts.sum() == pytest.approx(expected)
+
+
+def test_a_mean_over_tokens_needs_no_weights():
+    assert row_weights("token", LENGTHS, GROUPS, 8) is None
 
 
 def test_a_prompt_counts_once_however_many_rows_its_episodes_have():
     """With a loss of 1 per token: two episodes a prompt, of which one is 6 tokens in two rows."""
     lengths, groups = np.array([2, 5, 1, 4, 0]), np.array([0, 0, 0, 1, 1])
-    loss = aggregation.prompt_mean(lengths, groups, 2) * lengths
-    assert [loss[:3].sum(), loss[3:].sum()] == [2, 2]
-    assert (aggregation.sequence_mean(lengths) * lengths).tolist() == [1, 1, 1, 1, 0]
+    weights, counts = row_weights("prompt", lengths, groups, 8)
+    loss = weights * lengths
+    assert [loss[:3].sum(), loss[3:].sum()] == [1, 1]
+    assert counts.tolist() == [1 / 3] * 3 + [1 / 2] * 2
+    weights, counts = row_weights("sequence", lengths, groups, 8)
+    assert (weights * lengths).tolist() == [1, 1, 1, 1, 0] and counts.tolist() == [1] * 5
 
 
 def test_sums_over_sequences_heed_the_mask_and_send_the_gradient_home():
@@ -49,33 +63,37 @@ def test_sums_over_sequences_heed_the_mask_and_send_the_gradient_home():
     assert values.grad.tolist() == [0, 0.5, 0.5, 10, 0]
 
 
-class Mine(Settings):
-    name: str = "mine"
+class Mine(Advantage):
+    def needs(self):
+        return Needs(**NEEDED)
 
 
-def mine(needs=None, **more):
-    needs = needs or Needs()
-    return Algorithm("mine", Mine, lambda *_: None, needs=lambda _: needs, **more)
+NEEDED = {}
 
 
 @pytest.fixture
 def job(monkeypatch):
-    def make(algorithm, **tables):
-        monkeypatch.setitem(table.ALGORITHMS, "mine", algorithm)
-        tree = TREE | {"algorithm": {"name": "mine"}} | tables
-        return job_file.validate(tree, source="job")
+    def make(tables=None, **needed):
+        for name, value in needed.items():
+            monkeypatch.setitem(NEEDED, name, value)
+        tree = TREE | (tables or {})
+        algorithm = job_file.validate(tree, source="job").algorithm
+        mine = algorithm.model_copy(update={"advantage": Mine(name="mine")})
+        return job_file.validate(tree | {"algorithm": dict(mine)}, source="job")
 
     return make
 
 
 def test_what_it_needs_decides_what_is_read_and_what_is_refused(job):
-    ref = Needs({"ragged/ref_logprobs": "algorithm.name = 'mine'"})
-    with pytest.raises(ConfigError, match=r"algorithm\.name = 'mine': needs a reference; set"):
-        job(mine(ref))
-    config = job(mine(ref), reference={"placement": "own"})
+    ref = {"ragged/ref_logprobs": "algorithm.advantage.name = 'mine'"}
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.advantage\.name = 'mine': needs a reference"
+    ):
+        job(columns=ref)
+    config = job({"reference": {"placement": "own"}}, columns=ref)
     assert config.columns == {"ragged/ref_logprobs"}
     roles.check_columns(config)
-    values = job(mine(Needs({"ragged/values": "algorithm.name = 'mine'"})))
+    values = job(columns={"ragged/values": "algorithm.advantage.name = 'mine'"})
     assert values.columns == {"ragged/values"}
     with pytest.raises(ConfigError, match="needs the column ragged/values, which the role critic"):
         roles.check_columns(values)
@@ -83,15 +101,22 @@ def test_what_it_needs_decides_what_is_read_and_what_is_refused(job):
 
 def test_siblings_and_whole_batches_are_as_it_needs_them(job):
     portions = {"actor": {"portion_micro_batches": 1, "tokens_per_micro_batch": 100}}
-    assert job(mine(), **portions).tokens_per_portion < np.inf
-    assert job(mine(Needs(whole_batches=True)), **portions).tokens_per_portion == np.inf
-    with pytest.raises(ConfigError, match="mine compares siblings of a prompt; use 3 or more"):
-        job(mine(Needs(min_siblings=3)))
+    assert job(portions).tokens_per_portion < np.inf
+    assert job(portions, scope="batch").tokens_per_portion == np.inf
+    assert job(portions, scope="group", prepass=True).tokens_per_portion == np.inf
+    with pytest.raises(ConfigError, match="'mine' compares siblings of a prompt; use 3 or more"):
+        job(min_siblings=3)
+
+
+def test_needs_of_several_parts_are_those_of_all():
+    one = Needs({"a": "x"}, "batch", min_siblings=2, anchors=frozenset({"old"}))
+    two = Needs({"b": "y"}, "group", prepass=True, every_row=True)
+    both = Needs({"a": "x", "b": "y"}, "batch", True, 2, frozenset({"old"}), True)
+    assert one | two == two | one == both
 
 
 def test_rows_are_dealt_with_the_weights_of_its_aggregation(job):
-    weights = lambda _, rows: aggregation.sequence_mean(rows.response_lengths)  # noqa: E731
-    settings = job(mine(weights=weights)).algorithm
+    settings = job({"algorithm": {"aggregation": "sequence"}}).algorithm
     index = type(
         "Index", (), {"rewards": np.zeros(4), "response_len": LENGTHS, "segment": np.zeros(4)}
     )

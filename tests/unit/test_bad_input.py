@@ -25,7 +25,8 @@ SETTINGS = {
         "engines.rollout.count = 1: does not divide over 3 nodes; use a multiple of 3"
     ),
     "rollout.samples_per_prompt=1": (
-        "rollout.samples_per_prompt = 1: grpo compares siblings of a prompt; use 2 or more"
+        "rollout.samples_per_prompt = 1: algorithm.advantage.name = 'group_mean' compares "
+        "siblings of a prompt; use 2 or more"
     ),
     "actor.layout.tensor_parallel=3": (
         "actor.layout.tensor_parallel = 3: does not divide the model's"
@@ -125,7 +126,7 @@ def test_a_model_that_would_be_computed_otherwise_than_by_transformers_is_refuse
 
 
 def test_groups_of_one_are_refused_however_advantages_are_normalized(refused):
-    single = ("--set", "rollout.samples_per_prompt=1", "--set", "algorithm.normalize_std=true")
+    single = ("--set", "rollout.samples_per_prompt=1", "--set", "algorithm.advantage.name=grpo")
     assert "use 2 or more" in refused("submit", "job.toml", "--local", *single)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import create_model
 
+from relax_hpc.algorithms.algorithm import Algorithm
+from relax_hpc.algorithms.table import PARTS
 from relax_hpc.config.keys import TOLD_ONCE, keys_of
 from relax_hpc.config.layout import Layout
 from relax_hpc.config.run import RunConfig
@@ -15,6 +17,7 @@ from relax_hpc.sections import PassThrough
 
 PACKAGE = Path(__file__).parents[2] / "relax_hpc"
 FILES = sorted(PACKAGE.rglob("*.py"))
+MOST_ALGORITHM_KEYS = 25
 MOST_LINES, MOST_FILES, MOST_LINES_OF_A_LOOP, MOST_KEYS = 400, 20, 40, 110
 SUBMITIT = {"JobEnvironment", "SlurmExecutor"}
 """Names of submitit that we use; docs/architecture.md says for what."""
@@ -104,12 +107,13 @@ def test_the_rooms_in_the_docs_are_those_whose_imports_are_checked():
 
 
 def counted_keys(job):
-    """Names of the keys of a job: without resources and tables that are passed through, and with
-    what a layout holds once."""
+    """Names of the keys of a job: without resources, tables that are passed through and parts of
+    an algorithm, and with what a layout holds once."""
     names = []
     for key in keys_of(job):
         is_table = key.type == "table" and key.default == "{}"
-        if not is_table and key.name.rpartition(".")[2] not in TOLD_ONCE:
+        of_part = key.name.startswith("algorithm.") and key.name.count(".") > 1
+        if not (is_table or of_part) and key.name.rpartition(".")[2] not in TOLD_ONCE:
             names.append(key.name)
     return names + [f"<component>.layout.{key.name}" for key in keys_of(Layout)]
 
@@ -118,6 +122,12 @@ def test_a_job_of_reinforcement_learning_has_few_keys():
     names = counted_keys(RunConfig)
     assert len(names) == len(set(names)) <= MOST_KEYS, names
     assert {"seed", "actor.optimizer.lr", "eval.<name>.path"} < set(names)  # at every depth
+
+
+def test_the_algorithm_of_any_job_has_few_keys():
+    of_its_own = len(Algorithm.model_fields) - len(PARTS)
+    most = of_its_own + sum(max(len(p.model_fields) for p in parts) for parts in PARTS.values())
+    assert 10 < most <= MOST_ALGORITHM_KEYS
 
 
 def test_it_would_notice_one_key_more_than_that():

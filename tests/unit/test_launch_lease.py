@@ -62,7 +62,7 @@ def test_slurm_is_asked_for_one_component_with_two_steps_that_share_its_gpus(tmp
 
 
 def test_further_components_are_numbered_as_slurm_numbers_them(tmp_path):
-    components = place(job(reference={"placement": "own"}, algorithm={"kl_coefficient": 0.1}))
+    components = place(job(reference={"placement": "own"}, algorithm={"kl": {"coefficient": 0.1}}))
     assert [each.name for each in components] == ["actor", "rollout", "reference"]
     assert groups(components) == [0, 0, 1]
     text = script.slurm_script(script.Job("run", tmp_path), components)

@@ -136,7 +136,7 @@ def test_engines_weights_and_the_reference_are_looked_at_before_the_job(tmp_path
         f"reference: model.path = {other}: has neither model.safetensors": {
             "reference": {"path": str(other), "placement": "actor"},
             "schedule": steps,
-            "algorithm": {"kl_coefficient": 0.1},
+            "algorithm": {"kl": {"coefficient": 0.1}},
         },
     }  # fmt: skip
     for message, tables in wrong.items():

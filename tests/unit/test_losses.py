@@ -1,18 +1,18 @@
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
-from relax_hpc.algorithms.algorithm import LossOutput
-from relax_hpc.algorithms.clipped import with_kl
-from relax_hpc.algorithms.composition import loss_of
-from relax_hpc.algorithms.group_relative import group_relative
-from relax_hpc.algorithms.grpo import GRPO, GrpoSettings
-from relax_hpc.algorithms.importance import truncated
-from relax_hpc.algorithms.kl import kl_to_reference
+from relax_hpc.algorithms.algorithm import algorithm_of
+from relax_hpc.algorithms.composition import objective_of
+from relax_hpc.algorithms.corrections.tis import Tis
+from relax_hpc.algorithms.kl import Kl
+from relax_hpc.algorithms.part import Rows
 
-SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
+LOSS = {"name": "ppo_clip", "anchor": "old", "clip_low": 0.2, "clip_high": 0.28}
+SETTINGS = {"loss": LOSS, "correction": {"name": "tis", "cap": 2.0}}
 
 
 class Tokens(SimpleNamespace):
@@ -25,8 +25,19 @@ def grpo(logprobs, old_logprobs, rollout_logprobs, advantages, mask, **settings)
         "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs,
         "advantages": advantages,
     }  # fmt: skip
-    loss = loss_of(GRPO, GrpoSettings(**settings), frozenset())
+    loss = objective_of(algorithm_of(**settings)).loss
     return loss(logprobs, Tokens(loss_mask=mask, columns=columns))
+
+
+def advantages_of(rewards, *, normalize_std):
+    made = algorithm_of(advantage={"name": "grpo" if normalize_std else "group_mean"})
+    rows = Rows(rewards.numpy(), np.ones(rewards.shape, np.int64))
+    return torch.from_numpy(made.advantage.of_groups(rows))
+
+
+def kl_to_reference(logprobs, ref_logprobs, mask):
+    tokens = Tokens(loss_mask=mask, columns={"ref_logprobs": ref_logprobs})
+    return Kl(name="k3").of_tokens(logprobs, tokens).loss
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,9 @@ def test_importance_weight_is_the_ratio_to_the_sampler_up_to_the_cap(gap, weight
 
 def test_importance_weights_carry_no_gradient():
     logprobs = torch.tensor([-1.0], requires_grad=True)  # old ones that are this very step's
-    weights, _ = truncated(logprobs, torch.tensor([-1.5]), torch.tensor([True]), cap=2.0)
+    columns = {"old_logprobs": logprobs, "rollout_logprobs": torch.tensor([-1.5])}
+    tokens = Tokens(loss_mask=torch.tensor([True]), columns=columns)
+    weights, _ = Tis(cap=2.0).of_tokens(tokens)
     assert weights.item() == pytest.approx(math.exp(0.5)) and not weights.requires_grad
 
 
@@ -84,10 +97,12 @@ def test_micro_batches_add_up_to_one_batch():
 
 def test_advantages_of_a_hand_worked_group():
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    centred = group_relative(rewards, normalize_std=False)
+    centred = advantages_of(rewards, normalize_std=False)
     torch.testing.assert_close(centred[0], torch.tensor([0.5, -0.5, -0.5, 0.5]))
-    scaled = group_relative(rewards, normalize_std=True)
-    torch.testing.assert_close(scaled[0], torch.tensor([1.0, -1.0, -1.0, 1.0]), rtol=1e-4, atol=0)
+    scaled = advantages_of(rewards, normalize_std=True)
+    torch.testing.assert_close(
+        scaled[0], math.sqrt(3) / 2 * torch.tensor([1.0, -1.0, -1.0, 1.0]), rtol=1e-4, atol=0
+    )
     assert scaled[1].abs().max() == 0  # nothing to learn from a group of equals
 
 
@@ -98,10 +113,10 @@ def test_a_sibling_without_a_reward_is_compared_with_nobody():
         [[1.0, nan, 0.0, 1.0], [0.1, 0.1, nan, 0.1], [nan, 1, nan, nan], [nan] * 4]
     )
     third = 1 / 3
-    centred = group_relative(rewards, normalize_std=False)
+    centred = advantages_of(rewards, normalize_std=False)
     torch.testing.assert_close(centred[0], torch.tensor([third, 0.0, -2 * third, third]))
-    scaled = group_relative(rewards, normalize_std=True)
-    deviation = math.sqrt(2) / 3  # of 1, 0, 1: not of four numbers
+    scaled = advantages_of(rewards, normalize_std=True)
+    deviation = math.sqrt(1 / 3)  # of 1, 0, 1: not of four numbers
     expected = torch.tensor([third, 0.0, -2 * third, third]) / deviation
     torch.testing.assert_close(scaled[0], expected, rtol=1e-5, atol=0)
     for worth in (centred, scaled):
@@ -134,17 +149,25 @@ def test_the_estimate_is_the_divergence_on_average_and_never_negative():
 
 def test_the_kl_term_adds_its_part_to_the_loss_and_0_only_measures():
     logprobs = torch.tensor([-1.0, -1.0, float("nan")], requires_grad=True)
-    ref = torch.tensor([-1.0 + math.log(2), -1.0, float("inf")])
-    mask = torch.tensor([True, True, False])
-    policy = LossOutput(torch.tensor(5.0), {"loss/approx_kl": torch.tensor(0.0)})
-    measured = with_kl(policy, logprobs, ref, mask, coefficient=0.0)
-    assert measured.loss is policy.loss
-    assert measured.metrics.keys() == {"loss/approx_kl", "kl/mean"}
+    columns = {
+        "old_logprobs": logprobs.detach(), "rollout_logprobs": logprobs.detach(),
+        "advantages": torch.ones(3),
+        "ref_logprobs": torch.tensor([-1.0 + math.log(2), -1.0, float("inf")]),
+    }  # fmt: skip
+    tokens = Tokens(loss_mask=torch.tensor([True, True, False]), columns=columns)
+
+    def loss_with(**kl):
+        made = algorithm_of(**SETTINGS, **kl)
+        return objective_of(made, frozenset({"ref_logprobs"})).loss(logprobs, tokens)
+
+    measured = loss_with()
+    assert measured.loss.item() == pytest.approx(-2)
     assert measured.metrics["kl/mean"].item() == pytest.approx(1 - math.log(2))
-    pulled = with_kl(policy, logprobs, ref, mask, coefficient=0.1)
-    assert pulled.loss.item() == pytest.approx(5 + 0.1 * (1 - math.log(2)))
+    assert loss_with(kl={"name": "k3", "coefficient": 0.0}).loss.item() == measured.loss.item()
+    pulled = loss_with(kl={"name": "k3", "coefficient": 0.1})
+    assert pulled.loss.item() == pytest.approx(-2 + 0.1 * (1 - math.log(2)))
     pulled.loss.backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([-0.1, 0.0, 0.0]))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([-1.1, -1.0, 0.0]))
 
 
 def test_a_policy_far_from_the_reference_has_a_finite_kl():

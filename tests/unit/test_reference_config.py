@@ -20,7 +20,7 @@ def job(reference=None, *, kl=0.0, profile=None, path="m", **model):
             "name": "run",
             "model": {"path": str(path), **model},
             "prompts": {"train": "t"},
-            "algorithm": {"kl_coefficient": kl},
+            "algorithm": {"kl": {"name": "k3", "coefficient": kl}},
             "schedule": {"num_steps": 1},
             "actor": {
                 "layout": {"tensor_parallel": 4},
@@ -37,7 +37,7 @@ def job(reference=None, *, kl=0.0, profile=None, path="m", **model):
 @pytest.mark.parametrize(
     ("reference", "kl", "message"),
     [
-        ({}, 0.1, "algorithm.kl_coefficient = 0.1: needs a reference; set reference.placement"),
+        ({}, 0.1, "algorithm.kl.coefficient = 0.1: needs a reference; set reference.placement"),
         (
             {"placement": "own", "refresh_every": 5},
             0.1,

@@ -93,7 +93,7 @@ class FakeTrainer:
         self.optimizer = torch.optim.SGD([policy.weight], lr=4.0)
         self.sums = []
 
-    def accumulate(self, trajectories, micro_batches, loss, *, last):
+    def accumulate(self, trajectories, micro_batches, objective, *, last):
         assert sorted(row for rows in micro_batches for row in rows) == [*range(len(trajectories))]
         advantages = np.array([row.columns["advantages"] for row in trajectories])
         packed = torch.tensor(np.array([row.token_ids for row in trajectories], np.int64)).view(
@@ -110,7 +110,7 @@ class FakeTrainer:
             "advantages": torch.from_numpy(advantages).repeat_interleave(3),
         }  # fmt: skip
         tokens = Packed(columns=columns, loss_mask=mask.view(-1))
-        value, metrics, _ = loss(now.view(-1), tokens)
+        value, metrics, _ = objective.loss(now.view(-1), tokens)
         value.backward()
         count = int(mask.sum())
         self.sums.append((value.item(), metrics["loss/approx_kl"].item(), count))

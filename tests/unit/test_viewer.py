@@ -1,7 +1,6 @@
 """Trajectories to look at: what is shown of them, of which, and how large a page gets."""
 
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -11,8 +10,8 @@ from bus_steps import plan
 from typer.testing import CliRunner
 from viewer_runs import SCRIPT, empty_run, put, said
 
-from relax_hpc.algorithms import table
-from relax_hpc.algorithms.algorithm import Needs
+from relax_hpc.algorithms.advantages.group_mean import GroupMean
+from relax_hpc.algorithms.part import Advantage, Needs
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.sidecar import SidecarWriter
@@ -162,10 +161,16 @@ def test_the_advantage_is_that_of_the_column_where_it_was_written(run):
 
 
 @pytest.mark.parametrize(
-    "other", [{"token_advantages": len}, {"needs": lambda _: Needs(whole_batches=True)}]
+    ("owner", "name", "other"),
+    [
+        (Advantage, "is_of_tokens", property(lambda _: True)),
+        (GroupMean, "needs", lambda _: Needs(scope="batch")),
+    ],
 )
-def test_an_advantage_that_the_group_alone_does_not_tell_is_left_out(run, monkeypatch, other):
-    monkeypatch.setitem(table.ALGORITHMS, "grpo", replace(table.ALGORITHMS["grpo"], **other))
+def test_an_advantage_that_the_group_alone_does_not_tell_is_left_out(
+    run, monkeypatch, owner, name, other
+):
+    monkeypatch.setattr(owner, name, other)
     produce(run.bus, PRODUCERS[0], [0])
     assert [row.advantage for row in next(Sight(run.root).view(Asked(), 9).groups).rows] == [
         None

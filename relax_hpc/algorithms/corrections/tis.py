@@ -1,18 +1,18 @@
 """Truncated importance weights."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from relax_hpc.algorithms.part import Correction, Needs, Tokens, TokenWeights
+from relax_hpc.algorithms.part import Anchor, Correction, Needs, Tokens, TokenWeights
 from relax_hpc.sections import Number
 
 
 class Tis(Correction):
     """w_t = min(pi_old / mu, cap): mu sampled the token, pi_old is the policy before the step.
 
-    Corrects both for an older policy and for the engine's arithmetic; the cap bounds the variance at
-    the price of a bias. Sources: truncated importance sampling, Ionides (2008); its use between
+    Corrects both for an older policy and for the engine's arithmetic; the cap bounds the variance
+    at the price of a bias. Sources: truncated importance sampling, Ionides (2008); its use between
     sampler and trainer follows AReaL's decoupled objective (arXiv:2505.24298).
     """
 
@@ -21,7 +21,7 @@ class Tis(Correction):
     """Largest weight."""
 
     def needs(self) -> Needs:
-        return Needs(anchors=frozenset({"old", "rollout"}))
+        return Needs(anchors=frozenset(get_args(Anchor)))
 
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
         columns = tokens.columns

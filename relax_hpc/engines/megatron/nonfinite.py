@@ -89,7 +89,7 @@ def _fault(work: Work, inside: Tensor) -> str | None:
     if not logprobs[mask].isfinite().all():
         return "logprobs"
     with torch.enable_grad():
-        loss = work.loss(logprobs, replace(given, loss_mask=mask, columns=cleared)).loss
+        loss = work.objective.loss(logprobs, replace(given, loss_mask=mask, columns=cleared)).loss
         (gradient,) = torch.autograd.grad(loss, logprobs)
     if not loss.isfinite():
         return "loss"

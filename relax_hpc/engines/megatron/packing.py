@@ -100,7 +100,7 @@ def build(
 
 def _any_column() -> list[str]:
     """Returns the columns that a loss may ask an empty micro-batch for."""
-    return [*extra_columns("row"), *extra_columns("token"), "weights"]
+    return [*extra_columns("row"), *extra_columns("token"), "weights", "counts"]
 
 
 def _by_token(row: Row, name: str) -> npt.NDArray[np.generic]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from relax_hpc.algorithms.algorithm import Loss
+from relax_hpc.algorithms.composition import Objective
 from relax_hpc.comm.world import World
 from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
@@ -92,7 +92,7 @@ class MegatronTrainer(MegatronScorer):
         self,
         trajectories: Sequence[Row],
         micro_batches: Sequence[Sequence[int]],
-        loss: Loss,
+        objective: Objective,
         *,
         last: bool = False,
     ) -> None:
@@ -109,7 +109,7 @@ class MegatronTrainer(MegatronScorer):
         works = [
             Work(
                 self._build(trajectories, rows),
-                loss,
+                objective,
                 [trajectories[row] for row in rows],
             )
             for rows in micro_batches
@@ -244,7 +244,7 @@ class MegatronTrainer(MegatronScorer):
             work.micro_batch = work.micro_batch.with_columns(old_logprobs=logprobs.detach())
             engine_gap.add(self._sums, work.micro_batch, self.step)
         work.logprobs = logprobs.detach()
-        output = work.loss(logprobs, work.micro_batch)
+        output = work.objective.loss(logprobs, work.micro_batch)
         self._num_tokens += (num_tokens := mask.sum())
         self._denominator += num_tokens if output.denominator is None else output.denominator
         self._sums.add("loss", output.loss.detach())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from relax_hpc.algorithms.algorithm import Loss
+from relax_hpc.algorithms.composition import Objective
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.schema import Row
 
@@ -15,7 +15,7 @@ class Work:
     """A micro-batch, its loss and its logprobs; kept until the end of the step."""
 
     micro_batch: MicroBatch
-    loss: Loss
+    objective: Objective
     samples: Sequence[Row]
     """Rows of the micro-batch, in packed order."""
     logprobs: Tensor | None = None

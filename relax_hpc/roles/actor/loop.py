@@ -5,9 +5,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from relax_hpc.algorithms import composition
-from relax_hpc.algorithms.algorithm import Loss
-from relax_hpc.algorithms.table import algorithm_of
+from relax_hpc.algorithms.composition import Objective, objective_of
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
@@ -63,7 +61,8 @@ def run(
     checkpoint is complete. A shard is forgotten when no resume can need it, so a restarted actor
     finds its next batches.
     """
-    batches, loss = _Batches(config, world, trainer, reader, duties), loss_of(config)
+    batches = _Batches(config, world, trainer, reader, duties)
+    objective = objective_in(config)
     stages.lease.to_engines(trainer)
     _publish(world, trainer, duties)
     while trainer.step < config.schedule.num_steps:
@@ -75,7 +74,7 @@ def run(
                 with timers(source.name):
                     rows = source.fill(rows, share.micro_batches)
             with timers.phase("train"):
-                trainer.accumulate(rows, share.micro_batches, loss, last=last)
+                trainer.accumulate(rows, share.micro_batches, objective, last=last)
         for check in stages.checks:
             check()
         with timers.phase("train"):
@@ -140,10 +139,10 @@ class _Batches:
         ]
 
 
-def loss_of(config: RunConfig) -> Loss:
-    """The loss of the run's algorithm."""
+def objective_in(config: RunConfig) -> Objective:
+    """The function that the run's algorithm minimizes."""
     columns = frozenset(name.split("/")[1] for name in config.columns)
-    return composition.loss_of(algorithm_of(config.algorithm), config.algorithm, columns)
+    return objective_of(config.algorithm, columns)
 
 
 def _publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.algorithms.algorithm import Rows, Settings
-from relax_hpc.algorithms.table import algorithm_of
+from relax_hpc.algorithms.aggregation import row_weights
+from relax_hpc.algorithms.algorithm import Algorithm
+from relax_hpc.algorithms.part import Rows
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.config.run import RunConfig
@@ -68,6 +69,7 @@ class Batch:
             index,
             self._config.algorithm,
             self._siblings,
+            longest=self._config.rollout.max_new_tokens,
             masks_errors=self._masks_errors,
         )
         lengths = lengths_of(index)[teaching].tolist()
@@ -122,7 +124,12 @@ def share_of(portion: Portion, dp_rank: int) -> Share:
 
 
 def values_of(
-    index: BatchIndex, settings: Settings, siblings: int, *, masks_errors: bool = False
+    index: BatchIndex,
+    algorithm: Algorithm,
+    siblings: int,
+    *,
+    longest: int = 1,
+    masks_errors: bool = False,
 ) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
     """Asks the algorithm about the rows of a portion, before any is read.
 
@@ -130,32 +137,37 @@ def values_of(
 
     Args:
         index: whole and contiguous groups.
-        settings: of the algorithm.
+        algorithm: of the run.
         siblings: of a group.
+        longest: tokens that a response may have.
         masks_errors: episodes whose reward failed are compared with nobody, and teach nothing.
 
     Returns:
-        `advantages`, and `weights` if it has some, [rows] in plan order; and the numbers of those
-        that teach, rising.
+        `advantages`, and unless tokens count the same `weights` and `counts`, [rows] in plan order;
+        and the numbers of those that teach, rising.
 
     Raises:
         ConfigError: the algorithm cannot tell an advantage where a sibling has no reward.
     """
-    algorithm = algorithm_of(settings)
     begins = index.segment == 0
     episode = np.cumsum(begins) - 1
     rewards = rewards_of(index, siblings, masks_errors=masks_errors)
     counts = ~np.isnan(rewards)
-    lengths = index.response_len.astype(np.int64) * counts.reshape(-1)[episode]
-    rows = Rows(rewards, lengths, episode // siblings)
-    worth = np.where(counts, algorithm.advantages(settings, rows), 0)
+    lengths = index.response_len.astype(np.int64)
+    of_episodes = np.bincount(episode, lengths).astype(np.int64).reshape(rewards.shape)
+    found = algorithm.advantage.of_groups(Rows(rewards, of_episodes * counts))
+    worth = np.where(counts, found, 0)
     if not counts.all() and not np.isfinite(worth).all():
-        raise _unequal_to_errors(settings)
-    teaches = algorithm.teaches(settings, worth) & counts
+        raise _unequal_to_errors(algorithm)
+    teaches = counts & (algorithm.teaches_without_advantage | np.not_equal(worth, 0))
     teaching = np.flatnonzero(teaches.reshape(-1)[episode])
-    columns = {"advantages": worth.reshape(-1)[episode]}
-    if algorithm.weights:
-        columns["weights"] = algorithm.weights(settings, rows)
+    columns: dict[str, Floats] = {"advantages": worth.reshape(-1)[episode]}
+    groups = episode // siblings
+    weighed = row_weights(algorithm.aggregation, lengths[teaching], groups[teaching], longest)
+    if weighed is not None:
+        for name, values in weighed._asdict().items():
+            columns[name] = np.zeros(len(lengths))
+            columns[name][teaching] = values
     return columns, teaching
 
 
@@ -168,23 +180,23 @@ def rewards_of(index: BatchIndex, siblings: int, *, masks_errors: bool) -> npt.N
     return rewards.reshape(-1, siblings)
 
 
-def check_errors(settings: Settings) -> None:
+def check_errors(algorithm: Algorithm) -> None:
     """Checks that an algorithm can do without the reward of a sibling.
 
     Raises:
         ConfigError: it cannot.
     """
     rewards = np.array([[1, 0, np.nan, 1], [np.nan] * 4], np.float32)
-    rows = Rows(rewards, np.ones(8, np.int64), np.repeat([0, 1], 4))
-    worth = algorithm_of(settings).advantages(settings, rows)
+    worth = algorithm.advantage.of_groups(Rows(rewards, np.ones((2, 4), np.int64)))
     if not np.isfinite(worth[~np.isnan(rewards)]).all():
-        raise _unequal_to_errors(settings)
+        raise _unequal_to_errors(algorithm)
 
 
-def _unequal_to_errors(settings: Settings) -> ConfigError:
+def _unequal_to_errors(algorithm: Algorithm) -> ConfigError:
     return ConfigError(
-        f"algorithm.name = {settings.name!r}: gives siblings of a response without a reward (NaN) "
-        'no advantage; set reward.on_error to "zero", or let it leave such responses out'
+        f"algorithm.advantage.name = {algorithm.advantage.name!r}: gives siblings of a response "
+        'without a reward (NaN) no advantage; set reward.on_error to "zero", or let it leave such '
+        "responses out"
     )
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from relax_hpc.algorithms.composition import loss_of
-from relax_hpc.algorithms.sft import SFT
+from relax_hpc.algorithms.composition import Objective
+from relax_hpc.algorithms.sft import cross_entropy
 from relax_hpc.comm.world import World
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.engines.training_engine import ScoringEngine, TrainingEngine
@@ -74,7 +74,7 @@ def run(
     Args:
         save: called after every step; saves when it is time to.
     """
-    loss = loss_of(SFT, SFT.settings(name=SFT.name), frozenset())
+    objective = Objective(cross_entropy, reads_old=False)
     heldout: Share = world.bcast(duties.heldout())[trainer.dp_rank]
     if trainer.step == 0:
         _measure(world, trainer, heldout, duties)
@@ -84,7 +84,7 @@ def run(
         with timers("read"):
             share: Share = world.bcast(duties.next_batch())[trainer.dp_rank]
         with timers.phase("train"):
-            trainer.accumulate(share.rows, share.micro_batches, loss, last=True)
+            trainer.accumulate(share.rows, share.micro_batches, objective, last=True)
             stats = trainer.update()
         stop_or_go_on(duties, step, trainer.skip)
         if last or _is_due(step, config.sft.heldout_every):

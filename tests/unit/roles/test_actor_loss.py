@@ -7,14 +7,15 @@ import pytest
 import torch
 from role_fakes import config
 
-from relax_hpc.roles.actor.loop import loss_of
+from relax_hpc.roles.actor.loop import objective_in
 
 SETTINGS = {
-    "algorithm__clip_low": 0.1,
-    "algorithm__clip_high": 0.4,
-    "algorithm__importance_cap": 1.5,
+    "algorithm__preset": "decoupled",
+    "algorithm__loss__clip_low": 0.1,
+    "algorithm__loss__clip_high": 0.4,
+    "algorithm__correction__cap": 1.5,
 }
-PULLED = {"algorithm__kl_coefficient": 0.25}
+PULLED = {"algorithm__kl__name": "k3", "algorithm__kl__coefficient": 0.25}
 
 # pi / pi_old, advantage, pi_old / mu, pi_ref / pi
 TOKENS = [
@@ -49,7 +50,7 @@ def tokens():
 def test_the_policy_loss_of_the_settings_is_the_one_worked_by_hand():
     now, packed = tokens()
     del packed.columns["ref_logprobs"]
-    loss, metrics, _ = loss_of(config(**SETTINGS))(now, packed)
+    loss, metrics, _ = objective_in(config(**SETTINGS)).loss(now, packed)
     assert loss.item() == pytest.approx(POLICY, abs=1e-12)
     assert "kl/mean" not in metrics
     assert metrics["loss/clip_fraction"].item() == 4  # all beyond 0.9 or 1.4, but 1.2
@@ -65,7 +66,7 @@ def test_the_policy_loss_of_the_settings_is_the_one_worked_by_hand():
 def test_with_a_reference_the_kl_term_is_added_with_the_coefficient_of_the_settings(placement):
     now, packed = tokens()
     made = config(**SETTINGS, **PULLED, reference__placement=placement)
-    loss, metrics, _ = loss_of(made)(now, packed)
+    loss, metrics, _ = objective_in(made).loss(now, packed)
     assert loss.item() == pytest.approx(POLICY + 0.25 * KL, abs=1e-12)
     assert metrics["kl/mean"].item() == pytest.approx(KL)
     loss.backward()
@@ -77,14 +78,16 @@ def test_with_a_reference_the_kl_term_is_added_with_the_coefficient_of_the_setti
 
 def test_a_reference_without_a_coefficient_only_measures():
     now, packed = tokens()
-    loss, metrics, _ = loss_of(config(**SETTINGS, reference__placement="actor"))(now, packed)
+    loss, metrics, _ = objective_in(config(**SETTINGS, reference__placement="actor")).loss(
+        now, packed
+    )
     assert loss.item() == pytest.approx(POLICY, abs=1e-12)
     assert metrics["kl/mean"].item() == pytest.approx(KL)
 
 
 def test_without_settings_the_clips_and_the_cap_are_those_that_the_docs_name():
     """0.2 and 0.28 about 1, at most 2: the first token, alone, on each side of each."""
-    loss = loss_of(config())
+    loss = objective_in(config(algorithm__preset="decoupled")).loss
     one = torch.ones(1, dtype=torch.float64)
     for log_ratio, advantage, gap, expected in [
         (1.0, 1.0, 0.0, -1.28),

@@ -1,13 +1,12 @@
 """The worth of a batch's rows, the ranks that train them, and the batch's figures: by hand."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from role_fakes import config
 
-from relax_hpc.algorithms.table import ALGORITHMS
+from relax_hpc.algorithms.part import Advantage
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.errors import ConfigError
@@ -56,11 +55,11 @@ def batch_of(*indices, **settings):
     return Batch(config(rollout__samples_per_prompt=4, **settings), Reader(*indices))
 
 
-PULLED = {"algorithm__kl_coefficient": 0.1, "reference__placement": "actor"}
+PULLED = {"algorithm__kl__coefficient": 0.1, "reference__placement": "actor"}
 CENTRED = [0.5, -0.5, -0.5, 0.5, 0, 0, 0, 0, -0.25, -0.25, 0.75, -0.25]
-# Deviations: 1/2 of the first group, sqrt(3)/4 of the third.
-ROOT = math.sqrt(3)
-SCALED = [1, -1, -1, 1, 0, 0, 0, 0, -1 / ROOT, -1 / ROOT, ROOT, -1 / ROOT]
+# Deviations: sqrt(1/3) of the first group, 1/2 of the third.
+HALF = math.sqrt(3) / 2
+SCALED = [HALF, -HALF, -HALF, HALF, 0, 0, 0, 0, -0.5, -0.5, 1.5, -0.5]
 
 
 @pytest.mark.parametrize(("normalize", "expected"), [(False, CENTRED), (True, SCALED)])
@@ -72,7 +71,9 @@ SCALED = [1, -1, -1, 1, 0, 0, 0, 0, -1 / ROOT, -1 / ROOT, ROOT, -1 / ROOT]
 def test_rows_are_worth_what_sets_them_apart_and_who_teaches_nothing_stays_only_for_a_kl_term(
     normalize, expected, settings, kept
 ):
-    batch = batch_of(index(), **settings, algorithm__normalize_std=normalize)
+    batch = batch_of(
+        index(), **settings, algorithm__advantage__name="grpo" if normalize else "group_mean"
+    )
     portion = batch.deal(record())
     np.testing.assert_allclose(portion.columns["advantages"], expected, rtol=1e-5)
     [micro_batches] = portion.micro_batches
@@ -119,7 +120,7 @@ def test_a_group_of_which_all_failed_teaches_nothing_and_is_not_solved():
 
 def test_masking_is_as_if_what_failed_had_never_been_sampled():
     """Whatever stands in the failed rows, the others are worth what they are without them."""
-    settings = config(algorithm__normalize_std=True, rollout__samples_per_prompt=4).algorithm
+    settings = config(algorithm__advantage__name="grpo", rollout__samples_per_prompt=4).algorithm
     whole = index(failed=[1, 8])
     found, teaching = values_of(whole, settings, 4, masks_errors=True)
     other, again = values_of(
@@ -134,14 +135,15 @@ def test_masking_is_as_if_what_failed_had_never_been_sampled():
     assert found["advantages"][kept].tolist() == expected["advantages"].tolist()
 
 
-def test_an_algorithm_that_cannot_do_without_a_sibling_is_refused_by_name(monkeypatch):
-    settings = config().algorithm
-    check_errors(settings)
-    plain = replace(
-        ALGORITHMS["grpo"], advantages=lambda _, rows: rows.rewards - rows.rewards.mean(1)[:, None]
-    )
-    monkeypatch.setitem(ALGORITHMS, "grpo", plain)
-    with pytest.raises(ConfigError, match=r"algorithm.name = 'grpo': gives siblings"):
+class Plain(Advantage):
+    def of_groups(self, rows):
+        return rows.rewards - rows.rewards.mean(1)[:, None]
+
+
+def test_an_algorithm_that_cannot_do_without_a_sibling_is_refused_by_name():
+    check_errors(config().algorithm)
+    settings = config().algorithm.model_copy(update={"advantage": Plain(name="plain")})
+    with pytest.raises(ConfigError, match=r"algorithm.advantage.name = 'plain': gives siblings"):
         check_errors(settings)
     with pytest.raises(ConfigError, match=r"set reward.on_error to \"zero\""):
         values_of(index(failed=[0]), settings, 4, masks_errors=True)
@@ -235,18 +237,20 @@ def batch_of_several(index, **settings):
 
 PARTS = [Part("rollout-0", 1, 0, "u0", 0, 6), Part("rollout-0", 1, 0, "u0", 6, 11)]
 SEVERAL = PlanRecord(5, [0, 1], PARTS, 11, 0, 0)
-THIRD, SQRT2 = 1 / 3, math.sqrt(2)
+THIRD, ROOT = 1 / 3, math.sqrt(3)
 
 
 @pytest.mark.parametrize(
     ("normalize", "expected"),
     [
         (False, [*[-THIRD] * 3, *[2 * THIRD] * 3, *[0] * 5]),  # the mean of rows would be 1/2
-        (True, [*[-1 / SQRT2] * 3, *[SQRT2] * 3, *[0] * 5]),  # the deviation is sqrt(2)/3
+        (True, [*[-ROOT / 3] * 3, *[2 * ROOT / 3] * 3, *[0] * 5]),  # the deviation is sqrt(1/3)
     ],
 )
 def test_a_group_is_compared_by_episodes_and_their_rows_are_worth_the_same(normalize, expected):
-    batch = batch_of_several(index_of_several(), algorithm__normalize_std=normalize)
+    batch = batch_of_several(
+        index_of_several(), algorithm__advantage__name="grpo" if normalize else "group_mean"
+    )
     portion = batch.deal(SEVERAL)
     np.testing.assert_allclose(portion.columns["advantages"], expected, rtol=1e-5)
     assert share_of(portion, 0).rows == list(range(6))  # the second group teaches nothing

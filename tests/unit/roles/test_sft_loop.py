@@ -8,7 +8,7 @@ import pytest
 import torch
 from role_fakes import Journal, row
 
-from relax_hpc.algorithms.sft import SFT
+from relax_hpc.algorithms.sft import cross_entropy
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import TrainingError
@@ -32,10 +32,10 @@ class Trainer:
     def __init__(self, journal, step=0):
         self.journal, self.step = journal, step
 
-    def accumulate(self, trajectories, micro_batches, loss, *, last):
+    def accumulate(self, trajectories, micro_batches, objective, *, last):
         assert last
         given = SimpleNamespace(loss_mask=torch.tensor([True, False, True]), columns={})
-        assert loss(torch.tensor([-1.0, torch.nan, -2.0]), given)[0] == 3
+        assert objective.loss(torch.tensor([-1.0, torch.nan, -2.0]), given)[0] == 3
         self.journal.note("accumulate", [t.guid for t in trajectories], micro_batches)
 
     def update(self):
@@ -188,7 +188,7 @@ def test_the_held_out_loss_is_of_trained_tokens_and_counts_a_document_of_two_ran
 def test_the_loss_is_the_negative_log_likelihood_of_trained_tokens():
     logprobs = torch.tensor([-1.0, -2.0, float("-inf")], requires_grad=True)
     packed = SimpleNamespace(loss_mask=torch.tensor([True, True, False]))
-    output = SFT.loss(None, frozenset())(logprobs, packed)
+    output = cross_entropy(logprobs, packed)
     assert output.loss.item() == 3.0 and output.metrics == {}
     output.loss.backward()
     assert logprobs.grad.tolist() == [-1, -1, 0]

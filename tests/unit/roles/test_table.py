@@ -152,6 +152,7 @@ def test_columns_and_events_name_roles_of_the_table():
 
 NAMES = {role.name for role in table.ROLES} | set(table.joining())
 MAY = {
+    "algorithms/part.py": "policies that logprobs are of",
     "schema.py": "COLUMNS names who writes a column",
     "telemetry/event_table.py": "EVENTS names who notes an event; held to the table above",
     "telemetry/progress.py": "the actor's phase of that name, in the order of a step",
@@ -171,11 +172,11 @@ def is_name(node):
 def decisions(tree):
     """Lines that compare something with the name of a role, or list one.
 
-    What is compared with a `placement` is a value of the job.
+    What is compared with a `placement` or an `anchor` is a value of the job.
     """
     for node in ast.walk(tree):
         match node:
-            case ast.Compare(left=ast.Attribute(attr="placement")):
+            case ast.Compare(left=ast.Attribute(attr="placement" | "anchor")):
                 continue
             case ast.Compare(left=left, comparators=others):
                 found = any(map(is_name, [left, *others]))

@@ -1,0 +1,62 @@
+"""Parts of a user's own: a class in a file, of the settings that it declares."""
+
+import inspect
+from functools import cache
+from typing import Any, get_args
+
+from pydantic import create_model
+
+from relax_hpc.algorithms.part import Part
+from relax_hpc.errors import ConfigError
+from relax_hpc.user_files import imported
+
+
+class PluginError(ConfigError):
+    """A place has no part that could be used."""
+
+
+def names(part: type[Part]) -> tuple[str, ...]:
+    """The names that a part may be asked for by."""
+    return get_args(part.model_fields["name"].annotation)
+
+
+@cache
+def load(place: str, base: type[Part]) -> type[Part]:
+    """Runs the file and returns the class, which takes its place for a name.
+
+    Args:
+        place: "file.py:Class".
+        base: a subclass of which it is to be.
+
+    Raises:
+        PluginError: it cannot be run, has no such class, or its methods do not fit.
+    """
+    try:
+        found = imported(place)
+    except Exception as error:
+        raise PluginError(
+            f"cannot be run: {type(error).__name__}: {error}; name a class as file.py:Class"
+        ) from error
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise PluginError(f"is no subclass of {base.__module__}.{base.__name__}; make it one")
+    for name, declared in inspect.getmembers(base, inspect.isfunction):
+        if not name.startswith("_") and declared.__module__ == base.__module__:
+            _check_signature(name, declared, getattr(found, name))
+    if not any(name in vars(each) for each in found.__mro__ for name in _methods(base)):
+        raise PluginError(f"has none of {', '.join(_methods(base))}; write one")
+    return create_model(found.__name__, __base__=found, name=(str, ...))
+
+
+def _methods(base: type[Part]) -> list[str]:
+    return [name for name in vars(base) if name.startswith("of_")]
+
+
+def _check_signature(name: str, declared: Any, own: Any) -> None:  # noqa: ANN401
+    wanted = list(inspect.signature(declared).parameters)
+    try:
+        inspect.signature(own).bind(*wanted)
+    except TypeError:
+        given = ", ".join(inspect.signature(own).parameters)
+        raise PluginError(
+            f"has {name}({given}); it is called as {name}({', '.join(wanted)})"
+        ) from None
