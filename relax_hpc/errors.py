@@ -64,6 +64,12 @@ class RewardError(RelaxError, RuntimeError):
     is_final = True
 
 
+class SpreadError(RelaxError, RuntimeError):
+    """Responses to a prompt hardly ever differ in reward: there is nothing to learn from them."""
+
+    is_final = True
+
+
 class TrainingError(RelaxError, RuntimeError):
     """Training cannot go on by itself. The message says what was found, and in which samples."""
 

@@ -31,6 +31,8 @@ class BusAudit(NamedTuple):
     """Dropped because they came too late; the prompts were sampled again."""
     damaged: int = 0
     """Rows in shards that could not be read; the prompts were sampled again."""
+    skipped: int = 0
+    """Passed over because they teach nothing; other prompts took their place."""
 
 
 def audit(paths: BusPaths) -> BusAudit:
@@ -69,17 +71,20 @@ def audit(paths: BusPaths) -> BusAudit:
         max_staleness=max(ages, default=0),
         over_age=sum(drop.rows for drop in chain.dropped if drop.why == "over_age"),
         damaged=sum(drop.rows for drop in chain.dropped if drop.why == "damaged"),
+        skipped=sum(group.rows for group in chain.skipped),
     )
 
 
 def used_rows(chain: Chain) -> Counter[str]:
-    """uuid of a shard -> rows that were planned, or dropped and sampled again."""
+    """uuid of a shard -> rows that were planned, skipped, or dropped and sampled again."""
     used: Counter[str] = Counter()
     for step in chain.steps:
         for part in step.parts:
             used[part.uuid] += part.hi - part.lo
     for drop in chain.dropped:
         used[drop.dropped] += drop.rows
+    for group in chain.skipped:
+        used[group.skipped] += group.rows
     return used
 
 
@@ -90,10 +95,11 @@ def _duplicates(commits: list[CommitRecord], chain: Chain) -> int:
 
 
 def _dropped(commits: list[CommitRecord], chain: Chain) -> int:
-    """Rows of shards below the first guid that is not planned that are not accounted for."""
+    """Rows of shards below the first guid without a decision that are not accounted for."""
     used = used_rows(chain)
     for shard in chain.ignored:
         used[shard.uuid] += shard.rows
     planned = GuidSet()
     planned.update(guid for step in chain.steps for guid in step.guids)
+    planned.update(group.guid for group in chain.skipped)
     return sum(max(c.rows - used[c.uuid], 0) for c in commits if c.guid_max < planned.below)

@@ -14,7 +14,7 @@ from relax_hpc.errors import FencedError
 from relax_hpc.paths import BusPaths
 
 
-class Refill(NamedTuple):
+class Owed(NamedTuple):
     """Prompt groups that were committed, will not be trained on, and are owed again."""
 
     guid: int
@@ -33,8 +33,11 @@ class Credit(NamedTuple):
     """No resume can need a shard whose guids are all below: its owner may delete it."""
     finished: bool = False
     """Nothing more will be trained on."""
-    refill: tuple[Refill, ...] = ()
+    owed: tuple[Owed, ...] = ()
     """All that is owed again and not planned yet."""
+    batch_ends: tuple[int, ...] = ()
+    """The first guid behind each batch from that of `step` + 1 on; none: multiples of P. What is
+    skipped moves them up, never down."""
 
 
 class CreditWriter:
@@ -126,5 +129,6 @@ class _Newest:
             if record["plan_fence"] >= self.plan_fence:
                 self.plan_fence = record["plan_fence"]
                 values = {key: value for key, value in record.items() if key != "plan_fence"}
-                refill = tuple(Refill(*entry) for entry in values.pop("refill", ()))
-                self.credit = Credit(**values, refill=refill)
+                owed = tuple(Owed(*entry) for entry in values.pop("owed", ()))
+                ends = tuple(values.pop("batch_ends", ()))
+                self.credit = Credit(**values, owed=owed, batch_ends=ends)

@@ -11,9 +11,19 @@ from typing import NamedTuple
 import numpy as np
 
 from relax_hpc.bus.log import CommitRecord, LogTail, RecordKind
-from relax_hpc.bus.plan import Chain, DroppedGroup, IgnoredShard, Part, PlanRecord, Sidecar
+from relax_hpc.bus.plan import (
+    Chain,
+    DroppedGroup,
+    IgnoredShard,
+    Part,
+    PlanRecord,
+    Sidecar,
+    SkippedGroup,
+)
+from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.skips import Judge, Verdict
 from relax_hpc.bus.snapshot import GuidSet, LogPosition
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
@@ -46,6 +56,7 @@ class Intake:
         needs: roles whose sidecar a group waits for.
         chain: what earlier incarnations planned; those groups are not offered again.
         shards: gets what is admitted, open, for who reads it next.
+        judge: says which groups are skipped; None: none is.
     """
 
     def __init__(
@@ -56,14 +67,16 @@ class Intake:
         needs: Sequence[Role],
         chain: Chain,
         shards: OpenShards,
+        judge: Judge | None = None,
     ) -> None:
         self.waiting: dict[int, Group] = {}
-        self.notes: list[IgnoredShard | DroppedGroup] = []
+        self.notes: list[IgnoredShard | DroppedGroup | SkippedGroup] = []
         """Records that the plan has to make, since the list was last emptied."""
         self.planned = GuidSet(chain.base.planned_below, chain.base.planned_above)
+        """Guids that are planned or skipped."""
         self.dropped = set(chain.base.dropped)
         """(guid, uuid) that do not count any more."""
-        self._shards, self._needs = shards, needs
+        self._shards, self._needs, self._judge = shards, needs, judge
         self._producers, self._writers = list(producers), sidecar_writers
         self._names = {name: RecordKind.BASE for name in producers} | {
             name: RecordKind.SIDE for name in sidecar_writers if sidecar_writers[name] in needs
@@ -91,6 +104,8 @@ class Intake:
         for drop in chain.dropped:
             self.dropped.add((drop.guid, drop.dropped))
             self._put_on_record(drop.dropped, drop.guid, drop.rows)
+        for group in chain.skipped:
+            self._mark_skipped(group)
         for record in chain.steps:
             self.mark_planned(record)
 
@@ -115,8 +130,22 @@ class Intake:
             owners.append(writers[self._producers.index(group.part.producer) % len(writers)])
         return owners
 
-    def sidecars(self, uuid: str) -> dict[Role, Sidecar]:
-        return dict(self._sidecars.get(uuid, {}))
+    def record_of(self, guids: Sequence[int], *, step: int, portion: int, last: bool) -> PlanRecord:
+        """The record that plans some waiting groups, with the sidecars that count."""
+        groups = [self.waiting[guid] for guid in guids]
+        sampled = [g.policy_version_min for g in groups if g.policy_version_min >= 0]
+        uuids = dict.fromkeys(group.part.uuid for group in groups)
+        return PlanRecord(
+            step=step,
+            guids=list(guids),
+            parts=[group.part for group in groups],
+            num_trajectories=sum(group.part.hi - group.part.lo for group in groups),
+            policy_version_min=min(sampled, default=-1),
+            num_tokens=sum(group.num_tokens for group in groups),
+            portion=portion,
+            last=last,
+            sidecars={u: dict(found) for u in uuids if (found := self._sidecars.get(u))},
+        )
 
     def mark_planned(self, record: PlanRecord) -> None:
         self.planned.update(record.guids)
@@ -194,7 +223,7 @@ class Intake:
             repeated = self._num_unaccounted(record)
         else:
             try:
-                repeated = self._open(producer, record)
+                repeated = self._open(producer, record, step)
             except DamagedError as error:
                 self._drop_shard(producer, record, step, error)
                 return
@@ -216,7 +245,7 @@ class Intake:
         self._put_on_record(record.uuid, WHOLE_SHARD, rows)
         self.notes.append(DroppedGroup(WHOLE_SHARD, record.uuid, rows, "damaged", step))
 
-    def _open(self, producer: str, record: CommitRecord) -> int:
+    def _open(self, producer: str, record: CommitRecord, step: int) -> int:
         """Offers the groups of a shard; returns how many rows repeat earlier ones."""
         shard = self._shards.get(producer, record.fence, record.seq, record.uuid)
         _check_identity(shard, record)
@@ -225,8 +254,9 @@ class Intake:
         tokens = shard.read("row/prompt_len").astype(np.int64)
         tokens += shard.read("row/response_len").astype(np.int64)
         starts = np.flatnonzero(np.diff(guids, prepend=guids[0] - 1)).tolist()
+        verdicts = self._verdicts(shard, len(starts))
         repeated = 0
-        for lo, hi in zip(starts, [*starts[1:], len(guids)], strict=True):
+        for lo, hi, verdict in zip(starts, [*starts[1:], len(guids)], verdicts, strict=True):
             guid = int(guids[lo])
             if guid in self.on_record.get(record.uuid, {}):
                 continue
@@ -235,11 +265,28 @@ class Intake:
                 if guid in self.waiting:
                     self._repeats.setdefault(guid, []).append(record.uuid)
                 continue
+            if verdict is not None and not verdict.teaches:
+                prompt = int(shard.read_rows("row/prompt_index", lo, lo + 1)[0])
+                rest = (hi - lo, step, prompt, verdict.solved, verdict.reward)
+                skipped = SkippedGroup(guid, record.uuid, *rest)
+                self.notes.append(skipped)
+                self._mark_skipped(skipped)
+                continue
             part = Part(producer, record.fence, record.seq, record.uuid, lo, hi)
             sampled = [int(v) for v in versions[lo:hi] if v >= 0]
             oldest = min(sampled, default=-1)
             self.waiting[guid] = Group(part, oldest, int(tokens[lo:hi].sum()))
         return repeated
+
+    def _verdicts(self, shard: Shard, num_groups: int) -> Sequence[Verdict | None]:
+        if self._judge is None:
+            return [None] * num_groups
+        columns = {name: shard.read(f"row/{name}") for name in BatchIndex._fields}
+        return self._judge(BatchIndex(**columns))
+
+    def _mark_skipped(self, group: SkippedGroup) -> None:
+        self.planned.update([group.guid])
+        self._put_on_record(group.skipped, group.guid, group.rows)
 
     def _put_on_record(self, uuid: str, guid: int, rows: int) -> None:
         self.on_record.setdefault(uuid, {})[guid] = rows

@@ -14,7 +14,7 @@ from relax_hpc.paths import BusPaths
 from relax_hpc.records import read_json, sync, write_json
 from relax_hpc.schema import COLUMNS, Role
 
-FORMAT = 4
+FORMAT = 5
 
 
 class BusHeader(NamedTuple):

@@ -86,7 +86,27 @@ class DroppedGroup(NamedTuple):
     """The step that was being planned."""
 
 
-AnyRecord = PlanRecord | IgnoredShard | DroppedGroup
+class SkippedGroup(NamedTuple):
+    """Rows that will not be trained on, since they teach nothing: further groups take their place.
+
+    Their owner may delete them, as if they had been trained on.
+    """
+
+    guid: int
+    skipped: str
+    """uuid of the shard."""
+    rows: int
+    step: int
+    """The step that was being planned."""
+    prompt: int
+    """Row of the data."""
+    solved: bool
+    """Whether the policy can do it already; else it never could."""
+    reward: float | None
+    """Mean over the episodes that have one; None if none has."""
+
+
+AnyRecord = PlanRecord | IgnoredShard | DroppedGroup | SkippedGroup
 
 
 class PlanPosition(NamedTuple):
@@ -128,6 +148,10 @@ class Chain(NamedTuple):
     @property
     def dropped(self) -> list[DroppedGroup]:
         return [r.record for r in self.records if isinstance(r.record, DroppedGroup)]
+
+    @property
+    def skipped(self) -> list[SkippedGroup]:
+        return [r.record for r in self.records if isinstance(r.record, SkippedGroup)]
 
     @property
     def num_records(self) -> int:
@@ -238,4 +262,6 @@ def parse(record: Record) -> AnyRecord:
     """Makes a record of the plan of what its log says."""
     if "parts" in record:
         return PlanRecord.from_json(record)
+    if "skipped" in record:
+        return SkippedGroup(**record)
     return DroppedGroup(**record) if "dropped" in record else IgnoredShard(**record)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from relax_hpc.bus.credits import Refill
+from relax_hpc.bus.credits import Owed
 from relax_hpc.bus.log import CommitRecord, RecordKind
 from relax_hpc.bus.owner import Owner
 from relax_hpc.bus.shards.encode import from_columns, gather, part_names
@@ -105,7 +105,7 @@ class Producer(Owner):
         self.partial.update({group.guid: group for group in groups})
         return record.seq
 
-    def owe_again(self, refill: Iterable[Refill]) -> list[int]:
+    def owe_again(self, again: Iterable[Owed]) -> list[int]:
         """Takes back what the trainer will not use: those guids are not committed any more.
 
         Telling it twice changes nothing.
@@ -113,11 +113,11 @@ class Producer(Owner):
         Returns:
             The guids that are owed again.
         """
-        dropped = set(refill)
+        dropped = set(again)
         owed = [
             guid
             for guid, uuid in self._source.items()
-            if Refill(guid, uuid) in dropped or Refill(-1, uuid) in dropped
+            if Owed(guid, uuid) in dropped or Owed(-1, uuid) in dropped
         ]
         for guid in owed:
             del self._source[guid]

@@ -8,20 +8,24 @@ Lives in rank 0 of the trainer. What happens to a group that comes late is the o
   on too late is dropped, and its owner samples the prompt again.
 * mask: as drop, but its over-age tokens leave the loss instead.
 
+A group that teaches nothing is skipped as soon as it comes, so b P counts those that are not.
+
 Every decision is a record of the plan, so a replay is exact under each of them.
 """
 
 import itertools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, Self
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.credits import Credit, CreditWriter, Refill
+from relax_hpc.bus.credits import Credit, CreditWriter, Owed
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.intake import Intake
+from relax_hpc.bus.lateness import owed_by
 from relax_hpc.bus.plan import (
     AnyRecord,
     Chain,
@@ -29,10 +33,12 @@ from relax_hpc.bus.plan import (
     IgnoredShard,
     PlanPosition,
     PlanRecord,
+    SkippedGroup,
     claim_fence,
     read_chain,
 )
 from relax_hpc.bus.shards.open_shards import OpenShards
+from relax_hpc.bus.skips import Judge, Skips, check_limit
 from relax_hpc.bus.snapshot import GuidSet, Snapshot, remove_drafts, write_snapshot
 from relax_hpc.bus.staleness import staleness
 from relax_hpc.errors import BusError, PeerTimeoutError
@@ -72,6 +78,8 @@ class Sequencer:
         max_staleness: policy versions that a token may lag behind; `drop` needs it.
         keep_steps: shards of that many steps are kept longer than any resume needs them.
         shards: open ones to share with the reader of this process.
+        judge: says which groups teach nothing; None: all are planned.
+        most_skipped: groups that may be skipped for one step; 0 is any number.
 
     Raises:
         BusError: not a bus of this format, a damaged plan, or a position that is not on it.
@@ -89,12 +97,15 @@ class Sequencer:
         max_staleness: int = 0,
         keep_steps: int = 0,
         shards: OpenShards | None = None,
+        judge: Judge | None = None,
+        most_skipped: int = 0,
     ) -> None:
         header = layout.open_bus(paths)
         layout.check_needs(paths, header, needs)
         self._paths, self._producers = paths, list(producers)
         self._prompts_per_step, self._over_age = prompts_per_step, over_age
         self._max_staleness, self._keep_steps = max_staleness, keep_steps
+        self._most_skipped, self._lock = most_skipped, threading.RLock()
         self.fence = claim_fence(paths)
         self._credits = CreditWriter(paths, self.fence)
         remove_drafts(paths)
@@ -110,11 +121,15 @@ class Sequencer:
         """Trajectories that were committed again and ignored."""
         self._released = base.step
         self._retired = GuidSet(base.planned_below, base.planned_above)
+        self._skips = Skips(base)
         self._take_over(chain)
         self._log = FrameWriter(paths.plan_log(self.fence))
         self._log.append({"parent": chain.fence, "keep": self._num_records})
         self._shards = shards or OpenShards(paths)
-        self._intake = Intake(paths, producers, header.sidecar_writers, needs, chain, self._shards)
+        self._closes = judge is not None and shards is None
+        self._intake = Intake(
+            paths, producers, header.sidecar_writers, needs, chain, self._shards, judge
+        )
         self._step = self._returned = position.step if position else 0
         self._cursor = 0
         retired = max(self._credits.inherited.retired_guid_below, self._retired.below)
@@ -170,16 +185,35 @@ class Sequencer:
             assert not planned or not planned[-1].last, f"step {step} has no further portion"
             assert step == self.num_planned + 1, f"step {step} of a plan of {self.num_planned}"
             deadline = time.monotonic() + timeout_s
-            while not (guids := self._choose(step, min_tokens)):
+            while not self._plan_ready(step, min_tokens):
                 if time.monotonic() > deadline:
-                    raise PeerTimeoutError(self._explain(step, timeout_s))
+                    owed = owed_by(self._intake, self._producers, self._num_wanted(step))
+                    raise PeerTimeoutError(
+                        f"step {step} lacks prompt groups after {timeout_s:g} s: {owed}; see their "
+                        "logs"
+                    )
                 if on_wait is not None:
                     on_wait()
                 time.sleep(POLL_S)
-            self._plan(step, guids)
         self._cursor += 1
         self._returned = step
         return planned[self._cursor - 1]
+
+    def look(self) -> None:
+        """Takes note of what has been committed, and tells producers what of it is skipped.
+
+        `next_portion` does so, too; another thread may call this while a step is trained.
+
+        Raises:
+            BusError: committed records are damaged.
+            FencedError: a newer trainer took over.
+        """
+        with self._lock:
+            self._poll(self.num_planned + 1)
+
+    def skipped_for(self, step: int) -> list[SkippedGroup]:
+        """The groups that were skipped between the plans of the step before and of `step`."""
+        return self._skips.of_step(step)
 
     def advance(self, *, step: int, policy_version: int) -> None:
         """Grants what follows from `step` being trained and `policy_version` being published.
@@ -187,7 +221,8 @@ class Sequencer:
         Raises:
             FencedError: a newer trainer took over; so does every other grant.
         """
-        self._grant(self._credit._replace(step=step, policy_version=policy_version))
+        with self._lock:
+            self._grant(self._credit._replace(step=step, policy_version=policy_version))
 
     def release(self, step_covered_by_checkpoint: int) -> None:
         """Lets owners delete the shards of all steps that no resume can need any more.
@@ -197,20 +232,22 @@ class Sequencer:
         """
         self.check_fenced()  # the checkpoints may be a newer trainer's, of steps not known here
         released = max(step_covered_by_checkpoint - self._keep_steps, 0)
-        for step in range(self._released + 1, released + 1):
-            self._retired.update(g for record in self._portions[step] for g in record.guids)
-        self._released = max(released, self._released)
-        retired = max(self._credit.retired_guid_below, self._retired.below)
-        self._grant(self._credit._replace(retired_guid_below=retired))
-        place = self._places.get(self._released)
-        if place and place.records >= self._base.records + SNAPSHOT_RECORDS:
-            self._sum_up(self._released, place)
+        with self._lock:
+            for step in range(self._released + 1, released + 1):
+                self._retired.update(g for record in self._portions[step] for g in record.guids)
+                self._skips.retire(step, self._retired)
+            self._released = max(released, self._released)
+            retired = max(self._credit.retired_guid_below, self._retired.below)
+            self._grant(self._credit._replace(retired_guid_below=retired))
+            place = self._places.get(self._released)
+            if place and place.records >= self._base.records + SNAPSHOT_RECORDS:
+                self._sum_up(self._released, place)
 
     def finish(self) -> None:
         """Tells the producers that nothing more will be trained on."""
-        self._intake.poll(self._step)
-        self._note()
-        self._grant(self._credit._replace(finished=True))
+        with self._lock:
+            self._poll(self._step)
+            self._grant(self._credit._replace(finished=True))
 
     def check_fenced(self) -> None:
         """Raises:
@@ -229,14 +266,12 @@ class Sequencer:
         for record, fence, end in chain.records:
             self._count(record, fence, end)
         for step, portions in self._portions.items():
-            num_groups = sum(len(record.guids) for record in portions)
-            if num_groups > self._prompts_per_step or (
-                portions[-1].last and num_groups < self._prompts_per_step
-            ):
+            wanted = self._num_wanted(step)
+            if wanted < 0 or (portions[-1].last and wanted):
                 raise BusError(
-                    f"{self._paths.plan}: step {step} was planned with {num_groups} prompt groups; "
-                    f"schedule.prompts_per_step was not {self._prompts_per_step} then, and cannot "
-                    "change within a run"
+                    f"{self._paths.plan}: step {step} was planned with "
+                    f"{self._prompts_per_step - wanted} prompt groups; schedule.prompts_per_step "
+                    f"was not {self._prompts_per_step} then, and cannot change within a run"
                 )
 
     def _count(self, record: AnyRecord, fence: int, end: int) -> None:
@@ -249,16 +284,26 @@ class Sequencer:
             if record.last:
                 place = _Place(self._num_records, fence, end, self.duplicates)
                 self._places[record.step] = place
+        if isinstance(record, SkippedGroup):
+            self._skips.add(record, self.num_planned + 1)
 
-    def _choose(self, step: int, min_tokens: float) -> list[int]:
-        """The groups of the next portion; none while there are too few."""
-        self._intake.poll(step)
-        self._note()
+    def _num_wanted(self, step: int) -> int:
+        """Prompt groups that the batch of `step` lacks."""
         planned = sum(len(record.guids) for record in self._portions[step])
-        wanted = self._prompts_per_step - planned
-        ready = [guid for guid in self._candidates(step, wanted) if self._intake.ready(guid)]
-        tokens = sum(self._intake.waiting[guid].num_tokens for guid in ready[:wanted])
-        return ready[:wanted] if len(ready) >= wanted or (ready and tokens >= min_tokens) else []
+        return self._prompts_per_step - planned
+
+    def _plan_ready(self, step: int, min_tokens: float) -> bool:
+        """Plans the next portion, unless there is too little for one."""
+        with self._lock:
+            self._poll(step)
+            check_limit(step, self._skips.of_step(step), self._most_skipped)
+            wanted = self._num_wanted(step)
+            ready = [guid for guid in self._candidates(step, wanted) if self._intake.ready(guid)]
+            tokens = sum(self._intake.waiting[guid].num_tokens for guid in ready[:wanted])
+            enough = len(ready) >= wanted or (ready and tokens >= min_tokens)
+            if enough:
+                self._plan(step, ready[:wanted])
+            return bool(enough)
 
     def _candidates(self, step: int, wanted: int) -> list[int]:
         """Guids that may be in the batch, lowest first."""
@@ -280,54 +325,29 @@ class Sequencer:
         oldest = self._intake.waiting[guid].policy_version_min
         return oldest >= 0 and staleness(step, oldest) > self._max_staleness
 
-    def _explain(self, step: int, timeout_s: float) -> str:
-        owed: dict[str, list[int]] = {}
-        planned = sum(len(record.guids) for record in self._portions[step])
-        unplanned = itertools.count(self._intake.planned.below)
-        free = (guid for guid in unplanned if guid not in self._intake.planned)
-        for guid in itertools.islice(free, self._prompts_per_step - planned):
-            group = self._intake.waiting.get(guid)
-            if group is None:
-                owed.setdefault(self._producers[guid % len(self._producers)], []).append(guid)
-            else:
-                for writer in self._intake.owners_of_what_lacks(group):
-                    owed.setdefault(writer, []).append(guid)
-        lacks = "; ".join(
-            f"{name} owes {guids} (its log has {self._intake.num_records(name)} records)"
-            for name, guids in owed.items()
-        )
-        return f"step {step} lacks prompt groups after {timeout_s:g} s: {lacks}; see their logs"
-
     def _plan(self, step: int, guids: list[int]) -> None:
-        groups = [self._intake.waiting[guid] for guid in guids]
-        sampled = [g.policy_version_min for g in groups if g.policy_version_min >= 0]
-        earlier = self._portions[step]
-        num_groups = sum(len(record.guids) for record in earlier) + len(guids)
-        uuids = dict.fromkeys(group.part.uuid for group in groups)
-        sidecars = {uuid: self._intake.sidecars(uuid) for uuid in uuids}
-        record = PlanRecord(
-            step=step,
-            guids=guids,
-            parts=[group.part for group in groups],
-            num_trajectories=sum(group.part.hi - group.part.lo for group in groups),
-            policy_version_min=min(sampled, default=-1),
-            num_tokens=sum(group.num_tokens for group in groups),
-            portion=len(earlier),
-            last=num_groups == self._prompts_per_step,
-            sidecars={uuid: found for uuid, found in sidecars.items() if found},
-        )
+        portion, last = len(self._portions[step]), len(guids) == self._num_wanted(step)
+        record = self._intake.record_of(guids, step=step, portion=portion, last=last)
         self._append(record)
         self._intake.mark_planned(record)
 
-    def _note(self) -> None:
-        """Records what the intake passed over, and tells the owners what they owe again."""
+    def _poll(self, step: int) -> None:
+        """Looks at what has come in while `step` is being planned.
+
+        Puts what the intake passed over on record, and tells the owners what they owe.
+        """
+        self._intake.poll(step)
+        if self._closes:  # owners delete what is skipped
+            self._shards.close()
+        owed = False
         while self._intake.notes:
             note = self._intake.notes.pop(0)
             if isinstance(note, IgnoredShard):
                 log.warning("shard %s: %d trajectories were committed before", note.uuid, note.rows)
             self._append(note)
-            if isinstance(note, DroppedGroup):
-                self._grant(self._credit)
+            owed = owed or isinstance(note, DroppedGroup | SkippedGroup)
+        if owed:
+            self._grant(self._credit)
 
     def _append(self, record: AnyRecord) -> None:
         self.check_fenced()
@@ -335,8 +355,14 @@ class Sequencer:
         self._count(record, self.fence, self._log.end)
 
     def _grant(self, credit: Credit) -> None:
-        owed = tuple(Refill(guid, uuid) for guid, uuid in self._intake.owed_again())
-        self._credit = credit._replace(refill=owed)
+        owed = tuple(Owed(guid, uuid) for guid, uuid in self._intake.owed_again())
+        ends = self._skips.batch_ends(
+            credit.step + 1,
+            self._max_staleness + 2,  # engines may hold the next policy before its credit is here
+            self._prompts_per_step,
+            decided=self._intake.planned.below,
+        )
+        self._credit = credit._replace(owed=owed, batch_ends=tuple(ends))
         self._credits.write(self._credit)
 
     def _sum_up(self, step: int, place: _Place) -> None:
@@ -357,9 +383,12 @@ class Sequencer:
             ],
             duplicates=place.duplicates,
             logs=logs,
+            skipped_below=self._skips.retired.count,
+            skipped_above=self._skips.retired.above,
         )
         write_snapshot(self._paths, self._base)
         for old in [old for old in self._portions if old <= step]:
             del self._portions[old]
+            self._skips.forget(old)
         for old in [old for old in self._places if old < step]:
             del self._places[old]

@@ -5,7 +5,7 @@ follows what is live, not how long the run has lasted. It may be lost: the logs 
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from relax_hpc.errors import BusError
@@ -54,7 +54,7 @@ class Snapshot(NamedTuple):
     """Byte at which they end in the log of `fence`."""
     step: int
     planned_below: int
-    """All guids below are planned,"""
+    """All guids below are planned or skipped,"""
     planned_above: list[int]
     """and these."""
     dropped: list[tuple[int, str]]
@@ -64,6 +64,10 @@ class Snapshot(NamedTuple):
     duplicates: int
     """Trajectories that were passed over as repeated."""
     logs: dict[str, LogPosition]
+    skipped_below: int = 0
+    """How many of the guids below are skipped,"""
+    skipped_above: Sequence[int] = ()
+    """and which of those above."""
 
 
 NOTHING = Snapshot(0, 0, 0, 0, 0, [], [], [], 0, {})

@@ -121,6 +121,7 @@ def _dropped(counts: dict[str, int]) -> str:
     said = {
         "duplicates": "repeated and ignored",
         "over_age": "over age and sampled again",
+        "skipped": "without spread and skipped",
         "damaged": "damaged and sampled again",
         "unaccounted": "UNACCOUNTED FOR",
     }

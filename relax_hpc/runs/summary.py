@@ -55,6 +55,7 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
             "dropped": {
                 "duplicates": counts.duplicates,
                 "over_age": counts.over_age,
+                "skipped": counts.skipped,
                 "damaged": counts.damaged,
                 "unaccounted": counts.dropped,
             },

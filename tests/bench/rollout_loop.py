@@ -67,7 +67,7 @@ class Producer:
     def steps(self) -> int:
         return self.num_groups // PROMPTS_PER_STEP
 
-    def owe_again(self, _refill: object) -> list[int]:
+    def owe_again(self, _again: object) -> list[int]:
         return []
 
     def collect(self, _retired: int) -> None:

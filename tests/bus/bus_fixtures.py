@@ -4,6 +4,7 @@ import numpy as np
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.skips import Verdict
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 
@@ -11,7 +12,7 @@ SIBLINGS = 2
 PRODUCERS = ["rollout-0", "rollout-1"]
 
 
-def trajectory(guid, sibling, *, segment=0, version=0, prompt=3, response=4):
+def trajectory(guid, sibling, *, segment=0, version=0, prompt=3, response=4, reward=None):
     n = prompt + response
     rng = np.random.default_rng([guid, sibling, *[segment] * bool(segment)])
     mask = (np.arange(n) >= prompt).astype(np.uint8)
@@ -27,13 +28,22 @@ def trajectory(guid, sibling, *, segment=0, version=0, prompt=3, response=4):
         columns={"rollout_logprobs": (-rng.random(n) * mask).astype(np.float32)},
         version_runs=np.array([[prompt, version]] if response else [], np.int32).reshape(-1, 2),
         finish=FinishReason.STOP,
-        reward=float(sibling),
+        reward=float(sibling) if reward is None else reward,
         turns=np.array([[0, 0], [prompt, 1]][: 2 if response else 1], np.int32),
     )
 
 
 def group(guid, **kwargs):
     return PromptGroup(guid, [trajectory(guid, s, **kwargs) for s in range(SIBLINGS)])
+
+
+def judge(index):
+    """A group teaches if the rewards of its siblings differ; it is solved if all are 1."""
+    rewards = index.rewards[index.segment == 0].reshape(-1, SIBLINGS)
+    return [
+        Verdict(bool(group.min() < group.max()), bool(group.min() == 1), float(group.mean()))
+        for group in rewards
+    ]
 
 
 def make_bus(root, producers=PRODUCERS):

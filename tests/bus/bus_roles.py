@@ -74,7 +74,7 @@ def produce(root, name, groups):
         while True:
             credit = credits.latest()
             retired = credit.retired_guid_below if credit else 0
-            todo += producer.owe_again(credit.refill) if credit else []
+            todo += producer.owe_again(credit.owed) if credit else []
             todo = [g for g in todo if g >= retired]
             if todo:
                 producer.put([group(todo.pop(0))])

@@ -129,7 +129,7 @@ def produce(world, me):
     while True:
         me.turn()
         credit = credits.latest() or Credit()
-        owed_again.update(producer.owe_again(credit.refill))
+        owed_again.update(producer.owe_again(credit.owed))
         me.points.stage = "collect"
         producer.collect(credit.retired_guid_below)
         if credit.finished:

@@ -5,7 +5,7 @@ import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, trajectory, whole_batch
 
 from relax_hpc.bus.audit import audit
-from relax_hpc.bus.credits import CreditTail, Refill
+from relax_hpc.bus.credits import CreditTail, Owed
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
@@ -106,18 +106,18 @@ def test_drop_has_groups_that_come_too_late_sampled_again(tmp_path):
             whole_batch(seq, 3, timeout_s=0)  # in step 3 version 0 is two steps stale
         uuid = second.parts[1].uuid
         credit = CreditTail(paths).latest()
-        assert [refill.guid for refill in credit.refill] == [2, 15]
-        assert producer.owe_again(credit.refill) == [2]
+        assert [owed.guid for owed in credit.owed] == [2, 15]
+        assert producer.owe_again(credit.owed) == [2]
         producer.put([group(2, version=2), group(6, version=2)])
         with Producer(paths, "rollout-1", {}) as other:
-            assert other.owe_again([Refill(9, uuid)]) == [9]
-            assert other.owe_again(credit.refill) == [15]
+            assert other.owe_again([Owed(9, uuid)]) == [9]
+            assert other.owe_again(credit.owed) == [15]
             other.put([group(15, version=2)])
         third = whole_batch(seq, 3, timeout_s=0)
         assert (third.guids, third.policy_version_min) == ([2, 4, 6, 15], 1)
-        assert CreditTail(paths).latest().refill[0] in credit.refill  # until the next grant
+        assert CreditTail(paths).latest().owed[0] in credit.owed  # until the next grant
         seq.advance(step=3, policy_version=3)
-        assert CreditTail(paths).latest().refill == ()
+        assert CreditTail(paths).latest().owed == ()
     with sequencer(paths, **drop) as seq:
         assert [whole_batch(seq, s, timeout_s=0).guids for s in (2, 3)] == [
             second.guids,
@@ -145,10 +145,10 @@ def test_what_was_dropped_is_owed_once_whoever_says_it_again(tmp_path):
     paths = make_bus(tmp_path)
     with Producer(paths, "rollout-0", {}) as producer:
         producer.put([group(0), group(2)])
-        refill = [Refill(0, producer._source[0]), Refill(2, "0" * 32)]
-        assert producer.owe_again(refill) == [0]
+        owed = [Owed(0, producer._source[0]), Owed(2, "0" * 32)]
+        assert producer.owe_again(owed) == [0]
         producer.put([group(0)])
-        assert producer.owe_again(refill) == []  # the shard that was dropped is another one
+        assert producer.owe_again(owed) == []  # the shard that was dropped is another one
         assert producer.committed == {0, 2}
 
 
@@ -162,13 +162,13 @@ def test_a_restarted_producer_owes_again_what_was_dropped(tmp_path):
         seq._places = {3: None}
         with pytest.raises(PeerTimeoutError):
             seq.next_portion(4, timeout_s=0)
-    refill = CreditTail(paths).latest().refill
+    owed = CreditTail(paths).latest().owed
     with Producer(paths, "rollout-0", {}) as producer:
         assert producer.committed == {0, 2, 4}
-        assert producer.owe_again(refill) == [0, 2]
+        assert producer.owe_again(owed) == [0, 2]
         assert producer.committed == {4}
     with sequencer(paths, over_age="drop", max_staleness=0) as seq:  # the drops are on record
-        assert seq._intake.owed_again() == [(r.guid, r.uuid) for r in refill]
+        assert seq._intake.owed_again() == [(r.guid, r.uuid) for r in owed]
 
 
 def test_mask_takes_what_is_there_and_drops_nothing(tmp_path):
@@ -179,7 +179,7 @@ def test_mask_takes_what_is_there_and_drops_nothing(tmp_path):
         assert whole_batch(seq, 1, timeout_s=0).guids == [1, 2, 3, 4]
         produce(paths, "rollout-0", [0, 6])
         assert whole_batch(seq, 2, timeout_s=0).guids == [0, 5, 6, 7]
-        assert CreditTail(paths).latest().refill == ()
+        assert CreditTail(paths).latest().owed == ()
 
 
 def test_what_is_retired_follows_the_lowest_group_that_is_not_trained_on(tmp_path):

@@ -118,13 +118,13 @@ def test_groups_of_a_damaged_shard_are_sampled_again(tmp_path, caplog, damage, r
             producer = Producer(paths, "rollout-0", {})
             owed = [guid for guid in (0, 2) if guid not in producer.committed]
         else:
-            owed = producer.owe_again(CreditTail(paths).latest().refill)
+            owed = producer.owe_again(CreditTail(paths).latest().owed)
         assert owed == [0]
-        assert producer.owe_again(CreditTail(paths).latest().refill) == []
+        assert producer.owe_again(CreditTail(paths).latest().owed) == []
         producer.put([group(0, version=7)])
         record = batch(seq, 1)
         assert record.guids == [0, 1, 2, 3]
-        assert CreditTail(paths).latest().refill[0].guid == -1
+        assert CreditTail(paths).latest().owed[0].guid == -1
     with sequencer(paths) as seq:
         assert batch(seq, 1) == record
     versions = [t.policy_version_max for t in Reader(paths).rows(record, range(8))]
@@ -582,10 +582,10 @@ def test_a_newer_or_missing_bus_is_refused_by_everyone(tmp_path):
         audit,
         lambda paths: Producer(paths, "rollout-0", {}),
     ]
-    for other in (1, 3, 5):
+    for other in (1, 4, 6):
         write_json(paths.header, {"format": other, "producers": PRODUCERS, "shape": "unknown"})
         for opener in openers:
-            with pytest.raises(BusError, match=rf"RUN\.json: is bus format {other}, .* reads 4"):
+            with pytest.raises(BusError, match=rf"RUN\.json: is bus format {other}, .* reads 5"):
                 opener(paths)
     paths.header.unlink()
     for opener in openers:

@@ -103,7 +103,7 @@ def test_a_dropped_group_that_was_committed_twice_is_sampled_again(tmp_path):
             producer._source[0] = read_log(paths.log("rollout-0"))[-1].uuid
             with pytest.raises(PeerTimeoutError):
                 whole_batch(seq, 2, timeout_s=0)
-            assert producer.owe_again(CreditTail(paths).latest().refill) == [0]
+            assert producer.owe_again(CreditTail(paths).latest().owed) == [0]
         with sequencer(paths, **drop) as seq:
             with pytest.raises(PeerTimeoutError, match=r"rollout-0 owes \[0, 2, 4, 6\]"):
                 whole_batch(seq, 2, timeout_s=0)

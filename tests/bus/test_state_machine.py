@@ -2,6 +2,7 @@
 
 import _pyio
 import io
+import itertools
 import os
 import shutil
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from bus_fixtures import SIBLINGS, group
+from bus_fixtures import SIBLINGS, group, judge
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -42,6 +43,8 @@ PRODUCERS = ["rollout-0", "rollout-1"]
 WRITER = "reference-0"
 POISON = {"version": 9, "response": 6}
 """A repetition; it counts only if what it repeats does not."""
+FLAT = frozenset({1, 2, 5, 6, 7, 11, 12, 14})
+"""Groups that teach nothing, where that is looked at."""
 CALLS = (
     "open", "mkdir", "pwrite", "pwritev", "write", "fsync", "rename", "replace", "unlink",
 )  # fmt: skip
@@ -92,7 +95,7 @@ policies = st.sampled_from(["wait", "drop", "mask"])
 class Trainer:
     """An incarnation, and what it has been trained on: its own part of a checkpoint."""
 
-    def __init__(self, paths, checkpoint, needs, over_age):
+    def __init__(self, paths, checkpoint, needs, over_age, flat):
         self.over_age = over_age
         self.step, self.trained = checkpoint["step"], list(checkpoint["trained"])
         self.portions = []
@@ -105,6 +108,7 @@ class Trainer:
             needs=needs,
             over_age=over_age,
             max_staleness=MAX_STALENESS,
+            judge=judge if flat else None,
         )
 
     @property
@@ -115,12 +119,13 @@ class Trainer:
 class BusMachine(RuleBasedStateMachine):
     """Two producers, a sidecar writer, a trainer, and what is left of those before them."""
 
-    @initialize(sidecars=st.booleans())
-    def make(self, sidecars):
+    @initialize(sidecars=st.booleans(), refill=st.booleans())
+    def make(self, sidecars, refill):
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         self.root = Path(tempfile.mkdtemp(dir=memory))
         self.paths = BusPaths(self.root / "bus")
         self.needs = ["reference"] if sidecars else []
+        self.flat = FLAT if refill else frozenset()
         writers = {WRITER: "reference"} if sidecars else {}
         layout.create(self.paths, PRODUCERS, {}, sidecar_writers=writers)
         self.names = [*PRODUCERS, *writers]
@@ -169,30 +174,37 @@ class BusMachine(RuleBasedStateMachine):
         if producer is None:
             return
         credit = self.credit()
-        producer.owe_again(credit.refill)
+        producer.owe_again(credit.owed)
         todo = self.owed(producer)[skip : skip + number]
         version = max(credit.policy_version - late, 0)
-        groups = [group(g, version=version) for g in todo]
+        groups = [self.group(g, version=version) for g in todo]
         if groups:
             act = producer.put_partial if partial else producer.put
             self.attempt(dies, lambda: act(groups), name)
 
     def owed(self, producer):
-        share = range(PRODUCERS.index(producer.name), MAX_STEPS * P, len(PRODUCERS))
-        retired = self.credit().retired_guid_below
+        credit = self.credit()
+        # The last batch, as far as is known, whatever lies between.
+        beyond = max(MAX_STEPS - credit.step - len(credit.batch_ends), 0) * P
+        end = credit.batch_ends[: MAX_STEPS - credit.step][-1:] or (credit.step * P,)
+        share = range(PRODUCERS.index(producer.name), end[0] + beyond, len(PRODUCERS))
+        retired = credit.retired_guid_below
         return [g for g in share if g >= retired and g not in producer.committed]
+
+    def group(self, guid, **kwargs):
+        return group(guid, reward=1.0 if guid in self.flat else None, **kwargs)
 
     @rule(name=names, which=st.integers(0, 20), dies=deaths)
     def put_again(self, name, which, dies):
         """A producer that lost its memory."""
         producer = self.owners.get(name)
         if producer and producer.committed:
-            producer.owe_again(self.credit().refill)
+            producer.owe_again(self.credit().owed)
             known = sorted(producer.committed)
             if known:
                 guid = known[which % len(known)]
                 del producer._source[guid]
-                self.attempt(dies, lambda: producer.put([group(guid, **POISON)]), name)
+                self.attempt(dies, lambda: producer.put([self.group(guid, **POISON)]), name)
 
     @precondition(lambda self: WRITER in self.owners)
     @rule(number=st.integers(1, 3), again=st.booleans(), dies=deaths)
@@ -229,7 +241,7 @@ class BusMachine(RuleBasedStateMachine):
         checkpoint = self.checkpoints[-1 - which % len(self.checkpoints)]
 
         def resume():
-            self.trainer = Trainer(self.paths, checkpoint, self.needs, over_age)
+            self.trainer = Trainer(self.paths, checkpoint, self.needs, over_age, self.flat)
 
         self.attempt(dies, resume)
 
@@ -246,6 +258,7 @@ class BusMachine(RuleBasedStateMachine):
         record = trainer.sequencer.next_portion(step, timeout_s=-1, min_tokens=min_tokens)
         known = self.plan.setdefault((step, record.portion), record)
         assert record == known, "what was planned did not stay planned"
+        assert not self.flat & set(record.guids), "trains on what teaches nothing"
         if trainer.over_age == "drop" and record not in before:
             assert staleness(step, record.policy_version_min) <= MAX_STALENESS
         with closing(Reader(self.paths)) as reader:
@@ -266,13 +279,18 @@ class BusMachine(RuleBasedStateMachine):
             repeats = len(row.token_ids) != 7
             assert not repeats or row.guid in dropped, "a repetition was trained on"
             kwargs = POISON if repeats else {}
-            whole = group(row.guid, **kwargs).trajectories[row.sibling]
+            whole = self.group(row.guid, **kwargs).trajectories[row.sibling]
             assert row.token_ids.tobytes() == whole.token_ids.tobytes()
             if self.needs:
                 assert (
                     row.columns["ref_logprobs"].tobytes()
                     == (-whole.token_ids.astype("<f4")).tobytes()
                 )
+
+    @precondition(lambda self: self.trainer)
+    @rule(dies=deaths)
+    def look(self, dies):
+        self.attempt(dies, lambda: self.trainer.sequencer.look(), "trainer")
 
     @precondition(lambda self: self.trainer and not self.trainer.portions)
     @rule(releases=st.booleans(), dies=deaths)
@@ -307,7 +325,7 @@ class BusMachine(RuleBasedStateMachine):
             elif isinstance(zombie, SidecarWriter):
                 self.widen_some(zombie, 1)
             elif todo := self.owed(zombie):
-                zombie.put([group(todo[0], version=9, response=1)])
+                zombie.put([self.group(todo[0], version=9, response=1)])
         assert self.committed(self.names) == before, "a zombie has committed a shard"
 
     def is_superseded(self, zombie):
@@ -338,6 +356,7 @@ class BusMachine(RuleBasedStateMachine):
         chain = read_chain(self.paths)
         used = {part.uuid for step in chain.steps for part in step.parts}
         used |= {shard.uuid for shard in chain.ignored} | {d.dropped for d in chain.dropped}
+        used |= {group.skipped for group in chain.skipped}
         found = [
             path
             for path, record in self.committed(PRODUCERS)
@@ -372,6 +391,7 @@ class BusMachine(RuleBasedStateMachine):
             return
         chain = read_chain(self.paths)
         guids = [guid for record in chain.steps for guid in record.guids]
+        guids += [group.guid for group in chain.skipped]
         assert max(Counter(guids).values(), default=0) <= 1, "a prompt is planned twice"
         places = {(r.step, r.portion): r for r in chain.steps}
         assert len(places) == len(chain.steps)
@@ -404,13 +424,14 @@ class BusMachine(RuleBasedStateMachine):
         """Everybody comes back, all is done that is owed, and the accounts add up."""
         for name in self.names:
             self.open_owner(name)
-        self.trainer = Trainer(self.paths, self.checkpoints[-1], self.needs, "drop")
+        self.trainer = Trainer(self.paths, self.checkpoints[-1], self.needs, "drop", self.flat)
         for _ in range(100):
             for name in PRODUCERS:
                 producer, credit = self.owners[name], self.credit()
-                producer.owe_again(credit.refill)
+                producer.owe_again(credit.owed)
                 if todo := self.owed(producer):
-                    producer.put([group(g, version=credit.policy_version) for g in todo[:2]])
+                    version = credit.policy_version
+                    producer.put([self.group(g, version=version) for g in todo[:2]])
             if self.needs:
                 self.widen_some(self.owners[WRITER], 100)
             with suppress(PeerTimeoutError):
@@ -419,16 +440,19 @@ class BusMachine(RuleBasedStateMachine):
                 break
         sequencer = self.trainer.sequencer
         trained = [g for step in self.trainer.trained for g in step]
-        assert sorted(trained) == list(range(MAX_STEPS * P)), "a run that cannot go on, or twice"
+        teaching = (guid for guid in itertools.count() if guid not in self.flat)
+        expected = list(itertools.islice(teaching, MAX_STEPS * P))
+        assert sorted(trained) == expected, "a run that cannot go on, or twice"
         sequencer.finish()
         counts = audit(self.paths)
         assert (counts.planned_twice, counts.dropped) == (0, 0), counts
         explained = counts.planned + counts.duplicates + counts.over_age + counts.damaged
-        assert counts.committed == explained, counts
+        assert counts.committed == explained + counts.skipped, counts
+        assert {group.guid for group in read_chain(self.paths).skipped} <= self.flat
         sequencer.release(MAX_STEPS)
         for name in self.names:
             self.open_owner(name)
-            self.owners[name].collect(MAX_STEPS * P)
+            self.owners[name].collect(expected[-1] + 1)
         left = set(self.paths.root.glob("p/*/f*/*")) - self.damaged
         assert not left, f"left over: {left}"
 

@@ -212,7 +212,7 @@ def test_ls_does_not_make_up_what_damaged_credits_said(tmp_path):
     assert "none yet" in listing.text(listing.collect(unused, None)).splitlines()[-1]
 
 
-@pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 4}', "{"])
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"format": "x"}', '{"format": 5}', "{"])
 def test_a_header_that_is_none_is_said_in_a_line(tmp_path, content):
     paths = make_bus(tmp_path)
     paths.header.write_text(content)
@@ -555,8 +555,8 @@ def test_what_was_dropped_over_age_and_what_is_partial_is_neither_wrong_nor_need
     with Sequencer(paths, ["rollout-0"], position=position, **options) as sequencer:
         whole_batch(sequencer, 3, timeout_s=1)
         with Producer(paths, "rollout-0", {}) as producer:
-            [refill] = sequencer._credit.refill
-            assert producer.owe_again([refill]) == [8]
+            [owed] = sequencer._credit.owed
+            assert producer.owe_again([owed]) == [8]
             producer.put([group(8, version=3), group(7, version=3)])
         whole_batch(sequencer, 4, timeout_s=1)
         found = check(paths, [position, sequencer.position])
@@ -580,8 +580,7 @@ def test_a_damaged_shard_that_the_plan_has_set_aside_is_told_and_not_wrong(tmp_p
     [(kind, what)] = wrong(check(paths))
     assert (kind, "is torn" in what) == ("shard", True)
     with Sequencer(paths, ["rollout-0"], prompts_per_step=2, position=None) as sequencer:
-        sequencer._intake.poll(1)
-        sequencer._note()
+        sequencer.look()
         with Producer(paths, "rollout-0", {}) as producer:
             producer.put([group(0), group(1)])
         whole_batch(sequencer, 1, timeout_s=5)

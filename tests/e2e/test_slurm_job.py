@@ -97,7 +97,7 @@ def test_every_trajectory_is_trained_once_within_the_staleness_bound(finished):
         "committed": total,
         "trained": total,
         "trained_twice": 0,
-        "dropped": {"duplicates": 0, "over_age": 0, "damaged": 0, "unaccounted": 0},
+        "dropped": {"duplicates": 0, "over_age": 0, "skipped": 0, "damaged": 0, "unaccounted": 0},
     }
     assert planned(finished[0].run_dir) == every_prompt_once(STEPS, PROMPTS)
     lags = [step["staleness/max"] for step in events_of(finished[0].run_dir, "actor", "step")]

@@ -4,6 +4,7 @@ import pytest
 from test_rollout_backpressure import Events, config
 
 from relax_hpc import job_file
+from relax_hpc.bus.credits import Credit
 from relax_hpc.errors import ConfigError
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Roster, RosterEntry
@@ -30,6 +31,36 @@ def test_groups_start_within_the_staleness_bound_and_with_over_sampling_so_many_
     assert admitted(pace(over_sampling=0.5, max_staleness=0), 2) == 14
     assert admitted(pace(over_sampling=0.5, max_staleness=1), 2) == 18
     assert admitted(pace(max_staleness=1), None) == 0  # there is no engine
+
+
+def told(pace, step, *ends):
+    pace.follow(Credit(step=step, policy_version=step, batch_ends=ends))
+    return pace
+
+
+def test_what_is_skipped_moves_the_ends_of_batches():
+    # 4 prompts a step; of the first 14 groups 5 were skipped: 2 of batch 1, 3 of batch 2
+    bound = told(pace(max_staleness=0), 0, 6, 13)
+    batches = [bound.batch_of(guid) for guid in range(22)]
+    assert batches == [1] * 6 + [2] * 7 + [3] * 4 + [4] * 4 + [5]
+    assert [admitted(bound, version) for version in (0, 1, 2, 3)] == [6, 13, 17, 21]
+    assert admitted(told(pace(max_staleness=1), 0, 6, 13), 0) == 13
+    bound = told(pace(max_staleness=0), 3, 21, 25)  # of the batches from the fourth on
+    assert bound.batch_of(0) == 4 and bound.batch_of(21) == 5
+    assert admitted(bound, 3) == 21 and admitted(bound, 4) == 25
+    over = told(pace(over_sampling=0.5, max_staleness=0), 0, 6, 13)
+    assert admitted(over, 0) == 8
+
+
+def test_as_many_groups_are_started_as_the_run_will_train_on():
+    assert admitted(pace(max_staleness=5), 9) == 36  # nine steps
+    assert admitted(told(pace(max_staleness=5), 8, 41), 9) == 41
+
+
+def test_a_group_that_comes_earlier_than_its_place_wants_no_older_policy():
+    bound = told(pace(max_staleness=1), 4, 22, 27)
+    assert bound.min_version(24, 5) == 4  # batch 6
+    assert bound.is_done(ready=[20], running=[22]) and not bound.is_done([22], [20])
 
 
 def test_no_policy_beyond_the_bound_samples_for_a_group():

@@ -68,7 +68,12 @@ def check_plan(chain: Chain, commits: Commits) -> Iterator[Finding]:
             planned[guid] = record.step
         yield from _parts(record, commits, where)
         yield from _sidecars(record, commits, where)
-    for uuid in [*(r.uuid for r in chain.ignored), *(r.dropped for r in chain.dropped)]:
+    for group in chain.skipped:
+        if group.guid in planned:
+            where = f"step {planned[group.guid]}"
+            yield Finding("plan", where, f"prompt group {group.guid} is skipped, too")
+    aside = [r.uuid for r in chain.ignored] + [r.dropped for r in chain.dropped]
+    for uuid in aside + [group.skipped for group in chain.skipped]:
         if uuid not in commits:
             yield Finding("plan", "plan", f"sets aside shard {uuid}, which is not committed")
 

@@ -1,14 +1,16 @@
 """The rollout role: makes prompt groups, publishes them, and stays within the staleness bound."""
 
 import asyncio
+import itertools
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import Space
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.staleness import may_start_batch
@@ -57,14 +59,15 @@ async def run(
     """
     outbox = Outbox(producer, events, groups_per_shard=config.rollout.groups_per_shard)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
-    owed = deque(owned_guids(config, task, producer.committed, start=retired))
+    owed, rest = deque[int](), owned_guids(task, producer.committed, start=retired)
     pace = Pace(config)
     running = dict[asyncio.Task[PromptGroup], int]()
     while not ((credit := credits.latest()) and credit.finished):
         version = await engines.version()
         evaluator.consider(version, trained=credit.step if credit else 0)
-        owed.extendleft(reversed(producer.owe_again(credit.refill if credit else ())))
-        while owed and not outbox.full and pace.may_start(owed[0], version):
+        owed.extendleft(reversed(producer.owe_again(credit.owed if credit else ())))
+        pace.follow(credit or Credit())
+        while not outbox.full and pace.may_start(_first(owed, rest), version):
             guid = owed.popleft()
             running[asyncio.create_task(group(guid, pace.min_version(guid, version)))] = guid
         done = await _some(running)
@@ -90,37 +93,60 @@ class Pace:
 
     def __init__(self, config: RunConfig) -> None:
         self._max_staleness = config.schedule.max_staleness
+        self._num_steps = config.schedule.num_steps
         self._prompts_per_step = config.schedule.prompts_per_step
+        self._credit = Credit()
         self._spare = int(config.rollout.over_sampling * self._prompts_per_step)
+
+    def follow(self, credit: Credit) -> None:
+        """Goes by the ends of batches that the trainer says."""
+        self._credit = credit
+
+    def batch_of(self, guid: int) -> int:
+        """The latest batch that may get the group, as far as is known: skips make it an earlier
+        one."""
+        ends, size = self._credit.batch_ends, self._prompts_per_step
+        if not ends:
+            return guid // size + 1
+        behind = max(guid - ends[-1], 0) // size
+        return self._credit.step + 1 + bisect_right(ends, guid) + behind
 
     def may_start(self, guid: int, version: int | None) -> bool:
         """Whether a prompt group may be started with engines that hold `version`.
 
         Groups beyond the staleness bound are over-sampled: if one is ready before a straggler of
-        the batch before, it takes its place there.
+        the batch before, it takes its place there. None is started that no batch will want.
         """
-        return version is not None and may_start_batch(
-            max(guid - self._spare, 0) // self._prompts_per_step + 1,
+        if version is None or self.batch_of(guid) > self._num_steps:
+            return False
+        return may_start_batch(
+            self.batch_of(max(guid - self._spare, 0)),
             policy_version=version,
             max_staleness=self._max_staleness,
         )
 
     def min_version(self, guid: int, version: int | None) -> int:
         """The oldest policy that may sample a token of a group which starts with `version`."""
-        bound = guid // self._prompts_per_step - self._max_staleness
+        bound = self.batch_of(guid) - 1 - self._max_staleness
         return max(min(bound, version or 0), 0)
 
     def is_done(self, ready: Iterable[int], running: Iterable[int]) -> bool:
         """Whether none of the running groups belongs to a batch of those that are ready."""
-        last = max((guid // self._prompts_per_step for guid in ready), default=-1)
-        return all(guid // self._prompts_per_step > last for guid in running)
+        last = max((self.batch_of(guid) for guid in ready), default=0)
+        return all(self.batch_of(guid) > last for guid in running)
 
 
-def owned_guids(config: RunConfig, task: Task, committed: set[int], *, start: int) -> Iterator[int]:
-    """Prompt ordinals of this task that are not committed yet, in order."""
-    end = config.schedule.num_steps * config.schedule.prompts_per_step
+def owned_guids(task: Task, committed: set[int], *, start: int) -> Iterator[int]:
+    """Prompt ordinals of this task that are not committed yet, in order and without end."""
     first = start + (task.rank - start) % task.size
-    return (guid for guid in range(first, end, task.size) if guid not in committed)
+    return (guid for guid in itertools.count(first, task.size) if guid not in committed)
+
+
+def _first(owed: deque[int], rest: Iterator[int]) -> int:
+    """The ordinal that is next: of those owed again, or else of the rest."""
+    if not owed:
+        owed.append(next(rest))
+    return owed[0]
 
 
 class Outbox:

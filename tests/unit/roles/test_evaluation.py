@@ -342,7 +342,7 @@ class Busy:
             await asyncio.sleep(0.001)
         return answer(draft, [5], [-0.5], [(0, 0)])
 
-    def owe_again(self, refill):
+    def owe_again(self, owed):
         return []
 
     def collect(self, retired_guid_below):

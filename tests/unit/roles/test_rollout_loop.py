@@ -1,18 +1,24 @@
 """The rollout loop and its shards' events: what exactly is asked of whom."""
 
 import asyncio
+import itertools
 
 import episode_fakes
 import pytest
 from episode_fakes import answer
 from role_fakes import Events, Journal, config, row
 
-from relax_hpc.bus.credits import Credit, Refill
+from relax_hpc.bus.credits import Credit, Owed
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.loop import Task, owned_guids, publish
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import PromptGroup
+
+
+def owned_below(end, task, committed, start):
+    guids = owned_guids(task, committed, start=start)
+    return list(itertools.takewhile(lambda guid: guid < end, guids))
 
 
 @pytest.mark.parametrize(
@@ -27,15 +33,13 @@ from relax_hpc.schema import PromptGroup
     ],
 )
 def test_a_task_owns_every_prompt_of_its_rank_from_any_start_on(start, rank, owned):
-    settings = config(schedule__num_steps=5, schedule__prompts_per_step=2)
-    assert list(owned_guids(settings, Task(rank, 2), set(), start=start)) == owned
-    assert list(owned_guids(settings, Task(rank, 2), {owned[0]}, start=start)) == owned[1:]
+    assert owned_below(10, Task(rank, 2), set(), start) == owned
+    assert owned_below(10, Task(rank, 2), {owned[0]}, start) == owned[1:]
 
 
 @pytest.mark.parametrize("start", range(7))
 def test_three_tasks_share_the_prompts_and_leave_none_out(start):
-    settings = config(schedule__num_steps=5, schedule__prompts_per_step=2)
-    shares = [list(owned_guids(settings, Task(rank, 3), set(), start=start)) for rank in range(3)]
+    shares = [owned_below(10, Task(rank, 3), set(), start) for rank in range(3)]
     assert sorted(guid for share in shares for guid in share) == list(range(start, 10))
     assert all(guid % 3 == rank for rank, share in enumerate(shares) for guid in share)
 
@@ -60,8 +64,8 @@ class Producer:
     def __init__(self, journal, committed=(), again=()):
         self.journal, self.committed, self.again = journal, set(committed), list(again)
 
-    def owe_again(self, refill):
-        owed, self.again = (self.again, []) if refill else ([], self.again)
+    def owe_again(self, again):
+        owed, self.again = (self.again, []) if again else ([], self.again)
         return owed
 
     def collect(self, retired_guid_below):
@@ -127,8 +131,14 @@ def test_nothing_beyond_the_staleness_bound_is_started():
     assert asked(journal) == [1, 3, 5, 7]  # of batches 1 and 2
 
 
+def test_what_is_skipped_lets_so_many_further_groups_be_started():
+    credit = Credit(step=0, policy_version=0, batch_ends=(5, 11, 15))
+    journal, _ = run(version=0, count=5, credit=credit)
+    assert asked(journal) == [1, 3, 5, 7, 9]  # batch 2 ends at 11
+
+
 def test_what_is_committed_is_not_sampled_and_what_is_owed_again_comes_first():
-    credit = Credit(step=2, policy_version=2, refill=(Refill(7, "u"), Refill(5, "u")))
+    credit = Credit(step=2, policy_version=2, owed=(Owed(7, "u"), Owed(5, "u")))
     journal, _ = run(committed={1, 5, 7}, again=[7, 5], credit=credit, count=5)
     assert asked(journal) == [7, 5, 3, 9, 11]
 

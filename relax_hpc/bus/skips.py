@@ -1,0 +1,147 @@
+"""Prompt groups that teach nothing, so that no batch has them: who says so, and what follows."""
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from relax_hpc.bus.plan import SkippedGroup
+from relax_hpc.bus.reader import BatchIndex
+from relax_hpc.bus.snapshot import GuidSet, Snapshot
+from relax_hpc.errors import SpreadError
+
+_SHOWN = 8
+"""Prompts that a message names."""
+
+
+class Verdict(NamedTuple):
+    """The worth of a prompt group, told from its row columns alone."""
+
+    teaches: bool
+    """Whether it belongs into a batch."""
+    solved: bool
+    reward: float | None
+    """Mean over the episodes that have one."""
+
+
+Judge = Callable[[BatchIndex], Sequence[Verdict]]
+"""Row columns of whole prompt groups -> a verdict on each, the same whenever it is asked."""
+
+
+class SkippedGuids:
+    """Guids that no batch has: counted below a bound, listed above it.
+
+    Args:
+        count: below the bound.
+        above: the others.
+    """
+
+    def __init__(self, count: int = 0, above: Iterable[int] = ()) -> None:
+        self.count, self.above = count, sorted(above)
+
+    def add(self, guid: int) -> None:
+        insort(self.above, guid)
+
+    def settle(self, below: int) -> None:
+        """Only counts those under `below` from now on: all guids there are planned or skipped."""
+        settled = bisect_left(self.above, below)
+        self.count += settled
+        del self.above[:settled]
+
+    def batch_ends(self, first: int, number: int, prompts_per_step: int) -> list[int]:
+        """The first guid behind each of some batches, if nothing more is skipped.
+
+        Batch b has the guids of rank (b - 1) P to b P - 1 among those that are not skipped.
+
+        Args:
+            first: the first of the batches; none before it is open.
+            number: of batches.
+            prompts_per_step: P.
+
+        Returns:
+            `number` guids; none if nothing was skipped: they are multiples of P.
+        """
+        if not self.count and not self.above:
+            return []
+        ends = []
+        passed = 0
+        for batch in range(first, first + number):
+            end = batch * prompts_per_step + self.count + passed
+            while passed < len(self.above) and self.above[passed] < end:
+                passed += 1
+                end += 1
+            ends.append(end)
+        return ends
+
+
+class Skips:
+    """The skips of a plan, behind a snapshot of its front."""
+
+    def __init__(self, base: Snapshot) -> None:
+        self._all, self.retired = (
+            SkippedGuids(base.skipped_below, base.skipped_above) for _ in range(2)
+        )
+        """`retired`: those that no resume goes back to."""
+        self._of_step: dict[int, list[SkippedGroup]] = {}
+
+    def add(self, group: SkippedGroup, step: int) -> None:
+        """Notes a skip between the plans of the step before and of `step`."""
+        self._of_step.setdefault(step, []).append(group)
+        self._all.add(group.guid)
+
+    def of_step(self, step: int) -> list[SkippedGroup]:
+        return list(self._of_step.get(step, ()))
+
+    def retire(self, step: int, retired: GuidSet) -> None:
+        """Adds those of `step` to the guids that no resume goes back to."""
+        for group in self.of_step(step):
+            retired.update([group.guid])
+            self.retired.add(group.guid)
+        self.retired.settle(retired.below)
+
+    def forget(self, step: int) -> None:
+        """Forgets which groups were skipped for `step`."""
+        self._of_step.pop(step, None)
+
+    def batch_ends(self, first: int, number: int, prompts_per_step: int, decided: int) -> list[int]:
+        """See `SkippedGuids.batch_ends`; all guids below `decided` are planned or skipped."""
+        self._all.settle(decided)
+        return self._all.batch_ends(first, number, prompts_per_step)
+
+
+def check_limit(step: int, skipped: Sequence[SkippedGroup], most: int) -> None:
+    """Ends a run that finds nothing to learn from.
+
+    Args:
+        step: that is being planned.
+        skipped: since the step before was planned.
+        most: there may be; 0 is any number.
+
+    Raises:
+        SpreadError: there are more. It names prompts, and what can be done.
+    """
+    if not most or len(skipped) <= most:
+        return
+    solved = [group.prompt for group in skipped if group.solved]
+    failed = [group.prompt for group in skipped if not group.solved]
+    found = ", ".join(
+        f"{len(prompts)} {what} (row {_named(prompts)} of the data)"
+        for prompts, what in ((solved, "are solved"), (failed, "are never solved"))
+        if prompts
+    )
+    remedy = "take harder prompts" if solved else "take easier prompts"
+    if solved and failed:
+        remedy = "take prompts that are solved now and then"
+    if failed:
+        remedy += ", see with relax-hpc view whether the reward recognises what is right"
+    raise SpreadError(
+        f"step {step} finds too few prompts to learn from: {len(skipped)} prompt groups were "
+        f"skipped for it, since the responses of each have one reward; {found}; {remedy}, or let "
+        'them into the batch: algorithm.groups.name = "as_sampled"; groups.most_batches is the '
+        "limit"
+    )
+
+
+def _named(prompts: Sequence[int]) -> str:
+    rows = sorted(set(prompts))
+    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return ", ".join(map(str, rows[:_SHOWN])) + more
