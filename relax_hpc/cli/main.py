@@ -183,7 +183,7 @@ def main() -> None:
     if is_plain:  # rich alone would still print bold and dim
         rich_utils.COLOR_SYSTEM = None
     try:
-        app()
+        app(prog_name="relax-hpc")
     except RelaxError as error:
         colours: Literal["auto"] | None = None if is_plain else "auto"
         console = Console(stderr=True, soft_wrap=True, color_system=colours)

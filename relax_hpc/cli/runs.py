@@ -46,6 +46,21 @@ def status(run: Run, as_json: AsJson = False) -> None:
         typer.echo(report.text(found))
 
 
+@runs.command(epilog="Example:  relax-hpc watch arithmetic")
+def watch(run: Run) -> None:
+    """Show a run on a screen that follows it: roles, queue, curve, engines, time to go.
+
+    Until it is over, or Ctrl-C; the run goes on. Not on a terminal: once.
+    """
+    from rich.console import Console
+
+    from relax_hpc.runs import screen
+
+    run_dir = run_dir_of(run)
+    with going_on(run):
+        screen.watch(run_dir, Console(highlight=False))
+
+
 @runs.command(
     epilog="Examples:  relax-hpc logs arithmetic -n 50  |  "
     "relax-hpc logs arithmetic --component actor --follow",
@@ -89,7 +104,7 @@ def logs(
             raw = f"{line.source}: {line.text}"
             typer.echo(raw if width is None else log_text.short(line, width))
     if ours.left_out:
-        typer.echo(f"{ours.left_out} warnings of libraries are left out; add --all", err=True)
+        typer.echo(f"left out: warnings of libraries, {ours.left_out}; --all shows them", err=True)
 
 
 @runs.command(epilog="Example:  relax-hpc timeline arithmetic --steps 10:20 --out timeline.png")

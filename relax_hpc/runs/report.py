@@ -67,7 +67,7 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
         if path.exists() and done["steps_done"]:
             rows.append((name, str(path)))
             rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
-    return [f"  {name:<14}{value}" for name, value in rows]
+    return [f"  {name:<14}{value}" for name, value in rows if value]
 
 
 def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:

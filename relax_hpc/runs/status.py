@@ -85,8 +85,15 @@ _ALIVE_FIRST = ("PENDING", "RESTARTING", "RUNNING", "COMPLETING")
 _WORST_FIRST = ("FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT", "CANCELLED")
 
 
-def collect(run_dir: Path) -> RunStatus:
+def collect(
+    run_dir: Path, *, found: list[Launch] | None = None, events: Sequence[Event] | None = None
+) -> RunStatus:
     """Looks at a run without disturbing it.
+
+    Args:
+        run_dir: of the run.
+        found: its launches, newest first, by who has asked for them already.
+        events: of the run, by who has read them already.
 
     Raises:
         ConfigError: not a run directory, or nothing was started in it.
@@ -94,10 +101,11 @@ def collect(run_dir: Path) -> RunStatus:
     from relax_hpc.runs import summary
 
     run_dir = run_dir.absolute()
-    found = of_run(run_dir)
-    newest, shown = found[0], _decisive(found)
+    found = found or of_run(run_dir)
+    newest, shown = found[0], decisive(found)
     paths = RunPaths(run_dir)
-    config, events = job_file.read_resolved(paths.config), read_events(paths.events_folder)
+    config = job_file.read_resolved(paths.config)
+    events = read_events(paths.events_folder) if events is None else events
     why = failure.NOTHING
     if _has_failed(shown.state):
         why = failure.found(run_dir, shown.record, shown.state)
@@ -137,12 +145,7 @@ def _has_failed(state: str) -> bool:
 
 def job_state(run_dir: Path) -> str:
     """`RunStatus.state`, without the cost of the rest."""
-    return present(run_dir).state
-
-
-def present(run_dir: Path) -> Launch:
-    """Returns the launch whose state is the run's: the newest, or an earlier one that lives."""
-    return _decisive(of_run(run_dir))
+    return decisive(of_run(run_dir)).state
 
 
 def of_run(run_dir: Path) -> list[Launch]:
@@ -198,7 +201,7 @@ def launches(newest: LaunchRecord) -> list[Launch]:
 def decided(runs: Sequence[LaunchRecord]) -> list[Launch]:
     """Returns of each run the launch whose state is the run's, with one question to Slurm."""
     answer = _ask(runs)
-    return [_decisive(_launches(newest, answer)) for newest in runs]
+    return [decisive(_launches(newest, answer)) for newest in runs]
 
 
 def _ask(runs: Sequence[LaunchRecord]) -> states.Answer:
@@ -233,7 +236,8 @@ def _queue(launched: LaunchRecord, answer: states.Answer) -> tuple[str, float | 
     return reason, max(starts, default=None), min(left, default=None)
 
 
-def _decisive(found: Sequence[Launch]) -> Launch:
+def decisive(found: Sequence[Launch]) -> Launch:
+    """Returns the launch whose state is the run's: the newest, or an earlier one that lives."""
     newest = found[0]
     if states.is_alive(newest.state):
         return newest

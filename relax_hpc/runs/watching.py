@@ -27,16 +27,20 @@ class Watch:
             every_s: seconds between questions to Slurm.
         """
         self._run_dir, self._every_s = run_dir, every_s
-        self._launch: Launch | None = None
+        self._found = list[Launch]()
         self._asked = 0.0
         self._told: Launch | None = None
 
+    def launches(self) -> list[Launch]:
+        """Returns every launch of the run, newest first."""
+        if not self._found or self._is_due():
+            self._found = status.of_run(self._run_dir)
+            self._asked = time.monotonic()
+        return self._found
+
     def look(self) -> Launch:
         """Returns the launch whose state is the run's."""
-        if self._launch is None or self._is_due(self._launch):
-            self._launch = status.present(self._run_dir)
-            self._asked = time.monotonic()
-        return self._launch
+        return status.decisive(self.launches())
 
     def is_over(self) -> bool:
         return states.is_over(self.look().state)
@@ -54,7 +58,8 @@ class Watch:
         self._told = found
         return waiting(found)
 
-    def _is_due(self, launch: Launch) -> bool:
+    def _is_due(self) -> bool:
+        launch = status.decisive(self._found)
         if launch.record.controller is not None:
             return True
         every_s = self._every_s

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from relax_hpc.cli.main import app
 from relax_hpc.launch import known_runs, states
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs import log_text, report, watching
+from relax_hpc.runs import log_text, report, screen, watching
 from relax_hpc.runs import logs as run_logs
 from relax_hpc.telemetry.events import EventWriter
 
@@ -315,7 +315,7 @@ def test_logs_are_in_order_of_time_without_the_warnings_of_libraries(run, row):
         "actor-0: ValueError: odd",
     ]  # fmt: skip
     assert "Warning" not in answer.stdout and "old()" not in answer.stdout
-    assert answer.stderr == "2 warnings of libraries are left out; add --all\n"
+    assert answer.stderr == "left out: warnings of libraries, 2; --all shows them\n"
     everything = cli("logs", "run", "--all")
     assert everything.stdout.count("FutureWarning") == 2 and everything.stderr == ""
     assert len(everything.stdout.splitlines()) == len(answer.stdout.splitlines()) + 4
@@ -364,3 +364,10 @@ def test_a_step_is_one_line_at_80_columns(run, row):
     assert shown(logged(2, "a", "slow", "WARNING"), 80) == "actor-0: 10:00:02 WARNING slow"
     assert shown("2026-01-02T10:00:09 x: giving up", 80, "job") == "job: 10:00:09 x: giving up"
     assert shown("  File x", 80) == "actor-0:   File x"
+
+
+def test_a_curve_of_many_steps_is_means_between_its_range():
+    assert screen.drawn([0.0, 1.0], 64, 2) == ["   1.000  █", "   0.000 ▁█"]
+    assert screen.drawn([0.0, 2.0, 1.0, 3.0], 2, 2) == ["   2.000  █", "   1.000 ▁█"]
+    assert screen.drawn([0.5] * 3, 64, 1) == ["   0.500 ▁▁▁"]
+    assert max(map(len, screen.drawn([float(n) for n in range(1000)], 64, 6))) == 73

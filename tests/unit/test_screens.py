@@ -1,0 +1,205 @@
+"""What commands show on a terminal of 80 columns, compared with stored screens.
+
+A screen that is meant to change: `RELAX_GOLDEN=1 pytest tests/unit/test_screens.py` stores it anew.
+"""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import time
+from pathlib import Path
+
+import fake_slurm
+import pytest
+from typer.testing import CliRunner
+
+from relax_hpc.cli import main as cli
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.fleet.roster import Roster, RosterEntry
+from relax_hpc.launch import states
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
+
+GOLDEN = Path(__file__).parent / "golden"
+NOW = time.time()
+HOUR = 3600.0
+
+
+def on_terminal(*words, until=b"", **environment):
+    """All that a command line writes to a terminal of 24 lines of 80 columns.
+
+    Args:
+        until: once this was written, Ctrl-C is pressed.
+    """
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+            for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+                os.environ.pop(name, None)
+            os.environ.update({"TERM": "xterm-256color", **environment})
+            sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
+            sys.argv = ["relax-hpc", *words]
+            cli.main()
+        except SystemExit as end:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(end.code or 0)
+        finally:
+            os._exit(99)
+    output = b""
+    while True:
+        try:
+            block = os.read(terminal, 1 << 16)
+        except OSError:  # it has ended
+            break
+        output += block
+        if until and until in output:
+            os.write(terminal, b"\x03")
+            until = b""
+    os.close(terminal)
+    _, status = os.waitpid(pid, 0)
+    return output.decode(), os.waitstatus_to_exitcode(status)
+
+
+def plain(text):
+    """The characters of what was written, without what only moves or colours them."""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.rpartition("\x1b[?1049l")[2])
+    return "".join(f"{line.rstrip()}\n" for line in text.replace("\r\n", "\n").splitlines())
+
+
+def compare(name, text):
+    stored = GOLDEN / f"screen-{name}.txt"
+    if os.environ.get("RELAX_GOLDEN"):
+        stored.write_text(text)
+    assert text == stored.read_text()
+
+
+def emit(paths, task, *events):
+    role, _, rank = task.rpartition("-")
+    path = paths.events(role, int(rank))
+    path.parent.mkdir(exist_ok=True)
+    common = {"role": role, "rank": int(rank), "pid": 1}
+    path.write_text("".join(f"{json.dumps(common | event)}\n" for event in events))
+
+
+def step(number):
+    return {
+        "event": "step", "time": NOW - 72 * HOUR + number * HOUR, "step": number,
+        "reward/mean": 0.3 + number / 50, "tokens_per_s": 2700.0, "num_trajectories": 8,
+        "staleness/max": 1, "loss": -0.003,
+    }  # fmt: skip
+
+
+def evaluated(when, version, correct):
+    return {
+        "event": "eval", "time": NOW - 50 * HOUR, "name": "heldout", "headline": True,
+        "when": when, "number": version, "version": version, "version_max": version,
+        "correct": correct, "num_samples": 8,
+    }  # fmt: skip
+
+
+LINE = (
+    "step {}/30 | reward {:.3f} | staleness 0.4 (max 1) | loss -0.003 | 2.7k tok/s | "
+    "3.3 s (wait 0.7 read 0.1 forward_backward 2.0 update 0.0 publish 0.0 save 0.0) | ETA 3 min"
+)
+
+
+def log(run_dir):
+    folder = run_dir / "submission"
+    said = "2026-01-02 10:{:02}:00 node7 {} {} relax_hpc.roles.{}: {}\n".format
+    (folder / "7_batch.log").write_text(
+        "2026-01-02T10:09:00 actor: start 1 ended with exit code 1\n"
+    )
+    (folder / "c0" / "7_0_log.err").write_text(
+        said(1, "rollout-0", "INFO", "rollout.main", "rollout-0 is healthy after 12 s")
+        + said(8, "rollout-0", "WARNING", "rollout.main", "rollout-0 does not answer")
+    )
+    (folder / "c1" / "7_0_log.err").write_text(
+        "/usr/lib/python3.11/a.py:3: FutureWarning: this is old\n  old()\n"
+        + "".join(
+            said(n + 1, "actor-0", "INFO", "actor.rank0", LINE.format(f"{n:2}", 0.3 + n / 50))
+            for n in (1, 2, 3)
+        )
+        + "Traceback (most recent call last):\nValueError: odd\n"
+    )
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run that has run for two hours and a bit, called `run`, and one that failed."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("RELAX_RUN_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    fake = fake_slurm.make(tmp_path, monkeypatch)
+    paths = RunPaths(fake.run_dir)
+    tree = json.loads(paths.launch_record.read_text())
+    write_json(paths.launch_record, tree | {"time": NOW - 74 * HOUR})
+    begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(NOW - 72 * HOUR))
+    fake.says(
+        f"7+0|RUNNING|node[7-8]|7|None|{begin}|4-00:00:00",
+        f"7+1|RUNNING|node9|8|None|{begin}|4-00:00:00",
+        "6+0|FAILED|node1|5|NonZeroExitCode|N/A|", "6+1|CANCELLED|node2|6|None|N/A|",
+    )  # fmt: skip
+    began = [{"event": "start", "time": NOW, "attempt": "7.1", "start": n} for n in (1, 2)]
+    emit(paths, "actor-0", *map(step, range(1, 13)), *({**e, "node": "node9"} for e in began))
+    load = {"event": "load", "time": NOW, "id": "rollout-0", "seconds": 10.0, "num_tokens": 27000}
+    emit(
+        paths, "rollout-0", evaluated("before", 0, 2.0), evaluated("during", 10, 4.0),
+        {**began[0], "node": "node7"}, load | {"in_flight": 16, "version": 12, "kv_used": 0.5},
+    )  # fmt: skip
+    members.announce(paths, Member("rollout-0", "7-1-1", "", 1, "embedded", "HEALTHY"))
+    Roster(12, {"rollout-0": RosterEntry("7-1-1", 12, "ACTIVE")}).write(paths)
+    log(fake.run_dir)
+    failed = RunPaths(fake.run_dir.parent / "a-failed-one")
+    write_json(failed.config, json.loads(paths.config.read_text()))
+    for component in tree["components"]:
+        component["job_id"] = component["job_id"].replace("7", "6")
+    write_json(failed.launch_record, tree | {"leader": "6", "time": NOW - 240 * HOUR})
+    yield fake
+    states.has_accounting.cache_clear()
+
+
+@pytest.mark.parametrize("command", ["status run", "ls", "logs run", "--help"])
+def test_a_screen_is_the_stored_one(run, command, tmp_path):
+    shown, code = on_terminal(*command.split())
+    text = plain(shown).replace(str(tmp_path), "/home/me")
+    assert code == 0
+    if command != "status run":
+        assert max(map(len, text.splitlines())) <= 80
+    compare(command.split()[0].strip("-"), text)
+
+
+def test_watching_shows_a_screen_until_ctrl_c_and_leaves_the_last_one(run):
+    shown, code = on_terminal("watch", "run", until=b"rollout-0")
+    assert code == 130 and shown.count("\x1b[?1049h") == shown.count("\x1b[?1049l") == 1
+    compare("watch", plain(shown).replace("^C", ""))
+    assert "\x1b[1;32mRUNNING" in shown
+
+
+def test_watching_ends_with_the_run_and_is_one_screen_where_there_is_no_terminal(run):
+    run.says("7+0|PENDING||7|Resources|N/A|", "7+1|PENDING||8|Resources|N/A|")
+    answer = CliRunner().invoke(cli.app, ["watch", "run"])
+    assert "job 7 · (Resources) · waits for nodes to be free" in answer.stdout
+    run.says("7+0|COMPLETED", "7+1|COMPLETED")
+    run.leaves(0)
+    shown, code = on_terminal("watch", "run")
+    assert code == 0 and "COMPLETED" in plain(shown) and "goes on" not in plain(shown)
+
+
+@pytest.mark.parametrize("command", ["status nope", "lgs", "status --help", "watch run"])
+def test_without_colour_no_terminal_is_told_to_colour_anything(run, command):
+    run.says("7+0|COMPLETED", "7+1|COMPLETED")
+    shown, _ = on_terminal(*command.split(), NO_COLOR="1")
+    kinds = set(re.findall(r"\x1b\[([0-9;]*)m", shown))
+    assert kinds <= {"", "0", "1"}, "bold at most, in what is drawn"
+    if not command.startswith("watch"):
+        assert "\x1b" not in shown
+    shown, _ = on_terminal(*command.split())
+    assert "\x1b" in shown, "it would be noticed"
