@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from relax_hpc.algorithms.algorithm import Tokens
+    from relax_hpc.algorithms.part import Tokens
 
 
 def generalized(

@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from relax_hpc.algorithms.algorithm import Loss, LossOutput, Tokens
 from relax_hpc.algorithms.estimates import generalized
+from relax_hpc.algorithms.part import LossFunction, LossOutput, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def value_loss(*, clip: float, gamma: float, lam: float) -> Loss:
+def value_loss(*, clip: float, gamma: float, lam: float) -> LossFunction:
     """1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), R = V_old + A of `lam`.
 
     V_old are the values that the batch came with, R is without gradient. The clip is that of PPO's
