@@ -18,6 +18,7 @@ from relax_hpc.config.moved import refusal
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
+from relax_hpc.sections import WholeJob
 
 
 def load(job: Path, overrides: Sequence[str] = ()) -> JobConfig:
@@ -139,6 +140,8 @@ def _explain(error: ValidationError, kind: type[JobConfig]) -> Iterator[str]:
 def _unknown(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
     if kind is SftRunConfig and loc[0] in RunConfig.model_fields:
         return "a job with [sft] has no rollout and does not take it; remove it, or [sft]"
+    if "resources" in loc[1:] and loc[-1] in WholeJob.model_fields:
+        return f"is of the whole job; set resources.{loc[-1]}"
     return f"unknown key{_nearest(loc, kind)}"
 
 

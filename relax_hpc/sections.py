@@ -1,10 +1,11 @@
 """The common base of the sections of a job, and the requests of every component to Slurm."""
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 INT32, INT64 = 2**31 - 1, 2**63 - 1
 FLOAT32 = 3.4e38
@@ -48,6 +49,17 @@ def _listed(value: Any) -> Any:  # noqa: ANN401
     return value if isinstance(value, list) else [value]
 
 
+def _as_slurm_writes(value: Any) -> Any:  # noqa: ANN401
+    is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return str(value) if is_number else value
+
+
+Spelled = Annotated[str, BeforeValidator(_as_slurm_writes, json_schema_input_type=str | int)]
+"""Text as Slurm writes it, or a bare number."""
+GpuCount = Annotated[NonNegative, WithJsonSchema({"type": ["integer", "string"]})]
+"""A number, or "h100:4" with their type, which becomes `gpu_type`."""
+
+
 PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_plain)]]
 UserPath = Annotated[Path, BeforeValidator(_named)]
 """Relative ones count from where the command is run."""
@@ -63,9 +75,8 @@ class Section(BaseModel):
     model_config = SETTINGS
 
 
-class Resources(Section):
-    """Resources that one component asks Slurm for. Unset fields come from the site profile, then
-    Slurm."""
+class Request(Section):
+    """A part of what is asked of Slurm that components may have in common."""
 
     partition: str | None = None
     """`sbatch --partition`; `check` looks whether the cluster has it."""
@@ -73,27 +84,93 @@ class Resources(Section):
     """`sbatch --account`: whom the hours are charged to."""
     qos: str | None = None
     """`sbatch --qos`."""
-    nodes: Positive = 1
-    """Nodes of this component; its tasks are dealt evenly over them."""
-    max_nodes: Positive | None = None
-    """Nodes that rollout holds; those beyond `nodes` are idle until `relax-hpc scale out`."""
-    gpus_per_node: NonNegative = 0
-    """GPUs of each node, shared by the component's tasks there; 0 computes on CPUs."""
-    cpus_per_task: Positive | None = None
-    """`sbatch --cpus-per-task`: cores of each task."""
-    mem: str | None = None
-    """Memory per node, as Slurm writes it: "64G". Give every component one or none."""
-    time: str | None = None
-    """Slurm time limit, "D-HH:MM:SS" or minutes; the rollout component's ends the whole job."""
+    reservation: str | None = None
+    """`sbatch --reservation`."""
     constraint: str | None = None
     """`sbatch --constraint`: features that its nodes must have."""
+    exclude: str | None = None
+    """`sbatch --exclude`: nodes that it must not get, "n[3-4],n7"."""
+    time: Spelled | None = None
+    """Slurm time limit: minutes, "2-00:00:00" or "UNLIMITED"; the rollout component's ends the
+    whole job."""
+    gpus_per_node: GpuCount = 0
+    """GPUs of each node, shared by the component's tasks there: 4, or "h100:4" with their type; 0
+    computes on CPUs."""
+    gpu_type: str | None = None
+    """Type of these GPUs, as `sinfo -o %G` names it; unset takes any."""
+    cpus_per_task: Positive | None = None
+    """`sbatch --cpus-per-task`: cores of each task."""
+    mem: Spelled | None = None
+    """Memory per node, as Slurm writes it: "64G", or megabytes. Give every component one or
+    none."""
     mpi: str | None = None
     """`srun --mpi`: pmix for Open MPI, pmi2 for MPICH; unset takes the profile's, then none."""
     python: str | None = None
-    """Interpreter of this component; unset is the one that submits."""
+    """Interpreter of the tasks, which has this version of relax-hpc; unset is the one that submits,
+    in a container python3."""
+    container: str | None = None
+    """Image that the tasks run in: a .sif or a folder by Apptainer, a .sqsh or a registry's name by
+    pyxis. It sees the run directory; `setup` or `srun` name further folders."""
     setup: list[str] = []
-    """Shell lines before the step: `module load ...`, `conda activate ...`."""
+    """Shell commands before the step, e.g. "module load cuda/12.8". One that fails ends the run and
+    is named. The step runs `python`, whatever `conda activate` says."""
     sbatch: list[str] = []
     """Further #SBATCH options, e.g. "--exclusive"."""
     srun: list[str] = []
     """Further srun options."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gpus_may_have_a_type(cls, asked: Any) -> Any:  # noqa: ANN401
+        count = asked.get("gpus_per_node") if isinstance(asked, dict) else None
+        if not isinstance(count, str):
+            return asked
+        match = re.fullmatch(r"(?:([A-Za-z][\w.-]*):)?(\d+)", count.removeprefix("gpu:"))
+        if match is None:
+            raise ValueError(f'gpus_per_node = {count!r}: is no number of GPUs; use 4 or "h100:4"')
+        of_type = {"gpu_type": match[1]} if match[1] else {}
+        return asked | of_type | {"gpus_per_node": int(match[2])}
+
+
+class Resources(Request):
+    """Resources that one component asks Slurm for. Unset fields come from `[resources]`, from the
+    site profile, then from Slurm."""
+
+    nodes: Positive = 1
+    """Nodes of this component; its tasks are dealt evenly over them."""
+    max_nodes: Positive | None = None
+    """Nodes that rollout holds; those beyond `nodes` are idle until `relax-hpc scale out`."""
+    gpus: GpuCount | None = None
+    """GPUs of all `nodes` together, as `sbatch --gpus`: 8 or "h100:8"; sets `gpus_per_node`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gpus_are_dealt(cls, asked: Any) -> Any:  # noqa: ANN401
+        if not isinstance(asked, dict) or asked.get("gpus") is None:
+            return asked
+        if "gpus_per_node" in asked:
+            raise ValueError("takes either gpus or gpus_per_node; remove one of them")
+        asked, nodes = dict(asked), asked.get("nodes", 1)
+        kind, colon, count = str(all_gpus := asked.pop("gpus")).rpartition(":")
+        if isinstance(all_gpus, bool) or not count.isdecimal() or not isinstance(nodes, int):
+            raise ValueError(f'gpus = {all_gpus!r}: is no number of GPUs; use 8 or "h100:8"')
+        if nodes < 1 or int(count) % nodes:
+            raise ValueError(f"gpus = {all_gpus!r}: does not divide over nodes = {nodes}")
+        return asked | {"gpus_per_node": f"{kind}{colon}{int(count) // nodes}"}
+
+
+class WholeJob(Section):
+    """A part of what is asked of Slurm that is of the job, not of a component."""
+
+    comment: str | None = None
+    """`sbatch --comment`, of the whole job."""
+    mail: str | None = None
+    """Address that Slurm writes to when the job begins, ends, fails or is requeued."""
+    dependency: str | None = None
+    """`sbatch --dependency` of a job that is submitted, e.g. "afterok:1234"; not of one that is
+    resumed."""
+
+
+class SharedResources(WholeJob, Request):
+    """Resources that every component asks for, unless its own table says otherwise; and what is
+    asked for the whole job."""

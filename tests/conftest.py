@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -31,11 +32,18 @@ def slurm_cluster(tmp_path_factory):
 
     Yields the variables that do so; the tests' own child processes inherit them.
     """
-    if shutil.which("slurmctld", path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
-        pytest.skip("slurmctld is not installed")
     # Sockets have short names: pytest's own folders are too deep for munge's.
-    folder = Path(tmp_path_factory.mktemp("s"))
-    up = [LOCAL_SLURM, "up", "--dir", folder, "--nodes", "4", "--gpus-per-node", "2"]
+    with local_slurm(Path(tmp_path_factory.mktemp("s")), "slurmctld") as variables:
+        yield variables
+
+
+@contextmanager
+def local_slurm(folder, *daemons, options=()):
+    """Does so in a folder, if these programs are installed."""
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if missing := [name for name in daemons if shutil.which(name, path=path) is None]:
+        pytest.skip(f"{', '.join(missing)}: not installed")
+    up = [LOCAL_SLURM, "up", "--dir", folder, "--nodes", "4", "--gpus-per-node", "2", *options]
     answer = subprocess.run(up, capture_output=True, text=True, timeout=120)
     if answer.returncode:
         subprocess.run([LOCAL_SLURM, "down", "--dir", folder], timeout=60)

@@ -9,6 +9,9 @@ need() { # need COMMAND-OR-FILE PACKAGE...
   command -v "$1" >/dev/null || [ -x "/usr/sbin/$1" ] || [ -e "$1" ] || missing+=("${@:2}")
 }
 need slurmctld munge slurmctld slurmd slurm-client
+need slurmdbd slurmdbd
+need mariadbd mariadb-server-core
+need mariadb-admin mariadb-client
 need mpirun openmpi-bin libopenmpi-dev
 # The mpi/pmix plugin of Slurm loads the unversioned library, which only the -dev package has.
 need "/usr/lib/$(uname -m)-linux-gnu/pmix2/lib/libpmix.so" libpmix-dev

@@ -33,10 +33,19 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overrides = Annotated[
     list[str], typer.Option("--set", help="section.key=value; repeatable.", show_default=False)
 ]
+Profile = Annotated[
+    str | None,
+    typer.Option(help="Site profile, in place of the job's launch.profile.", show_default=False),
+]
 
 
-def load_job(job: Path, overrides: Sequence[str]) -> "JobConfig":
+def load_job(job: Path, overrides: Sequence[str], profile: str | None = None) -> "JobConfig":
     """Reads a job file; where it names no `run_root`, $RELAX_RUN_ROOT does.
+
+    Args:
+        job: the file.
+        overrides: section.key=value.
+        profile: in place of the job's.
 
     Raises:
         ConfigError: of the job, one line per mistake.
@@ -45,6 +54,9 @@ def load_job(job: Path, overrides: Sequence[str]) -> "JobConfig":
     from relax_hpc.launch import known_runs
 
     config, root = job_file.load(job, overrides), known_runs.default_root()
+    if profile is not None:
+        launch = config.launch.model_copy(update={"profile": profile})
+        config = config.model_copy(update={"launch": launch})
     if root is None or "run_root" in config.model_fields_set:
         return config
     return config.model_copy(update={"run_root": root})

@@ -15,6 +15,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.schema import COLUMNS, Column
+from relax_hpc.sections import SharedResources
 from relax_hpc.telemetry.event_table import EVENTS
 
 _MADE = "<!-- made by `make docs` of what the code declares; do not edit -->\n"
@@ -36,7 +37,7 @@ def matching(section: str) -> list[Key]:
     """
     known = all_keys()
     if TOLD_ONCE.keys() & section.split("."):
-        known += _of_components()
+        known = list(dict.fromkeys([*known, *_of_components()]))
     found = [key for key in known if f"{key.name}.".startswith(f"{section}." if section else "")]
     if found:
         return found
@@ -91,10 +92,8 @@ def _of_components() -> Iterator[Key]:
     for key in dict.fromkeys([*keys_of(RunConfig), *keys_of(SftRunConfig)]):
         section = key.name.rpartition(".")[2]
         if section in TOLD_ONCE:
-            yield from (
-                each._replace(name=f"{key.name}.{each.name}")
-                for each in keys_of(TOLD_ONCE[section])
-            )
+            holds = SharedResources if key.name == section else TOLD_ONCE[section]
+            yield from (each._replace(name=f"{key.name}.{each.name}") for each in keys_of(holds))
 
 
 def lines_of(key: Key) -> list[str]:

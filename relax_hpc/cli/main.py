@@ -20,6 +20,7 @@ from relax_hpc.cli.arguments import (
     Ended,
     Job,
     Overrides,
+    Profile,
     Run,
     find_run,
     going_on,
@@ -82,17 +83,20 @@ def check(
     explain: Annotated[
         str | None, typer.Option(help="Only say what this key does, and its value here.")
     ] = None,
+    profile: Profile = None,
 ) -> None:
     """Validate a job, the files it names and the cluster; print it with every default filled in."""
     from relax_hpc.launch import preflight
-    from relax_hpc.launch.submit import resolve
+    from relax_hpc.launch.submit import expected_start, resolve
 
     if explain is not None:
-        typer.echo("\n".join(explained(load_job(job, overrides), explain)))
+        typer.echo("\n".join(explained(load_job(job, overrides, profile), explain)))
         return
-    config, components = resolve(load_job(job, overrides))
+    config, components = resolve(load_job(job, overrides, profile))
     use_slurm = not local and shutil.which("sbatch") is not None
     config = preflight.check(config, components, use_slurm=use_slurm, say=_remark)
+    if use_slurm:
+        _remark(expected_start(config, components))
     typer.echo(config.model_dump_json(indent=2))
 
 
@@ -107,11 +111,14 @@ def submit(
     ] = False,
     local: Local = False,
     follow: Follow = False,
+    profile: Profile = None,
 ) -> None:
     """Submit every role of a job as one heterogeneous Slurm job, or run it on this machine."""
     from relax_hpc.launch.submit import submit as submit_job
 
-    submission = submit_job(load_job(job, overrides), local=local, dry_run=dry_run, say=_remark)
+    submission = submit_job(
+        load_job(job, overrides, profile), local=local, dry_run=dry_run, say=_remark
+    )
     if dry_run:
         typer.echo(submission.script)
         return

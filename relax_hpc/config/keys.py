@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 from relax_hpc.algorithms import table
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.config.layout import Layout
-from relax_hpc.sections import Resources
+from relax_hpc.sections import Request, Resources, SharedResources, WholeJob
 
 TOLD_ONCE: dict[str, type[BaseModel]] = {"layout": Layout, "resources": Resources}
 """Sections that several components have: name -> what each of them holds."""
@@ -46,8 +46,10 @@ def _keys(section: type[BaseModel], prefix: str) -> Iterator[Key]:
             yield from _keys_of_parts(field, f"{dotted}.", dict(table.names_of(name)))
             continue
         inner, of_table = _sections(field.annotation)
-        if not inner or any(each in TOLD_ONCE.values() for each in inner):
+        if not inner or any(issubclass(each, (Layout, Request)) for each in inner):
             yield Key(dotted, _type(field), _default(field), _text(field))
+            if SharedResources in inner:
+                yield from _keys(WholeJob, f"{dotted}.")
             continue
         below = f"{dotted}.<name>." if of_table else f"{dotted}."
         seen = set[str]()

@@ -17,7 +17,16 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
 from relax_hpc.schema import COLUMNS, columns_of
-from relax_hpc.sections import NAME, Data, NonNegative, Number, Positive, Section, UserPath
+from relax_hpc.sections import (
+    NAME,
+    Data,
+    NonNegative,
+    Number,
+    Positive,
+    Section,
+    SharedResources,
+    UserPath,
+)
 
 _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 """Type of a model -> mean difference of logprobs between two sets of kernels, nats, at most."""
@@ -90,7 +99,8 @@ class LaunchConfig(Section):
     mpi_job: all components are one step and one MPI world, so that a rank that dies restarts all of
     them."""
     profile: str | None = None
-    """Site profile: a name in slurm/profiles, or a path to a TOML file."""
+    """Site profile: a name in ~/.config/relax-hpc, one that comes along (example, local), or a path
+    to a TOML file. Unset is `$RELAX_PROFILE`, then ~/.config/relax-hpc/default.toml."""
     max_restarts: NonNegative = 3
     """Times a component whose step failed is started again in place: after half a second, then
     after twice as long each time, 30 s at most."""
@@ -107,13 +117,17 @@ class JobConfig(Section):
     name: Annotated[str, Field(pattern=NAME, max_length=200)]
     """Name of the run and of its Slurm job; a run directory is used once."""
     run_root: UserPath = Path("runs")
-    """The run directory is made below this one, on a file system every node sees."""
+    """The run directory is made below this one, on a file system every node sees; unset is
+    $RELAX_RUN_ROOT, then runs."""
     seed: NonNegative = 0
     """Root of every random stream of the run, also of the order of the training prompts, which is
     drawn anew each epoch."""
     model: ModelConfig
     actor: ActorConfig = ActorConfig()
     launch: LaunchConfig = LaunchConfig()
+    resources: SharedResources = SharedResources()
+    """Resources of every component, as `<component>.resources`, which override them; without
+    `nodes`, `max_nodes` and `gpus`."""
 
     @property
     def run_dir(self) -> Path:

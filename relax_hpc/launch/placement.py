@@ -62,7 +62,7 @@ def place(config: JobConfig) -> list[Component]:
     for role, asked in table.places(config):
         assert role.restart == "step", "the script starts failed steps again"
         if asked.beside is None:
-            resources = profile.resources(role.profile, asked.resources)
+            resources = profile.resources(role.profile, config.resources, asked.resources)
             found[asked.component] = _component(config, role, asked, resources)
         else:
             guest = _component(config, role, asked, _beside(found[asked.beside], asked))

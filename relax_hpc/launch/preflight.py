@@ -1,14 +1,12 @@
 """Checks of a job before anything is queued. Each refusal names a remedy."""
 
-import difflib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import script
-from relax_hpc.launch.jobs import output_of, words_of
+from relax_hpc.launch import interpreter, partitions, script
 from relax_hpc.launch.placement import Component
 from relax_hpc.roles import table
 from relax_hpc.roles.training.check import check_first_weights, check_model, check_weights
@@ -52,8 +50,11 @@ def check(
         config = role.checked(config, shape, say)
     for component in components:
         check_component(component)
+        interpreter.check(component.key, component.resources, use_slurm=use_slurm, say=say)
     if use_slurm:
-        check_partitions([each for each in components if not each.on], _partitions())
+        hosts = [each for each in components if not each.on]
+        partitions.check_partitions(hosts, partitions.partitions())
+        partitions.check_limits(hosts)
     return config
 
 
@@ -96,7 +97,7 @@ def check_component(component: Component) -> None:
         except ValueError:
             raise ConfigError(
                 f'{key}.time = {resources.time!r}: is not a time limit; '
-                'use "D-HH:MM:SS", "HH:MM:SS" or minutes'
+                'use "D-HH:MM:SS", "HH:MM:SS", minutes or "UNLIMITED"'
             ) from None  # fmt: skip
     check_max_nodes(component)
     if 0 < resources.gpus_per_node < component.tasks_per_node:
@@ -122,79 +123,3 @@ def check_max_nodes(component: Component) -> None:
             f"{key}: is less than {component.key}.nodes = {resources.nodes}; "
             "use as many or more, or remove it"
         )
-
-
-class Partitions(dict[str, dict[str, int]]):
-    """Partition -> node -> its GPUs; `default` is where a job goes that names none."""
-
-    default: str | None = None
-
-
-def check_partitions(components: Sequence[Component], partitions: Partitions) -> None:
-    """The partitions exist and have the nodes and GPUs asked for, though maybe not free now."""
-    wanted: dict[str, int] = {}
-    for component in components:
-        name = component.resources.partition or partitions.default
-        if name is None:
-            continue  # sbatch will say what it takes instead
-        nodes = _nodes(component, name, partitions)
-        gpus = component.resources.gpus_per_node
-        key = component.key
-        fit = sum(have >= gpus for have in nodes.values())
-        if fit < min(component.held_nodes, len(nodes)):
-            most = max(nodes.values(), default=0)
-            raise ConfigError(
-                f"{key}.gpus_per_node = {gpus}: {fit} nodes of partition {name} have as many, "
-                f"{component.held_nodes} are needed; its nodes have up to {most}"
-            )
-        wanted[name] = wanted.get(name, 0) + component.held_nodes
-        if wanted[name] > len(nodes):
-            asked = "nodes" if component.held_nodes == component.nodes else "max_nodes"
-            raise ConfigError(
-                f"{key}.{asked} = {component.held_nodes}: partition {name} has {len(nodes)} nodes "
-                f"and the run needs {wanted[name]}, since components do not share a node; "
-                "ask for fewer"
-            )
-
-
-def _nodes(component: Component, names: str, partitions: Partitions) -> dict[str, int]:
-    nodes: dict[str, int] = {}
-    for name in names.split(","):
-        if name not in partitions:
-            close = difflib.get_close_matches(name, partitions, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"use {', '.join(partitions)}"
-            raise ConfigError(f"{component.key}.partition = {name!r}: no such partition; {hint}")
-        nodes |= partitions[name]
-    return nodes
-
-
-def _partitions() -> Partitions:
-    answer = output_of(["sinfo", "-h", "-N", "-o", "%P|%N|%G"])
-    if answer.returncode:
-        raise ConfigError(
-            f"{words_of(answer)}; work where Slurm answers; with --local nobody asks it, and "
-            "submit runs the job on this machine"
-        )
-    return parse_sinfo(answer.stdout)
-
-
-def parse_sinfo(text: str) -> Partitions:
-    """Reads lines of `sinfo -N -o "%P|%N|%G"`: "main*|n1|gpu:h100:4(S:0-1),nvme:1"."""
-    partitions = Partitions()
-    for line in text.splitlines():
-        name, node, gres = line.split("|")
-        if name.endswith("*"):
-            name = partitions.default = name[:-1]
-        partitions.setdefault(name, {})[node] = _gpus(gres)
-    return partitions
-
-
-def _gpus(gres: str) -> int:
-    count = 0
-    # Strip "(S:0-1)" first: it may hold commas.
-    plain = "".join(part.split(")")[-1] for part in gres.split("("))
-    for resource in plain.split(","):
-        name, *rest = resource.split(":")
-        if name == "gpu" and rest:
-            count += int(rest[-1])
-    return count

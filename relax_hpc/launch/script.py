@@ -15,16 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.config.run import RESTART_DELAYS_S
-from relax_hpc.launch import requeue
+from relax_hpc.launch import interpreter, requeue
 from relax_hpc.launch.placement import Component, groups
 from relax_hpc.launch.supervision import SUPERVISION, WAIT
 from relax_hpc.paths import RunPaths
+from relax_hpc.sections import Resources
 
 # Options that only mean something once in a heterogeneous job: component 0 says them.
-_LEADER_ONLY = {"output", "open-mode", "job-name"}
+_LEADER_ONLY = {
+    *("output", "open-mode", "job-name", "comment", "mail-user", "mail-type", "dependency")
+}
 
 # Fields of Resources that are options of sbatch, with a dash for every underscore.
-_SAME_NAME = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constraint")
+_SAME_NAME = (
+    *("partition", "account", "qos", "reservation", "constraint", "exclude", "time"),
+    *("cpus_per_task", "mem"),
+)
 
 # Slurm exports component 0's request to the batch script, where srun takes it for a default: a
 # component without --ntasks would ask for component 0's, and --mem here, --mem-per-cpu there is
@@ -38,6 +44,9 @@ _INHERITED = (
 # The tree of fences of Slurm 22.05 lets ranks out of the fence that ends MPI_Init before all are in
 # it, and Open MPI crashes on the message of one that is ahead: up to one start in ten over TCP and
 # three nodes. The ring does not.
+NO_LIMIT = sys.maxsize
+"""Minutes of a time limit that is none."""
+
 _PMIX = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
 
 
@@ -58,6 +67,10 @@ class Job:
     """Seconds between questions to Slurm whether a step over several components is still there."""
     umask: int = 0o077
     """Umask of all tasks and logs."""
+    comment: str | None = None
+    mail: str | None = None
+    """Address that Slurm writes to."""
+    dependency: str | None = None
     next_claim: Path | None = None
     """Is there once the run has been started anew: a job that begins then must end at once."""
 
@@ -119,11 +132,14 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
 
 
 def minutes(limit: str) -> int:
-    """Whole minutes of a Slurm time limit: "90", "90:00", "1:30:00", "1-2", "1-2:30:00".
+    """Whole minutes of a Slurm time limit: "90", "90:00", "1:30:00", "1-2", "1-2:30:00";
+    "UNLIMITED" is `NO_LIMIT`.
 
     Raises:
         ValueError: it is none of Slurm's spellings.
     """
+    if limit.upper() in ("UNLIMITED", "INFINITE", "-1"):
+        return NO_LIMIT
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
     if match is None:
         raise ValueError(f"{limit!r} is not a Slurm time limit")
@@ -199,7 +215,7 @@ def _supervised(job: Job, components: Mapping[int, Component], step: str) -> lis
     names = "+".join(component.name for component in components.values())
     tasks = sum(component.tasks for component in components.values())
     folders = [str(job.component_folder(component)) for component in components.values()]
-    setup = [line for component in components.values() for line in component.resources.setup]
+    setup = [line for each in components.values() for line in set_up(names, each.resources.setup)]
     name = f"component_{min(components)}"
     return [
         f"{name}() {{",
@@ -208,6 +224,16 @@ def _supervised(job: Job, components: Mapping[int, Component], step: str) -> lis
         "}",
         f"{name} & components+=($!)",
         "",
+    ]
+
+
+def set_up(name: str, commands: Sequence[str]) -> list[str]:
+    """Bash that runs shell commands of a job in its own shell; `setup_failed` names one that
+    fails."""
+    # A newline before the brace: the command may end in a comment.
+    return [
+        f'{{ {line}\n  }} || setup_failed {shlex.quote(name)} "$?" {shlex.quote(line)}'
+        for line in commands
     ]
 
 
@@ -225,7 +251,11 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
         "job-name": job.name,
         "nodes": component.held_nodes,
         "ntasks-per-node": component.tasks_per_node,
-        "gpus-per-node": resources.gpus_per_node or None,
+        "gpus-per-node": _gpus(resources),
+        "comment": job.comment,
+        "mail-user": job.mail,
+        "mail-type": job.mail and "BEGIN,END,FAIL,REQUEUE",
+        "dependency": job.dependency,
         "open-mode": "append",
         "output": batch_log(job.folder, "%j"),
         "signal": f"{requeue.SIGNAL.name.removeprefix('SIG')}@{requeue.SIGNAL_AHEAD_S}",
@@ -240,6 +270,13 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
         *(f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in said.items()),
         *(f"#SBATCH {_quoted(option)}" for option in resources.sbatch),
     ]
+
+
+def _gpus(resources: Resources) -> str | None:
+    """GPUs of a node as Slurm writes them: "4", "h100:4"."""
+    count = resources.gpus_per_node
+    kind = f"{resources.gpu_type}:" if resources.gpu_type else ""
+    return f"{kind}{count}" if count else None
 
 
 def _quoted(option: str) -> str:
@@ -266,12 +303,13 @@ def _srun(job: Job, index: int, component: Component, first_rank: int, *, group:
         # Its own nodes are the first; the others are for engines that are added later.
         *(["--relative=0"] if component.held_nodes > component.nodes else []),
         *([f"--cpus-per-task={resources.cpus_per_task}"] if resources.cpus_per_task else []),
-        *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.gpus_per_node else []),
+        *([f"--gpus-per-node={gpus}"] if (gpus := _gpus(resources)) else []),
         f"--mpi={'none' if component.bootstrap == 'files' else resources.mpi}",
         # A step is restarted whole: a dead task must end it.
         "--kill-on-bad-exit=1",
         "--unbuffered",
         "--open-mode=append",
+        *interpreter.srun_options(resources, job.run_dir.parent),
         *resources.srun,
     ]
     command = _entry(job, component, first_rank, requeues=not index)
@@ -298,7 +336,8 @@ def _logs(job: Job, component: Component) -> str:
 
 def _entry(job: Job, component: Component, first_rank: int = 0, *, requeues: bool = False) -> str:
     command = [
-        *(component.resources.python or sys.executable, "-u", *job.task),
+        *interpreter.command(component.resources, job.run_dir.parent, sys.executable),
+        *("-u", *job.task),
         *(str(job.run_dir), component.name, "--start", "@start@"),
         *(["--requeues"] if requeues else []),
         *(["--bootstrap", component.bootstrap] if component.bootstrap != "files" else []),

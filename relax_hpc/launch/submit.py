@@ -18,11 +18,10 @@ from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftConfig, SftRunConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
-from relax_hpc.launch import known_runs, preflight, record, script
+from relax_hpc.launch import known_runs, preflight, profiles, record, script, trial
 from relax_hpc.launch import local as local_job
 from relax_hpc.launch.jobs import StartedJob
 from relax_hpc.launch.placement import Component, place
-from relax_hpc.launch.profiles import PROFILES
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import RunPaths
@@ -127,6 +126,15 @@ def plan(mode: Mode, config: JobConfig, components: Sequence[Component], number:
     return Submission(config.run_dir, mode, text, tuple(components), number, None)
 
 
+def expected_start(config: JobConfig, components: Sequence[Component]) -> str:
+    """Has Slurm try out a run that `preflight` has passed, and queues nothing.
+
+    Raises:
+        ConfigError: Slurm would refuse it.
+    """
+    return trial.expected_start(_job(config, 1), components)
+
+
 def _job(config: JobConfig, number: int) -> script.Job:
     return script.Job(
         config.name,
@@ -134,15 +142,16 @@ def _job(config: JobConfig, number: int) -> script.Job:
         config.launch.max_restarts,
         next_claim=RunPaths(config.run_dir).launch_claim(number + 1),
         umask=permissions.UMASKS[config.launch.share],
+        comment=config.resources.comment,
+        mail=config.resources.mail,
+        dependency=config.resources.dependency if number == 1 else None,
     )
 
 
 def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
     """The run with nothing left to look up: absolute paths, and the site profile filled in."""
     components = place(config)
-    profile = config.launch.profile
-    if profile is not None and not (PROFILES / f"{profile}.toml").is_file():
-        profile = str(Path(profile).absolute())
+    profile = profiles.chosen(config.launch.profile)
     resolved: dict[str, Any] = {
         "model": config.model.model_copy(
             update={
@@ -151,6 +160,7 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
             }
         ),
         "launch": config.launch.model_copy(update={"profile": profile}),
+        "resources": profiles.load(profile).shared(config.resources),
     }
     if isinstance(config, RunConfig):
         environment = absolute_place(config.rollout.environment)

@@ -54,6 +54,14 @@ is_final() { # is_final FOLDER...
   return 1
 }
 
+# setup_failed NAME CODE COMMAND: ends the run, since a command before the step failed.
+setup_failed() {
+  trap '' TERM
+  echo "$(date +%FT%T) $1: setup ended with exit code $2: $3"
+  kill -USR1 "$$"
+  exit 1
+}
+
 # Waits before the next start, the longer the more often it failed, but not when told to end.
 pause() { # pause FAILURES
   local place=$(($1 - 1)) last=$((${#restart_delays_s[@]} - 1))

@@ -12,6 +12,7 @@ from relax_hpc.paths import ComponentPaths, RunPaths
 _ENDED = re.compile(
     r"^\S+ (?P<component>\S+): start (?P<start>\d+) ended with exit code (?P<code>\d+)$"
 )
+_SETUP = re.compile(r"^\S+ (?P<words>\S+: setup ended with exit code \d+: .*)$")
 _GAVE_UP = re.compile(r"^\S+ \S+: .*, giving up$")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b")
 _TAIL_BYTES = 1 << 16
@@ -54,6 +55,8 @@ def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
     """
     script_log = batch_log(launched.folder, launched.leader)
     lines = _tail(script_log)
+    if setup := next(filter(None, map(_SETUP.match, lines)), None):
+        return Failure(setup["words"], str(script_log))
     end = _end(lines)
     if end is None:  # its first lines failed already, or Slurm ended it
         said = _STATES.get(state, lines[-1] if lines else "")

@@ -14,11 +14,14 @@ from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import LaunchError
 from relax_hpc.fleet.scaling import Extra
+from relax_hpc.launch import interpreter
 from relax_hpc.launch.jobs import output_of
 from relax_hpc.launch.placement import place
+from relax_hpc.launch.script import set_up
 from relax_hpc.paths import RunPaths
 
 _SHOWN_CHARACTERS = 300
+_SETUP_FAILED = 'setup_failed() { echo "setup ended with exit code $2: $3"; exit "$2"; }'
 
 
 def folder(submission: Path, member: str) -> Path:
@@ -54,7 +57,7 @@ class _Steps:
         at.mkdir(parents=True, exist_ok=True)
         logs = [f"--output={at / 'log.out'}", f"--error={at / 'log.err'}"]
         task = [
-            self._resources.python or sys.executable,
+            *interpreter.command(self._resources, self._paths.root.parent, sys.executable),
             *("-u", "-m", "relax_hpc.scale.extra_step", str(self._paths.root)),
             *("--number", str(extra.number), "--slot", str(extra.slot)),
             *("--attempt", self._attempt),
@@ -62,7 +65,8 @@ class _Steps:
         ]
         command = shlex.join([*launcher, *logs, *separator, *task])
         # As in the job script: what these lines export reaches the task.
-        lines = "\n".join([*self._resources.setup, f"exec {command}"])
+        setup = set_up(extra.id, self._resources.setup)
+        lines = "\n".join([_SETUP_FAILED, *setup, f"exec {command}"])
         with (at / "step.log").open("ab") as log:
             process: subprocess.Popen[Any] = subprocess.Popen(
                 ["bash", "-c", lines],
@@ -99,6 +103,7 @@ class SlurmSteps(_Steps):
             *([f"--cpus-per-task={asked.cpus_per_task}"] if asked.cpus_per_task else []),
             *([f"--gpus-per-node={asked.gpus_per_node}"] if asked.gpus_per_node else []),
             *("--mpi=none", "--kill-on-bad-exit=1", "--unbuffered", "--open-mode=append"),
+            *interpreter.srun_options(asked, self._paths.root.parent),
             *asked.srun,
         ]
         return self._run(extra, launcher, [])

@@ -113,7 +113,7 @@ def counted_keys(job):
     for key in keys_of(job):
         is_table = key.type == "table" and key.default == "{}"
         of_part = key.name.startswith("algorithm.") and key.name.count(".") > 1
-        if not (is_table or of_part) and key.name.rpartition(".")[2] not in TOLD_ONCE:
+        if not (is_table or of_part) and not TOLD_ONCE.keys() & key.name.split("."):
             names.append(key.name)
     return names + [f"<component>.layout.{key.name}" for key in keys_of(Layout)]
 

@@ -12,7 +12,7 @@ from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Roster, RosterEntry
-from relax_hpc.launch import preflight, requeue, script, states
+from relax_hpc.launch import partitions, requeue, script, states
 from relax_hpc.launch.placement import Component
 from relax_hpc.paths import RunPaths
 from relax_hpc.scale import listing as scale_list
@@ -226,7 +226,7 @@ def test_engines_of_every_pool_are_listed_and_those_of_a_fixed_one_have_no_versi
 def test_where_slurm_gives_no_partitions_one_line_says_so_and_what_to_do(run):
     run.is_silent(fake_slurm.NO_CONF)
     with pytest.raises(ConfigError) as error:
-        preflight._partitions()
+        partitions.partitions()
     assert str(error.value) == (
         "sinfo: Could not establish a configuration source; work where Slurm answers; with --local "
         "nobody asks it, and submit runs the job on this machine"

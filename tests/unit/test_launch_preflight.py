@@ -7,7 +7,7 @@ import pytest
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.engines import EnginePool
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import preflight
+from relax_hpc.launch import partitions, preflight
 from relax_hpc.launch.placement import Component
 from relax_hpc.roles.engine import check as engine_check
 from relax_hpc.roles.training import check as training_check
@@ -33,9 +33,9 @@ def model(folder, **fields):
 
 
 def test_sinfo_is_read_with_sockets_types_and_other_resources():
-    partitions = preflight.parse_sinfo(SINFO)
-    assert partitions == {"gpu": {"n1": 4, "n2": 4}, "cpu": {"n2": 4, "n3": 0}}
-    assert partitions.default == "gpu"
+    found = partitions.parse_sinfo(SINFO)
+    assert found == {"gpu": {"n1": 4, "n2": 4}, "cpu": {"n2": 4, "n3": 0}}
+    assert found.default == "gpu"
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_the_cluster_cannot_give_is_refused_with_what_it_has(rollout, messa
         Component("actor", 1, Resources()),
     ]
     with pytest.raises(ConfigError) as error:
-        preflight.check_partitions(components, preflight.parse_sinfo(SINFO))
+        partitions.check_partitions(components, partitions.parse_sinfo(SINFO))
     assert message in str(error.value)
 
 
@@ -68,7 +68,7 @@ def test_what_the_cluster_can_give_is_accepted():
         Component("rollout", 4, Resources(gpus_per_node=4)),
         Component("actor", 4, Resources(partition="gpu,cpu", gpus_per_node=4)),
     ]
-    preflight.check_partitions(components, preflight.parse_sinfo(SINFO))
+    partitions.check_partitions(components, partitions.parse_sinfo(SINFO))
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def test_nodes_for_later_are_rollouts_counted_and_not_fewer_than_it_starts_with(
         preflight.check_component(
             Component("rollout", 2, Resources(nodes=2, max_nodes=1), is_scalable=True)
         )
-    nodes = preflight.parse_sinfo("main*|n1|(null)\nmain*|n2|(null)")
-    preflight.check_partitions([Component("rollout", 1, Resources(max_nodes=2))], nodes)
+    nodes = partitions.parse_sinfo("main*|n1|(null)\nmain*|n2|(null)")
+    partitions.check_partitions([Component("rollout", 1, Resources(max_nodes=2))], nodes)
     with pytest.raises(ConfigError, match=r"rollout.resources.max_nodes = 3"):
-        preflight.check_partitions([Component("rollout", 1, Resources(max_nodes=3))], nodes)
+        partitions.check_partitions([Component("rollout", 1, Resources(max_nodes=3))], nodes)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from relax_hpc import job_file
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved, validate
-from relax_hpc.launch import local, preflight, record
+from relax_hpc.launch import local, partitions, record
+from relax_hpc.launch import submit as submit_module
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.submit import submit
 from relax_hpc.paths import RunPaths
@@ -113,12 +114,18 @@ def test_check_asks_slurm_only_without_local(job, monkeypatch):
     asked = []
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(job_file, "load", lambda *_: job())
-    monkeypatch.setattr(preflight, "_partitions", lambda: asked.append(1) or preflight.Partitions())
+    found = partitions.Partitions()
+    monkeypatch.setattr(partitions, "partitions", lambda: asked.append("sinfo") or found)
+    monkeypatch.setattr(partitions, "check_limits", lambda _: asked.append("scontrol"))
+    monkeypatch.setattr(
+        submit_module, "expected_start", lambda *_: asked.append("sbatch") or "at 7"
+    )
     for options in ([], ["--local"]):
         answer = CliRunner().invoke(app, ["check", "job.toml", *options])
         assert answer.exit_code == 0, answer.exception
         assert json.loads(answer.stdout)["name"] == "run"
-    assert asked == [1]
+        assert answer.stderr.endswith("at 7\n") is (not options)
+    assert asked == ["sinfo", "scontrol", "sbatch"]
 
 
 def test_engines_weights_and_the_reference_are_looked_at_before_the_job(tmp_path, job, tiny_model):

@@ -61,6 +61,14 @@ is_final() { # is_final FOLDER...
   return 1
 }
 
+# setup_failed NAME CODE COMMAND: ends the run, since a command before the step failed.
+setup_failed() {
+  trap '' TERM
+  echo "$(date +%FT%T) $1: setup ended with exit code $2: $3"
+  kill -USR1 "$$"
+  exit 1
+}
+
 # Waits before the next start, the longer the more often it failed, but not when told to end.
 pause() { # pause FAILURES
   local place=$(($1 - 1)) last=$((${#restart_delays_s[@]} - 1))
@@ -135,8 +143,10 @@ trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
 failed=''
 
 component_0() {
-  module load cuda
-  export NCCL_CUMEM_ENABLE=0
+  { module load cuda
+  } || setup_failed rollout "$?" 'module load cuda'
+  { export NCCL_CUMEM_ENABLE=0
+  } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
   supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/rollout'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err -- /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --bootstrap mpi
 }
 component_0 & components+=($!)

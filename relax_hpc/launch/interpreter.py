@@ -1,0 +1,126 @@
+"""The interpreter of a component's tasks: which, in which image, after which shell commands.
+
+An image is run by Apptainer or by pyxis, a part of srun.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.sections import Resources
+
+Runner = Literal["apptainer", "pyxis"]
+
+_VERSION = "import json; from importlib import metadata as m; print(json.dumps(m.version('{}')))"
+_PACKAGE = "relax-hpc"
+_LOOK_S = 60
+
+
+def runner(image: str) -> Runner:
+    """Who runs an image: pyxis one of enroot (.sqsh) or a registry's name, Apptainer any other."""
+    is_path = image.startswith("/") or "://" in image
+    return "apptainer" if is_path and not image.endswith(".sqsh") else "pyxis"
+
+
+def command(resources: Resources, run_root: Path, python: str) -> list[str]:
+    """The begin of the command of a task: its interpreter, in the image if there is one.
+
+    Args:
+        resources: of the component.
+        run_root: is seen in the image.
+        python: the interpreter without an image, unless `resources` name one.
+    """
+    image = resources.container
+    if image is None:
+        return [resources.python or python]
+    inside = resources.python or "python3"
+    if runner(image) == "pyxis":
+        return [inside]
+    gpus = ["--nv"] if resources.gpus_per_node else []
+    return ["apptainer", "exec", *gpus, "--bind", str(run_root), image, inside]
+
+
+def srun_options(resources: Resources, run_root: Path) -> list[str]:
+    """Options of srun for an image that pyxis runs."""
+    image = resources.container
+    if image is None or runner(image) != "pyxis":
+        return []
+    return [f"--container-image={image}", f"--container-mounts={run_root}:{run_root}"]
+
+
+def check(key: str, resources: Resources, *, use_slurm: bool, say: Callable[[str], None]) -> None:
+    """Looks at all of it as far as this machine sees it.
+
+    Args:
+        key: of the resources, in messages.
+        resources: of a component.
+        use_slurm: whether srun will start the tasks.
+        say: is told what only a node can tell.
+
+    Raises:
+        ConfigError: an image or an interpreter that is none, a command that is not whole.
+    """
+    for number, line in enumerate(resources.setup):
+        _check_line(f"{key}.setup[{number}] = {line!r}", line)
+    if resources.container is not None:
+        _check_image(key, resources.container, use_slurm=use_slurm)
+    elif resources.python is not None:
+        _check_python(f"{key}.python = {resources.python!r}", resources, say)
+
+
+def _check_line(said: str, line: str) -> None:
+    parse = ["bash", "-n", "-c", line]
+    answer = subprocess.run(parse, capture_output=True, text=True, check=False, timeout=_LOOK_S)
+    if answer.returncode:
+        reason = answer.stderr.strip().splitlines()[0].partition(": line ")[2]
+        raise ConfigError(
+            f"{said}: is no whole command of bash ({reason.partition(': ')[2]}); write what "
+            "belongs together in one entry"
+        )
+
+
+def _check_image(key: str, image: str, *, use_slurm: bool) -> None:
+    said = f"{key}.container = {image!r}"
+    if not image.startswith("/") and (image[:1] in ".~" or image.endswith((".sif", ".sqsh"))):
+        raise ConfigError(f"{said}: is no absolute path; name the file from the root on")
+    if image.startswith("/") and not Path(image).exists():
+        raise ConfigError(f"{said}: no such file or folder; name an image that every node sees")
+    if runner(image) == "pyxis" and not use_slurm:
+        raise ConfigError(
+            f"{said}: is run by pyxis, a part of srun; without Slurm use a .sif, or leave it out"
+        )
+
+
+def _check_python(said: str, resources: Resources, say: Callable[[str], None]) -> None:
+    python = str(resources.python)
+    if any(letter.isspace() for letter in python) and not Path(python).exists():
+        raise ConfigError(f"{said}: is one path, not a command; an image is named by `container`")
+    if python == sys.executable:
+        return
+    if "/" not in python or (resources.setup and not Path(python).exists()):
+        say(f"{said}: is looked up on the nodes, after `setup`; it needs {_PACKAGE} {_own()}")
+        return
+    if not os.access(python, os.X_OK) or Path(python).is_dir():
+        raise ConfigError(f"{said}: no such program; name an interpreter that every node sees")
+    look = [python, "-c", _VERSION.format(_PACKAGE)]
+    try:
+        answer = subprocess.run(
+            look, capture_output=True, text=True, check=True, timeout=_LOOK_S, cwd="/"
+        )
+        found = json.loads(answer.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        raise ConfigError(
+            f"{said}: has no {_PACKAGE}; install {_PACKAGE} {_own()} into that environment"
+        ) from None
+    if found != _own():
+        raise ConfigError(f"{said}: has {_PACKAGE} {found}, and this is {_own()}; install that")
+
+
+def _own() -> str:
+    return metadata.version(_PACKAGE)

@@ -1,0 +1,113 @@
+"""Slurm's own word on a job that is not queued: would it take it, and when would it start it."""
+
+import getpass
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from subprocess import CompletedProcess
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import script
+from relax_hpc.launch.jobs import is_silent, output_of, words_of
+from relax_hpc.launch.placement import Component
+
+_TRIAL_S = 120
+_CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("Invalid account", ("account",)),
+    (
+        "policy|Limit|QOS",
+        ("account", "qos", "time", "nodes", "gpus_per_node", "cpus_per_task", "mem"),
+    ),
+    ("qos specification", ("qos",)),
+    ("feature", ("constraint",)),
+    ("reservation", ("reservation",)),
+    ("node name", ("exclude",)),
+    ("[Pp]artition", ("partition",)),
+    ("license", ("sbatch",)),
+    ("option", ("sbatch",)),
+    ("dependency", ()),
+    ("time limit", ("time",)),
+    (
+        "",
+        ("nodes", "gpus_per_node", "gpu_type", "cpus_per_task", "mem", "constraint", "exclude"),
+    ),
+)
+"""Words of sbatch -> fields of resources that they may be about."""
+
+
+def expected_start(job: script.Job, components: Sequence[Component]) -> str:
+    """Has Slurm try a job out, and queues nothing.
+
+    Returns:
+        When Slurm would start it, as of now.
+
+    Raises:
+        ConfigError: Slurm would refuse it; names the component and the keys that it may be.
+    """
+    answer = _try_out(job, components)
+    if answer.returncode:
+        if is_silent(answer):
+            raise ConfigError(f"{words_of(answer)}; check where Slurm answers, or with --local")
+        raise ConfigError(_explained(job, components, answer))
+    said = re.search(r"to start at (\S+)", answer.stderr)
+    return f"Slurm would start it at {said[1].replace('T', ' ')}" if said else "Slurm would take it"
+
+
+def _try_out(job: script.Job, components: Sequence[Component]) -> CompletedProcess[str]:
+    with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
+        file.write(script.slurm_script(job, components))
+        file.flush()
+        return output_of(["sbatch", "--test-only", file.name], _TRIAL_S)
+
+
+def _explained(
+    job: script.Job, components: Sequence[Component], answer: CompletedProcess[str]
+) -> str:
+    """Names the component that is refused, and those of its keys that it may be."""
+    hosts = [each for each in components if each.on is None]
+    refused = None
+    for each in hosts if len(hosts) > 1 else []:
+        alone = _try_out(job, [replace(each, bootstrap="files")])
+        if alone.returncode:
+            refused, answer = each, alone
+            break
+    words = re.sub("allocation failure: ", "", words_of(answer))
+    unasked = type(hosts[0].resources).model_fields
+    suspects = [refused] if refused else hosts
+    fields = next(fields for cause, fields in _CAUSES if re.search(cause, words))
+    keys = [
+        f"{each.key}.{name} = {value!r}"
+        for each in suspects
+        for name in fields
+        if (value := getattr(each.resources, name)) != unasked[name].default
+    ]
+    whole = f"{refused.key}" if refused else "the job"
+    return f"{', '.join(keys) or whole}: {words}{_allowed(fields)}"
+
+
+def _allowed(fields: Sequence[str]) -> str:
+    """Tells what a user may say instead."""
+    if fields == ("account",) and (accounts := associations("Account")):
+        return f"; yours are {', '.join(accounts)}"
+    if fields == ("qos",) and (names := associations("QOS")):
+        return f"; yours are {', '.join(names)}"
+    if fields == ("constraint",) and (features := _features()):
+        return f"; its nodes have {', '.join(features)}"
+    if fields == ("constraint",):
+        return "; no node has a feature, leave it out"
+    return "; change it"
+
+
+def associations(column: str) -> list[str]:
+    """Names that accounting lets this user say: accounts, or QOS; none without accounting."""
+    asked = ["sacctmgr", "-nP", "show", "assoc", f"user={getpass.getuser()}", f"format={column}"]
+    answer = output_of(asked)
+    lines = answer.stdout.split() if not answer.returncode else []
+    return sorted({name for line in lines for name in line.split(",") if name})
+
+
+def _features() -> list[str]:
+    answer = output_of(["sinfo", "-h", "-o", "%f"])
+    found = {name for line in answer.stdout.split() for name in line.split(",")}
+    return sorted(found - {"(null)"})

@@ -1,0 +1,118 @@
+"""Jobs that a cluster with accounting would refuse, or never start: `check` says which key."""
+
+import getpass
+import json
+import re
+import subprocess
+
+import pytest
+from conftest import local_slurm
+from typer.testing import CliRunner
+
+from relax_hpc.cli.main import app
+from relax_hpc.demo import checkpoint
+from relax_hpc.errors import ConfigError
+
+CONF = """\
+AccountingStorageEnforce=associations,limits,qos
+PartitionName=short Nodes=ALL MaxTime=60 State=UP
+PartitionName=narrow Nodes=ALL MaxNodes=1 State=UP
+PartitionName=broad Nodes=ALL MinNodes=3 State=UP
+PartitionName=drained Nodes=ALL State=DRAIN
+PartitionName=closed Nodes=ALL State=INACTIVE
+PartitionName=paying Nodes=ALL AllowAccounts=gold State=UP
+PartitionName=fast Nodes=ALL AllowQos=fast State=UP
+"""
+ACCOUNTING = """\
+add qos small MaxTRESPerJob=cpu=2,gres/gpu=1 Flags=DenyOnLimit
+add qos fast MaxWall=00:30:00 Flags=DenyOnLimit
+add qos hidden
+add account gold
+add account spent MaxSubmitJobs=0
+add user {me} account=spent
+modify user {me} set qos=normal,small,fast
+"""
+JOB = """
+name = "refused"
+model = { path = "model", dtype = "float32" }
+prompts.train = "prompts.jsonl"
+schedule = { num_steps = 5, prompts_per_step = 4 }
+"""
+REFUSED = {
+    "account=nope": "account = 'nope': sbatch: Invalid account .*; yours are default, .*spent",
+    "account=gold": "account = 'gold': sbatch: Invalid account .*; yours are default, .*spent",
+    "account=spent": "account = 'spent': sbatch: AssocMaxSubmitJobLimit; ",
+    "qos=nope": "qos = 'nope': sbatch: Invalid qos specification; yours are fast, normal, small",
+    "qos=hidden": "qos = 'hidden': sbatch: Invalid qos specification; yours are fast, normal",
+    "qos=small cpus_per_task=4": "qos = 'small', .*cpus_per_task = 4: sbatch: QOSMaxCpuPerJobLimit",
+    "qos=small gpus_per_node=2": "qos = 'small', .*gpus_per_node = 2: sbatch: QOSMaxGRESPerJob",
+    "qos=fast time=60": "qos = 'fast', .*time = '60': sbatch: QOSMaxWallDurationPerJobLimit",
+    "partition=mian": "partition = 'mian': no such partition; did you mean main?",
+    "partition=drained": "partition = 'drained': sbatch: Required partition not available",
+    "partition=closed": "partition = 'closed': sbatch: Required partition not available",
+    "partition=short time=2:00:00": "time = '2:00:00': partition short lets jobs run for 01:00:00;",
+    "partition=short time=UNLIMITED": "time = 'UNLIMITED': partition short lets jobs run for 01:00",
+    "partition=narrow max_nodes=2": "max_nodes = 2: partition narrow gives a component 1 nodes at",
+    "partition=broad": "nodes = 1: partition broad takes 3 nodes or more",
+    "partition=paying account=default": "account = 'default': partition paying takes gold only",
+    "partition=fast qos=normal": "qos = 'normal': partition fast takes fast only",
+    "constraint=h100": "constraint = 'h100': sbatch: Invalid feature .*; no node has a feature, ",
+    "gpus_per_node=h100:1": "gpus_per_node = 1, .*gpu_type = 'h100': sbatch: Requested node config",
+    "gpus_per_node=4": "gpus_per_node = 4: 0 nodes of partition main have as many",
+    "mem=999G": "mem = '999G': sbatch: .*(Memory|node config)",
+    "cpus_per_task=64": "cpus_per_task = 64: sbatch: Requested node configuration is not available",
+    "reservation=maintenance": "reservation = 'maintenance': sbatch: .*reservation is invalid",
+    "exclude=n9": "exclude = 'n9': sbatch: Invalid node name specified",
+    "sbatch=['--licenses=matlab:1']": "sbatch = .'--licenses=matlab:1'.: sbatch: Invalid license",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("a")
+    (folder / "extra.conf").write_text(CONF)
+    options = ["--accounting", "dbd", "--extra", folder / "extra.conf"]
+    with local_slurm(folder, "slurmctld", "slurmdbd", "mariadbd", options=options):
+        for line in ACCOUNTING.format(me=getpass.getuser()).splitlines():
+            subprocess.run(["sacctmgr", "-i", "-Q", *line.split()], check=True, timeout=60)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder, tokens = tmp_path_factory.mktemp("job"), checkpoint.tokenizer()
+    checkpoint.save(folder / "model", checkpoint.model(tokens, seed=0), tokens)
+    (folder / "prompts.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    (folder / "job.toml").write_text(JOB)
+    return folder
+
+
+def check(folder, monkeypatch, settings, component="engines.rollout"):
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("RELAX_PROFILE", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    told = [f"--set={component}.resources.{each}" for each in settings.split()]
+    return CliRunner().invoke(app, ["check", "job.toml", *told])
+
+
+@pytest.mark.parametrize("settings", REFUSED)
+def test_a_job_that_slurm_would_refuse_is_refused_by_its_key(folder, monkeypatch, settings):
+    answer = check(folder, monkeypatch, settings)
+    assert isinstance(answer.exception, ConfigError), answer.output
+    said = str(answer.exception)
+    assert said.startswith("engines.rollout.resources."), said
+    assert re.search(f"engines.rollout.resources.{REFUSED[settings]}", said), said
+    assert "\n" not in said
+    assert subprocess.run(["squeue", "-h"], capture_output=True, timeout=30).stdout == b""
+
+
+def test_the_component_at_fault_is_named_and_what_slurm_would_take_is_told_its_start(
+    folder, monkeypatch
+):
+    answer = check(folder, monkeypatch, "account=nope", component="actor")
+    assert str(answer.exception).startswith("actor.resources.account = 'nope': sbatch: Invalid")
+    answer = check(folder, monkeypatch, "qos=fast time=20 gpus=2 account=default")
+    assert answer.exit_code == 0, answer.exception
+    assert "Slurm would start it at 20" in answer.stderr
+    assert json.loads(answer.stdout)["engines"]["rollout"]["resources"]["gpus_per_node"] == 2
+    assert subprocess.run(["squeue", "-h"], capture_output=True, timeout=30).stdout == b""

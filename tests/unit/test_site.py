@@ -1,0 +1,248 @@
+"""What a site and a user want said to Slurm: spellings, shared tables, profiles, interpreters."""
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import validate
+from relax_hpc.launch import interpreter, partitions, profiles, script
+from relax_hpc.launch.placement import Component, place
+from relax_hpc.launch.submit import plan, resolve
+from relax_hpc.sections import Resources
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """Nobody's profiles but those of a test."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv(profiles.VARIABLE, raising=False)
+    folder = tmp_path / "config" / "relax-hpc"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def job(resources=None, rollout=None, actor=None, **launch):
+    tree = {
+        "name": "run",
+        "model": {"path": "m"},
+        "prompts": {"train": "t"},
+        "schedule": {"num_steps": 1},
+        "engines": {"rollout": {"resources": rollout or {}}},
+        "actor": {"resources": actor or {}},
+        "resources": resources or {},
+        "launch": launch,
+    }
+    return validate(tree, source="job")
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ({"time": 30}, "--time=30"),
+        ({"time": "2-00:00:00"}, "--time=2-00:00:00"),
+        ({"time": "UNLIMITED"}, "--time=UNLIMITED"),
+        ({"mem": 64000}, "--mem=64000"),
+        ({"gpus_per_node": "h100:4"}, "--gpus-per-node=h100:4"),
+        ({"gpus_per_node": "gpu:4"}, "--gpus-per-node=4"),
+        ({"gpus": "h100:4"}, "--gpus-per-node=h100:4"),
+        ({"gpus": 8, "nodes": 1}, "--gpus-per-node=8"),
+        ({"reservation": "course"}, "--reservation=course"),
+        ({"exclude": "n[3-4]"}, "--exclude='n[3-4]'"),
+    ],
+)
+def test_requests_are_written_as_slurm_writes_them(asked, line):
+    rollout, _ = components = place(job(rollout=asked))
+    text = script.slurm_script(script.Job("run", Path("/runs/run")), components)
+    leader, follower = text.split("#SBATCH hetjob\n")
+    assert f"#SBATCH {line}\n" in leader and f"#SBATCH {line}" not in follower
+    assert Resources.model_validate_json(rollout.resources.model_dump_json()) == rollout.resources
+
+
+def test_gpus_of_all_nodes_are_dealt_over_them():
+    assert Resources(nodes=2, gpus="h100:8").gpus_per_node == 4
+    assert Resources(nodes=2, gpus="h100:8").gpu_type == "h100"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"gpus": 3, "nodes": 2}, "gpus = 3: does not divide over nodes = 2"),
+        ({"gpus": "many"}, "gpus = 'many': is no number of GPUs; use 8 or"),
+        ({"gpus": 2, "gpus_per_node": 1}, "takes either gpus or gpus_per_node; remove one of them"),
+        ({"gpus_per_node": "h100:"}, "gpus_per_node = 'h100:': is no number of GPUs; use 4 or"),
+        ({"time": True}, "time = True: input should be a valid string"),
+        ({"time": 2.5}, "time = 2.5: input should be a valid string"),
+        ({"mail": "a@b.c"}, "resources.mail = 'a@b.c': is of the whole job; set resources.mail"),
+    ],
+)
+def test_spellings_that_mean_nothing_are_refused(asked, message):
+    with pytest.raises(ConfigError) as error:
+        job(rollout=asked)
+    assert message in str(error.value)
+
+
+def test_what_components_share_is_between_the_site_and_their_own(home):
+    (home / "site.toml").write_text('qos = "site"\ntime = 1\naccount = "site"\n[actor]\ntime = 2\n')
+    shared = {"time": 3, "account": "shared", "partition": "shared"}
+    rollout, actor = place(job(shared, actor={"partition": "own"}, profile="site"))
+    asked = Resources(qos="site", time="3", account="shared", partition="shared")
+    assert rollout.resources == asked
+    assert actor.resources == asked.model_copy(update={"partition": "own"})
+
+
+def test_what_is_of_the_whole_job_is_said_once_and_the_jobs_word_is_last(home):
+    (home / "site.toml").write_text('comment = "of the site"\nmail = "site@b.c"')
+    asked = {"mail": "me@b.c", "dependency": "afterok:7"}
+    config, components = resolve(job(asked, profile="site"))
+    first = plan("slurm", config, components, 1).script
+    leader, follower = first.split("#SBATCH hetjob\n")
+    for line in ("--comment='of the site'", "--mail-user=me@b.c", "--dependency=afterok:7"):
+        assert f"#SBATCH {line}\n" in leader and line not in follower
+    assert "#SBATCH --mail-type=BEGIN,END,FAIL,REQUEUE" in leader
+    again = plan("slurm", config, components, 2).script
+    assert "--mail-user" in again and "--dependency" not in again
+
+
+def test_the_profile_is_the_jobs_then_the_variables_then_the_users_default(home, monkeypatch):
+    assert profiles.chosen(None) is None and resolve(job())[0].launch.profile is None
+    (home / "default.toml").write_text('qos = "default"')
+    (home / "mine.toml").write_text('qos = "mine"')
+    config, [rollout, _] = resolve(job())
+    assert (rollout.resources.qos, config.launch.profile) == ("default", str(home / "default.toml"))
+    monkeypatch.setenv(profiles.VARIABLE, "mine")
+    assert place(job())[0].resources.qos == "mine"
+    assert place(job(profile="local"))[0].resources.qos is None
+    assert profiles.chosen("local") == "local", "wherever the package is by then"
+    monkeypatch.setenv(profiles.VARIABLE, "mien")
+    with pytest.raises(ConfigError, match=r"\$RELAX_PROFILE = 'mien': no such .* mean mine"):
+        place(job())
+
+
+def test_a_profile_knows_no_nodes_to_deal_gpus_over(home):
+    (home / "default.toml").write_text("[actor]\ngpus = 8")
+    with pytest.raises(ConfigError, match=r"default.toml: actor.gpus = 8: .* use gpus_per_node"):
+        place(job())
+
+
+def run_setup(tmp_path, *setup):
+    """Runs the script of a job whose step says ok, here."""
+    folder = tmp_path / "run"
+    toy = script.Job("toy", folder, has_summary=False, task=("-c", "print('ok')"))
+    asked = Resources(setup=list(setup), python=sys.executable)
+    components = [Component("actor", 1, asked)]
+    script.make_folders(toy, components)
+    (folder / "job.sh").write_text(script.local_script(toy, components))
+    command = ["bash", folder / "job.sh", "7"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60), toy.folder
+
+
+def test_a_failing_setup_line_ends_the_run_with_its_text(tmp_path):
+    done, folder = run_setup(tmp_path, "export A=1 # and a comment", "module load nothing")
+    assert done.returncode not in (0, 143)
+    assert "actor: setup ended with exit code 127: module load nothing\n" in done.stdout
+    assert (folder / "7_exit_code").read_text() == f"{done.returncode}\n"
+    assert "start 1" not in done.stdout, "no step ran"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [("if true; then", "unexpected end of file"), ("echo 'a", "while looking for matching")],
+)
+def test_a_setup_line_that_is_no_whole_command_is_refused(line, said):
+    with pytest.raises(ConfigError, match=rf"setup\[0\] = .*{said}.*in one entry"):
+        look(setup=[line])
+
+
+def look(*, use_slurm=True, **resources):
+    said = []
+    asked = Resources(**resources)
+    interpreter.check("actor.resources", asked, use_slurm=use_slurm, say=said.append)
+    return said
+
+
+def test_an_interpreter_is_looked_at(tmp_path):
+    assert look(python=sys.executable) == []
+    own = metadata.version("relax-hpc")
+    programs = {"bare": "exit 1", "old": "echo '\"0.0.1\"'", "same": f"echo '\"{own}\"'"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    assert look(python=str(tmp_path / "same")) == []
+    for name, answer in (
+        (str(tmp_path / "none"), "no such program"),
+        (str(tmp_path), "no such program"),
+        (str(tmp_path / "bare"), "has no relax-hpc; install relax-hpc"),
+        (str(tmp_path / "old"), "has relax-hpc 0.0.1, and this is"),
+        ("apptainer exec image.sif python", "is one path, not a command; an image is named by"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            look(python=name)
+        assert answer in str(error.value)
+    later = look(python="/local/env/bin/python", setup=["tar -C /local -xf env.tar"])
+    assert "is looked up on the nodes, after `setup`" in later[0]
+
+
+def test_an_image_is_run_by_apptainer_which_sees_the_run_directory(tmp_path):
+    image = tmp_path / "relax.sif"
+    image.touch()
+    apptainer = tmp_path / "apptainer"
+    apptainer.write_text(f'#!/bin/bash\necho "$*" > {tmp_path}/asked\nexec "${{@:6}}"\n')
+    apptainer.chmod(0o755)
+    asked = Resources(container=str(image), python=sys.executable, gpus_per_node=1)
+    assert look(container=str(image)) == []
+    command = interpreter.command(asked, tmp_path / "runs", "unused")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    said = subprocess.run(
+        [*command, "-c", "print('in')"], env={"PATH": path}, capture_output=True, text=True
+    )
+    assert said.stdout == "in\n"
+    told = (tmp_path / "asked").read_text()
+    assert told.startswith(f"exec --nv --bind {tmp_path}/runs {image} {sys.executable} -c ")
+    without = interpreter.command(Resources(container=str(image)), tmp_path, "unused")
+    assert "--nv" not in without and without[-1] == "python3"
+
+
+def test_an_image_of_enroot_is_run_by_srun():
+    asked = Component("actor", 1, Resources(container="nvcr.io/site/relax:1", srun=["--extra"]))
+    text = script.slurm_script(script.Job("run", Path("/runs/run")), [asked])
+    image = "--container-image=nvcr.io/site/relax:1 --container-mounts=/runs:/runs --extra "
+    assert image in text and " python3 -u -m relax_hpc.launch.entry " in text
+    assert interpreter.runner("/images/relax.sqsh") == "pyxis"
+    with pytest.raises(ConfigError, match="is run by pyxis, a part of srun; without Slurm use"):
+        look(container="nvcr.io/site/relax:1", use_slurm=False)
+    with pytest.raises(ConfigError, match="no such file or folder"):
+        look(container="/nowhere/relax.sif")
+    with pytest.raises(ConfigError, match="is no absolute path"):
+        look(container="relax.sif")
+
+
+LIMITS = """\
+PartitionName=gpu AllowAccounts=ALL AllowQos=normal,long Default=YES MaxNodes=2 MaxTime=1-00:00:00
+PartitionName=any DenyAccounts=poor MaxNodes=UNLIMITED MaxTime=UNLIMITED MinNodes=0
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "partition", "found"),
+    [
+        ({"time": "24:00:00", "nodes": 2, "qos": "long", "account": "poor"}, "gpu", None),
+        ({"time": "24:01:00"}, "gpu", ("time", "24:01:00")),
+        ({"nodes": 3}, "gpu", ("nodes", 3)),
+        ({"qos": "high"}, "gpu", ("qos", "high")),
+        ({"account": "poor"}, "any", ("account", "poor")),
+        ({"time": "UNLIMITED", "nodes": 3, "qos": "high"}, "any", None),
+    ],
+)
+def test_limits_of_a_partition_are_read_as_slurm_prints_them(asked, partition, found):
+    limits = partitions.parse_limits(LIMITS)[partition]
+    asked = Component("rollout", 6, Resources(**asked))
+    limit = partitions.over_limit(asked, limits)
+    assert limit and (limit.key, limit.value) == found if found else limit is None
+    lifted = "PartitionTimeLimit,PartitionMaxNodes"
+    if found and found[0] in ("time", "nodes"):
+        assert partitions.over_limit(asked, limits, lifted) is None
