@@ -9,6 +9,7 @@ from relax_hpc.algorithms.corrections.none import NoCorrection
 from relax_hpc.algorithms.entropy import NoEntropy
 from relax_hpc.algorithms.kl import Kl
 from relax_hpc.algorithms.part import LossFunction, LossOutput, Part, Tokens, Total
+from relax_hpc.algorithms.ratios import spread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +70,7 @@ def _loss(algorithm: Algorithm, kl: Kl | None, logprobs: "Tensor", tokens: Token
     tokens = tokens.with_columns(anchor_logprobs=tokens.columns[anchor])
     found = algorithm.loss.of_tokens(logprobs, tokens)
     sums = _Sums(tokens)
-    sums.measure(found.metrics)
+    sums.measure({**spread(logprobs, tokens), **found.metrics})
     value = found.loss.where(mask, 0.0)
     if not isinstance(algorithm.correction, NoCorrection):
         corrected = algorithm.correction.of_tokens(tokens)
@@ -79,7 +80,7 @@ def _loss(algorithm: Algorithm, kl: Kl | None, logprobs: "Tensor", tokens: Token
     if kl is not None:
         distance = kl.of_tokens(logprobs, tokens)
         sums.measure(distance.metrics)
-        if kl.coefficient:
+        if kl.coefficient and kl.place == "loss":
             total = total + kl.coefficient * sums.over_tokens(distance.loss)
     if "entropy_weight" in tokens.columns:
         weight, entropy = tokens.columns["entropy_weight"], tokens.columns["entropy"]

@@ -1,44 +1,79 @@
-"""Distances of the policy from a reference."""
+"""The divergence of the policy from a reference, estimated from the tokens that were sampled."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from relax_hpc.algorithms.part import Needs, Part, TokenLoss, Tokens
+from relax_hpc.algorithms.part import Needs, Part, TokenLoss, Tokens, Total
+from relax_hpc.algorithms.ratios import log_ratio
 from relax_hpc.sections import Number
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_LARGEST = 20.0
-"""Largest log pi_ref - log pi: e**20 is far beyond what a gradient survives, and still finite."""
+Estimator = Literal["k1", "k2", "k3", "rk3"]
 
 
 class Kl(Part):
-    """An estimate of KL(pi || pi_ref) per token: never negative, unbiased for tokens from pi.
+    """A pull towards the reference: in the loss by its gradient, in the reward by the advantage.
 
-        kl_t = exp(d_t) - d_t - 1,    d_t = ref_logprobs_t - logprobs_t
+    With d = log pi - log pi_ref of the sampled token, and r = pi / mu, mu its sampler:
 
-    Source: GRPO (arXiv:2402.03300) eq. 4; Schulman, "Approximating KL divergence" (2020), k3.
+        k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    rk3 = r * k3
+
+    Expected gradients in the loss: rk3's is that of KL(pi || pi_ref), whoever sampled; k2's is if
+    pi sampled; k3's is that of KL(pi_ref || pi); k1's is 0, or off-policy a pull to mu, and is
+    refused. k1 is what a reward takes: its mean is the divergence, if pi sampled. Sources: k1 to
+    k3, Schulman, "Approximating KL divergence" (2020); k3 in the loss, GRPO (arXiv:2402.03300);
+    rk3, DeepSeek-V3.2 (arXiv:2512.02556), where, as in slime and TRL, r is to the policy before the
+    step. verl offers k1 in the loss, and cuts k3 off at 10.
     """
 
-    name: Literal["k3"] = "k3"
+    name: Estimator = "rk3"
+    """Estimator."""
     coefficient: Annotated[Number, Field(ge=0)] = 0.001
-    """Weight of the divergence in the loss; 0 only measures. Above 0 needs a reference."""
+    """Weight of the divergence; 0 only measures it. Above 0 needs a reference."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: its gradient is added. reward: the advantage of a token is lowered by the divergence of
+    that token and those after it, before the step."""
+
+    @model_validator(mode="after")
+    def _has_a_gradient(self) -> Self:
+        if self.name == "k1" and self.place == "loss":
+            raise ValueError("k1 in the loss has no gradient towards the reference; use rk3")
+        return self
 
     def needs(self) -> Needs:
         if not self.coefficient:
             return Needs()
         key = f"algorithm.kl.coefficient = {self.coefficient}"
-        return Needs({"ragged/ref_logprobs": key}, every_row=True)
+        return Needs({"ragged/ref_logprobs": key}, prepass=self.place == "reward", every_row=True)
 
     def of_tokens(self, logprobs: "Tensor", tokens: Tokens) -> TokenLoss:
-        """The estimate of each token, without the coefficient."""
-        # Masked positions may hold garbage; garbage * 0 is nan, so select before.
-        gap = (tokens.columns["ref_logprobs"] - logprobs).where(tokens.loss_mask, 0.0)
-        gap = gap.clamp(max=_LARGEST)
-        kl = gap.exp() - gap - 1
+        """The estimate of each token, nats, without the coefficient."""
+        gap = log_ratio(logprobs, tokens, "ref_logprobs")
+        if self.name == "k1":
+            kl = gap
+        elif self.name == "k2":
+            kl = gap.square() / 2
+        else:
+            kl = (-gap).exp() - 1 + gap
+        if self.name == "rk3":
+            kl = kl * log_ratio(logprobs, tokens, "rollout_logprobs").exp()
         return TokenLoss(kl, {"kl/mean": kl.detach()})
+
+    def prepare(self, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
+        from relax_hpc.algorithms.segments import rest_over
+
+        def of(batch: Tokens) -> Tokens:
+            kl = self.of_tokens(batch.columns["old_logprobs"], batch).loss
+            rest = rest_over(kl, batch.sequence_ids, batch.loss_mask, len(batch.groups))
+            return batch.with_columns(
+                advantages=batch.columns["advantages"] - self.coefficient * rest
+            )
+
+        return [of(batch) for batch in batches] if self.place == "reward" else list(batches)
 
 
 class NoKl(Part):

@@ -17,3 +17,16 @@ def mean_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
     """Divides `sum_over` by the tokens under the mask; 0 where there is none."""
     ones = torch.ones_like(values)
     return sum_over(values, ids, mask, count) / sum_over(ones, ids, mask, count).clamp(min=1)
+
+
+def rest_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
+    """[T] sum of `values` over a token and those after it in its sequence, under the mask.
+
+    Sequences lie end to end; in whichever order their numbers are.
+    """
+    kept = torch.where(mask, values, 0).double()
+    so_far, at = kept.cumsum(0), torch.arange(len(ids), device=ids.device)
+    last = torch.zeros(count, dtype=torch.int64, device=ids.device).scatter_reduce(
+        0, ids, at, "amax"
+    )
+    return (so_far[last][ids] - so_far + kept).to(values.dtype)

@@ -8,20 +8,78 @@ from pydantic import ValidationError
 from pydantic_core import InitErrorDetails
 
 from relax_hpc.algorithms import plugin
+from relax_hpc.algorithms.advantages.batch_std import BatchStd
+from relax_hpc.algorithms.advantages.gpg import Gpg
 from relax_hpc.algorithms.advantages.group_mean import GroupMean
 from relax_hpc.algorithms.advantages.grpo import Grpo
+from relax_hpc.algorithms.advantages.max_rl import MaxRl
+from relax_hpc.algorithms.advantages.opo import Opo
+from relax_hpc.algorithms.advantages.pass_k import PassK
+from relax_hpc.algorithms.advantages.reinforce_pp import ReinforcePp
+from relax_hpc.algorithms.advantages.reinforce_pp_baseline import ReinforcePpBaseline
+from relax_hpc.algorithms.advantages.rloo import Rloo
+from relax_hpc.algorithms.corrections.icepop import IcepopCorrection
 from relax_hpc.algorithms.corrections.none import NoCorrection
+from relax_hpc.algorithms.corrections.opsm import Opsm
+from relax_hpc.algorithms.corrections.reject_geometric import RejectGeometric
+from relax_hpc.algorithms.corrections.reject_k1 import RejectK1
+from relax_hpc.algorithms.corrections.reject_k3 import RejectK3
+from relax_hpc.algorithms.corrections.sequence_tis import SequenceTis
 from relax_hpc.algorithms.corrections.tis import Tis
 from relax_hpc.algorithms.entropy import NoEntropy
 from relax_hpc.algorithms.groups import AsSampled
 from relax_hpc.algorithms.kl import Kl, NoKl
+from relax_hpc.algorithms.losses.cispo import Cispo
+from relax_hpc.algorithms.losses.dppo_kl import DppoKl
+from relax_hpc.algorithms.losses.dppo_tv import DppoTv
+from relax_hpc.algorithms.losses.gmpo import Gmpo
+from relax_hpc.algorithms.losses.gspo import Gspo
+from relax_hpc.algorithms.losses.icepop import Icepop
+from relax_hpc.algorithms.losses.ipo import Ipo
+from relax_hpc.algorithms.losses.kpop import Kpop
+from relax_hpc.algorithms.losses.m2po import M2po
+from relax_hpc.algorithms.losses.policy_gradient import PolicyGradient
 from relax_hpc.algorithms.losses.ppo_clip import PpoClip
+from relax_hpc.algorithms.losses.sapo import Sapo
 from relax_hpc.algorithms.part import Advantage, Correction, Loss, Part
 
 PARTS: Mapping[str, Sequence[type[Part]]] = {
-    "advantage": (GroupMean, Grpo),
-    "loss": (PpoClip,),
-    "correction": (NoCorrection, Tis),
+    "advantage": (
+        GroupMean,
+        Grpo,
+        BatchStd,
+        Rloo,
+        MaxRl,
+        PassK,
+        Opo,
+        Gpg,
+        ReinforcePp,
+        ReinforcePpBaseline,
+    ),
+    "loss": (
+        PolicyGradient,
+        PpoClip,
+        Gspo,
+        Gmpo,
+        Sapo,
+        Cispo,
+        M2po,
+        DppoTv,
+        DppoKl,
+        Ipo,
+        Icepop,
+        Kpop,
+    ),
+    "correction": (
+        NoCorrection,
+        Tis,
+        SequenceTis,
+        IcepopCorrection,
+        Opsm,
+        RejectGeometric,
+        RejectK3,
+        RejectK1,
+    ),
     "kl": (NoKl, Kl),
     "entropy": (NoEntropy,),
     "groups": (AsSampled,),

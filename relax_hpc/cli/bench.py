@@ -22,6 +22,8 @@ TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks
 PipelineStages = Annotated[int, typer.Option("--pp", help="Pipeline stages.", min=1)]
 ExpertParallel = Annotated[int, typer.Option("--ep", help="Ranks that share the experts.", min=1)]
 
+Lags = Annotated[list[int], typer.Option(help="Of schedule.max_staleness; repeatable.", min=0)]
+
 
 @bench.command("bus", epilog="Example:  relax-hpc bench bus --folder /scratch --json bus.json")
 def bench_bus(
@@ -147,3 +149,35 @@ def bench_generate(
         python=python,
     )  # fmt: skip
     show(generate.rows(turns, load), console, json_file, before)
+
+
+@bench.command(
+    "algorithms",
+    epilog="Example:  relax-hpc bench algorithms --plot docs/algorithms.png > table.md",
+)
+def bench_algorithms(
+    preset: Annotated[
+        list[str], typer.Option(help="Of algorithm.preset; repeatable; all unless given.")
+    ] = [],  # noqa: B006
+    lag: Lags = [1, 4],  # noqa: B006
+    steps: Annotated[int, typer.Option(help="Of every run.", min=1)] = 100,
+    job: Annotated[Path, typer.Option(help="The task.")] = Path("jobs/demo.toml"),
+    folder: Annotated[
+        Path, typer.Option(help="Results; what is done there is not done again.")
+    ] = Path("runs/bench-algorithms"),
+    limit: Annotated[float, typer.Option(help="Minutes of a run.", min=0.1)] = 30.0,
+    overrides: Overrides = [],  # noqa: B006
+    plot: Annotated[Path | None, typer.Option(help="Also draw the rewards to this PNG.")] = None,
+) -> None:
+    """Train a tiny task with every preset at every lag, here: a table of what came of it."""
+    from relax_hpc.bench import algorithms
+    from relax_hpc.bench.report import machine
+
+    wanted = algorithms.trials(preset, lag, steps)
+    results = algorithms.measure(
+        wanted, job, folder, overrides=overrides, limit_s=60 * limit,
+        say=lambda text: typer.echo(text, err=True),
+    )  # fmt: skip
+    typer.echo(algorithms.markdown(results))
+    if plot is not None:
+        algorithms.plot(results, plot, f"{job.name}, {steps} steps; {machine()}")

@@ -184,7 +184,7 @@ def test_metrics_count_trained_tokens_only():
     mask = torch.tensor([True, True, True, False])
     old = torch.full((4,), -1.0)
     _, metrics, _ = grpo(old + log_ratio, old, old - gap, torch.ones(4), mask, **SETTINGS)
-    assert metrics["loss/clip_fraction"].item() == 2
+    assert metrics["loss/clip_fraction"].item() == 1  # the third is below, and pulled up
     assert metrics["loss/importance_capped"].item() == 1
     assert metrics["loss/importance_mean"].item() == pytest.approx(1 + math.exp(0.5) + 2, rel=1e-6)
     kl = math.exp(0.5) - 1 - 0.5 + math.exp(-0.5) - 1 + 0.5  # of the trained tokens: r - 1 - ln r

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows
+from relax_hpc.algorithms.siblings import centred
 
 
 class GroupMean(Advantage):
@@ -18,8 +19,4 @@ class GroupMean(Advantage):
         return Needs(scope="group", min_siblings=2)
 
     def of_groups(self, rows: Rows) -> Floats:
-        import torch
-
-        exact = torch.from_numpy(rows.rewards).double()  # the mean of equal ones is what they are
-        centred = exact - exact.nanmean(dim=1, keepdim=True)
-        return centred.nan_to_num().float().numpy()
+        return centred(rows.rewards).astype(rows.rewards.dtype)

@@ -2,7 +2,10 @@
 
 from typing import Literal
 
+import numpy as np
+
 from relax_hpc.algorithms.part import Advantage, Floats, Needs, Rows
+from relax_hpc.algorithms.siblings import centred, counts, deviation
 
 _EPS = 1e-6
 """Keeps a group of nearly equal rewards finite."""
@@ -11,8 +14,8 @@ _EPS = 1e-6
 class Grpo(Advantage):
     """A = (R - mean(R)) / (std(R) + 1e-6) over the siblings of a prompt; std divides by G - 1.
 
-    A group of equals, or with a single reward, is worth 0 (verl gives a single one A = R). Source:
-    GRPO (arXiv:2402.03300), outcome supervision.
+    A group of equals, or with a single reward, is worth 0 (verl and SkyRL give a single one A = R).
+    Source: GRPO (arXiv:2402.03300), outcome supervision. TRL adds 1e-4 to the deviation.
     """
 
     name: Literal["grpo"] = "grpo"
@@ -21,10 +24,6 @@ class Grpo(Advantage):
         return Needs(scope="group", min_siblings=2)
 
     def of_groups(self, rows: Rows) -> Floats:
-        import torch
-
-        exact = torch.from_numpy(rows.rewards).double()
-        centred = exact - exact.nanmean(dim=1, keepdim=True)
-        others = (exact.isfinite().sum(dim=1, keepdim=True) - 1).clamp(min=1)
-        deviation = (centred.square().nansum(dim=1, keepdim=True) / others).sqrt()
-        return (centred / (deviation + _EPS)).nan_to_num().float().numpy()
+        centres = centred(rows.rewards)
+        scale = deviation(centres, counts(rows.rewards)) + _EPS
+        return np.asarray(centres / scale, rows.rewards.dtype)

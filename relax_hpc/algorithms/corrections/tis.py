@@ -1,10 +1,11 @@
-"""Truncated importance weights."""
+"""Truncated importance weights, by token."""
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_hpc.algorithms.part import Anchor, Correction, Needs, Tokens, TokenWeights
+from relax_hpc.algorithms.part import Correction, Needs, Tokens, TokenWeights
+from relax_hpc.algorithms.ratios import weight_logs
 from relax_hpc.sections import Number
 
 
@@ -21,14 +22,10 @@ class Tis(Correction):
     """Largest weight."""
 
     def needs(self) -> Needs:
-        return Needs(anchors=frozenset(get_args(Anchor)))
+        return Needs(anchors=frozenset({"old", "rollout"}))
 
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
-        columns = tokens.columns
-        gap = (columns["old_logprobs"] - columns["rollout_logprobs"]).where(tokens.loss_mask, 0.0)
-        weights = gap.exp().clamp(max=self.cap).detach()
-        metrics = {
-            "loss/importance_mean": weights,
-            "loss/importance_capped": weights >= self.cap,
-        }
-        return TokenWeights(weights, metrics)
+        weights = weight_logs(tokens).exp()
+        capped = {"loss/importance_capped": weights >= self.cap}
+        weights = weights.clamp(max=self.cap)
+        return TokenWeights(weights, {"loss/importance_mean": weights, **capped})

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from relax_hpc.algorithms.part import Loss, TokenLoss, Tokens
+from relax_hpc.algorithms.ratios import advantages_of, log_ratio
 from relax_hpc.sections import Number
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 class PpoClip(Loss):
     """loss_t = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / anchor.
 
-    Sources: PPO (arXiv:1707.06347); bounds that differ are clip-higher of DAPO (arXiv:2503.14476).
+    With `dual`, and A < 0, at most -dual * A: a ratio however large has no gradient there (arXiv:
+    1912.09729). Sources: PPO (arXiv:1707.06347); bounds that differ are clip-higher of DAPO
+    (arXiv:2503.14476). verl has dual = 3 unless told otherwise; slime's callers leave it off.
     """
 
     name: Literal["ppo_clip"] = "ppo_clip"
@@ -22,15 +25,16 @@ class PpoClip(Loss):
     """Lower clip: ratio >= 1 - clip_low."""
     clip_high: Annotated[Number, Field(gt=0)] = 0.28
     """Upper clip: ratio <= 1 + clip_high."""
+    dual: Annotated[Number, Field(gt=1)] | None = None
+    """Largest ratio that still counts where the advantage is below 0; 3 is usual."""
 
     def of_tokens(self, logprobs: "Tensor", tokens: Tokens) -> TokenLoss:
-        mask, columns = tokens.loss_mask, tokens.columns
-        log_ratio = (logprobs - columns["anchor_logprobs"]).where(mask, 0.0)
-        ratio, advantages = log_ratio.exp(), columns["advantages"].where(mask, 0.0)
-        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        loss = -(ratio * advantages).minimum(clipped * advantages)
-        metrics = {
-            "loss/clip_fraction": clipped != ratio,
-            "loss/approx_kl": (ratio - 1 - log_ratio).detach(),
-        }
-        return TokenLoss(loss, metrics)
+        ratio, advantages = log_ratio(logprobs, tokens).exp(), advantages_of(tokens)
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * advantages
+        loss = -(ratio * advantages).minimum(clipped)
+        is_clipped = clipped.detach() < (ratio * advantages).detach()
+        if self.dual is not None:
+            limit = -self.dual * advantages
+            beyond = (advantages < 0) & (loss.detach() > limit)
+            loss, is_clipped = limit.where(beyond, loss), is_clipped | beyond
+        return TokenLoss(loss, {"loss/clip_fraction": is_clipped})

@@ -1,0 +1,54 @@
+"""A clip as wide as the second moment of the batch's ratios allows."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from relax_hpc.algorithms.part import Loss, Needs, TokenLoss, Tokens, Total
+from relax_hpc.algorithms.ratios import advantages_of, log_ratio
+from relax_hpc.algorithms.search import largest
+from relax_hpc.sections import Number
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class M2po(Loss):
+    """loss_t = -min(r A, clip(r, exp(-tau), exp(tau)) A), r = pi / anchor.
+
+    tau is the largest for which the mean of min(abs(log r), tau)^2, over the tokens with A > 0 and
+    r > 1 or A < 0 and r < 1, is within the budget. Source: M2PO (arXiv:2510.01161). The authors
+    solve it in each micro-batch, and take the next token below; ours once for the batch, of the
+    policy before the step. AReaL drops tokens instead, of any sign.
+    """
+
+    name: Literal["m2po"] = "m2po"
+    anchor: Literal["rollout"] = "rollout"
+    """Policy in the denominator of the ratio, the sampler: to the other one it is 1 at first."""
+    budget: Annotated[Number, Field(gt=0)] = 0.04
+    """Mean of the squared log ratio that is let through."""
+
+    def needs(self) -> Needs:
+        return Needs(scope="batch", prepass=True, anchors=frozenset({"old", "rollout"}))
+
+    def prepare(self, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
+        tau = largest([_harmful(batch) for batch in batches], self.budget, total)
+        return [
+            batch.with_columns(m2po_tau=tau.to(like := batch.columns["advantages"]).expand_as(like))
+            for batch in batches
+        ]
+
+    def of_tokens(self, logprobs: "Tensor", tokens: Tokens) -> TokenLoss:
+        ratio, advantages = log_ratio(logprobs, tokens).exp(), advantages_of(tokens)
+        tau = tokens.columns["m2po_tau"]
+        clipped = ratio.clamp((-tau).exp(), tau.exp()) * advantages
+        is_clipped = clipped.detach() < (ratio * advantages).detach()
+        metrics = {"loss/clip_fraction": is_clipped, "loss/m2po_tau": tau}
+        return TokenLoss(-(ratio * advantages).minimum(clipped), metrics)
+
+
+def _harmful(batch: Tokens) -> "Tensor":
+    """Squared log ratios of the tokens that have moved in the direction of their advantage."""
+    logs = log_ratio(batch.columns["old_logprobs"], batch, "rollout_logprobs").double()
+    return logs.square()[logs * advantages_of(batch) > 0]

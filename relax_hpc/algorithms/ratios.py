@@ -1,0 +1,82 @@
+"""Probability ratios of tokens, as losses and corrections compare two policies."""
+
+from typing import TYPE_CHECKING
+
+from relax_hpc.algorithms.part import Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LARGEST = 20.0
+"""Largest abs(log ratio) that counts: beyond, e**20, no gradient is worth having."""
+_LEAST = 1e-6
+
+
+def log_ratio(logprobs: "Tensor", tokens: Tokens, base: str = "anchor_logprobs") -> "Tensor":
+    """[T] logprobs less those of `base`; 0 off the mask, and no gradient beyond `LARGEST`."""
+    gap = logprobs - tokens.columns[base]
+    return gap.where(tokens.loss_mask, 0.0).clamp(-LARGEST, LARGEST)
+
+
+def weight_logs(tokens: Tokens) -> "Tensor":
+    """[T] log w of corrections, w = pi_old / mu, without gradient."""
+    return log_ratio(tokens.columns["old_logprobs"], tokens, "rollout_logprobs").detach()
+
+
+def advantages_of(tokens: Tokens) -> "Tensor":
+    """[T] advantages; 0 off the mask."""
+    return tokens.columns["advantages"].where(tokens.loss_mask, 0.0)
+
+
+def sequence_means(values: "Tensor", tokens: Tokens) -> "Tensor":
+    """[T] mean of `values` over the trained tokens of each token's sequence."""
+    from relax_hpc.algorithms.segments import mean_over
+
+    ids = tokens.sequence_ids
+    return mean_over(values, ids, tokens.loss_mask, len(tokens.groups))[ids]
+
+
+def sequence_sums(values: "Tensor", tokens: Tokens) -> "Tensor":
+    """[T] sum of `values` over the trained tokens of each token's sequence."""
+    from relax_hpc.algorithms.segments import sum_over
+
+    ids = tokens.sequence_ids
+    return sum_over(values, ids, tokens.loss_mask, len(tokens.groups))[ids]
+
+
+def shift(logprobs: "Tensor", tokens: Tokens) -> "Tensor":
+    """[T] pi - anchor, the difference of the token's probabilities, without gradient."""
+    now, then = _probabilities(logprobs, tokens)
+    return now - then
+
+
+def spread(logprobs: "Tensor", tokens: Tokens) -> "dict[str, Tensor]":
+    """[T] each: how far the policy is from the anchor, r = pi / anchor, without gradient.
+
+    Of n tokens, n * ratio^2 / ratio_squared (means) is the size of a sample of equal weights that
+    varies as much: the effective sample size.
+    """
+    logs = log_ratio(logprobs.detach(), tokens)
+    ratio = logs.exp()
+    return {
+        "loss/approx_kl": ratio - 1 - logs,
+        "loss/log_ratio_squared": logs.square(),
+        "loss/ratio": ratio,
+        "loss/ratio_squared": ratio.square(),
+    }
+
+
+def binary_kl(logprobs: "Tensor", tokens: Tokens) -> "tuple[Tensor, Tensor]":
+    """[T] KL(anchor || pi) and KL(pi || anchor) of "this token or another", without gradient.
+
+    Probabilities are held within [1e-6, 1 - 1e-6].
+    """
+    now, then = (p.clamp(_LEAST, 1 - _LEAST) for p in _probabilities(logprobs, tokens))
+    same, other = (now / then).log(), ((1 - now) / (1 - then)).log()
+    return -then * same - (1 - then) * other, now * same + (1 - now) * other
+
+
+def _probabilities(logprobs: "Tensor", tokens: Tokens) -> "tuple[Tensor, Tensor]":
+    # Exact where both are: select before exp, since anything may stand off the mask.
+    mask, anchor = tokens.loss_mask, tokens.columns["anchor_logprobs"]
+    return logprobs.detach().where(mask, 0.0).exp(), anchor.where(mask, 0.0).exp()

@@ -1,0 +1,145 @@
+"""Estimators of the divergence: what their gradients are in expectation, and the rest."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from batches import alone, pack, padded, random_batch
+
+from relax_hpc.algorithms.kl import Kl
+
+ESTIMATORS = ["k1", "k2", "k3", "rk3"]
+LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
+REFERENCE = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+STALE = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+
+
+def kl_of(name, place="reward", coefficient=1.0):
+    return Kl(name=name, place=place, coefficient=coefficient)
+
+
+def expected_gradient(name, sampler, reference=REFERENCE):
+    """Over all four tokens, weighed by who samples them: gradient with respect to the logits."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    mu = logprobs.exp().detach() if sampler == "policy" else STALE
+    tokens = pack(random_batch(0), [], padding=4)
+    tokens = tokens.__class__(
+        torch.ones(4, dtype=torch.bool),
+        tokens.sequence_ids,
+        tokens.groups,
+        {"ref_logprobs": reference.log(), "rollout_logprobs": mu.log()},
+        logprobs,
+        (),
+    )
+    (mu * kl_of(name).of_tokens(logprobs, tokens).loss).sum().backward()
+    return logits.grad
+
+
+def divergence_gradient(forward=False):
+    """Gradient of KL(pi || reference), or of the other way round."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    gap = logprobs - REFERENCE.log()
+    (-(REFERENCE * gap).sum() if forward else (logprobs.exp() * gap).sum()).backward()
+    return logits.grad
+
+
+def test_rk3_has_the_divergences_gradient_whoever_sampled():
+    for sampler in ("policy", "older"):
+        torch.testing.assert_close(expected_gradient("rk3", sampler), divergence_gradient())
+
+
+def test_k2_has_the_divergences_gradient_if_the_policy_sampled():
+    torch.testing.assert_close(expected_gradient("k2", "policy"), divergence_gradient())
+    error = expected_gradient("k2", "older") - divergence_gradient()
+    assert error.norm() > 0.3 * divergence_gradient().norm()
+
+
+def test_k3_has_the_gradient_of_the_opposite_divergence():
+    torch.testing.assert_close(expected_gradient("k3", "policy"), divergence_gradient(forward=True))
+    for sampler in ("policy", "older"):
+        error = expected_gradient("k3", sampler) - divergence_gradient()
+        assert error.norm() > 0.1 * divergence_gradient().norm()
+
+
+def test_k1_has_no_gradient_towards_the_reference():
+    torch.testing.assert_close(expected_gradient("k1", "policy"), torch.zeros(4).double())
+    elsewhere = expected_gradient("k1", "older", STALE)
+    torch.testing.assert_close(expected_gradient("k1", "older"), elsewhere)
+
+
+def test_k1_in_the_loss_is_refused():
+    with pytest.raises(ValueError, match=r"k1 in the loss has no gradient.*use rk3"):
+        Kl(name="k1")
+
+
+def test_the_default_is_the_estimator_that_is_right_under_lag():
+    assert Kl().name == "rk3"
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_it_equals_a_second_formulation_on_200_batches(name):
+    for seed in range(200):
+        batch = random_batch(seed)
+        expected = np.zeros(batch.mask.shape)
+        for place in zip(*np.nonzero(batch.mask), strict=True):
+            now, ref, mu = (
+                batch.columns[key][place]
+                for key in ("logprobs", "ref_logprobs", "rollout_logprobs")
+            )
+            d = now - ref
+            k3 = math.exp(ref) / math.exp(now) - 1 + d
+            r = math.exp(now) / math.exp(mu)
+            expected[place] = {"k1": d, "k2": d * d / 2, "k3": k3, "rk3": r * k3}[name]
+        tokens = pack(batch)
+        found = padded(tokens, kl_of(name).of_tokens(tokens.logprobs, tokens).loss, batch)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_its_gradient_is_that_of_finite_differences_and_garbage_is_inert(name):
+    for seed in (3, 14):
+        tokens = pack(random_batch(seed), garbage=True)
+        logprobs = tokens.logprobs.clone().requires_grad_()
+        costs = kl_of(name).of_tokens(logprobs, tokens).loss
+        assert costs.isfinite().all()
+        costs.sum().backward()
+        step = 1e-6
+        for at in range(len(logprobs)):
+            ends = [tokens.logprobs.clone(), tokens.logprobs.clone()]
+            ends[0][at] += step
+            ends[1][at] -= step
+            up, down = (kl_of(name).of_tokens(end, tokens).loss.sum().item() for end in ends)
+            slope = (up - down) / (2 * step)
+            assert logprobs.grad[at].item() == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_in_the_reward_a_token_bears_what_it_and_those_after_it_cost(name):
+    part = kl_of(name, coefficient=0.7)
+    for seed in range(60):
+        batch = random_batch(seed)
+        kl = np.zeros(batch.mask.shape)
+        tokens = pack(batch)
+        kl = padded(tokens, part.of_tokens(tokens.columns["old_logprobs"], tokens).loss, batch)
+        expected = np.zeros(kl.shape)
+        for row, line in enumerate(batch.mask):
+            for at in np.flatnonzero(line):
+                rest = sum(kl[row, later] for later in range(at, len(line)))
+                expected[row, at] = batch.columns["advantages"][row, at] - 0.7 * rest
+        rows = list(range(len(batch.lengths)))
+        for parts in ([rows], [rows[::-1]], [[row] for row in rows]):
+            micro_batches = [pack(batch, part, garbage=True) for part in parts]
+            prepared = part.prepare(micro_batches, alone)
+            found = sum(padded(x, x.columns["advantages"], batch) for x in prepared)
+            np.testing.assert_allclose(found, expected, atol=1e-9)
+
+
+def test_in_the_loss_the_advantages_stay():
+    (tokens,) = (pack(random_batch(1)),)
+    assert Kl().prepare([tokens], alone) == [tokens]
+    assert not Kl().needs().prepass
+    assert kl_of("k1").needs().prepass
+    assert Kl(coefficient=0).needs().columns == {}
