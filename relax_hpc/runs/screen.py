@@ -153,14 +153,18 @@ def _engines(run: RunStatus, events: Sequence[Event]) -> RenderableType:
     loads = {event["id"]: event for event in history.loads(events)}
     table = _table("engine", "state", "node", "weights", "tokens/s", "in flight")
     for row in run.engines[:_MOST_ENGINES]:
-        load = history.load_numbers(loads[row.id]) if row.id in loads else None
-        figures = (short(load["tokens_per_s"]), f"{load['in_flight']:.0f}") if load else ("-", "-")
+        figures = _load(loads[row.id]) if row.id in loads else ("-", "-")
         table.add_row(
             row.id, row.state.lower(), row.node or "-", engine_rows.weights(row), *figures
         )
     if more := len(run.engines) - _MOST_ENGINES:
         table.caption = f"and {more} more" if more > 0 else None
     return table
+
+
+def _load(event: Event) -> tuple[str, str]:
+    """Tokens a second that an engine samples, and the requests in it."""
+    return short(event["num_tokens"] / event["seconds"]), str(event["in_flight"])
 
 
 def _table(*heads: str) -> Table:
