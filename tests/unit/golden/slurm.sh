@@ -35,6 +35,7 @@ join() {
   while true; do
     before=$signals
     wait "$1"; status=$?
+    [ "$status" -ge 0 ] || status=1 # bash 5.2 says -1 of a child that ended during a trap
     [ "$before" = "$signals" ] && return
   done
 }
