@@ -63,7 +63,11 @@ GpuCount = Annotated[NonNegative, WithJsonSchema({"type": ["integer", "string"]}
 PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_plain)]]
 UserPath = Annotated[Path, BeforeValidator(_named)]
 """Relative ones count from where the command is run."""
-Data = Annotated[list[UserPath], BeforeValidator(_listed), Field(min_length=1)]
+Data = Annotated[
+    list[UserPath],
+    BeforeValidator(_listed, json_schema_input_type=Path | list[Path]),
+    Field(min_length=1),
+]
 """One name, or a list of them, as `prompts.files` opens them."""
 
 

@@ -32,6 +32,7 @@ from relax_hpc.cli.boards import boards
 from relax_hpc.cli.bus import bus
 from relax_hpc.cli.data import data
 from relax_hpc.cli.evaluate import evaluation
+from relax_hpc.cli.init import beginning
 from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
 from relax_hpc.cli.runs import runs
@@ -139,7 +140,7 @@ def resume(
     _announce(resumed, local=local, follow=follow)
 
 
-for commands in (data, runs, boards, evaluation, viewer, models):
+for commands in (beginning, data, runs, boards, evaluation, viewer, models):
     app.add_typer(commands)
 app.command(epilog="Example:  relax-hpc keys actor.optimizer")(keys)
 for name, group in {"bus": bus, "scale": scale, "bench": bench}.items():

@@ -1,0 +1,136 @@
+"""A job and a profile to begin with: valid, explained, and of this cluster."""
+
+import json
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from relax_hpc import job_file
+from relax_hpc.cli.main import app
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import profiles
+from relax_hpc.preparation import site, starting
+
+SINFO = """\
+cpu*|10|64|(null)|infinite|(null)
+gpu|4|96|gpu:h100:4(S:0-1)|2-00:00:00|h100,ib
+"""
+COMMANDS = {
+    "sinfo": f"cat <<'END'\n{SINFO}END",
+    "srun": "echo 'MPI plugin types are...'; echo '\tpmix' >&2",
+    "sacctmgr": 'case "$*" in *Account*) echo proj1; echo proj2 ;; *) echo normal ;; esac',
+}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv(profiles.VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "config" / "relax-hpc"
+
+
+def cluster(bin_folder, **instead):
+    for name, text in (COMMANDS | instead).items():
+        (bin_folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (bin_folder / name).chmod(0o755)
+
+
+@pytest.mark.parametrize("like", starting.templates())
+def test_a_job_is_that_of_which_it_is_begun_with_its_keys_explained(like, tmp_path):
+    text = starting.job_text(like, "mine", tmp_path / "schema.json")
+    (tmp_path / "mine.toml").write_text(text)
+    mine = tomllib.loads(text)
+    assert mine == tomllib.loads(starting.templates()[like].read_text()) | {"name": "mine"}
+    assert job_file.load(tmp_path / "mine.toml").name == "mine"
+    assert text.startswith(f"#:schema file://{tmp_path}/schema.json\n")
+    path = text.index('\npath = "')
+    assert "Hugging Face folder of a model" in text[:path].splitlines()[-1]
+
+
+def test_init_writes_a_job_and_what_slurm_tells_of_the_cluster_once(tmp_path, home):
+    cluster(tmp_path / "bin")
+    said = CliRunner().invoke(app, ["init", "first"])
+    assert said.exit_code == 0, said.exception
+    assert "next: relax-hpc check first.toml" in said.stdout
+    text = (home / "default.toml").read_text()
+    assert tomllib.loads(text) == {"partition": "gpu"}
+    for line in (
+        "#   gpu        4      96     gpu:h100:4  2-00:00:00  h100,ib",
+        '# account = "proj1"        # yours: proj1, proj2',
+        '# time = "2-00:00:00"      # else the partition\'s default',
+        '# constraint = "h100"',
+        "# gpus_per_node = 4",
+    ):
+        assert f"{line}\n" in text
+    assert '# mpi = "pmix"' in text and "qos" not in text, "one QOS is no choice"
+    uncommented = text.replace("# account", "account").replace("# [", "[").replace("# gpus", "gpus")
+    (home / "default.toml").write_text(uncommented)
+    assert profiles.load(None).rollout.gpus_per_node == 4
+    again = CliRunner().invoke(app, ["init", "first"])
+    assert str(again.exception) == "first.toml: is there already; choose another name"
+    assert CliRunner().invoke(app, ["init", "second"]).exit_code == 0
+    assert (home / "default.toml").read_text() == uncommented, "the user's own by now"
+
+
+def test_without_slurm_there_is_no_profile_but_a_job(tmp_path, home):
+    said = CliRunner().invoke(app, ["init", "first"])
+    assert "no Slurm answers here" in said.stdout and not (home / "default.toml").exists()
+    cluster(tmp_path / "bin", sinfo="exit 1")
+    assert site.profile_text() is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (["a/b"], "'a/b': is no name of a run"),
+        (["a", "--like", "demmo"], "--like demmo: no such job; did you mean demo?"),
+    ],
+)
+def test_a_name_that_is_none_is_refused(asked, message, tmp_path):
+    error = CliRunner().invoke(app, ["init", *asked]).exception
+    assert isinstance(error, ConfigError) and message in str(error)
+    assert list(tmp_path.glob("*.toml")) == []
+
+
+def test_the_schema_knows_every_section_and_the_spellings_of_slurm():
+    asked = CliRunner().invoke(app, ["schema", "--out", "schema.json"])
+    assert asked.exit_code == 0
+    schema = json.loads(Path("schema.json").read_text())
+    job, tuning = (schema["$defs"][schema[key]["$ref"].split("/")[-1]] for key in ("else", "then"))
+    assert {"rollout", "actor", "resources"} < job["properties"].keys()
+    assert "sft" in tuning["properties"] and tuning["additionalProperties"] is False
+    time = schema["$defs"]["Resources"]["properties"]["time"]
+    assert {each["type"] for each in time["anyOf"]} == {"string", "integer", "null"}
+    assert "Slurm time limit" in time["description"]
+
+
+def test_the_wheel_has_the_profiles_and_the_jobs(tmp_path):
+    """Built from a copy of what is not code, since that is what could be left out."""
+    root = Path(profiles.__file__).parents[2]
+    copy = tmp_path / "copy"
+    (copy / "relax_hpc").mkdir(parents=True)
+    (copy / "relax_hpc" / "__init__.py").touch()
+    for name in ("profiles", "jobs"):
+        (copy / "relax_hpc" / name).symlink_to((root / "relax_hpc" / name).resolve())
+    for name in ("pyproject.toml", "README.md"):
+        (copy / name).write_text((root / name).read_text())
+    build = "from setuptools.build_meta import build_wheel; print(build_wheel('.'))"
+    made = subprocess.run(
+        [sys.executable, "-c", build], cwd=copy, capture_output=True, text=True, timeout=100
+    )
+    assert made.returncode == 0, made.stderr
+    files = zipfile.ZipFile(copy / made.stdout.split()[-1]).namelist()
+    there = {name for name in files if name.endswith(".toml")}
+    jobs = {
+        f"relax_hpc/jobs/{path.relative_to(starting.JOBS)}"
+        for path in starting.JOBS.rglob("*.toml")
+    }
+    assert jobs | {"relax_hpc/profiles/example.toml", "relax_hpc/profiles/local.toml"} == there
