@@ -15,6 +15,8 @@ from relax_hpc.sections import Positive, Section
 
 
 def _known(preset: str) -> str:
+    if why := presets.NOT_YET.get(preset):
+        raise ValueError(f"{why}; use another preset")
     if preset not in presets.PRESETS:
         close = difflib.get_close_matches(preset, presets.PRESETS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(presets.PRESETS)}"

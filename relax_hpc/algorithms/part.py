@@ -202,6 +202,11 @@ class Loss(Part):
 class Correction(Part):
     """The weights of tokens that another policy, or another program, sampled."""
 
+    @property
+    def has_ratios(self) -> bool:
+        """Whether its weights are ratios of policies; else they only leave tokens out."""
+        return True
+
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
         """Weights by `old_logprobs` and `rollout_logprobs`."""
         raise NotImplementedError

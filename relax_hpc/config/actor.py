@@ -16,22 +16,27 @@ from relax_hpc.sections import (
     UserPath,
 )
 
+_PORTION = 4
+"""Micro-batches of a data-parallel rank that are worth starting on."""
+
 
 class ActorConfig(Section, SavingConfig, MegatronConfig):
     section: ClassVar[str] = "actor"
 
-    portion_micro_batches: NonNegative = 4
+    portion_micro_batches: NonNegative | None = None
     """Training starts on a part of a batch once every data-parallel rank can fill this many
-    micro-batches; 0 waits for the whole batch. The update is the same."""
+    micro-batches; 0 waits for the whole batch. The update is the same. Unset is 4, or the whole
+    batch where the algorithm needs it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     resources: Resources = Resources()
 
     @property
     def tokens_per_portion(self) -> float:
         """Tokens of a batch that are worth starting on before the rest is there."""
-        if not self.portion_micro_batches:
+        count = _PORTION if self.portion_micro_batches is None else self.portion_micro_batches
+        if not count:
             return math.inf
-        room = self.layout.data_parallel * self.tokens_per_micro_batch * self.portion_micro_batches
+        room = self.layout.data_parallel * self.tokens_per_micro_batch * count
         return 0.95 * room  # rows seldom fill it to the last token; more would open another one
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from relax_hpc.algorithms.algorithm import Algorithm, algorithm_of
+from relax_hpc.config import algorithm_checks
 from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
@@ -311,14 +312,8 @@ class RunConfig(JobConfig):
         return self
 
     @model_validator(mode="after")
-    def _groups_need_siblings(self) -> Self:
-        least = self.algorithm.needs.min_siblings
-        if self.rollout.samples_per_prompt < least:
-            raise ValueError(
-                f"rollout.samples_per_prompt = {self.rollout.samples_per_prompt}: "
-                f"algorithm.advantage.name = {self.algorithm.advantage.name!r} compares siblings "
-                f"of a prompt; use {least} or more"
-            )
+    def _algorithm_fits(self) -> Self:
+        algorithm_checks.check(self)
         return self
 
     @model_validator(mode="after")

@@ -25,6 +25,10 @@ class Discounted(Advantage):
 
 
 class Ratio(Loss):
+    @property
+    def has_trust_region(self):
+        return False
+
     def of_tokens(self, logprobs, tokens):
         columns, mask = tokens.columns, tokens.loss_mask
         ratio = (logprobs - columns["anchor_logprobs"]).where(mask, 0.0).exp()

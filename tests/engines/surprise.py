@@ -14,6 +14,10 @@ class Reward(Advantage):
 
 
 class Surprise(Loss):
+    @property
+    def has_trust_region(self):
+        return False
+
     def needs(self):
         return super().needs() | Needs(
             {"ragged/surprise": f"algorithm.loss.name = {self.name!r}"}, every_row=True

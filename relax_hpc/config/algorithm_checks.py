@@ -1,0 +1,118 @@
+"""What an algorithm and the rest of a job cannot be together."""
+
+from typing import TYPE_CHECKING
+
+from relax_hpc.algorithms.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from relax_hpc.config.run import RunConfig
+
+_BELOW_ZERO = {"length": "a penalty", "repetition": "a penalty"}
+"""Rewards that are built in -> what they say that is below 0."""
+
+
+def check(config: "RunConfig") -> None:
+    """Looks at all pairs of settings that do not go together.
+
+    Raises:
+        ValueError: two do not; names the key and the remedy.
+    """
+    algorithm = config.algorithm
+    _trust_region_holds(algorithm, config.schedule.max_staleness)
+    _weighs_once(algorithm)
+    _mean_is_of_ratios(algorithm)
+    _there_are_siblings(algorithm, config.rollout.samples_per_prompt)
+    _batch_can_be_split(algorithm, config)
+    _rewards_are_not_negative(algorithm, config)
+
+
+def _trust_region_holds(algorithm: Algorithm, lag: int) -> None:
+    loss = algorithm.loss
+    updates = algorithm.epochs_per_step * algorithm.mini_batches
+    if not loss.has_trust_region or "old" not in loss.needs().anchors or updates > 1 or not lag:
+        return
+    if "rollout" in loss.needs().anchors:
+        return
+    raise ValueError(
+        f"algorithm.loss.anchor = 'old': with one epoch and one mini-batch the policy before the "
+        f"step is the one that is trained, so every ratio is 1, {loss.name} bounds nothing, and what "
+        f"is left is a plain policy gradient on samples up to {lag} policies old; use anchor = "
+        "'rollout', or algorithm.epochs_per_step or algorithm.mini_batches of 2 or more, or "
+        "loss policy_gradient"
+    )
+
+
+def _weighs_once(algorithm: Algorithm) -> None:
+    correction = algorithm.correction
+    if correction.has_ratios and "rollout" in algorithm.loss.needs().anchors:
+        raise ValueError(
+            f"algorithm.correction.name = {correction.name!r}: the ratio of algorithm.loss.name = "
+            f"{algorithm.loss.name!r} is to the sampler already, so that importance would count "
+            "twice; set correction.name = 'none', or loss.anchor = 'old'"
+        )
+
+
+def _mean_is_of_ratios(algorithm: Algorithm) -> None:
+    if algorithm.loss.ratio_of == "sequence" and algorithm.aggregation == "token":
+        raise ValueError(
+            f"algorithm.aggregation = 'token': the ratio of {algorithm.loss.name} is of a sequence, "
+            "and its gradient would grow with the sequence's length; use 'sequence'"
+        )
+
+
+def _there_are_siblings(algorithm: Algorithm, siblings: int) -> None:
+    least, advantage = algorithm.needs.min_siblings, algorithm.advantage
+    if siblings >= least:
+        return
+    k = getattr(advantage, "k", None)
+    if k == least:
+        raise ValueError(
+            f"algorithm.advantage.k = {k}: there are rollout.samples_per_prompt = {siblings} "
+            "siblings to choose from; use at most as many"
+        )
+    raise ValueError(
+        f"rollout.samples_per_prompt = {siblings}: algorithm.advantage.name = {advantage.name!r} "
+        f"compares siblings of a prompt; use {least} or more"
+    )
+
+
+def _batch_can_be_split(algorithm: Algorithm, config: "RunConfig") -> None:
+    prompts, parts = config.schedule.prompts_per_step, algorithm.mini_batches
+    if parts > prompts:
+        raise ValueError(
+            f"algorithm.mini_batches = {parts}: a batch has schedule.prompts_per_step = {prompts} "
+            "prompts; use at most as many"
+        )
+    if algorithm.waits_for_the_batch and config.actor.portion_micro_batches:
+        name = next(
+            (
+                f"algorithm.{table}.name = {part.name!r}"
+                for table, part in algorithm.parts
+                if part.needs().prepass or part.needs().scope == "batch"
+            ),
+            f"algorithm.mini_batches = {parts}",
+        )
+        raise ValueError(
+            f"actor.portion_micro_batches = {config.actor.portion_micro_batches}: {name} needs the "
+            "whole batch before any of it is trained on; remove it"
+        )
+
+
+def _rewards_are_not_negative(algorithm: Algorithm, config: "RunConfig") -> None:
+    if algorithm.advantage.name != "max_rl":
+        return
+    for title, term in config.reward.every_term.items():
+        key = f"reward.terms.{title}" if title else "reward"
+        said = _BELOW_ZERO.get(term.name)
+        if term.name == "dapo" and term.args.get("wrong", -1.0) != 0:
+            said = "-1 where it is wrong"
+        if term.weight < 0:
+            raise ValueError(
+                f"{key}.weight = {term.weight:g}: algorithm.advantage.name = 'max_rl' takes no "
+                "reward below 0; use another advantage"
+            )
+        if said:
+            raise ValueError(
+                f"{key}.name = {term.name!r}: is below 0 ({said}), which algorithm.advantage.name "
+                "= 'max_rl' does not take; use another reward, or another advantage"
+            )
