@@ -42,7 +42,7 @@ def load(place: str, base: type[Part]) -> type[Part]:
     for name, declared in inspect.getmembers(base, inspect.isfunction):
         if not name.startswith("_") and declared.__module__ == base.__module__:
             _check_signature(name, declared, getattr(found, name))
-    if not any(name in vars(each) for each in found.__mro__ for name in _methods(base)):
+    if all(getattr(found, name) is getattr(base, name) for name in _methods(base)):
         raise PluginError(f"has none of {', '.join(_methods(base))}; write one")
     return create_model(found.__name__, __base__=found, name=(str, ...))
 

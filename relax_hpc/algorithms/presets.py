@@ -38,6 +38,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "reinforce_pp": {"advantage": {"name": "reinforce_pp"}, "loss": _CLIP},
     "reinforce_pp_baseline": {"advantage": {"name": "reinforce_pp_baseline"}, "loss": _CLIP},
     "decoupled": {
+        "epochs_per_step": 2,
         "loss": {"name": "ppo_clip", "anchor": "old"},
         "correction": {"name": "tis"},
     },
@@ -48,7 +49,7 @@ NOT_YET: Mapping[str, str] = {
 }
 """Presets that a job may ask for and does not get -> why."""
 DEFAULT = "async"
-WHERE_NONE: Mapping[str, str] = {"correction": "tis", "kl": "k3"}
+WHERE_NONE: Mapping[str, str] = {"correction": "tis", "kl": "rk3"}
 """Tables that are empty in a preset -> the part whose settings a job gives without a name."""
 
 

@@ -1,4 +1,4 @@
-"""What an algorithm and the rest of a job cannot be together."""
+"""Settings of an algorithm and of the rest of a job that cannot be together."""
 
 from typing import TYPE_CHECKING
 
@@ -34,11 +34,11 @@ def _trust_region_holds(algorithm: Algorithm, lag: int) -> None:
     if "rollout" in loss.needs().anchors:
         return
     raise ValueError(
-        f"algorithm.loss.anchor = 'old': with one epoch and one mini-batch the policy before the "
-        f"step is the one that is trained, so every ratio is 1, {loss.name} bounds nothing, and what "
-        f"is left is a plain policy gradient on samples up to {lag} policies old; use anchor = "
-        "'rollout', or algorithm.epochs_per_step or algorithm.mini_batches of 2 or more, or "
-        "loss policy_gradient"
+        "algorithm.loss.anchor = 'old': with one epoch and one mini-batch the policy before the "
+        f"step is the one that is trained, so every ratio is 1, {loss.name} bounds nothing, and it "
+        f"is a plain policy gradient on samples up to {lag} policies old; use anchor = 'rollout', "
+        "or algorithm.epochs_per_step or algorithm.mini_batches of 2 or more, or loss.name = "
+        "'policy_gradient'"
     )
 
 
@@ -55,8 +55,8 @@ def _weighs_once(algorithm: Algorithm) -> None:
 def _mean_is_of_ratios(algorithm: Algorithm) -> None:
     if algorithm.loss.ratio_of == "sequence" and algorithm.aggregation == "token":
         raise ValueError(
-            f"algorithm.aggregation = 'token': the ratio of {algorithm.loss.name} is of a sequence, "
-            "and its gradient would grow with the sequence's length; use 'sequence'"
+            f"algorithm.aggregation = 'token': the ratio of {algorithm.loss.name} is of a "
+            "sequence, and its gradient would grow with the sequence's length; use 'sequence'"
         )
 
 

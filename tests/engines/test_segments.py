@@ -82,7 +82,10 @@ def gradient(policy, rows, *, normalize_std, weigh=None):
         {
             "name": "t", "model": {"path": "m"}, "prompts": {"train": "t"},
             "rollout": {"samples_per_prompt": 3}, "schedule": {"num_steps": 1},
-            "algorithm": {"advantage": {"name": "grpo" if normalize_std else "group_mean"}},
+            "algorithm": {
+                "preset": "decoupled",
+                "advantage": {"name": "grpo" if normalize_std else "group_mean"},
+            },
         },
         source="test",
     ).algorithm  # fmt: skip

@@ -100,7 +100,7 @@ def test_what_it_needs_decides_what_is_read_and_what_is_refused(job):
 
 
 def test_siblings_and_whole_batches_are_as_it_needs_them(job):
-    portions = {"actor": {"portion_micro_batches": 1, "tokens_per_micro_batch": 100}}
+    portions = {"actor": {"tokens_per_micro_batch": 100}}
     assert job(portions).tokens_per_portion < np.inf
     assert job(portions, scope="batch").tokens_per_portion == np.inf
     assert job(portions, scope="group", prepass=True).tokens_per_portion == np.inf

@@ -182,6 +182,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
                 "tokens_per_micro_batch": 12,  # 4 rows
                 "portion_micro_batches": 2,  # 24 tokens: a prompt group
             },
+            "algorithm": {"preset": "decoupled"},
             "schedule": {
                 "num_steps": STEPS,
                 "prompts_per_step": PROMPTS,

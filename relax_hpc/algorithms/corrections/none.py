@@ -12,3 +12,7 @@ class NoCorrection(Correction):
 
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
         return TokenWeights(tokens.columns["advantages"].new_ones(tokens.loss_mask.shape))
+
+    @property
+    def has_ratios(self) -> bool:
+        return False

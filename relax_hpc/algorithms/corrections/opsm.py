@@ -22,6 +22,10 @@ class Opsm(Correction):
     delta: Annotated[Number, Field(gt=0)]
     """Largest mean of log(mu / pi_old), nats per token, of a sequence that is still unlearned."""
 
+    @property
+    def has_ratios(self) -> bool:
+        return False
+
     def needs(self) -> Needs:
         return Needs(anchors=frozenset({"old", "rollout"}))
 

@@ -23,6 +23,10 @@ class RejectGeometric(Correction):
     high: Annotated[Number, Field(gt=1)] = 1.001
     """Largest geometric mean of a sequence's ratios."""
 
+    @property
+    def has_ratios(self) -> bool:
+        return False
+
     def needs(self) -> Needs:
         return Needs(anchors=frozenset({"old", "rollout"}))
 

@@ -23,6 +23,10 @@ class RejectK1(Correction):
     high: Annotated[Number, Field(gt=1)] = 1.4
     """Largest ratio that is trusted."""
 
+    @property
+    def has_ratios(self) -> bool:
+        return False
+
     def needs(self) -> Needs:
         return Needs(anchors=frozenset({"old", "rollout"}))
 

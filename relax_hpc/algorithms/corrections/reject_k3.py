@@ -23,6 +23,10 @@ class RejectK3(Correction):
     limit: Annotated[Number, Field(gt=0)] = 0.01
     """Largest mean of k3 of a sequence, nats."""
 
+    @property
+    def has_ratios(self) -> bool:
+        return False
+
     def needs(self) -> Needs:
         return Needs(anchors=frozenset({"old", "rollout"}))
 

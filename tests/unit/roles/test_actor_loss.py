@@ -85,7 +85,7 @@ def test_a_reference_without_a_coefficient_only_measures():
     assert metrics["kl/mean"].item() == pytest.approx(KL)
 
 
-def test_without_settings_the_clips_and_the_cap_are_those_that_the_docs_name():
+def test_the_clips_and_the_cap_of_the_decoupled_objective_are_those_that_the_docs_name():
     """0.2 and 0.28 about 1, at most 2: the first token, alone, on each side of each."""
     loss = objective_in(config(algorithm__preset="decoupled")).loss
     one = torch.ones(1, dtype=torch.float64)

@@ -1,0 +1,151 @@
+"""The section [algorithm]: presets, tables, parts of one's own, and what does not go together."""
+
+import pytest
+
+from relax_hpc import job_file
+from relax_hpc.algorithms.presets import NOT_YET, PRESETS
+from relax_hpc.errors import ConfigError
+
+TREE = {
+    "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"}, "schedule": {"num_steps": 1},
+}  # fmt: skip
+
+
+def job(algorithm, **tables):
+    return job_file.validate(TREE | {"algorithm": algorithm} | tables, source="job")
+
+
+def refused(algorithm, **tables):
+    with pytest.raises(ConfigError) as error:
+        job(algorithm, **tables)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_an_algorithm_of_few_keys_and_survives_a_resolved_job(preset):
+    config = job({"preset": preset})
+    again = type(config).model_validate_json(config.model_dump_json())
+    assert again.algorithm == config.algorithm
+    said = config.algorithm.model_dump()
+    keys = [key for value in said.values() for key in (value if isinstance(value, dict) else [0])]
+    assert len(keys) <= 25
+
+
+def test_the_default_bounds_the_policy_by_the_sampler_and_needs_no_reference():
+    algorithm = job({}).algorithm
+    assert (algorithm.preset, algorithm.advantage.name) == ("async", "group_mean")
+    assert (algorithm.loss.name, algorithm.loss.anchor) == ("ipo", "rollout")
+    assert (algorithm.loss.eps, algorithm.loss.drift) == (0.1, 1e-3)
+    assert (algorithm.aggregation, algorithm.epochs_per_step) == ("token", 1)
+    assert algorithm.correction.name == algorithm.kl.name == "none" and not algorithm.needs.columns
+
+
+def test_a_table_with_a_name_replaces_the_presets_and_one_without_changes_it():
+    grpo = job({"preset": "grpo", "loss": {"clip_low": 0.1}}).algorithm.loss
+    assert (grpo.clip_low, grpo.clip_high) == (0.1, 0.2)
+    named = job({"preset": "grpo", "loss": {"name": "ppo_clip", "clip_low": 0.1}}).algorithm.loss
+    assert (named.clip_low, named.clip_high) == (0.1, 0.28)
+    kl = job({"kl": {"coefficient": 0.1}}, reference={"placement": "own"}).algorithm.kl
+    assert (kl.name, kl.coefficient) == ("rk3", 0.1)
+
+
+LAG = {"schedule": {"num_steps": 1, "max_staleness": 2}}
+OLD = {"loss": {"name": "ipo", "anchor": "old"}}
+MAX_RL = {"preset": "max_rl"}
+MISTAKES = [
+    ({"preset": "grppo"}, {}, "algorithm.preset = 'grppo': there is no such preset; did you mean"),
+    ({"preset": 3}, {}, "algorithm.preset = 3: "),
+    ({"loss": {"name": "ip0"}}, {}, "algorithm.loss.name = 'ip0': there is no loss of that name"),
+    ({"loss": {"epz": 1}}, {}, "algorithm.loss.epz = 1: unknown key; did you mean algorithm"),
+    ({"loss": {"eps": -1}}, {}, "algorithm.loss.eps = -1: "),
+    ({"los": {"eps": 1}}, {}, "unknown key; did you mean algorithm.loss?"),
+    (OLD, LAG, "every ratio is 1, ipo bounds nothing, and it is a plain policy gradient on"),
+    ({"correction": {"name": "tis"}}, {}, "importance would count twice; set correction.name"),
+    ({"preset": "gspo", "aggregation": "token"}, {}, "the ratio of gspo is of a sequence"),
+    ({"preset": "m2po"}, {"actor": {"portion_micro_batches": 4}}, "loss.name = 'm2po' needs the"),
+    ({}, {"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt = 1: algorithm.advantage"),
+    ({"advantage": {"name": "pass_k", "k": 9}}, {}, "algorithm.advantage.k = 9: there are rollout"),
+    ({"mini_batches": 33}, {}, "algorithm.mini_batches = 33: a batch has schedule.prompts_per_ste"),
+    ({"kl": {"name": "k1"}}, {"reference": {"placement": "own"}}, "k1 in the loss has no gradient"),
+    (MAX_RL, {"reward": {"name": "dapo"}}, "reward.name = 'dapo': is below 0 (-1 where it is wron"),
+    (MAX_RL, {"reward": {"terms": {"a": {"name": "exact", "weight": -1.0}}}}, "s.a.weight = -1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("algorithm", "tables", "message"), MISTAKES)
+def test_what_cannot_be_is_refused_with_key_value_and_remedy(algorithm, tables, message):
+    said = refused(algorithm, **tables)
+    assert message in said and "\n" not in said
+
+
+def test_what_comes_close_to_a_mistake_is_none():
+    job(OLD | {"epochs_per_step": 2}, **LAG)
+    job(OLD, schedule={"num_steps": 1, "max_staleness": 0})
+    job({"loss": {"name": "policy_gradient", "anchor": "old"}}, **LAG)
+    job({"preset": "m2po"})
+    job(MAX_RL, reward={"name": "dapo", "args": {"wrong": 0.0}})
+    job({"correction": {"name": "reject_k3"}})
+
+
+@pytest.mark.parametrize("preset", NOT_YET)
+def test_an_algorithm_that_this_version_cannot_run_is_refused_by_name(preset):
+    assert f"algorithm.preset = {preset!r}: needs" in refused({"preset": preset})
+
+
+MINE = '''
+from relax_hpc.algorithms.part import Advantage, Loss, TokenLoss
+
+class Mine(Loss):
+    scale: float = 2.0
+    """Factor."""
+
+    def of_tokens(self, logprobs, tokens):
+        return TokenLoss(-self.scale * tokens.columns["advantages"] * logprobs)
+
+class Narrow(Loss):
+    def of_tokens(self, logprobs):
+        return TokenLoss(logprobs)
+
+class Empty(Loss):
+    pass
+
+class Worth(Advantage):
+    def of_groups(self, rows):
+        return rows.rewards
+
+def loss(logprobs, tokens):
+    return logprobs
+
+'''
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "broken.py").write_text("import nowhere_at_all")
+    return lambda place: {"loss": {"name": f"{tmp_path}/{place}"}}
+
+
+def test_a_part_of_ones_own_has_settings_of_its_own_and_survives_a_resolved_job(mine):
+    named = mine("mine.py:Mine")
+    config = job({"loss": named["loss"] | {"scale": 3.0, "anchor": "rollout"}})
+    again = type(config).model_validate_json(config.model_dump_json())
+    assert again.algorithm.loss.scale == config.algorithm.loss.scale == 3.0
+    assert "algorithm.loss.scale" in refused({"loss": named["loss"] | {"scale": "x"}})
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("mine.py:Narrow", "has of_tokens(self, logprobs); it is called as of_tokens(self, logp"),
+        ("mine.py:Empty", "has none of of_tokens; write one"),
+        ("mine.py:Worth", "is no subclass of relax_hpc.algorithms.part.Loss; make it one"),
+        ("mine.py:loss", "is no subclass of"),
+        ("mine.py:Missing", "cannot be run: AttributeError"),
+        ("nothing.py:Mine", "cannot be run: FileNotFoundError"),
+        ("broken.py:Mine", "cannot be run: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+    ],
+)
+def test_a_part_of_ones_own_that_does_not_fit_is_refused(mine, place, message):
+    said = refused(mine(place))
+    assert said.startswith("job: algorithm.loss.name = ") and message in said
