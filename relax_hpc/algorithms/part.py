@@ -4,7 +4,7 @@ P prompt groups of G episodes on rank 0; T tokens of S sequences, packed end to 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.floating]
 Anchor = Literal["rollout", "old"]
+ANCHORS: frozenset[Anchor] = frozenset(get_args(Anchor))
 Scope = Literal["row", "group", "batch"]
 _SCOPES: tuple[Scope, ...] = ("row", "group", "batch")
 Total = Callable[["Tensor"], "Tensor"]

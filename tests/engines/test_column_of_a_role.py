@@ -98,7 +98,7 @@ def rows_of(config, root, scale):
 
 
 def test_the_loss_is_the_one_worked_by_hand_and_follows_the_column(
-    ranks, config, tmp_path, monkeypatch
+    ranks, config, folder, tmp_path, monkeypatch
 ):
     with pytest.raises(ConfigError, match="needs the column ragged/surprise, which the role judge"):
         roles.check_columns(config)
@@ -112,7 +112,7 @@ def test_the_loss_is_the_one_worked_by_hand_and_follows_the_column(
         root = tmp_path / str(number)
         root.mkdir()
         rows, worth = rows_of(config, root, scale)
-        ranks[1].call(worker.open_trainer, config=config)
+        ranks[1].call(worker.open_trainer, config=worker.job(folder))
         metrics = ranks[1].call(worker.train, rows=rows, advantages=worth, loss="surprise")[0]
         trained = [(row, np.flatnonzero(row.loss_mask)) for row in rows]
         total = sum(

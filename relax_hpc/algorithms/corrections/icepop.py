@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_hpc.algorithms.part import Correction, Needs, Tokens, TokenWeights
+from relax_hpc.algorithms.part import ANCHORS, Correction, Needs, Tokens, TokenWeights
 from relax_hpc.algorithms.ratios import weight_logs
 from relax_hpc.sections import Number
 
@@ -23,7 +23,7 @@ class IcepopCorrection(Correction):
     """Largest ratio that is trusted."""
 
     def needs(self) -> Needs:
-        return Needs(anchors=frozenset({"old", "rollout"}))
+        return Needs(anchors=ANCHORS)
 
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
         ratio = weight_logs(tokens).exp()

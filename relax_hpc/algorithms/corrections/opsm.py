@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_hpc.algorithms.part import Correction, Needs, Tokens, TokenWeights
+from relax_hpc.algorithms.part import ANCHORS, Correction, Needs, Tokens, TokenWeights
 from relax_hpc.algorithms.ratios import advantages_of, sequence_means, weight_logs
 from relax_hpc.sections import Number
 
@@ -27,7 +27,7 @@ class Opsm(Correction):
         return False
 
     def needs(self) -> Needs:
-        return Needs(anchors=frozenset({"old", "rollout"}))
+        return Needs(anchors=ANCHORS)
 
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
         left = sequence_means(-weight_logs(tokens), tokens) > self.delta

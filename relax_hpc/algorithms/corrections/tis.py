@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from relax_hpc.algorithms.part import Correction, Needs, Tokens, TokenWeights
+from relax_hpc.algorithms.part import ANCHORS, Correction, Needs, Tokens, TokenWeights
 from relax_hpc.algorithms.ratios import weight_logs
 from relax_hpc.sections import Number
 
@@ -22,7 +22,7 @@ class Tis(Correction):
     """Largest weight."""
 
     def needs(self) -> Needs:
-        return Needs(anchors=frozenset({"old", "rollout"}))
+        return Needs(anchors=ANCHORS)
 
     def of_tokens(self, tokens: Tokens) -> TokenWeights:
         weights = weight_logs(tokens).exp()

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from relax_hpc.algorithms.part import Loss, Needs, TokenLoss, Tokens, Total
+from relax_hpc.algorithms.part import ANCHORS, Loss, Needs, TokenLoss, Tokens, Total
 from relax_hpc.algorithms.ratios import advantages_of, log_ratio
 from relax_hpc.algorithms.search import largest
 from relax_hpc.sections import Number
@@ -30,7 +30,7 @@ class M2po(Loss):
     """Mean of the squared log ratio that is let through."""
 
     def needs(self) -> Needs:
-        return Needs(scope="batch", prepass=True, anchors=frozenset({"old", "rollout"}))
+        return Needs(scope="batch", prepass=True, anchors=ANCHORS)
 
     def prepare(self, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
         tau = largest([_harmful(batch) for batch in batches], self.budget, total)
