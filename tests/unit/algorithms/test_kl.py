@@ -7,7 +7,10 @@ import pytest
 import torch
 from batches import alone, pack, padded, random_batch
 
+from relax_hpc.algorithms.algorithm import algorithm_of
+from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.algorithms.kl import Kl
+from relax_hpc.algorithms.segments import rest_over
 
 ESTIMATORS = ["k1", "k2", "k3", "rk3"]
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
@@ -143,3 +146,25 @@ def test_in_the_loss_the_advantages_stay():
     assert not Kl().needs().prepass
     assert kl_of("k1").needs().prepass
     assert Kl(coefficient=0).needs().columns == {}
+
+
+def test_in_the_reward_it_has_no_gradient_of_its_own():
+    tokens = pack(random_batch(14))
+
+    def gradient(**kl):
+        algorithm = algorithm_of(
+            loss={"name": "policy_gradient"}, correction={"name": "none"}, kl=kl
+        )
+        objective = objective_of(algorithm, frozenset({"ref_logprobs"}))
+        (prepared,) = objective.prepare([tokens], alone) if objective.prepare else [tokens]
+        logprobs = tokens.logprobs.clone().requires_grad_()
+        objective.loss(logprobs, prepared).loss.backward()
+        return logprobs.grad
+
+    plain = gradient(name="none")
+    old = tokens.columns["old_logprobs"]
+    k1 = kl_of("k1").of_tokens(old, tokens).loss
+    rest = rest_over(k1, tokens.sequence_ids, tokens.loss_mask, len(tokens.groups))
+    found = gradient(name="k1", place="reward", coefficient=0.3)
+    torch.testing.assert_close(found, plain + 0.3 * rest.where(tokens.loss_mask, 0.0))
+    assert not torch.allclose(gradient(name="rk3", coefficient=0.3), plain)
