@@ -163,7 +163,8 @@ def test_roles_in_the_bus_page_are_numbered_as_in_the_code():
 
 def test_the_job_in_the_readme_is_one():
     [job] = re.findall(r"^```toml\n(.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL)
-    assert validate(tomllib.loads(job), source="README.md").actor.layout.world_size == 2
+    config = validate(tomllib.loads(job), source="README.md")
+    assert (config.resources.gpu_type, config.actor.layout.world_size) == ("h100", 1)
 
 
 def test_the_table_of_events_names_what_the_code_emits_and_nothing_else():
