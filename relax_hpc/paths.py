@@ -187,6 +187,10 @@ class RunPaths:
         """Names the file that `tensorboard` was left with, and the events that it shows."""
         return self.control / "tensorboard.json"
 
+    def exported(self, service: str) -> Path:
+        """Name of the run at a service that shows curves, and what it was sent."""
+        return self.control / f"export-{service}.json"
+
     @property
     def summary(self) -> Path:
         return self.root / "summary.json"

@@ -26,9 +26,7 @@ def main() -> None:
 def complete(paths: RunPaths, config: JobConfig, *, failed: bool) -> None:
     """Draws a run that has ended, unless the follower in its job has drawn all of it."""
     if not is_complete(paths, failed=failed):
-        board = RunBoard(paths, config)
-        board.end(failed=failed)
-        board.picture()
+        RunBoard(paths, config).end(failed=failed)
 
 
 def report(run_dir: Path) -> bool:

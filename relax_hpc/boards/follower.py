@@ -13,7 +13,8 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-_EVERY_S = 2.0
+_EVERY_S, _END_S = 2.0, 60.0
+"""Seconds between looks; for the last of them."""
 _OVER, _FAILED = signal.SIGUSR1, signal.SIGUSR2
 """Signals of the job script once all components have ended: well, or otherwise."""
 
@@ -27,6 +28,7 @@ class _End:
         self._told = threading.Event()
         self.failed = True
         """Also where the script was killed before it could say anything."""
+        self._is_limited = False
         signal.signal(_OVER, self._hear)
         signal.signal(_FAILED, self._hear)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -36,14 +38,22 @@ class _End:
     def wait(self, seconds: float) -> bool:
         return self._told.wait(seconds)
 
+    def limit(self) -> None:
+        """Ends this process soon: a service that does not answer must not keep the job's nodes."""
+        if not self._is_limited:
+            self._is_limited = True
+            threading.Timer(_END_S, os._exit, [1]).start()
+
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         self.failed = number == _FAILED
         self._told.set()
+        self.limit()
 
 
 def main() -> None:
     end, args = _End(), _parse()
     from relax_hpc import job_file, permissions
+    from relax_hpc.boards.export import Export
     from relax_hpc.boards.run_board import RunBoard
     from relax_hpc.comm.process_id import ProcessId
     from relax_hpc.paths import RunPaths
@@ -59,11 +69,17 @@ def main() -> None:
         return
     controller, paths = ProcessId.of(args.controller), RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
-    board = RunBoard(paths, config)
+    board: RunBoard | Export
+    if args.to == "tensorboard":
+        board = RunBoard(paths, config)
+    else:
+        board = Export(paths, config, args.to, offline=config.boards.offline)
     while not end.wait(_EVERY_S) and controller.find():
         board.update()
+    end.limit()
     board.end(failed=end.failed)
-    board.picture()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:
@@ -73,6 +89,7 @@ def _go_on(_number: int, _frame: FrameType | None) -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--to", default="tensorboard", help="or a service")
     parser.add_argument("--job-id", required=True)
     parser.add_argument("--controller", type=int, required=True, help="end when this process ends")
     return parser.parse_args()

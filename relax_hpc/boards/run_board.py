@@ -65,6 +65,7 @@ class RunBoard:
             self._board.close()
             made = {"file": self._board.path.name, "sizes": self._tail.sizes, "failed": failed}
             write_json(self._paths.tensorboard_made, made)
+        self.picture()
 
     def picture(self) -> None:
         """Draws the curve, if there are steps that it does not show."""

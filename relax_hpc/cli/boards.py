@@ -1,8 +1,11 @@
 """Commands that draw a run for TensorBoard and others."""
 
+from typing import Annotated
+
 import typer
 
 from relax_hpc.cli.arguments import Run, run_dir_of
+from relax_hpc.config.boards import Service
 
 boards = typer.Typer()
 
@@ -22,3 +25,24 @@ def report(run: Run) -> None:
             typer.echo(f"curve:       {picture}")
     kept = "" if is_over else "   (its job keeps it up to date)"
     typer.echo(f"tensorboard: tensorboard --logdir {paths.tensorboard}{kept}")
+
+
+@boards.command(epilog="Example:  relax-hpc export wandb arithmetic --offline")
+def export(
+    service: Annotated[Service, typer.Argument(help="Where to.", show_default=False)],
+    run: Run,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Write it below the run directory, send nothing.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on as the run goes on; Ctrl-C leaves.")
+    ] = False,
+) -> None:
+    """Send the curves of a run to a service: what it does not have yet."""
+    from relax_hpc.boards import export as exports
+
+    run_dir = run_dir_of(run)
+    found = exports.send(run_dir, service, offline=offline, follow=follow)
+    typer.echo(f"{service}: run {found.id}, up to step {found.step}")
+    for folder in sorted(run_dir.glob("wandb/offline-run-*")) if service == "wandb" else ():
+        typer.echo(f"to send it: wandb sync --append {folder}")

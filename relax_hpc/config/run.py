@@ -11,6 +11,7 @@ from relax_hpc.algorithms.algorithm import Algorithm, algorithm_of
 from relax_hpc.config import algorithm_checks
 from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
+from relax_hpc.config.boards import BoardsConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
 from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
@@ -129,6 +130,7 @@ class JobConfig(Section):
     resources: SharedResources = SharedResources()
     """Resources of every component, as `<component>.resources`, which override them; without
     `nodes`, `max_nodes` and `gpus`."""
+    boards: BoardsConfig = BoardsConfig()
 
     @property
     def run_dir(self) -> Path:

@@ -1,5 +1,6 @@
 """Checks of a job before anything is queued. Each refusal names a remedy."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ def check(
     table.check_columns(config)
     for role in table.ROLES:
         config = role.checked(config, shape, say)
+    check_boards(config)
     for component in components:
         check_component(component)
         interpreter.check(component.key, component.resources, use_slurm=use_slurm, say=say)
@@ -56,6 +58,16 @@ def check(
         partitions.check_partitions(hosts, partitions.partitions())
         partitions.check_limits(hosts)
     return config
+
+
+def check_boards(config: JobConfig) -> None:
+    """Checks that what sends curves is installed."""
+    for name in config.boards.export:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"boards.export = {config.boards.export}: the package {name} is not installed "
+                f"here; pip install 'relax-hpc[{name}]'"
+            )
 
 
 def check_run_dir(run_dir: Path, name: str) -> None:

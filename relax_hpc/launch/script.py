@@ -71,6 +71,8 @@ class Job:
     mail: str | None = None
     """Address that Slurm writes to."""
     dependency: str | None = None
+    exports: tuple[str, ...] = ()
+    """Services that are sent the curves."""
     next_claim: Path | None = None
     """Is there once the run has been started anew: a job that begins then must end at once."""
 
@@ -187,8 +189,11 @@ def _assemble(
         scaler = shlex.join([*module, *scaler_options])
         lines += [f'serve {scaler} --job-id "$job_id" --controller "$$" & scaler=$!', ""]
     if job.has_summary:
-        follower = shlex.join([sys.executable, "-m", "relax_hpc.boards.follower", str(job.run_dir)])
-        lines += [f'{follower} --job-id "$job_id" --controller "$$" & boards=$!', ""]
+        module = [sys.executable, "-m", "relax_hpc.boards.follower", str(job.run_dir)]
+        for board in ("tensorboard", *job.exports):
+            follower = shlex.join([*module, "--to", board])
+            lines.append(f'{follower} --job-id "$job_id" --controller "$$" & boards+=($!)')
+        lines.append("")
     lines.append(WAIT)
     if job.has_summary:
         finish = shlex.join([sys.executable, "-m", "relax_hpc.boards.finish", str(job.run_dir)])

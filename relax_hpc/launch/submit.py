@@ -140,6 +140,7 @@ def _job(config: JobConfig, number: int) -> script.Job:
         config.name,
         config.run_dir,
         config.launch.max_restarts,
+        exports=tuple(dict.fromkeys(config.boards.export)),
         next_claim=RunPaths(config.run_dir).launch_claim(number + 1),
         umask=permissions.UMASKS[config.launch.share],
         comment=config.resources.comment,

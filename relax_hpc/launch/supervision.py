@@ -130,7 +130,7 @@ serve() {
   done
 }
 
-signals=0 stopping='' components=() scaler='' boards=''
+signals=0 stopping='' components=() scaler='' boards=()
 end_all() { [ -z "${components[*]}$scaler" ] || kill "${components[@]}" $scaler 2>/dev/null; }
 trap 'signals=$((signals + 1)); failed=1; end_all' USR1
 trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
@@ -150,10 +150,9 @@ if [ -n "$scaler" ]; then
   kill "$scaler" 2>/dev/null
   join "$scaler"
 fi
-if [ -n "$boards" ]; then # it draws the rest, and how it fares is of no account
-  word=USR1
-  [ "$exit_code" -eq 0 ] && [ -z "$stopping" ] || word=USR2
-  kill "-$word" "$boards" 2>/dev/null
-  join "$boards"
-fi
+# They draw the rest, and how they fare is of no account.
+word=USR1
+[ "$exit_code" -eq 0 ] && [ -z "$stopping" ] || word=USR2
+[ -z "${boards[*]}" ] || kill "-$word" "${boards[@]}" 2>/dev/null
+for board in "${boards[@]}"; do join "$board"; done
 """

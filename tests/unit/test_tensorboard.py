@@ -8,11 +8,17 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.custom_scalar import metadata as custom_scalars
 from tensorboard.plugins.hparams import metadata as hparams
 
-from relax_hpc.boards import finish
+from relax_hpc.boards import finish, run_board
 from relax_hpc.boards.description import CHARTS
 from relax_hpc.boards.run_board import RunBoard
 from relax_hpc.telemetry.event_table import EVENTS, PREFIXES, tag
 from relax_hpc.telemetry.event_tail import EventTail
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    """Drawing takes seconds, and is tested elsewhere."""
+    monkeypatch.setattr(run_board.curve, "plot", lambda _: None)
 
 
 @pytest.fixture

@@ -158,7 +158,7 @@ serve() {
   done
 }
 
-signals=0 stopping='' components=() scaler='' boards=''
+signals=0 stopping='' components=() scaler='' boards=()
 end_all() { [ -z "${components[*]}$scaler" ] || kill "${components[@]}" $scaler 2>/dev/null; }
 trap 'signals=$((signals + 1)); failed=1; end_all' USR1
 trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
@@ -180,7 +180,7 @@ component_1 & components+=($!)
 
 serve /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --job-id "$job_id" --controller "$$" & scaler=$!
 
-/envs/submit/bin/python -m relax_hpc.boards.follower '/runs/it'"'"'s here' --job-id "$job_id" --controller "$$" & boards=$!
+/envs/submit/bin/python -m relax_hpc.boards.follower '/runs/it'"'"'s here' --to tensorboard --job-id "$job_id" --controller "$$" & boards+=($!)
 
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
@@ -194,12 +194,11 @@ if [ -n "$scaler" ]; then
   kill "$scaler" 2>/dev/null
   join "$scaler"
 fi
-if [ -n "$boards" ]; then # it draws the rest, and how it fares is of no account
-  word=USR1
-  [ "$exit_code" -eq 0 ] && [ -z "$stopping" ] || word=USR2
-  kill "-$word" "$boards" 2>/dev/null
-  join "$boards"
-fi
+# They draw the rest, and how they fare is of no account.
+word=USR1
+[ "$exit_code" -eq 0 ] && [ -z "$stopping" ] || word=USR2
+[ -z "${boards[*]}" ] || kill "-$word" "${boards[@]}" 2>/dev/null
+for board in "${boards[@]}"; do join "$board"; done
 
 [ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" || exit_code=1
 [ -z "$stopping" ] || exit_code=143
