@@ -109,6 +109,10 @@ class RunPaths:
         only."""
         return self.control / f"launch-{number}.json"
 
+    def config_before(self, number: int) -> Path:
+        """The job as it was before the start of that number changed it."""
+        return self.control / f"run-before-{number}.json"
+
     @property
     def scale(self) -> Path:
         """Requests to add or remove engines, and what came of them."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from relax_hpc.config.run import JobConfig
 
 
-def _names(incomplete: str) -> list[str]:
+def names_of_runs(incomplete: str) -> list[str]:
     """Names of runs that begin so, for the completion of a shell."""
     from relax_hpc.launch import known_runs
 
@@ -24,7 +24,8 @@ def _names(incomplete: str) -> list[str]:
 
 Job = Annotated[Path, typer.Argument(help="A job file, see jobs/.", show_default=False)]
 Run = Annotated[
-    str, typer.Argument(help="Name of a run, or its directory; see ls.", autocompletion=_names)
+    str,
+    typer.Argument(help="Name of a run, or its directory; see ls.", autocompletion=names_of_runs),
 ]
 Ended = Annotated[
     bool, typer.Option("--ended", help="I know that its job has ended, though Slurm cannot say so.")

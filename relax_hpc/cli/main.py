@@ -25,6 +25,7 @@ from relax_hpc.cli.arguments import (
     find_run,
     going_on,
     load_job,
+    names_of_runs,
     run_dir_of,
 )
 from relax_hpc.cli.bench import bench
@@ -38,7 +39,7 @@ from relax_hpc.cli.models import models
 from relax_hpc.cli.runs import runs
 from relax_hpc.cli.scale import scale
 from relax_hpc.cli.viewer import viewer
-from relax_hpc.errors import RelaxError
+from relax_hpc.errors import ConfigError, RelaxError
 
 if TYPE_CHECKING:
     from relax_hpc.launch.submit import Submission
@@ -102,7 +103,8 @@ def check(
 
 
 @app.command(
-    epilog="Example:  relax-hpc submit jobs/tiny/arithmetic.toml --set name=try1 --dry-run"
+    epilog="Examples:  relax-hpc submit jobs/tiny/arithmetic.toml --set name=try1 --dry-run  |  "
+    "relax-hpc submit jobs/tiny/arithmetic.toml --set name=try2 --depend try1"
 )
 def submit(
     job: Job,
@@ -113,10 +115,20 @@ def submit(
     local: Local = False,
     follow: Follow = False,
     profile: Profile = None,
+    depend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JOB|RUN",
+            help="Begin after that job, or run, has completed.",
+            autocompletion=names_of_runs,
+        ),
+    ] = None,
 ) -> None:
     """Submit every role of a job as one heterogeneous Slurm job, or run it on this machine."""
     from relax_hpc.launch.submit import submit as submit_job
 
+    if depend is not None:
+        overrides = [*overrides, *_dependency(depend, local=local)]
     submission = submit_job(
         load_job(job, overrides, profile), local=local, dry_run=dry_run, say=_remark
     )
@@ -126,17 +138,26 @@ def submit(
     _announce(submission, local=local, follow=follow)
 
 
-@app.command(epilog="Example:  relax-hpc resume arithmetic")
+@app.command(
+    epilog="Examples:  relax-hpc resume arithmetic  |  "
+    "relax-hpc resume arithmetic --set actor.resources.time=2-00:00:00"
+)
 def resume(
     run: Run,
+    overrides: Overrides = [],  # noqa: B006
     local: Local = False,
     follow: Follow = False,
     ended: Ended = False,
 ) -> None:
-    """Start a run again that was cancelled or gave up; it goes on from its newest checkpoint."""
+    """Start a run again that was cancelled or gave up; it goes on from its newest checkpoint.
+
+    --set changes where and how long it computes, what it keeps, and schedule.num_steps to more.
+    """
     from relax_hpc.runs.resume import resume as resume_job
 
-    resumed = resume_job(run_dir_of(run), local=local, ended=ended)
+    resumed = resume_job(
+        run_dir_of(run), overrides=overrides, local=local, ended=ended, say=_remark
+    )
     _announce(resumed, local=local, follow=follow)
 
 
@@ -145,6 +166,19 @@ for commands in (beginning, data, runs, boards, evaluation, viewer, models):
 app.command(epilog="Example:  relax-hpc keys actor.optimizer")(keys)
 for name, group in {"bus": bus, "scale": scale, "bench": bench}.items():
     app.add_typer(group, name=name)
+
+
+def _dependency(asked: str, *, local: bool) -> list[str]:
+    """The setting of a job that is to begin after another; none if that has completed."""
+    from relax_hpc.launch.submit import mode_of
+    from relax_hpc.runs import depend
+
+    if mode_of(local=local) == "local":
+        raise ConfigError(f"--depend {asked}: only Slurm can wait for another job; leave it out")
+    words = depend.on_job(asked)
+    if words is None and (words := depend.on_run(run_dir_of(asked))) is None:
+        _remark(f"{asked} has completed: nothing to wait for")
+    return [f"resources.dependency={words}"] if words else []
 
 
 def _remark(line: str) -> None:

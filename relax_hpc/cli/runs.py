@@ -140,9 +140,13 @@ def timeline(
 def cancel(run: Run) -> None:
     """End every job that a run started, and nothing else; say what each was doing."""
     from relax_hpc.boards import finish
+    from relax_hpc.paths import RunPaths
     from relax_hpc.runs import cancel as run_cancel
+    from relax_hpc.runs import overview
 
     run_dir = run_dir_of(run)
     run_cancel.cancel(run_dir, typer.echo)
     finish.complete_if_over(run_dir)
-    typer.echo(f"what it has done: relax-hpc status {run_dir}")
+    paths = RunPaths(run_dir)
+    done = f"{overview.newest_step(paths).get('step', 0)} of {overview.num_steps_of(paths)}"
+    typer.echo(f"steps done: {done}; relax-hpc status {run} says more")

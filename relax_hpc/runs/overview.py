@@ -66,7 +66,7 @@ def collect(run_dirs: Sequence[Path], *, last: int | None = None) -> list[Row]:
 
 
 def _row(run_dir: Path, newest: LaunchRecord, launch: status.Launch) -> Row:
-    step = _newest_step(RunPaths(run_dir))
+    step = newest_step(RunPaths(run_dir))
     return Row(
         name=run_dir.name,
         run_dir=run_dir,
@@ -74,7 +74,7 @@ def _row(run_dir: Path, newest: LaunchRecord, launch: status.Launch) -> Row:
         state=launch.state,
         reason=launch.reason,
         step=step.get("step", 0),
-        num_steps=_num_steps(RunPaths(run_dir)),
+        num_steps=num_steps_of(RunPaths(run_dir)),
         reward=step.get("reward/mean"),
         loss=step.get("loss"),
         time=newest.all[-1].time,
@@ -114,7 +114,7 @@ def _short(name: str) -> str:
     return name if len(name) <= _WIDEST_NAME else f"{name[: _WIDEST_NAME - 1]}…"
 
 
-def _num_steps(paths: RunPaths) -> int | None:
+def num_steps_of(paths: RunPaths) -> int | None:
     """The steps of a job, of an older version, too."""
     try:
         job = read_json(paths.config) or {}
@@ -124,7 +124,7 @@ def _num_steps(paths: RunPaths) -> int | None:
         return None
 
 
-def _newest_step(paths: RunPaths) -> dict[str, Any]:
+def newest_step(paths: RunPaths) -> dict[str, Any]:
     """The newest step, or the step that training has gone on from since; empty before the first."""
     path = paths.events("actor", 0)
     try:

@@ -1,56 +1,72 @@
 """Starts a run again that ended before its last step."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc import permissions
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.job_file import read_resolved
-from relax_hpc.launch import record, submit
-from relax_hpc.launch.placement import place
+from relax_hpc.launch import partitions, preflight, record, submit
+from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.slurm import MaybeQueuedError
 from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
+from relax_hpc.runs.changes import changed
 
 
-def resume(run_dir: Path, *, local: bool = False, ended: bool = False) -> submit.Submission:
+def resume(
+    run_dir: Path,
+    *,
+    overrides: Sequence[str] = (),
+    local: bool = False,
+    ended: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> submit.Submission:
     """Starts a run again that ended before its last step: cancelled, out of time, or given up.
 
     It goes on from its newest checkpoint and from what stands on its bus, with the job it was
-    submitted with.
+    submitted with, or one changed where that does not change what is trained.
 
     Args:
         run_dir: of the run.
+        overrides: of its job, `section.key=value`; the job as it was is kept in control/.
         local: run here even though there is a Slurm.
         ended: the caller knows that a job has ended of which Slurm says nothing.
+        say: is told what is changed.
 
     Raises:
-        ConfigError: not a run directory, complete, or it may still be running.
+        ConfigError: not a run directory, complete, or it may still be running; or an override
+            that would change what is trained.
         LaunchError: Slurm refused it.
     """
 
     paths = RunPaths(run_dir.absolute())
-    config = read_resolved(paths.config)
+    was = read_resolved(paths.config)
+    config, changes = changed(was, overrides) if overrides else (was, [])
     permissions.check_own(paths.root, paths.submission)
     newest = record.read(paths.root)
-    found = status.launches(newest)
-    if alive := status.alive(run_dir, found, sure=ended):
-        raise ConfigError(
-            f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader}; "
-            f"cancel it first: relax-hpc cancel {run_dir}"
-        )
-    if any(each.state == "COMPLETED" for each in found):
-        raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
+    _check_ended(run_dir, status.launches(newest), ended=ended)
+    mode, components = submit.mode_of(local=local), place(config)
+    if changes:
+        _check_resources(components, mode)
     number = record.claim(paths, newest.number + 1, sure=ended)
-    planned = submit.plan(submit.mode_of(local=local), config, place(config), number)
+    planned = submit.plan(mode, config, components, number)
     try:
         _make_private(config, paths)
+        if changes:
+            write_json(paths.config_before(number), was.model_dump(mode="json"))
+            write_json(paths.config, config.model_dump(mode="json"))
+            say("\n".join(changes))
         with permissions.masked(permissions.UMASKS[config.launch.share]):
             return submit.start(planned, config, paths, newest)
     except MaybeQueuedError:
         raise  # the claim stays: there may be a job
     except (OSError, RelaxError) as error:
+        if changes:
+            write_json(paths.config, was.model_dump(mode="json"))
         paths.launch_claim(number).unlink()
         if isinstance(error, RelaxError):
             raise
@@ -58,6 +74,26 @@ def resume(run_dir: Path, *, local: bool = False, ended: bool = False) -> submit
             f"{run_dir}: cannot be written to: {error.strerror}; nothing was started. "
             "Free space or quota and resume it again"
         ) from error
+
+
+def _check_ended(run_dir: Path, found: Sequence[status.Launch], *, ended: bool) -> None:
+    if alive := status.alive(run_dir, found, sure=ended):
+        raise ConfigError(
+            f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader}; "
+            f"cancel it first: relax-hpc cancel {run_dir}"
+        )
+    if any(each.state == "COMPLETED" for each in found):
+        raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
+
+
+def _check_resources(components: Sequence[Component], mode: submit.Mode) -> None:
+    """Looks whether the cluster has what components ask for now."""
+    for component in components:
+        preflight.check_component(component)
+    if mode == "slurm":
+        hosts = [each for each in components if not each.on]
+        partitions.check_partitions(hosts, partitions.partitions())
+        partitions.check_limits(hosts)
 
 
 def _make_private(config: JobConfig, paths: RunPaths) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,9 +13,10 @@ import typer.main
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
-from relax_hpc.launch import known_runs, states
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import known_runs, states, submit
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs import log_text, report, screen, watching
+from relax_hpc.runs import depend, log_text, report, resume, screen, watching
 from relax_hpc.runs import logs as run_logs
 from relax_hpc.telemetry.events import EventWriter
 
@@ -364,6 +366,88 @@ def test_a_step_is_one_line_at_80_columns(run, row):
     assert shown(logged(2, "a", "slow", "WARNING"), 80) == "actor-0: 10:00:02 WARNING slow"
     assert shown("2026-01-02T10:00:09 x: giving up", 80, "job") == "job: 10:00:09 x: giving up"
     assert shown("  File x", 80) == "actor-0:   File x"
+
+
+@row("array, --depend: dependency by sbatch; resume has no --set")
+def test_a_run_is_resumed_with_other_resources_and_more_steps_but_trains_the_same(run, row):
+    run.leaves(1)
+    paths = RunPaths(run.run_dir)
+    before = json.loads(paths.config.read_text())
+    for setting, said in (
+        ("actor.optimizer.lr=1", "would change what is trained, and a run has one job"),
+        ("seed=3", "would change what is trained"),
+        ("schedule.num_steps=20", "schedule.num_steps=20: is less than 30; to end earlier, cancel"),
+        ("launch.profile=x", "would change what is trained"),
+        ("actor.save_evry=3", "did you mean actor.save_every?"),
+        ("actor.resources.time=never", "actor.resources.time"),
+    ):
+        answer = cli("resume", "run", "--set", setting, "--local")
+        assert said in str(answer.exception), (setting, answer.exception)
+    assert json.loads(paths.config.read_text()) == before and run.asked("sbatch") == []
+
+    (run.folder / "sinfo").unlink()
+    run.refuses("sbatch: error: Batch job submission failed: Invalid account\n")
+    monkey = ("--set", "schedule.num_steps=60", "--set", "resources.time=2-00:00:00")
+    more = (*monkey, "--set", "actor.save_every=7")
+    with without_partitions():
+        assert "Invalid account" in str(cli("resume", "run", *more).exception)
+        assert json.loads(paths.config.read_text()) == before
+        (run.folder / "refusal").unlink()
+        answer = cli("resume", "run", *more)
+    assert answer.exit_code == 0, answer.exception
+    now = json.loads(paths.config.read_text())
+    assert now["schedule"]["num_steps"] == 60 and now["actor"]["save_every"] == 7
+    assert now["actor"]["resources"]["time"] == "2-00:00:00"
+    assert now["engines"]["rollout"]["resources"]["time"] == "2-00:00:00"
+    assert json.loads(paths.config_before(2).read_text()) == before
+    assert "schedule.num_steps: 30 -> 60; a learning rate that falls" in answer.stderr
+    assert "actor.save_every: 10 -> 7\n" in answer.stderr
+    script = (run.run_dir / "submission" / "9_submission.sh").read_text()
+    assert script.count("#SBATCH --time=2-00:00:00") == 2
+
+
+@contextmanager
+def without_partitions():
+    """Looks at no cluster: `sinfo` is not what is tried here."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("check_partitions", "check_limits", "partitions"):
+            patch.setattr(resume.partitions, name, lambda *_: None)
+        yield
+
+
+@row("array, --depend: dependency by sbatch; resume has no --set")
+def test_a_job_begins_after_another_or_after_a_run(run, row):
+    for asked, words in (("123", "afterok:123"), ("1,2", "afterok:1:2"), ("afterany:5",) * 2):
+        assert depend.on_job(asked) == words
+    assert depend.on_job("run") is None
+    run.says("7+0|RUNNING", "7+1|PENDING")
+    assert depend.on_run(run.run_dir) == "afterok:7"
+    run.says("7+0|FAILED", "7+1|FAILED")
+    with pytest.raises(ConfigError, match="--depend run: is FAILED, so nothing would ever begin"):
+        depend.on_run(run.run_dir)
+    run.says("7+0|COMPLETED", "7+1|COMPLETED")
+    assert depend.on_run(run.run_dir) is None
+
+
+@row("array, --depend: dependency by sbatch; resume has no --set")
+def test_the_script_of_a_job_says_what_it_depends_on_and_without_slurm_it_is_refused(job, row):
+    answer = cli("submit", "job.toml", "--local", "--depend", "12")
+    assert str(answer.exception) == "--depend 12: only Slurm can wait for another job; leave it out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(submit, "mode_of", lambda **_: "slurm")
+        patch.setattr(submit.preflight, "check", lambda config, *_, **__: config)
+        patch.setattr(submit.trial, "expected_start", lambda *_: "")
+        script = cli("submit", "job.toml", "--dry-run", "--depend", "12").output
+    assert script.count("#SBATCH --dependency=afterok:12\n") == 1
+
+
+def test_cancel_says_what_it_found_and_how_far_the_run_came(run):
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    write_steps(run.run_dir, {"step": 4, "reward/mean": 0.5})
+    assert cli("cancel", "run").output == (
+        "job 7: cancelled, was RUNNING\nsteps done: 4 of 30; relax-hpc status run says more\n"
+    )
+    assert run.asked("scancel") == ["scancel 7"]
 
 
 def test_a_curve_of_many_steps_is_means_between_its_range():

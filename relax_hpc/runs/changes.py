@@ -1,0 +1,75 @@
+"""Changes of a job between two starts of a run: those that leave alone what is trained."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from relax_hpc.config.run import JobConfig
+from relax_hpc.errors import ConfigError, shown
+from relax_hpc.job_file import with_overrides
+from relax_hpc.launch.placement import place
+from relax_hpc.sections import Resources
+
+_FREE = re.compile(
+    r"(.+\.)?resources\.\w+"
+    r"|launch\.(max_restarts|peer_timeout_s)"
+    r"|\w+\.(save_every|keep_checkpoints|keep_every|save_hf_every)"
+    r"|bus\.keep_steps|weights\.timeout_s|notify\.\w+"
+    r"|engines\.[^.]+\.(start_timeout_s|hang_timeout_s)"
+)
+"""Keys that say where and how long a run computes, and what it keeps."""
+_STEPS = ("schedule.num_steps", "sft.num_steps")
+
+
+def changed(config: JobConfig, overrides: Sequence[str]) -> tuple[JobConfig, list[str]]:
+    """Applies `section.key=value` to the job of a run.
+
+    Returns:
+        The job, and a line for each key whose value is another one now.
+
+    Raises:
+        ConfigError: a key would change what is trained, or is none.
+    """
+    tree = config.model_dump(mode="json")
+    everywhere = [each for asked in overrides for each in _of_components(config, asked)]
+    new = with_overrides(
+        config.model_dump(mode="json"), [*everywhere, *overrides], source="resume --set"
+    )
+    before, after = dict(_flat(tree)), dict(_flat(new.model_dump(mode="json")))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+    return new, [_allowed(key, before.get(key), after.get(key)) for key in keys]
+
+
+def _of_components(config: JobConfig, override: str) -> Iterator[str]:
+    """Says of every component what is asked of `resources`: in the job of a run, each has its
+    own."""
+    section, _, field = override.strip().partition(".")
+    if section == "resources" and field.split("=")[0].strip() in Resources.model_fields:
+        for component in place(config):
+            if component.section:
+                yield f"{component.section}.{override.strip()}"
+
+
+def _allowed(key: str, before: Any, after: Any) -> str:  # noqa: ANN401
+    said = f"{key}: {shown(before)} -> {shown(after)}"
+    if _FREE.fullmatch(key):
+        return said
+    if key not in _STEPS:
+        raise ConfigError(
+            f"--set {key}={shown(after)}: would change what is trained, and a run has one job for "
+            "all its steps; submit a run of another name that begins with this one's checkpoint: "
+            "--set model.weights=..."
+        )
+    if after is None or before is None or after < before:
+        raise ConfigError(
+            f"--set {key}={shown(after)}: is less than {shown(before)}; to end earlier, cancel it"
+        )
+    return f"{said}; a learning rate that falls does so over all of them from here on"
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
