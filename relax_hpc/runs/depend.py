@@ -1,4 +1,4 @@
-"""What a job waits for that is to begin after another: `submit --depend`."""
+"""Jobs and runs that another job waits for: `submit --depend`."""
 
 import re
 from pathlib import Path
