@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, SerializeAsAny, model_vali
 
 from relax_hpc.algorithms import presets, table
 from relax_hpc.algorithms.aggregation import Aggregation
+from relax_hpc.algorithms.entropy import Entropy
 from relax_hpc.algorithms.part import Advantage, Correction, Loss, Needs, Part
 from relax_hpc.sections import Positive, Section
 
@@ -50,7 +51,7 @@ class Algorithm(Section):
     """Weights of tokens that another policy, or program, sampled; or a class of your own."""
     kl: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "kl"))]
     """Estimator of the divergence from the reference."""
-    entropy: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "entropy"))]
+    entropy: Annotated[SerializeAsAny[Entropy], BeforeValidator(partial(table.part_of, "entropy"))]
     """Entropy in the loss."""
     groups: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "groups"))]
     """Prompt groups, and responses of them, that are trained on."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.algorithms.corrections.none import NoCorrection
-from relax_hpc.algorithms.entropy import NoEntropy
+from relax_hpc.algorithms.entropy import Entropy, NoEntropy
 from relax_hpc.algorithms.kl import Kl
-from relax_hpc.algorithms.part import LossFunction, LossOutput, Part, Tokens, Total
+from relax_hpc.algorithms.part import LossFunction, LossOutput, Tokens, Total
 from relax_hpc.algorithms.ratios import spread
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Objective(NamedTuple):
     also without rows. None: no forward pass comes first."""
     reads_old: bool = True
     """Whether the loss reads `old_logprobs`."""
-    entropy: Part = NoEntropy()
+    entropy: Entropy = NoEntropy()
     """Says the weight of the entropy in the loss."""
 
 

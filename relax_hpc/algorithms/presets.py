@@ -49,7 +49,7 @@ NOT_YET: Mapping[str, str] = {
 }
 """Presets that a job may ask for and does not get -> why."""
 DEFAULT = "async"
-WHERE_NONE: Mapping[str, str] = {"correction": "tis", "kl": "rk3"}
+WHERE_NONE: Mapping[str, str] = {"correction": "tis", "kl": "rk3", "entropy": "fixed"}
 """Tables that are empty in a preset -> the part whose settings a job gives without a name."""
 
 

@@ -26,7 +26,7 @@ from relax_hpc.algorithms.corrections.reject_k1 import RejectK1
 from relax_hpc.algorithms.corrections.reject_k3 import RejectK3
 from relax_hpc.algorithms.corrections.sequence_tis import SequenceTis
 from relax_hpc.algorithms.corrections.tis import Tis
-from relax_hpc.algorithms.entropy import NoEntropy
+from relax_hpc.algorithms.entropy import AdaptiveEntropy, FixedEntropy, NoEntropy
 from relax_hpc.algorithms.groups import AsSampled
 from relax_hpc.algorithms.kl import Kl, NoKl
 from relax_hpc.algorithms.losses.cispo import Cispo
@@ -81,7 +81,7 @@ PARTS: Mapping[str, Sequence[type[Part]]] = {
         RejectK1,
     ),
     "kl": (NoKl, Kl),
-    "entropy": (NoEntropy,),
+    "entropy": (NoEntropy, FixedEntropy, AdaptiveEntropy),
     "groups": (AsSampled,),
 }
 """Tables below [algorithm] -> the parts that may stand there."""

@@ -55,14 +55,15 @@ def works(
 def show(figures: Sequence[Figures], json_file: Path | None) -> str:
     """A line per measurement, with the formula of MFU; if asked for, all of it as JSON."""
     heads = ("grid", "tokens", "documents", "recompute", "tokens/s", "per GPU", "MFU", "step",
-             "forward", "+ backward", "update", "peak")  # fmt: skip
+             "forward", "+ backward", "update", "loss", "peak")  # fmt: skip
     lines: list[tuple[str, ...]] = [heads]
     for row in figures:
         phases = (row.step_s, row.forward_s, row.forward_backward_s, row.update_s)
         lines.append((
             row.grid, f"{row.micro_batches} x {row.tokens}", row.documents, row.recompute,
             f"{row.tokens_per_s:.0f}", f"{row.tokens_per_s_per_gpu:.0f}", f"{row.mfu:.1%}",
-            *(f"{1e3 * phase:.0f} ms" for phase in phases), f"{row.peak_gib:.1f} GiB",
+            *(f"{1e3 * phase:.0f} ms" for phase in phases), f"{1e3 * row.loss_s:.2f} ms",
+            f"{row.peak_gib:.1f} GiB",
         ))  # fmt: skip
     table = aligned(lines)
     if json_file is not None:

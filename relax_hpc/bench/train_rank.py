@@ -14,11 +14,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from relax_hpc.algorithms.algorithm import algorithm_of
-from relax_hpc.algorithms.composition import objective_of
+from relax_hpc.algorithms.algorithm import Algorithm
+from relax_hpc.algorithms.composition import Objective, objective_of
+from relax_hpc.algorithms.part import Rows
 from relax_hpc.bench.ranks import joined
 from relax_hpc.bench.train_task import Figures, Task, Work, grid_name, lengths_of
 from relax_hpc.comm.world import World
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.megatron import packing
 from relax_hpc.engines.megatron.flops import PEAK, training_flops
 from relax_hpc.engines.megatron.trainer import MegatronTrainer
 from relax_hpc.roles.training.build import trainer_of
@@ -75,12 +78,13 @@ def measure(task: Task, work: Work, world: World, device: torch.device) -> Figur
     trainer = trainer_of(task.config_of(work), world, device, random_weights=not task.has_weights)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    objective = objective_of(_algorithm(task))
     seconds, last_loss = Seconds(), 0.0
     for step in range(_WARM_UP + task.steps):
         batch = _batch(task, work, step, trainer.dp_rank)
         dist.barrier()
         begin = _now(device)
-        _accumulate(trainer, batch)
+        _accumulate(trainer, batch, objective)
         trained = _now(device)
         last_loss = trainer.update()["loss"]
         end = _now(device)
@@ -96,11 +100,54 @@ def measure(task: Task, work: Work, world: World, device: torch.device) -> Figur
         batch = _batch(task, work, _WARM_UP + task.steps, trainer.dp_rank)
 
         def one_step() -> None:
-            _accumulate(trainer, batch)
+            _accumulate(trainer, batch, objective)
             trainer.update()
 
         _profile(one_step, task.profile if dist.get_rank() == 0 else None, str(work))
-    return _figures(task, work, seconds, peak, last_loss)
+    batch = _batch(task, work, 0, trainer.dp_rank)
+    first = _valued(batch)[: len(batch.micro_batches[0])]
+    of_loss = work.micro_batches * _loss_seconds(_algorithm(task), first, device)
+    return _figures(task, work, seconds, peak, last_loss, of_loss)
+
+
+def _loss_seconds(algorithm: Algorithm, rows: Sequence[Trajectory], device: torch.device) -> float:
+    """Median seconds of the advantages of a micro-batch's rows, and of its loss with gradient.
+
+    The gradient is that by the logprobs and, where the loss has it, the entropy; the output layer's
+    is no part of it.
+    """
+    names = [name.split("/")[1] for name in algorithm.needs.columns]
+    tokens = packing.build(
+        [row.with_columns(**dict.fromkeys(names, np.zeros((), np.float32))) for row in rows],
+        range(len(rows)),
+        device=device,
+    )
+    sampled = tokens.columns["rollout_logprobs"]
+    tokens = tokens.with_columns(old_logprobs=sampled - 0.01)
+    logprobs = (sampled + 0.01 * torch.randn_like(sampled)).requires_grad_()
+    weight = algorithm.entropy.first().weight
+    if weight:
+        entropy = torch.rand_like(sampled, requires_grad=True)
+        tokens = tokens.with_columns(
+            entropy=entropy, entropy_weight=torch.full_like(sampled, weight)
+        )
+    objective = objective_of(algorithm, frozenset(names))
+    groups = Rows(
+        np.random.default_rng(0).random((max(len(rows) // 8, 1), 8)).astype(np.float32),
+        np.ones((max(len(rows) // 8, 1), 8), np.int64),
+    )
+
+    def once() -> None:
+        algorithm.advantage.of_groups(groups)
+        prepared = objective.prepare([tokens], lambda sums: sums) if objective.prepare else [tokens]
+        objective.loss(logprobs, prepared[0]).loss.backward()  # type: ignore[no-untyped-call]
+
+    seconds = []
+    for _ in range(23):
+        begin = _now(device)
+        once()
+        seconds.append(_now(device) - begin)
+    return statistics.median(seconds[3:])  # the first ones allocate
 
 
 def _peak_gib(device: torch.device) -> float:
@@ -118,10 +165,17 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _accumulate(trainer: MegatronTrainer, batch: Batch) -> None:
-    rows = [row.with_columns(advantages=np.ones((), np.float32)) for row in batch.rows]
-    objective = objective_of(algorithm_of())
-    trainer.accumulate(rows, batch.micro_batches, objective, last=True)
+def _algorithm(task: Task) -> Algorithm:
+    assert isinstance(task.config, RunConfig)
+    return task.config.algorithm
+
+
+def _valued(batch: Batch) -> list[Trajectory]:
+    return [row.with_columns(advantages=np.ones((), np.float32)) for row in batch.rows]
+
+
+def _accumulate(trainer: MegatronTrainer, batch: Batch, objective: Objective) -> None:
+    trainer.accumulate(_valued(batch), batch.micro_batches, objective, last=True)
 
 
 def _note(
@@ -136,7 +190,9 @@ def _note(
     seconds.flops.append(of_batch / actor.layout.replica_size / (end - begin))
 
 
-def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float) -> Figures:
+def _figures(
+    task: Task, work: Work, seconds: Seconds, peak: float, loss: float, loss_s: float
+) -> Figures:
     train, update = statistics.median(seconds.train), statistics.median(seconds.update)
     rate = statistics.median(seconds.rates)
     return Figures(
@@ -151,6 +207,7 @@ def _figures(task: Task, work: Work, seconds: Seconds, peak: float, loss: float)
         forward_s=statistics.median(seconds.forward),
         forward_backward_s=train,
         update_s=update,
+        loss_s=loss_s,
         tokens_per_s=rate,
         tokens_per_s_per_gpu=rate / task.config.actor.layout.world_size,
         mfu=statistics.median(seconds.flops) / PEAK,

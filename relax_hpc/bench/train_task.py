@@ -62,6 +62,8 @@ class Figures:
     forward_backward_s: float
     update_s: float
     """Gradient reduction, norm, Adam, and gathering the weights."""
+    loss_s: float
+    """Advantages and the loss of as many tokens, with its gradient by the logprobs, alone."""
     tokens_per_s: float
     """Tokens per second of all GPUs together."""
     tokens_per_s_per_gpu: float

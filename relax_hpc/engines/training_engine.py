@@ -113,11 +113,13 @@ class TrainingEngine(ScoringEngine, Protocol):
         objective: Objective,
         *,
         last: bool = False,
+        mini_batches: Sequence[int] = (),
     ) -> None:
         """Adds the gradient of a part of the batch; `micro_batches` index `trajectories`.
 
         Args:
             last: nothing follows.
+            mini_batches: number of micro-batches of each update; empty: there is one.
         """
         ...
 

@@ -3,12 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-_IN_ORDER = {
-    name: place
-    for place, name in enumerate(
-        ("wait", "read", "reference", "forward_backward", "update", "publish", "save")
-    )
-}
+_STAGES = (
+    "wait", "read", "reference", "old_logprobs", "forward_backward", "update", "publish", "save",
+)  # fmt: skip
+_IN_ORDER = {name: place for place, name in enumerate(_STAGES)}
 
 
 def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) -> str:

@@ -24,9 +24,11 @@ def open_critic(config, weights=None):
 
 def learn(rows, num_steps=1, num_portions=1, clip=0.0):
     """Trains on the rows' rewards; `values` are what the critic held before each step."""
+    from relax_hpc.algorithms.composition import Objective
     from relax_hpc.algorithms.value_loss import value_loss
 
-    trainer, loss = worker._state["trainer"], value_loss(clip=clip, gamma=1.0, lam=1.0)
+    trainer = worker._state["trainer"]
+    objective = Objective(value_loss(clip=clip, gamma=1.0, lam=1.0))
     for _ in range(num_steps):
         shares = worker._shares(rows, num_portions)
         for number, (portion, micro_batches) in enumerate(shares, 1):
@@ -39,7 +41,7 @@ def learn(rows, num_steps=1, num_portions=1, clip=0.0):
                 )
                 for row in portion
             ]
-            trainer.accumulate(chosen, micro_batches, loss, last=number == len(shares))
+            trainer.accumulate(chosen, micro_batches, objective, last=number == len(shares))
         metrics = trainer.update()
     return metrics
 

@@ -77,7 +77,10 @@ def test_every_grid_finds_the_same_loss_in_the_same_batch(pair, model, tmp_path)
     work = Work(96, "mix", micro_batches=2)
     shape = read_architecture(model)
     flops = sum(training_flops(shape, lengths_of(work, seed)) for seed in (4, 5))
-    overrides = ("actor.optimizer.lr=1e-3", "actor.optimizer.warmup_steps=0")
+    overrides = (
+        "actor.optimizer.lr=1e-3", "actor.optimizer.warmup_steps=0",
+        "algorithm.entropy.coefficient=0.01",
+    )  # fmt: skip
     found = {}
     for grid in (grid_of(tp=2), grid_of(cp=2), grid_of(pp=2)):
         task = train.task_of(str(model), [work], grid, tmp_path, steps=1, overrides=overrides)

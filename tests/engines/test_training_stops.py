@@ -77,7 +77,7 @@ class Trainer:
     def __init__(self, bad):
         self.bad, self.in_a_row = bad, 0
 
-    def accumulate(self, *_, last):
+    def accumulate(self, *_, last, mini_batches=()):
         assert last
 
     def update(self):
@@ -105,7 +105,7 @@ class Rank0:
         return [sft.Share([], [])]
 
     def next_portion(self, step, timers):
-        return Portion(PlanRecord(step, [], [], 0, 0, 0), {}, [[]])
+        return Portion(PlanRecord(step, [], [], 0, 0, 0), {}, [[]], [])
 
     def check_fenced(self):
         pass

@@ -100,7 +100,7 @@ class Trainer:
         self.step, self.dp_rank, self.given = 0, dp_rank_of(rank), []
         self.skip, self.costs = None, {}
 
-    def accumulate(self, trajectories, micro_batches, loss, *, last):
+    def accumulate(self, trajectories, micro_batches, loss, *, last, mini_batches):
         for row in trajectories:
             assert (row.token_ids == row.guid * SIBLINGS + row.sibling).all()
         assert sorted(i for rows in micro_batches for i in rows) == [*range(len(trajectories))]

@@ -94,7 +94,7 @@ class FakeTrainer:
         self.optimizer = torch.optim.SGD([policy.weight], lr=4.0)
         self.sums = []
 
-    def accumulate(self, trajectories, micro_batches, objective, *, last):
+    def accumulate(self, trajectories, micro_batches, objective, *, last, mini_batches):
         assert sorted(row for rows in micro_batches for row in rows) == [*range(len(trajectories))]
         advantages = np.array([row.columns["advantages"] for row in trajectories])
         packed = torch.tensor(np.array([row.token_ids for row in trajectories], np.int64)).view(

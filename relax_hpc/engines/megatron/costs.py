@@ -36,13 +36,21 @@ class Costs:
         yield
         self._phases.setdefault(name, []).append((begin, self._mark()))
 
-    def count(self, works: Sequence[Work]) -> None:
-        """Notes a forward and backward pass over them, which all ranks of a replica note."""
+    def count(self, works: Sequence[Work], *, is_forward: bool = False) -> None:
+        """Notes a forward and backward pass over them, which all ranks of a replica note.
+
+        Args:
+            is_forward: it was a forward pass alone, after which they are trained on.
+        """
         for work in works:
             lengths = work.micro_batch.lengths[: len(work.samples)]
+            flops = training_flops(self._shape, lengths)
+            if is_forward:
+                self._flops += flops / 3
+                continue
             self._tokens += sum(lengths)
             self._padded += sum(work.micro_batch.lengths) - sum(lengths)
-            self._flops += training_flops(self._shape, lengths)
+            self._flops += flops
 
     def end_step(self) -> dict[str, float]:
         """The costs of the step, the same on every rank; collective over all of them.

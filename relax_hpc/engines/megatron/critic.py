@@ -92,7 +92,7 @@ class MegatronCritic(MegatronTrainer):
         return self.forward_logprobs(trajectories, micro_batches)
 
     def _logprobs(
-        self, hidden: Tensor, micro_batch: MicroBatch, **_: object
+        self, hidden: Tensor, micro_batch: MicroBatch, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         model = self._chunks[-1]
         assert isinstance(model, ValueGPT)

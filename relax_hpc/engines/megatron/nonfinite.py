@@ -29,8 +29,12 @@ class _Found(NamedTuple):
 
 
 def explain(works: Sequence[Work], reason: str, in_a_row: int) -> Skip:
-    """Looks at all that was passed over. Collective over all ranks."""
+    """Looks at all that was passed over. Collective over all ranks.
+
+    Samples without finite logprobs come first: others may be as they are through a batch's mean.
+    """
     samples = list(_samples(works)) if grid.is_last_stage() else []
+    samples.sort(key=lambda sample: sample.what != "logprobs")
     group = mpu.get_data_parallel_group()
     mine = _Found(
         samples[:_NAMED],
@@ -44,7 +48,7 @@ def explain(works: Sequence[Work], reason: str, in_a_row: int) -> Skip:
     ]
     first_of_each = sorted(
         ((place, sample) for found in ranks for place, sample in enumerate(found.named)),
-        key=lambda found: found[0],
+        key=lambda found: (found[1].what != "logprobs", found[0]),
     )
     named = tuple(sample for _, sample in islice(first_of_each, _NAMED))
     without = sum(found.without_logprobs for found in ranks)
@@ -61,10 +65,10 @@ def explain(works: Sequence[Work], reason: str, in_a_row: int) -> Skip:
 
 def _samples(works: Sequence[Work]) -> Iterator[Sample]:
     dp_rank = mpu.get_data_parallel_rank()
-    for number, work in enumerate(works):
+    for work in works:
         for document, what in _documents(work):
             sample = work.samples[document]
-            yield Sample(sample.guid, sample.sibling, dp_rank, number, what)
+            yield Sample(sample.guid, sample.sibling, dp_rank, work.number, what)
 
 
 def _documents(work: Work) -> Iterator[tuple[int, str]]:

@@ -55,6 +55,16 @@ def forward(
     Args:
         values: (the last stage's hidden states, micro-batch) -> [T].
     """
+    found = forward_on_last_stage(chunks, micro_batches, values)
+    return grid.arrays_from_last_stage([part.float().cpu().numpy() for part in found])
+
+
+def forward_on_last_stage(
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[MicroBatch],
+    values: Callable[[Tensor, MicroBatch], Tensor],
+) -> list[Tensor]:
+    """Does as `forward`; the values stay on the device of the last stage, others get none."""
 
     def forward_step(
         micro_batches: Iterator[MicroBatch], chunk: torch.nn.Module
@@ -67,8 +77,7 @@ def forward(
         return values(hidden, micro_batch)
 
     with torch.no_grad():
-        found = _run(chunks, micro_batches, forward_step, forward_only=True)
-    return grid.arrays_from_last_stage([part.float().cpu().numpy() for part in found])
+        return _run(chunks, micro_batches, forward_step, forward_only=True)
 
 
 def own_part(values: Tensor) -> Tensor:

@@ -2,32 +2,32 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
-from torch import Tensor
 
 from relax_hpc.algorithms.composition import Objective
+from relax_hpc.algorithms.entropy import EntropyState, NoEntropy
 from relax_hpc.comm.world import World
 from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
-from relax_hpc.engines.megatron import engine_gap, nonfinite, schedule
+from relax_hpc.engines.megatron import engine_gap
 from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
 from relax_hpc.engines.megatron.checkpoint.part import CheckpointPart, Trainee, load_checkpoint
 from relax_hpc.engines.megatron.checkpoint.read import damage
 from relax_hpc.engines.megatron.costs import Costs
 from relax_hpc.engines.megatron.hf import hf_weights
-from relax_hpc.engines.megatron.moe.router import take_metrics
-from relax_hpc.engines.megatron.optimizer import distributed_adam, grad_sync
+from relax_hpc.engines.megatron.optimizer import distributed_adam
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
 from relax_hpc.engines.megatron.scorer import MegatronScorer
-from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.megatron.updates import Metrics, Updates
 from relax_hpc.engines.megatron.work import Work
 from relax_hpc.engines.training_engine import Gap, Skip
 from relax_hpc.errors import TrainingError
@@ -77,16 +77,23 @@ class MegatronTrainer(MegatronScorer):
         self._run_chunks = self._wrapped
         self.bank = WeightBank(self._wrapped)
         """Further weights for this model, e.g. of a reference policy."""
-        self.skip: Skip | None = None
-        """Reason why the last update was not done, if it was not; the same on every rank."""
         self.costs: dict[str, float] = {}
         """Costs of the last step, see `costs.Costs.end_step`."""
         self._costs = Costs(self._shape, device)
-        self._skipped_in_a_row = 0
+        self._updates = Updates(
+            self._chunks, self._wrapped, self._optimizer, self._costs, self._logprobs, device
+        )
+        self._objective: Objective | None = None
+        """Objective of the batch that is being trained on."""
         self._works: list[Work] = []
         """Works of this step; kept to be passed over again, and to name those that went wrong."""
+        self._mini_batches: list[int] = []
+        self._passed = 0
+        """Works whose logprobs under policy `step` are known."""
+        self._ahead: Metrics = {}
+        """Measurements of the forward pass before the updates, if there was one."""
+        self._notes: dict[str, Any] = {}
         self._host_copy = HostCopy()
-        self._begin_pass()
 
     def accumulate(
         self,
@@ -95,45 +102,62 @@ class MegatronTrainer(MegatronScorer):
         objective: Objective,
         *,
         last: bool = False,
+        mini_batches: Sequence[int] = (),
     ) -> None:
         """Adds a part of the batch of step `step` + 1 to the gradient.
 
         Gradients add up: the result does not depend on the split into parts, micro-batches and
-        ranks. An empty micro-batch computes with the others and adds nothing.
+        ranks. An empty micro-batch computes with the others and adds nothing. An objective that
+        looks at the whole batch, and mini-batches, wait for the last part.
 
         Args:
             trajectories: this data-parallel rank's; may be none.
             micro_batches: indices into `trajectories`; on every rank equally many.
             last: nothing follows, so that the sum over ranks may begin on the way.
+            mini_batches: number of micro-batches, in order, that each update is made of; on every
+                rank the same. Empty: the batch is one.
         """
         works = [
             Work(
                 self._build(trajectories, rows),
                 objective,
                 [trajectories[row] for row in rows],
+                number,
             )
-            for rows in micro_batches
+            for number, rows in enumerate(micro_batches, len(self._works))
         ]
-        self._pass_over(works, last=last)
+        if self._objective is None:
+            self._begin_step(objective)
         self._works += works
+        self._mini_batches += mini_batches
+        if objective.prepare is None and not mini_batches:
+            self._updates.pass_over(works, last=last, version=self.step)
+            self._passed = len(self._works)
+        elif last:
+            self._begin_updates()
 
     def engine_gap(self) -> Gap | None:
         """Measures how far engines are from this policy in what was accumulated; before `update`.
 
-        None if no trained token of it was sampled by policy `step`.
+        None if no trained token of it was sampled by policy `step`. Of mini-batches that are not
+        passed over yet there is nothing to tell.
         """
-        return engine_gap.measure(self._works, self.step)
+        self._begin_updates()
+        return engine_gap.measure(
+            [work for work in self._works if work.number < self._passed], self.step
+        )
 
     def update(self) -> dict[str, float]:
         """Turns policy `step` into policy `step` + 1 by what was accumulated.
 
         The gradient is that of the loss's sum over the whole batch, on all ranks, divided by its
-        denominator: the trained tokens, unless the loss has another. With `epochs_per_step` > 1 the
-        batch is passed over again, an update each time.
+        denominator: the trained tokens, unless the loss has another. Mini-batches are updates of
+        their own, one after the other, each with its own denominator. With `epochs_per_step` > 1
+        all of that is done again. They share a learning rate, and `old_logprobs` of policy `step`.
 
         Returns:
             `loss`, the loss's metrics per trained token, `entropy` [nats], `grad_norm` before
-            clipping, and `skipped` updates, as the epochs' mean, the same on every rank; `lr`;
+            clipping, and `skipped` updates, as the updates' mean, the same on every rank; `lr`;
             `logprob_gap/mean` and `/max` [nats] between this policy and the sampler, before the
             updates; `engine_gap/...` likewise, of the tokens that this policy sampled, if there
             are some. An update is skipped when its loss or gradient is not finite.
@@ -141,22 +165,24 @@ class MegatronTrainer(MegatronScorer):
         Raises:
             TrainingError: an update made the weights infinite or not a number; on every rank.
         """
+        self._begin_updates()
         self.step += 1
         rate = learning_rate(self._rates, self.step, self._num_steps)
         distributed_adam.set_learning_rate(self._optimizer, rate)
-        self.skip = None
-        epochs = [self._end_pass()]
-        for _ in range(self._epochs_per_step - 1):
-            self._pass_over(self._works, last=True)
-            epochs.append(self._end_pass())
-        self._works = []
-        self._check_weights(epochs, rate)
-        self.costs = self._costs.end_step()
+        self._updates.skip = None
+        parts = self._parts()
+        passes = [self._updates.apply(parts[0])]
+        for works in [*parts[1:], *(parts * (self._epochs_per_step - 1))]:
+            self._updates.pass_over(works, last=True)
+            passes.append(self._updates.apply(works))
+        self._check_weights(passes, rate)
         means = {
-            key: float(np.mean([epoch[key] for epoch in epochs if key in epoch]))
-            for key in epochs[0]
+            key: float(np.mean([each[key] for each in passes if key in each])) for key in passes[0]
         }
-        return means | {"lr": rate}
+        means |= self._ahead | {"lr": rate}
+        means |= self._end_step(means)
+        self.costs = self._costs.end_step()
+        return means
 
     def keep(self, name: str, folder: Path | None = None, *, lasting: bool = False) -> None:
         """Keeps the weights of now under a name, or those of a Hugging Face folder.
@@ -234,29 +260,50 @@ class MegatronTrainer(MegatronScorer):
 
     @property
     def _trainee(self) -> Trainee:
-        return Trainee(self._chunks, self._optimizer, self.bank, self._seed)
+        return Trainee(self._chunks, self._optimizer, self.bank, self._seed, self._notes)
 
-    def _sum_loss(self, hidden: Tensor, work: Work) -> Tensor:
-        """[] loss of a micro-batch, on the last stage; its metrics are noted."""
-        logprobs, entropy = self._logprobs(hidden, work.micro_batch)
-        mask = work.micro_batch.loss_mask
-        if work.logprobs is None:  # first pass: the policy before the updates
-            work.micro_batch = work.micro_batch.with_columns(old_logprobs=logprobs.detach())
-            engine_gap.add(self._sums, work.micro_batch, self.step)
-        work.logprobs = logprobs.detach()
-        output = work.objective.loss(logprobs, work.micro_batch)
-        self._num_tokens += (num_tokens := mask.sum())
-        self._denominator += num_tokens if output.denominator is None else output.denominator
-        self._sums.add("loss", output.loss.detach())
-        self._sums.add("entropy", entropy.where(mask, 0).sum())
-        for name, value in output.metrics.items():
-            self._sums.add(name, value.detach())
-        return output.loss
+    @property
+    def skip(self) -> Skip | None:
+        """Reason why the last update was not done, if it was not; the same on every rank."""
+        return self._updates.skip
 
-    def _pass_over(self, works: Sequence[Work], *, last: bool) -> None:
-        with self._costs.phase("forward_backward"), grad_sync.portion(self._wrapped, last=last):
-            schedule.backward(self._wrapped, works, self._sum_loss)
-        self._costs.count(works)
+    def _begin_step(self, objective: Objective) -> None:
+        self._objective = objective
+        if "entropy" not in self._notes:
+            self._notes["entropy"] = list(objective.entropy.first())
+        self._updates.entropy_weight = EntropyState(*self._notes["entropy"]).weight
+
+    def _begin_updates(self) -> None:
+        """Passes over what was waited for, up to the first update."""
+        if self._objective is None or self._passed or not self._works:
+            return
+        first = self._parts()[0]
+        self._passed = len(first)
+        several = len(self._mini_batches) > 1 and self._objective.reads_old
+        if self._objective.prepare or several:
+            self._ahead = self._updates.look_ahead(self._works, self.step)
+            self._passed = len(self._works)
+        self._updates.pass_over(first, last=True, version=self.step)
+
+    def _parts(self) -> list[list[Work]]:
+        """Works of each update of an epoch."""
+        if not self._mini_batches:
+            return [self._works]
+        works = iter(self._works)
+        return [list(islice(works, size)) for size in self._mini_batches]
+
+    def _end_step(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Forgets the batch, and decides how the entropy weighs in the next step."""
+        found = {}
+        objective, entropy = self._objective, metrics.get("entropy", math.nan)
+        if objective is not None and not isinstance(objective.entropy, NoEntropy):
+            found["loss/entropy_weight"] = self._updates.entropy_weight
+            if math.isfinite(entropy) and metrics["skipped"] < 1:
+                state = EntropyState(*self._notes["entropy"])
+                self._notes["entropy"] = list(objective.entropy.after(state, entropy))
+        self._objective, self._works, self._mini_batches = None, [], []
+        self._passed, self._ahead = 0, {}
+        return found
 
     def _check_weights(self, epochs: Sequence[Mapping[str, float]], rate: float) -> None:
         if all(epoch["skipped"] for epoch in epochs):
@@ -269,37 +316,3 @@ class MegatronTrainer(MegatronScorer):
                 "are not finite; they are neither published nor saved, and a restart begins at the "
                 "newest checkpoint: lower actor.optimizer.lr"
             )
-
-    def _begin_pass(self) -> None:
-        for chunk in self._wrapped:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        self._num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._denominator = torch.zeros((), dtype=torch.float64, device=self._device)
-        self._sums = StepSums()
-        self._sums.add("loss", torch.zeros((), device=self._device))  # there may be no trajectories
-
-    def _end_pass(self) -> dict[str, float]:
-        """Sums the gradient over ranks, divides it by their tokens and applies it."""
-        result, reason = distributed_adam.Update(math.nan, done=False), "the loss is not finite"
-        with self._costs.phase("update"):
-            grad_sync.start_rest(self._wrapped)
-            finalize_model_grads(self._wrapped)
-            gradients = distributed_adam.gradients(self._optimizer)
-            num_tokens = int(distributed_adam.total(self._num_tokens))
-            denominator = distributed_adam.total(self._denominator) or 1.0
-            metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
-            engine_gap.settle(metrics, num_tokens)
-            metrics["loss"] *= max(num_tokens, 1) / denominator
-            if math.isfinite(metrics["loss"]):
-                result = distributed_adam.update(self._optimizer, gradients, 1 / denominator)
-                reason = "the gradient is not finite"
-        if result.done:
-            self._skipped_in_a_row = 0
-        elif not result.has_overflowed:
-            self._skipped_in_a_row += 1
-            self.skip = nonfinite.explain(self._works, reason, self._skipped_in_a_row)
-        if scale := distributed_adam.loss_scale(self._optimizer):
-            metrics["loss_scale"] = scale
-        self._begin_pass()
-        return metrics | {"grad_norm": result.norm, "skipped": float(not result.done)}

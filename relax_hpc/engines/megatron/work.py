@@ -18,5 +18,7 @@ class Work:
     objective: Objective
     samples: Sequence[Row]
     """Rows of the micro-batch, in packed order."""
+    number: int
+    """Place among the rank's micro-batches of the step, from 0."""
     logprobs: Tensor | None = None
     """[T] without gradient, of the last forward pass, where the last stage is."""

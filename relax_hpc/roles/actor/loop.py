@@ -74,7 +74,9 @@ def run(
                 with timers(source.name):
                     rows = source.fill(rows, share.micro_batches)
             with timers.phase("train"):
-                trainer.accumulate(rows, share.micro_batches, objective, last=last)
+                trainer.accumulate(
+                    rows, share.micro_batches, objective, last=last, mini_batches=share.mini_batches
+                )
         for check in stages.checks:
             check()
         with timers.phase("train"):

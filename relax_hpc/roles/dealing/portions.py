@@ -21,6 +21,7 @@ from relax_hpc.roles.dealing.micro_batches import (
 )
 
 Floats = npt.NDArray[np.floating]
+Lengths = npt.NDArray[np.int64]
 
 
 class Portion(NamedTuple):
@@ -31,6 +32,8 @@ class Portion(NamedTuple):
     """[rows] each: what is known of them before they are read, as columns that they will have."""
     micro_batches: list[MicroBatches]
     """Micro-batches per data-parallel rank."""
+    mini_batches: list[int]
+    """Micro-batches of each of a batch's updates, on every rank; empty if it has one."""
 
 
 class Share(NamedTuple):
@@ -42,6 +45,8 @@ class Share(NamedTuple):
     """[len(rows)] each."""
     micro_batches: MicroBatches
     """Indices into `rows`."""
+    mini_batches: list[int]
+    """Micro-batches of each update, see `Portion`."""
 
 
 class Batch:
@@ -72,21 +77,36 @@ class Batch:
             longest=self._config.rollout.max_new_tokens,
             masks_errors=self._masks_errors,
         )
-        lengths = lengths_of(index)[teaching].tolist()
+        groups = (np.cumsum(index.segment == 0) - 1) // self._siblings
+        lengths, shards = lengths_of(index), shards_of(record.parts)
+        parts = split_groups(groups[teaching], self._config.algorithm.mini_batches)
+        dealt = [self._deal(lengths, shards, teaching[part]) for part in parts]
+        self._indices.append(index)
+        return Portion(
+            record,
+            columns,
+            [[rows for part in dealt for rows in part[rank]] for rank in range(len(self._load))],
+            [len(part[0]) for part in dealt] if len(dealt) > 1 else [],
+        )
+
+    def _deal(
+        self, lengths: Lengths, shards: Lengths, rows: npt.NDArray[np.int64]
+    ) -> list[MicroBatches]:
+        """Deals out `rows`, which one update needs; those of earlier portions count with them."""
+        is_part = self._config.algorithm.mini_batches > 1  # every update waits for its slowest rank
         dealt = plan_micro_batches(
-            lengths,
+            lengths[rows].tolist(),
             num_ranks=self._config.actor.layout.data_parallel,
             budget=self._config.actor.tokens_per_micro_batch,
             count_multiple_of=self._config.actor.layout.micro_batches_multiple_of,
-            load=self._load,
-            shards=shards_of(record.parts)[teaching].tolist(),
+            load=None if is_part else self._load,
+            shards=shards[rows].tolist(),
         )
-        self._indices.append(index)
         self._num_micro_batches += len(dealt[0])
-        for rank, batches in enumerate(dealt):
-            self._load[rank] += sum(lengths[row] for rows in batches for row in rows)
-        micro_batches = [[teaching[rows].tolist() for rows in rank] for rank in dealt]
-        return Portion(record, columns, micro_batches)
+        found = [[rows[batch].tolist() for batch in rank] for rank in dealt]
+        for rank, batches in enumerate(found):
+            self._load[rank] += sum(int(lengths[batch].sum()) for batch in batches)
+        return found
 
     def describe(self, step: int) -> dict[str, float]:
         """Describes the batch, before anything was done with it; means are over episodes."""
@@ -120,7 +140,23 @@ def share_of(portion: Portion, dp_rank: int) -> Share:
     """Returns the part of data-parallel rank `dp_rank`, numbered among the rows that it reads."""
     rows, micro_batches = own_rows(portion.micro_batches[dp_rank])
     columns = {name: values[rows] for name, values in portion.columns.items()}
-    return Share(rows, columns, micro_batches)
+    return Share(rows, columns, micro_batches, portion.mini_batches)
+
+
+def split_groups(groups: npt.NDArray[np.int64], count: int) -> list[npt.NDArray[np.int64]]:
+    """Splits rows into mini-batches of whole prompt groups, in order, as equal as can be.
+
+    Args:
+        groups: [rows] prompt group of each, rising.
+        count: mini-batches; there are fewer if there are fewer groups, and one if there is no row.
+
+    Returns:
+        Row numbers of each.
+    """
+    if count == 1 or not len(groups):
+        return [np.arange(len(groups))]
+    present = np.array_split(np.unique(groups), count)
+    return [np.flatnonzero(np.isin(groups, part)) for part in present if len(part)]
 
 
 def values_of(

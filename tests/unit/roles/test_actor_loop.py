@@ -35,7 +35,7 @@ class Trainer:
     def __init__(self, journal, step=0):
         self.journal, self.step = journal, step
 
-    def accumulate(self, trajectories, micro_batches, loss, *, last):
+    def accumulate(self, trajectories, micro_batches, loss, *, last, mini_batches):
         given = [(t.guid, t.sibling, t.loss_mask.tolist()) for t in trajectories]
         advantages = [float(t.columns["advantages"]) for t in trajectories]
         self.journal.note("accumulate", given, micro_batches, advantages, last)

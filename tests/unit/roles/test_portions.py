@@ -10,7 +10,14 @@ from relax_hpc.algorithms.part import Advantage
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.errors import ConfigError
-from relax_hpc.roles.dealing.portions import Batch, check_errors, shards_of, share_of, values_of
+from relax_hpc.roles.dealing.portions import (
+    Batch,
+    check_errors,
+    shards_of,
+    share_of,
+    split_groups,
+    values_of,
+)
 
 # Three groups of four: half of them right, all of them, one of them.
 REWARDS = [1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 1, 0]
@@ -185,6 +192,41 @@ def test_a_later_portion_goes_to_who_had_less_of_the_earlier_one():
     [light] = [rank for rank in range(2) if share_of(first, rank).rows != [0]]
     second = batch.deal(record(1, 1))
     assert len(share_of(second, light).rows) >= 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_mini_batches_are_whole_groups_in_order_and_alike_on_all_ranks(ranks):
+    """Of three groups the second teaches nothing: with two, each is a mini-batch of its own."""
+    for asked, groups in ((1, [[0, 2]]), (2, [[0], [2]]), (3, [[0], [2]])):
+        batch = batch_of(
+            index(),
+            algorithm__mini_batches=asked,
+            schedule__prompts_per_step=3,
+            actor__tokens_per_micro_batch=12,
+            actor__layout__data_parallel=ranks,
+        )
+        portion = batch.deal(record())
+        sizes = portion.mini_batches
+        assert bool(sizes) is (asked > 1)
+        for size, expected in zip(sizes or [len(portion.micro_batches[0])], groups, strict=True):
+            mine = [[rank.pop(0) for _ in range(size)] for rank in portion.micro_batches]
+            rows = sorted(row for rank in mine for batch in rank for row in batch)
+            assert rows == [4 * group + sibling for group in expected for sibling in range(4)]
+        assert not any(portion.micro_batches)
+        assert batch.describe(5)["batch/micro_batches"] == sum(sizes) or not sizes
+
+
+def test_a_batch_without_a_row_that_teaches_has_no_mini_batches():
+    batch = batch_of(index([1] * 12), algorithm__mini_batches=2)
+    portion = batch.deal(record())
+    assert (portion.micro_batches, portion.mini_batches) == ([[]], [])
+
+
+def test_mini_batches_of_as_many_groups_as_can_be():
+    groups = np.repeat([0, 1, 3, 4, 5], [2, 1, 3, 1, 2])
+    found = [part.tolist() for part in split_groups(groups, 3)]
+    assert found == [[0, 1, 2], [3, 4, 5, 6], [7, 8]]
+    assert [part.tolist() for part in split_groups(groups, 1)] == [list(range(9))]
 
 
 def test_what_is_said_of_a_batch_is_of_all_its_portions():

@@ -49,6 +49,8 @@ class Trainee(NamedTuple):
     bank: WeightBank
     """The bank; its lasting sets are saved, too."""
     seed: int
+    notes: dict[str, Any]
+    """Further plain values, alike on all ranks; filled by `load_checkpoint`."""
 
 
 class CheckpointPart:
@@ -67,7 +69,7 @@ class CheckpointPart:
         self._boxes += _kept_boxes(trainee)  # these do not change anyway
         self._objects = {key: _pickled([value]) for key, value in _own_objects(trainee)}
         self._common = {"step": step, "grid": _grid(), **_common(trainee.optimizer)}
-        self._common["kept"] = sorted(trainee.bank.lasting)
+        self._common |= {"kept": sorted(trainee.bank.lasting), "notes": dict(trainee.notes)}
 
     @property
     def num_bytes(self) -> int:
@@ -116,6 +118,8 @@ def load_checkpoint(folder: Path, trainee: Trainee) -> int:
         failed = error
     _raise_together(failed)
     _load_kept(stored, trainee)
+    trainee.notes.clear()
+    trainee.notes.update(stored.common.get("notes", {}))
     return step
 
 

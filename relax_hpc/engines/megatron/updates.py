@@ -1,0 +1,186 @@
+"""Passes over the micro-batches of a batch, and the updates that they end in."""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
+
+from relax_hpc.engines.megatron import engine_gap, grid, nonfinite, schedule
+from relax_hpc.engines.megatron.costs import Costs
+from relax_hpc.engines.megatron.moe.router import take_metrics
+from relax_hpc.engines.megatron.optimizer import distributed_adam, grad_sync
+from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.megatron.work import Work
+from relax_hpc.engines.training_engine import Skip
+
+Metrics = dict[str, float]
+
+
+class Logprobs(Protocol):
+    """The last stage's own work on its hidden states."""
+
+    def __call__(
+        self, hidden: Tensor, micro_batch: MicroBatch, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """[T] logprobs with gradient, and [T] entropy."""
+        ...
+
+
+class Updates:
+    """Adds gradients up and applies them. Its methods are collective over all ranks."""
+
+    skip: Skip | None = None
+    """Reason why the last update was not done, if it was not."""
+    entropy_weight = 0.0
+    """Weight of the entropy in the loss."""
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        wrapped: Sequence[DistributedDataParallel],
+        optimizer: ChainedOptimizer,
+        costs: Costs,
+        logprobs: Logprobs,
+        device: torch.device,
+    ) -> None:
+        self._chunks, self._wrapped, self._optimizer = chunks, wrapped, optimizer
+        self._costs, self._logprobs, self._device = costs, logprobs, device
+        self._skipped_in_a_row = 0
+        self._begin()
+
+    def look_ahead(self, works: Sequence[Work], version: int) -> Metrics:
+        """Computes `old_logprobs` of the whole batch, and lets the objective prepare it.
+
+        Args:
+            works: this rank's, of policy `version` still.
+
+        Returns:
+            The gap to the sampler, see `engine_gap`.
+        """
+        sums = StepSums()
+        num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        with self._costs.phase("old_logprobs"):
+            found = schedule.forward_on_last_stage(
+                self._wrapped,
+                [work.micro_batch for work in works],
+                lambda hidden, micro_batch: self._logprobs(hidden, micro_batch)[0],
+            )
+            for work, logprobs in zip(works, found, strict=False):  # none on the other stages
+                _note_old(work, logprobs, sums, version)
+                work.logprobs = logprobs
+                num_tokens += work.micro_batch.loss_mask.sum()
+            if works and grid.is_last_stage():
+                _prepare(works)
+        self._costs.count(works, is_forward=True)
+        count = int(distributed_adam.total(num_tokens))
+        metrics = sums.over_ranks(count)
+        engine_gap.settle(metrics, count)
+        return metrics
+
+    def pass_over(self, works: Sequence[Work], *, last: bool, version: int | None = None) -> None:
+        """Adds the gradient of micro-batches.
+
+        Args:
+            last: nothing follows before `apply`.
+            version: the policy is this one still, so that what it computes are `old_logprobs` of
+                those that have none.
+        """
+
+        def sum_loss(hidden: Tensor, work: Work) -> Tensor:
+            return self._sum_loss(hidden, work, version)
+
+        with self._costs.phase("forward_backward"), grad_sync.portion(self._wrapped, last=last):
+            schedule.backward(self._wrapped, works, sum_loss)
+        self._costs.count(works)
+
+    def apply(self, works: Sequence[Work]) -> Metrics:
+        """Sums the gradient over ranks, divides it by their denominator and applies it.
+
+        Args:
+            works: all that was passed over; the one to blame is among them.
+
+        Returns:
+            `loss`, the loss's metrics and `entropy` per trained token; `grad_norm`; `skipped`.
+        """
+        result, reason = distributed_adam.Update(math.nan, done=False), "the loss is not finite"
+        with self._costs.phase("update"):
+            grad_sync.start_rest(self._wrapped)
+            finalize_model_grads(self._wrapped)
+            gradients = distributed_adam.gradients(self._optimizer)
+            num_tokens = int(distributed_adam.total(self._num_tokens))
+            denominator = distributed_adam.total(self._denominator) or 1.0
+            metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
+            engine_gap.settle(metrics, num_tokens)
+            metrics["loss"] *= max(num_tokens, 1) / denominator
+            if math.isfinite(metrics["loss"]):
+                result = distributed_adam.update(self._optimizer, gradients, 1 / denominator)
+                reason = "the gradient is not finite"
+        if result.done:
+            self._skipped_in_a_row = 0
+        elif not result.has_overflowed:
+            self._skipped_in_a_row += 1
+            self.skip = nonfinite.explain(works, reason, self._skipped_in_a_row)
+        if scale := distributed_adam.loss_scale(self._optimizer):
+            metrics["loss_scale"] = scale
+        self._begin()
+        return metrics | {"grad_norm": result.norm, "skipped": float(not result.done)}
+
+    def _begin(self) -> None:
+        for chunk in self._wrapped:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._denominator = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._sums = StepSums()
+        self._sums.add("loss", torch.zeros((), device=self._device))  # there may be no trajectories
+
+    def _sum_loss(self, hidden: Tensor, work: Work, version: int | None) -> Tensor:
+        """[] loss of a micro-batch, on the last stage; its metrics are noted."""
+        weight = self.entropy_weight
+        logprobs, entropy = self._logprobs(hidden, work.micro_batch, entropy_gradient=weight != 0)
+        if work.logprobs is None and version is not None:  # the policy before the updates
+            _note_old(work, logprobs.detach(), self._sums, version)
+        work.logprobs = logprobs.detach()
+        tokens, mask = work.micro_batch, work.micro_batch.loss_mask
+        if weight:
+            weights = torch.full_like(entropy, weight, requires_grad=False)
+            tokens = tokens.with_columns(entropy=entropy, entropy_weight=weights)
+        output = work.objective.loss(logprobs, tokens)
+        self._num_tokens += (num_tokens := mask.sum())
+        self._denominator += num_tokens if output.denominator is None else output.denominator
+        self._sums.add("loss", output.loss.detach())
+        self._sums.add("entropy", entropy.detach().where(mask, 0).sum())
+        for name, value in output.metrics.items():
+            self._sums.add(name, value.detach())
+        return output.loss
+
+
+def _note_old(work: Work, logprobs: Tensor, sums: StepSums, version: int) -> None:
+    work.micro_batch = work.micro_batch.with_columns(old_logprobs=logprobs)
+    engine_gap.add(sums, work.micro_batch, version)
+
+
+@torch.no_grad()
+def _prepare(works: Sequence[Work]) -> None:
+    """Lets the objective look at all micro-batches of this rank."""
+    prepare = works[0].objective.prepare
+    if prepare is None:
+        return
+    found = prepare([work.micro_batch for work in works], _total)
+    for work, tokens in zip(works, found, strict=True):
+        work.micro_batch = work.micro_batch.with_columns(**tokens.columns)
+
+
+def _total(value: Tensor) -> Tensor:
+    """The sum over data-parallel ranks; context-parallel ones have the same."""
+    value = value.clone()
+    dist.all_reduce(value, group=mpu.get_data_parallel_group())
+    return value

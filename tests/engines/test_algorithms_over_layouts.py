@@ -1,0 +1,104 @@
+"""Every kind of algorithm trains alike however model and batch are shared out."""
+
+import discounted
+import layouts_worker
+import megatron_worker as worker
+import numpy as np
+import pytest
+from megatron_reference import collect, dense, mixture
+from megatron_worker import job, trajectories
+
+SPLITS = {
+    "three portions": (1, {}, 3),
+    "tp2": (2, {"tensor_parallel": 2}, 1),
+    "pp2": (2, {"pipeline_parallel": 2}, 1),
+    "cp2": (2, {"context_parallel": 2}, 1),
+    "dp2": (2, {"data_parallel": 2}, 2),
+}
+CASES = {
+    "async": {"loss": {"name": "ipo", "eps": 0.002}, "correction": {"name": "none"}},
+    "gspo": {"aggregation": "sequence", "loss": {"name": "gspo", "clip_low": 0.1}},
+    "m2po": {"aggregation": "prompt", "loss": {"name": "m2po"}, "correction": {"name": "none"}},
+    "whitened": {"advantage": {"name": "reinforce_pp_baseline"}},
+    "token advantages": discounted.algorithm(),
+    "entropy": {"loss": {"name": "ppo_clip"}, "entropy": {"coefficient": 0.5}},
+    "mini-batches": {
+        "loss": {"name": "ppo_clip", "anchor": "old"},
+        "mini_batches": 2,
+        "epochs_per_step": 2,
+    },
+}
+"""One after the other on the same weights, so that all but the first begin where a step ended."""
+OPTIMIZER = {"lr": 0.1, "megatron": {"adam_eps": 1.0}}
+"""An update that is as smooth as its gradient: at first g / (abs(g) + 1)."""
+
+
+@pytest.fixture(scope="module")
+def batch(ranks, tmp_path_factory):
+    """(folder, rows, advantages): 6 groups of 4, sampled near the policy."""
+    folder = tmp_path_factory.mktemp("dense")
+    dense(folder)
+    return folder, *sampled(ranks, folder)
+
+
+def sampled(ranks, folder):
+    made, advantages = trajectories(24)
+    rows = [row._replace(guid=row.guid // 4, sibling=row.guid % 4) for row in made]
+    ranks[1].call(worker.open_trainer, config=job(folder))
+    logprobs = collect(ranks[1].call(worker.logprobs, rows=rows))
+    noise = np.random.default_rng(3)
+    return [
+        row.with_columns(
+            rollout_logprobs=np.where(
+                row.loss_mask, values + noise.normal(0, 0.3, len(values)), np.nan
+            ).astype("f4")
+        )
+        for row, values in zip(rows, logprobs, strict=True)
+    ], advantages
+
+
+def train(ranks, folder, rows, advantages, split, cases=CASES):
+    size, layout, num_portions = split
+    config = job(folder, layout=layout, budget=50, optimizer=OPTIMIZER)
+    ranks[size].call(worker.open_trainer, config=config)
+    found = ranks[size].call(
+        layouts_worker.train,
+        rows=rows, advantages=advantages, cases=list(cases.values()), num_portions=num_portions,
+    )  # fmt: skip
+    for rank in found[1:]:
+        for (metrics, _), (first, _) in zip(rank, found[0], strict=True):
+            assert metrics == first
+    return dict(zip(cases, found[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def expected(ranks, batch):
+    found = train(ranks, *batch, (1, {}, 1))
+    metrics = {case: of_case for case, (of_case, _) in found.items()}
+    assert all(of_case["skipped"] == 0 for of_case in metrics.values())
+    assert 0.1 < metrics["async"]["loss/masked_fraction"] < 0.9
+    assert 0.1 < metrics["m2po"]["loss/clip_fraction"] < 0.9
+    return found
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_loss_gradient_and_update_are_those_of_one_rank(ranks, batch, expected, split):
+    agree(train(ranks, *batch, split), expected)
+
+
+def test_and_with_experts_shared_out(ranks, tmp_path):
+    mixture(tmp_path)
+    rows, advantages = sampled(ranks, tmp_path)
+    given = {"ranks": ranks, "folder": tmp_path, "rows": rows, "advantages": advantages}
+    layout = {"data_parallel": 2, "expert_parallel": 2}
+    agree(train(**given, split=(2, layout, 1)), train(**given, split=(1, {}, 1)))
+
+
+def agree(found, expected):
+    for case, (metrics, weights) in expected.items():
+        mine, others = found[case]
+        assert mine.keys() == metrics.keys(), case
+        for key in metrics:
+            assert mine[key] == pytest.approx(metrics[key], rel=1e-5, abs=1e-5), (case, key)
+        for name, theirs in weights.items():
+            assert np.abs(others[name] - theirs).max() < 1e-5 * OPTIMIZER["lr"], (case, name)

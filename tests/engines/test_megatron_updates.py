@@ -1,0 +1,149 @@
+"""Several updates of a batch, a forward pass before them, and the entropy's weight."""
+
+import layouts_worker
+import megatron_worker as worker
+import numpy as np
+import pytest
+import whole_batch
+from megatron_reference import collect, dense
+from megatron_worker import job, trajectories
+
+CLIPPED = {"loss": {"name": "ppo_clip"}, "correction": {"name": "none"}}
+OLD = {"loss": {"name": "ppo_clip", "anchor": "old"}, "correction": {"name": "none"}}
+GROUPS = 6
+OPTIMIZER = {"lr": 0.1, "megatron": {"adam_eps": 1.0}}
+"""An update that is as smooth as its gradient."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    dense(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Six groups of two."""
+    made, _ = trajectories(2 * GROUPS)
+    return [row._replace(guid=row.guid // 2, sibling=row.guid % 2) for row in made]
+
+
+@pytest.fixture(scope="module")
+def worth():
+    return trajectories(2 * GROUPS)[1]
+
+
+@pytest.fixture
+def one(ranks, folder):
+    """The only rank, with a new trainer."""
+    ranks[1].call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
+    return ranks[1]
+
+
+def weights_of(pool):
+    return pool.call(worker.weights)[0]
+
+
+def step(pool, rows, worth, keys):
+    return pool.call(layouts_worker.step, rows=rows, advantages=worth, keys=keys)[0]
+
+
+def equal(mine, theirs):
+    return all(np.array_equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_mini_batches_are_updates_with_a_mean_of_their_own(one, folder, rows, worth):
+    """Of groups 0 to 5 first 0 to 2, then 3 to 5: as two steps on them, but one rate and step."""
+    metrics = step(one, rows, worth, CLIPPED | {"mini_batches": 2})
+    mine = weights_of(one)
+    one.call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
+    halves = [step(one, rows[part], worth[part], CLIPPED) for part in (slice(6), slice(6, 12))]
+    assert equal(mine, weights_of(one))
+    for key in ("loss", "entropy", "grad_norm"):
+        assert metrics[key] == pytest.approx(np.mean([half[key] for half in halves]))
+
+
+def test_they_compare_with_the_policy_before_the_first_of_them(one, folder, rows, worth):
+    """As if that policy had been the sampler, and the sampler is what is compared with."""
+    logprobs = collect(one.call(worker.logprobs, rows=rows))
+    keys = {"mini_batches": 3, "epochs_per_step": 2}
+    metrics = step(one, rows, worth, OLD | keys)
+    assert metrics["loss/approx_kl"] > 1e-6
+    assert "time/old_logprobs" in one.call(worker.costs)[0]
+    mine = weights_of(one)
+    sampled = [
+        row.with_columns(rollout_logprobs=values)
+        for row, values in zip(rows, logprobs, strict=True)
+    ]
+    one.call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
+    again = step(one, sampled, worth, CLIPPED | keys)
+    assert again["logprob_gap/max"] < 1e-6 < metrics["logprob_gap/max"]
+    for name, theirs in weights_of(one).items():
+        np.testing.assert_allclose(mine[name], theirs, atol=1e-6, err_msg=name)
+
+
+def test_the_gap_to_the_sampler_is_that_of_the_whole_batch_before_any_update(one, rows, worth):
+    for keys in (OLD | {"mini_batches": 3}, whole_batch.algorithm(), CLIPPED):
+        logprobs = collect(one.call(worker.logprobs, rows=rows))
+        gaps = [
+            np.abs(values - row.columns["rollout_logprobs"])[row.loss_mask != 0]
+            for row, values in zip(rows, logprobs, strict=True)
+        ]
+        assert one.call(layouts_worker.gap, rows=rows, advantages=worth, keys=keys)[0] == (
+            pytest.approx((sum(map(len, gaps)), np.concatenate(gaps).mean()), rel=1e-5)
+        )
+
+
+def test_a_row_that_is_not_finite_costs_its_mini_batch_alone_and_is_named(one, rows, worth):
+    """It is in the last of three: two updates are done."""
+    broken = worth.copy()
+    broken[10] = np.nan
+    before = weights_of(one)
+    metrics = step(one, rows, broken, OLD | {"mini_batches": 3})
+    assert metrics["skipped"] == pytest.approx(1 / 3)
+    skip = one.call(worker.skip)[0]
+    assert [sample[:2] for sample in skip.samples] == [(5, 0)]
+    assert (skip.num_samples, skip.in_a_row) == (1, 1)
+    assert not equal(before, weights_of(one))
+
+
+def test_who_spoils_what_is_known_of_the_batch_is_named_first(one, rows, worth):
+    """The bound of all rows is that of a mean over the batch, in which one is not a number."""
+    odd = [row._replace(token_ids=row.token_ids % 100) for row in rows]
+    odd[7].token_ids[0] = 120
+    one.call(worker.break_embedding, token=120)
+    assert step(one, odd, worth, whole_batch.algorithm())["skipped"] == 1.0
+    assert one.call(worker.skip)[0].samples[0][:2] == (3, 1)
+
+
+def test_a_bonus_lowers_the_loss_by_the_entropy_and_raises_that(one, folder, rows, worth):
+    without = step(one, rows, worth, CLIPPED)
+    one.call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
+    with_bonus = step(one, rows, worth, CLIPPED | {"entropy": {"coefficient": 0.5}})
+    expected = without["loss"] - 0.5 * without["entropy"]
+    assert with_bonus["loss"] == pytest.approx(expected, rel=1e-5)
+    assert with_bonus["loss/entropy_weight"] == 0.5
+    nothing = np.zeros_like(worth)
+    bonus = CLIPPED | {"entropy": {"coefficient": 1.0}}
+    found = [step(one, rows, nothing, bonus)["entropy"] for _ in range(3)]
+    assert found[0] < found[1] < found[2]
+
+
+def test_an_adaptive_weight_goes_on_bitwise_after_a_resume(one, folder, rows, worth, tmp_path):
+    """The entropy is near log 128 = 4.85, below the target: the weight rises by a step."""
+    keys = CLIPPED | {"entropy": {"name": "adaptive", "target": 6.0, "step": 0.1, "largest": 0.25}}
+    batch = {"rows": rows, "advantages": worth, "keys": keys, "keeps_entropy": True}
+
+    def steps(count):
+        return [one.call(layouts_worker.step, **batch)[0] for _ in range(count)]
+
+    first = steps(2)
+    one.call(worker.save, folder=tmp_path / "step-2")
+    rest, straight = steps(3), weights_of(one)
+    found = [metrics["loss/entropy_weight"] for metrics in (*first, *rest)]
+    assert found == pytest.approx([0.0, 0.1, 0.2, 0.25, 0.25])
+    one.call(worker.open_trainer, config=job(folder, optimizer=OPTIMIZER))
+    one.call(worker.load, folder=tmp_path / "step-2")
+    assert steps(3) == rest
+    assert equal(straight, weights_of(one))
