@@ -8,7 +8,7 @@ import shutil
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -33,6 +33,7 @@ from relax_hpc.cli.boards import boards
 from relax_hpc.cli.bus import bus
 from relax_hpc.cli.data import data
 from relax_hpc.cli.evaluate import evaluation
+from relax_hpc.cli.explain import explained_job
 from relax_hpc.cli.init import beginning
 from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
@@ -73,8 +74,20 @@ Local = Annotated[bool, typer.Option("--local", help="Run on this machine even i
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show the steps until the run ends.")]
 
 
+class _ValueMayBeLeftOut(typer.core.TyperCommand):
+    """Takes `--explain` without a key, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
+        given = list(args)
+        for place, each in enumerate(args):
+            if each == "--explain" and (place + 1 == len(args) or args[place + 1].startswith("-")):
+                given[place] = "--explain="
+        return super().parse_args(ctx, given)
+
+
 @app.command(
-    epilog="Example:  relax-hpc check jobs/tiny/arithmetic.toml --set schedule.max_staleness=3"
+    cls=_ValueMayBeLeftOut,
+    epilog="Example:  relax-hpc check jobs/tiny/arithmetic.toml --set schedule.max_staleness=3",
 )
 def check(
     job: Job,
@@ -83,7 +96,11 @@ def check(
         bool, typer.Option("--local", help="Do not ask Slurm, even if it is here.")
     ] = False,
     explain: Annotated[
-        str | None, typer.Option(help="Only say what this key does, and its value here.")
+        str | None,
+        typer.Option(
+            help="Only say what this key does, and its value here; without a key, which roles and "
+            "columns the job has, and why, and its algorithm.",
+        ),
     ] = None,
     profile: Profile = None,
 ) -> None:
@@ -92,7 +109,9 @@ def check(
     from relax_hpc.launch.submit import expected_start, resolve
 
     if explain is not None:
-        typer.echo("\n".join(explained(load_job(job, overrides, profile), explain)))
+        config = load_job(job, overrides, profile)
+        said = explained(config, explain) if explain else explained_job(config)
+        typer.echo("\n".join(said))
         return
     config, components = resolve(load_job(job, overrides, profile))
     use_slurm = not local and shutil.which("sbatch") is not None

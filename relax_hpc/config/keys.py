@@ -17,6 +17,9 @@ from relax_hpc.sections import Request, Resources, SharedResources, WholeJob
 TOLD_ONCE: dict[str, type[BaseModel]] = {"layout": Layout, "resources": Resources}
 """Sections that several components have: name -> what each of them holds."""
 
+_MANY = 5
+"""Parts of an algorithm of which it is not said by name that they have a setting."""
+
 
 class Key(NamedTuple):
     """One setting of a job."""
@@ -65,29 +68,29 @@ def _keys_of_parts(
 ) -> Iterator[Key]:
     """The part's name, and each setting that one of them has, with what it is in which."""
     yield Key(f"{prefix}name", " | ".join(json.dumps(name) for name in parts), "", _text(field))
-    found: dict[str, dict[type[BaseModel], Key]] = {}
+    found: dict[str, list[tuple[str, Key]]] = {}
     for name, part in parts.items():
         for key in _keys(part, prefix):
             if key.name != f"{prefix}name":
-                of = found.setdefault(key.name, {})
-                said = f"{of[part].text.partition(':')[0]}, {name}" if part in of else name
-                of[part] = key._replace(text=f"{said}: {key.text}")
+                found.setdefault(key.name, []).append((name, key))
     for several in found.values():
-        keys = list(several.values())
-        first, texts = keys[0], {key.text.partition(": ")[2] for key in keys}
-        defaults = list(dict.fromkeys(key.default for key in keys))
-        default = first.default if len(defaults) == 1 else ""
-        if len(several) == len(set(parts.values())) and len(texts) == 1:
-            yield first._replace(text=texts.pop(), default=default)
-            continue
-        if len(texts) == 1:
-            names = ", ".join(key.text.partition(": ")[0] for key in keys)
-            yield first._replace(text=f"{names}: {texts.pop()}", default=default)
-            continue
-        text = " ".join(
-            f"{key.text}" + (f" ({key.default})" if len(defaults) > 1 else "") for key in keys
-        )
-        yield first._replace(text=text, default=default)
+        _, first = several[0]
+        same_default = len({key.default for _, key in several}) == 1
+        default = first.default if same_default else ""
+        yield first._replace(text=_text_of_parts(several, same_default), default=default)
+
+
+def _text_of_parts(several: list[tuple[str, Key]], same_default: bool) -> str:
+    """Says what a setting is, and in which parts; what is so in many parts is said without names."""
+    texts: dict[str, list[str]] = {}
+    for name, key in several:
+        default = "" if same_default else f" Default {key.default}."
+        texts.setdefault(key.text + default, []).append(name)
+    said = (
+        text if len(names) > _MANY else f"{', '.join(names)}: {text}"
+        for text, names in sorted(texts.items(), key=lambda each: -len(each[1]))
+    )
+    return " ".join(said)
 
 
 def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:  # noqa: ANN401

@@ -76,6 +76,8 @@ class Role(Generic[C]):
     """Table of site profiles with its resources; None: it takes those of the whole site."""
     is_scalable: bool = False
     """Whether it may hold nodes on which engines are added later."""
+    work: str = ""
+    """The work that it does, in a few words."""
     joins: str | None = None
     """Component of its tasks that are started while the job runs."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -1,9 +1,11 @@
 """The section [algorithm]: presets, tables, parts of one's own, and what does not go together."""
 
 import pytest
+from typer.testing import CliRunner
 
 from relax_hpc import job_file
 from relax_hpc.algorithms.presets import NOT_YET, PRESETS
+from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
 
 TREE = {
@@ -149,3 +151,19 @@ def test_a_part_of_ones_own_has_settings_of_its_own_and_survives_a_resolved_job(
 def test_a_part_of_ones_own_that_does_not_fit_is_refused(mine, place, message):
     said = refused(mine(place))
     assert said.startswith("job: algorithm.loss.name = ") and message in said
+
+
+def test_a_job_is_explained_by_its_roles_its_columns_and_the_parts_of_its_algorithm():
+    said = CliRunner().invoke(app, ["check", "jobs/tiny/arithmetic_kl.toml", "--explain"]).output
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    why = "algorithm.kl.coefficient = 0.001"
+    assert f"reference 1 x reference: logprobs of another model: {why}" in lines
+    assert f"ragged/ref_logprobs reference: {why}" in lines
+    assert "ragged/rollout_logprobs rollout: in every row" in lines
+    assert "algorithm: preset decoupled" in lines and "correction tis, cap = 2.0" in lines
+    given = ["--set", "reference.placement=none", "--set", "algorithm.kl.name=none"]
+    job = ["check", "--explain", "--set", "seed=1", "jobs/tiny/arithmetic.toml", *given]
+    plain = CliRunner().invoke(app, job).output
+    assert "reference" not in plain and "ref_logprobs" not in plain
+    measured = CliRunner().invoke(app, [*job[:-4], "--set", "reference.placement=own"]).output
+    assert "reference: measured, nothing in the loss needs it" in measured

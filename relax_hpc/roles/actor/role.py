@@ -39,6 +39,7 @@ ACTOR = Role(
     _places,
     _check,
     is_one_world=True,
+    work="trains",
     profile="actor",
     environment=TRAINER_ENVIRONMENT,
 )

@@ -43,6 +43,7 @@ ROLLOUT = Role(
     _places,
     _check,
     writes=schema.PRODUCER,
+    work="samples and scores what is trained on",
     profile="rollout",
     is_scalable=True,
 )

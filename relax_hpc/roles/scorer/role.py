@@ -42,5 +42,6 @@ REFERENCE = Role(
     _check,
     is_one_world=True,
     writes="reference",
+    work="logprobs of another model",
     profile="reference",
 )

@@ -42,6 +42,7 @@ SFT = Role(
     _places,
     _check,
     is_one_world=True,
+    work="trains on documents",
     profile="actor",
     environment=TRAINER_ENVIRONMENT,
 )
