@@ -81,7 +81,7 @@ def _keys_of_parts(
 
 
 def _text_of_parts(several: list[tuple[str, Key]], same_default: bool) -> str:
-    """Says what a setting is, and in which parts; what is so in many parts is said without names."""
+    """Says what a setting is, and in which parts, without their names where they are many."""
     texts: dict[str, list[str]] = {}
     for name, key in several:
         default = "" if same_default else f" Default {key.default}."
