@@ -178,6 +178,11 @@ class RunPaths:
         return self.root / "checkpoints"
 
     @property
+    def critic_checkpoints(self) -> Path:
+        """Checkpoints of the critic, which are not of the same steps as the actor's."""
+        return self.root / "critic"
+
+    @property
     def exported_model(self) -> Path:
         """Hugging Face folder that supervised fine-tuning leaves at its end."""
         return self.root / "model"

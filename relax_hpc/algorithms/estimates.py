@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
+from relax_hpc.algorithms.part import Tokens
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from relax_hpc.algorithms.part import Tokens
-
 
 def generalized(
-    values: "Tensor", rewards: "Tensor", tokens: "Tokens", *, gamma: float, lam: float,
+    values: "Tensor", rewards: "Tensor", tokens: Tokens, *, gamma: float, lam: float,
     alpha: float = 0.0,
 ) -> "Tensor":  # fmt: skip
     """A_t = delta_t + gamma lam A_t', delta_t = r_t + gamma V_t' - V_t; 0 where nothing is trained.

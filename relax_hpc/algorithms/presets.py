@@ -37,6 +37,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
     "reinforce_pp": {"advantage": {"name": "reinforce_pp"}, "loss": _CLIP},
     "reinforce_pp_baseline": {"advantage": {"name": "reinforce_pp_baseline"}, "loss": _CLIP},
+    "ppo": {"advantage": {"name": "gae"}, "loss": _CLIP},
     "decoupled": {
         "epochs_per_step": 2,
         "loss": {"name": "ppo_clip", "anchor": "old"},
@@ -44,7 +45,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 NOT_YET: Mapping[str, str] = {
-    "ppo": "needs a critic, which this version has not joined to the actor yet",
     "distill": "needs teachers, which this version does not have",
 }
 """Presets that a job may ask for and does not get -> why."""

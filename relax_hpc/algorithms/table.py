@@ -9,6 +9,7 @@ from pydantic_core import InitErrorDetails
 
 from relax_hpc.algorithms import plugin
 from relax_hpc.algorithms.advantages.batch_std import BatchStd
+from relax_hpc.algorithms.advantages.gae import Gae
 from relax_hpc.algorithms.advantages.gpg import Gpg
 from relax_hpc.algorithms.advantages.group_mean import GroupMean
 from relax_hpc.algorithms.advantages.grpo import Grpo
@@ -55,6 +56,7 @@ PARTS: Mapping[str, Sequence[type[Part]]] = {
         Gpg,
         ReinforcePp,
         ReinforcePpBaseline,
+        Gae,
     ),
     "loss": (
         PolicyGradient,

@@ -33,10 +33,16 @@ def checkpoints_of(
     *,
     timeout_s: float,
     is_valid: Callable[[P], bool] = lambda _: True,
+    folder: Path | None = None,
 ) -> Checkpoints[P]:
-    """Makes the checkpoints of a run, kept as its settings say."""
+    """Makes the checkpoints of a run, kept as its settings say.
+
+    Args:
+        timeout_s: and `is_valid`, as `Checkpoints` takes them.
+        folder: of them; unset is that of the policy's.
+    """
     return Checkpoints(
-        paths.checkpoints,
+        folder or paths.checkpoints,
         world,
         position_type,
         keep=config.keep_checkpoints,
@@ -48,13 +54,23 @@ def checkpoints_of(
 
 
 def resume(
-    checkpoints: Checkpoints[P], trainer: TrainingEngine, events: EventWriter
+    checkpoints: Checkpoints[P],
+    trainer: TrainingEngine,
+    events: EventWriter,
+    *,
+    is_critic: bool = False,
 ) -> Checkpoint[P] | None:
-    """Loads the newest whole checkpoint, if there is any, and notes which ones were not whole."""
+    """Loads the newest whole checkpoint, if there is any, and notes which ones were not whole.
+
+    Args:
+        is_critic: what is trained is not the policy, whose event says where the run is.
+    """
     resumed = checkpoints.resume(
         trainer, lambda step, why: events.emit("checkpoint_torn", step=step, message=why)
     )
-    if resumed:
+    if resumed and is_critic:
+        events.emit("critic_resume", step=resumed.step)
+    elif resumed:
         events.emit("resume", step=resumed.step)
     return resumed
 

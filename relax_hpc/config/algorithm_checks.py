@@ -24,6 +24,7 @@ def check(config: "RunConfig") -> None:
     _there_are_siblings(algorithm, config.rollout.samples_per_prompt)
     _batch_can_be_split(algorithm, config)
     _rewards_are_not_negative(algorithm, config)
+    _critic_and_values_need_each_other(algorithm, config)
 
 
 def _trust_region_holds(algorithm: Algorithm, lag: int) -> None:
@@ -116,3 +117,28 @@ def _rewards_are_not_negative(algorithm: Algorithm, config: "RunConfig") -> None
                 f"{key}.name = {term.name!r}: is below 0 ({said}), which algorithm.advantage.name "
                 "= 'max_rl' does not take; use another reward, or another advantage"
             )
+
+
+def _critic_and_values_need_each_other(algorithm: Algorithm, config: "RunConfig") -> None:
+    wanted, critic = algorithm.needs.columns.get("ragged/values"), config.critic
+    if critic is None:
+        if wanted:
+            raise ValueError(
+                f"{wanted}: needs a critic, which gives states their values; add a table [critic]"
+            )
+        return
+    if not wanted:
+        raise ValueError(
+            "critic: algorithm.advantage.name = "
+            f"{algorithm.advantage.name!r} reads no values of states; use 'gae', or "
+            "algorithm.preset = 'ppo', or remove [critic]"
+        )
+    if critic.warmup_steps >= config.num_steps:
+        raise ValueError(
+            f"critic.warmup_steps = {critic.warmup_steps}: the policy would stand still in all of "
+            f"schedule.num_steps = {config.num_steps}; use fewer"
+        )
+    if getattr(algorithm.kl, "place", "loss") == "reward":
+        raise ValueError(
+            "algorithm.kl.place = 'reward': the critic learns the reward without it; use 'loss'"
+        )

@@ -7,11 +7,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from relax_hpc.algorithms.advantages.gae import Gae
 from relax_hpc.algorithms.algorithm import Algorithm, algorithm_of
 from relax_hpc.config import algorithm_checks
 from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.boards import BoardsConfig
+from relax_hpc.config.critic import CriticConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
 from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
@@ -168,6 +170,7 @@ class RunConfig(JobConfig):
     """Pools of engines by name. `rollout` samples what is trained on; others serve those who name
     them."""
     reference: ReferenceConfig = ReferenceConfig()
+    critic: CriticConfig | None = None
     schedule: ScheduleConfig
     algorithm: Algorithm = algorithm_of()
     bus: BusConfig = BusConfig()
@@ -233,6 +236,17 @@ class RunConfig(JobConfig):
     def reference_megatron(self) -> MegatronConfig:
         """The settings by which a reference that is a component of its own computes."""
         return self.reference.megatron(self.actor)
+
+    @property
+    def gamma(self) -> float:
+        """Discount of a step from token to token."""
+        advantage = self.algorithm.advantage
+        return advantage.gamma if isinstance(advantage, Gae) else 1.0
+
+    @property
+    def steps_of_critic_alone(self) -> int:
+        """First steps in which the policy stands still."""
+        return self.critic.warmup_steps if self.critic else 0
 
     @property
     def columns(self) -> frozenset[str]:
@@ -338,6 +352,10 @@ class RunConfig(JobConfig):
             ranks = "the reference's ranks (tensor x pipeline x context x data_parallel)"
             size = self.reference_megatron.layout.world_size
             _check_nodes(ranks, size, self.reference.resources.nodes)
+        if self.critic:
+            ranks = "the critic's ranks (tensor x pipeline x context x data_parallel)"
+            size = self.critic.megatron(self.actor).layout.world_size
+            _check_nodes(ranks, size, self.critic.resources.nodes)
         return self
 
 

@@ -180,6 +180,10 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
         path = config.reference.path
         known = {"path": path and path.absolute()}
         resolved["reference"] = config.reference.model_copy(update=known)
+        if config.critic:
+            paths = {"path": config.critic.path, "weights": config.critic.weights}
+            known = {name: path and path.absolute() for name, path in paths.items()}
+            resolved["critic"] = config.critic.model_copy(update=known)
     elif isinstance(config, SftRunConfig):
         resolved["sft"] = _with_absolute_paths(config.sft)
     absolute = config.model_copy(update={"run_root": config.run_root.absolute(), **resolved})

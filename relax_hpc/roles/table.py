@@ -7,13 +7,14 @@ from relax_hpc import schema
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.roles.actor.role import ACTOR
+from relax_hpc.roles.critic.role import CRITIC
 from relax_hpc.roles.engine.role import ENGINE
 from relax_hpc.roles.role import Place, Role
 from relax_hpc.roles.rollout.role import ROLLOUT
 from relax_hpc.roles.scorer.role import REFERENCE
 from relax_hpc.roles.sft.role import SFT
 
-ROLES: tuple[Role[Any], ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE)
+ROLES: tuple[Role[Any], ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE, CRITIC)
 """Roles in the order of their components in a job: the time limit of component 0 ends the whole
 job, and without engines nothing goes on."""
 

@@ -130,16 +130,35 @@ EVENTS: dict[str, EventKind] = {
         },
         {"correct": "eval/<name>/reward"},
     ),
-    # scorers
+    # scorers and the critic
     "scored": EventKind(
-        "reference",
-        "shards have got the logprobs of the reference",
+        "reference, critic",
+        "shards have got the logprobs of the reference, or the critic's values",
         {
             "num_shards": "",
             "num_trajectories": "",
             "num_tokens": "",
             "first_guid": "",
             "time/...": "seconds: wait, score, write",
+        },
+    ),
+    "critic_resume": EventKind("critic", "it goes on from a checkpoint", {"step": ""}),
+    "critic_step": EventKind(
+        "critic",
+        "it has learned from the batch of a step; a resume repeats some, with the same numbers",
+        {
+            "step": "",
+            "loss": "per trained token",
+            "value/...": "over trained tokens: mean before the update, mean return, share clipped; "
+            "explained, the share of the returns' variance that the values explain",
+            "grad_norm": "before clipping",
+            "lr": "",
+            "skipped": "part of the updates that were not done",
+            "loss_scale": "float16",
+            "moe/...": "experts: max_load and the losses that are on",
+            "train/...": "tokens_per_s_per_gpu, mfu, padding",
+            "memory/...": "peak_gib of the fullest rank",
+            "time/...": "seconds",
         },
     ),
     # actor
@@ -207,7 +226,9 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "phases": EventKind(
-        "actor, reference", "when the parts of the last step were", {"step": "", "phases": _PHASES}
+        "actor, reference, critic",
+        "when the parts of the last step were",
+        {"step": "", "phases": _PHASES},
     ),
     "publish": EventKind(
         "actor",
@@ -262,7 +283,7 @@ EVENTS: dict[str, EventKind] = {
         },
     ),
     "checkpoint": EventKind(
-        "actor",
+        "actor, critic",
         "a checkpoint is complete",
         {
             "step": "",
@@ -273,16 +294,16 @@ EVENTS: dict[str, EventKind] = {
         {"wait_s": "time/checkpoint/wait", "background_s": "time/checkpoint/background"},
     ),
     "checkpoint_failed": EventKind(
-        "actor", "it could not be saved; the run goes on", {"step": "", "message": ""}
+        "actor, critic", "it could not be saved; the run goes on", {"step": "", "message": ""}
     ),
     "checkpoint_torn": EventKind(
-        "actor", "it is not whole, and was passed over", {"step": "", "message": ""}
+        "actor, critic", "it is not whole, and was passed over", {"step": "", "message": ""}
     ),
     "export": EventKind(
         "actor", "the model is a Hugging Face folder", {"step": "", "path": "", "seconds": ""}
     ),
     "skipped": EventKind(
-        "actor",
+        "actor, critic",
         "an update was not done",
         {
             "step": "",

@@ -77,7 +77,8 @@ def job(monkeypatch):
         for name, value in needed.items():
             monkeypatch.setitem(NEEDED, name, value)
         tree = TREE | (tables or {})
-        algorithm = job_file.validate(tree, source="job").algorithm
+        plain = {key: value for key, value in tree.items() if key != "critic"}
+        algorithm = job_file.validate(plain, source="job").algorithm
         mine = algorithm.model_copy(update={"advantage": Mine(name="mine")})
         return job_file.validate(tree | {"algorithm": dict(mine)}, source="job")
 
@@ -93,10 +94,12 @@ def test_what_it_needs_decides_what_is_read_and_what_is_refused(job):
     config = job({"reference": {"placement": "own"}}, columns=ref)
     assert config.columns == {"ragged/ref_logprobs"}
     roles.check_columns(config)
-    values = job(columns={"ragged/values": "algorithm.advantage.name = 'mine'"})
-    assert values.columns == {"ragged/values"}
-    with pytest.raises(ConfigError, match="needs the column ragged/values, which the role critic"):
-        roles.check_columns(values)
+    values = {"ragged/values": "algorithm.advantage.name = 'mine'"}
+    with pytest.raises(ConfigError, match=r"= 'mine': needs a critic, .* add a table \[critic\]"):
+        job(columns=values)
+    config = job({"critic": {}}, columns=values)
+    assert config.columns == {"ragged/values"}
+    roles.check_columns(config)
 
 
 def test_siblings_and_whole_batches_are_as_it_needs_them(job):

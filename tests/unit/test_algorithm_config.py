@@ -25,7 +25,7 @@ def refused(algorithm, **tables):
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_is_an_algorithm_of_few_keys_and_survives_a_resolved_job(preset):
-    config = job({"preset": preset})
+    config = job({"preset": preset}, **{"critic": {}} if preset == "ppo" else {})
     again = type(config).model_validate_json(config.model_dump_json())
     assert again.algorithm == config.algorithm
     said = config.algorithm.model_dump()
@@ -167,3 +167,18 @@ def test_a_job_is_explained_by_its_roles_its_columns_and_the_parts_of_its_algori
     assert "reference" not in plain and "ref_logprobs" not in plain
     measured = CliRunner().invoke(app, [*job[:-4], "--set", "reference.placement=own"]).output
     assert "reference: measured, nothing in the loss needs it" in measured
+
+
+def test_a_critic_and_who_reads_its_values_come_together():
+    both = job({"preset": "ppo"}, critic={"warmup_steps": 9}, schedule={"num_steps": 10})
+    assert both.columns == {"ragged/values"} and both.steps_of_critic_alone == 9
+    said = refused({"preset": "ppo"})
+    assert "algorithm.advantage.name = 'gae': needs a critic" in said and "add a table" in said
+    said = refused({}, critic={})
+    assert "critic: algorithm.advantage.name = 'group_mean' reads no values" in said
+    assert "'gae'" in said
+    said = refused({"preset": "ppo"}, critic={"warmup_steps": 1})
+    assert "critic.warmup_steps = 1: the policy would stand still" in said
+    in_reward = {"preset": "ppo", "kl": {"name": "k1", "coefficient": 0.1, "place": "reward"}}
+    reference = {"placement": "own"}
+    assert "without it; use 'loss'" in refused(in_reward, critic={}, reference=reference)

@@ -114,7 +114,8 @@ def is_setting(name):
             next(keys, None)
             fields = get_args(fields[key].annotation)[1].model_fields
             continue
-        found = getattr(fields[key].annotation, "model_fields", {})
+        kinds = [fields[key].annotation, *get_args(fields[key].annotation)]  # or None
+        found = next((k.model_fields for k in kinds if hasattr(k, "model_fields")), {})
         fields = PASSED_THROUGH if is_table else found
     return True
 

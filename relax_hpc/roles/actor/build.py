@@ -1,5 +1,7 @@
 """Builds an actor rank: trainer, checkpoints, what it publishes with, its duties."""
 
+from collections.abc import Sequence
+
 import torch
 
 from relax_hpc.bus import layout
@@ -38,10 +40,13 @@ def main(
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
     columns = _columns(config, trainer, events if world.rank == 0 else None)
-    checkpoints = saving.checkpoints_of(
-        config.actor, paths, world, PlanPosition,
-        timeout_s=config.launch.peer_timeout_s,
-        is_valid=lambda position: is_planned(paths.bus, position),
+    checkpoints, *others = (
+        saving.checkpoints_of(
+            config.actor, paths, world, PlanPosition,
+            timeout_s=config.launch.peer_timeout_s,
+            is_valid=lambda position: is_planned(paths.bus, position), folder=folder,
+        )
+        for folder in [paths.checkpoints, *[paths.critic_checkpoints] * bool(config.critic)]
     )  # fmt: skip
     resumed = saving.resume(checkpoints, trainer, events)
     shards = OpenShards(paths.bus)  # on rank 0 what the sequencer opens, the reader finds open
@@ -54,7 +59,8 @@ def main(
     rank0 = None
     if world.rank == 0:
         publisher = publishing.publisher(register, waits_for_loads=shares_gpus)
-        rank0 = _rank0(config, paths, reader, shards, publisher, checkpoints, resumed, events)
+        every = [checkpoints, *others]
+        rank0 = _rank0(config, paths, reader, shards, publisher, every, resumed, events)
     save = saving.Saving(
         config.actor, paths, world, trainer, checkpoints, rank0, events,
         num_steps=config.num_steps, source=config.model.path,
@@ -87,7 +93,7 @@ def _rank0(
     reader: Reader,
     shards: OpenShards,
     publisher: Publisher,
-    checkpoints: Checkpoints[PlanPosition],
+    checkpoints: Sequence[Checkpoints[PlanPosition]],
     resumed: Checkpoint[PlanPosition] | None,
     events: EventWriter,
 ) -> Rank0:

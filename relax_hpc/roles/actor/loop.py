@@ -73,6 +73,8 @@ def run(
             for source in stages.columns:
                 with timers(source.name):
                     rows = source.fill(rows, share.micro_batches)
+            if step <= config.steps_of_critic_alone:
+                continue
             with timers.phase("train"):
                 trainer.accumulate(
                     rows, share.micro_batches, objective, last=last, mini_batches=share.mini_batches
@@ -80,7 +82,7 @@ def run(
         for check in stages.checks:
             check()
         with timers.phase("train"):
-            stats = trainer.update()
+            stats = _update(trainer, learns=step > config.steps_of_critic_alone)
         stop_or_go_on(duties, step, trainer.skip)
         stages.lease.to_engines(trainer)
         with timers("publish"):
@@ -145,6 +147,14 @@ def objective_in(config: RunConfig) -> Objective:
     """The function that the run's algorithm minimizes."""
     columns = frozenset(name.split("/")[1] for name in config.columns)
     return objective_of(config.algorithm, columns)
+
+
+def _update(trainer: TrainingEngine, *, learns: bool) -> dict[str, float]:
+    """The next policy; where only the critic learns it is the one before."""
+    if learns:
+        return trainer.update()
+    trainer.step += 1
+    return {}
 
 
 def _publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:

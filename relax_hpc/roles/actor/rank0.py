@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class Rank0:
-    """The actor's dealings with the bus, the engines and whoever reads the logs: its `Duties`."""
+    """The actor's dealings with the bus, the engines and whoever reads the logs: its `Duties`.
+
+    Args:
+        checkpoints: of all who train on the rows of the plan.
+    """
 
     def __init__(
         self,
@@ -36,7 +40,7 @@ class Rank0:
         sequencer: Sequencer,
         reader: Reader,
         publisher: Publisher,
-        checkpoints: Checkpoints[PlanPosition],
+        checkpoints: Sequence[Checkpoints[PlanPosition]],
         events: EventWriter,
     ) -> None:
         self._config, self._events = config, events
@@ -131,8 +135,12 @@ class Rank0:
         self.sequencer.check_fenced()
 
     def release(self) -> None:
-        """Lets rollout delete what not even the oldest checkpoint that is kept can need."""
-        self.sequencer.release(self._checkpoints.complete()[0].step)
+        """Lets owners delete what not even the oldest checkpoint that is kept can need.
+
+        The critic learns from the same rows: what it has no checkpoint behind stays, too.
+        """
+        steps = [found[0].step if (found := c.complete()) else 0 for c in self._checkpoints]
+        self.sequencer.release(min(steps))
 
     def finish(self) -> None:
         self.sequencer.finish()

@@ -301,5 +301,7 @@ def limits_of(config: RunConfig) -> Limits:
 
 def _budgets(config: RunConfig) -> dict[str, int]:
     """Tokens of the longest row that each of those who read it takes, by section of the job."""
-    readers = (config.actor, config.reference_megatron)
+    readers = [config.actor, config.reference_megatron]
+    if config.critic:
+        readers.append(config.critic.megatron(config.actor))
     return {each.section: each.tokens_per_micro_batch for each in readers}

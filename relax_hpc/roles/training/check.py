@@ -36,11 +36,20 @@ def check_weights(path: Path, shape: Architecture) -> None:
         check_shapes(files, registry.parameters(shape))
 
 
-def check_first_weights(folder: Path | None, shape: Architecture) -> None:
-    """The checkpoint that training starts from is whole, and one of this model."""
+def check_first_weights(
+    folder: Path | None, shape: Architecture, *, section: str = "model", has_vocabulary: bool = True
+) -> None:
+    """The checkpoint that training starts from is whole, and one of this model.
+
+    Args:
+        folder: of it.
+        shape: of the model.
+        section: of the job, that has the key `weights`.
+        has_vocabulary: whether it needs an output layer.
+    """
     if folder is None:
         return
-    key = f"model.weights = {str(folder)!r}"
+    key = f"{section}.weights = {str(folder)!r}"
     remedy = "name a checkpoint: checkpoints/step_... of a run, or what relax-hpc convert made"
     user_files.check_folder(key, folder, remedy)
     for name, what in (("run.json", "is a run"), ("config.json", "is a Hugging Face folder")):
@@ -50,7 +59,7 @@ def check_first_weights(folder: Path | None, shape: Architecture) -> None:
     from relax_hpc.engines.megatron.checkpoint.conversion import check_fits  # a second, for torch
 
     try:
-        check_fits(folder, shape)
+        check_fits(folder, shape, has_vocabulary=has_vocabulary)
     except (CheckpointError, ConfigError) as error:
         raise ConfigError(f"{key}: {error}; {remedy}") from None
 

@@ -8,10 +8,11 @@ import pytest
 import torch
 from batches import GARBAGE, alone, on_ranks, pack, padded, random_batch
 
+from relax_hpc.algorithms.advantages.gae import Gae
 from relax_hpc.algorithms.advantages.reinforce_pp import ReinforcePp
 from relax_hpc.algorithms.advantages.reinforce_pp_baseline import ReinforcePpBaseline
 
-PARTS = [ReinforcePp(), ReinforcePpBaseline()]
+PARTS = [ReinforcePp(), ReinforcePpBaseline(), Gae(whiten=True)]
 NAMES = lambda part: part.name  # noqa: E731
 
 

@@ -98,7 +98,7 @@ def rank0_of(journal, *, published=DONE, records=(), **settings):
     publisher = FakePublisher(journal, published)
     sequencer = FakeSequencer(journal, records)
     checkpoints = FakeCheckpoints()
-    rank0 = Rank0(config(**settings), sequencer, FakeReader(), publisher, checkpoints, events)
+    rank0 = Rank0(config(**settings), sequencer, FakeReader(), publisher, [checkpoints], events)
     return rank0, publisher, events
 
 
@@ -284,7 +284,7 @@ def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_pat
         for guid in range(6):
             producer.put([PromptGroup(guid, [row(guid, 0), row(guid, 1)])])
         rank0 = Rank0(
-            settings, first, Reader(paths), FakePublisher(Journal()), checkpoints, Events()
+            settings, first, Reader(paths), FakePublisher(Journal()), [checkpoints], Events()
         )
         for step in range(1, 6):
             rank0.next_portion(step, Timers())

@@ -15,7 +15,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models import hf_folder
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.hf_check import check_names, check_shapes
-from relax_hpc.models.hf_files import HfFiles
+from relax_hpc.models.hf_files import OUTPUT, HfFiles
 from relax_hpc.models.names import Parameter
 from relax_hpc.models.registry import parameters, read_architecture
 
@@ -47,14 +47,20 @@ def to_hf(checkpoint: Path, model: Path, out: Path) -> None:
     hf_folder.write(out, tensors, model)
 
 
-def check_fits(checkpoint: Path, shape: Architecture) -> None:
+def check_fits(checkpoint: Path, shape: Architecture, *, has_vocabulary: bool = True) -> None:
     """Whether a checkpoint has all weights of a model. Reads what describes it, and no weights.
+
+    Args:
+        checkpoint: its folder.
+        shape: of the model.
+        has_vocabulary: whether the model has an output layer.
 
     Raises:
         CheckpointError: it is not whole.
         ConfigError: it is of another model.
     """
-    _keys(Stored(checkpoint), parameters(shape))
+    wanted = (each for each in parameters(shape) if has_vocabulary or OUTPUT not in each.hf)
+    _keys(Stored(checkpoint), wanted)
 
 
 def to_megatron(model: Path, out: Path) -> None:
