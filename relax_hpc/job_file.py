@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from relax_hpc import user_files
 from relax_hpc.algorithms import table
+from relax_hpc.config.elsewhere import ELSEWHERE
 from relax_hpc.config.moved import refusal
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
@@ -142,6 +143,8 @@ def _unknown(loc: tuple[int | str, ...], kind: type[JobConfig]) -> str:
         return "a job with [sft] has no rollout and does not take it; remove it, or [sft]"
     if "resources" in loc[1:] and loc[-1] in WholeJob.model_fields:
         return f"is of the whole job; set resources.{loc[-1]}"
+    if here := ELSEWHERE.get(str(loc[-1])):
+        return f"unknown key; here it is {here}"
     return f"unknown key{_nearest(loc, kind)}"
 
 

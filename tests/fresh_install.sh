@@ -27,6 +27,10 @@ PY
   done
   exit
 fi
+torch=$(sed -n 's/.* torch=//p' "$here/slurm/install_env.sh")
+if [ ! -e /dev/nvidiactl ]; then # the CUDA build is of no use here
+  env/bin/python -m pip install --quiet "torch==$torch" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"}
+fi
 env/bin/python -m pip install --quiet "./$wheel"
 say "installed"
 PATH=$folder/env/bin:$PATH

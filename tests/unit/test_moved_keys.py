@@ -4,6 +4,7 @@ import pytest
 
 from relax_hpc import job_file
 from relax_hpc.cli.keys import all_keys
+from relax_hpc.config.elsewhere import ELSEWHERE
 from relax_hpc.config.moved import GONE, MOVED
 from relax_hpc.errors import ConfigError
 
@@ -55,3 +56,17 @@ def test_a_new_name_is_a_key_and_an_old_one_is_none():
         assert old not in known
         assert any(f"{key}.".startswith(f"{new}.") for key in known | {_of_table(new)}), new
     assert not known & GONE.keys()
+
+
+def test_the_names_of_other_trainers_are_answered_with_the_key_here():
+    known = {key.name for key in all_keys()}
+    passed_through = {"engines.rollout.args.mem_fraction_static"}
+    of_any_name = {name.replace("<name>", "rollout", 1) for name in known}
+    assert set(ELSEWHERE.values()) <= known | of_any_name | passed_through
+    assert "rollout.n = 1: unknown key; here it is rollout.samples_per_prompt" in refusal_of(
+        "rollout.n"
+    )
+    assert "train_batch_size = 1: unknown key; here it is schedule.prompts_per_step" in refusal_of(
+        "train_batch_size"
+    )
+    assert not ELSEWHERE.keys() & {name.rpartition(".")[2] for name in known}, "these are keys"
