@@ -201,6 +201,11 @@ class RunPaths:
         return self.control / f"export-{service}.json"
 
     @property
+    def notified(self) -> Path:
+        """Times of the newest message of each occasion."""
+        return self.control / "notified.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

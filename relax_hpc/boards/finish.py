@@ -4,11 +4,12 @@ import argparse
 from pathlib import Path
 
 from relax_hpc import job_file, permissions
+from relax_hpc.boards.notify import Notifier
 from relax_hpc.boards.run_board import RunBoard, is_complete
 from relax_hpc.config.run import JobConfig
-from relax_hpc.launch import states
+from relax_hpc.launch import record, states
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs import status, summary
+from relax_hpc.runs import failure, status, summary
 
 
 def main() -> None:
@@ -19,8 +20,19 @@ def main() -> None:
     permissions.adopt(args.run_dir)
     paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
-    summary.write(args.run_dir)
+    found = summary.write(args.run_dir)
     complete(paths, config, failed=args.exit_code != 0)
+    tell(paths, config, found["steps_done"], failed=args.exit_code != 0)
+
+
+def tell(paths: RunPaths, config: JobConfig, step: int, *, failed: bool) -> None:
+    """Tells the owner how a run has ended, if that is asked for."""
+    done = f"{step} of {config.num_steps} steps"
+    if failed:
+        why = failure.found(paths.root, record.read(paths.root), "FAILED").text
+        Notifier(paths, config).tell("failure", f"has failed after {done}: {why}", step=step)
+    else:
+        Notifier(paths, config).tell("finish", f"is complete, {done}", step=step)
 
 
 def complete(paths: RunPaths, config: JobConfig, *, failed: bool) -> None:

@@ -7,11 +7,19 @@ in the run directory; a run goes on without it, and `finish` draws what it did n
 import argparse
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from relax_hpc.config.run import JobConfig
+    from relax_hpc.paths import RunPaths
+    from relax_hpc.telemetry.events import Event
 
 _EVERY_S, _END_S = 2.0, 60.0
 """Seconds between looks; for the last of them."""
@@ -74,12 +82,37 @@ def main() -> None:
         board = RunBoard(paths, config)
     else:
         board = Export(paths, config, args.to, offline=config.boards.offline)
+    tell = _teller(paths, config, args.job_id) if args.to == "tensorboard" else _say_nothing
     while not end.wait(_EVERY_S) and controller.find():
-        board.update()
+        tell(board.update())
     end.limit()
     board.end(failed=end.failed)
     sys.stdout.flush()
     os._exit(0)
+
+
+def _teller(paths: "RunPaths", config: "JobConfig", job_id: str) -> "Callable[[list[Event]], None]":
+    """A function of new events that has the owner told of them, in a thread of its own."""
+    from relax_hpc.boards import notify
+
+    watch = notify.Watch(notify.Notifier(paths, config), config.notify.plateau_steps)
+    comment = notify.Comment(job_id)
+    to_come: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
+
+    def work() -> None:
+        watch.begin(notify.num_restarts())
+        while True:
+            events = to_come.get()
+            watch.take(events)
+            if steps := [event for event in events if event["event"] == "step"]:
+                comment.show(steps[-1], config.num_steps)
+
+    threading.Thread(target=work, daemon=True).start()
+    return to_come.put
+
+
+def _say_nothing(_: "list[Event]") -> None:
+    """Says nothing: the process that draws TensorBoard tells the owner."""
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:

@@ -12,7 +12,7 @@ from relax_hpc.algorithms.algorithm import Algorithm, algorithm_of
 from relax_hpc.config import algorithm_checks
 from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
-from relax_hpc.config.boards import BoardsConfig
+from relax_hpc.config.boards import BoardsConfig, NotifyConfig
 from relax_hpc.config.critic import CriticConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
 from relax_hpc.config.layout import MegatronConfig
@@ -133,6 +133,7 @@ class JobConfig(Section):
     """Resources of every component, as `<component>.resources`, which override them; without
     `nodes`, `max_nodes` and `gpus`."""
     boards: BoardsConfig = BoardsConfig()
+    notify: NotifyConfig = NotifyConfig()
 
     @property
     def run_dir(self) -> Path:

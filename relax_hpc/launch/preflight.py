@@ -2,9 +2,11 @@
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from relax_hpc import user_files
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import interpreter, partitions, script
@@ -50,6 +52,7 @@ def check(
     for role in table.ROLES:
         config = role.checked(config, shape, say)
     check_boards(config)
+    check_notify(config)
     for component in components:
         check_component(component)
         interpreter.check(component.key, component.resources, use_slurm=use_slurm, say=say)
@@ -58,6 +61,24 @@ def check(
         partitions.check_partitions(hosts, partitions.partitions())
         partitions.check_limits(hosts)
     return config
+
+
+def check_notify(config: JobConfig) -> None:
+    """Checks that messages can be sent, without sending one."""
+    command, webhook = config.notify.command, config.notify.webhook
+    if command and shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"notify.command = {command}: there is no program {command[0]} here; give its path"
+        )
+    if webhook is None:
+        return
+    url = user_files.read_text(webhook, "name a file with the URL of a webhook").strip()
+    if not url.startswith(("https://", "http://")) or len(url.split()) != 1:
+        raise ConfigError(f"notify.webhook = {str(webhook)!r}: holds no URL; put only that there")
+    if webhook.stat().st_mode & 0o077:
+        raise ConfigError(
+            f"notify.webhook = {str(webhook)!r}: others may read the URL; chmod 600 {webhook}"
+        )
 
 
 def check_boards(config: JobConfig) -> None:

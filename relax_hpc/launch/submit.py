@@ -186,6 +186,9 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
             resolved["critic"] = config.critic.model_copy(update=known)
     elif isinstance(config, SftRunConfig):
         resolved["sft"] = _with_absolute_paths(config.sft)
+    webhook = config.notify.webhook
+    known = {"webhook": webhook and webhook.absolute()}
+    resolved["notify"] = config.notify.model_copy(update=known)
     absolute = config.model_copy(update={"run_root": config.run_root.absolute(), **resolved})
     for each in components:
         if each.section:

@@ -1,0 +1,157 @@
+"""Messages about a run: to whom, when, how often; and what no log may hold."""
+
+import json
+import logging
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from board_runs import make, step
+
+from relax_hpc.boards import notify
+from relax_hpc.boards.notify import Comment, Notifier, Watch
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch import preflight
+
+
+@pytest.fixture
+def told(tmp_path):
+    """A program that keeps what it is told, and the messages."""
+    program, kept = tmp_path / "tell.sh", tmp_path / "told.jsonl"
+    program.write_text(f"#!/bin/sh\ncat >> {kept}\necho >> {kept}\n")
+    program.chmod(0o755)
+
+    def read():
+        return [json.loads(line) for line in kept.read_text().splitlines()] if kept.exists() else []
+
+    return str(program), read
+
+
+def test_an_occasion_is_told_once_in_a_while_over_all_attempts(tmp_path, told, monkeypatch):
+    program, read = told
+    paths, config = make(tmp_path, notify={"command": [program], "on": ["start", "requeue"]})
+    Watch(Notifier(paths, config), 0).begin(0)
+    Watch(Notifier(paths, config), 0).begin(0)  # restarted at once
+    Watch(Notifier(paths, config), 0).begin(2)
+    assert Notifier(paths, config).tell("finish", "is complete") is False, "nobody asked"
+    assert [(m["run"], m["news"], m["text"]) for m in read()] == [
+        ("run", "start", "run: has started"),
+        ("run", "requeue", "run: goes on after requeue number 2"),
+    ]
+    monkeypatch.setattr(notify, "_APART_S", 0.0)
+    Watch(Notifier(paths, config), 0).begin(0)
+    assert len(read()) == 3
+
+
+def test_a_reward_that_rises_no_more_is_told_once_and_again_after_it_rose(tmp_path, told):
+    program, read = told
+    _, config = made = make(tmp_path, notify={"command": [program], "plateau_steps": 3})
+    watch = Watch(Notifier(*made), config.notify.plateau_steps)
+    watch.take([step(number, 1.0, 0.5) for number in range(1, 4)])
+    assert read() == []
+    watch.take([step(4, 1.0, 0.5), step(5, 1.0, 0.25), step(6, 1.0, None)])
+    [message] = read()
+    assert (message["news"], message["step"]) == ("plateau", 4)
+    assert message["text"] == "run: no better reward for 3 steps: 0.500, best 0.500"
+
+
+def test_a_webhook_is_asked_three_times_and_its_url_is_in_no_log(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(notify, "_WAIT_S", 0.0)
+    asked, answers = [], [500, 503, 403, 200]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            asked.append((self.path, json.loads(body)["text"]))
+            self.send_response(answers.pop(0))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = tmp_path / "url"
+    url.write_text(f"http://127.0.0.1:{server.server_port}/hook/s3cret\n")
+    paths, config = make(tmp_path, notify={"webhook": str(url)})
+    with caplog.at_level(logging.WARNING):
+        Notifier(paths, config).tell("failure", "has failed")
+        Notifier(paths, config).tell("finish", "is complete")
+    server.shutdown()
+    failed = ("/hook/s3cret", "run: has failed")
+    assert asked == [failed] * 3 + [("/hook/s3cret", "run: is complete")]
+    assert "notify.webhook: the webhook answers 403" in caplog.text and "s3cret" not in caplog.text
+    assert "s3cret" not in paths.config.read_text() + paths.notified.read_text()
+
+
+def test_a_program_that_fails_or_is_gone_costs_nothing(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(notify, "_WAIT_S", 0.0)
+    for number, (command, said) in enumerate(
+        [(["false", "s3cret"], "exit code 1"), (["/nowhere/it"], "No such file")]
+    ):
+        (tmp_path / str(number)).mkdir()
+        made = make(tmp_path / str(number), notify={"command": command})
+        Notifier(*made).tell("start", "has started")
+        assert said in caplog.text and "s3cret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "said"),
+    [(0o644, "https://a/b", "chmod 600"), (0o600, "a/b", "holds no URL")],
+)
+def test_a_webhook_that_others_may_read_or_that_is_none_is_refused(tmp_path, mode, text, said):
+    file = tmp_path / "url"
+    file.write_text(text)
+    file.chmod(mode)
+    _, config = make(tmp_path, notify={"webhook": str(file)})
+    with pytest.raises(ConfigError, match=said):
+        preflight.check_notify(config)
+
+
+def test_a_program_that_is_not_there_is_refused(tmp_path):
+    _, config = make(tmp_path, notify={"command": ["no-such-program"]})
+    with pytest.raises(ConfigError, match=r"notify\.command.*no-such-program"):
+        preflight.check_notify(config)
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Slurm's commands: a file is the comment of the job."""
+    (tmp_path / "comment").write_text("(null)\n")
+    scripts = {
+        "squeue": 'echo "squeue $*" >> asked; cat comment',
+        "scontrol": '[ ! -e refuses ] && echo "$3" >> asked && echo "${3#Comment=}" > comment',
+    }
+    for name, text in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\ncd {tmp_path}\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(notify, "_COMMENT_EVERY_S", 0.0)
+    return tmp_path
+
+
+def test_the_jobs_comment_says_the_progress(slurm):
+    comment = Comment("7")
+    comment.show(step(3, 1.0, 0.5, eta_s=7200.0), 100)
+    comment.show(step(4, 1.0, None), 100)
+    asked = (slurm / "asked").read_text().splitlines()
+    assert asked == [
+        "squeue -h -j 7 -o %k", "Comment=relax-hpc: step 3 of 100, reward 0.500, 2.0 h to go",
+        "squeue -h -j 7 -o %k", "Comment=relax-hpc: step 4 of 100",
+    ]  # fmt: skip
+
+
+def test_a_comment_of_the_users_stays_and_a_slurm_that_refuses_is_asked_no_more(slurm):
+    comment = Comment("7")
+    (slurm / "comment").write_text("my experiment\n")
+    comment.show(step(3, 1.0, 0.5), 100)
+    (slurm / "comment").write_text("(null)\n")
+    comment.show(step(4, 1.0, 0.5), 100)
+    assert (slurm / "comment").read_text() == "(null)\n"
+    (slurm / "refuses").touch()
+    other = Comment("8")
+    other.show(step(3, 1.0, 0.5), 100)
+    (slurm / "refuses").unlink()
+    other.show(step(4, 1.0, 0.5), 100)
+    Comment("local-12").show(step(3, 1.0, 0.5), 100)
+    assert len((slurm / "asked").read_text().splitlines()) == 2
