@@ -175,8 +175,10 @@ EVENTS: dict[str, EventKind] = {
             "num_tokens": "",
             "num_trained_tokens": "SFT",
             "tokens_per_s": "",
-            "loss": "per trained token",
-            "loss/...": "of the algorithm",
+            "loss": "by the mean of algorithm.aggregation",
+            "loss/...": "of the algorithm, per trained token: ratio, ratio_squared, "
+            "log_ratio_squared and approx_kl to the anchor, masked_fraction, clip_fraction, "
+            "importance_mean, importance_capped, importance_rejected, m2po_tau",
             "entropy": "nats",
             "grad_norm": "before clipping",
             "lr": "",
