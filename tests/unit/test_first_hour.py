@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ import typer.main
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
-from relax_hpc.errors import ConfigError
+from relax_hpc.engines import optional_packages
+from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.launch import known_runs, states, submit
 from relax_hpc.paths import RunPaths
 from relax_hpc.runs import depend, log_text, report, resume, screen, watching
@@ -455,3 +457,60 @@ def test_a_curve_of_many_steps_is_means_between_its_range():
     assert screen.drawn([0.0, 2.0, 1.0, 3.0], 2, 2) == ["   2.000  █", "   1.000 ▁█"]
     assert screen.drawn([0.5] * 3, 64, 1) == ["   0.500 ▁▁▁"]
     assert max(map(len, screen.drawn([float(n) for n in range(1000)], 64, 6))) == 73
+
+
+MISTAKES = {
+    "typo in a key": ("actor.resources.acount=x", "did you mean actor.resources.account?"),
+    "hub id as model / dataset": ("model.path=Qwen/Qwen3-0.6B", "a downloaded Hugging Face model"),
+    "defect 3: a checkpoint that is not there": ("model.weights=nope/nothere", "/nope/nothere"),
+    "defect 8: a space is missing": ("actor.resources.zzz=1", "; actor.resources takes partition,"),
+    "own reward": ("reward.name=mine.py:score", "mine.py"),
+}
+
+
+@pytest.mark.parametrize(("setting", "said"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_a_job_is_answered_with_what_to_do(job, setting, said):
+    answer = cli("check", "job.toml", "--local", "--set", setting)
+    assert isinstance(answer.exception, RelaxError) and said in str(answer.exception)
+
+
+@row("own reward: Literal of two names")
+def test_a_reward_is_any_function_of_a_file(job, row):
+    Path("mine.py").write_text("def score(sample):\n    return 1.0\n")
+    answer = cli("check", "job.toml", "--local", "--set", "reward.name=mine.py:score")
+    assert answer.exit_code == 0, answer.exception
+
+
+@row("$HOME: only ~/.cache and ~/.config/matplotlib")
+def test_in_the_home_folder_a_run_leaves_a_link_and_nothing_else(run, row, tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_STATE_HOME")
+    known_runs.remember(run.run_dir)
+    run.leaves(0)
+    for command in ("ls", "status", "logs"):
+        assert cli(command, *["run"][: command != "ls"]).exit_code == 0
+    left = [path for path in home.rglob("*") if path.is_symlink() or path.is_file()]
+    [link] = left
+    assert link.parent == home / ".local" / "state" / "relax-hpc" / "runs"
+
+
+def test_a_failed_run_without_steps_has_no_curve_to_show(run):  # defect 12
+    paths = RunPaths(run.run_dir)
+    paths.reward_curve.touch()
+    run.says("7+0|FAILED", "7+1|FAILED")
+    assert "curve" not in cli("status", "run").output
+    write_steps(run.run_dir, {"step": 4, "reward/mean": 0.5})
+    assert f"reward curve  {paths.reward_curve}\n" in cli("status", "run").output
+
+
+def test_what_megatron_says_of_packages_that_are_not_there_is_left_out():  # defect 15
+    text = "Transformer Engine and Apex are not installed. Falling back"
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()
+        optional_packages.hush()
+        for module in ("megatron.core.optimizer", "mine"):
+            warnings.warn_explicit(text, UserWarning, "x.py", 1, module=module)
+        warnings.warn_explicit("odd", UserWarning, "x.py", 2, module="megatron.core")
+    assert [str(each.message) for each in said] == [text, "odd"]

@@ -382,6 +382,8 @@ def test_deleted_shards_are_said(run):
     gone = choose(run.bus, Asked(guid=1))
     assert gone.chosen == [] and gone.remarks[0].startswith("1 shard with 2 trajectories")
     assert "deleted" in printed(run, "peek")
+    show = CliRunner().invoke(app, ["bus", "show", str(run.root), "--guid", "1"])
+    assert "is deleted, since a checkpoint covers it; relax-hpc bus ls" in str(show.exception)
 
 
 def test_a_shard_that_goes_while_it_is_looked_at_is_deleted_and_one_that_is_damaged_is_not(run):
