@@ -1,5 +1,6 @@
 """Probability ratios of tokens, as losses and corrections compare two policies."""
 
+from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
 from relax_hpc.algorithms.part import Tokens
@@ -53,8 +54,7 @@ def shift(logprobs: "Tensor", tokens: Tokens) -> "Tensor":
 def spread(logprobs: "Tensor", tokens: Tokens) -> "dict[str, Tensor]":
     """[T] each: how far the policy is from the anchor, r = pi / anchor, without gradient.
 
-    Of n tokens, n * ratio^2 / ratio_squared (means) is the size of a sample of equal weights that
-    varies as much: the effective sample size.
+    `settle` makes one figure of the means of the last two.
     """
     logs = log_ratio(logprobs.detach(), tokens)
     ratio = logs.exp()
@@ -64,6 +64,16 @@ def spread(logprobs: "Tensor", tokens: Tokens) -> "dict[str, Tensor]":
         "loss/ratio": ratio,
         "loss/ratio_squared": ratio.square(),
     }
+
+
+def settle(metrics: MutableMapping[str, float]) -> None:
+    """Puts `loss/effective_sample`, the effective sample size, in the place of the mean square.
+
+    (mean of r)^2 / mean of r^2: the share of the tokens that, all weighing alike, would vary as
+    much; 1 where all ratios are equal. Nothing where there are no ratios.
+    """
+    if square := metrics.pop("loss/ratio_squared", 0.0):
+        metrics["loss/effective_sample"] = metrics["loss/ratio"] ** 2 / square
 
 
 def binary_kl(logprobs: "Tensor", tokens: Tokens) -> "tuple[Tensor, Tensor]":

@@ -9,8 +9,8 @@ from relax_hpc.algorithms.ratios import LARGEST
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PARTS, _ROUNDS = 9, 13
-"""[0, 20] is cut into parts, of which one is cut again: to 8e-12, by 13 sums over the ranks."""
+_PARTS, _ROUNDS = 17, 10
+"""[0, 20] is cut into parts, of which one is cut again: to 1e-11, by 10 sums over the ranks."""
 
 
 def largest(squares: "Sequence[Tensor]", budget: float, total: Total) -> "Tensor":

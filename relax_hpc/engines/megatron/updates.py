@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
+from relax_hpc.algorithms import ratios
 from relax_hpc.engines.megatron import engine_gap, grid, nonfinite, schedule
 from relax_hpc.engines.megatron.costs import Costs
 from relax_hpc.engines.megatron.moe.router import take_metrics
@@ -119,6 +120,7 @@ class Updates:
             denominator = distributed_adam.total(self._denominator) or 1.0
             metrics = self._sums.over_ranks(num_tokens) | take_metrics(self._chunks, num_tokens)
             engine_gap.settle(metrics, num_tokens)
+            ratios.settle(metrics)
             metrics["loss"] *= max(num_tokens, 1) / denominator
             if math.isfinite(metrics["loss"]):
                 result = distributed_adam.update(self._optimizer, gradients, 1 / denominator)
