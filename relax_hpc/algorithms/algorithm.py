@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, SerializeAsAny, model_vali
 from relax_hpc.algorithms import presets, table
 from relax_hpc.algorithms.aggregation import Aggregation
 from relax_hpc.algorithms.entropy import Entropy
+from relax_hpc.algorithms.groups import Groups
 from relax_hpc.algorithms.part import Advantage, Correction, Loss, Needs, Part
 from relax_hpc.sections import Positive, Section
 
@@ -53,7 +54,7 @@ class Algorithm(Section):
     """Estimator of the divergence from the reference."""
     entropy: Annotated[SerializeAsAny[Entropy], BeforeValidator(partial(table.part_of, "entropy"))]
     """Entropy in the loss."""
-    groups: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "groups"))]
+    groups: Annotated[SerializeAsAny[Groups], BeforeValidator(partial(table.part_of, "groups"))]
     """Prompt groups, and responses of them, that are trained on."""
 
     @model_validator(mode="before")

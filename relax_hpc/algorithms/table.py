@@ -28,7 +28,7 @@ from relax_hpc.algorithms.corrections.reject_k3 import RejectK3
 from relax_hpc.algorithms.corrections.sequence_tis import SequenceTis
 from relax_hpc.algorithms.corrections.tis import Tis
 from relax_hpc.algorithms.entropy import AdaptiveEntropy, FixedEntropy, NoEntropy
-from relax_hpc.algorithms.groups import AsSampled
+from relax_hpc.algorithms.groups import AsSampled, Refill
 from relax_hpc.algorithms.kl import Kl, NoKl
 from relax_hpc.algorithms.losses.cispo import Cispo
 from relax_hpc.algorithms.losses.dppo_kl import DppoKl
@@ -84,7 +84,7 @@ PARTS: Mapping[str, Sequence[type[Part]]] = {
     ),
     "kl": (NoKl, Kl),
     "entropy": (NoEntropy, FixedEntropy, AdaptiveEntropy),
-    "groups": (AsSampled,),
+    "groups": (AsSampled, Refill),
 }
 """Tables below [algorithm] -> the parts that may stand there."""
 OWN: Mapping[str, type[Part]] = {"advantage": Advantage, "loss": Loss, "correction": Correction}

@@ -22,6 +22,7 @@ def check(config: "RunConfig") -> None:
     _weighs_once(algorithm)
     _mean_is_of_ratios(algorithm)
     _there_are_siblings(algorithm, config.rollout.samples_per_prompt)
+    _long_responses_can_be_told(algorithm, config)
     _batch_can_be_split(algorithm, config)
     _rewards_are_not_negative(algorithm, config)
     _critic_and_values_need_each_other(algorithm, config)
@@ -75,6 +76,20 @@ def _there_are_siblings(algorithm: Algorithm, siblings: int) -> None:
         f"rollout.samples_per_prompt = {siblings}: algorithm.advantage.name = {advantage.name!r} "
         f"compares siblings of a prompt; use {least} or more"
     )
+
+
+def _long_responses_can_be_told(algorithm: Algorithm, config: "RunConfig") -> None:
+    groups, rollout = algorithm.groups, config.rollout
+    if groups.truncated == "penalty" and rollout.environment != "single_turn":
+        raise ValueError(
+            "algorithm.groups.truncated = 'penalty': an episode of rollout.environment = "
+            f"{rollout.environment!r} has several responses; use 'mask', or let its reward do it"
+        )
+    if (groups.overlong_buffer or 0) > rollout.max_new_tokens:
+        raise ValueError(
+            f"algorithm.groups.overlong_buffer = {groups.overlong_buffer}: is longer than "
+            f"rollout.max_new_tokens = {rollout.max_new_tokens}; use a part of it"
+        )
 
 
 def _batch_can_be_split(algorithm: Algorithm, config: "RunConfig") -> None:

@@ -14,9 +14,7 @@ def step_line(fields: Mapping[str, Any], num_steps: int, eta_s: float | None) ->
     parts = [f"step {fields['step']:>{len(str(num_steps))}}/{num_steps}"]
     if "reward/mean" in fields:
         parts.append(f"reward {fields['reward/mean']:.3f}")
-    if "staleness/mean" in fields:
-        newest = f" (max {fields['staleness/max']:.0f})" if "staleness/max" in fields else ""
-        parts.append(f"staleness {fields['staleness/mean']:.1f}{newest}")
+    parts += _groups(fields)
     if "data/epoch" in fields:
         parts.append(f"epoch {fields['data/epoch']:.2f}")
     if "loss" in fields:
@@ -42,6 +40,16 @@ def duration(seconds: float) -> str:
     if seconds < 48 * 3600:
         return f"{seconds / 3600:.1f} h"
     return f"{seconds / 86400:.1f} d"
+
+
+def _groups(fields: Mapping[str, Any]) -> list[str]:
+    parts = []
+    if fields.get("groups/skipped"):
+        parts.append(f"{fields['groups/skipped']} groups skipped")
+    if "staleness/mean" in fields:
+        newest = f" (max {fields['staleness/max']:.0f})" if "staleness/max" in fields else ""
+        parts.append(f"staleness {fields['staleness/mean']:.1f}{newest}")
+    return parts
 
 
 def _hardware(fields: Mapping[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from relax_hpc.roles.actor.publishing import Publishing
 from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.dealing.judging import judge_of, most_skipped
 from relax_hpc.roles.dealing.portions import check_errors
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.telemetry.events import EventWriter
@@ -99,6 +100,7 @@ def _rank0(
 ) -> Rank0:
     if config.reward.on_error == "mask":
         check_errors(config.algorithm)
+    judge = judge_of(config)
     sequencer = Sequencer(
         paths.bus,
         config.producers,
@@ -108,7 +110,9 @@ def _rank0(
         over_age=config.schedule.over_age,
         max_staleness=config.schedule.max_staleness,
         keep_steps=config.bus.keep_steps,
-        shards=shards,
+        shards=None if judge else shards,  # groups are admitted while others are read
+        judge=judge,
+        most_skipped=most_skipped(config),
     )
     rank0 = Rank0(config, sequencer, reader, publisher, checkpoints, events)
     if resumed:  # an earlier incarnation may have died before it did

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from relax_hpc.algorithms.groups import Refill
 from relax_hpc.bus.plan import PlanPosition, PlanRecord
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
@@ -15,6 +16,8 @@ from relax_hpc.checkpoints.store import Checkpoints
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.training_engine import Gap, Skip
 from relax_hpc.paths import RunPaths
+from relax_hpc.roles.actor.lookout import Lookout
+from relax_hpc.roles.dealing.judging import with_skipped
 from relax_hpc.roles.dealing.portions import Batch, Portion
 from relax_hpc.roles.training import skips
 from relax_hpc.telemetry.events import EventWriter
@@ -46,6 +49,8 @@ class Rank0:
         self._config, self._events = config, events
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
         self._reader, self._batch = reader, Batch(config, reader)
+        refills = isinstance(config.algorithm.groups, Refill)
+        self._lookout = Lookout(sequencer) if refills else None
         self._pace = PaceMeter()
         self._num_bytes = 0
         self._shards: dict[int, str] = {}
@@ -56,6 +61,8 @@ class Rank0:
 
         None if meanwhile engines came that have to be given the current weights first.
         """
+        if self._lookout:
+            self._lookout.check()
         try:
             with timers("wait"):
                 record = self.sequencer.next_portion(
@@ -91,6 +98,8 @@ class Rank0:
     def end_step(self, step: int, fields: dict[str, Any], timers: Timers) -> None:
         """Logs the step, and what its batch was like."""
         fields = {**self._batch.describe(step), **fields, **timers.seconds}
+        if self._lookout:
+            fields |= with_skipped(fields, self.sequencer.skipped_for(step), self._config)
         num_steps = self._config.schedule.num_steps
         seconds, eta_s = self._pace.end_step(step, num_steps)
         fields |= {"time/step": seconds, "tokens_per_s": fields["num_tokens"] / seconds}
@@ -147,6 +156,8 @@ class Rank0:
         self._events.emit("end", duplicates=self.sequencer.duplicates)
 
     def close(self) -> None:
+        if self._lookout:
+            self._lookout.close()
         self._publisher.close()
         self.sequencer.close()
 

@@ -19,6 +19,7 @@ from relax_hpc.roles.dealing.micro_batches import (
     own_rows,
     plan_micro_batches,
 )
+from relax_hpc.schema import FinishReason
 
 Floats = npt.NDArray[np.floating]
 Lengths = npt.NDArray[np.int64]
@@ -47,6 +48,17 @@ class Share(NamedTuple):
     """Indices into `rows`."""
     mini_batches: list[int]
     """Micro-batches of each update, see `Portion`."""
+
+
+class Standing(NamedTuple):
+    """The worth of P prompt groups of G episodes, before any row is read."""
+
+    worth: Floats
+    """[P, G] advantages."""
+    teaches: npt.NDArray[np.bool_]
+    """[P, G] episodes that are trained on."""
+    spread: npt.NDArray[np.bool_]
+    """[P] groups whose responses differ in what they are compared by."""
 
 
 class Batch:
@@ -115,8 +127,8 @@ class Batch:
         rewards = rewards_of(index, self._siblings, masks_errors=self._masks_errors)
         counts = ~np.isnan(rewards)
         # A group without any reward is not solved, and teaches nothing.
-        least, most = np.fmin.reduce(rewards, axis=1), np.fmax.reduce(rewards, axis=1)
-        solved = least >= np.float32(self._config.reward.solved_at)
+        solved = np.fmin.reduce(rewards, axis=1) >= np.float32(self._config.reward.solved_at)
+        standing = self._standing(index)
         oldest = np.minimum.reduceat(index.policy_version_min.astype(np.int64), first)
         lag = step - 1 - oldest
         return {
@@ -128,12 +140,24 @@ class Batch:
             "num_trajectories": len(index.guid),
             "num_tokens": int(lengths_of(index).sum()),
             "response/mean": float(index.response_len.sum() / len(first)),
+            "response/truncated": float(
+                np.maximum.reduceat(index.finish == FinishReason.LENGTH, first).mean()
+            ),
             "groups/solved": float(solved.mean()),
-            "groups/teaching": float((least < most).mean()),
+            "groups/teaching": float(standing.spread.mean()),
             "batch/portions": len(self._indices),
             "batch/micro_batches": self._num_micro_batches,
             "batch/imbalance": imbalance(self._load),
         }
+
+    def _standing(self, index: BatchIndex) -> Standing:
+        return standing_of(
+            index,
+            self._config.algorithm,
+            self._siblings,
+            longest=self._config.rollout.max_new_tokens,
+            masks_errors=self._masks_errors,
+        )
 
 
 def share_of(portion: Portion, dp_rank: int) -> Share:
@@ -185,19 +209,11 @@ def values_of(
     Raises:
         ConfigError: the algorithm cannot tell an advantage where a sibling has no reward.
     """
-    begins = index.segment == 0
-    episode = np.cumsum(begins) - 1
-    rewards = rewards_of(index, siblings, masks_errors=masks_errors)
-    counts = ~np.isnan(rewards)
+    standing = standing_of(index, algorithm, siblings, longest=longest, masks_errors=masks_errors)
+    episode = np.cumsum(index.segment == 0) - 1
     lengths = index.response_len.astype(np.int64)
-    of_episodes = np.bincount(episode, lengths).astype(np.int64).reshape(rewards.shape)
-    found = algorithm.advantage.of_groups(Rows(rewards, of_episodes * counts))
-    worth = np.where(counts, found, 0)
-    if not counts.all() and not np.isfinite(worth).all():
-        raise _unequal_to_errors(algorithm)
-    teaches = counts & (algorithm.teaches_without_advantage | np.not_equal(worth, 0))
-    teaching = np.flatnonzero(teaches.reshape(-1)[episode])
-    columns: dict[str, Floats] = {"advantages": worth.reshape(-1)[episode]}
+    teaching = np.flatnonzero(standing.teaches.reshape(-1)[episode])
+    columns: dict[str, Floats] = {"advantages": standing.worth.reshape(-1)[episode]}
     groups = episode // siblings
     weighed = row_weights(algorithm.aggregation, lengths[teaching], groups[teaching], longest)
     if weighed is not None:
@@ -205,6 +221,31 @@ def values_of(
             columns[name] = np.zeros(len(lengths))
             columns[name][teaching] = values
     return columns, teaching
+
+
+def standing_of(
+    index: BatchIndex,
+    algorithm: Algorithm,
+    siblings: int,
+    *,
+    longest: int = 1,
+    masks_errors: bool = False,
+) -> Standing:
+    """Compares siblings; see `values_of`."""
+    rewards = rewards_of(index, siblings, masks_errors=masks_errors)
+    counts = ~np.isnan(rewards)
+    episode = np.cumsum(index.segment == 0) - 1
+    lengths = np.bincount(episode, index.response_len).astype(np.int64).reshape(rewards.shape)
+    cut = np.bincount(episode, index.finish == FinishReason.LENGTH).reshape(rewards.shape) > 0
+    rewards = algorithm.groups.compared(rewards, lengths, longest).astype(np.float32)
+    found = algorithm.advantage.of_groups(Rows(rewards, lengths * counts))
+    worth = np.where(counts, found, 0)
+    if not counts.all() and not np.isfinite(worth).all():
+        raise _unequal_to_errors(algorithm)
+    trained = counts & algorithm.groups.trained(cut)
+    teaches = trained & (algorithm.teaches_without_advantage | np.not_equal(worth, 0))
+    differ = np.fmin.reduce(rewards, axis=1) < np.fmax.reduce(rewards, axis=1)
+    return Standing(worth, teaches, differ & trained.any(axis=1))
 
 
 def rewards_of(index: BatchIndex, siblings: int, *, masks_errors: bool) -> npt.NDArray[np.float32]:

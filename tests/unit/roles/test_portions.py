@@ -244,6 +244,7 @@ def test_what_is_said_of_a_batch_is_of_all_its_portions():
         "num_trajectories": 16,
         "num_tokens": 24 + 32 + 12 + 28,
         "response/mean": (32 + 28) / 16,
+        "response/truncated": 0.0,
         "groups/solved": 2 / 4,
         "groups/teaching": 2 / 4,
         "batch/portions": 2,

@@ -1,0 +1,67 @@
+"""The verdict of rank 0 on prompt groups as they come in: which of them teach."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from relax_hpc.algorithms.groups import Refill
+from relax_hpc.bus.plan import SkippedGroup
+from relax_hpc.bus.reader import BatchIndex
+from relax_hpc.bus.skips import Judge, Verdict
+from relax_hpc.config.run import RunConfig
+from relax_hpc.roles.dealing.portions import rewards_of, standing_of
+
+
+def judge_of(config: RunConfig) -> Judge | None:
+    """The rule by which groups are skipped; None where all that is sampled is a batch's."""
+    groups = config.algorithm.groups
+    if not isinstance(groups, Refill):
+        return None
+    siblings = config.rollout.samples_per_prompt
+    longest, masks_errors = config.rollout.max_new_tokens, config.reward.on_error == "mask"
+
+    def judge(index: BatchIndex) -> Sequence[Verdict]:
+        standing = standing_of(
+            index, config.algorithm, siblings, longest=longest, masks_errors=masks_errors
+        )
+        rewards = rewards_of(index, siblings, masks_errors=masks_errors)
+        teaching = standing.spread & standing.teaches.any(axis=1)
+        solved = np.fmin.reduce(rewards, axis=1) >= np.float32(config.reward.solved_at)
+        return [
+            Verdict(bool(teaches), bool(is_solved), _mean(row[~np.isnan(row)].tolist()))
+            for teaches, is_solved, row in zip(teaching, solved, rewards, strict=True)
+        ]
+
+    return judge
+
+
+def most_skipped(config: RunConfig) -> int:
+    """Prompt groups that may be skipped for one step; 0 is any number."""
+    groups, schedule = config.algorithm.groups, config.schedule
+    if not isinstance(groups, Refill):
+        return 0
+    return groups.most_batches * schedule.prompts_per_step * (schedule.max_staleness + 1)
+
+
+def with_skipped(
+    described: Mapping[str, float], skipped: Sequence[SkippedGroup], config: RunConfig
+) -> dict[str, float]:
+    """Figures of a batch with the groups that were skipped for it.
+
+    Args:
+        described: the batch, which has none of `skipped`.
+        skipped: groups that were, for this batch.
+        config: of the run.
+    """
+    rewards = [group.reward for group in skipped if group.reward is not None]
+    groups = config.schedule.prompts_per_step
+    total = described["reward/mean"] * groups + sum(rewards)
+    return {
+        "reward/sampled": total / (groups + len(rewards)),
+        "groups/skipped": len(skipped),
+        "groups/skipped_solved": sum(group.solved for group in skipped),
+    }
+
+
+def _mean(rewards: Sequence[float]) -> float | None:
+    return sum(rewards) / len(rewards) if rewards else None

@@ -1,0 +1,143 @@
+"""Which prompt groups teach, what a cut response is worth, and who looks while others train."""
+
+import threading
+
+import numpy as np
+import pytest
+from role_fakes import config
+from test_portions import batch_of, index, record
+
+from relax_hpc.algorithms.groups import AsSampled
+from relax_hpc.bus.plan import SkippedGroup
+from relax_hpc.bus.skips import Verdict
+from relax_hpc.errors import BusError, ConfigError
+from relax_hpc.roles.actor.lookout import Lookout
+from relax_hpc.roles.dealing.judging import judge_of, most_skipped, with_skipped
+from relax_hpc.roles.dealing.portions import share_of
+from relax_hpc.schema import FinishReason
+
+REFILL = {"algorithm__groups__name": "refill", "rollout__samples_per_prompt": 4}
+CUT = FinishReason.LENGTH
+
+
+def verdicts(found, **settings):
+    return judge_of(config(**REFILL, **settings))(found)
+
+
+def cut(found, *rows):
+    finish = found.finish.copy()
+    finish[list(rows)] = CUT
+    return found._replace(finish=finish)
+
+
+def test_groups_teach_whose_rewards_differ_and_the_others_are_solved_or_not():
+    found = index([1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0])
+    assert verdicts(found) == [
+        Verdict(True, False, 0.5), Verdict(False, True, 1.0), Verdict(False, False, 0.0)
+    ]  # fmt: skip
+    assert verdicts(found, reward__solved_at=0)[2].solved
+    assert judge_of(config()) is None
+
+
+def test_an_episode_without_a_reward_is_no_difference():
+    found = index([1, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 1], failed=[1, 4, 5, 6, 7, 8, 10])
+    masked = verdicts(found, reward__on_error="mask")
+    assert masked == [Verdict(False, True, 1.0), Verdict(False, False, None), masked[2]]
+    assert masked[2] == Verdict(False, True, 1.0)
+    assert [verdict.teaches for verdict in verdicts(found)] == [True, False, True]
+
+
+def test_the_rows_of_an_episode_count_once():
+    """Groups of four rows here are two episodes of two."""
+    found = index([1, 1, 0, 0, 1, 1, 1, 1, 0, 0, 0, 0])
+    found = found._replace(segment=np.array([0, 1] * 6, np.int32))
+    settings = {**REFILL, "rollout__samples_per_prompt": 2}
+    assert [v.teaches for v in judge_of(config(**settings))(found)] == [True, False, False]
+
+
+def test_a_cut_response_is_compared_and_not_trained_on():
+    """It was wrong: its siblings are better than the mean that it belongs to."""
+    found = cut(index([0, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0, 0]), 0, 4, 5, 6, 7)
+    mask = {"algorithm__groups__truncated": "mask"}
+    portion = batch_of(found, **mask).deal(record())
+    assert share_of(portion, 0).rows == [1, 2, 3, 8, 9, 10, 11]
+    assert portion.columns["advantages"][:4].tolist() == [-0.75, 0.25, 0.25, 0.25]
+    kept = batch_of(found).deal(record())
+    assert share_of(kept, 0).rows == [0, 1, 2, 3, 8, 9, 10, 11]
+    assert [v.teaches for v in verdicts(found, **mask)] == [True, False, True]
+    alone = cut(index([1, 0, 1, 0] * 3), 0, 1, 2, 3, 4, 5, 6)
+    assert [v.teaches for v in verdicts(alone, **mask)] == [False, True, True]
+
+
+def test_the_penalty_grows_linearly_over_the_buffer_and_makes_a_difference():
+    """L = 100, B = 20: 80 tokens cost nothing, 85 a quarter, 100 all."""
+    penalty = {
+        "algorithm__groups__truncated": "penalty", "algorithm__groups__overlong_buffer": 20,
+        "rollout__max_new_tokens": 100,
+    }  # fmt: skip
+    found = index([1] * 12, responses=[80, 85, 90, 100, 10, 20, 80, 1, 100, 100, 100, 100])
+    portion = batch_of(found, **penalty, actor__tokens_per_micro_batch=400).deal(record())
+    centred = np.array([0, -0.25, -0.5, -1]) + 1.75 / 4
+    np.testing.assert_allclose(portion.columns["advantages"][:4], centred, rtol=1e-6)
+    found_verdicts = verdicts(found, **penalty)
+    assert [v.teaches for v in found_verdicts] == [True, False, False]
+    assert [v.reward for v in found_verdicts] == [1, 1, 1]  # of the task alone
+    assert AsSampled(truncated="penalty").buffer(20_480) == 4096  # DAPO's
+
+
+def test_a_long_response_in_a_dialogue_or_a_buffer_too_long_or_unused_is_refused():
+    with pytest.raises(ConfigError, match=r"truncated = 'penalty': an episode of rollout\.env"):
+        config(algorithm__groups__truncated="penalty", rollout__environment="two.py:Turns")
+    with pytest.raises(ConfigError, match=r"overlong_buffer = 300: is longer than rollout\.max"):
+        config(algorithm__groups__truncated="penalty", algorithm__groups__overlong_buffer=300)
+    with pytest.raises(ConfigError, match=r"overlong_buffer is of truncated = 'penalty'"):
+        config(algorithm__groups__overlong_buffer=30)
+    with pytest.raises(ConfigError, match=r"did you mean refill"):
+        config(algorithm__groups__name="refil")
+
+
+def test_the_limit_is_of_batches_for_each_that_sampling_may_be_ahead():
+    limit = {"schedule__prompts_per_step": 6, "schedule__max_staleness": 2}
+    assert most_skipped(config(**REFILL, **limit)) == 10 * 6 * 3
+    assert most_skipped(config(**REFILL, **limit, algorithm__groups__most_batches=0)) == 0
+    assert most_skipped(config(**limit)) == 0
+
+
+def test_what_is_said_of_a_batch_has_those_that_were_skipped():
+    skipped = [
+        SkippedGroup(3, "u", 4, 1, 30, solved=True, reward=1.0),
+        SkippedGroup(4, "u", 4, 1, 40, solved=False, reward=0.0),
+        SkippedGroup(5, "u", 4, 1, 50, solved=False, reward=None),
+    ]
+    said = with_skipped({"reward/mean": 0.5}, skipped, config(schedule__prompts_per_step=4))
+    assert said == {"reward/sampled": 3 / 6, "groups/skipped": 3, "groups/skipped_solved": 1}
+
+
+class Sequencer:
+    def __init__(self, error=None):
+        self.error, self.looked = error, threading.Semaphore(0)
+
+    def look(self):
+        self.looked.release()
+        if self.error:
+            raise self.error
+
+
+def test_a_lookout_looks_until_it_is_closed():
+    sequencer = Sequencer()
+    lookout = Lookout(sequencer, every_s=0)
+    for _ in range(3):
+        assert sequencer.looked.acquire(timeout=20)
+    lookout.check()
+    lookout.close()
+    assert not lookout._thread.is_alive()
+
+
+def test_what_looking_has_raised_is_raised_where_it_is_asked_for():
+    sequencer = Sequencer(BusError("damaged"))
+    lookout = Lookout(sequencer, every_s=0)
+    assert sequencer.looked.acquire(timeout=20)
+    lookout._thread.join(timeout=20)
+    with pytest.raises(BusError, match="damaged"):
+        lookout.check()
+    lookout.close()
