@@ -26,7 +26,7 @@ class Groups(Part):
         """Tokens in which the penalty grows, of responses of at most `longest`."""
         return self.overlong_buffer or max(longest // 5, 1)
 
-    def compared(self, rewards: Floats, lengths: Floats, longest: int) -> Floats:
+    def compared(self, rewards: Floats, lengths: npt.NDArray[np.int64], longest: int) -> Floats:
         """[P, G] rewards as siblings are compared by them.
 
         With a penalty a response of l tokens, of at most L, has 0 added up to L - B, and from there

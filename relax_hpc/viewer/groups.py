@@ -72,13 +72,20 @@ class Groups:
         algorithm: of the run: it knows advantages by the rewards of a group.
         words: of the run's model.
         masks_errors: an episode whose reward failed is compared with nobody.
+        longest: tokens that a response may have.
     """
 
     def __init__(
-        self, paths: BusPaths, algorithm: Algorithm, words: Words, *, masks_errors: bool
+        self,
+        paths: BusPaths,
+        algorithm: Algorithm,
+        words: Words,
+        *,
+        masks_errors: bool,
+        longest: int,
     ) -> None:
         self._paths, self._algorithm, self._words = paths, algorithm, words
-        self._masks_errors = masks_errors
+        self._masks_errors, self._longest = masks_errors, longest
         self._reader = Reader(paths)
 
     def read(self, chosen: Surveyed, tokens: int, note: str = "") -> Group | None:
@@ -128,7 +135,13 @@ class Groups:
         if by_token or self._algorithm.needs.scope == "batch":  # a group alone does not tell
             return [None] * len(rows)
         siblings = int((index.segment == 0).sum())
-        values, _ = values_of(index, self._algorithm, siblings, masks_errors=self._masks_errors)
+        values, _ = values_of(
+            index,
+            self._algorithm,
+            siblings,
+            longest=self._longest,
+            masks_errors=self._masks_errors,
+        )
         return [
             _Advantage(float(value), np.full(len(row.token_ids), value))
             for value, row in zip(values["advantages"], rows, strict=True)

@@ -91,4 +91,10 @@ class Sight:
         decode = tokenizer.load(self._config.model.path).decode
         words = Words(lambda tokens: str(decode(tokens)))
         masks_errors = self._config.reward.on_error == "mask"
-        return Groups(self._paths.bus, self._config.algorithm, words, masks_errors=masks_errors)
+        return Groups(
+            self._paths.bus,
+            self._config.algorithm,
+            words,
+            masks_errors=masks_errors,
+            longest=self._config.rollout.max_new_tokens,
+        )
