@@ -120,9 +120,8 @@ def test_needs_of_several_parts_are_those_of_all():
 
 def test_rows_are_dealt_with_the_weights_of_its_aggregation(job):
     settings = job({"algorithm": {"aggregation": "sequence"}}).algorithm
-    index = type(
-        "Index", (), {"rewards": np.zeros(4), "response_len": LENGTHS, "segment": np.zeros(4)}
-    )
+    columns = {"rewards": np.zeros(4), "segment": np.zeros(4), "finish": np.zeros(4)}
+    index = type("Index", (), {"response_len": LENGTHS, **columns})
     columns, teaching = values_of(index, settings, 2)
     assert columns["weights"].tolist() == [1 / 2, 1 / 6, 1 / 4, 1]
     assert columns["advantages"].tolist() == [1, 1, 1, 1] and teaching.tolist() == [0, 1, 2, 3]
