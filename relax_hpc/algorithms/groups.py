@@ -7,9 +7,12 @@ import numpy.typing as npt
 from pydantic import model_validator
 
 from relax_hpc.algorithms.part import Floats, Part
-from relax_hpc.sections import NonNegative, Positive
+from relax_hpc.sections import Positive
 
 Mask = npt.NDArray[np.bool_]
+MOST_BATCHES = 10
+"""Batches' worth of groups that may be skipped for one batch, for each policy version that sampling
+may be ahead, before the run ends and names their prompts."""
 
 
 class Groups(Part):
@@ -75,6 +78,3 @@ class Refill(Groups):
     """
 
     name: Literal["refill"] = "refill"
-    most_batches: NonNegative = 10
-    """Batches' worth of groups that may be skipped for one batch, times 1 + max_staleness, before
-    the run ends and names their prompts; 0 is any number."""

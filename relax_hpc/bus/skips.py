@@ -136,8 +136,7 @@ def check_limit(step: int, skipped: Sequence[SkippedGroup], most: int) -> None:
     raise SpreadError(
         f"step {step} finds too few prompts to learn from: {len(skipped)} prompt groups were "
         f"skipped for it, since the responses of each have one reward; {found}; {remedy}, or let "
-        'them into the batch: algorithm.groups.name = "as_sampled"; groups.most_batches is the '
-        "limit"
+        'them into the batch: algorithm.groups.name = "as_sampled"'
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from relax_hpc.algorithms.groups import Refill
+from relax_hpc.algorithms.groups import MOST_BATCHES, Refill
 from relax_hpc.bus.plan import SkippedGroup
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.skips import Judge, Verdict
@@ -36,11 +36,9 @@ def judge_of(config: RunConfig) -> Judge | None:
 
 
 def most_skipped(config: RunConfig) -> int:
-    """Prompt groups that may be skipped for one step; 0 is any number."""
-    groups, schedule = config.algorithm.groups, config.schedule
-    if not isinstance(groups, Refill):
-        return 0
-    return groups.most_batches * schedule.prompts_per_step * (schedule.max_staleness + 1)
+    """Prompt groups that may be skipped for one step."""
+    schedule = config.schedule
+    return MOST_BATCHES * schedule.prompts_per_step * (schedule.max_staleness + 1)
 
 
 def with_skipped(

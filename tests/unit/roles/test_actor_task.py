@@ -47,7 +47,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
         {
             "prompts_per_step": 6, "position": "position", "needs": ("reference",),
             "over_age": "mask", "max_staleness": 3, "keep_steps": 5, "shards": "shards",
-            "judge": None, "most_skipped": 0,
+            "judge": None, "most_skipped": 10 * 6 * 4,
         },
     )  # fmt: skip
     assert given[1] == (settings, None, "reader", "publisher", "checkpoints", "events")

@@ -99,8 +99,6 @@ def test_a_long_response_in_a_dialogue_or_a_buffer_too_long_or_unused_is_refused
 def test_the_limit_is_of_batches_for_each_that_sampling_may_be_ahead():
     limit = {"schedule__prompts_per_step": 6, "schedule__max_staleness": 2}
     assert most_skipped(config(**REFILL, **limit)) == 10 * 6 * 3
-    assert most_skipped(config(**REFILL, **limit, algorithm__groups__most_batches=0)) == 0
-    assert most_skipped(config(**limit)) == 0
 
 
 def test_what_is_said_of_a_batch_has_those_that_were_skipped():
