@@ -88,17 +88,20 @@ class FakeReader:
 
 
 class FakeCheckpoints:
+    def __init__(self, *steps):
+        self.steps = steps
+
     def complete(self):
-        return [Checkpoint(None, step, PlanPosition(1, step, step)) for step in (3, 6, 9)]
+        return [Checkpoint(None, step, PlanPosition(1, step, step)) for step in self.steps]
 
 
-def rank0_of(journal, *, published=DONE, records=(), **settings):
+def rank0_of(journal, *, published=DONE, records=(), critic=(), **settings):
     events = Events()
     settings = {"weights__checksum_every": 3, "schedule__num_steps": 8} | settings
     publisher = FakePublisher(journal, published)
     sequencer = FakeSequencer(journal, records)
-    checkpoints = FakeCheckpoints()
-    rank0 = Rank0(config(**settings), sequencer, FakeReader(), publisher, [checkpoints], events)
+    checkpoints = [FakeCheckpoints(3, 6, 9), *critic]
+    rank0 = Rank0(config(**settings), sequencer, FakeReader(), publisher, checkpoints, events)
     return rank0, publisher, events
 
 
@@ -270,6 +273,14 @@ class Trainer:
         self.step = int((folder / "weight").read_text())
 
 
+@pytest.mark.parametrize(("steps", "released"), [((), 0), ((2, 8), 2), ((5, 9), 3)])
+def test_what_the_critic_has_no_checkpoint_behind_is_not_released(steps, released):
+    journal = Journal()
+    rank0, *_ = rank0_of(journal, critic=[FakeCheckpoints(*steps)])
+    rank0.release()
+    assert journal == [("release", released)]
+
+
 def test_a_run_goes_on_from_its_second_newest_checkpoint_after_a_release(tmp_path):
     """Owners have deleted what they may: the batches after that checkpoint are there still."""
     paths, world, trainer = BusPaths(tmp_path / "bus"), SoloWorld(), Trainer()
@@ -334,7 +345,7 @@ def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engin
         producer.put([PromptGroup(0, [row(0, 0), row(0, 1)])])
     sequencer = Sequencer(bus, ["rollout-0"], prompts_per_step=1, position=None)
     rank0 = Rank0(
-        settings, sequencer, Reader(bus), FakePublisher(Journal()), FakeCheckpoints(), events
+        settings, sequencer, Reader(bus), FakePublisher(Journal()), [], events
     )
     rank0.next_portion(1, Timers())
     assert rank0.place_of(0) == ("bus/p/rollout-0/f1/000000000000.h5", "sglang 1.2")

@@ -1,0 +1,185 @@
+"""The critic on a real bus: a model of one number, which is killed and goes on."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from bus_fixtures import PRODUCERS, SIBLINGS, produce, whole_batch
+
+from relax_hpc import job_file
+from relax_hpc.bus import layout
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.follower import PlanFollower
+from relax_hpc.bus.log import RecordKind, read_log
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.bus.sidecar import SidecarWriter
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.errors import FencedError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.critic import loop, rank0
+from relax_hpc.roles.scorer import rank0 as scorer
+from relax_hpc.telemetry.events import EventWriter, read_events
+
+P, STEPS = 4, 5
+
+
+class Killed(Exception):  # noqa: N818
+    pass
+
+
+class Model:
+    """Values every token at its one number, which follows from all that it has learned from."""
+
+    dp_rank, skip = 0, None
+    costs = {}  # noqa: RUF012
+
+    def __init__(self, step=0, number=0.0, dies_at=None):
+        self.step, self.number, self.dies_at, self.seen = step, number, dies_at, 0.0
+
+    def accumulate(self, rows, micro_batches, objective, *, last):
+        assert last and sorted(r for b in micro_batches for r in b) == [*range(len(rows))]
+        assert len(rows) == P * SIBLINGS
+        for row in rows:
+            assert set(row.columns) == {"values", "advantages"}
+            assert float(row.columns["advantages"]) == row.reward
+            self.seen += row.reward + float(row.columns["values"].sum()) + row.token_ids[-1] / 1e5
+
+    def update(self):
+        if self.dies_at == self.step + 1:
+            raise Killed
+        self.step, self.number = self.step + 1, 0.5 * self.number + self.seen / 100
+        self.seen = 0.0
+        return {"loss": self.number, "value/mean": 0.0, "value/return": 0.0}
+
+    def forward_logprobs(self, rows, micro_batches):
+        return [np.full(len(row.token_ids), self.number, np.float32) for row in rows]
+
+
+class Save:
+    """A checkpoint after every second step."""
+
+    def __init__(self):
+        self.step, self.number, self.position = 0, 0.0, None
+
+    def of(self, model, duties):
+        if model.step % 2 == 0:
+            self.step, self.number, self.position = model.step, model.number, duties.position
+
+
+@pytest.fixture
+def run(tmp_path):
+    tree = {
+        "name": "run", "run_root": str(tmp_path), "model": {"path": "m"},
+        "prompts": {"train": "t"}, "algorithm": {"preset": "ppo"}, "critic": {},
+        "rollout": {"samples_per_prompt": SIBLINGS}, "actor": {"tokens_per_micro_batch": 20},
+        "schedule": {"num_steps": STEPS, "prompts_per_step": P, "max_staleness": 0},
+    }  # fmt: skip
+    config = job_file.validate(tree, source="job")
+    paths = RunPaths(config.run_dir)
+    layout.create(paths.bus, PRODUCERS, {}, sidecar_writers={"critic-0": "critic"})
+    return config, paths
+
+
+def open_rank0(config, paths, events, position):
+    writer, reader = SidecarWriter(paths.bus, "critic-0", {}), Reader(paths.bus)
+    credits = CreditTail(paths.bus)
+    scoring = scorer.Rank0(
+        config.critic.megatron(config.actor), loop.VALUES, writer, reader, credits, events
+    )
+    plan = PlanFollower(paths.bus, credits, position)
+    return rank0.Rank0(config, writer, reader, credits, plan, scoring, events)
+
+
+def live(config, paths, saved, dies_at=None):
+    """A start of the critic, to its end; the model that it ends with."""
+    model = Model(saved.step, saved.number, dies_at)
+    readers = loop.Readers(Reader(paths.bus), Reader(paths.bus))
+    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
+        duties = open_rank0(config, paths, events, saved.position)
+        loop.run(config, SoloWorld(), model, None, readers, duties, lambda: saved.of(model, duties))
+        duties.close()
+    return model
+
+
+def sample_and_train(paths):
+    """Samples a batch when the policy before it is there; the actor waits for its values."""
+    with Sequencer(
+        paths.bus, PRODUCERS, prompts_per_step=P, position=None, needs=("critic",)
+    ) as sequencer:
+        for step in range(1, STEPS + 1):
+            for number, name in enumerate(PRODUCERS):
+                first = (step - 1) * P + number
+                produce(paths.bus, name, range(first, step * P, len(PRODUCERS)))
+            whole_batch(sequencer, step, timeout_s=30)
+            sequencer.advance(step=step, policy_version=step)
+        sequencer.finish()
+
+
+def versions(paths):
+    """Shard -> (smallest guid, version of the critic that valued it); the first one counts."""
+    found = {}
+    for record in read_log(paths.bus.log("critic-0")):
+        if record.kind is RecordKind.SIDE:
+            found.setdefault(record.parent, (record.guid_min, record.policy_version_min))
+    return sorted(found.values())
+
+
+def whole_run(config, paths, dies_at=None):
+    actor = threading.Thread(target=sample_and_train, args=(paths,), daemon=True)
+    actor.start()
+    saved = Save()
+    if dies_at is not None:
+        with pytest.raises(Killed):
+            live(config, paths, saved, dies_at)
+    model = live(config, paths, saved)
+    actor.join(30)
+    assert not actor.is_alive()
+    return model
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return {}
+
+
+@pytest.mark.parametrize("dies_at", [None, 1, 2, 3, 5])
+def test_whenever_it_is_killed_it_learns_the_same_and_values_are_of_the_version_before(
+    run, undisturbed, dies_at
+):
+    config, paths = run
+    model = whole_run(config, paths, dies_at)
+    assert model.step == STEPS
+    # max_staleness = 0: the values of batch b are exactly those of version b - 1.
+    assert [version for _, version in versions(paths)] == [guid // P for guid, _ in versions(paths)]
+    assert len(versions(paths)) == P * STEPS
+    steps = {}
+    for event in read_events(paths.events_folder):
+        if event["event"] == "critic_step":
+            assert steps.setdefault(event["step"], event["loss"]) == event["loss"]
+    assert undisturbed.setdefault("losses", steps) == steps and len(steps) == STEPS
+
+
+def test_an_owner_that_was_superseded_saves_nothing_more(run):
+    config, paths = run
+    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
+        first = open_rank0(config, paths, events, None)
+        first.check_fenced()
+        SidecarWriter(paths.bus, "critic-0", {})
+        with pytest.raises(FencedError, match="another process took over"):
+            first.check_fenced()
+
+
+def test_without_a_trainer_it_values_nothing_twice_and_tells_waiting_ranks(run, monkeypatch):
+    config, paths = run
+    monkeypatch.setattr(scorer, "SIGN_OF_LIFE_S", 0.1)
+    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
+        mine = open_rank0(config, paths, events, None)
+        begun = time.monotonic()
+        assert mine.next_task(0).parts == [] and time.monotonic() - begun >= 0.1
+        produce(paths.bus, PRODUCERS[0], (0,))
+        found = mine.next_task(0)
+        assert [part.lo for part in found.parts] == [0]
+        mine.put([np.zeros(7, np.float32)] * SIBLINGS, version=0)
+        assert mine.next_task(0).parts == []
