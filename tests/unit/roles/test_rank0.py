@@ -344,9 +344,7 @@ def test_how_far_engines_are_is_noted_and_a_prompt_group_is_found_with_its_engin
     with Producer(bus, "rollout-0", {"engine": "sglang 1.2"}) as producer:
         producer.put([PromptGroup(0, [row(0, 0), row(0, 1)])])
     sequencer = Sequencer(bus, ["rollout-0"], prompts_per_step=1, position=None)
-    rank0 = Rank0(
-        settings, sequencer, Reader(bus), FakePublisher(Journal()), [], events
-    )
+    rank0 = Rank0(settings, sequencer, Reader(bus), FakePublisher(Journal()), [], events)
     rank0.next_portion(1, Timers())
     assert rank0.place_of(0) == ("bus/p/rollout-0/f1/000000000000.h5", "sglang 1.2")
     sequencer.close()
