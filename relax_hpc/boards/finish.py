@@ -1,12 +1,14 @@
 """The end of a run: summary, curves; the last line of the job script."""
 
 import argparse
+from contextlib import suppress
 from pathlib import Path
 
 from relax_hpc import job_file, permissions
 from relax_hpc.boards.notify import Notifier
 from relax_hpc.boards.run_board import RunBoard, is_complete
 from relax_hpc.config.run import JobConfig
+from relax_hpc.errors import RelaxError
 from relax_hpc.launch import record, states
 from relax_hpc.paths import RunPaths
 from relax_hpc.runs import failure, status, summary
@@ -56,10 +58,12 @@ def report(run_dir: Path) -> bool:
 
 
 def complete_if_over(run_dir: Path) -> None:
-    """Draws what the follower in a job could not, if it has ended by now."""
-    paths, state = RunPaths(run_dir), status.job_state(run_dir)
-    if states.is_over(state):
-        complete(paths, job_file.read_resolved(paths.config), failed=state != "COMPLETED")
+    """Draws what the follower in a job could not, if it has ended by now and can be drawn."""
+    paths = RunPaths(run_dir)
+    with suppress(RelaxError, OSError):
+        state, config = status.job_state(run_dir), job_file.read_resolved(paths.config)
+        if states.is_over(state):
+            complete(paths, config, failed=state != "COMPLETED")
 
 
 if __name__ == "__main__":

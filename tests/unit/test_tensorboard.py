@@ -163,6 +163,15 @@ def test_what_was_drawn_to_the_end_is_not_drawn_again_and_what_was_broken_off_is
     assert curves(read(paths.tensorboard)) == {"reward/mean": [(1, 0.5), (2, 0.5)]}
 
 
+def test_a_run_that_cannot_be_drawn_can_be_cancelled_all_the_same(run, monkeypatch):
+    paths, _ = run
+    monkeypatch.setattr(finish.status, "job_state", lambda _: "CANCELLED")
+    write(paths, step(1, 1.0, 0.5))
+    paths.config.write_text('{"name": "of another version"}')
+    finish.complete_if_over(paths.root)
+    assert not paths.tensorboard.exists()
+
+
 def test_settings_can_be_compared_and_the_first_charts_are_laid_out(run):
     paths, config = run
     write(paths, step(1, 1.0, 0.5))
