@@ -180,7 +180,7 @@ def test_settings_can_be_compared_and_the_first_charts_are_laid_out(run):
     by_tag = view.PluginTagToContent("hparams")
     start = hparams.parse_session_start_info_plugin_data(by_tag["_hparams_/session_start_info"])
     assert start.hparams["rollout.samples_per_prompt"].number_value == 8
-    assert start.hparams["algorithm.name"].string_value == "grpo"
+    assert start.hparams["algorithm.aggregation"].string_value == "token"
     assert not [key for key in start.hparams if key.startswith(("launch", "run_root"))]
     experiment = hparams.parse_experiment_plugin_data(by_tag["_hparams_/experiment"])
     metrics = [each.name.tag for each in experiment.metric_infos]
