@@ -12,24 +12,30 @@ PLAIN: Mapping[str, Any] = {
     "groups": {"name": "as_sampled"},
 }
 _GRPO = {"name": "grpo"}
+_REFILL = {"name": "refill", "truncated": "mask"}
 _CLIP = {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2}
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "async": {},
-    "dapo": {"aggregation": "prompt", "advantage": _GRPO, "loss": {"name": "ppo_clip"}},
+    "async": {"groups": _REFILL},
+    "dapo": {
+        "aggregation": "prompt",
+        "advantage": _GRPO,
+        "loss": {"name": "ppo_clip"},
+        "groups": {"name": "refill", "truncated": "penalty"},
+    },
     "grpo": {"aggregation": "sequence", "advantage": _GRPO, "loss": _CLIP},
     "dr_grpo": {"aggregation": "constant", "loss": _CLIP},
     "gspo": {"aggregation": "sequence", "advantage": _GRPO, "loss": {"name": "gspo"}},
     "cispo": {"aggregation": "prompt", "advantage": _GRPO, "loss": {"name": "cispo"}},
     "sapo": {"aggregation": "sequence", "advantage": _GRPO, "loss": {"name": "sapo"}},
     "icepop": {"advantage": _GRPO, "loss": {"name": "icepop"}},
-    "kpop": {"loss": {"name": "kpop"}},
-    "dppo": {"loss": {"name": "dppo_tv"}},
+    "kpop": {"loss": {"name": "kpop"}, "groups": _REFILL},
+    "dppo": {"loss": {"name": "dppo_tv"}, "groups": _REFILL},
     "gmpo": {"aggregation": "sequence", "advantage": _GRPO, "loss": {"name": "gmpo"}},
     "m2po": {"advantage": _GRPO, "loss": {"name": "m2po"}},
-    "max_rl": {"advantage": {"name": "max_rl"}},
-    "pass_k": {"advantage": {"name": "pass_k"}},
-    "rloo": {"advantage": {"name": "rloo"}},
-    "opo": {"advantage": {"name": "opo"}},
+    "max_rl": {"advantage": {"name": "max_rl"}, "groups": _REFILL},
+    "pass_k": {"advantage": {"name": "pass_k"}, "groups": _REFILL},
+    "rloo": {"advantage": {"name": "rloo"}, "groups": _REFILL},
+    "opo": {"advantage": {"name": "opo"}, "groups": _REFILL},
     "gpg": {
         "advantage": {"name": "gpg"},
         "loss": {"name": "policy_gradient"},

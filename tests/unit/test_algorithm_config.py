@@ -39,6 +39,7 @@ def test_the_default_bounds_the_policy_by_the_sampler_and_needs_no_reference():
     assert (algorithm.loss.name, algorithm.loss.anchor) == ("ipo", "rollout")
     assert (algorithm.loss.eps, algorithm.loss.drift) == (0.1, 1e-3)
     assert (algorithm.aggregation, algorithm.epochs_per_step) == ("token", 1)
+    assert (algorithm.groups.name, algorithm.groups.truncated) == ("refill", "mask")
     assert algorithm.correction.name == algorithm.kl.name == "none" and not algorithm.needs.columns
 
 

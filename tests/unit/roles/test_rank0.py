@@ -37,6 +37,9 @@ class FakeSequencer:
     def check_fenced(self):
         self.journal.note("check_fenced")
 
+    def skipped_for(self, step):
+        return []
+
     def advance(self, **credit):
         self.journal.note("advance", credit)
 
@@ -218,7 +221,7 @@ def test_a_skipped_update_names_the_shard_of_a_sample_of_any_portion_of_its_step
 
 
 def test_a_step_is_noted_with_its_speed(monkeypatch):
-    rank0, _, events = rank0_of(Journal())
+    rank0, _, events = rank0_of(Journal(), algorithm__groups__name="as_sampled")
     monkeypatch.setattr(rank0._pace, "end_step", lambda step, num_steps: (4.0, 8.0 - step))
     monkeypatch.setattr(rank0._batch, "describe", lambda step: {"num_tokens": 100})
     timers = SimpleNamespace(seconds={"time/save": 2.0}, phases=["phase"])
