@@ -16,17 +16,15 @@ SPLITS = {
     "dp2": (2, {"data_parallel": 2}, 2),
 }
 CASES = {
-    "async": {"loss": {"name": "ipo", "eps": 0.002}, "correction": {"name": "none"}},
-    "gspo": {"aggregation": "sequence", "loss": {"name": "gspo", "clip_low": 0.1}},
-    "m2po": {"aggregation": "prompt", "loss": {"name": "m2po"}, "correction": {"name": "none"}},
-    "whitened": {"advantage": {"name": "reinforce_pp_baseline"}},
+    "async": {"preset": "async", "loss": {"eps": 0.002}},
+    "gspo": {"preset": "gspo", "loss": {"clip_low": 0.1}},
+    "m2po": {"preset": "m2po"},
+    "dapo": {"preset": "dapo"},
+    "whitened": {"preset": "reinforce_pp_baseline"},
+    "ppo": {"preset": "ppo"},
     "token advantages": discounted.algorithm(),
-    "entropy": {"loss": {"name": "ppo_clip"}, "entropy": {"coefficient": 0.5}},
-    "mini-batches": {
-        "loss": {"name": "ppo_clip", "anchor": "old"},
-        "mini_batches": 2,
-        "epochs_per_step": 2,
-    },
+    "entropy": {"entropy": {"coefficient": 0.5}},
+    "decoupled": {"preset": "decoupled", "mini_batches": 2},
 }
 """One after the other on the same weights, so that all but the first begin where a step ended."""
 OPTIMIZER = {"lr": 0.1, "megatron": {"adam_eps": 1.0}}
@@ -51,7 +49,8 @@ def sampled(ranks, folder):
         row.with_columns(
             rollout_logprobs=np.where(
                 row.loss_mask, values + noise.normal(0, 0.3, len(values)), np.nan
-            ).astype("f4")
+            ).astype("f4"),
+            values=noise.normal(0, 1, len(values)).astype("f4"),
         )
         for row, values in zip(rows, logprobs, strict=True)
     ], advantages
