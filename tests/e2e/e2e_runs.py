@@ -17,6 +17,14 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.events import read_events
 
 REPOSITORY = Path(__file__).parents[2]
+UNHURRIED = """
+import asyncio, pathlib
+
+async def score(response):
+    if pathlib.Path(__file__).with_name("slowly").exists():
+        await asyncio.sleep(0.3)
+    return float(len(response) % 2)
+"""
 CLI = Path(sys.executable).with_name("relax-hpc")
 
 
@@ -41,14 +49,29 @@ def cli(*arguments):
 
 def submit(job, model_folder, *, local, run=cli, **settings):
     """Submits jobs/<job>.toml; `schedule__num_steps=9` sets schedule.num_steps."""
-    settings |= {
+    settings = {
         "model.path": model_folder / "model",
-        "prompts.train": model_folder / "train.jsonl",
+        # Each start looks at every prompt that there is.
+        "prompts.train": f"{model_folder}/train.jsonl[0:512]",
         "eval.heldout.path": model_folder / "heldout.jsonl",
-    }
+    } | settings
     overrides = [f"--set={key.replace('__', '.')}={value}" for key, value in settings.items()]
     said = run("submit", REPOSITORY / "jobs" / f"{job}.toml", *["--local"] * local, *overrides)
     return Submitted(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]), said)
+
+
+def unhurried(folder):
+    """A reward, as a job names it, that takes its time while the file `slowly` lies beside it.
+
+    So a run lasts while something is done to it, and leaves the processor to that.
+    """
+    (folder / "unhurried.py").write_text(UNHURRIED)
+    (folder / "slowly").touch()
+    return f"{folder}/unhurried.py:score"
+
+
+def hurry(folder):
+    (folder / "slowly").unlink()
 
 
 def status(run_dir):
@@ -61,8 +84,8 @@ def wait_until(run_dir, predicate, timeout_s):
     while not predicate(now := status(run_dir)):
         assert not has_ended(now["state"]), f"{now}\n{cli('logs', run_dir)[-4000:]}"
         assert time.monotonic() < deadline, f"{now}\n{cli('logs', run_dir)[-4000:]}"
-        # Slurm's word costs six processes, which the run would have to wait for.
-        time.sleep(0.2 if now["mode"] == "local" else 0.5)
+        # Who asks takes the run's time, and Slurm's word costs six processes.
+        time.sleep(0.4 if now["mode"] == "local" else 0.8)
     return now
 
 

@@ -17,6 +17,7 @@ from e2e_runs import (
     planned,
     status,
     submit,
+    unhurried,
     wait_until,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -177,7 +178,7 @@ def judge_is_back(run_dir):
 
 
 def test_cancel_ends_all_of_a_run_and_nothing_else(tiny, tmp_path):
-    endless = {"schedule.num_steps": 100000}
+    endless = {"schedule.num_steps": 100000, "reward.name": unhurried(tmp_path)}
     # Its run directory differs in one letter at the end: a pattern would hit both.
     run_dir, bystander = (
         submit_small(tiny, tmp_path, local=True, name=name, **endless) for name in ("run", "run2")

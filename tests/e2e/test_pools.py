@@ -1,10 +1,12 @@
 """Two pools in one run: the policy's is given weights, the other stays as it is and can be asked
-by whoever knows where the run is."""
+by a reward of one's own, and by whoever knows where the run is."""
 
 import asyncio
+import json
 import os
 import signal
 
+import pytest
 from e2e_runs import console, events_of, has_done, is_over, status, submit, wait_until
 
 from relax_hpc.fleet import members
@@ -12,8 +14,15 @@ from relax_hpc.fleet.roster import Roster
 from relax_hpc.paths import RunPaths
 from relax_hpc.sampling.client import open_pool
 
-STEPS = 90
+STEPS, HELDOUT = 24, 16
 PROMPT, ROOM = [5, 6, 7, 8], 6
+REWARD = """
+async def score(response, prompt, engines):
+    said = await engines["judge"].generate(prompt, max_new_tokens=8)
+    return float(said == response)
+
+score.pools = ("judge",)
+"""
 
 
 def ask(run_dir):
@@ -26,6 +35,11 @@ def ask(run_dir):
     return asyncio.run(once())
 
 
+def scores(run_dir, when):
+    files = sorted((run_dir / "eval" / "heldout").glob(f"*-{when}-*.jsonl"))
+    return [json.loads(line)["score"] for path in files for line in path.read_text().splitlines()]
+
+
 def newest(run_dir, component, event):
     return events_of(run_dir, component, event)[-1]
 
@@ -33,12 +47,16 @@ def newest(run_dir, component, event):
 def test_a_fixed_pool_answers_as_ever_while_the_policys_is_updated_and_after_its_engine_was_killed(
     tiny, tmp_path
 ):
+    """The judge has the weights that training begins with: it says what policy 0 says, greedily."""
+    (tmp_path / "judge.py").write_text(REWARD)
     run_dir = submit(
         "demo", tiny, local=True, run_root=tmp_path, name="pools",
         schedule__num_steps=STEPS, schedule__prompts_per_step=8, actor__save_every=5,
-        rollout__samples_per_prompt=4, eval__heldout__every=0, eval__heldout__num_prompts=8,
+        actor__optimizer__lr=0.05, rollout__samples_per_prompt=4,
+        eval__heldout__every=0, eval__heldout__num_prompts=HELDOUT,
+        reward__name=f"{tmp_path}/judge.py:score", reward__deadline_s=60,
         engines__judge__start_timeout_s=200,
-        engines__judge__max_running_requests=2,
+        engines__judge__max_running_requests=8,
     ).run_dir  # fmt: skip
     paths = RunPaths(run_dir)
     try:
@@ -47,7 +65,8 @@ def test_a_fixed_pool_answers_as_ever_while_the_policys_is_updated_and_after_its
         assert Roster.read(paths).version >= 1
         again = ask(run_dir)
         assert again.token_ids == first.token_ids and len(first.token_ids) == ROOM
-        assert list(again.logprobs) == list(first.logprobs)  # the very same weights
+        # The very same weights, and other requests beside it.
+        assert list(again.logprobs) == pytest.approx(list(first.logprobs), abs=1e-5)
         os.kill(newest(run_dir, "judge", "engine")["engine_pid"], signal.SIGKILL)
         done = status(run_dir)["progress"]["steps_done"]
         assert ask(run_dir).token_ids == first.token_ids
@@ -62,5 +81,7 @@ def test_a_fixed_pool_answers_as_ever_while_the_policys_is_updated_and_after_its
         assert members.find(paths, "judge-0").state == "GONE"
         assert [event["start"] for event in events_of(run_dir, "judge", "start")] == [1]
         assert events_of(run_dir, "judge", "end")
+        assert scores(run_dir, "before") == [1.0] * HELDOUT
+        assert sum(scores(run_dir, "after")) < HELDOUT, "the policy has moved, the judge has not"
     finally:
         console("cancel", run_dir)

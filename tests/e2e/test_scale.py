@@ -14,10 +14,12 @@ from e2e_runs import (
     events_of,
     every_prompt_once,
     has_done,
+    hurry,
     is_over,
     planned,
     status,
     submit,
+    unhurried,
     wait_until,
 )
 
@@ -27,7 +29,7 @@ from relax_hpc.fleet import members
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 
-STEPS, PROMPTS, SIBLINGS = 36, 32, 8
+STEPS, PROMPTS, SIBLINGS = 120, 8, 4
 
 
 def submit_small(tiny, run_root, *, local, **settings):
@@ -38,10 +40,11 @@ def submit_small(tiny, run_root, *, local, **settings):
         "schedule.prompts_per_step": PROMPTS,
         "algorithm.epochs_per_step": 1,
         "rollout.samples_per_prompt": SIBLINGS,
-        "rollout.groups_per_shard": 8,
+        "rollout.groups_per_shard": 4,
+        "reward.name": unhurried(run_root),
         "actor.save_every": 1000,
         "eval.heldout.every": 0,
-        "eval.heldout.num_prompts": 64,
+        "eval.heldout.num_prompts": 8,
         "weights.checksum_every": 1,
     }
     return submit("demo", tiny, local=local, **small | settings).run_dir
@@ -105,6 +108,7 @@ def test_an_engine_joins_a_run_under_slurm_serves_and_leaves(tiny, tmp_path):
         assert listed(run_dir)["extra-1"]["state"] == "GONE"
         left = status(run_dir)["progress"]["steps_done"]
         assert left < STEPS, "it left while the run went on"
+        hurry(tmp_path)
         after = wait_until(run_dir, is_over, 400)
     finally:
         cli("cancel", run_dir)
