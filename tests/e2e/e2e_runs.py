@@ -43,7 +43,7 @@ def console(*arguments):
 def cli(*arguments):
     """Likewise, of the same commands in this process, which has imported everything already."""
     answer = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
+    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception!r}"
     return answer.output
 
 

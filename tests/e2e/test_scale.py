@@ -38,7 +38,6 @@ def submit_small(tiny, run_root, *, local, **settings):
         "engines.rollout.resources.max_nodes": 2,
         "schedule.num_steps": STEPS,
         "schedule.prompts_per_step": PROMPTS,
-        "algorithm.epochs_per_step": 1,
         "rollout.samples_per_prompt": SIBLINGS,
         "rollout.groups_per_shard": 4,
         "reward.name": unhurried(run_root),
