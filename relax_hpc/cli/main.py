@@ -219,7 +219,10 @@ def _announce(submission: "Submission", *, local: bool, follow: bool) -> None:
 
 def _name(run_dir: Path) -> str:
     """Calls a run by its name where that is enough on the command line, else by its directory."""
-    found = find_run(run_dir.name)
+    try:
+        found = find_run(run_dir.name)
+    except ConfigError:  # several have it
+        found = None
     return run_dir.name if found and found.resolve() == run_dir.resolve() else str(run_dir)
 
 

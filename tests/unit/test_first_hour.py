@@ -13,6 +13,7 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
+from relax_hpc.cli import main
 from relax_hpc.cli.main import app
 from relax_hpc.engines import optional_packages
 from relax_hpc.errors import ConfigError, RelaxError
@@ -113,6 +114,15 @@ def copy(run, folder, job, when):
         component["job_id"] = component["job_id"].replace("7", job)
     paths.launch_record.write_text(json.dumps(tree))
     return folder
+
+
+def test_a_run_whose_name_others_have_is_called_by_its_directory(run, tmp_path, monkeypatch):
+    elsewhere(tmp_path, monkeypatch)
+    known_runs.remember(run.run_dir)
+    assert main._name(run.run_dir) == "run"
+    twin = copy(run, run.run_dir.parents[1] / "b" / "run", "8", time.time())
+    known_runs.remember(twin)
+    assert [main._name(each) for each in (run.run_dir, twin)] == [str(run.run_dir), str(twin)]
 
 
 @row("list my runs")
