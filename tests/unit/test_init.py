@@ -81,9 +81,9 @@ def test_init_writes_a_job_and_what_slurm_tells_of_the_cluster_once(tmp_path, ho
 
 
 def test_without_slurm_there_is_no_profile_but_a_job(tmp_path, home):
+    cluster(tmp_path / "bin", sinfo="exit 1")
     said = CliRunner().invoke(app, ["init", "first"])
     assert "no Slurm answers here" in said.stdout and not (home / "default.toml").exists()
-    cluster(tmp_path / "bin", sinfo="exit 1")
     assert site.profile_text() is None
 
 
