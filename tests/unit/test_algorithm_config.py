@@ -7,6 +7,7 @@ from relax_hpc import job_file
 from relax_hpc.algorithms.presets import NOT_YET, PRESETS
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
+from relax_hpc.user_files import absolute_place
 
 TREE = {
     "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"}, "schedule": {"num_steps": 1},
@@ -183,3 +184,13 @@ def test_a_critic_and_who_reads_its_values_come_together():
     in_reward = {"preset": "ppo", "kl": {"name": "k1", "coefficient": 0.1, "place": "reward"}}
     reference = {"placement": "own"}
     assert "without it; use 'loss'" in refused(in_reward, critic={}, reference=reference)
+
+
+def test_a_part_of_ones_own_is_named_by_where_it_lies_wherever_a_process_starts(mine, monkeypatch):
+    place = mine("mine.py:Mine")["loss"]["name"]
+    folder, _, name = place.rpartition("/")
+    monkeypatch.chdir(folder)
+    algorithm = job({"loss": {"name": name}}).algorithm
+    assert algorithm.loss.name == name
+    assert algorithm.with_names(absolute_place).loss.name == place
+    assert algorithm.with_names(absolute_place).advantage == algorithm.advantage
