@@ -14,6 +14,7 @@ from typing import Any
 
 from relax_hpc import job_file
 from relax_hpc.algorithms.presets import PRESETS
+from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError, RelaxError, first_line
 from relax_hpc.launch import states, submit
 from relax_hpc.paths import RunPaths
@@ -25,6 +26,8 @@ from relax_hpc.telemetry.events import Event, read_events
 AIM = 0.9
 """Held-out reward that a preset should reach in 100 steps at lag 1."""
 _COLORS = ("#1f5fa8", "#d9660f", "#555555", "#2f8f4e")
+_CRITICS, _CRITIC = ("ppo",), {"lr": 1e-3, "warmup_steps": 3}
+"""Presets that need a critic, and the one that they are given, as in jobs/tiny."""
 _LOOK_S = 1.0
 _SHARES = ("loss/clip_fraction", "loss/masked_fraction", "loss/importance_rejected")
 
@@ -89,7 +92,7 @@ def measure(
 
     Args:
         wanted: in this order.
-        job: file of the task.
+        job: file of the task; presets are taken as they are, whatever its [algorithm] says.
         folder: of the results and, meanwhile, of the runs; those that fail stay there.
         overrides: further settings of all jobs; results do not know of them: use another folder.
         limit_s: a run that takes longer is ended, and has failed.
@@ -110,22 +113,29 @@ def measure(
     return results
 
 
+def task(trial: Trial, job: Path, folder: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job of a trial: the task with the preset as it is, and a critic if that needs one."""
+    tree = job_file.read_toml(job) | {"algorithm": {"preset": trial.preset}}
+    if trial.preset in _CRITICS:
+        tree.setdefault("critic", dict(_CRITIC))
+    settings = [
+        *overrides,
+        f"name={trial.name}",
+        f"run_root={folder.absolute()}",
+        f"schedule.max_staleness={trial.lag}",
+        f"schedule.num_steps={trial.steps}",
+    ]
+    return job_file.with_overrides(tree, settings, source=str(job))
+
+
 def _run(trial: Trial, job: Path, folder: Path, overrides: Sequence[str], limit_s: float) -> Result:
     run_dir = folder.absolute() / trial.name
     if run_dir.exists():  # this command was broken off
         with suppress(ConfigError):
             cancel.cancel(run_dir)
         shutil.rmtree(run_dir)
-    settings = [
-        *overrides,
-        f"name={trial.name}",
-        f"run_root={folder.absolute()}",
-        f"algorithm.preset={trial.preset}",
-        f"schedule.max_staleness={trial.lag}",
-        f"schedule.num_steps={trial.steps}",
-    ]
     try:
-        submit.submit(job_file.load(job, settings), local=True)
+        submit.submit(task(trial, job, folder, overrides), local=True)
         return _followed(trial, run_dir, limit_s)
     except RelaxError as error:
         return Result(**asdict(trial), failure=first_line(error))

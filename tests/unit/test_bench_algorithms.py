@@ -1,11 +1,15 @@
 """`bench algorithms`: what is done is not done again, and what fails is a row."""
 
+from pathlib import Path
+
 import pytest
 
+from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.bench import algorithms
 from relax_hpc.bench.algorithms import Result, Trial
 from relax_hpc.errors import ConfigError
 
+REPOSITORY = Path(__file__).parents[2]
 PRESET = next(iter(algorithms.PRESETS))
 
 JOB = """
@@ -45,6 +49,14 @@ def test_an_unknown_preset_is_refused():
 
 def test_all_presets_are_tried_unless_some_are_named():
     assert [trial.preset for trial in algorithms.trials([], [2], 5)] == list(algorithms.PRESETS)
+
+
+@pytest.mark.parametrize("trial", algorithms.trials([], [1, 4], 100), ids=lambda one: one.name)
+def test_every_preset_is_tried_as_it_is(trial, tmp_path):
+    config = algorithms.task(trial, REPOSITORY / "jobs" / "demo.toml", tmp_path)
+    assert config.algorithm == algorithm_of(preset=trial.preset)
+    assert config.run_dir == tmp_path / trial.name
+    assert (config.schedule.max_staleness, config.num_steps) == (trial.lag, 100)
 
 
 def evaluation(when, number, version, correct, time):
