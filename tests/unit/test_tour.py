@@ -199,7 +199,7 @@ def test_the_circle_closes_and_the_policy_learns(tmp_path, max_staleness):
     events = EventWriter(paths.events("actor", 0), "actor", 0)
     trainer = FakeTrainer(policy)
     reader = Reader(paths.bus)
-    rank0 = Rank0(config, sequencer, reader, FakePublisher(policy), checkpoints, events)
+    rank0 = Rank0(config, sequencer, reader, FakePublisher(policy), [checkpoints], events)
 
     def sample_until_finished():
         prompts = [

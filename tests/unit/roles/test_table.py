@@ -160,6 +160,8 @@ MAY = {
     "runs/report.py": "the head of a line, of the trajectories that the reference has scored",
     "job_file.py": "the section [sft] says which kind of job it is",
     "launch/evaluate.py": "tables of a job",
+    "preparation/site.py": "tables of a site profile",
+    "preparation/starting.py": "the section [sft] says which kind of job it is",
     "scale/listing.py": "heads of a table of engines",
 }
 """Files that may compare with a role's name or list one, and why."""
