@@ -51,12 +51,22 @@ def _listed(value: Any) -> Any:  # noqa: ANN401
 
 def _as_slurm_writes(value: Any) -> Any:  # noqa: ANN401
     is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    if is_number and value > INT32:
+        raise ValueError(f"is more than Slurm takes; use at most {INT32}")
     return str(value) if is_number else value
+
+
+def _counted(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, str):  # one that names a type was taken apart before
+        raise ValueError('is no number of GPUs; use 4 or "h100:4"')
+    return value
 
 
 Spelled = Annotated[str, BeforeValidator(_as_slurm_writes, json_schema_input_type=str | int)]
 """Text as Slurm writes it, or a bare number."""
-GpuCount = Annotated[NonNegative, WithJsonSchema({"type": ["integer", "string"]})]
+GpuCount = Annotated[
+    NonNegative, BeforeValidator(_counted), WithJsonSchema({"type": ["integer", "string"]})
+]
 """A number, or "h100:4" with their type, which becomes `gpu_type`."""
 
 
@@ -130,8 +140,8 @@ class Request(Section):
         if not isinstance(count, str):
             return asked
         match = re.fullmatch(r"(?:([A-Za-z][\w.-]*):)?(\d+)", count.removeprefix("gpu:"))
-        if match is None:
-            raise ValueError(f'gpus_per_node = {count!r}: is no number of GPUs; use 4 or "h100:4"')
+        if match is None:  # the field's own check says so
+            return asked
         of_type = {"gpu_type": match[1]} if match[1] else {}
         return asked | of_type | {"gpus_per_node": int(match[2])}
 
@@ -154,13 +164,15 @@ class Resources(Request):
             return asked
         if "gpus_per_node" in asked:
             raise ValueError("takes either gpus or gpus_per_node; remove one of them")
-        asked, nodes = dict(asked), asked.get("nodes", 1)
-        kind, colon, count = str(all_gpus := asked.pop("gpus")).rpartition(":")
-        if isinstance(all_gpus, bool) or not count.isdecimal() or not isinstance(nodes, int):
-            raise ValueError(f'gpus = {all_gpus!r}: is no number of GPUs; use 8 or "h100:8"')
+        all_gpus, nodes = asked["gpus"], asked.get("nodes", 1)
+        kind, colon, count = str(all_gpus).rpartition(":")
+        is_count = count.isdecimal() and int(count) <= INT32 and not isinstance(all_gpus, bool)
+        if not is_count or not isinstance(nodes, int):  # the fields' own checks say so
+            return asked
         if nodes < 1 or int(count) % nodes:
             raise ValueError(f"gpus = {all_gpus!r}: does not divide over nodes = {nodes}")
-        return asked | {"gpus_per_node": f"{kind}{colon}{int(count) // nodes}"}
+        rest = {key: value for key, value in asked.items() if key != "gpus"}
+        return rest | {"gpus_per_node": f"{kind}{colon}{int(count) // nodes}"}
 
 
 class WholeJob(Section):

@@ -334,16 +334,6 @@ class RunConfig(JobConfig):
         return self
 
     @model_validator(mode="after")
-    def _mini_batches_have_groups(self) -> Self:
-        if self.algorithm.mini_batches > self.schedule.prompts_per_step:
-            raise ValueError(
-                f"algorithm.mini_batches = {self.algorithm.mini_batches}: each has a prompt group "
-                f"or more, and a batch has schedule.prompts_per_step = "
-                f"{self.schedule.prompts_per_step}; use that many or fewer"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _tasks_fill_nodes(self) -> Self:
         for name, pool in self.engines.items():
             nodes = (self.actor if pool.placement == "actor" else pool).resources.nodes

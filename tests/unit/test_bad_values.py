@@ -36,7 +36,7 @@ VALUES = {
     "actor.transformer.x=inf": "actor.transformer.x = inf: a finite number is expected",
     "actor.optimizer.megatron.adam_eps=nan": "megatron.adam_eps = nan: a finite number",
     "engines.rollout.args.x=2024-01-01": "is a date or a time; a number, a string, true, false or",
-    "algorithm.mini_batches=99": "mini_batches = 99: each has a prompt group or more, and a batch",
+    "algorithm.mini_batches=99": "mini_batches = 99: a batch has schedule.prompts_per_step = 4",
     "model.path=": "model.path = '': is no path; name a file or a folder",
     'prompts.train="a\\u0000b"': "is no path; name a file or a folder",
     "run_root=' '": "run_root = ' ': is no path; name a file or a folder",

@@ -72,7 +72,7 @@ def test_gpus_of_all_nodes_are_dealt_over_them():
     ("asked", "message"),
     [
         ({"gpus": 3, "nodes": 2}, "gpus = 3: does not divide over nodes = 2"),
-        ({"gpus": "many"}, "gpus = 'many': is no number of GPUs; use 8 or"),
+        ({"gpus": "many"}, "gpus = 'many': is no number of GPUs; use 4 or"),
         ({"gpus": 2, "gpus_per_node": 1}, "takes either gpus or gpus_per_node; remove one of them"),
         ({"gpus_per_node": "h100:"}, "gpus_per_node = 'h100:': is no number of GPUs; use 4 or"),
         ({"time": True}, "time = True: input should be a valid string"),

@@ -36,7 +36,7 @@ def test_groups_teach_whose_rewards_differ_and_the_others_are_solved_or_not():
         Verdict(True, False, 0.5), Verdict(False, True, 1.0), Verdict(False, False, 0.0)
     ]  # fmt: skip
     assert verdicts(found, reward__solved_at=0)[2].solved
-    assert judge_of(config()) is None
+    assert judge_of(config(algorithm__groups__name="as_sampled")) is None
 
 
 def test_an_episode_without_a_reward_is_no_difference():
@@ -62,7 +62,7 @@ def test_a_cut_response_is_compared_and_not_trained_on():
     portion = batch_of(found, **mask).deal(record())
     assert share_of(portion, 0).rows == [1, 2, 3, 8, 9, 10, 11]
     assert portion.columns["advantages"][:4].tolist() == [-0.75, 0.25, 0.25, 0.25]
-    kept = batch_of(found).deal(record())
+    kept = batch_of(found, algorithm__groups__truncated="keep").deal(record())
     assert share_of(kept, 0).rows == [0, 1, 2, 3, 8, 9, 10, 11]
     assert [v.teaches for v in verdicts(found, **mask)] == [True, False, True]
     alone = cut(index([1, 0, 1, 0] * 3), 0, 1, 2, 3, 4, 5, 6)
