@@ -267,7 +267,7 @@ class Intake:
                 continue
             if verdict is not None and not verdict.teaches:
                 prompt = int(shard.read_rows("row/prompt_index", lo, lo + 1)[0])
-                rest = (hi - lo, step, prompt, verdict.solved, verdict.reward)
+                rest = (hi - lo, step, prompt, verdict.solved, verdict.reward, verdict.truncated)
                 skipped = SkippedGroup(guid, record.uuid, *rest)
                 self.notes.append(skipped)
                 self._mark_skipped(skipped)

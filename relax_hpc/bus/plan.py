@@ -104,6 +104,8 @@ class SkippedGroup(NamedTuple):
     """Whether the policy can do it already; else it never could."""
     reward: float | None
     """Mean over the episodes that have one; None if none has."""
+    truncated: bool = False
+    """Whether nothing is left of it because its responses were cut off."""
 
 
 AnyRecord = PlanRecord | IgnoredShard | DroppedGroup | SkippedGroup

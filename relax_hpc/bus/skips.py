@@ -21,6 +21,8 @@ class Verdict(NamedTuple):
     solved: bool
     reward: float | None
     """Mean over the episodes that have one."""
+    truncated: bool = False
+    """Whether nothing is left of it because its responses were cut off."""
 
 
 Judge = Callable[[BatchIndex], Sequence[Verdict]]
@@ -121,23 +123,40 @@ def check_limit(step: int, skipped: Sequence[SkippedGroup], most: int) -> None:
     """
     if not most or len(skipped) <= most:
         return
-    solved = [group.prompt for group in skipped if group.solved]
-    failed = [group.prompt for group in skipped if not group.solved]
+    cut = [group.prompt for group in skipped if group.truncated]
+    solved = [group.prompt for group in skipped if group.solved and not group.truncated]
+    failed = [group.prompt for group in skipped if not group.solved and not group.truncated]
     found = ", ".join(
         f"{len(prompts)} {what} (row {_named(prompts)} of the data)"
-        for prompts, what in ((solved, "are solved"), (failed, "are never solved"))
+        for prompts, what in (
+            (solved, "are solved"),
+            (failed, "are never solved"),
+            (cut, "have no response that was not cut off"),
+        )
         if prompts
     )
-    remedy = "take harder prompts" if solved else "take easier prompts"
-    if solved and failed:
-        remedy = "take prompts that are solved now and then"
-    if failed:
-        remedy += ", see with relax-hpc view whether the reward recognises what is right"
     raise SpreadError(
         f"step {step} finds too few prompts to learn from: {len(skipped)} prompt groups were "
-        f"skipped for it, since the responses of each have one reward; {found}; {remedy}, or let "
-        'them into the batch: algorithm.groups.name = "as_sampled"'
+        f"skipped for it, since the responses of each have one reward or were cut off; {found}; "
+        f"{_remedy(bool(solved), bool(failed), bool(cut))}, or let them into the batch: "
+        'algorithm.groups.name = "as_sampled"'
     )
+
+
+def _remedy(solved: bool, failed: bool, cut: bool) -> str:
+    remedies = []
+    if cut:
+        remedies.append(
+            "raise rollout.max_new_tokens, or learn from responses that are cut off, too: "
+            'algorithm.groups.truncated = "keep"'
+        )
+    if solved and failed:
+        remedies.append("take prompts that are solved now and then")
+    elif solved or failed:
+        remedies.append("take harder prompts" if solved else "take easier prompts")
+    if failed:
+        remedies.append("see with relax-hpc view whether the reward recognises what is right")
+    return ", ".join(remedies)
 
 
 def _named(prompts: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ from relax_hpc.bus.plan import SkippedGroup, read_chain
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
-from relax_hpc.bus.skips import SkippedGuids
+from relax_hpc.bus.skips import SkippedGuids, check_limit
 from relax_hpc.errors import PeerTimeoutError, SpreadError
 from relax_hpc.paths import BusPaths
 
@@ -318,7 +318,13 @@ def test_a_run_whose_prompts_never_differ_ends_and_names_them(tmp_path):
     said = str(error.value)
     assert "12 are solved (row 989, 990, 991, 992, 993, 994, 995, 996 and 4 more of" in said
     assert "1 are never solved (row 988 of the data)" in said
+    assert "max_new_tokens" not in said
     assert error.value.is_final
+    skipped = [
+        SkippedGroup(n, "u", 2, 1, n, solved=False, reward=0.0, truncated=True) for n in (0, 1)
+    ]
+    with pytest.raises(SpreadError, match="row 0, 1 .*raise rollout.max_new_tokens, or learn from"):
+        check_limit(1, skipped, 1)
 
 
 def test_skips_of_earlier_steps_do_not_count_towards_the_limit(tmp_path):

@@ -27,10 +27,9 @@ def judge_of(config: RunConfig) -> Judge | None:
         rewards = rewards_of(index, siblings, masks_errors=masks_errors)
         teaching = standing.spread & standing.teaches.any(axis=1)
         solved = np.fmin.reduce(rewards, axis=1) >= np.float32(config.reward.solved_at)
-        return [
-            Verdict(bool(teaches), bool(is_solved), _mean(row[~np.isnan(row)].tolist()))
-            for teaches, is_solved, row in zip(teaching, solved, rewards, strict=True)
-        ]
+        means = [_mean(row[~np.isnan(row)].tolist()) for row in rewards]
+        columns = (teaching.tolist(), solved.tolist(), means, standing.truncated.tolist())
+        return [Verdict(*values) for values in zip(*columns, strict=True)]
 
     return judge
 

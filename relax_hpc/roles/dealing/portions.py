@@ -59,6 +59,8 @@ class Standing(NamedTuple):
     """[P, G] episodes that are trained on."""
     spread: npt.NDArray[np.bool_]
     """[P] groups whose responses differ in what they are compared by."""
+    truncated: npt.NDArray[np.bool_]
+    """[P] groups of which nothing is left because responses were cut off."""
 
 
 class Batch:
@@ -245,7 +247,9 @@ def standing_of(
     trained = counts & algorithm.groups.trained(cut)
     teaches = trained & (algorithm.teaches_without_advantage | np.not_equal(worth, 0))
     differ = np.fmin.reduce(rewards, axis=1) < np.fmax.reduce(rewards, axis=1)
-    return Standing(worth, teaches, differ & trained.any(axis=1))
+    is_left = trained.any(axis=1)
+    truncated = np.logical_and(counts.any(axis=1), ~is_left)
+    return Standing(worth, teaches, np.logical_and(differ, is_left), truncated)
 
 
 def rewards_of(index: BatchIndex, siblings: int, *, masks_errors: bool) -> npt.NDArray[np.float32]:

@@ -64,7 +64,8 @@ def test_a_cut_response_is_compared_and_not_trained_on():
     assert portion.columns["advantages"][:4].tolist() == [-0.75, 0.25, 0.25, 0.25]
     kept = batch_of(found, algorithm__groups__truncated="keep").deal(record())
     assert share_of(kept, 0).rows == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert [v.teaches for v in verdicts(found, **mask)] == [True, False, True]
+    said = verdicts(found, **mask)
+    assert [(v.teaches, v.truncated) for v in said] == [(True, False), (False, True), (True, False)]
     alone = cut(index([1, 0, 1, 0] * 3), 0, 1, 2, 3, 4, 5, 6)
     assert [v.teaches for v in verdicts(alone, **mask)] == [False, True, True]
 
