@@ -323,7 +323,7 @@ def test_a_run_whose_prompts_never_differ_ends_and_names_them(tmp_path):
     skipped = [
         SkippedGroup(n, "u", 2, 1, n, solved=False, reward=0.0, truncated=True) for n in (0, 1)
     ]
-    with pytest.raises(SpreadError, match="row 0, 1 .*raise rollout.max_new_tokens, or learn from"):
+    with pytest.raises(SpreadError, match=r"row 0, 1 .*; raise rollout\.max_new_tokens, or"):
         check_limit(1, skipped, 1)
 
 
