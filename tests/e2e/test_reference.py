@@ -33,6 +33,7 @@ def submit_small(tiny, run_root, **settings):
         "algorithm.kl.name": "k3",
         "algorithm.kl.coefficient": 0.01,
         "algorithm.epochs_per_step": 1,
+        "algorithm.loss.name": "policy_gradient",
         "rollout.samples_per_prompt": SIBLINGS,
         "rollout.groups_per_shard": 4,
         "actor.save_every": 3,
