@@ -8,6 +8,8 @@ import json
 import os
 import pty
 import re
+import select
+import signal
 import struct
 import sys
 import termios
@@ -40,6 +42,8 @@ def on_terminal(*words, until=b"", **environment):
     pid, terminal = pty.fork()
     if pid == 0:
         try:
+            # Who runs tests in the background of a script ignores Ctrl-C, and so would this one.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
             for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
                 os.environ.pop(name, None)
@@ -53,8 +57,10 @@ def on_terminal(*words, until=b"", **environment):
             os._exit(end.code or 0)
         finally:
             os._exit(99)
-    output = b""
+    output, deadline = b"", time.monotonic() + 60
     while True:
+        if not select.select([terminal], [], [], max(0, deadline - time.monotonic()))[0]:
+            os.kill(pid, signal.SIGKILL)
         try:
             block = os.read(terminal, 1 << 16)
         except OSError:  # it has ended
