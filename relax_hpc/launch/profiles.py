@@ -66,7 +66,7 @@ def chosen(name: str | None) -> str | None:
         key = f"${VARIABLE}"
     if name is None:
         default = folder() / "default.toml"
-        return str(default) if default.is_file() else None
+        return str(default) if _is_there(default) else None
     path = _locate(key, name)
     return path.stem if path.parent == PROFILES else str(path)
 
@@ -99,14 +99,19 @@ def load(name: str | None) -> Profile:
 def _locate(key: str, name: str) -> Path:
     own = folder()
     for path in (own / f"{name}.toml", PROFILES / f"{name}.toml"):
-        if path.is_file():
+        if _is_there(path):
             return path
-    if Path(name).is_file():
+    if _is_there(Path(name)):
         return Path(name).absolute()
     known = sorted({path.stem for place in (own, PROFILES) for path in place.glob("*.toml")})
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"use a path, or one of {', '.join(known)}"
     raise ConfigError(f"{key} = {name!r}: no such profile; {hint}")
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file can be read; one in a folder that is shut to us is as one that is not."""
+    return os.access(path, os.R_OK) and path.is_file()
 
 
 def _explain(item: Any, kind: type[Profile]) -> str:  # noqa: ANN401

@@ -6,7 +6,7 @@ import re
 import subprocess
 
 import pytest
-from conftest import local_slurm
+from cluster import local_slurm
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
