@@ -57,9 +57,10 @@ def on_terminal(*words, until=b"", **environment):
             os._exit(end.code or 0)
         finally:
             os._exit(99)
-    output, deadline = b"", time.monotonic() + 60
+    output, deadline, reads = b"", time.monotonic() + 60, select.poll()
+    reads.register(terminal, select.POLLIN)
     while True:
-        if not select.select([terminal], [], [], max(0, deadline - time.monotonic()))[0]:
+        if not reads.poll(max(0.0, 1e3 * (deadline - time.monotonic()))):
             os.kill(pid, signal.SIGKILL)
         try:
             block = os.read(terminal, 1 << 16)
