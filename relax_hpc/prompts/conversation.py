@@ -70,6 +70,16 @@ class Conversation:
         self._template.check_args(f"{where}: template_args", args)
         return self._template.render(where, messages, tools, add_generation_prompt=True, args=args)
 
+    def asked(
+        self,
+        where: str,
+        messages: Sequence[Message],
+        tools: Sequence[Message] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that `encode` makes tokens of; raises as it."""
+        return self.text(where, messages, tools, template_args) + self._prefix
+
     def encode(
         self,
         where: str,
@@ -88,7 +98,7 @@ class Conversation:
         Raises:
             ConfigError: the template refuses it, fails, or ignores an argument.
         """
-        text = self.text(where, messages, tools, template_args) + self._prefix
+        text = self.asked(where, messages, tools, template_args)
         # The template writes the special tokens itself.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=not self._template)
         return ids
@@ -134,8 +144,3 @@ class Conversation:
                 rest = rest if before.strip() else after
         rest += self._prefix
         return list(self._tokenizer.encode(rest, add_special_tokens=False)) if rest else []
-
-
-def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
-    """A prompt as a conversation: text is the user's."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

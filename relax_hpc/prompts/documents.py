@@ -55,6 +55,10 @@ class Document(NamedTuple):
         return {}
 
     @property
+    def routed_experts(self) -> None:
+        """No engine sampled it."""
+
+    @property
     def num_trained(self) -> int:
         """Tokens that are trained on; nothing predicts the first."""
         return int(self.loss_mask[1:].sum())
@@ -204,7 +208,7 @@ def read_text(row: Row, *, chat_template: bool) -> Conversation | Pair:
     Raises:
         ConfigError: it is no document; names what is missing or wrong.
     """
-    where, fields = row
+    where, fields = row.where, row.fields
     if "messages" in fields:
         tools = fields.get("tools")
         if not (tools is None or is_list_of_objects(tools)):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.prompts.parts import text_of
 from relax_hpc.prompts.record import Record
 
 WORDS = 13
@@ -212,7 +213,7 @@ def _text(prompts: Prompts, index: int) -> str:
         return f"\0{prompts.where(index)}"
     if isinstance(record.prompt, str):
         return record.prompt
-    asked = (each["content"] for each in record.prompt if each["role"] != "system")
+    asked = (text_of(each["content"]) for each in record.prompt if each["role"] != "system")
     return "\n".join(asked)
 
 

@@ -113,7 +113,7 @@ class ParquetRows:
             fields = _CACHE.get(self, number).row(index - self._starts[number])
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: is not UTF-8 text; write the file again") from None
-        return Row(where, without_none(fields))
+        return Row(where, without_none(fields), self.path.parent)
 
     def where(self, index: int) -> str:
         return f"{self.path}, row {index}"

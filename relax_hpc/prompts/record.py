@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from relax_hpc.config.prompts import TAKEN, PromptsConfig
 from relax_hpc.errors import ConfigError, shown
+from relax_hpc.media.source import Source
+from relax_hpc.prompts.parts import around, is_content, num_markers, shown_in, text_of
 from relax_hpc.prompts.rows import Row, is_list_of_objects
 from relax_hpc.prompts.template import Message
 
@@ -27,13 +29,17 @@ class Record(NamedTuple):
     """The further fields."""
     template_args: Mapping[str, Any] = {}
     """Arguments of the chat template: the job's, and above them the row's."""
+    media: tuple[Source, ...] = ()
+    """Images, videos and sounds, by their places in the prompt."""
+    num_unfilled: int = 0
+    """Markers of media in the text of a row that has none."""
 
     @property
     def size(self) -> int:
         """Characters of the prompt."""
         if isinstance(self.prompt, str):
             return len(self.prompt)
-        return sum(len(message["content"]) for message in self.prompt)
+        return sum(len(text_of(message["content"])) for message in self.prompt)
 
 
 def read_record(row: Row, settings: PromptsConfig) -> Record:
@@ -59,13 +65,31 @@ def read_record(row: Row, settings: PromptsConfig) -> Record:
         raise ConfigError(f"{where}: {columns.tools} = {shown(tools)}: must be a list of objects")
     if not isinstance(source, str):
         raise ConfigError(f"{where}: {columns.source} = {shown(source)}: must be text")
-    texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
-    if not any(text.strip() for text in texts):
+    contents = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    if not any(not isinstance(content, str) or content.strip() for content in contents):
         raise ConfigError(f"{where}: the prompt is empty; write one, or remove the line")
     used = {columns.prompt, columns.answer, columns.tools, columns.source, TEMPLATE_ARGS}
-    metadata = {key: value for key, value in fields.items() if key not in used}
     asked = _asked(prompt, settings)
-    return Record(asked, answer, tools, source, metadata, _template_args(row, settings))
+    found = shown_in(row, as_messages(asked), settings)
+    if found:
+        asked = found.messages
+        used |= {columns.images, columns.videos, columns.audios}
+    metadata = {key: value for key, value in fields.items() if key not in used}
+    return Record(
+        asked,
+        answer,
+        tools,
+        source,
+        metadata,
+        _template_args(row, settings),
+        media=found.media if found else (),
+        num_unfilled=0 if found else num_markers(as_messages(asked)),
+    )
+
+
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    """A prompt as a conversation: text is the user's."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 def _needed(row: Row, key: str, column: str) -> Any:  # noqa: ANN401
@@ -102,13 +126,13 @@ def _asked(prompt: str | list[Message], settings: PromptsConfig) -> str | list[M
         text = settings.user.replace("{prompt}", prompt)
         if not settings.system:
             return text
-        messages = [{"role": "user", "content": text}]
+        messages: list[Message] = [{"role": "user", "content": text}]
     else:
         messages = list(prompt)
         last = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=None)
         if last is not None:
-            text = settings.user.replace("{prompt}", messages[last]["content"])
-            messages[last] = messages[last] | {"content": text}
+            content = around(messages[last]["content"], settings.user)
+            messages[last] = messages[last] | {"content": content}
     has_own = any(message["role"] == "system" for message in messages)
     if settings.system and not has_own:
         messages.insert(0, {"role": "system", "content": settings.system})
@@ -136,5 +160,5 @@ def _is_chat(prompt: object) -> bool:
         isinstance(prompt, list)
         and len(prompt) > 0
         and all(isinstance(m, dict) and isinstance(m.get("role"), str)
-                and isinstance(m.get("content"), str) for m in prompt)
+                and is_content(m.get("content")) for m in prompt)
     )  # fmt: skip

@@ -22,6 +22,8 @@ class Row(NamedTuple):
     where: str
     """File and line, for messages."""
     fields: dict[str, Any]
+    folder: Path | None = None
+    """Folder of the file, where paths in it begin; None where the data are in none."""
 
 
 class Rows(Protocol):
@@ -96,7 +98,8 @@ class JsonLines:
             text = line.decode()
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: is not UTF-8 text; JSON lines are expected") from None
-        return Row(where, user_files.parse_object(where, text, "write one object per line"))
+        fields = user_files.parse_object(where, text, "write one object per line")
+        return Row(where, fields, self.path.parent)
 
     def where(self, index: int) -> str:
         mark, further = divmod(index, self._stride)

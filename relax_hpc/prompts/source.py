@@ -6,10 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.prompts.conversation import Conversation, as_messages
+from relax_hpc.media.canonical import Measured
+from relax_hpc.media.expand import Span
+from relax_hpc.media.recipe import Recipe
+from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.kept import Kept
+from relax_hpc.prompts.media_tokens import MediaTokens, Tokenized, refuse
 from relax_hpc.prompts.order import Blocks, Order
-from relax_hpc.prompts.record import Record
+from relax_hpc.prompts.record import Record, as_messages
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.template import Message
 from relax_hpc.schema import Medium
@@ -38,6 +42,10 @@ class Prompt:
     """Arguments with which the chat template renders it."""
     where: str = "a prompt"
     """File and line, for messages."""
+    measured: tuple[Measured, ...] = ()
+    """Media of the messages by their places, with the room that each takes."""
+    spans: tuple[Span, ...] = ()
+    """Tokens that stand for features of these."""
 
 
 class Examined(NamedTuple):
@@ -64,14 +72,23 @@ class PromptSource:
         *,
         shuffle_seed: int | None,
         settings: PromptsConfig,
+        recipe: Recipe | None = None,
     ) -> None:
         """Reads nothing: prompts are read and tokenized when they are asked for.
 
+        Args:
+            records: of the data.
+            tokenizer: of the model.
+            shuffle_seed: of the order; None keeps that of the files.
+            settings: what becomes of a row.
+            recipe: of the model's media; None of one that reads text only.
+
         Raises:
-            ConfigError: the sources cannot be mixed.
+            ConfigError: the sources cannot be mixed, or the tokenizer lacks tokens of media.
         """
         self.tokenizer, self.records = tokenizer, records
         self._settings = settings
+        self._media = MediaTokens(recipe, tokenizer) if recipe else None
         self.conversation = Conversation(
             tokenizer,
             chat_template=settings.chat_template,
@@ -119,9 +136,10 @@ class PromptSource:
     def prompt(self, index: int) -> Prompt:
         """The prompt of a row; raises as `records[index]`."""
         record = self.records[index]
+        tokenized = self._tokenize(index, record)
         return Prompt(
             index,
-            self._tokenize(index, record),
+            tokenized.token_ids,
             record.answer,
             messages=as_messages(record.prompt),
             tools=record.tools,
@@ -129,6 +147,8 @@ class PromptSource:
             metadata=record.metadata,
             template_args=record.template_args,
             where=self.records.where(index),
+            measured=tokenized.media,
+            spans=tokenized.spans,
         )
 
     def first(self) -> Prompt:
@@ -157,7 +177,8 @@ class PromptSource:
         longest, bad = 0, []
         for index in indices:
             try:
-                longest = max(longest, len(self._tokenize(index, self.records[index])))
+                tokenized = self._tokenize(index, self.records[index])
+                longest = max(longest, len(tokenized.token_ids))
             except ConfigError as error:
                 if self._settings.bad_rows == "error":
                     raise
@@ -180,17 +201,33 @@ class PromptSource:
             kept += count
         return Order(sources, self._shuffle_seed)
 
-    def _tokenize(self, index: int, record: Record) -> list[int]:
+    def _tokenize(self, index: int, record: Record) -> Tokenized:
         where = self.records.where(index)
         if not self._settings.chat_template and not isinstance(record.prompt, str):
-            raise ConfigError(f"{where}: is chat messages; set prompts.chat_template = true")
-        messages = as_messages(record.prompt)
-        ids = self.conversation.encode(where, messages, record.tools, record.template_args)
-        if not ids:
+            what = "has media" if record.media else "is chat messages"
+            raise ConfigError(f"{where}: {what}; set prompts.chat_template = true")
+        found = self._tokens(where, record)
+        count = len(found.token_ids)
+        if not count:
             raise ConfigError(f"{where}: the prompt makes no tokens; write another, or remove it")
-        if len(ids) > self._settings.max_prompt_tokens:
+        if count > self._settings.max_prompt_tokens:
             raise ConfigError(
-                f"{where}: the prompt has {len(ids)} tokens, prompts.max_prompt_tokens = "
-                f"{self._settings.max_prompt_tokens}; raise it, or remove the line"
+                f"{where}: the prompt has {count} tokens{found.counted()}, "
+                f"prompts.max_prompt_tokens = {self._settings.max_prompt_tokens}; raise it, or "
+                "remove the line"
             )
-        return ids
+        return found
+
+    def _tokens(self, where: str, record: Record) -> Tokenized:
+        messages = as_messages(record.prompt)
+        if self._media is None:
+            refuse(where, record.media)
+        else:
+            self._media.check(where, record)
+        if self._media is None or not record.media:
+            ids = self.conversation.encode(where, messages, record.tools, record.template_args)
+            return Tokenized(ids)
+        media = self._media.measured(record.media)
+        text = self.conversation.asked(where, messages, record.tools, record.template_args)
+        found = self._media.expand(where, text, media)
+        return Tokenized(found.token_ids, media, found.spans)

@@ -20,6 +20,8 @@ from bad_storage import NO_DIRECT, SHORT, Fault
 from bus_roles import NAMED, expected
 from file_systems import btrfs_with_quota, full, read_only, small_ext4, small_tmpfs
 
+pytestmark = pytest.mark.long
+
 GROUPS = 8
 
 

@@ -16,7 +16,15 @@ from relax_hpc.bus.shards.memory import Memory
 from relax_hpc.bus.shards.shard import HEAD_READ, Shard
 from relax_hpc.bus.shards.shard_format import BLOCK, CODEC, HEADER
 from relax_hpc.errors import BusError
-from relax_hpc.schema import COLUMNS, OFFSETS, MediaKind, Medium, PromptGroup, columns_of
+from relax_hpc.schema import (
+    COLUMNS,
+    NO_EXPERT,
+    OFFSETS,
+    MediaKind,
+    Medium,
+    PromptGroup,
+    columns_of,
+)
 
 ATTRIBUTES = {"producer": "rollout-0", "role": "rollout", "parent": ""}
 EXPERTS = "ragged/routed_experts"
@@ -141,11 +149,23 @@ def test_each_sequence_of_an_episode_gets_back_the_experts_of_its_own_prompt(tmp
                 assert all(map(equal, found, rows[lo:hi])) and len(found) == hi - lo
 
 
-def test_experts_of_only_some_rows_are_refused():
-    whole = rich(3, [2, 2])
-    bare = whole.trajectories[1]._replace(routed_experts=None)
-    with pytest.raises(BusError, match=r"trajectory 3/1: routed experts of .* got none"):
-        gather([PromptGroup(3, [whole.trajectories[0], bare])])
+def test_a_row_without_experts_among_others_has_none_for_every_token():
+    first, other = rich(3, [2, 2]).trajectories
+    bare = first._replace(routed_experts=None)
+    for rows in ([first, other._replace(routed_experts=None)], [bare, other]):
+        found = from_columns(to_columns([PromptGroup(3, rows)]))
+        for row, before in zip(found, rows, strict=True):
+            experts = before.routed_experts
+            if experts is None:
+                experts = np.full((len(row.token_ids), first.routed_experts.shape[1]), NO_EXPERT)
+            assert np.array_equal(row.routed_experts, experts)
+
+
+def test_experts_of_only_some_tokens_are_refused():
+    row = rich(3, [2]).trajectories[0]
+    short = row._replace(routed_experts=row.routed_experts[:-1])
+    with pytest.raises(BusError, match=r"trajectory 3/0: routed experts of every token"):
+        gather([PromptGroup(3, [short])])
 
 
 def test_an_image_shown_by_sixteen_rows_is_stored_once_and_hashes_as_before(tmp_path):

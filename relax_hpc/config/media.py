@@ -1,0 +1,36 @@
+"""Images, video and sound of prompts: how large they may become, and where they are."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from relax_hpc.sections import Number, Positive, Section, UserPath
+
+
+def _ordered(pair: tuple[int, int]) -> tuple[int, int]:
+    if pair[0] > pair[1]:
+        raise ValueError(f"the first is the smaller one; write [{pair[1]}, {pair[0]}]")
+    return pair
+
+
+Bounds = Annotated[tuple[Positive, Positive], AfterValidator(_ordered)]
+
+
+class MediaConfig(Section):
+    """Bounds that are not set are those of the model's own preprocessor."""
+
+    image_tokens: Bounds | None = None
+    """Fewest and most tokens of an image, e.g. [64, 1024]: it is made smaller or larger to fit."""
+    video_fps: Annotated[Number, Field(gt=0, le=1000)] | None = None
+    """Frames a second that are taken from a video; of a list of frames, how many a second it has.
+    """
+    video_frames: Bounds | None = None
+    """Fewest and most frames of a video; one with fewer cannot be used."""
+    video_tokens_per_frame: Bounds | None = None
+    """Fewest and most tokens that a frame of a video has room for; two frames share their tokens.
+    """
+    audio_max_s: Annotated[Number, Field(gt=0, le=86400)] | None = None
+    """Longest sound, in seconds; a longer one cannot be used."""
+    folder: UserPath | None = None
+    """Folder that paths of media count from, and may not leave. If it is not set, they count from
+    the folder of the data file."""

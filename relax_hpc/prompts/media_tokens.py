@@ -1,0 +1,128 @@
+"""Prompts with media -> token ids, with as many tokens as each medium has features."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from relax_hpc.errors import ConfigError
+from relax_hpc.media.canonical import Measured, measured
+from relax_hpc.media.expand import Expanded, Span, expand, with_times
+from relax_hpc.media.family import FAMILIES
+from relax_hpc.media.kinds import MODALITIES, Modality
+from relax_hpc.media.recipe import Recipe
+from relax_hpc.media.source import Source
+from relax_hpc.prompts.parts import text_of
+from relax_hpc.prompts.record import Record, as_messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Tokenized(NamedTuple):
+    """A prompt as tokens."""
+
+    token_ids: list[int]
+    media: tuple[Measured, ...] = ()
+    """Media by their places."""
+    spans: tuple[Span, ...] = ()
+
+    def counted(self) -> str:
+        """Says how many tokens are of what; "" of text only."""
+        counts = {
+            modality: sum(
+                span.tokens
+                for span in self.spans
+                if self.media[span.medium].extent.modality == modality
+            )
+            for modality in MODALITIES
+        }
+        said = [f"{count:,} of {modality}" for modality, count in counts.items() if count]
+        rest = len(self.token_ids) - sum(counts.values())
+        return f" ({', '.join(said)}, {rest:,} of text)" if said else ""
+
+
+def refuse(where: str, media: Sequence[Source]) -> None:
+    """Refuses media of a prompt for a model that reads text only.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if media:
+        raise ConfigError(
+            f"{where}: has {len(media)} of image, video or audio, and the model reads text only; "
+            f"use one of model_type {', '.join(FAMILIES)}, or remove them"
+        )
+
+
+class MediaTokens:
+    """The way in which a model's prompts with media become tokens."""
+
+    def __init__(self, recipe: Recipe, tokenizer: "PreTrainedTokenizerBase") -> None:
+        """Looks up the tokens of media.
+
+        Raises:
+            ConfigError: the tokenizer lacks one.
+        """
+        self.recipe, self._tokenizer = recipe, tokenizer
+        self._modalities: dict[int, Modality] = {}
+        for modality, token in recipe.family.placeholders.items():
+            found = tokenizer.convert_tokens_to_ids(token)
+            if not isinstance(found, int) or found == tokenizer.unk_token_id:
+                raise ConfigError(
+                    f"{tokenizer.name_or_path}: the tokenizer has no {token}, which stands for "
+                    f"{modality}; copy the files of the model's own tokenizer"
+                )
+            self._modalities[found] = modality
+
+    def check(self, where: str, record: Record) -> None:
+        """Refuses text that would be taken for media, and media that the model cannot take.
+
+        Raises:
+            ConfigError: there is such.
+        """
+        text = "".join(text_of(message["content"]) for message in as_messages(record.prompt))
+        for token in self.recipe.family.placeholders.values():
+            if token in text:
+                raise ConfigError(
+                    f"{where}: the text holds {token}, which stands for a medium; write <image>, "
+                    "<video> or <audio> and give the medium, or remove it"
+                )
+        if record.num_unfilled:
+            raise ConfigError(
+                f"{where}: the text has {record.num_unfilled} places for media, and the row has "
+                "none; give them, "
+                'or write the content in parts, {"type": "text", ...}, where it is text'
+            )
+        for source in record.media:
+            if source.modality not in self.recipe.family.placeholders:
+                takes = ", ".join(self.recipe.family.placeholders)
+                raise source.refused(
+                    f"is {source.modality}, which {self.recipe.family.name} does not take; it "
+                    f"takes {takes}: use another model, or remove the line"
+                )
+
+    def measured(self, media: Sequence[Source]) -> tuple[Measured, ...]:
+        """Reads the headers; raises ConfigError of the first that cannot be used."""
+        return tuple(measured(source, self.recipe) for source in media)
+
+    def expand(self, where: str, text: str, media: Sequence[Measured]) -> Expanded:
+        """Makes the tokens of a rendered prompt.
+
+        Args:
+            where: file and line, for messages.
+            text: with the token of each medium once.
+            media: in order.
+
+        Raises:
+            ConfigError: the chat template left a medium out.
+        """
+        for modality, token in self.recipe.family.placeholders.items():
+            count = sum(1 for medium in media if medium.extent.modality == modality)
+            if (places := text.count(token)) != count:
+                raise ConfigError(
+                    f"{where}: the chat template writes {token} {places} times for {count} of "
+                    f"{modality}; use the model's own template"
+                )
+        extents = [medium.extent for medium in media]
+        timed = with_times(text, extents, self.recipe.family)
+        token_ids = self._tokenizer.encode(timed, add_special_tokens=False)
+        return expand(token_ids, extents, self._modalities)

@@ -1,0 +1,138 @@
+"""Images, clips and sounds made in memory, and transformers' own code as the reference."""
+
+import ast
+import io
+import itertools
+import json
+import math
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from relax_hpc.config.media import MediaConfig
+from relax_hpc.demo import checkpoint
+from relax_hpc.media.recipe import read_recipe
+from relax_hpc.media.source import Source
+
+VISION = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2,
+          "image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # fmt: skip
+FOLDERS = {
+    "qwen3_vl": {
+        "config.json": {"model_type": "qwen3_vl"},
+        "preprocessor_config.json": VISION
+        | {"size": {"shortest_edge": 65536, "longest_edge": 16777216}},
+        "video_preprocessor_config.json": VISION
+        | {"size": {"shortest_edge": 4096, "longest_edge": 25165824}, "fps": 2},
+    },
+    "qwen3_omni_moe": {
+        "config.json": {
+            "model_type": "qwen3_omni_moe",
+            "thinker_config": {"position_id_per_seconds": 13, "audio_config": {"n_window": 50}},
+        },
+        "preprocessor_config.json": VISION
+        | {"min_pixels": 3136, "max_pixels": 12845056, "chunk_length": 300, "feature_size": 128},
+    },
+}
+"""The files of the published models, as far as they are read."""
+SPECIAL = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
+           "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"]  # fmt: skip
+
+
+def model_folder(path, model_type):
+    """Writes the files of a model that say how its media are made."""
+    path.mkdir(exist_ok=True)
+    for name, record in FOLDERS[model_type].items():
+        (path / name).write_text(json.dumps(record))
+    return path
+
+
+def recipe_of(path, model_type, **settings):
+    return read_recipe(model_folder(path / model_type, model_type), MediaConfig(**settings))
+
+
+def tokenizer():
+    made = checkpoint.tokenizer()
+    made.add_special_tokens({"additional_special_tokens": SPECIAL})
+    return made
+
+
+def source(data, modality="image"):
+    return Source(f"x.jsonl, line 3: {modality} 1", modality, data=data)
+
+
+def pixels(height, width, seed=0, channels=3):
+    """Shapes and noise, so that no two places are alike."""
+    random = np.random.default_rng(seed)
+    y, x = np.mgrid[:height, :width]
+    waves = [127 + 80 * np.sin(x / 7 + c) * np.cos(y / 11 - c) for c in range(channels)]
+    noisy = np.stack(waves, -1) + random.normal(0, 12, (height, width, channels))
+    return noisy.clip(0, 255).astype(np.uint8)
+
+
+def encoded(image, form="PNG", **options):
+    made = io.BytesIO()
+    image.save(made, form, **options)
+    return made.getvalue()
+
+
+def photo(height=60, width=100, form="PNG", seed=0, **options):
+    from PIL import Image
+
+    return encoded(Image.fromarray(pixels(height, width, seed)), form, **options)
+
+
+def clip(times, height=48, width=64, form="mp4", rate=10, turned=0):
+    """A video whose frame n is shown at times[n] (in frames) and is grey of 20 n + 20."""
+    import av
+
+    made = io.BytesIO()
+    with av.open(made, "w", format=form) as container:
+        stream = container.add_stream("libx264" if form == "mp4" else "libvpx-vp9", rate=rate)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        if turned:
+            stream.set_display_rotation(turned)
+        for number, time in enumerate(times):
+            grey = np.full((height, width, 3), 20 + 20 * (number % 11), np.uint8)
+            grey[: height // 4, : width // 4] = 255  # upper left, so that a turn is seen
+            frame = av.VideoFrame.from_ndarray(grey, format="rgb24")
+            frame.pts = time
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return made.getvalue()
+
+
+def tone(seconds=1.0, rate=16000, channels=1, form="WAV", loud=0.3):
+    import soundfile
+
+    t = np.arange(int(seconds * rate)) / rate
+    wave = loud * np.sin(2 * np.pi * 440 * t)[:, None] * np.linspace(1, 0.5, channels)
+    made = io.BytesIO()
+    soundfile.write(made, wave, rate, format=form)
+    return made.getvalue()
+
+
+@cache
+def of_transformers(module, *names):
+    """Functions and methods of transformers, run as they are written.
+
+    Their modules cannot be imported without torchvision, which these parts do not use.
+    """
+    import torch
+    import transformers
+
+    path = Path(transformers.__file__).parent / "models" / f"{module}.py"
+    tree = ast.parse(path.read_text())
+    found = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+    for made in (n for n in tree.body if isinstance(n, ast.ClassDef)):
+        methods = (n for n in made.body if isinstance(n, ast.FunctionDef))
+        found |= {f"{made.name}.{n.name}": n for n in methods}
+    space = {"math": math, "np": np, "torch": torch, "itertools": itertools}
+    for name, each in found.items():
+        if name in names or name == "_get_feat_extract_output_lengths":
+            each.decorator_list, each.returns = [], None
+            for arg in ast.walk(each.args):
+                if isinstance(arg, ast.arg):
+                    arg.annotation = None
+            exec(compile(ast.Module([each], []), str(path), "exec"), space)
+    return [space[name.rpartition(".")[2]] for name in names]

@@ -1,0 +1,141 @@
+"""Images: what transformers makes of them, turned, over white, of every mode."""
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from media_files import encoded, photo, pixels, recipe_of, source
+from PIL import Image
+
+from relax_hpc.media.canonical import canonical, measured
+from relax_hpc.media.extent import fitted
+from relax_hpc.media.images import decoded
+from relax_hpc.media.patches import patches, table
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return recipe_of(tmp_path_factory.mktemp("model"), "qwen3_vl", image_tokens=[4, 64])
+
+
+@pytest.fixture(scope="module")
+def reference(recipe):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    size = {"shortest_edge": recipe.image.least, "longest_edge": recipe.image.most}
+    half = [0.5] * 3
+    return Qwen2VLImageProcessorPil(patch_size=16, image_mean=half, image_std=half, size=size)
+
+
+def seen(data, recipe):
+    return canonical(measured(source(data), recipe), recipe)
+
+
+@pytest.mark.parametrize(("height", "width"), [(60, 100), (320, 210), (33, 32), (400, 40)])
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_patches_are_bitwise_those_of_transformers(recipe, reference, form, height, width):
+    data = photo(height, width, form)
+    found = seen(data, recipe)
+    with Image.open(io.BytesIO(data)) as image:
+        expected = reference(images=[image.convert("RGB")], return_tensors="pt")
+    ours = patches(torch.from_numpy(found.array.copy()), recipe.image, torch.float32)
+    assert torch.equal(ours, expected["pixel_values"])
+    assert [list(found.extent.grid)] == expected["image_grid_thw"].tolist()
+    assert found.extent.tokens == (len(ours) // 4,)
+
+
+def test_sizes_are_those_of_transformers_for_a_thousand_shapes(recipe):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    random = np.random.default_rng(0)
+    for height, width in np.exp(random.uniform(0.7, 9, (1000, 2))).astype(int).tolist():
+        if max(height, width) <= 200 * min(height, width):
+            expected = smart_resize(height, width, 32, recipe.image.least, recipe.image.most)
+            assert fitted(height, width, recipe.image) == expected, (height, width)
+
+
+def test_values_in_16_bits_are_those_in_32_bits_rounded_once(recipe):
+    exact = table(recipe.image, torch.float32)
+    assert torch.equal(table(recipe.image, torch.bfloat16), exact.bfloat16())
+    assert exact[0, 0] == -1 and exact[0, 255] == 1 and exact.shape == (3, 256)
+
+
+GREY = Image.fromarray(pixels(40, 64)[:, :, 0])
+COLOUR = Image.fromarray(pixels(40, 64))
+ALPHA = Image.fromarray(np.full((40, 64), 128, np.uint8))
+DEEP = Image.fromarray(np.asarray(GREY).astype(np.uint16) * 257)
+
+
+def with_alpha(image):
+    image.putalpha(ALPHA)
+    return image
+
+
+def palette(**options):
+    made = COLOUR.quantize(16)
+    return encoded(made, **options), made.convert("RGB")
+
+
+def over_white(image):
+    """Half of the colour, half of white, to a level."""
+    return (np.asarray(image.convert("RGB")).astype(int) * 128 + 255 * 127 + 127) // 255
+
+
+MODES = {
+    "1": (encoded(GREY.convert("1")), GREY.convert("1").convert("RGB")),
+    "L": (encoded(GREY), GREY.convert("RGB")),
+    "I;16": (encoded(DEEP), GREY.convert("RGB")),
+    "LA": (encoded(with_alpha(GREY.copy())), over_white(GREY)),
+    "P": palette(),
+    "P with transparency": (palette(transparency=0)[0], None),
+    "RGB": (encoded(COLOUR), COLOUR),
+    "RGB with transparency": (encoded(COLOUR, transparency=(1, 2, 3)), COLOUR),
+    "RGBA": (encoded(with_alpha(COLOUR.copy())), over_white(COLOUR)),
+    "RGBA, WEBP": (encoded(with_alpha(COLOUR.copy()), "WEBP", lossless=True), over_white(COLOUR)),
+    "L, JPEG": (encoded(GREY, "JPEG", quality=100), GREY.convert("RGB")),
+    "RGB, JPEG": (encoded(COLOUR, "JPEG", quality=100, subsampling=0), COLOUR),
+    "CMYK, JPEG": (encoded(COLOUR.convert("CMYK"), "JPEG", quality=100), COLOUR),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_becomes_rgb_of_8_bits_over_white(recipe, mode):
+    data, expected = MODES[mode]
+    found = decoded(source(data))
+    assert found.mode == "RGB" and found.size == (64, 40)
+    if expected is None:  # the colour that is transparent is white, and there are others
+        indices = np.asarray(COLOUR.quantize(16))
+        assert (np.asarray(found)[indices == 0] == 255).all() and (indices > 0).any()
+        return
+    lossy = {"L, JPEG": 3, "RGB, JPEG": 6, "CMYK, JPEG": 12}.get(mode, 0)
+    off = np.abs(np.asarray(found).astype(int) - np.asarray(expected).astype(int))
+    assert off.max() <= max(lossy, 1 if "A" in mode else 0)
+    assert seen(data, recipe).array.dtype == np.uint8
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_photo_is_turned_as_its_camera_was_held(recipe, orientation):
+    upright = np.zeros((40, 64, 3), np.uint8)
+    upright[:10, :10] = 255
+    undo = {1: lambda a: a, 2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud,
+            5: lambda a: a.transpose(1, 0, 2), 6: np.rot90, 8: lambda a: np.rot90(a, 3),
+            7: lambda a: np.rot90(a, 2).transpose(1, 0, 2)}[orientation]  # fmt: skip
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(Image.fromarray(np.ascontiguousarray(undo(upright))), exif=exif)
+    medium = measured(source(data), recipe)
+    assert (medium.facts.height, medium.facts.width) == (40, 64)
+    array = canonical(medium, recipe).array[0]
+    assert array[4, 4].min() > 200 and array[-4, 4].max() < 50 and array[4, -4].max() < 50
+
+
+def test_the_digest_is_of_pixels_and_shape_and_nothing_else(recipe):
+    data = photo(64, 64)
+    with Image.open(io.BytesIO(data)) as image:
+        again = encoded(image, "WEBP", lossless=True)
+    found, same = seen(data, recipe), seen(again, recipe)
+    assert found.digest == same.digest and len(found.digest) == 16
+    assert found.digest != found._replace(array=found.array.transpose(0, 2, 1, 3)).digest
+    assert found.digest != found._replace(array=found.array.reshape(1, 32, 128, 3)).digest
+    assert found.digest != seen(photo(64, 64, seed=1), recipe).digest

@@ -1,0 +1,283 @@
+"""Rows with media: places, tokens, and one line for each that cannot be used."""
+
+import json
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from media_files import clip, model_folder, photo, tokenizer, tone
+
+from relax_hpc.config.media import MediaConfig
+from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.media.recipe import read_recipe
+from relax_hpc.prompts.overlap import find
+from relax_hpc.prompts.records import Records
+from relax_hpc.prompts.source import PromptSource
+from relax_hpc.roles.rollout import prompt_check
+
+IMAGE, VIDEO, AUDIO = "<|image_pad|>", "<|video_pad|>", "<|audio_pad|>"
+TEMPLATE = (
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for c in m.content %}"
+    "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- elif c.type == 'video' %}{{- '<|vision_start|><|video_pad|><|vision_end|>' }}"
+    "{%- elif c.type == 'audio' %}{{- '<|audio_start|><|audio_pad|><|audio_end|>' }}"
+    "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+TWO = {"prompt": "<image>is it <image>?", "images": ["a.png", "b.png"], "answer": "1"}
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    made = tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    made = tmp_path_factory.mktemp("data")
+    (made / "a.png").write_bytes(photo(64, 96))
+    (made / "b.png").write_bytes(photo(320, 320))
+    (made / "c.mp4").write_bytes(clip(range(20)))
+    (made / "d.wav").write_bytes(tone(0.5))
+    (made / "cut.png").write_bytes(photo(64, 96)[:300])
+    (made / "text.png").write_text("no image")
+    return made
+
+
+@pytest.fixture
+def source(data, tokens, tmp_path):
+    def make(*rows, model="qwen3_omni_moe", media=None, **settings):
+        file = data / f"{tmp_path.name}.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings = {"max_prompt_tokens": 4000} | settings
+        config = PromptsConfig(train=file, media=media or {}, **settings)
+        folder = model_folder(tmp_path / "model", model) if model else tmp_path
+        recipe = read_recipe(folder, config.media)
+        records = Records(config.mixture, config)
+        return PromptSource(records, tokens, shuffle_seed=None, settings=config, recipe=recipe)
+
+    return make
+
+
+def refusal(made):
+    with pytest.raises(ConfigError) as caught:
+        made.prompt(0)
+    said = str(caught.value)
+    assert "\n" not in said and said.startswith(f"{made.records.files[0]}, line 1: ")
+    return said.partition(", line 1: ")[2]
+
+
+def test_media_stand_where_the_markers_are_with_as_many_tokens_as_they_have(source, tokens):
+    made = source(TWO, media={"image_tokens": [1, 100]}).prompt(0)
+    pad = tokens.convert_tokens_to_ids(IMAGE)
+    # 2 x 3 and 10 x 10 tokens of 32 x 32 pixels.
+    assert [span.tokens for span in made.spans] == [6, 100]
+    assert made.token_ids.count(pad) == 106
+    text = tokens.decode([t for n, t in enumerate(made.token_ids) if t != pad])
+    assert text == (
+        "<|im_start|>user\n<|vision_start|><|vision_end|>is it <|vision_start|><|vision_end|>?"
+        "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [medium.source.given for medium in made.measured] == ["a.png", "b.png"]
+    assert made.metadata == {} and made.messages[0]["content"][0] == {"type": "image"}
+
+
+def test_parts_markers_and_inline_media_say_the_same(source):
+    image, text = {"type": "image"}, {"type": "text", "text": "is it "}
+    end = {"type": "text", "text": "?"}
+
+    def asked(content, **columns):
+        return {"prompt": [{"role": "user", "content": content}], "answer": "1", **columns}
+
+    rows = [
+        TWO,
+        asked([image, text, image, end], images=["a.png", "b.png"]),
+        asked([image | {"image": "a.png"}, text, image, end], images=["b.png"]),
+        asked([image | {"image": "a.png"}, text, image | {"image": {"path": "b.png"}}, end]),
+    ]
+    made = source(*rows)
+    found = [made.prompt(n) for n in range(4)]
+    assert [each.token_ids for each in found] == [found[0].token_ids] * 4
+    assert [each.messages for each in found] == [found[0].messages] * 4
+
+
+def test_all_media_of_a_row_are_in_the_order_of_their_places(source, tokens):
+    row = {
+        "prompt": "<audio> then <video> then <image>",
+        "images": "a.png",
+        "videos": ["c.mp4"],
+        "audios": ["d.wav"],
+        "answer": "1",
+    }
+    made = source(row).prompt(0)
+    assert [m.extent.modality for m in made.measured] == ["audio", "video", "image"]
+    firsts = [made.token_ids.index(tokens.convert_tokens_to_ids(t)) for t in (AUDIO, VIDEO, IMAGE)]
+    assert [span.first for span in made.spans] == firsts == sorted(firsts)
+
+
+def test_times_of_frames_are_written_for_a_model_that_reads_them(source, tokens):
+    made = source({"prompt": "<video>", "videos": ["c.mp4"], "answer": "1"}, model="qwen3_vl")
+    found = made.prompt(0)
+    text = tokens.decode(found.token_ids)
+    assert len(found.spans) == len(found.measured[0].extent.times) == 2
+    assert "<0.3 seconds><|vision_start|><|video_pad|>" in text and "<1.6 seconds>" in text
+
+
+def test_the_jobs_own_text_may_say_where_the_media_belong(source):
+    row = {"prompt": "x", "images": ["a.png"], "answer": "1"}
+    made = source(row, user="<image>{prompt}", system="see").prompt(0)
+    assert [m["role"] for m in made.messages] == ["system", "user"]
+    assert made.messages[1]["content"] == [{"type": "image"}, {"type": "text", "text": "x"}]
+    parts = [{"type": "image"}, {"type": "text", "text": "x"}]
+    row = row | {"prompt": [{"role": "user", "content": parts}]}
+    asked = source(row, user="look: {prompt}!").prompt(0).messages[0]["content"]
+    assert [part.get("text") for part in asked] == ["look: ", None, "x", "!"]
+
+
+def test_rows_of_text_are_what_they_were_before_with_every_model(source):
+    rows = [
+        {"prompt": "the tag <video>", "answer": "1", "images": []},
+        {"prompt": [{"role": "user", "content": "x"}], "answer": "1", "level": 2},
+    ]
+    before = source(*rows, model=None)
+    assert before.prompt(0).messages == [{"role": "user", "content": "the tag <video>"}]
+    assert before.prompt(0).metadata == {"images": []}
+    expected = before.prompt(1).token_ids
+    after = source(rows[1])
+    assert after.prompt(0).token_ids == expected
+    assert (after.prompt(0).spans, after.prompt(0).measured) == ((), ())
+
+
+def test_a_text_of_parts_is_text(source):
+    parts = [{"type": "text", "text": "the tag "}, {"type": "text", "text": "<video>"}]
+    made = source({"prompt": [{"role": "user", "content": parts}], "answer": "1"}).prompt(0)
+    assert made.messages == [{"role": "user", "content": "the tag <video>"}]
+
+
+def test_images_of_parquet_are_read_as_the_hub_writes_them(tmp_path, tokens):
+    image = {"bytes": photo(64, 64), "path": None}
+    table = pa.table({"q": ["<image>x"], "image": [image], "a": ["1"]})
+    pq.write_table(table, tmp_path / "x.parquet")
+    columns = {"prompt": "q", "answer": "a", "images": "image"}
+    settings = PromptsConfig(train=tmp_path / "x.parquet", columns=columns)
+    recipe = read_recipe(model_folder(tmp_path / "m", "qwen3_vl"), MediaConfig())
+    records = Records(settings.mixture, settings)
+    made = PromptSource(records, tokens, shuffle_seed=None, settings=settings, recipe=recipe)
+    assert made.prompt(0).measured[0].facts.height == 64
+    assert find(records, {}).num_train == 1
+
+
+def rows_of(prompt="<image>x", **columns):
+    return {"prompt": prompt, "answer": "1", **columns}
+
+
+BAD = {
+    "fewer places": (rows_of("x", images=["a.png"]), "images holds 1, and the prompt has 0 places"),
+    "more places": (rows_of("<image><image>", images=["a.png"]), "images holds 1, and the prompt"),
+    "places of another": (
+        rows_of("<video>", images=["a.png"]),
+        "images holds 1, and the prompt has",
+    ),
+    "no media": (rows_of(), "the text has 1 places for media, and the row has none; give them"),
+    "placeholder": (rows_of(f"<image>{IMAGE}", images=["a.png"]), f"the text holds {IMAGE}, which"),
+    "placeholder only": (rows_of(VIDEO), f"the text holds {VIDEO}, which stands for a medium; "),
+    "gone": (rows_of(images=["gone.png"]), "image 1: "),
+    "not an image": (rows_of(images=["text.png"]), "image 1 (text.png): is none of the encodings"),
+    "header cut": (
+        rows_of("<video>x", videos=["a.png"]),
+        "video 1 (a.png): is PNG, of image; name",
+    ),
+    "a URL": (rows_of(images=["http://x/a.png"]), "image 1: is 'http://x/a.png'; a job downloads"),
+    "no medium": (rows_of(images=[None]), "images holds 1, and the prompt has"),
+    "parts": (
+        rows_of([{"role": "user", "content": [{"type": "table"}]}]),
+        "must be text, or messag",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_row_that_cannot_be_used_is_named_with_its_medium_and_what_to_do(source, case):
+    row, expected = BAD[case]
+    assert expected in refusal(source(row))
+
+
+def test_audio_for_a_model_that_only_sees_is_refused(source):
+    row = rows_of("<audio>x", audios=["d.wav"])
+    said = refusal(source(row, model="qwen3_vl"))
+    assert said.startswith(
+        "audio 1 (d.wav): is audio, which qwen3_vl does not take; it takes image"
+    )
+
+
+def test_media_with_a_model_of_text_are_refused(source):
+    said = refusal(source(TWO, model=None))
+    assert said.startswith("has 2 of image, video or audio, and the model reads text only; use one")
+    assert refusal(source(TWO, chat_template=False)).startswith("has media; set prompts.chat_templ")
+
+
+def test_a_prompt_that_is_too_long_says_its_tokens_by_kind(source):
+    row = rows_of("<image><audio>x", images=["b.png"], audios=["d.wav"])
+    said = refusal(source(row, max_prompt_tokens=100))
+    assert (
+        "tokens (100 of image, 7 of audio, " in said and " of text), prompts.max_prompt_tok" in said
+    )
+
+
+def test_paths_may_not_leave_the_folder_that_the_job_names(source, data):
+    inside = source(rows_of(images=["a.png"]), media={"folder": data})
+    assert inside.prompt(0).measured[0].source.path == data / "a.png"
+    outside = source(rows_of(images=["../a.png"]), media={"folder": data})
+    assert "is outside prompts.media.folder = " in refusal(outside)
+
+
+def test_a_template_that_leaves_a_medium_out_is_refused(source, tokens, monkeypatch):
+    monkeypatch.setattr(tokens, "chat_template", "{{ messages[0].content[1].text }}")
+    said = refusal(source(rows_of(images=["a.png"])))
+    assert said.startswith(
+        f"the chat template writes {IMAGE} 0 times for 1 of image; use the model"
+    )
+
+
+def test_rows_with_bad_media_are_left_out_once_and_listed(source):
+    rows = [TWO, rows_of(images=["gone.png"]), rows_of(images=["text.png"]), TWO]
+    made = source(*rows, bad_rows="skip")
+    found = made.examine(range(4))
+    assert [row for row, _ in found.bad] == [1, 2] and "image 1 (text.png): is" in found.bad[1][1]
+    assert found.longest == len(made.prompt(0).token_ids)
+    made.leave_out(dict(found.bad))
+    assert [made[n].index for n in range(4)] == [0, 3, 0, 3]
+
+
+def test_headers_are_enough_for_lengths(source):
+    """A damaged picture whose header is whole has a length; decoding it is what fails."""
+    assert source(rows_of(images=["cut.png"])).prompt(0).measured[0].facts.width == 96
+
+
+def job(path, kind="sglang", **media):
+    prompts = PromptsConfig(train="x", media=media)
+    model, pool = SimpleNamespace(path=path), SimpleNamespace(kind=kind)
+    return SimpleNamespace(prompts=prompts, model=model, rollout_pool=pool, seed=1)
+
+
+def test_media_are_refused_by_the_name_of_what_cannot_take_them(tmp_path, tokens):
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ConfigError, match=r"prompts.media.video_fps: the model in .* reads text"):
+        prompt_check.sources_of(job(tmp_path, video_fps=1.0), None, tokens)
+    folder = model_folder(tmp_path / "vl", "qwen3_vl")
+    with pytest.raises(ConfigError, match=r'engines.rollout.kind = "embedded": it takes no images'):
+        prompt_check.sources_of(job(folder, "embedded"), None, tokens)
+
+
+def test_the_folder_of_media_is_found_from_anywhere(tmp_path, monkeypatch):
+    from relax_hpc.launch.submit import _found_anywhere
+
+    monkeypatch.chdir(tmp_path)
+    found = _found_anywhere(PromptsConfig(train="x", media={"folder": "photos"}))
+    assert found.media.folder == tmp_path / "photos"
+    assert _found_anywhere(PromptsConfig(train="x")).media == MediaConfig()

@@ -1,0 +1,75 @@
+"""Sound: one channel at the model's rate, and transformers' mel spectrum of it."""
+
+import numpy as np
+import pytest
+from media_files import recipe_of, source, tone
+
+from relax_hpc.media.canonical import canonical, measured
+from relax_hpc.media.extent import audio_tokens, resampled
+from relax_hpc.media.sounds import decoded
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return recipe_of(tmp_path_factory.mktemp("model"), "qwen3_omni_moe")
+
+
+def sound(data):
+    return source(data, "audio")
+
+
+@pytest.mark.parametrize("seconds", [0.4, 1.0, 1.23456])
+def test_mel_and_tokens_are_those_of_transformers(recipe, seconds):
+    from transformers import WhisperFeatureExtractor
+    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
+
+    data = tone(seconds)
+    found = canonical(measured(sound(data), recipe), recipe)
+    extractor = WhisperFeatureExtractor(feature_size=128, chunk_length=300)
+    samples = decoded(sound(data), recipe.audio)
+    # As Qwen3OmniMoeProcessor asks it: audio_kwargs.
+    expected = extractor(
+        [samples], sampling_rate=16000, padding=True, truncation=False,
+        return_attention_mask=True, return_tensors="np",
+    )  # fmt: skip
+    assert np.array_equal(found.array, expected["input_features"][0])
+    frames = expected["attention_mask"].sum()
+    assert found.extent.tokens == (_get_feat_extract_output_lengths(frames),)
+    assert found.array.shape == (128, frames)
+
+
+def test_tokens_are_those_of_transformers_for_every_length():
+    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+        _get_feat_extract_output_lengths,
+    )
+
+    lengths = np.arange(1, 1000)
+    expected = _get_feat_extract_output_lengths(lengths)
+    assert [audio_tokens(int(n), 100) for n in lengths] == expected.tolist()
+
+
+@pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3"])
+@pytest.mark.parametrize("rate", [16000, 44100])
+def test_every_encoding_and_rate_is_the_same_tone(recipe, form, rate):
+    data = tone(0.8, rate, channels=2, form=form)
+    medium = measured(sound(data), recipe)
+    samples = decoded(sound(data), recipe.audio)
+    assert medium.facts.kind.name == form
+    loudest = np.abs(np.fft.rfft(samples)).argmax() * 16000 / len(samples)
+    assert abs(loudest - 440) < 3 and np.abs(samples).max() == pytest.approx(0.225, abs=0.03)
+    assert canonical(medium, recipe).array.shape[1] == medium.extent.mel_frames
+
+
+def test_the_mean_of_two_channels_is_taken(recipe):
+    samples = decoded(sound(tone(0.1, channels=2, loud=0.4)), recipe.audio)
+    assert np.allclose(samples, decoded(sound(tone(0.1, loud=0.3)), recipe.audio), atol=1e-4)
+
+
+def test_as_many_samples_are_told_as_a_resampler_makes():
+    soxr = pytest.importorskip("soxr")
+    for rate in (8000, 22050, 44100, 48000):
+        for count in (401, 1000, 12345, 33333, 44099):
+            made = soxr.resample(np.zeros(count, np.float32), rate, 16000)
+            assert resampled(count, rate, 16000) == len(made), (rate, count)

@@ -1,0 +1,191 @@
+"""Token ids and positions of rows with media: those of transformers, of both families."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from media_files import of_transformers, recipe_of, tokenizer
+
+from relax_hpc.media.expand import Span, expand, with_times
+from relax_hpc.media.extent import extent_of
+from relax_hpc.media.facts import Facts
+from relax_hpc.media.positions import next_position, positions
+from relax_hpc.schema import MediaKind
+
+IMAGE = Facts("image", MediaKind.PNG, 300, 420)
+WIDE = Facts("image", MediaKind.PNG, 90, 700)
+VIDEO = Facts("video", MediaKind.MP4, 200, 160, 100, 23.976)
+SHORT = Facts("video", MediaKind.MP4, 120, 160, 31, 10.0)
+SOUND = Facts("audio", MediaKind.WAV, num_samples=37777, sampling_rate=16000)
+CASES = {
+    "text": [],
+    "image": [IMAGE],
+    "2 images": [IMAGE, WIDE],
+    "video": [VIDEO],
+    "2 videos": [SHORT, VIDEO],
+    "audio": [SOUND],
+    "mixed": [WIDE, VIDEO, SOUND, IMAGE, SHORT],
+}
+SETTINGS = {"image_tokens": [4, 60], "video_frames": [2, 12]}
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    vl = recipe_of(folder, "qwen3_vl", **SETTINGS, video_tokens_per_frame=[2, 20])
+    omni = recipe_of(folder, "qwen3_omni_moe", **SETTINGS, video_tokens_per_frame=[2, 20])
+    return {"qwen3_vl": vl, "qwen3_omni_moe": omni}
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return tokenizer()
+
+
+def row(name, case, recipes, tokens):
+    recipe = recipes[name]
+    facts = [f for f in CASES[case] if f.modality in recipe.family.placeholders]
+    extents = [extent_of(each, recipe) for each in facts]
+    parts = [f"part {n}" + recipe.family.wrapped[f.modality] for n, f in enumerate(facts)]
+    text = "<|im_start|>user\n" + "".join(parts) + "what?<|im_end|>\n"
+    ids = {recipe.family.placeholders[m]: m for m in recipe.family.placeholders}
+    placeholders = {tokens.convert_tokens_to_ids(token): m for token, m in ids.items()}
+    written = tokens.encode(with_times(text, extents, recipe.family), add_special_tokens=False)
+    return recipe, text, extents, expand(written, extents, placeholders)
+
+
+def processor(name, recipe, tokens):
+    """Transformers' own methods on what they need of a processor."""
+    if name == "qwen3_vl":
+        from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor as Made
+    else:
+        from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+            Qwen3OmniMoeProcessor as Made,
+        )
+
+    made = Made.__new__(Made)
+    for modality, token in recipe.family.placeholders.items():
+        setattr(made, f"{modality}_token", token)
+    made.vision_start_token, made.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    made.image_processor = SimpleNamespace(merge_size=2)
+    made.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    return made
+
+
+def ids_of_transformers(name, recipe, text, extents, tokens):
+    made = processor(name, recipe, tokens)
+    grids = {m: np.array([e.grid for e in extents if e.modality == m]) for m in ("image", "video")}
+    videos = [e for e in extents if e.modality == "video"]
+    sounds = [e.mel_frames for e in extents if e.modality == "audio"]
+    metadata = [SimpleNamespace(frames_indices=list(v.frames), fps=fps_of(v)) for v in videos]
+    seen = {"image_grid_thw": grids["image"], "video_grid_thw": grids["video"],
+            "video_metadata": metadata}  # fmt: skip
+    images = [made.replace_image_token(seen, n) for n in range(len(grids["image"]))]
+    films = [
+        made.replace_video_token(seen, n, load_audio_from_video=False) for n in range(len(videos))
+    ]
+    heard = []
+    if sounds:
+        from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+            _get_feat_extract_output_lengths,
+        )
+
+        counts = {"num_audio_tokens": _get_feat_extract_output_lengths(np.array(sounds))}
+        heard = [made.replace_audio_token(counts, n) for n in range(len(sounds))]
+    written = {"image": images, "video": films, "audio": heard}
+    [text], _ = type(made).get_text_with_replacements(
+        SimpleNamespace(
+            all_special_multimodal_tokens=True,
+            **{f"{m}_token": t for m, t in recipe.family.placeholders.items()},
+        ),
+        [text], written["image"], written["video"], written["audio"],
+    )  # fmt: skip
+    return tokens.encode(text, add_special_tokens=False)
+
+
+def fps_of(extent):
+    return {SHORT.num_frames: SHORT.fps, VIDEO.num_frames: VIDEO.fps}[
+        SHORT.num_frames if extent.frames[-1] < SHORT.num_frames else VIDEO.num_frames
+    ]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_omni_moe"])
+def test_token_ids_are_those_of_transformers(name, case, recipes, tokens):
+    recipe, text, extents, found = row(name, case, recipes, tokens)
+    assert found.token_ids == ids_of_transformers(name, recipe, text, extents, tokens)
+    assert sum(span.tokens for span in found.spans) == sum(sum(e.tokens) for e in extents)
+    for span in found.spans:
+        stretch = found.token_ids[span.first : span.first + span.tokens]
+        token = recipe.family.placeholders[extents[span.medium].modality]
+        assert set(stretch) == {tokens.convert_tokens_to_ids(token)}
+
+
+def positions_of_transformers(name, recipe, ids, extents, tokens):
+    grids = {
+        m: torch.tensor([e.grid for e in extents if e.modality == m]) for m in ("image", "video")
+    }
+    image, video = (g if len(g) else None for g in grids.values())
+    here = torch.tensor([ids])
+    of = tokens.convert_tokens_to_ids
+    if name == "qwen3_vl":
+        model = "qwen3_vl/modeling_qwen3_vl"
+        vision, index = of_transformers(
+            model, "Qwen3VLModel.get_vision_position_ids", "Qwen3VLModel.get_rope_index"
+        )
+        settings = SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2))
+        made = SimpleNamespace(config=settings)
+        made.get_vision_position_ids = lambda *a, **k: vision(made, *a, **k)
+        kinds = (here == of("<|image_pad|>")).int() + 2 * (here == of("<|video_pad|>")).int()
+        return index(made, here, kinds, image, video)
+    model = "qwen3_omni_moe/modeling_qwen3_omni_moe"
+    base = "Qwen3OmniMoePreTrainedModelForConditionalGeneration"
+    vision, index = of_transformers(
+        model, f"{base}.get_llm_pos_ids_for_vision", f"{base}.get_rope_index"
+    )
+    made = SimpleNamespace(spatial_merge_size=2)
+    made.config = SimpleNamespace(
+        image_token_id=of("<|image_pad|>"), video_token_id=of("<|video_pad|>"),
+        audio_token_id=of("<|audio_pad|>"), vision_start_token_id=of("<|vision_start|>"),
+        audio_start_token_id=of("<|audio_start|>"), position_id_per_seconds=13,
+        audio_config=SimpleNamespace(n_window=50),
+    )  # fmt: skip
+    made.get_llm_pos_ids_for_vision = lambda *a, **k: vision(made, *a, **k)
+    sounds = torch.tensor([e.mel_frames for e in extents if e.modality == "audio"])
+    seconds = torch.tensor([e.seconds_per_grid for e in extents if e.modality == "video"])
+    return index(made, here, image, video, torch.ones_like(here), False, sounds, seconds)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_omni_moe"])
+def test_positions_are_those_of_transformers(name, case, recipes, tokens):
+    recipe, _, extents, row_ = row(name, case, recipes, tokens)
+    ids = row_.token_ids
+    found = positions(len(ids), row_.spans, extents, recipe)
+    expected, delta = positions_of_transformers(name, recipe, ids, extents, tokens)
+    assert found.dtype == (np.float32 if name == "qwen3_omni_moe" else np.int64)
+    assert np.array_equal(found, expected[:, 0].numpy())
+    assert next_position(found) == pytest.approx(float(delta.squeeze()) + len(ids), abs=1e-5)
+
+
+def test_a_placeholder_that_was_sampled_is_text(recipes, tokens):
+    recipe, _, extents, row_ = row("qwen3_vl", "image", recipes, tokens)
+    pad = tokens.convert_tokens_to_ids("<|image_pad|>")
+    more = [*row_.token_ids, 65, pad, pad, 66]
+    found = positions(len(more), row_.spans, extents, recipe)
+    assert np.array_equal(found[:, : len(row_.token_ids)],
+                          positions(len(row_.token_ids), row_.spans, extents, recipe))  # fmt: skip
+    after = next_position(found[:, : len(row_.token_ids)])
+    assert (found[:, -4:] == after + np.arange(4)).all()
+
+
+def test_positions_by_hand(recipes):
+    # 2 tokens of text, an image of 2 x 3 tokens, 1 of text.
+    extent = extent_of(Facts("image", MediaKind.PNG, 64, 96), recipes["qwen3_vl"])
+    found = positions(9, [Span(0, 2, 6)], [extent], recipes["qwen3_vl"])
+    assert found.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5],
+    ]
