@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import crc32c
 
+from relax_hpc import storage
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -34,32 +36,47 @@ def write_text(path: Path, text: str) -> None:
     """Publishes `text` at `path`, replacing what was there.
 
     Readers may open the final name at any moment, so it must never name a half-written file: write
-    beside it, flush to disk, then rename, which is atomic within one POSIX file system.
+    beside it, flush to disk, then rename, which is atomic within one POSIX file system. All of it
+    is done again where storage fails for a while: the same text gets the same name.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+
+    def publish() -> None:
+        _write_draft(draft, text)
+        draft.replace(path)
+
+    storage.patiently(path, publish, small=True)
 
 
 def write_json_once(path: Path, record: object) -> bool:
     """Publishes `record` at `path` unless something is there; whether it did."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex[:8]}.tmp")
-    with draft.open("w") as file:
-        json.dump(record, file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
+    text = json.dumps(record, indent=1, allow_nan=False)
+
+    def publish() -> bool:
+        try:
+            os.link(draft, path)  # of several writers, on several nodes, one succeeds
+        except FileExistsError:  # perhaps by an attempt that was said to have failed
+            return draft.samefile(path)
+        return True
+
     try:
-        os.link(draft, path)  # of several writers, on several nodes, one succeeds
-    except FileExistsError:
-        return False
+        storage.patiently(path, lambda: _write_draft(draft, text), small=True)
+        return storage.patiently(path, publish, small=True)
     finally:
-        draft.unlink()
-    return True
+        storage.patiently(draft, lambda: draft.unlink(missing_ok=True))
+
+
+def _write_draft(draft: Path, text: str) -> None:
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    try:
+        left = memoryview(text.encode())
+        while left:
+            left = left[os.write(fd, left) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class _NotFinite(str):
@@ -104,9 +121,20 @@ def _with_null(value: object) -> object:
 def read_json(path: Path) -> Any | None:  # noqa: ANN401
     """The record at `path`; None while there is none."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_bytes(path))
     except FileNotFoundError:
         return None
+
+
+def read_bytes(path: Path) -> bytes:
+    """Returns what a file holds."""
+
+    def read() -> bytes:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb", buffering=0) as file:
+            return file.read() or b""
+
+    return storage.patiently(path, read)
 
 
 def sync(path: Path) -> None:

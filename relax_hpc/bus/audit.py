@@ -33,6 +33,8 @@ class BusAudit(NamedTuple):
     """Rows in shards that could not be read; the prompts were sampled again."""
     skipped: int = 0
     """Passed over because they teach nothing; other prompts took their place."""
+    retired: int = 0
+    """Part of `skipped` that was never sampled: the prompt had been solved often enough."""
 
 
 def audit(paths: BusPaths) -> BusAudit:
@@ -72,6 +74,7 @@ def audit(paths: BusPaths) -> BusAudit:
         over_age=sum(drop.rows for drop in chain.dropped if drop.why == "over_age"),
         damaged=sum(drop.rows for drop in chain.dropped if drop.why == "damaged"),
         skipped=sum(group.rows for group in chain.skipped),
+        retired=sum(group.rows for group in chain.skipped if group.retired),
     )
 
 

@@ -38,6 +38,9 @@ class Credit(NamedTuple):
     batch_ends: tuple[int, ...] = ()
     """The first guid behind each batch from that of `step` + 1 on; none: multiples of P. What is
     skipped moves them up, never down."""
+    judged_guid_below: int = 0
+    """All guids below are planned, skipped, or wait for their step, and what is skipped of them is
+    in the plan; told at multiples of `staleness.judging_span`."""
 
 
 class CreditWriter:

@@ -1,14 +1,16 @@
 """Bytes that survive a crash: complete writes, flushes, and what a full file system means."""
 
 import ctypes
-import errno
 import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import cast
 
+from relax_hpc import storage
 from relax_hpc.errors import BusError
 from relax_hpc.records import Buffer, checksum
 
@@ -18,6 +20,8 @@ MAX_BUFFERS = 1024  # of one system call: IOV_MAX of Linux
 _SYNC_FILE_RANGE_WRITE = 2
 FULL_RETRY_S = 5.0
 """Seconds between attempts to write to a full file system."""
+TELL_S = 60.0
+"""Seconds between lines about it."""
 
 
 class BusFullError(BusError):
@@ -31,7 +35,7 @@ class Space:
     """
 
     def __init__(self) -> None:
-        self._retry_at = 0.0
+        self._retry_at = self._tell_at = 0.0
 
     @property
     def full(self) -> bool:
@@ -46,18 +50,24 @@ class Space:
         """
         if time.monotonic() < self._retry_at:
             return False
+        if self.full and not storage.restore_reserve():  # small records come first
+            self._retry_at = time.monotonic() + FULL_RETRY_S
+            return False
         try:
             put()
         except BusFullError as error:
-            log.warning("%s; trying again every %g s", error, FULL_RETRY_S)
+            storage.give_reserve_back()
+            if time.monotonic() >= self._tell_at:
+                log.warning("%s; trying again every %g s", error, FULL_RETRY_S)
+                self._tell_at = time.monotonic() + TELL_S
             self._retry_at = time.monotonic() + FULL_RETRY_S
             return False
-        self._retry_at = 0.0
+        self._retry_at = self._tell_at = 0.0
         return True
 
 
 def is_full(error: OSError) -> bool:
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return error.errno in storage.FULL
 
 
 def pwrite_all(fd: int, data: Buffer, offset: int) -> None:
@@ -78,6 +88,22 @@ def pwritev_all(fd: int, buffers: Iterable[Buffer], offset: int) -> None:
         rest = rest[done:]
         if written:
             rest[0] = rest[0][written:]
+
+
+def close_flushed(fd: int) -> None:
+    """Closes what was flushed before: whatever storage says now, nothing is lost."""
+    with suppress(OSError):
+        os.close(fd)
+
+
+def write_in_place(path: Path, data: Buffer, offset: int) -> None:
+    """Writes again what stands there, so that a flush is about it."""
+    fd = os.open(path, os.O_WRONLY | os.O_DSYNC | os.O_CLOEXEC)
+    try:
+        pwrite_all(fd, data, offset)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def start_writeback(fd: int, offset: int, size: int) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.bus.durable import pwrite_all
+from relax_hpc.bus.durable import close_flushed, pwrite_all, write_in_place
 from relax_hpc.bus.tail import current_size, read_whole
 from relax_hpc.errors import BusError
 from relax_hpc.records import checksum, sync
+from relax_hpc.storage import patiently
 
 MAGIC = b"\x89RLF"  # cannot occur inside JSON text
 FRAME = struct.Struct("<4sII")
@@ -77,12 +78,7 @@ def read_frames(path: Path, start: int = 0) -> list[tuple[Record, int]]:
 
     A torn tail is not a record.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read()
-    except OSError as error:
-        raise BusError(f"{path}: cannot be read: {error.strerror}") from error
+    data = read_whole(path, start)
     return [(record, end) for record, end in _frames(data, path, start) if CUT not in record]
 
 
@@ -91,46 +87,83 @@ class FrameWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.end = 0
+        """Where the next record begins."""
+        self._is_sure = True
+        """Whether the file is known to end there."""
         try:
-            # Why O_DSYNC, and why it is not read through this descriptor: see `LogWriter`.
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_DSYNC | os.O_CLOEXEC
-            self._fd = os.open(path, flags, 0o644)
-            size = self._read()
-            if size > self.end:
-                pwrite_all(self._fd, encode({CUT: self.end}), size)
-                os.fsync(self._fd)
-                self._read()
-            if not size:
-                sync(path.parent)
+            self._fd = patiently(path, self._open)
+            data = read_whole(path)
+            self.found, self.end = decode(data, path)
+            """Records that were there."""
+            if len(data) > self.end:
+                self._put(encode({CUT: self.end}), len(data))
+            if not data:
+                patiently(path, lambda: sync(path.parent))
         except OSError as error:
             raise BusError(f"{path}: cannot be opened for writing: {error.strerror}") from error
 
     def append(self, record: Record) -> None:
-        """Adds `record`: on return it is on disk.
+        """Adds `record`: on return it is on disk, once.
 
         Raises:
             BusError: another process writes this file, or storage refused.
         """
-        if current_size(self._fd) != self.end:
-            raise BusError(f"{self.path}: another process writes it; this one must end")
-        frame = encode(record)
         try:
-            pwrite_all(self._fd, frame, self.end)
-            os.fsync(self._fd)
+            self._put(encode(record), self.end)
         except OSError as error:
             raise BusError(f"{self.path}: cannot be written: {error.strerror}") from error
-        self.end += len(frame)
-
-    def _read(self) -> int:
-        """Returns the size of the file."""
-        data = read_whole(self.path)
-        self.found, self.end = decode(data, self.path)
-        """Records that were there, and where the next one begins."""
-        return len(data)
 
     def skip(self, size: int) -> None:
         """Goes on behind what another process has appended."""
         self.end += size
 
     def close(self) -> None:
-        os.close(self._fd)
+        close_flushed(self._fd)
+
+    def _open(self) -> int:
+        # Why O_DSYNC, and why it is not read through this descriptor: see `LogWriter`.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_DSYNC | os.O_CLOEXEC
+        return os.open(self.path, flags, 0o644)
+
+    def _put(self, frame: bytes, size: int) -> None:
+        """Appends a frame to a file of `size` bytes, and moves `end` behind it."""
+
+        def put() -> None:
+            if not self._is_sure:
+                self._put_again(frame)
+                return
+            if current_size(self._fd) != size:
+                raise self._not_alone()
+            self._is_sure = False
+            pwrite_all(self._fd, frame, size)
+            os.fsync(self._fd)
+            self.end = size + len(frame)
+            self._is_sure = True
+
+        patiently(self.path, put, small=True)
+
+    def _put_again(self, frame: bytes) -> None:
+        """Appends a frame of which nothing, a part or all may have come to the file already."""
+        close_flushed(self._fd)
+        self._fd = self._open()
+        rest = read_whole(self.path, self.end)
+        records, size = decode(rest, self.path, self.end)
+        is_there = rest[:size].endswith(frame)
+        if len(records) > 1 or (records and not is_there):
+            raise self._not_alone()
+        if is_there:
+            # What a flush failed for may be in a cache alone: only what is written anew is flushed.
+            write_in_place(self.path, rest[:size], self.end)
+        else:
+            self.end += size  # a CUT of an attempt before
+            at, size = self.end, len(rest) - size
+            data = encode({CUT: at}) + frame if size else frame
+            pwrite_all(self._fd, data, at + size)
+            os.fsync(self._fd)
+            size += len(data)
+        self.end += size
+        self._is_sure = True
+
+    def _not_alone(self) -> BusError:
+        return BusError(f"{self.path}: another process writes it; this one must end")

@@ -109,6 +109,13 @@ class Intake:
         for record in chain.steps:
             self.mark_planned(record)
 
+    def judged_below(self, span: int) -> int:
+        """The highest multiple of `span` below which all groups are planned, skipped or waiting."""
+        guid = self.planned.below
+        while guid in self.planned or guid in self.waiting:
+            guid += 1
+        return guid // span * span
+
     def num_records(self, producer: str) -> int:
         return self._tails[producer].num_records
 
@@ -267,8 +274,9 @@ class Intake:
                 continue
             if verdict is not None and not verdict.teaches:
                 prompt = int(shard.read_rows("row/prompt_index", lo, lo + 1)[0])
-                rest = (hi - lo, step, prompt, verdict.solved, verdict.reward, verdict.truncated)
-                skipped = SkippedGroup(guid, record.uuid, *rest)
+                told = verdict._asdict()
+                del told["teaches"]
+                skipped = SkippedGroup(guid, record.uuid, hi - lo, step, prompt, **told)
                 self.notes.append(skipped)
                 self._mark_skipped(skipped)
                 continue

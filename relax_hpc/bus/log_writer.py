@@ -4,11 +4,12 @@ import os
 import uuid as uuidlib
 from pathlib import Path
 
-from relax_hpc.bus.durable import is_full, pwrite_all
+from relax_hpc.bus.durable import close_flushed, is_full, pwrite_all, write_in_place
 from relax_hpc.bus.log import RECORD_BYTES, CommitRecord, Fences, RecordKind, decode, pack
 from relax_hpc.bus.tail import GrowingFile, current_size
 from relax_hpc.errors import BusError, FencedError
 from relax_hpc.records import sync
+from relax_hpc.storage import PASSING, patiently
 
 BALLAST_BYTES = 256 << 10
 
@@ -29,8 +30,8 @@ class LogWriter:
         try:
             # O_DSYNC keeps an NFS client from sending, around the record, what its cache believes
             # of the rest of the page: it may be older than what another host has written there.
-            flags = os.O_WRONLY | os.O_APPEND | os.O_DSYNC | os.O_CLOEXEC
-            self._fd = os.open(path, flags)
+            self._flags = os.O_WRONLY | os.O_APPEND | os.O_DSYNC | os.O_CLOEXEC
+            self._fd = patiently(path, lambda: os.open(path, self._flags))
         except FileNotFoundError:
             raise BusError(f"{path}: no such log; is the producer one of this run's?") from None
         except OSError as error:
@@ -43,7 +44,7 @@ class LogWriter:
         self.records: list[CommitRecord] = []
         """Valid records of the owners before."""
         self.fence = self._take_over()
-        self._has_ballast = self._ballast.exists()
+        self._has_ballast = patiently(self._ballast, self._ballast.exists)
         self.restore_ballast()
 
     @property
@@ -65,19 +66,17 @@ class LogWriter:
                 "was committed"
             )
         self.check_fenced()
-        self._failed = True
         try:
-            self._write(record)
+            written = record in self._put(record)
         except OSError as error:
             raise BusError(
                 f"{self.path}: record {self._end // RECORD_BYTES} cannot be written: "
                 f"{error.strerror}; restart this producer once that is remedied"
             ) from error
-        written = record in self._catch_up()
         self._check_owner()  # an OPEN in front of the record: it does not count
         if not written:
+            self._failed = True
             raise BusError(f"{self.path}: a record is not there after it was written")
-        self._failed = False
 
     def check_fenced(self) -> None:
         """Raises FencedError if another process has taken the log over."""
@@ -89,17 +88,20 @@ class LogWriter:
         if self._has_ballast:
             return
         try:
-            self._ballast.write_bytes(bytes(BALLAST_BYTES))
-            sync(self.path.parent)
+            patiently(self._ballast, self._make_ballast, errors=PASSING)
             self._has_ballast = True
         except OSError as error:
             if not is_full(error):
                 raise BusError(f"{self._ballast}: cannot be made: {error.strerror}") from error
             self._ballast.unlink(missing_ok=True)
 
+    def _make_ballast(self) -> None:
+        self._ballast.write_bytes(bytes(BALLAST_BYTES))
+        sync(self.path.parent)
+
     def close(self) -> None:
         self._file.close()
-        os.close(self._fd)
+        close_flushed(self._fd)
 
     @property
     def _ballast(self) -> Path:
@@ -112,11 +114,10 @@ class LogWriter:
             fence = self._fences.current + 1
             claim = CommitRecord(RecordKind.OPEN, fence, self.next_seq, uuid=uuidlib.uuid4().hex)
             try:
-                self._write(claim)
+                # Until it is written the owner before may commit something.
+                self.records += (found := self._put(claim))
             except OSError as error:
                 raise BusError(f"{self.path}: cannot be taken over: {error.strerror}") from error
-            # Until here the owner before may have committed something.
-            self.records += (found := self._catch_up())
             if claim in found:
                 return fence
 
@@ -134,18 +135,45 @@ class LogWriter:
         self._end += len(records) * RECORD_BYTES
         return [record for record in records if self._fences.admit(record)]
 
-    def _write(self, record: CommitRecord) -> None:
-        try:
-            self._write_once(record)
-        except OSError as error:
-            if not is_full(error) or not self._ballast.exists():
-                raise
-            # The shard is already on disk; give back the reserve so that it can be committed.
-            self._ballast.unlink()
-            self._has_ballast = False
-            self._write_once(record)
+    def _put(self, record: CommitRecord) -> list[CommitRecord]:
+        """Appends a record, once, and returns the valid ones that are new.
 
-    def _write_once(self, record: CommitRecord) -> None:
+        Raises:
+            OSError: storage refuses, and what is on disk is unknown.
+        """
+        found = list[CommitRecord]()
+
+        def put() -> None:
+            if self._failed:
+                close_flushed(self._fd)
+                self._fd = os.open(self.path, self._flags)
+                begin = self._end
+                found.extend(self._catch_up())
+                if record in found:
+                    # What a flush failed for may be in a cache alone: what is written anew is not.
+                    at = begin + self._file.read_from(begin).index(pack(record))
+                    write_in_place(self.path, pack(record), at)
+                    self._failed = False
+                    return
+            self._failed = True
+            self._write(record)
+            self._failed = False
+
+        def put_or_give_back() -> None:
+            try:
+                put()
+            except OSError as error:
+                if not is_full(error) or not self._ballast.exists():
+                    raise
+                # The shard is already on disk; give back the reserve so that it can be committed.
+                self._ballast.unlink()
+                self._has_ballast = False
+                put()
+
+        patiently(self.path, put_or_give_back, small=True)
+        return found + self._catch_up()
+
+    def _write(self, record: CommitRecord) -> None:
         data, size = pack(record), current_size(self._fd)
         if size > self._end:  # the torn tail of a dead owner
             cut = CommitRecord(RecordKind.CUT, self._fences.current, 0, length=self._end)

@@ -9,7 +9,7 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from relax_hpc.bus import layout
-from relax_hpc.bus.durable import BusFullError
+from relax_hpc.bus.durable import BusFullError, close_flushed
 from relax_hpc.bus.log import SHARDS, CommitRecord, RecordKind
 from relax_hpc.bus.log_writer import LogWriter
 from relax_hpc.bus.shards import shard_write
@@ -18,6 +18,7 @@ from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import sync
 from relax_hpc.schema import PRODUCER, ColumnPieces, Role
+from relax_hpc.storage import names, patiently
 
 log = logging.getLogger(__name__)
 
@@ -95,15 +96,19 @@ class Owner:
 
     def _release(self) -> None:
         self._log.close()
-        os.close(self._folder)
+        close_flushed(self._folder)
 
     @staticmethod
     def _make_folder(folder: Path) -> int:
         """A descriptor of it: to flush its names without looking it up for every shard."""
-        try:
-            folder.mkdir()
+
+        def make() -> int:
+            folder.mkdir(exist_ok=True)
             sync(folder.parent)
             return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+        try:
+            return patiently(folder, make)
         except OSError as error:
             raise BusError(f"{folder}: cannot be made: {error.strerror}") from error
 
@@ -188,7 +193,7 @@ class Owner:
         live = []
         for fence in range(1, self.fence):
             folder = self._paths.fence(self.name, fence)
-            for file in sorted(folder.iterdir()) if folder.exists() else ():
+            for file in [folder / name for name in names(folder)]:
                 if file in recorded:
                     live.append(recorded[file])
                 else:

@@ -5,7 +5,10 @@ records it keeps; what a fenced predecessor appends afterwards is thereby cut of
 """
 
 import os
+import re
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
@@ -15,6 +18,9 @@ from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import sync
 from relax_hpc.schema import Role
+from relax_hpc.storage import names, patiently
+
+_LOG = re.compile(r"f\d+\.log")
 
 
 class Part(NamedTuple):
@@ -106,6 +112,8 @@ class SkippedGroup(NamedTuple):
     """Mean over the episodes that have one; None if none has."""
     truncated: bool = False
     """Whether nothing is left of it because its responses were cut off."""
+    retired: bool = False
+    """Whether nobody was asked, since its prompt has been solved often enough."""
 
 
 AnyRecord = PlanRecord | IgnoredShard | DroppedGroup | SkippedGroup
@@ -181,7 +189,8 @@ class Chain(NamedTuple):
 
 def newest_fence(paths: BusPaths) -> int:
     """The highest claim; its owner is the only one whose plan counts."""
-    return max((int(claim.suffix[1:]) for claim in paths.plan.glob("FENCE.*")), default=0)
+    claims = [name for name in names(paths.plan) if name.startswith("FENCE.")]
+    return max((int(claim.removeprefix("FENCE.")) for claim in claims), default=0)
 
 
 def claim_fence(paths: BusPaths) -> int:
@@ -195,13 +204,18 @@ def claim_fence(paths: BusPaths) -> int:
         fence += 1
         claim = paths.plan_claim(fence)
         try:
-            os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-            sync(paths.plan)
+            # If storage says no to one that it made, the next attempt finds it there: a gap.
+            patiently(claim, partial(_make_claim, claim), small=True)
         except FileExistsError:
             continue
         except OSError as error:
             raise BusError(f"{claim}: cannot be made: {error.strerror}") from error
         return fence
+
+
+def _make_claim(claim: Path) -> None:
+    os.close(os.open(claim, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    sync(claim.parent)
 
 
 def read_chain(paths: BusPaths, *, below: int | None = None, whole: bool = True) -> Chain:
@@ -238,7 +252,8 @@ def is_planned(paths: BusPaths, position: PlanPosition) -> bool:
 
 def _read(paths: BusPaths, fence: int, base: Snapshot) -> Chain | None:
     """The chain that ends at `fence` and begins behind `base`; None if `base` is not on it."""
-    logs = {int(log.stem[1:]): log for log in paths.plan.glob("f*.log")}
+    listed = [paths.plan / name for name in names(paths.plan) if _LOG.fullmatch(name)]
+    logs = {int(log.stem[1:]): log for log in listed}
     segments = []
     while fence > base.fence:
         frames = read_frames(logs[fence]) if fence in logs else []

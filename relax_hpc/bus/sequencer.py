@@ -40,10 +40,11 @@ from relax_hpc.bus.plan import (
 from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.bus.skips import Judge, Skips, check_limit
 from relax_hpc.bus.snapshot import GuidSet, Snapshot, remove_drafts, write_snapshot
-from relax_hpc.bus.staleness import staleness
+from relax_hpc.bus.staleness import judging_span, staleness
 from relax_hpc.errors import BusError, PeerTimeoutError
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import Role
+from relax_hpc.storage import is_short
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +107,7 @@ class Sequencer:
         self._prompts_per_step, self._over_age = prompts_per_step, over_age
         self._max_staleness, self._keep_steps = max_staleness, keep_steps
         self._most_skipped, self._lock = most_skipped, threading.RLock()
+        self._span = judging_span(prompts_per_step, max_staleness)
         self.fence = claim_fence(paths)
         self._credits = CreditWriter(paths, self.fence)
         remove_drafts(paths)
@@ -186,6 +188,8 @@ class Sequencer:
             assert step == self.num_planned + 1, f"step {step} of a plan of {self.num_planned}"
             deadline = time.monotonic() + timeout_s
             while not self._plan_ready(step, min_tokens):
+                if is_short():  # producers hold, too
+                    deadline = time.monotonic() + timeout_s
                 if time.monotonic() > deadline:
                     owed = owed_by(self._intake, self._producers, self._num_wanted(step))
                     raise PeerTimeoutError(
@@ -346,7 +350,7 @@ class Sequencer:
                 log.warning("shard %s: %d trajectories were committed before", note.uuid, note.rows)
             self._append(note)
             owed = owed or isinstance(note, DroppedGroup | SkippedGroup)
-        if owed:
+        if owed or self._intake.judged_below(self._span) > self._credit.judged_guid_below:
             self._grant(self._credit)
 
     def _append(self, record: AnyRecord) -> None:
@@ -362,7 +366,8 @@ class Sequencer:
             self._prompts_per_step,
             decided=self._intake.planned.below,
         )
-        self._credit = credit._replace(owed=owed, batch_ends=tuple(ends))
+        judged = self._intake.judged_below(self._span)
+        self._credit = credit._replace(owed=owed, batch_ends=tuple(ends), judged_guid_below=judged)
         self._credits.write(self._credit)
 
     def _sum_up(self, step: int, place: _Place) -> None:

@@ -23,6 +23,8 @@ class Verdict(NamedTuple):
     """Mean over the episodes that have one."""
     truncated: bool = False
     """Whether nothing is left of it because its responses were cut off."""
+    retired: bool = False
+    """Whether nobody was asked, since its prompt has been solved often enough."""
 
 
 Judge = Callable[[BatchIndex], Sequence[Verdict]]

@@ -6,11 +6,14 @@ follows what is live, not how long the run has lasted. It may be lost: the logs 
 
 import json
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 from relax_hpc.errors import BusError
 from relax_hpc.paths import BusPaths
-from relax_hpc.records import write_json
+from relax_hpc.records import read_bytes, write_json
+from relax_hpc.storage import names, patiently
 
 KEPT = 2
 
@@ -83,16 +86,17 @@ def write_snapshot(paths: BusPaths, snapshot: Snapshot) -> None:
     path = paths.plan_snapshot(snapshot.fence, snapshot.records)
     try:
         write_json(path, snapshot._asdict())
-        for old in _files(paths)[KEPT:]:
-            (paths.plan / old).unlink(missing_ok=True)
+        for old in [paths.plan / name for name in _files(paths)[KEPT:]]:
+            patiently(old, partial(old.unlink, missing_ok=True))
     except OSError as error:
         raise BusError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def remove_drafts(paths: BusPaths) -> None:
     """Deletes what earlier trainers left half written."""
-    for draft in paths.plan.glob(".snap.*.tmp"):
-        draft.unlink(missing_ok=True)
+    for draft in [paths.plan / name for name in names(paths.plan)]:
+        if draft.match(".snap.*.tmp"):
+            patiently(draft, partial(draft.unlink, missing_ok=True))
 
 
 def read_snapshots(paths: BusPaths) -> list[Snapshot]:
@@ -100,7 +104,7 @@ def read_snapshots(paths: BusPaths) -> list[Snapshot]:
     found = []
     for name in _files(paths):
         try:
-            found.append(_parse(json.loads((paths.plan / name).read_text())))
+            found.append(_parse(json.loads(read_bytes(paths.plan / name))))
         except FileNotFoundError:  # its writer had a newer one
             continue
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -117,4 +121,5 @@ def _parse(values: dict[str, Any]) -> Snapshot:
 
 def _files(paths: BusPaths) -> list[str]:
     """Newest first: the names sort by the records they sum up."""
-    return sorted((file.name for file in paths.plan.glob("snap.*.json")), reverse=True)
+    listed = (name for name in names(paths.plan) if fnmatchcase(name, "snap.*.json"))
+    return sorted(listed, reverse=True)

@@ -4,6 +4,8 @@ import numpy as np
 
 from relax_hpc.schema import Trajectory
 
+SPAN_BATCHES = 16
+
 
 def may_start_batch(batch: int, *, policy_version: int, max_staleness: int) -> bool:
     """Whether rollout may start generating the batch that optimizer step `batch` will train on.
@@ -25,6 +27,14 @@ def may_start_batch(batch: int, *, policy_version: int, max_staleness: int) -> b
 def staleness(step: int, policy_version: int) -> int:
     """Policy versions that a token sampled by `policy_version` lags behind when `step` trains."""
     return step - 1 - policy_version
+
+
+def judging_span(prompts_per_step: int, max_staleness: int) -> int:
+    """Guids between two words of the trainer on how far groups are judged.
+
+    Several times what is sampled and not trained on yet, so that nobody has to wait for a word.
+    """
+    return SPAN_BATCHES * prompts_per_step * (max_staleness + 1)
 
 
 def mask_over_age(trajectory: Trajectory, *, step: int, max_staleness: int) -> Trajectory:

@@ -15,7 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+from relax_hpc.bus.durable import close_flushed
 from relax_hpc.errors import BusError
+from relax_hpc.storage import patiently
 
 log = logging.getLogger(__name__)
 
@@ -43,14 +45,7 @@ class GrowingFile:
     def read_from(self, offset: int) -> bytes:
         """Reads everything behind `offset`."""
         try:
-            try:
-                return self._poll(offset)
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-            # The server forgot the file we hold (it was restored, say); the name may still be good.
-            self._let_go()
-            return self._poll(offset)
+            return patiently(self.path, lambda: self._poll_anew(offset))
         except FileNotFoundError:
             raise BusError(f"{self.path}: no such log; is this a bus of this run?") from None
         except OSError as error:
@@ -59,6 +54,16 @@ class GrowingFile:
     def close(self) -> None:
         self._let_go()
         self._buffer.close()
+
+    def _poll_anew(self, offset: int) -> bytes:
+        try:
+            return self._poll(offset)
+        except OSError as error:
+            self._let_go()
+            if error.errno != errno.ESTALE:
+                raise
+        # The server forgot the file we held (it was restored, say); the name may still be good.
+        return self._poll(offset)
 
     def _poll(self, offset: int) -> bytes:
         if self.direct:
@@ -96,15 +101,15 @@ class GrowingFile:
 
     def _let_go(self) -> None:
         if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+            fd, self._fd = self._fd, None
+            close_flushed(fd)
 
 
-def read_whole(path: Path) -> bytes:
-    """All of a growing file, as of now."""
+def read_whole(path: Path, start: int = 0) -> bytes:
+    """All of a growing file behind `start`, as of now."""
     file = GrowingFile(path)
     try:
-        return file.read_from(0)
+        return file.read_from(start)
     finally:
         file.close()
 

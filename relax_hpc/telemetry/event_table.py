@@ -43,6 +43,9 @@ EVENTS: dict[str, EventKind] = {
         "the ranks of a component have found each other",
         {"kind": "MpiWorld, StarWorld or SoloWorld", "size": ""},
     ),
+    "events_dropped": EventKind(
+        "all", "storage did not take events of this file", {"number": "events that are missing"}
+    ),
     "error": EventKind("all", "the task fails", {"message": ""}),
     "end": EventKind(
         "all", "the task is done", {"duplicates": "trajectories committed twice and ignored; actor"}
@@ -132,8 +135,8 @@ EVENTS: dict[str, EventKind] = {
     ),
     # scorers and the critic
     "scored": EventKind(
-        "reference, critic",
-        "shards have got the logprobs of the reference, or the critic's values",
+        "reference, teacher, critic",
+        "shards have got the logprobs of the reference or a teacher, or the critic's values",
         {
             "num_shards": "",
             "num_trajectories": "",
@@ -188,13 +191,17 @@ EVENTS: dict[str, EventKind] = {
             "staleness/...": "mean, max over episodes, of the oldest token",
             "response/...": "mean tokens of an episode; truncated: part of the episodes",
             "groups/...": "parts of the prompt groups: solved, teaching; with refill how many were "
-            "skipped for this batch, and how many of those are solved: skipped, skipped_solved",
+            "skipped for this batch, how many of those are solved, and how many were not sampled, "
+            "since their prompt is retired: skipped, skipped_solved, skipped_retired",
             "batch/...": "portions, micro_batches per rank, imbalance of tokens over ranks",
             "data/...": "SFT: epoch, truncated, left_out",
             "kl/...": "to the reference: mean",
+            "distill/...": "to the teachers, nats per token: kl",
             "logprob_gap/...": "this policy and the sampler, before the update: mean, max; nats",
             "engine_gap/...": "likewise, of tokens that this very policy sampled",
             "moe/...": "experts: max_load and the losses that are on",
+            "routing/...": "routing replay: differs, missing, parts of the choices of experts; "
+            "mixed, part of the rows; every tenth step gap, gap_without, nats",
             "train/...": "tokens_per_s_per_gpu, mfu, padding",
             "memory/...": "peak_gib of the fullest rank",
             "time/...": "seconds",
@@ -210,6 +217,7 @@ EVENTS: dict[str, EventKind] = {
             "loss/...": "loss/...",
             "entropy": "loss/entropy",
             "kl/...": "loss/kl/...",
+            "distill/...": "loss/distill/...",
             "grad_norm": "trainer/grad_norm",
             "lr": "trainer/lr",
             "skipped": "trainer/skipped",
@@ -223,6 +231,7 @@ EVENTS: dict[str, EventKind] = {
             "batch/...": "trainer/batch/...",
             "data/...": "trainer/data/...",
             "moe/...": "trainer/moe/...",
+            "routing/...": "staleness/routing/...",
             "train/...": "trainer/...",
             "memory/...": "trainer/memory/...",
             "time/...": "time/...",

@@ -8,6 +8,7 @@ A number that is not finite is null, and `not_finite` says which fields held one
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,15 +19,16 @@ Event = dict[str, Any]
 
 
 class EventWriter:
-    """Appends events of one process; a later attempt of the same rank goes on in the same file."""
+    """Appends events of one process; a later attempt of the same rank goes on in the same file.
+
+    What storage does not take is left out, and counted: a run does not end for its diary.
+    """
 
     def __init__(self, path: Path, role: str, rank: int) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._role, self._rank = role, rank
-        size = os.fstat(self._fd).st_size
-        # An attempt that was killed may have left half a line; do not continue it.
-        self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._path, self._role, self._rank = path, role, rank
+        self._fd = -1
+        self._torn = False
+        self._dropped = 0
 
     def emit(self, event: str, **fields: object) -> None:
         """Appends one line in one write, so a reader sees at most the last line incomplete.
@@ -43,11 +45,34 @@ class EventWriter:
         except ValueError:
             said, odd = finite(record, _plain)
             text = json.dumps(said | {"not_finite": odd}, allow_nan=False)
-        line = b"\n" * self._torn + text.encode() + b"\n"
-        self._torn = os.write(self._fd, line) != len(line)
+        self._write(text)
+        if self._dropped and not self._torn:
+            dropped, self._dropped = self._dropped, 0
+            self.emit("events_dropped", number=dropped)
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            with suppress(OSError):
+                os.close(self._fd)
+
+    def _write(self, text: str) -> None:
+        try:
+            if self._fd < 0:
+                self._open()
+            line = b"\n" * self._torn + text.encode() + b"\n"
+            whole = os.write(self._fd, line) == len(line)
+            self._torn = not whole
+        except OSError:
+            self.close()  # the server may have forgotten it
+            self._fd, whole = -1, False
+        self._dropped += not whole
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._fd, size = fd, os.fstat(fd).st_size
+        # An attempt that was killed may have left half a line; do not continue it.
+        self._torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
 
     def __enter__(self) -> Self:
         return self

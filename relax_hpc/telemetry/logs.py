@@ -2,6 +2,7 @@
 
 import logging
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 OF_ALL = {"of_all": True}
@@ -25,8 +26,8 @@ def setup(role: str, rank: int, log_file: Path | None) -> None:
     )
     handlers: list[logging.Handler] = [stderr]
     if log_file is not None:
-        log_file.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(log_file))
+        handlers.append(_LogFile(log_file))
+    logging.raiseExceptions = False  # of what cannot be written nothing more is written
     package = logging.getLogger("relax_hpc")
     for old in list(package.handlers):
         package.removeHandler(old)
@@ -36,3 +37,30 @@ def setup(role: str, rank: int, log_file: Path | None) -> None:
         package.addHandler(handler)
     package.setLevel(logging.INFO)
     package.propagate = False  # Megatron and SGLang configure the root logger as they please
+
+
+class _LogFile(logging.FileHandler):
+    """Leaves out lines that storage does not take, and says how many once it does."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, delay=True)
+        self._dropped = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        before = self._dropped
+        try:
+            if self.stream is None:
+                Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+            super().emit(record)
+        except OSError:  # it cannot be opened
+            self._dropped += 1
+        if before and self._dropped == before and self.stream:
+            self._dropped = 0
+            self.stream.write(f"{before} lines were dropped: storage did not take them\n")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        self._dropped += 1
+        with suppress(OSError):
+            self.close()  # what is buffered goes with it; the next line opens it anew
+        self.stream = None
+        super().handleError(record)

@@ -5,7 +5,6 @@ from contextlib import closing
 
 from bus_fixtures import SIBLINGS
 from crash_roles import (
-    NUM_GROUPS,
     STEPS,
     P,
     World,
@@ -57,14 +56,15 @@ def problems(world):
     if state["step"] != STEPS:
         found.append(f"the last checkpoint is of step {state['step']}")
     guids = [guid for step in state["guids"] for guid in step]
-    if sorted(guids) != list(range(NUM_GROUPS)) or {len(g) for g in state["guids"]} != {P}:
+    expected = [guid for batch in world.batches for guid in batch]
+    if sorted(guids) != expected or {len(g) for g in state["guids"]} != {P}:
         found.append(f"trained on prompts {state['guids']}")
     setup = world.setup
     if setup.over_age == "wait" and setup.portion_tokens == float("inf"):
         if state["chain"] != expected_chain(world):
             found.append("the trainer's state is not that of an undisturbed run")
     elif setup.over_age == "wait":
-        wrong = [s for s, g in enumerate(state["guids"]) if sorted(g) != [*range(s * P, s * P + P)]]
+        wrong = [s for s, g in enumerate(state["guids"]) if sorted(g) != world.batches[s]]
         found += [f"step {s + 1} was trained on {state['guids'][s]}" for s in wrong]
     if state["chain"] != replayed(world):
         found.append("the trainer's state is not that of a replay of the plan")
@@ -75,8 +75,10 @@ def accounts(world):
     """Every trajectory that was committed is accounted for, once."""
     counts = audit(world.bus)
     explained = counts.planned + counts.duplicates + counts.over_age + counts.damaged
-    wanted = NUM_GROUPS * SIBLINGS
-    if (counts.planned, counts.planned_twice, counts.dropped) != (wanted, 0, 0):
+    explained += counts.skipped
+    wanted, skipped = P * STEPS * SIBLINGS, sum(map(world.is_flat, range(world.num_groups)))
+    found = (counts.planned, counts.skipped, counts.planned_twice, counts.dropped)
+    if found != (wanted, skipped * SIBLINGS, 0, 0):
         return [f"lost or doubled: {counts}"]
     return [] if counts.committed == explained else [f"does not add up: {counts}"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from bus_fixtures import SIBLINGS, group
+from bus_fixtures import SIBLINGS, group, judge
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditTail
@@ -31,7 +31,6 @@ PRODUCERS = ["rollout-0", "rollout-1"]
 WRITERS = {"reference-0": "reference", "reference-1": "reference"}
 TRAINER = "trainer"
 P, STEPS, MAX_STALENESS, TIMEOUT_S = 4, 4, 1, 120
-NUM_GROUPS = P * STEPS
 TOKENS = 7 * SIBLINGS
 """Tokens of a group."""
 POISON = {"version": 77, "response": 6}
@@ -47,6 +46,8 @@ class Setup(NamedTuple):
     partial: bool = False
     repeats: bool = False
     """Owners forget what they did and commit it again, with other content."""
+    refill: bool = False
+    """Two groups of five have no spread, and are skipped."""
     per_shard: int = 2
     save_every: int = 1
     keep: int = 2
@@ -57,6 +58,16 @@ SETUPS = {
     "wait": Setup(),
     "wait, all": Setup(sidecars=True, partial=True, repeats=True, per_shard=3),
     "wait, portions": Setup(portion_tokens=2 * TOKENS, sidecars=True, save_every=2, keep=1),
+    "refill": Setup(refill=True, repeats=True, per_shard=3),
+    "refill, all": Setup(
+        portion_tokens=2 * TOKENS,
+        sidecars=True,
+        partial=True,
+        repeats=True,
+        save_every=2,
+        keep=1,
+        refill=True,
+    ),
     "drop": Setup("drop", repeats=True, partial=True),
     "drop, all": Setup("drop", TOKENS, sidecars=True, partial=True, repeats=True, keep=1),
     "mask": Setup("mask", sidecars=True, repeats=True, per_shard=3),
@@ -78,6 +89,25 @@ class World(NamedTuple):
     def roles(self):
         """Every process of the run."""
         return [*PRODUCERS, *(WRITERS if self.setup.sidecars else ()), TRAINER]
+
+    @property
+    def batches(self):
+        """Guids of each step, as they are without a kill where batches do not go by time."""
+        few = P * STEPS * (2 if self.setup.refill else 1)
+        guids = [guid for guid in range(few) if not self.is_flat(guid)][: P * STEPS]
+        return [guids[lo : lo + P] for lo in range(0, P * STEPS, P)]
+
+    @property
+    def num_groups(self):
+        """Prompt groups that are sampled, those that are skipped included."""
+        return self.batches[-1][-1] + 1
+
+    def is_flat(self, guid):
+        """Whether a group has no spread."""
+        return self.setup.refill and guid % 5 < 2
+
+    def group(self, guid, **kwargs):
+        return group(guid, reward=1.0 if self.is_flat(guid) else None, **kwargs)
 
     @property
     def checkpoints(self):
@@ -114,7 +144,7 @@ class Incarnation(NamedTuple):
 def sample(world, guid, policy_version, *, again, dice):
     """A prompt group. Where lateness matters some come late, and have an old version then."""
     if world.setup.over_age == "wait":
-        return group(guid, version=guid // P)
+        return world.group(guid, version=guid // P)
     late = 0 if again else dice.choice([0, 0, 1, 2, 3])
     return group(guid, version=max(policy_version - late, 0))
 
@@ -123,7 +153,7 @@ def produce(world, me):
     me.points.stage = "open"
     producer = Producer(world.bus, me.name, {"incarnation": me.number}, spares=me.number % 2)
     credits = CreditTail(world.bus)
-    share = range(PRODUCERS.index(me.name), NUM_GROUPS, len(PRODUCERS))
+    share = range(PRODUCERS.index(me.name), world.num_groups, len(PRODUCERS))
     owed_again, dice = set(), me.dice("samples")
     may_repeat = world.setup.repeats
     while True:
@@ -135,7 +165,7 @@ def produce(world, me):
         if credit.finished:
             break
         todo = [g for g in share if g >= credit.retired_guid_below and g not in producer.committed]
-        todo = [g for g in todo if g // P <= credit.step + MAX_STALENESS]
+        todo = [g for g in todo if g < end_of_lag(credit)]
         if world.setup.over_age != "wait":
             dice.shuffle(todo)
         groups = [
@@ -145,7 +175,7 @@ def produce(world, me):
         if not groups:
             continue
         if world.setup.partial:
-            keep_partial(producer, me, groups)
+            keep_partial(world, producer, me, groups)
         me.points.stage = "put"
         producer.put(groups)
         if may_repeat and dice.random() < 0.5:
@@ -155,10 +185,16 @@ def produce(world, me):
     producer.close()
 
 
-def keep_partial(producer, me, groups):
+def end_of_lag(credit):
+    """The first guid that is not to be sampled yet."""
+    ends = credit.batch_ends
+    return ends[MAX_STALENESS] if ends else P * (credit.step + 1 + MAX_STALENESS)
+
+
+def keep_partial(world, producer, me, groups):
     """Every third group is begun by one put and ended by another."""
     for found in producer.partial.values():
-        whole = group(found.guid, version=found.trajectories[0].version_runs[0, 1])
+        whole = world.group(found.guid, version=found.trajectories[0].version_runs[0, 1])
         for part, trajectory in zip(found.trajectories, whole.trajectories, strict=True):
             n = len(part.token_ids)
             assert n == 5, f"partial group {found.guid} came back with {n} tokens"
@@ -253,6 +289,7 @@ def open_sequencer(world, position):
         needs=("reference",) if world.setup.sidecars else (),
         over_age=world.setup.over_age,
         max_staleness=MAX_STALENESS,
+        judge=judge if world.setup.refill else None,
     )
 
 
@@ -305,10 +342,10 @@ def digest(seen, row):
 def expected_chain(world):
     """Hashes a run in which batches are the prompts in order, from nothing but their content."""
     chain = []
-    for step in range(STEPS):
+    for guids in world.batches:
         seen = hashlib.sha256(chain[-1].encode() if chain else b"")
-        for guid in range(step * P, (step + 1) * P):
-            for row in group(guid, version=guid // P).trajectories:
+        for guid in guids:
+            for row in world.group(guid, version=guid // P).trajectories:
                 ref = {"ref_logprobs": -row.token_ids.astype(np.float32)}
                 digest(seen, row.with_columns(**ref) if world.setup.sidecars else row)
         chain.append(seen.hexdigest())

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bus_fixtures import group, make_bus, whole_batch
+from bus_fixtures import group, make_bus, small_file_system, whole_batch
 
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
@@ -234,18 +234,6 @@ def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(
         seq.finish()
         assert seq.duplicates == 0
     assert audit(paths).planned == steps * P * 2
-
-
-@contextmanager
-def small_file_system(folder, megabytes):
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs to fill needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_full_file_system_leaves_nothing_half_and_goes_on_after_collecting(tmp_path):

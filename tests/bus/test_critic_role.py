@@ -2,16 +2,18 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from bus_fixtures import PRODUCERS, SIBLINGS, produce, whole_batch
+from bus_fixtures import PRODUCERS, SIBLINGS, group, produce, whole_batch
 
 from relax_hpc import job_file
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.follower import PlanFollower
 from relax_hpc.bus.log import RecordKind, read_log
+from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.sidecar import SidecarWriter
@@ -19,7 +21,10 @@ from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import FencedError
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.critic import loop, rank0
+from relax_hpc.roles.dealing.judging import judge_of
+from relax_hpc.roles.dealing.portions import Batch
 from relax_hpc.roles.scorer import rank0 as scorer
+from relax_hpc.schema import FinishReason, PromptGroup
 from relax_hpc.telemetry.events import EventWriter, read_events
 
 P, STEPS = 4, 5
@@ -69,13 +74,18 @@ class Save:
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, request):
     tree = {
         "name": "run", "run_root": str(tmp_path), "model": {"path": "m"},
         "prompts": {"train": "t"}, "algorithm": {"preset": "ppo"}, "critic": {},
-        "rollout": {"samples_per_prompt": SIBLINGS}, "actor": {"tokens_per_micro_batch": 20},
+        "rollout": {"samples_per_prompt": SIBLINGS, "max_new_tokens": 6},
+        "actor": {"tokens_per_micro_batch": 20},
         "schedule": {"num_steps": STEPS, "prompts_per_step": P, "max_staleness": 0},
     }  # fmt: skip
+    if kind := getattr(request, "param", None):
+        tree["algorithm"]["groups"] = {"name": "refill", "truncated": kind}
+        tree["reward"] = {"on_error": "mask"}
+        tree["schedule"]["max_staleness"] = STEPS
     config = job_file.validate(tree, source="job")
     paths = RunPaths(config.run_dir)
     layout.create(paths.bus, PRODUCERS, {}, sidecar_writers={"critic-0": "critic"})
@@ -101,6 +111,76 @@ def live(config, paths, saved, dies_at=None):
         loop.run(config, SoloWorld(), model, None, readers, duties, lambda: saved.of(model, duties))
         duties.close()
     return model
+
+
+class Witness(Model):
+    """Notes which rows it learned from, and what they were worth."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = {}
+
+    def accumulate(self, rows, micro_batches, objective, *, last):
+        assert last and sorted(r for b in micro_batches for r in b) == [*range(len(rows))]
+        self.batches[self.step + 1] = {
+            (row.guid, row.sibling): float(row.columns["advantages"]) for row in rows
+        }
+
+
+def various(guid):
+    """Two groups of five without spread; every third response is cut off, some rewards failed."""
+    rows = group(guid, response=3 + guid % 4, reward=1.0 if guid % 5 < 2 else None).trajectories
+    return PromptGroup(
+        guid,
+        [
+            row._replace(
+                finish=FinishReason.LENGTH if (guid + row.sibling) % 3 == 0 else row.finish,
+                reward_error=guid % 7 == 3 and row.sibling == 1,
+            )
+            for row in rows
+        ],
+    )
+
+
+def deal_refilled(config, paths):
+    """Plans the steps of what `various` gives; {step: {(guid, sibling): advantage}} as dealt."""
+    for number, name in enumerate(PRODUCERS):
+        with Producer(paths.bus, name, {}) as producer:
+            producer.put([various(guid) for guid in range(number, 4 * STEPS * P, 2)])
+    found, reader = {}, Reader(paths.bus)
+    with Sequencer(
+        paths.bus, PRODUCERS, prompts_per_step=P, position=None, needs=("critic",),
+        judge=judge_of(config),
+    ) as sequencer:  # fmt: skip
+        for step in range(1, STEPS + 1):
+            record = whole_batch(sequencer, step, timeout_s=60)
+            dealt, index = Batch(config, reader).deal(record), reader.index(record)
+            found[step] = {
+                (int(index.guid[row]), row % SIBLINGS): float(dealt.columns["advantages"][row])
+                for batches in dealt.micro_batches
+                for batch in batches
+                for row in batch
+            }
+            sequencer.advance(step=step, policy_version=step)
+        sequencer.finish()
+        assert sequencer.skipped_for(1)
+    return found
+
+
+@pytest.mark.parametrize("run", ["keep", "mask", "penalty"], indirect=True)
+def test_it_learns_from_the_rows_and_rewards_of_the_actor_whatever_is_skipped_or_penalised(run):
+    config, paths = run
+    witness, readers = Witness(), loop.Readers(Reader(paths.bus), Reader(paths.bus))
+    with ThreadPoolExecutor(1) as pool, EventWriter(paths.events("critic", 0), "critic", 0) as log:
+        dealing = pool.submit(deal_refilled, config, paths)
+        duties = open_rank0(config, paths, log, None)
+        loop.run(config, SoloWorld(), witness, None, readers, duties, lambda: None)
+        expected = dealing.result(60)
+    assert witness.batches == expected
+    worth = {value for rows in expected.values() for value in rows.values()}
+    is_smaller = any(len(rows) < P * SIBLINGS for rows in expected.values())
+    truncated = config.algorithm.groups.truncated
+    assert (worth > {0.0, 1.0}, is_smaller) == (truncated == "penalty", truncated == "mask")
 
 
 def sample_and_train(paths):

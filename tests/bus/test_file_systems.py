@@ -11,6 +11,8 @@ import pytest
 from bus_roles import NAMED, expected
 from nfs_guest import MOUNT
 
+pytestmark = pytest.mark.long
+
 GROUPS = 20
 
 

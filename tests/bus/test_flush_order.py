@@ -20,7 +20,7 @@ from relax_hpc.models import hf_folder
 from relax_hpc.paths import BusPaths
 from relax_hpc.records import write_json, write_json_once
 
-RECORD = ["flush draft", "rename draft -> record.json"]
+RECORD = ["write draft", "flush draft", "rename draft -> record.json"]
 
 
 def test_a_record_is_on_disk_before_it_has_its_name(tmp_path):
@@ -29,7 +29,7 @@ def test_a_record_is_on_disk_before_it_has_its_name(tmp_path):
     assert calls == RECORD
     with recorded() as calls:
         assert write_json_once(tmp_path / "once.json", {"step": 1})
-    assert calls == ["flush draft", "link draft -> once.json", "delete draft"]
+    assert calls == ["write draft", "flush draft", "link draft -> once.json", "delete draft"]
 
 
 def test_a_bus_is_complete_on_disk_before_its_header_says_that_it_is_one(tmp_path):
@@ -39,7 +39,7 @@ def test_a_bus_is_complete_on_disk_before_its_header_says_that_it_is_one(tmp_pat
     assert calls[calls.index("create credits") :] == [
         "create credits", "flush ctl/",
         "create log", "flush rollout-0/",
-        "flush draft", "rename draft -> RUN.json", "flush bus/",
+        "write draft", "flush draft", "rename draft -> RUN.json", "flush bus/",
     ]  # fmt: skip
 
 
@@ -100,7 +100,12 @@ def test_older_sums_of_the_plan_go_when_the_newest_is_on_disk(tmp_path):
     names = [paths.plan_snapshot(1, records).name for records in (1, 3)]
     with recorded() as calls:
         write_snapshot(paths, NOTHING._replace(fence=1, records=3))
-    assert calls == ["flush draft", f"rename draft -> {names[1]}", f"delete {names[0]}"]
+    assert calls == [
+        "write draft",
+        "flush draft",
+        f"rename draft -> {names[1]}",
+        f"delete {names[0]}",
+    ]
 
 
 def test_what_is_collected_is_off_the_disk_when_it_is_counted(tmp_path):

@@ -49,14 +49,17 @@ def paths(tmp_path):
     return made
 
 
-def open_rank0(paths, events, *, data_parallel=1, budget=20):
+def open_rank0(
+    paths, events, *, data_parallel=1, budget=20, name="reference", column=COLUMN, view=None
+):
     return rank0.Rank0(
         MegatronConfig(tokens_per_micro_batch=budget, layout=Layout(data_parallel=data_parallel)),
-        COLUMN,
-        SidecarWriter(paths, "reference-0", {}),
+        column,
+        SidecarWriter(paths, f"{name}-0", {}),
         Reader(paths),
         CreditTail(paths),
         events,
+        view,
     )
 
 

@@ -258,8 +258,8 @@ def test_a_column_is_a_line_of_the_schema(paths, tmp_path, monkeypatch):
         "ragged/surprise": Column("float32", "token", "judge", "how odd a judge finds a token"),
         "row/verdict": Column("float32", "row", "judge", "what it says of the whole"),
     }
-    monkeypatch.setitem(ROLES, "judge", 8)
-    monkeypatch.setitem(log.ROLE_OF_NUMBER, 8, "judge")
+    monkeypatch.setitem(ROLES, "judge", 16)
+    monkeypatch.setitem(log.ROLE_OF_NUMBER, 16, "judge")
     for name, column in declared.items():
         monkeypatch.setitem(COLUMNS, name, column)
         monkeypatch.setitem(DTYPES, name, column.dtype)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 HARNESS = Path(__file__).parent / "crash_run.py"
 
 

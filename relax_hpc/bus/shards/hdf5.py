@@ -6,8 +6,7 @@ bytes belong; `bus.shard_write` writes both with plain system calls. Only compre
 libhdf5's own to write and to read.
 """
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import h5py
@@ -15,11 +14,12 @@ import hdf5plugin  # noqa: F401 - registers the filter with libhdf5
 import numpy as np
 from h5py import h5d, h5g, h5p, h5s, h5t, h5z
 
-from relax_hpc.bus.durable import pread_into
 from relax_hpc.bus.shards.shard_format import num_bytes
 from relax_hpc.schema import Array
 
 Attribute = str | int | float
+Pread = Callable[[memoryview, int], int]
+"""Fills memory from an offset of a file; returns bytes read, fewer only at its end."""
 ALIGNMENT = 4096
 CHUNK_BYTES = 1 << 20
 ZSTD = 32015
@@ -133,17 +133,17 @@ def lay_out(
     return Skeleton(sorted(sparse.extents.items()), offsets, max(sparse.length, *ends, 0))
 
 
-def read_compressed(fd: int, length: int, name: str, lo: int, hi: int) -> Array:
+def read_compressed(pread: Pread, length: int, name: str, lo: int, hi: int) -> Array:
     """Items lo <= i < hi of a compressed dataset.
 
     Args:
-        fd: of the open shard; its name is not looked up again.
+        pread: fills memory from an offset of the open shard; returns bytes read.
         length: of the file.
 
     Raises:
         OSError: libhdf5 found its metadata or a chunk damaged.
     """
-    with h5py.File(_OpenFile(fd, length), "r") as file:
+    with h5py.File(_OpenFile(pread, length), "r") as file:
         try:
             return cast(Array, file[name][lo:hi])
         except (KeyError, RuntimeError, ValueError) as error:
@@ -151,10 +151,10 @@ def read_compressed(fd: int, length: int, name: str, lo: int, hi: int) -> Array:
 
 
 class _OpenFile:
-    """A read-only file object over a descriptor that somebody else owns."""
+    """A read-only file object over a file that somebody else has open."""
 
-    def __init__(self, fd: int, length: int) -> None:
-        self._fd, self._length, self._at = fd, length, 0
+    def __init__(self, pread: Pread, length: int) -> None:
+        self._pread, self._length, self._at = pread, length, 0
 
     def seek(self, offset: int, whence: int = 0) -> int:
         self._at = offset + (0, self._at, self._length)[whence]
@@ -164,14 +164,13 @@ class _OpenFile:
         return self._at
 
     def readinto(self, out: memoryview) -> int:
-        got = pread_into(self._fd, out, self._at)
+        got = self._pread(out, self._at)
         self._at += got
         return got
 
     def read(self, size: int = -1) -> bytes:
-        data = os.pread(self._fd, self._length - self._at if size < 0 else size, self._at)
-        self._at += len(data)
-        return data
+        data = bytearray(self._length - self._at if size < 0 else size)
+        return bytes(data[: self.readinto(memoryview(data))])
 
     def flush(self) -> None:
         """Nothing is buffered."""

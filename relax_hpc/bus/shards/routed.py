@@ -7,29 +7,43 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.errors import BusError
-from relax_hpc.schema import OFFSETS, Array, ColumnPieces, Columns, Trajectory
+from relax_hpc.schema import (
+    NO_EXPERT,
+    OFFSETS,
+    ROUTED_EXPERTS,
+    Array,
+    ColumnPieces,
+    Columns,
+    Trajectory,
+)
 
-COLUMN = "ragged/routed_experts"
+COLUMN = ROUTED_EXPERTS
 Experts = npt.NDArray[np.int16]
 
 
 def gather(rows: Sequence[Trajectory]) -> ColumnPieces:
     """A group's first row whole, of others what follows a prompt like its; nothing if none has any.
 
+    A row that has none while others of its shard do, e.g. of an answer that was broken off, is
+    filled with `NO_EXPERT`.
+
     Raises:
-        BusError: only some rows have any, or not one per token.
+        BusError: a row has not one per token.
     """
-    if all(t.routed_experts is None for t in rows):
+    width = next((t.routed_experts.shape[1] for t in rows if t.routed_experts is not None), None)
+    if width is None:
         return {}
     pieces: list[Array] = []
     first: Trajectory | None = None
     for t in rows:
         experts = t.routed_experts
-        if experts is None or len(experts) != len(t.token_ids):
+        if experts is None:
+            experts = np.full((len(t.token_ids), width), NO_EXPERT, np.int16)
+            t = t._replace(routed_experts=experts)
+        if len(experts) != len(t.token_ids):
             raise BusError(
-                f"trajectory {t.guid}/{t.sibling}: routed experts of every token expected, "
-                "as others of its shard have them; got "
-                f"{'none' if experts is None else len(experts)} for {len(t.token_ids)} tokens"
+                f"trajectory {t.guid}/{t.sibling}: routed experts of every token expected; "
+                f"got {len(experts)} for {len(t.token_ids)} tokens"
             )
         first = t if t.sibling == t.segment == 0 else first
         shared = first is not None and first is not t and _same_prompt(first, t)

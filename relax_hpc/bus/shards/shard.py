@@ -10,15 +10,15 @@ import errno
 import json
 import math
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.bus.durable import pread_into
+from relax_hpc.bus.durable import close_flushed, pread_into
 from relax_hpc.bus.shards import hdf5, media, routed
 from relax_hpc.bus.shards.hdf5 import Attribute
 from relax_hpc.bus.shards.memory import Memory
@@ -37,9 +37,11 @@ from relax_hpc.bus.shards.shard_format import (
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.records import checksum
 from relax_hpc.schema import COLUMNS, OFFSETS, Array, Columns
+from relax_hpc.storage import DAMAGE_S, patiently
 
 HEAD_READ = 1 << 17  # the header and, up to about 1,000 rows, all that is not long
 
+T = TypeVar("T")
 GONE = (errno.ENOENT, errno.ESTALE, errno.EIO)
 
 
@@ -59,8 +61,9 @@ class Shard:
         self.path = path
         self._verify = verify
         self._memory = Memory(reuse=False) if memory is None else memory
+        self._fd = -1
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._patiently(lambda _: None)
         except OSError as error:
             kind = DamagedError if error.errno in GONE else BusError
             raise kind(f"{path}: cannot be opened: {error.strerror}") from error
@@ -77,9 +80,9 @@ class Shard:
         self.close()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            close_flushed(fd)
 
     @property
     def info(self) -> ShardInfo:
@@ -223,7 +226,7 @@ class Shard:
         if field.codec != CODEC:
             raise BusError(f"{self.path}: {name} is compressed by {field.codec}, not {CODEC}")
         try:
-            values = hdf5.read_compressed(self._fd, self.length, name, lo, hi)
+            values = hdf5.read_compressed(self._pread, self.length, name, lo, hi)
         except OSError as error:
             raise self._corrupt(f"{name} cannot be uncompressed ({error})") from error
         if values.dtype != field.dtype or values.shape != (hi - lo, *field.shape[1:]):
@@ -249,9 +252,23 @@ class Shard:
 
     def _pread(self, out: memoryview, at: int) -> int:
         try:
-            return pread_into(self._fd, out, at)
+            return self._patiently(lambda fd: pread_into(fd, out, at))
         except OSError as error:
             raise DamagedError(f"{self.path}: cannot be read: {error.strerror}") from error
+
+    def _patiently(self, call: Callable[[int], T]) -> T:
+        """Calls with the descriptor, after an error with another one of the same shard."""
+
+        def anew() -> T:
+            try:
+                if self._fd < 0:
+                    self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+                return call(self._fd)
+            except OSError:
+                self.close()
+                raise
+
+        return patiently(self.path, anew, damage_s=DAMAGE_S)
 
     def _fill_verified(self, name: str, lo: int, out: memoryview) -> None:
         """Checks every block while it is in the cache, where that costs a tenth of the reading.
@@ -301,7 +318,7 @@ class Shard:
             body = bytearray(table_bytes + 4 * num_crcs)
             got = self._pread(memoryview(body), HEADER.size)
         # A size from the open descriptor: no name is looked up.
-        if got < len(body) or os.fstat(self._fd).st_size < length:
+        if got < len(body) or self._patiently(os.fstat).st_size < length:
             raise self._torn()
         if checksum(body) != body_crc:
             raise self._corrupt("the field table does not match its checksum")

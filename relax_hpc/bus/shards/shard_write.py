@@ -4,6 +4,7 @@ The payload goes from the producer's arrays to the kernel without a copy of ours
 writes, another takes the checksums, and storage is set to work long before the fsync.
 """
 
+import itertools
 import json
 import os
 import struct
@@ -42,6 +43,7 @@ from relax_hpc.bus.shards.shard_format import (
 from relax_hpc.errors import BusError
 from relax_hpc.records import Buffer, checksum, sync
 from relax_hpc.schema import ColumnPieces
+from relax_hpc.storage import PASSING, patiently
 
 WRITE_BYTES = 4 << 20, 16 << 20
 """Least and most of one write: storage starts early, and writes of 1 MiB cost 5-10x the CPU."""
@@ -84,25 +86,35 @@ def write(
     packed = frozenset(compress) & found.keys()
     version = FORMAT if packed else PLAIN_FORMAT
     root = {"rl_shard_format": version, "shard_uuid": uuid, "n_samples": rows, **attributes}
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        fd = _open_draft(draft, spare)
+    drafts = (path.with_name(f".{path.name}.{os.getpid()}.{n}.tmp") for n in itertools.count())
+    folders = itertools.chain([folder], itertools.repeat(None))  # the server may have forgotten it
+
+    def publish() -> int:
+        draft, open_folder = next(drafts), next(folders)
         try:
-            length = _write_file(fd, found, root, packed)
-            if spare is not None:
-                os.ftruncate(fd, length)  # it may have been longer
-            draft.rename(path)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        if folder is None:
-            sync(path.parent)
-        else:
-            os.fsync(folder)
+            fd = _open_draft(draft, spare)
+            try:
+                length = _write_file(fd, found, root, packed)
+                if spare is not None:
+                    os.ftruncate(fd, length)  # it may have been longer
+                draft.rename(path)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            if open_folder is None:
+                sync(path.parent)
+            else:
+                os.fsync(open_folder)
+        except OSError:
+            for file in (draft, path):  # nobody was told of either
+                with suppress(OSError):
+                    file.unlink(missing_ok=True)
+            raise
+        return length
+
+    try:
+        length = patiently(path, publish, errors=PASSING)
     except OSError as error:
-        for file in (draft, path):  # nobody was told of either
-            with suppress(OSError):
-                file.unlink(missing_ok=True)
         if is_full(error):
             remedy = "free space or raise the quota"
             raise BusFullError(f"{path}: {error.strerror}; {remedy}") from error

@@ -1,0 +1,199 @@
+"""Storage that fails for a while: who waits for it, for how long, and what is told meanwhile.
+
+A network file system answers ESTALE, EIO or ETIMEDOUT while a server is replaced; a full one, or
+one whose quota is used up, answers ENOSPC or EDQUOT until somebody makes room. A process that has
+called `settle` tries again: as long as it has patience, and as long as it takes where only room is
+missing. Others, e.g. the command line, are told at once.
+
+What is tried again has to be harmless if it is done twice; docs/architecture.md says why each is.
+"""
+
+import errno
+import logging
+import math
+import os
+import pwd
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from tenacity import RetryCallState, Retrying, retry_if_exception
+from tenacity.wait import wait_exponential_jitter
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+PASSING = (errno.ESTALE, errno.EIO, errno.ETIMEDOUT)
+"""Errors that a server's return ends."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
+RESERVE_BYTES = 1 << 20
+DAMAGE_S = 120.0
+"""Seconds after which a file whose reads end with EIO counts as damaged, where others can take its
+place: a bad sector answers so for ever."""
+_FIRST_S, _LONGEST_S = 0.05, 10.0
+"""Shortest and longest time between two attempts."""
+_TELL_S = 60.0
+
+
+class _Terms:
+    """The patience that this process has settled."""
+
+    def __init__(self) -> None:
+        self.patience_s = 0.0
+        self.reserve: Path | None = None
+        self.told_at = -_TELL_S
+        self.lock = threading.Lock()
+
+
+_terms = _Terms()
+
+
+def settle(patience_s: float, *, reserve: Path | None = None) -> None:
+    """Makes this process patient with storage; calling it again replaces what was settled.
+
+    Args:
+        patience_s: how long errors of `PASSING` are waited out; 0: not at all, and nobody waits
+            for room either.
+        reserve: a file of `RESERVE_BYTES` that is given back once there is no room, so that small
+            records can be written. It is made if it is not there and there is room.
+    """
+    _terms.patience_s = patience_s
+    _terms.reserve, _terms.told_at = reserve, -_TELL_S
+    restore_reserve()
+
+
+def patiently(
+    path: Path,
+    call: Callable[[], T],
+    *,
+    errors: Collection[int] = PASSING + FULL,
+    small: bool = False,
+    damage_s: float = math.inf,
+) -> T:
+    """Makes a call again until storage lets it. It must be harmless to make it twice.
+
+    Args:
+        path: what it is about, for the log.
+        call: of the operating system; what went wrong may have happened all the same.
+        errors: numbers of the errors that may pass.
+        small: it may use the room of the reserve; else it waits until that is whole again.
+        damage_s: how long EIO may last at most.
+
+    Raises:
+        OSError: of another kind, or patience is over.
+    """
+    try:
+        return call()
+    except OSError as error:
+        wait = _Wait(path, errors, damage_s)
+        if not _terms.patience_s or not wait.goes_on(error):
+            raise
+        wait.note(error)
+
+    def attempt() -> T:
+        if not small and is_short() and not restore_reserve():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        return call()
+
+    return Retrying(
+        retry=retry_if_exception(wait.goes_on),
+        wait=wait_exponential_jitter(initial=_FIRST_S, max=_LONGEST_S, jitter=_FIRST_S),
+        before_sleep=wait.note_attempt,
+        reraise=True,
+    )(attempt)
+
+
+class _Wait:
+    """The wait of one call for storage."""
+
+    def __init__(self, path: Path, errors: Collection[int], damage_s: float) -> None:
+        self._path, self._errors = path, errors
+        self._begun = time.monotonic()
+        self._damage_s = damage_s
+
+    def goes_on(self, error: BaseException) -> bool:
+        """Returns whether the call is to be made again after an error."""
+        if not isinstance(error, OSError) or error.errno not in self._errors:
+            return False
+        limit_s = _terms.patience_s
+        if error.errno == errno.EIO:
+            limit_s = min(limit_s, self._damage_s)
+        return error.errno in FULL or time.monotonic() - self._begun < limit_s
+
+    def note_attempt(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        assert isinstance(error, OSError)
+        self.note(error)
+
+    def note(self, error: OSError) -> None:
+        """Makes room for small records if there is none, and says once a minute what is wrong."""
+        if error.errno in FULL:
+            give_reserve_back()
+        now = time.monotonic()
+        if now - _terms.told_at < _TELL_S:
+            return
+        _terms.told_at = now
+        log.warning(
+            "%s (owner %s): %s; holding since %.0f s, nothing is lost: %s",
+            self._path, _owner(self._path), error.strerror, now - self._begun,
+            "make room or raise the quota" if error.errno in FULL else "asking again",
+        )  # fmt: skip
+
+
+def names(folder: Path) -> list[str]:
+    """Lists a folder, sorted; nothing where there is none.
+
+    `Path.glob` says of a folder that cannot be read that nothing is in it.
+    """
+    try:
+        return sorted(path.name for path in patiently(folder, lambda: list(folder.iterdir())))
+    except FileNotFoundError:
+        return []
+
+
+def is_short() -> bool:
+    """Whether a process of this run found no room, and there was none for the reserve since."""
+    return _terms.reserve is not None and not _terms.reserve.exists()
+
+
+def give_reserve_back() -> None:
+    """Makes room for small records; all processes of the run see by it that there is none."""
+    if _terms.reserve is not None and _terms.patience_s:
+        with suppress(OSError):
+            _terms.reserve.unlink(missing_ok=True)
+
+
+def restore_reserve() -> bool:
+    """Returns whether the reserve is whole, after an attempt to make it."""
+    reserve = _terms.reserve
+    if reserve is None:
+        return True
+    draft = reserve.with_name(f".{reserve.name}.{uuid.uuid4().hex[:8]}.tmp")
+    with _terms.lock:
+        try:
+            if reserve.exists():
+                return True
+            reserve.parent.mkdir(parents=True, exist_ok=True)
+            with draft.open("wb") as file:
+                file.write(bytes(2 * RESERVE_BYTES))  # what is free without it is not enough
+                file.flush()
+                os.fsync(file.fileno())
+                file.truncate(RESERVE_BYTES)
+                os.fsync(file.fileno())
+            draft.replace(reserve)
+        except OSError:
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+            return False
+    return True
+
+
+def _owner(path: Path) -> str:
+    for place in (path, path.parent):
+        with suppress(OSError, KeyError):
+            return pwd.getpwuid(place.stat().st_uid).pw_name
+    return str(os.geteuid())

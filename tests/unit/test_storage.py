@@ -1,0 +1,220 @@
+"""Processes hold on bad storage: which errors are waited out, for how long, and what is told."""
+
+import errno
+import json
+import logging
+import os
+import pwd
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from relax_hpc import records, storage
+from relax_hpc.telemetry import logs
+from relax_hpc.telemetry.events import EventWriter, parse
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(storage, "_FIRST_S", 0.0001)
+    monkeypatch.setattr(storage, "_LONGEST_S", 0.01)
+    yield
+    storage.settle(0.0)
+
+
+@contextmanager
+def tmpfs(folder, megabytes):
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs to fill needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder):
+    """Takes all the room there is."""
+    path = folder / "filling"
+    with pytest.raises(OSError, match="No space"), path.open("ab", 0) as file:
+        while True:
+            file.write(bytes(4096))
+    return path
+
+
+class Call:
+    """Fails with these errors, then says what it was called for."""
+
+    def __init__(self, *codes):
+        self._codes, self.count = list(codes), 0
+
+    def __call__(self):
+        self.count += 1
+        if self._codes:
+            code = self._codes.pop(0)
+            raise OSError(code, os.strerror(code))
+        return "done"
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOSPC])
+def test_who_has_settled_waits_and_others_are_told_at_once(tmp_path, code):
+    call = Call(code)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        storage.patiently(tmp_path, call)
+    assert call.count == 1
+    storage.settle(60.0)
+    call = Call(code, code, code)
+    assert storage.patiently(tmp_path, call) == "done"
+    assert call.count == 4
+
+
+def test_other_errors_are_not_waited_out(tmp_path):
+    storage.settle(60.0)
+    for call in (Call(errno.EACCES), Call(errno.ESTALE, errno.EROFS)):
+        with pytest.raises(OSError, match=r"denied|Read-only"):
+            storage.patiently(tmp_path, call)
+    with pytest.raises(OSError, match="No space"):
+        storage.patiently(tmp_path, Call(errno.ENOSPC), errors=storage.PASSING)
+
+
+def test_patience_ends_but_not_for_want_of_room(tmp_path):
+    storage.settle(0.05)
+    forever = [errno.ESTALE] * 100_000
+    with pytest.raises(OSError, match="Stale"):
+        storage.patiently(tmp_path, Call(*forever))
+    begun = time.monotonic()
+    call = Call(*[errno.EDQUOT] * 30)
+    assert storage.patiently(tmp_path, call) == "done"
+    assert time.monotonic() - begun > 0.1
+
+
+def test_a_bad_sector_is_damage_sooner_than_a_server_is_lost(tmp_path):
+    storage.settle(60.0)
+    with pytest.raises(OSError, match="Input/output"):
+        storage.patiently(tmp_path, Call(*[errno.EIO] * 100_000), damage_s=0.02)
+    assert storage.patiently(tmp_path, Call(*[errno.ESTALE] * 30), damage_s=0.0) == "done"
+
+
+def test_what_is_waited_for_is_said_once_a_minute_with_path_and_owner(tmp_path, caplog):
+    caplog.set_level(logging.WARNING)
+    storage.settle(60.0)
+    for _ in range(3):
+        storage.patiently(tmp_path / "record", Call(errno.EDQUOT, errno.EDQUOT))
+    [line] = caplog.messages
+    owner = pwd.getpwuid(os.geteuid()).pw_name
+    assert line == (
+        f"{tmp_path}/record (owner {owner}): Disk quota exceeded; holding since 0 s, nothing is "
+        "lost: make room or raise the quota"
+    )
+
+
+def test_a_record_that_is_published_once_is_the_writers_own_whatever_storage_says(tmp_path):
+    storage.settle(60.0)
+    real, path = os.link, tmp_path / "claim"
+
+    def link(*args):
+        real(*args)
+        if not calls:
+            calls.append(args)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for there in (False, True):
+        calls = []
+        path.unlink(missing_ok=True)
+        if there:
+            path.write_text("another's")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "link", link)
+            assert records.write_json_once(path, {"mine": 1}) is not there
+        assert [file.name for file in tmp_path.iterdir()] == ["claim"]
+
+
+def test_small_records_find_room_on_a_full_disk_and_others_wait_until_there_is_some(tmp_path):
+    with tmpfs(tmp_path / "full", 4) as root:
+        reserve = root / "control" / "reserve"
+        storage.settle(60.0, reserve=reserve)
+        assert reserve.stat().st_size == storage.RESERVE_BYTES
+        filling = fill(root)
+        records.write_json(root / "control" / "record", {"n": 1})
+        assert json.loads((root / "control" / "record").read_text()) == {"n": 1}
+        assert (
+            storage.is_short()
+            and not storage.restore_reserve()
+            and not list(root.glob("control/.reserve*"))
+        ), "what there is left is not enough for it, and is not taken"
+        written = []
+        shard = threading.Thread(
+            target=storage.patiently,
+            args=(root / "large", lambda: written.append((root / "large").write_bytes(bytes(9)))),
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Path, "write_bytes", _full_once(Path.write_bytes))
+            shard.start()
+            shard.join(0.3)
+            assert shard.is_alive() and not written, "it would fit, but small records come first"
+            filling.unlink()
+            shard.join(30)
+        assert written == [9] and not storage.is_short()
+
+
+def _full_once(real):
+    calls = []
+
+    def write_bytes(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*args)
+
+    return write_bytes
+
+
+def test_events_and_lines_that_find_no_room_are_dropped_and_counted(tmp_path):
+    storage.settle(60.0)
+    package = logging.getLogger("relax_hpc")
+    with tmpfs(tmp_path / "full", 1) as root:
+        path, log = root / "events" / "actor-0.jsonl", root / "logs" / "actor-0.log"
+        logs.setup("actor", 0, log)
+        with EventWriter(path, "actor", 0) as events:
+            events.emit("error", message="first")
+            package.warning("first")
+            filling = fill(root)
+            for _ in range(3):
+                events.emit("error", message="x" * 8192)
+                package.warning("x" * 8192)
+            filling.unlink()
+            events.emit("error", message="last")
+            package.warning("last")
+            package.warning("behind it")
+        found = parse(path.read_bytes())
+        said = log.read_text()
+        logs.setup("actor", 0, None)
+    whole = [event["message"] for event in found if event["event"] == "error"]
+    assert whole == ["first", "last"]
+    [dropped] = [event for event in found if event["event"] == "events_dropped"]
+    assert dropped["number"] == 3
+    assert said.count(": first") == said.count(": last") == said.count(": behind it") == 1
+    assert "3 lines were dropped" in said
+
+
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatch):
+    storage.settle(60.0)
+    (tmp_path / "b").touch()
+    (tmp_path / "a").touch()
+    real, calls = os.listdir, []
+
+    def listdir(path):
+        calls.append(path)
+        if len(calls) == 1:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return real(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert storage.names(tmp_path) == ["a", "b"]
+    assert len(calls) == 2
+    assert storage.names(tmp_path / "none") == []
