@@ -4,7 +4,9 @@ Ranks agree on what became of it at the ends of steps, from their main threads: 
 other threads would have to keep its order among those of training.
 """
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,8 +16,12 @@ from typing import NamedTuple, Self
 from relax_hpc.comm.world import World
 from relax_hpc.engines.training_engine import CheckpointPart, TrainingEngine
 from relax_hpc.errors import CheckpointError, FencedError, PeerTimeoutError, RelaxError
+from relax_hpc.storage import is_short, patiently
 
 log = logging.getLogger(__name__)
+
+_ROOM_S = 10.0
+"""Interval of looks whether there is room again."""
 
 
 class Saved(NamedTuple):
@@ -110,6 +116,8 @@ class PendingSave:
     def _expect(self, event: threading.Event) -> None:
         begun = time.monotonic()
         came = event.wait(self._timeout_s)
+        while not came and is_short():  # it holds until there is room
+            came = event.wait(min(self._timeout_s, _ROOM_S))
         self._wait_s += time.monotonic() - begun
         if not came:
             raise PeerTimeoutError(
@@ -136,9 +144,14 @@ class PendingSave:
             done = Saved(self.step, self._wait_s, seconds, self._num_bytes)
         return _Report(self._written.is_set(), self._error, done)
 
+    def _make_draft(self) -> None:
+        if is_short():  # a part that finds no room when it is flushed is lost: rather wait for it
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.draft))
+        self.draft.mkdir(parents=True, exist_ok=True)
+
     def _run(self, part: CheckpointPart, publish: Callable[[], None]) -> None:
         try:
-            self.draft.mkdir(parents=True, exist_ok=True)
+            patiently(self.draft, self._make_draft)
             part.write(self.draft)
             self._written.set()
             if self._world.rank == 0:

@@ -108,7 +108,7 @@ class Saving(Generic[P]):
         num_steps: int,
         source: Path,
     ) -> None:
-        """Begins nothing yet.
+        """Lets the trainer take memory for saves, and begins nothing else yet.
 
         Args:
             rank0: None on the other ranks.
@@ -119,6 +119,7 @@ class Saving(Generic[P]):
         self._trainer, self._checkpoints, self._rank0 = trainer, checkpoints, rank0
         self._events, self._num_steps, self._source = events, num_steps, source
         self._is_due = False
+        trainer.expect_saves()
 
     def __call__(self) -> None:
         """Begins a checkpoint if one is due, ends those that are done; the last one it waits for.

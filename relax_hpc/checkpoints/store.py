@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
@@ -19,6 +20,7 @@ from relax_hpc.comm.world import World
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.errors import BusError, CheckpointError, FencedError
 from relax_hpc.records import read_json, sync, write_json
+from relax_hpc.storage import names, patiently
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +157,11 @@ class Checkpoints(Generic[P]):
         """Returns the checkpoints that count, oldest first; half-written ones have another name."""
         return [found for found in self._found() if isinstance(found, Checkpoint)]
 
+    def _listed(self, pattern: str) -> list[Path]:
+        return [self._root / name for name in names(self._root) if fnmatchcase(name, pattern)]
+
     def _found(self) -> Iterator["Checkpoint[P] | _Unreadable"]:
-        for folder in sorted(self._root.glob("step_*")):
+        for folder in self._listed("step_*"):
             try:
                 progress = read_json(folder / _PROGRESS)
                 if progress is None:
@@ -210,7 +215,7 @@ class Checkpoints(Generic[P]):
     def _candidates(self) -> list["Checkpoint[P] | _Unreadable"]:
         """Returns what is there, newest first."""
         found = list(self._found())
-        if not found and any(self._root.glob("step_*")):
+        if not found and self._listed("step_*"):
             raise BusError(
                 f"{self._root}: none of the checkpoints is of this run's plan; remove them to "
                 "begin again from step 1, if all shards are there still"
@@ -250,10 +255,7 @@ class Checkpoints(Generic[P]):
     def _publish(self, draft: Path, folder: Path, position: P) -> None:
         self._refuse_to_replace_newer(folder, position)
         # One of this step is torn, or of a superseded trainer: else the run had resumed from it.
-        _delete(folder)
-        sync(draft)
-        draft.rename(folder)
-        sync(self._root)
+        patiently(folder, lambda: _replace(folder, draft))
         for old in self.complete()[: -self._keep]:
             if self._keep_every and old.step % self._keep_every == 0:
                 kept = self._root / _KEPT / old.folder.name
@@ -273,7 +275,7 @@ class Checkpoints(Generic[P]):
                 )
 
     def _remove_left_behind(self) -> None:
-        for path in self._root.glob(".step_*"):
+        for path in self._listed(".step_*"):
             if _LEFT_BEHIND.fullmatch(path.name):
                 log.info("%s: a killed process left it behind; removed", path)
                 shutil.rmtree(path, ignore_errors=True)
@@ -316,6 +318,15 @@ def step_of(folder: Path) -> int | None:
 
 def _name(step: int) -> str:
     return f"step_{step:08d}"
+
+
+def _replace(folder: Path, draft: Path) -> None:
+    """May be called again after it did so and was told otherwise."""
+    if draft.exists() or not folder.exists():
+        _delete(folder)
+        sync(draft)
+        draft.rename(folder)
+    sync(folder.parent)
 
 
 def _delete(folder: Path) -> None:

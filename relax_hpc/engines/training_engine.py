@@ -161,6 +161,10 @@ class TrainingEngine(ScoringEngine, Protocol):
 
     def reclaim(self) -> None: ...
 
+    def expect_saves(self) -> None:
+        """Begins to take what `checkpoint_part` will need; returns at once, not collective."""
+        ...
+
     def checkpoint_part(self, *, copy: bool) -> CheckpointPart:
         """Returns this rank's part of a checkpoint; a copy lets training go on meanwhile.
 

@@ -24,6 +24,7 @@ from relax_hpc.models.weight_files import (
     Manifest,
     plan_files,
 )
+from relax_hpc.storage import patiently
 from relax_hpc.weights.quantize import Quantizer
 
 _KEPT = 2
@@ -92,12 +93,17 @@ class SnapshotWriter:
         self._clean_up(in_use)
         name = f"v{version:06d}-{uuid.uuid4().hex[:8]}"
         draft = self._draft(name)
-        try:
+
+        def make() -> None:
+            shutil.rmtree(draft, ignore_errors=True)  # of an attempt that failed
             draft.mkdir(parents=True)
             hf_folder.copy_all_but_weights(self._model_folder, draft)
             hf_folder.set_dtype(draft, self._dtypes)
             if self._quantizer and self._quantizer.config_json:
                 hf_folder.set_quantization(draft, self._quantizer.config_json)
+
+        try:
+            patiently(draft, make)
         except OSError as error:
             shutil.rmtree(draft, ignore_errors=True)
             raise self._error(version, [str(error)]) from error
@@ -131,10 +137,16 @@ class SnapshotWriter:
         draft, folder = self._draft(name), self._root / name
         manifest = Manifest(int(name[1:7]), records)
         names = {file.name: [spec.name for spec in file.specs] for file in self._files}
-        try:
+
+        def publish() -> None:
+            if folder.exists():  # by an attempt that was said to have failed
+                return
             hf_folder.write_index(draft, names, sum(file.num_bytes for file in self._files))
             manifest.write(draft)
             draft.rename(folder)
+
+        try:
+            patiently(folder, publish)
         except OSError as error:
             raise self._error(manifest.version, [str(error)]) from error
         return Snapshot(folder, manifest)

@@ -1,5 +1,6 @@
 """A fixed batch by Hugging Face and torch: the truth that every grid must reach."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,14 +25,14 @@ def dense(folder, *, tied=False, layers=2):
     return _save(Qwen3ForCausalLM, config, folder)
 
 
-def mixture(folder, *, layers=2, experts=4, per_token=2):
+def mixture(folder, *, layers=2, experts=4, per_token=2, dense_layers=()):
     """Makes a tiny Qwen3-MoE in `folder`."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         **SHAPE, intermediate_size=128, moe_intermediate_size=32, num_experts=experts,
         num_experts_per_tok=per_token, norm_topk_prob=True, num_hidden_layers=layers,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, mlp_only_layers=list(dense_layers),
     )  # fmt: skip
     return _save(Qwen3MoeForCausalLM, config, folder)
 
@@ -82,6 +83,50 @@ def reference(folder, model, num_steps=2, num_rows=12):
         folder=folder, rows=rows, advantages=advantages, logprobs=detached, losses=losses,
         gradients=gradients, norms=norms, steps=steps,
     )  # fmt: skip
+
+
+def force_routes(model, rows):
+    """Sends tokens of `rows` through a mixture's experts as their records say; see `replayed`.
+
+    Returns:
+        {(layer, row): [tokens] bool}, where the router would have chosen otherwise; it fills up.
+    """
+    layers = [(n, layer.mlp) for n, layer in enumerate(model.model.layers)]
+    gates = [(n, mlp.gate) for n, mlp in layers if hasattr(mlp, "gate")]
+    per_token, now, differs = gates[0][1].top_k, {}, {}
+    by_tokens = {row.token_ids.tobytes(): place for place, row in enumerate(rows)}
+
+    def begin(_module, _args, kwargs):
+        tokens = kwargs["input_ids"][0].numpy().astype(np.int32)
+        now["row"] = by_tokens[tokens.tobytes()]
+
+    def forward(number, gate, hidden):
+        logits = torch.nn.functional.linear(hidden, gate.weight)
+        own = logits.topk(per_token).indices
+        chosen = own.clone()
+        known = replayed(rows[now["row"]], number, per_token, gate.num_experts)
+        for token, experts in known.items():
+            chosen[token] = torch.from_numpy(experts.astype(np.int64))
+        other = (own.sort(-1).values != chosen.sort(-1).values).any(-1)
+        differs[number, now["row"]] = other.numpy()
+        return logits, logits.gather(1, chosen).softmax(-1), chosen
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    for number, gate in gates:
+        gate.forward = partial(forward, number, gate)
+    return differs
+
+
+def replayed(row, layer, per_token, num_experts):
+    """{token: experts} of a layer; not of the last token, nor where the record is none."""
+    if row.routed_experts is None:
+        return {}
+    records = row.routed_experts.reshape(len(row.token_ids), -1, per_token)[:-1, layer]
+    return {
+        token: experts
+        for token, experts in enumerate(records)
+        if len(set(experts.tolist()) & set(range(num_experts))) == per_token
+    }
 
 
 def hub_layout(tensors):

@@ -8,6 +8,8 @@ import pytest
 from megatron_reference import collect, dense, mixture
 from megatron_worker import job, trajectories
 
+pytestmark = pytest.mark.long
+
 SPLITS = {
     "three portions": (1, {}, 3),
     "tp2": (2, {"tensor_parallel": 2}, 1),
@@ -22,6 +24,7 @@ CASES = {
     "dapo": {"preset": "dapo"},
     "whitened": {"preset": "reinforce_pp_baseline"},
     "ppo": {"preset": "ppo"},
+    "distill": {"preset": "distill", "loss": {"eps": 0.002}},
     "token advantages": discounted.algorithm(),
     "entropy": {"entropy": {"coefficient": 0.5}},
     "decoupled": {"preset": "decoupled", "mini_batches": 2},
@@ -51,6 +54,9 @@ def sampled(ranks, folder):
                 row.loss_mask, values + noise.normal(0, 0.3, len(values)), np.nan
             ).astype("f4"),
             values=noise.normal(0, 1, len(values)).astype("f4"),
+            teacher_logprobs=np.where(
+                row.loss_mask, values - noise.exponential(0.5, len(values)), np.nan
+            ).astype("f4"),
         )
         for row, values in zip(rows, logprobs, strict=True)
     ], advantages
@@ -76,6 +82,7 @@ def expected(ranks, batch):
     metrics = {case: of_case for case, (of_case, _) in found.items()}
     assert all(of_case["skipped"] == 0 for of_case in metrics.values())
     assert 0.1 < metrics["async"]["loss/masked_fraction"] < 0.9
+    assert 0.2 < metrics["distill"]["distill/kl"] < 1
     assert 0.1 < metrics["m2po"]["loss/clip_fraction"] < 0.9
     return found
 

@@ -7,6 +7,8 @@ import pytest
 from relax_hpc.bench import sync, sync_figures
 from relax_hpc.bench.steady_load import tokens_per_s
 
+pytestmark = pytest.mark.long
+
 
 def test_tokens_per_second_are_those_between_two_points_of_time():
     seen = [(0.0, 0), (1.0, 50), (2.0, 70), (4.0, 130)]

@@ -16,6 +16,8 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.registry import read_architecture
 
+pytestmark = pytest.mark.long
+
 
 def test_operations_are_those_counted_by_hand():
     """One layer of width 4: queries 2 x 3, keys 1 x 3, feed-forward 5, vocabulary 7."""

@@ -41,8 +41,8 @@ def folder(tmp_path_factory):
 def config(monkeypatch, folder):
     """A job of the algorithm; its column is of a role that is in no job yet."""
     column = Column("float32", "token", "judge", "how odd a judge finds a token")
-    monkeypatch.setitem(ROLES, "judge", 8)
-    monkeypatch.setitem(log.ROLE_OF_NUMBER, 8, "judge")
+    monkeypatch.setitem(ROLES, "judge", 16)
+    monkeypatch.setitem(log.ROLE_OF_NUMBER, 16, "judge")
     monkeypatch.setitem(COLUMNS, NAME, column)
     monkeypatch.setitem(DTYPES, NAME, column.dtype)
     tree = {
@@ -92,7 +92,7 @@ def rows_of(config, root, scale):
     assert record.last
     reader = Reader(paths)
     index = reader.index(record)
-    columns, teaching = values_of(index, config.algorithm, SIBLINGS)
+    columns, teaching = values_of(index, config.algorithm, SIBLINGS, longest=8)
     assert len(teaching) == GROUPS * SIBLINGS
     return reader.rows(record, teaching.tolist(), config.columns), columns["advantages"]
 

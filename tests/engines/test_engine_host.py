@@ -20,6 +20,8 @@ from relax_hpc.roles.engine.hosting import Slot, hosting_of
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter, read_events
 
+pytestmark = pytest.mark.long
+
 CONTEXT = TaskContext("rollout", 0, 1, 0, attempt="7.0", start=2, node="here")
 
 

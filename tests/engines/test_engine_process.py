@@ -20,6 +20,8 @@ from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import ConfigError, EngineError
 
+pytestmark = pytest.mark.long
+
 OWNER = """
     import sys, time
     from pathlib import Path

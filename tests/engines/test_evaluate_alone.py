@@ -16,6 +16,8 @@ from relax_hpc.cli.main import app
 from relax_hpc.demo import checkpoint
 from relax_hpc.telemetry.events import read_events
 
+pytestmark = pytest.mark.long
+
 EVEN = """
 def score(response, prompt):
     return 1.0 - len(response) % 2

@@ -9,6 +9,8 @@ from houses import at_that_moment, freeze, house_of, kill, publish, trainer
 
 from relax_hpc.engines.generation import GenerationClient, Sampling
 
+pytestmark = pytest.mark.long
+
 LAYOUTS = {"embedded": (2, 1), "sglang": (1, 2)}
 """Engines, and ranks of each, beside the two ranks of the trainer."""
 

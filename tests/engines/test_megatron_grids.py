@@ -7,6 +7,8 @@ from megatron_reference import clear_gradient, collect, dense
 from megatron_reference import reference as hugging_face
 from megatron_worker import job
 
+pytestmark = pytest.mark.long
+
 GRIDS = {
     "tp2": (2, {"tensor_parallel": 2}),
     "pp2": (2, {"pipeline_parallel": 2}),

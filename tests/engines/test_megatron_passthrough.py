@@ -13,6 +13,8 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
 from relax_hpc.roles.training import check as training_check
 
+pytestmark = pytest.mark.long
+
 
 def made(**actor):
     """Both configurations of a job with these tables of the optimizer."""

@@ -9,6 +9,8 @@ from hf_logprobs import hf_logprobs
 from megatron_reference import collect
 from megatron_worker import VOCAB, job, trajectories
 
+pytestmark = pytest.mark.long
+
 LAYOUTS = {
     "tp2": (2, {"tp": 2}),
     "dp2": (2, {"dp": 2}),

@@ -12,6 +12,8 @@ from megatron_reference import reference as hugging_face
 from megatron_worker import VOCAB, job, trajectories
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.long
+
 DENSE_GRIDS = {  # of four ranks; replicas fill them up
     "replicas": {},
     "tp2": {"tensor_parallel": 2},

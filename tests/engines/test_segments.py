@@ -89,7 +89,7 @@ def gradient(policy, rows, *, normalize_std, weigh=None):
         },
         source="test",
     ).algorithm  # fmt: skip
-    columns, _ = values_of(index_of(rows), settings, 3)
+    columns, _ = values_of(index_of(rows), settings, 3, longest=8)
     if weigh:
         columns = weigh(columns, rows)
     loss = objective_of(settings).loss

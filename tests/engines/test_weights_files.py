@@ -8,6 +8,8 @@ from houses import at_that_moment, house_of, kill, publish, trainer, wait_until
 
 from relax_hpc.models.weight_files import Manifest
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module", params=["embedded", "sglang"])
 def shared(request, checkpoints, tmp_path_factory):

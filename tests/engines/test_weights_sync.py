@@ -23,6 +23,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from relax_hpc.engines.generation import Draft, Sampling
 from relax_hpc.schema import FinishReason
 
+pytestmark = pytest.mark.long
+
 UPDATES, REQUESTS, TOKENS = 10, 64, 900
 
 

@@ -241,7 +241,7 @@ def test_the_entropys_gradient_is_that_of_float64(alone, float32_logits):
         assert float((entropy - expected).abs().max()) < (1e-4 if float32_logits else 0.15)
         errors = relative(mine.grad, h.grad), relative(weight.main_grad, w.grad)
         print(f"\nentropy's gradient, float32_logits={float32_logits}: errors {errors}")
-        assert max(errors) < 0.01
+        assert max(errors) < (0.01 if float32_logits else 0.02)
 
 
 def test_the_entropys_gradient_costs_little_of_the_output_layer(alone):

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from relax_hpc.engines.megatron.moe import replay
 from relax_hpc.schema import Row, extra_columns
 
 
@@ -42,6 +43,9 @@ class MicroBatch:
     """[T] float32 each, by short name: those that every row has, and from the first pass on
     `old_logprobs`, nats, the policy before this step's updates, without gradient. What a row has
     one of is the same on all its tokens."""
+    routes: Tensor | None = None
+    """[T, layers with experts of this rank, experts per token] int16, see `moe.replay`; None where
+    nothing is replayed."""
 
     def with_columns(self, **columns: Tensor) -> "MicroBatch":
         """The same with further columns, or others in place of those it has."""
@@ -54,12 +58,14 @@ def build(
     *,
     device: torch.device,
     multiple_of: int = 1,
+    layers: replay.Layers | None = None,
 ) -> MicroBatch:
     """Packs the trajectories `rows` end to end.
 
     Args:
         rows: may be empty: the micro-batch of a rank that has none while others have one.
         multiple_of: T is rounded up to a multiple of it by one more, untrained document.
+        layers: whose experts are replayed, where rows say which they were.
     """
     chosen = [trajectories[row] for row in rows]
     lengths = np.array([len(trajectory.token_ids) for trajectory in chosen], np.int64)
@@ -79,6 +85,9 @@ def build(
         return torch.from_numpy(flat).to(device)
 
     first = torch.from_numpy(is_first).to(device)
+    routes = None
+    if layers and any(t.routed_experts is not None for t in trajectories):
+        routes = replay.pack(chosen, padding, layers).to(device)
     return MicroBatch(
         rows=tuple(rows),
         lengths=tuple(documents.tolist()),
@@ -95,6 +104,7 @@ def build(
             for name in (chosen[0].columns if chosen else _any_column())
             if all(name in t.columns for t in chosen)
         },
+        routes=routes,
     )
 
 

@@ -95,7 +95,10 @@ def whole(values: Tensor) -> Tensor:
 def _hidden(chunk: Any, micro_batch: MicroBatch) -> Tensor:  # noqa: ANN401
     rows = PackedRows.of(micro_batch.lengths, micro_batch.token_ids.device, grid.context_group())
     if chunk.config.num_moe_experts is not None:
-        rows.documents = _documents(micro_batch, sequence_parallel=chunk.config.sequence_parallel)
+        own = _routed if chunk.config.sequence_parallel else own_part
+        documents = Documents.of(micro_batch)
+        rows.documents = replace(documents, index=own(documents.index))
+        rows.routes = None if micro_batch.routes is None else own(micro_batch.routes)
     hidden: Tensor = chunk(
         own_part(micro_batch.token_ids)[None],
         own_part(micro_batch.position_ids)[None],
@@ -105,11 +108,9 @@ def _hidden(chunk: Any, micro_batch: MicroBatch) -> Tensor:  # noqa: ANN401
     return hidden
 
 
-def _documents(micro_batch: MicroBatch, *, sequence_parallel: bool) -> Documents:
-    """Returns the documents of the tokens that this rank routes to experts."""
-    documents = Documents.of(micro_batch)
-    index = own_part(documents.index)
-    return replace(documents, index=grid.own_tokens(index) if sequence_parallel else index)
+def _routed(values: Tensor) -> Tensor:
+    """[T, ...] -> those of the tokens that this rank routes under sequence parallelism."""
+    return grid.own_tokens(own_part(values))
 
 
 def _run(

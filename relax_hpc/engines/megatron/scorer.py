@@ -20,6 +20,7 @@ from relax_hpc.engines.megatron.checkpoint.part import load_weights
 from relax_hpc.engines.megatron.hf import hf_stream, hf_weights
 from relax_hpc.engines.megatron.hf.gather import HfGather
 from relax_hpc.engines.megatron.layers import dense
+from relax_hpc.engines.megatron.moe import router
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.errors import ConfigError
@@ -80,6 +81,7 @@ class MegatronScorer:
         self._chunks = model.build(transformer, shape, device, attend, self._kind)
         self._run_chunks: Sequence[torch.nn.Module] = self._chunks
         """The modules that forward passes go through."""
+        self._routed_layers = router.number_layers(self._chunks, shape)
         for chunk in self._chunks:
             dense.set_recomputed(chunk, megatron.recomputed_passes)
         if random_weights:
@@ -140,7 +142,10 @@ class MegatronScorer:
 
     def _build(self, trajectories: Sequence[Row], rows: Sequence[int]) -> MicroBatch:
         multiple_of = grid.tokens_multiple_of(self._megatron.layout)
-        return packing.build(trajectories, rows, device=self._device, multiple_of=multiple_of)
+        return packing.build(
+            trajectories, rows, device=self._device, multiple_of=multiple_of,
+            layers=self._routed_layers,
+        )  # fmt: skip
 
     def _logprobs(
         self, hidden: Tensor, micro_batch: MicroBatch, *, entropy_gradient: bool = False

@@ -19,7 +19,13 @@ from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.engines.megatron import engine_gap
 from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
-from relax_hpc.engines.megatron.checkpoint.part import CheckpointPart, Trainee, load_checkpoint
+from relax_hpc.engines.megatron.checkpoint.part import (
+    CheckpointPart,
+    Trainee,
+    has_buffers,
+    load_checkpoint,
+    reserve,
+)
 from relax_hpc.engines.megatron.checkpoint.read import damage
 from relax_hpc.engines.megatron.costs import Costs
 from relax_hpc.engines.megatron.hf import hf_weights
@@ -32,6 +38,9 @@ from relax_hpc.engines.megatron.work import Work
 from relax_hpc.engines.training_engine import Gap, Skip
 from relax_hpc.errors import TrainingError
 from relax_hpc.schema import Row
+
+_ROUTING_GAP_EVERY = 10
+"""Steps between forward passes of a micro-batch without routing replay, to see the difference."""
 
 
 class MegatronTrainer(MegatronScorer):
@@ -93,7 +102,8 @@ class MegatronTrainer(MegatronScorer):
         self._ahead: Metrics = {}
         """Measurements of the forward pass before the updates, if there was one."""
         self._notes: dict[str, Any] = {}
-        self._host_copy = HostCopy()
+        self._host_copy, self._waited_s = HostCopy(), 0.0
+        self._has_buffers = has_buffers(self._chunks)
 
     def accumulate(
         self,
@@ -160,12 +170,15 @@ class MegatronTrainer(MegatronScorer):
             clipping, and `skipped` updates, as the updates' mean, the same on every rank; `lr`;
             `logprob_gap/mean` and `/max` [nats] between this policy and the sampler, before the
             updates; `engine_gap/...` likewise, of the tokens that this policy sampled, if there
-            are some. An update is skipped when its loss or gradient is not finite.
+            are some; `routing/...`, see `take_metrics` and `Updates.routing_gap`, for a mixture of
+            experts. An update is skipped when its loss or gradient is not finite.
 
         Raises:
             TrainingError: an update made the weights infinite or not a number; on every rank.
         """
         self._begin_updates()
+        self._ahead |= self._routing_gap()
+        self._let_change()
         self.step += 1
         rate = learning_rate(self._rates, self.step, self._num_steps)
         distributed_adam.set_learning_rate(self._optimizer, rate)
@@ -182,6 +195,9 @@ class MegatronTrainer(MegatronScorer):
         means |= self._ahead | {"lr": rate}
         means |= self._end_step(means)
         self.costs = self._costs.end_step()
+        if self._waited_s:
+            self.costs |= {"time/save_copy": self._waited_s}
+            self._waited_s = 0.0
         return means
 
     def keep(self, name: str, folder: Path | None = None, *, lasting: bool = False) -> None:
@@ -194,6 +210,7 @@ class MegatronTrainer(MegatronScorer):
         Raises:
             ConfigError: `folder` is not this model with other numbers.
         """
+        self._let_change()
         if folder is None:
             self.bank.keep(name, lasting=lasting)
             return
@@ -208,6 +225,7 @@ class MegatronTrainer(MegatronScorer):
         micro_batches: Sequence[Sequence[int]],
     ) -> list[npt.NDArray[np.float32]]:
         """Does as `forward_logprobs` under weights that were kept."""
+        self._let_change()
         with self.bank.swapped(name, version=self.step):
             return self.forward_logprobs(trajectories, micro_batches)
 
@@ -228,9 +246,14 @@ class MegatronTrainer(MegatronScorer):
         for chunk in self._wrapped:
             chunk.restore_grad_buffers(synchronize=False)
 
+    def expect_saves(self) -> None:
+        """Begins to take host memory for copies of what is to be saved; returns at once."""
+        reserve(self._host_copy, self._trainee)
+
     def checkpoint_part(self, *, copy: bool) -> CheckpointPart:
         """Returns this rank's part of a checkpoint; a copy lets training go on meanwhile.
 
+        It is made while the next batch is passed over; what would change the model waits for it.
         There is one copy at a time: what an earlier one holds is lost.
         """
         return CheckpointPart(self._trainee, self.step, self._host_copy if copy else None)
@@ -256,6 +279,7 @@ class MegatronTrainer(MegatronScorer):
 
     def load(self, folder: Path) -> None:
         """Continues from a checkpoint; bitwise, if the parallel layout is the same."""
+        self._let_change()
         self.step = load_checkpoint(folder, self._trainee)
 
     @property
@@ -267,8 +291,14 @@ class MegatronTrainer(MegatronScorer):
         """Reason why the last update was not done, if it was not; the same on every rank."""
         return self._updates.skip
 
+    def _let_change(self) -> None:
+        """Waits until a copy for a checkpoint is made."""
+        self._waited_s += self._host_copy.finish()
+
     def _begin_step(self, objective: Objective) -> None:
         self._objective = objective
+        if self._has_buffers:  # a pass may change them
+            self._let_change()
         if "entropy" not in self._notes:
             self._notes["entropy"] = list(objective.entropy.first())
         self._updates.entropy_weight = EntropyState(*self._notes["entropy"]).weight
@@ -284,6 +314,13 @@ class MegatronTrainer(MegatronScorer):
             self._ahead = self._updates.look_ahead(self._works, self.step)
             self._passed = len(self._works)
         self._updates.pass_over(first, last=True, version=self.step)
+
+    def _routing_gap(self) -> Metrics:
+        """Measures, every so many steps, what routing replay is good for; a forward pass."""
+        if self._routed_layers is None or self.step % _ROUTING_GAP_EVERY or not self._passed:
+            return {}
+        count = self._megatron.layout.micro_batches_multiple_of
+        return self._updates.routing_gap(self._works[:count])
 
     def _parts(self) -> list[list[Work]]:
         """Works of each update of an epoch."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -101,6 +102,36 @@ class Updates:
         with self._costs.phase("forward_backward"), grad_sync.portion(self._wrapped, last=last):
             schedule.backward(self._wrapped, works, sum_loss)
         self._costs.count(works)
+
+    def routing_gap(self, works: Sequence[Work]) -> Metrics:
+        """Measures the gap to the sampler with and without routing replay.
+
+        Args:
+            works: that were passed over; a few are enough, the same number on every rank.
+
+        Returns:
+            `routing/gap` and `routing/gap_without`, mean abs nats per trained token; nothing where
+            no rank replays.
+        """
+        own = [work.micro_batch for work in works]
+        replays = torch.tensor(float(any(each.routes is not None for each in own)))
+        if not distributed_adam.total(replays.to(self._device)):
+            return {}
+        with self._costs.phase("old_logprobs"):
+            found = schedule.forward_on_last_stage(
+                self._wrapped,
+                [replace(each, routes=None) for each in own],
+                lambda hidden, micro_batch: self._logprobs(hidden, micro_batch)[0],
+            )
+        sums, num_tokens = StepSums(), torch.zeros((), dtype=torch.int64, device=self._device)
+        for each, without in zip(own, found, strict=False):  # none on the other stages
+            if not each.rows:
+                continue
+            sampled, mask = each.columns["rollout_logprobs"], each.loss_mask
+            for name, mine in (("gap", each.columns["old_logprobs"]), ("gap_without", without)):
+                sums.add(f"routing/{name}", (mine - sampled).abs().where(mask, 0).sum())
+            num_tokens += mask.sum()
+        return sums.over_ranks(int(distributed_adam.total(num_tokens)))
 
     def apply(self, works: Sequence[Work]) -> Metrics:
         """Sums the gradient over ranks, divides it by their denominator and applies it.

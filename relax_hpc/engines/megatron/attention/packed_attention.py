@@ -82,6 +82,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """Rotary angles that the layers share, once the first one has made them."""
     documents: Documents | None = None
     """Documents of this rank's tokens, for routers of experts."""
+    routes: Tensor | None = None
+    """[t, layers, k] experts to which they are to go, see `moe.replay`."""
 
     @classmethod
     def of(

@@ -56,14 +56,15 @@ class Trainee(NamedTuple):
 class CheckpointPart:
     """One rank's part of a checkpoint at the end of a step.
 
-    A copy does not change when training goes on; without one, training has to wait for `write`.
+    A copy does not change when training goes on, once `HostCopy.finish` has returned; without one,
+    training has to wait for `write`.
     """
 
     def __init__(self, trainee: Trainee, step: int, host: HostCopy | None) -> None:
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self._boxes = sorted(_own_boxes(trainee), key=lambda box: -box.tensor.nbytes)
+        self._boxes, self._copied = _changing(trainee), _nothing
         if host is not None:
-            copies = host.of([box.tensor for box in self._boxes])
+            copies, self._copied = host.of([box.tensor for box in self._boxes])
             pairs = zip(self._boxes, copies, strict=True)
             self._boxes = [box._replace(tensor=copy) for box, copy in pairs]
         self._boxes += _kept_boxes(trainee)  # these do not change anyway
@@ -82,6 +83,7 @@ class CheckpointPart:
         Raises:
             CheckpointError: naming the file and what the system said.
         """
+        self._copied()
         part_files.write_part(folder, self._rank, self._boxes, self._objects)
 
     def write_names(self, folder: Path, **waiting: Any) -> int:  # noqa: ANN401
@@ -91,6 +93,11 @@ class CheckpointPart:
             waiting: see `part_files.write_names`; so is what is returned and raised.
         """
         return part_files.write_names(folder, self._num_ranks, self._common, **waiting)
+
+
+def reserve(host: HostCopy, trainee: Trainee) -> None:
+    """Begins to take the memory for a copy of what this rank has to save."""
+    host.reserve([box.tensor for box in _changing(trainee)])
 
 
 @torch.no_grad()
@@ -140,6 +147,11 @@ def load_weights(folder: Path, chunks: Sequence[GPTModel]) -> None:
     _load_objects(chunks, stored)
 
 
+def has_buffers(chunks: Sequence[GPTModel]) -> bool:
+    """Whether a checkpoint holds tensors that are no parameters."""
+    return any(not isinstance(tensor, torch.nn.Parameter) for _, tensor in _tensors(chunks))
+
+
 class _Share(NamedTuple):
     """The optimizer's state of a part of one parameter, on a data-parallel rank."""
 
@@ -147,6 +159,14 @@ class _Share(NamedTuple):
     """First element, counted through the parameter."""
     state: dict[str, Tensor]
     """[n] main parameter and moments."""
+
+
+def _nothing() -> None: ...
+
+
+def _changing(trainee: Trainee) -> list[Box]:
+    """Returns what this rank writes and training changes, the largest first."""
+    return sorted(_own_boxes(trainee), key=lambda box: -box.tensor.nbytes)
 
 
 def _own_boxes(trainee: Trainee) -> Iterator[Box]:

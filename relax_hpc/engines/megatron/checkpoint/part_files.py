@@ -33,8 +33,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from relax_hpc.engines.megatron.checkpoint.boxes import Box
+from relax_hpc.engines.megatron.checkpoint.new_file import NewFile, opened
 from relax_hpc.errors import CheckpointError, PeerTimeoutError
 from relax_hpc.records import checksum
+from relax_hpc.storage import DAMAGE_S, patiently
 
 FOOTER = struct.Struct("<8sQI4x")
 """MAGIC, bytes of the table, its checksum; the last bytes of a part."""
@@ -80,14 +82,14 @@ def write_part(folder: Path, rank: int, boxes: Iterable[Box], objects: Mapping[s
     final = folder / part_name(rank)
     draft = final.with_name(f".{final.name}.tmp")
     try:
-        with _opened(draft) as fd:
-            part = _Part(fd)
+        with opened(draft) as file:
+            part = _Part(file)
             part.add_boxes(iter(boxes))
             for key, content in objects.items():
                 part.add(key, content)
             num_bytes = part.finish()
-            os.fsync(fd)
-        draft.rename(final)
+            file.sync()
+        patiently(final, lambda: _rename(draft, final))
     except OSError as error:
         raise CheckpointError(f"{final}: cannot be written: {error.strerror}") from error
     return num_bytes
@@ -142,11 +144,15 @@ def write_file(path: Path, content: bytes) -> None:
     """Raises:
     CheckpointError: naming the file and what the system said.
     """
-    try:
+
+    def write() -> None:
         with path.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+
+    try:
+        patiently(path, write)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written: {error.strerror}") from error
 
@@ -157,13 +163,17 @@ def read_table(path: Path) -> list[Entry]:
     Raises:
         CheckpointError: it is cut short or damaged.
     """
-    try:
+
+    def read() -> tuple[bytes, int, bytes]:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(size - FOOTER.size, 0))
             magic, length, expected = FOOTER.unpack(file.read())
             file.seek(size - FOOTER.size - length)
-            table = file.read(length)
+            return magic, expected, file.read(length)
+
+    try:
+        magic, expected, table = patiently(path, read, damage_s=DAMAGE_S)
     except (OSError, ValueError, struct.error) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if magic != MAGIC or checksum(table) != expected:
@@ -174,8 +184,8 @@ def read_table(path: Path) -> list[Entry]:
 class _Part:
     """A part being written, by several threads at a time."""
 
-    def __init__(self, fd: int) -> None:
-        self._fd, self._end, self._entries = fd, 0, list[Entry]()
+    def __init__(self, file: NewFile) -> None:
+        self._file, self._end, self._entries = file, 0, list[Entry]()
         self._lock, self._failed = threading.Lock(), False
 
     def add_boxes(self, boxes: Iterator[Box]) -> None:
@@ -199,18 +209,18 @@ class _Part:
     def _add_box(self, box: Box) -> None:
         tensor = _own_memory(box.tensor)
         num_bytes = _size_as_saved(tensor)
-        sink = _Sink(self._fd, self._take(num_bytes))
+        sink = _Sink(self._file, self._take(num_bytes))
         torch.save(tensor, cast(IO[bytes], sink))
         self._note(box.key, box, sink.finish(num_bytes))
 
     def add(self, key: str, content: bytes) -> None:
-        sink = _Sink(self._fd, self._take(len(content)))
+        sink = _Sink(self._file, self._take(len(content)))
         sink.write(content)
         self._note(key, None, sink.finish(len(content)))
 
     def finish(self) -> int:
         table = json.dumps(sorted(self._entries), separators=(",", ":")).encode()
-        sink = _Sink(self._fd, self._end)
+        sink = _Sink(self._file, self._end)
         sink.write(table + FOOTER.pack(MAGIC, len(table), checksum(table)))
         sink.finish(len(table) + FOOTER.size)
         return self._end + len(table) + FOOTER.size
@@ -235,8 +245,8 @@ class _Part:
 class _Sink:
     """A file to torch.save, which gives a tensor's memory without copying it."""
 
-    def __init__(self, fd: int, at: int) -> None:
-        self._fd, self._start, self._at, self._checksum = fd, at, at, 0
+    def __init__(self, file: NewFile, at: int) -> None:
+        self._file, self._start, self._at, self._checksum = file, at, at, 0
         self._short: list[bytes] = []
 
     def write(self, data: "bytes | memoryview") -> int:
@@ -263,9 +273,8 @@ class _Sink:
             self._short.clear()
 
     def _pwrite(self, data: memoryview) -> None:
-        while data:
-            written = os.pwrite(self._fd, data, self._at)
-            self._at, data = self._at + written, data[written:]
+        self._file.pwrite(data, self._at)
+        self._at += len(data)
 
 
 class _Counter:
@@ -307,13 +316,10 @@ def _without_zip_checksums() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+def _rename(draft: Path, final: Path) -> None:
+    """May be called again after it did so and was told otherwise."""
+    if draft.exists() or not final.exists():
+        draft.rename(final)
 
 
 def _wait_for_parts(

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import metadata as kinds
 from torch.distributed.checkpoint.metadata import Metadata
 
 from relax_hpc.errors import CheckpointError
+from relax_hpc.records import read_bytes
 
 NAME = ".metadata"
 
@@ -44,7 +45,7 @@ def metadata(folder: Path) -> Metadata:
     """
     path = folder / NAME
     try:
-        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        found = _Unpickler(io.BytesIO(read_bytes(path))).load()
     except _RefusedError as error:
         raise _refused(path, str(error)) from None
     except OSError as error:

@@ -23,7 +23,8 @@ from relax_hpc.engines.megatron.checkpoint.part_files import (
     read_table,
 )
 from relax_hpc.errors import CheckpointError, ConfigError
-from relax_hpc.records import checksum
+from relax_hpc.records import checksum, read_bytes
+from relax_hpc.storage import DAMAGE_S, patiently
 
 
 def damage(folder: Path) -> str | None:
@@ -34,6 +35,13 @@ def damage(folder: Path) -> str | None:
     """
     manifest = folder / MANIFEST
     try:
+        return patiently(manifest, lambda: _damage(folder, manifest), damage_s=DAMAGE_S)
+    except OSError as error:
+        return f"{error.filename or manifest}: {error.strerror}"
+
+
+def _damage(folder: Path, manifest: Path) -> str | None:
+    try:
         for name, expected in json.loads(manifest.read_bytes())["files"].items():
             path = folder / name
             if path.name != name or not (path.is_file() or not path.exists()):
@@ -42,8 +50,6 @@ def damage(folder: Path) -> str | None:
                 return f"{path}: has {path.stat().st_size} bytes of {expected['bytes']}"
             if "crc32c" in expected and checksum(path.read_bytes()) != expected["crc32c"]:
                 return f"{path}: is damaged: its checksum is not what was written"
-    except OSError as error:
-        return f"{error.filename or manifest}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{manifest}: is damaged"
     return None
@@ -73,7 +79,7 @@ class Stored:
         self.folder = folder
         self._metadata = pickles.metadata(folder)
         common = folder / "common.pt"
-        self.common: dict[str, Any] = pickles.saved(common.read_bytes(), common)
+        self.common: dict[str, Any] = pickles.saved(read_bytes(common), common)
         self._checksums: dict[str, dict[int, int]] = {}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -153,10 +159,14 @@ class Stored:
             )
         if file not in self._checksums:
             self._checksums[file] = {entry.at: entry.checksum for entry in read_table(path)}
-        try:
+
+        def read() -> bytes:
             with path.open("rb", buffering=0) as stream:
                 stream.seek(at)
-                content = b"".join(_pieces(stream, num_bytes))
+                return b"".join(_pieces(stream, num_bytes))
+
+        try:
+            content = patiently(path, read, damage_s=DAMAGE_S)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
         if len(content) != num_bytes or checksum(content) != self._checksums[file].get(at):

@@ -29,7 +29,7 @@ def with_experts(layer: ModuleSpec) -> ModuleSpec:
 
 
 class ExpertLayer(PackedLayer):
-    """Tells its router which documents the tokens are of."""
+    """Tells its router which documents the tokens are of, and where they are to go."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
         super().__init__(*args, **kwargs)
@@ -38,6 +38,7 @@ class ExpertLayer(PackedLayer):
 
     def forward(self, *args: Any, packed_seq_params: PackedRows, **kwargs: Any) -> Any:  # noqa: ANN401
         self.mlp.router.documents = packed_seq_params.documents
+        self.mlp.router.routes = packed_seq_params.routes
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 

@@ -23,8 +23,12 @@ from torch import Tensor, nn
 
 from relax_hpc.engines.megatron.attention import balance
 from relax_hpc.engines.megatron.attention.balance import Documents
+from relax_hpc.engines.megatron.moe import replay
+from relax_hpc.engines.megatron.moe.replay import Replay
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture
 
+_REPLAYED = ("replayed", "differs", "missing")
 _KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 
 
@@ -60,6 +64,10 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
 
     documents: Documents | None = None
     """Documents of this rank's tokens, set before every forward that may train."""
+    routes: Tensor | None = None
+    """[t, layers, k] experts of this rank's tokens, where they are replayed."""
+    place = 0
+    """Index of this layer in `routes`."""
     is_normalised = False
     """The experts of a token share a weight of 1, even if it is a single one."""
 
@@ -67,6 +75,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.load = torch.zeros(self.num_experts, dtype=torch.float64)
         self.losses: dict[str, Tensor] = {}
+        self.replayed = torch.zeros(len(_REPLAYED), dtype=torch.float64)
 
     def gating(self, input: Tensor) -> Tensor:
         """[..., h] -> [..., E] float32 logits."""
@@ -79,6 +88,7 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         if documents is not None and self.config.moe_z_loss_coeff:
             loss = balance.z_loss(logits, documents, self.tp_cp_group)
             logits = self._with_loss(logits, "z_loss", loss, self.config.moe_z_loss_coeff)
+        recorded = None if self.routes is None else Replay(self.routes[:, self.place])
         weights, chosen = topk_routing_with_score_function(
             logits, self.topk,
             use_pre_softmax=self.config.moe_router_pre_softmax and not self.is_normalised,
@@ -86,10 +96,11 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
             group_topk=self.config.moe_router_group_topk,
             scaling_factor=self.config.moe_router_topk_scaling_factor,
             score_function=self.score_function, expert_bias=self.expert_bias,
+            router_replay=recorded,
         )  # fmt: skip
         if documents is not None:
             weights = self._balanced(weights, logits, documents)
-            self._count(chosen, documents)
+            self._count(chosen, documents, recorded)
         return weights, chosen
 
     def _balanced(self, weights: Tensor, logits: Tensor, documents: Documents) -> Tensor:
@@ -120,9 +131,12 @@ class PackedRouter(TopKRouter):  # type: ignore[misc]
         carried: Tensor = MoEAuxLossAutoScaler.apply(carrier, coefficient * loss)
         return carried
 
-    def _count(self, chosen: Tensor, documents: Documents) -> None:
+    def _count(self, chosen: Tensor, documents: Documents, recorded: Replay | None) -> None:
         counts = (chosen & documents.is_real[:, None]).sum(0)
         self.load = self.load.to(counts.device) + counts
+        if recorded is not None:
+            kinds = torch.stack([recorded.is_known, recorded.differs, recorded.is_missing])
+            self.replayed = self.replayed.to(kinds.device) + (kinds & documents.is_real).sum(1)
         if self.expert_bias is not None:
             self.local_tokens_per_expert += counts  # finalize_model_grads reads it
 
@@ -134,13 +148,23 @@ def set_shares(model: nn.Module, *, normalised: bool) -> None:
             module.is_normalised = normalised
 
 
+def number_layers(chunks: Iterable[nn.Module], shape: Architecture) -> replay.Layers | None:
+    """Tells the routers of a rank their places in what is replayed; returns its layers."""
+    routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedRouter)]
+    for place, router in enumerate(routers):
+        router.place = place
+    return replay.layers_of(shape, (router.layer_number - 1 for router in routers))
+
+
 def take_metrics(chunks: Iterable[nn.Module], num_tokens: int) -> dict[str, float]:
     """Returns what the routers counted since the last call, the same on every rank; collective.
 
     Returns:
         Nothing for a model without experts, else `moe/max_load`: choices of the busiest expert over
         those of an average one, in the worst layer; and for each loss that is on `moe/` and its
-        name, per trained token without its coefficient, mean over the layers.
+        name, per trained token without its coefficient, mean over the layers. Where routing is
+        replayed, `routing/differs`: part of the choices that were replayed that the router would
+        have made otherwise; and `routing/missing`: part of those for which there was no record.
     """
     routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedRouter)]
     kinds = [*_KINDS, "z_loss"]
@@ -148,13 +172,16 @@ def take_metrics(chunks: Iterable[nn.Module], num_tokens: int) -> dict[str, floa
     if config.num_moe_experts is None:
         return {}
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-    sums = torch.zeros(config.num_layers, config.num_moe_experts + len(kinds), dtype=torch.float64)
+    width = config.num_moe_experts + len(kinds) + len(_REPLAYED)
+    sums = torch.zeros(config.num_layers, width, dtype=torch.float64)
     sums = sums.to(device)
     for router in routers:
         losses = [torch.as_tensor(router.losses.get(kind, 0.0), device=device) for kind in kinds]
-        row = torch.cat([router.load.to(device), torch.stack([x.double() for x in losses])])
+        loss_sums = torch.stack([x.double() for x in losses])
+        row = torch.cat([router.load.to(device), loss_sums, router.replayed.to(device)])
         sums[router.layer_number - 1] += row
         router.load, router.losses = torch.zeros_like(router.load), {}
+        router.replayed = torch.zeros_like(router.replayed)
     dist.all_reduce(sums, group=mpu.get_tensor_and_data_parallel_group(with_context_parallel=True))
     dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())
     return _metrics(sums.cpu(), kinds, config, num_tokens)
@@ -163,16 +190,20 @@ def take_metrics(chunks: Iterable[nn.Module], num_tokens: int) -> dict[str, floa
 def _metrics(
     sums: Tensor, kinds: list[str], config: TransformerConfig, num_tokens: int
 ) -> dict[str, float]:
-    load, losses = torch.split(sums, [config.num_moe_experts, len(kinds)], dim=1)
+    sizes = [config.num_moe_experts, len(kinds), len(_REPLAYED)]
+    load, losses, replayed = torch.split(sums, sizes, dim=1)
     routed = load.sum(1) > 0
     if not routed.any():
         return {"moe/max_load": 0.0}
     load, losses = load[routed], losses[routed]
     found = {"moe/max_load": float((load.amax(1) / load.mean(1)).max())}
     means = losses.mean(0) / max(num_tokens, 1)
-    return found | {
-        f"moe/{kind}": float(mean) for kind, mean in zip(kinds, means, strict=True) if mean
-    }
+    found |= {f"moe/{kind}": float(mean) for kind, mean in zip(kinds, means, strict=True) if mean}
+    known, differs, missing = replayed.sum(0).tolist()
+    if known + missing:
+        found["routing/differs"] = differs / max(known, 1)
+        found["routing/missing"] = missing / (known + missing)
+    return found
 
 
 class _Logits(torch.autograd.Function):

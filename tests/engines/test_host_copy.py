@@ -1,0 +1,100 @@
+"""Copies for a checkpoint: where they lie, who waits, and what a node has too little of."""
+
+import threading
+
+import psutil
+import pytest
+import torch
+
+from relax_hpc.engines.megatron.checkpoint import host_blocks, host_copy
+from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
+from relax_hpc.errors import CheckpointError
+
+
+def tensors():
+    torch.manual_seed(0)
+    return [torch.randn(300), torch.randn(4, 50).t(), torch.zeros(0, 3), torch.ones(()).double()]
+
+
+def test_copies_are_of_the_moment_and_each_is_in_one_block(monkeypatch):
+    monkeypatch.setattr(host_copy, "_BLOCK", 1024)
+    host, made = HostCopy(), tensors()
+    host.reserve(made)
+    copies, wait = host.of(made)
+    assert host.finish() >= 0.0
+    for tensor in made:
+        tensor.add_(1)
+    wait()
+    for copy, expected in zip(copies, tensors(), strict=True):
+        assert torch.equal(copy, expected) and copy.is_contiguous()
+    # 1,200 bytes are more than a block; 800, rounded up to 832, have room for 8 behind them.
+    assert host_copy._block_sizes([1200, 800, 0, 8]) == [1200, 840]
+    assert [len(block) for block in host._blocks] == [1200, 840]
+
+
+def test_memory_is_taken_once_and_anew_for_other_tensors(monkeypatch):
+    host, taken, real = HostCopy(), [], host_blocks.touched
+    monkeypatch.setattr(host_blocks, "touched", lambda size: taken.append(size) or real(size))
+    for made in (tensors(), tensors(), [torch.ones(5)]):
+        copies, wait = host.of(made)
+        wait()
+        assert all(map(torch.equal, copies, made))
+    assert taken == [2056, 20]
+
+
+def test_what_changes_the_tensors_waits_for_the_copy_and_the_save_does_not(monkeypatch):
+    go, real = threading.Event(), host_copy._copy
+    monkeypatch.setattr(host_copy, "_copy", lambda *args: go.wait(20) and real(*args))
+    host, (tensor,) = HostCopy(), [torch.ones(3)]
+    (copy,), _ = host.of([tensor])  # returns though nothing is copied
+    later = threading.Thread(target=lambda: (host.finish(), tensor.zero_()))
+    later.start()
+    later.join(0.1)
+    assert later.is_alive() and tensor.all()
+    go.set()
+    later.join(20)
+    assert copy.all() and not tensor.any()
+
+
+def test_a_copy_that_fails_is_told_to_those_who_would_write_it(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setattr(host_copy, "_copy", fail)
+    host = HostCopy()
+    _, wait = host.of([torch.ones(3)])
+    host.finish()
+    with pytest.raises(RuntimeError, match="illegal"):
+        wait()
+
+
+def test_too_little_memory_is_refused_and_asked_for_again(monkeypatch):
+    class Memory:
+        available = (2 << 30) + 100
+
+    with monkeypatch.context() as patched:
+        patched.setattr(psutil, "virtual_memory", Memory)
+        host = HostCopy()
+        host.reserve([torch.ones(100)])  # says nothing yet
+        with pytest.raises(CheckpointError, match=r"2.0 GiB are free.*resources.mem"):
+            host.of([torch.ones(100)])
+    (copy,), wait = host.of([torch.ones(100)])
+    wait()
+    assert copy.all()
+
+
+def test_the_limit_of_the_job_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_blocks, "_CGROUPS", tmp_path)
+    step = tmp_path / "job" / "step"
+    step.mkdir(parents=True)
+    (step / "memory.max").write_text("max\n")
+    job = {"max": 10 << 30, "current": 8 << 30, "stat": f"anon 5\ninactive_file {1 << 30}"}
+    for name, value in job.items():
+        (tmp_path / "job" / f"memory.{name}").write_text(f"{value}\n")
+    own = tmp_path / "cgroup"
+    own.write_text("0::/job/step\n")
+    assert list(host_blocks._left_to_job(own)) == [3 << 30]
+    host_blocks.check_room(1 << 30, of=1, own=own)
+    with pytest.raises(CheckpointError, match=r"3.0 GiB are free"):
+        host_blocks.check_room((1 << 30) + 1, of=5 << 30, own=own)
+    assert list(host_blocks._left_to_job(tmp_path / "nowhere")) == []
