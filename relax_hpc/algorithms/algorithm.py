@@ -17,8 +17,6 @@ from relax_hpc.sections import Positive, Section
 
 
 def _known(preset: str) -> str:
-    if why := presets.NOT_YET.get(preset):
-        raise ValueError(f"{why}; use another preset")
     if preset not in presets.PRESETS:
         close = difflib.get_close_matches(preset, presets.PRESETS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"use {', '.join(presets.PRESETS)}"
@@ -52,6 +50,8 @@ class Algorithm(Section):
     """Weights of tokens that another policy, or program, sampled; or a class of your own."""
     kl: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "kl"))]
     """Estimator of the divergence from the reference."""
+    distill: Annotated[SerializeAsAny[Part], BeforeValidator(partial(table.part_of, "distill"))]
+    """Way in which the teachers' logprobs teach."""
     entropy: Annotated[SerializeAsAny[Entropy], BeforeValidator(partial(table.part_of, "entropy"))]
     """Entropy in the loss."""
     groups: Annotated[SerializeAsAny[Groups], BeforeValidator(partial(table.part_of, "groups"))]

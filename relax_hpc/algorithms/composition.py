@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.algorithms.corrections.none import NoCorrection
+from relax_hpc.algorithms.distill import Distill
 from relax_hpc.algorithms.entropy import Entropy, NoEntropy
 from relax_hpc.algorithms.kl import Kl
 from relax_hpc.algorithms.part import LossFunction, LossOutput, Tokens, Total
@@ -55,8 +56,9 @@ def _measured_kl(algorithm: Algorithm, columns: frozenset[str]) -> Kl | None:
 def _prepared(algorithm: Algorithm, batches: Sequence[Tokens], total: Total) -> list[Tokens]:
     """Asks the parts that want it, in the order in which a reward becomes a loss."""
     found = [_with_advantages(algorithm, tokens) for tokens in batches]
-    for part in (algorithm.kl, algorithm.advantage, algorithm.loss, algorithm.correction):
-        if part.needs().prepass:
+    parts = (algorithm.kl, algorithm.advantage, algorithm.distill, algorithm.loss)
+    for part in (*parts, algorithm.correction):
+        if part.needs().prepass or isinstance(part, Distill):
             found = part.prepare(found, total)
     return found
 
@@ -65,7 +67,7 @@ def _loss(algorithm: Algorithm, kl: Kl | None, logprobs: "Tensor", tokens: Token
     mask = tokens.loss_mask
     logprobs = logprobs.where(mask, 0.0)  # whatever a part makes of garbage has no gradient
     if not algorithm.needs.prepass:
-        tokens = _with_advantages(algorithm, tokens)
+        tokens = _taught(algorithm, _with_advantages(algorithm, tokens))
     anchor = "rollout_logprobs" if algorithm.loss.anchor == "rollout" else "old_logprobs"
     tokens = tokens.with_columns(anchor_logprobs=tokens.columns[anchor])
     found = algorithm.loss.of_tokens(logprobs, tokens)
@@ -82,6 +84,11 @@ def _loss(algorithm: Algorithm, kl: Kl | None, logprobs: "Tensor", tokens: Token
         sums.measure(distance.metrics)
         if kl.coefficient and kl.place == "loss":
             total = total + kl.coefficient * sums.over_tokens(distance.loss)
+    if isinstance(algorithm.distill, Distill):
+        apart = algorithm.distill.of_tokens(logprobs, tokens)
+        sums.measure(apart.metrics)
+        if algorithm.distill.name == "loss":
+            total = total + algorithm.distill.coefficient * sums.over_tokens(apart.loss)
     if "entropy_weight" in tokens.columns:
         weight, entropy = tokens.columns["entropy_weight"], tokens.columns["entropy"]
         total = total - sums.over_tokens(weight * entropy)
@@ -93,6 +100,11 @@ def _with_advantages(algorithm: Algorithm, tokens: Tokens) -> Tokens:
     return tokens if advantages is None else tokens.with_columns(advantages=advantages)
 
 
+def _taught(algorithm: Algorithm, tokens: Tokens) -> Tokens:
+    teacher = algorithm.distill
+    return teacher.with_advantages(tokens) if isinstance(teacher, Distill) else tokens
+
+
 class _Sums:
     """Sums over the trained tokens of a micro-batch, with the weights of its rows."""
 
@@ -101,9 +113,14 @@ class _Sums:
         self.metrics: dict[str, Tensor] = {}
 
     def measure(self, metrics: "Mapping[str, Tensor]") -> None:
-        """Notes sums without weights."""
-        mask = self._tokens.loss_mask
-        self.metrics |= {name: value.where(mask, 0).sum() for name, value in metrics.items()}
+        """Notes sums without weights, all in one go: each call to the GPU takes its time."""
+        import torch
+
+        if metrics:
+            mask, size = self._tokens.loss_mask, self._tokens.loss_mask.shape
+            values = torch.stack([value.float().expand(size) for value in metrics.values()])
+            sums = values.where(mask, 0).sum(dim=1)
+            self.metrics |= dict(zip(metrics, sums.unbind(), strict=True))
 
     def over_tokens(self, values: "Tensor") -> "Tensor":
         """[] of [T]."""

@@ -50,7 +50,7 @@ class Groups(Part):
         """[P, G] the episodes that are trained on, as far as it is for their length.
 
         One that is not stays in the mean of its group: what it got says how good the policy is.
-        So do TRL's `mask_truncated_completions` and overlong filtering elsewhere.
+        So does TRL with `mask_truncated_completions`: its trainer compares rewards before that.
 
         Args:
             was_cut: [P, G] whether a response reached its limit.

@@ -8,6 +8,7 @@ PLAIN: Mapping[str, Any] = {
     "loss": {"name": "ipo"},
     "correction": {"name": "none"},
     "kl": {"name": "none"},
+    "distill": {"name": "none"},
     "entropy": {"name": "none"},
     "groups": {"name": "as_sampled"},
 }
@@ -44,18 +45,20 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "reinforce_pp": {"advantage": {"name": "reinforce_pp"}, "loss": _CLIP},
     "reinforce_pp_baseline": {"advantage": {"name": "reinforce_pp_baseline"}, "loss": _CLIP},
     "ppo": {"advantage": {"name": "gae"}, "loss": _CLIP},
+    "distill": {"advantage": {"name": "none"}, "distill": {"name": "advantage"}},
     "decoupled": {
         "epochs_per_step": 2,
         "loss": {"name": "ppo_clip", "anchor": "old"},
         "correction": {"name": "tis"},
     },
 }
-NOT_YET: Mapping[str, str] = {
-    "distill": "needs teachers, which this version does not have",
-}
-"""Presets that a job may ask for and does not get -> why."""
 DEFAULT = "async"
-WHERE_NONE: Mapping[str, str] = {"correction": "tis", "kl": "rk3", "entropy": "fixed"}
+WHERE_NONE: Mapping[str, str] = {
+    "correction": "tis",
+    "kl": "rk3",
+    "distill": "advantage",
+    "entropy": "fixed",
+}
 """Tables that are empty in a preset -> the part whose settings a job gives without a name."""
 
 

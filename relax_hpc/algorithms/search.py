@@ -9,20 +9,32 @@ from relax_hpc.algorithms.ratios import LARGEST
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PARTS, _ROUNDS = 17, 10
-"""[0, 20] is cut into parts, of which one is cut again: to 1e-11, by 10 sums over the ranks."""
+_PARTS, _ROUNDS = 1 << 14, 3
+"""[0, 20] is cut into parts, of which one is cut again: to 5e-12, by three sums over the ranks."""
 
 
 def largest(squares: "Sequence[Tensor]", budget: float, total: Total) -> "Tensor":
-    """[] float64, the largest x in [0, 20] for which the mean of min(squares, x^2) is <= budget."""
+    """[] float64, the largest x in [0, 20] for which the mean of min(squares, x^2) is <= budget.
+
+    Args:
+        squares: of all micro-batches; infinite where one does not count.
+        budget: for the mean over those that count.
+        total: sums over the ranks.
+    """
     import torch
 
-    here = torch.cat([values.double() for values in squares])
-    allowed = budget * total(torch.ones_like(here).sum())
+    # Sorted, a mean is told by one place: the sum up to there, and how many come after. Nothing
+    # here waits for a GPU.
+    here = torch.cat([values.double() for values in squares]).sort().values
+    below = torch.cat([here.new_zeros(1), here.cumsum(0)])
+    count = here.isfinite().sum()
+    allowed = budget * total(count.double())
     low, width = torch.zeros_like(allowed), LARGEST
-    inner = torch.arange(1, _PARTS, dtype=low.dtype, device=low.device)[:, None]
+    parts = torch.arange(1, _PARTS, dtype=low.dtype, device=low.device)
     for _ in range(_ROUNDS):
         width /= _PARTS
-        sums = total(here.minimum((low + width * inner).square()).sum(dim=1))
-        low = low + width * (sums <= allowed).sum(dtype=low.dtype)
+        limits = torch.add(low, parts, alpha=width).square()
+        smaller = torch.searchsorted(here, limits)
+        sums = total(below[smaller].addcmul(count - smaller, limits))
+        low = torch.add(low, (sums <= allowed).sum(), alpha=width)
     return low

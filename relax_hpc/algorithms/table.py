@@ -14,6 +14,7 @@ from relax_hpc.algorithms.advantages.gpg import Gpg
 from relax_hpc.algorithms.advantages.group_mean import GroupMean
 from relax_hpc.algorithms.advantages.grpo import Grpo
 from relax_hpc.algorithms.advantages.max_rl import MaxRl
+from relax_hpc.algorithms.advantages.none import NoAdvantage
 from relax_hpc.algorithms.advantages.opo import Opo
 from relax_hpc.algorithms.advantages.pass_k import PassK
 from relax_hpc.algorithms.advantages.reinforce_pp import ReinforcePp
@@ -27,6 +28,7 @@ from relax_hpc.algorithms.corrections.reject_k1 import RejectK1
 from relax_hpc.algorithms.corrections.reject_k3 import RejectK3
 from relax_hpc.algorithms.corrections.sequence_tis import SequenceTis
 from relax_hpc.algorithms.corrections.tis import Tis
+from relax_hpc.algorithms.distill import Distill, NoDistill
 from relax_hpc.algorithms.entropy import AdaptiveEntropy, FixedEntropy, NoEntropy
 from relax_hpc.algorithms.groups import AsSampled, Refill
 from relax_hpc.algorithms.kl import Kl, NoKl
@@ -57,6 +59,7 @@ PARTS: Mapping[str, Sequence[type[Part]]] = {
         ReinforcePp,
         ReinforcePpBaseline,
         Gae,
+        NoAdvantage,
     ),
     "loss": (
         PolicyGradient,
@@ -83,6 +86,7 @@ PARTS: Mapping[str, Sequence[type[Part]]] = {
         RejectK1,
     ),
     "kl": (NoKl, Kl),
+    "distill": (NoDistill, Distill),
     "entropy": (NoEntropy, FixedEntropy, AdaptiveEntropy),
     "groups": (AsSampled, Refill),
 }

@@ -36,6 +36,8 @@ class Place:
     """Component whose nodes and GPUs it uses; it has none of its own then."""
     own_beside: tuple[str, ...] = ()
     """Fields of `resources` that are its own even so."""
+    writes: Writer | None = None
+    """The writer whose columns of the bus it writes, where components of a role differ in that."""
 
 
 Say = Callable[[str], None]
@@ -85,6 +87,10 @@ class Role(Generic[C]):
 
     def places_in(self, config: JobConfig) -> Sequence[Place]:
         return self.places(config) if isinstance(config, self.job) else ()
+
+    def writer_at(self, place: Place) -> Writer | None:
+        """The writer whose columns rank 0 of a component writes, if any."""
+        return place.writes or self.writes
 
     def checked(self, config: JobConfig, shape: Architecture, say: Say) -> JobConfig:
         """The job after `check`; as it is if the role is of the other kind of job."""

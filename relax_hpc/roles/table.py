@@ -13,8 +13,9 @@ from relax_hpc.roles.role import Place, Role
 from relax_hpc.roles.rollout.role import ROLLOUT
 from relax_hpc.roles.scorer.role import REFERENCE
 from relax_hpc.roles.sft.role import SFT
+from relax_hpc.roles.teacher.role import TEACHER
 
-ROLES: tuple[Role[Any], ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE, CRITIC)
+ROLES: tuple[Role[Any], ...] = (ROLLOUT, ENGINE, ACTOR, SFT, REFERENCE, TEACHER, CRITIC)
 """Roles in the order of their components in a job: the time limit of component 0 ends the whole
 job, and without engines nothing goes on."""
 
@@ -72,9 +73,8 @@ def check_columns(config: JobConfig) -> None:
     """
     if not isinstance(config, RunConfig):
         return
-    written = {role.writes for role in ROLES if list(role.places_in(config))} | {
-        "reference"
-    }  # the actor's own, maybe
+    written = {role.writer_at(place) for role in ROLES for place in role.places_in(config)}
+    written.add("reference")  # the actor's own, maybe
     for column, key in config.algorithm.needs.columns.items():
         writer = schema.COLUMNS[column].writer
         if writer not in written:
@@ -87,9 +87,9 @@ def check_columns(config: JobConfig) -> None:
 def sidecar_writers(config: JobConfig) -> dict[str, schema.Role]:
     """Names of those that add columns to what the producers commit, and whose columns they are."""
     return {
-        f"{place.component}-0": role.writes
+        f"{place.component}-0": writer
         for role, place in places(config)
-        if role.writes and role.writes != schema.PRODUCER
+        if (writer := role.writer_at(place)) and writer != schema.PRODUCER
     }
 
 

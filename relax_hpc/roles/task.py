@@ -5,6 +5,7 @@ import resource
 from pathlib import Path
 from typing import Any
 
+from relax_hpc import storage
 from relax_hpc.comm.world import World, connect
 from relax_hpc.config.run import JobConfig
 from relax_hpc.engines import optional_packages
@@ -28,6 +29,7 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
     """
     paths, name = RunPaths(run_dir), context.component
     config = read_resolved(paths.config)
+    storage.settle(config.launch.peer_timeout_s, reserve=paths.reserve)
     logs.setup(name, context.rank, paths.log(name, str(context.rank)))
     with EventWriter(paths.events(name, context.rank), name, context.rank) as events:
         events.emit("start", attempt=context.attempt, start=context.start, node=context.node)

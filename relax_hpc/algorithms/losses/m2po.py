@@ -1,5 +1,6 @@
 """A clip as wide as the second moment of the batch's ratios allows."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -49,6 +50,6 @@ class M2po(Loss):
 
 
 def _harmful(batch: Tokens) -> "Tensor":
-    """Squared log ratios of the tokens that have moved in the direction of their advantage."""
+    """[T] squared log ratios; infinite where a token has not moved as its advantage wants."""
     logs = log_ratio(batch.columns["old_logprobs"], batch, "rollout_logprobs").double()
-    return logs.square()[logs * advantages_of(batch) > 0]
+    return logs.square().masked_fill_(logs * advantages_of(batch) <= 0, math.inf)

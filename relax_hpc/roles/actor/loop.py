@@ -10,10 +10,12 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.comm.world import World
 from relax_hpc.config.run import RunConfig
+from relax_hpc.config.teachers import columns_by_teacher
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.roles.actor.lease import Lease, OwnGpus
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.dealing.portions import Portion, Share, share_of
+from relax_hpc.roles.teacher.routing import of_its_teacher
 from relax_hpc.roles.training.steps import StepLog, stop_or_go_on
 from relax_hpc.schema import Trajectory
 from relax_hpc.telemetry.timers import Timers
@@ -133,10 +135,12 @@ class _Batches:
         """The rows of `share`, on all ranks of a replica, which one of them reads."""
         schedule, record = self._config.schedule, portion.record
         columns, planned = self._config.columns, share.columns
+        teachers = columns_by_teacher(self._config.teachers).values()
         rows = self._reader.rows(record, share.rows, columns) if self._replica.rank == 0 else []
         if schedule.over_age == "mask":
             limit = schedule.max_staleness
             rows = [mask_over_age(row, step=record.step, max_staleness=limit) for row in rows]
+        rows = [of_its_teacher(row, teachers) for row in rows]
         return [
             row.with_columns(**{name: values[place] for name, values in planned.items()})
             for place, row in enumerate(self._replica.bcast(rows))

@@ -120,6 +120,7 @@ class Rank0:
             index,
             self._config.algorithm,
             self._config.rollout.samples_per_prompt,
+            longest=self._config.rollout.max_new_tokens,
             masks_errors=self._config.reward.on_error == "mask",
         )
         rewards = columns["advantages"].astype(np.float32)  # before rows are read they are that

@@ -10,6 +10,7 @@ from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.skips import Judge, Verdict
 from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.dealing.portions import rewards_of, standing_of
+from relax_hpc.schema import FinishReason
 
 
 def judge_of(config: RunConfig) -> Judge | None:
@@ -25,11 +26,20 @@ def judge_of(config: RunConfig) -> Judge | None:
             index, config.algorithm, siblings, longest=longest, masks_errors=masks_errors
         )
         rewards = rewards_of(index, siblings, masks_errors=masks_errors)
-        teaching = standing.spread & standing.teaches.any(axis=1)
+        retired = (index.finish[index.segment == 0] == FinishReason.RETIRED).reshape(-1, siblings)
+        never_asked = retired.all(axis=1)
+        rewards[never_asked] = np.nan
+        teaching = ~never_asked & standing.spread & standing.teaches.any(axis=1)
         solved = np.fmin.reduce(rewards, axis=1) >= np.float32(config.reward.solved_at)
+        solved |= never_asked
         means = [_mean(row[~np.isnan(row)].tolist()) for row in rewards]
-        columns = (teaching.tolist(), solved.tolist(), means, standing.truncated.tolist())
-        return [Verdict(*values) for values in zip(*columns, strict=True)]
+        columns = [each.tolist() for each in (teaching, solved, standing.truncated, never_asked)]
+        return [
+            Verdict(teaches, is_solved, mean, truncated, is_retired)
+            for mean, (teaches, is_solved, truncated, is_retired) in zip(
+                means, zip(*columns, strict=True), strict=True
+            )
+        ]
 
     return judge
 
@@ -57,6 +67,7 @@ def with_skipped(
         "reward/sampled": total / (groups + len(rewards)),
         "groups/skipped": len(skipped),
         "groups/skipped_solved": sum(group.solved for group in skipped),
+        "groups/skipped_retired": sum(group.retired for group in skipped),
     }
 
 

@@ -133,7 +133,9 @@ class Batch:
         standing = self._standing(index)
         oldest = np.minimum.reduceat(index.policy_version_min.astype(np.int64), first)
         lag = step - 1 - oldest
-        return {
+        mixed = index.policy_version_min != index.policy_version_max
+        found = {"routing/mixed": float(mixed.mean())} if self._config.replays_routing else {}
+        return found | {
             "policy_version": step,
             "reward/mean": float(rewards[counts].mean()) if counts.any() else 0.0,
             "reward/errors": float((index.reward_error[first] != 0).mean()),
@@ -190,7 +192,7 @@ def values_of(
     algorithm: Algorithm,
     siblings: int,
     *,
-    longest: int = 1,
+    longest: int,
     masks_errors: bool = False,
 ) -> tuple[dict[str, Floats], npt.NDArray[np.int64]]:
     """Asks the algorithm about the rows of a portion, before any is read.
@@ -230,7 +232,7 @@ def standing_of(
     algorithm: Algorithm,
     siblings: int,
     *,
-    longest: int = 1,
+    longest: int,
     masks_errors: bool = False,
 ) -> Standing:
     """Compares siblings; see `values_of`."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 from relax_hpc.comm.address import node_address
-from relax_hpc.config.run import RESTART_DELAYS_S
+from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.engines import capabilities
 from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
@@ -36,8 +36,6 @@ log = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _ROSTER_S = 1.0
 _HUNG_GRACE_S = 1.0
-RESTART_WINDOW_S = 1800.0
-"""An engine that is started again more than `launch.max_restarts` times within it has failed."""
 
 
 class EngineHost:

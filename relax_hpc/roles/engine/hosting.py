@@ -102,7 +102,7 @@ def spec_of(config: RunConfig, slot: Slot, name: str = ROLLOUT) -> EngineSpec:
         max_running_requests=pool.max_running_requests,
         start_timeout_s=pool.start_timeout_s,
         nodes=pool.nodes_per_engine,
-        routed_experts=follows and config.rollout.routed_experts,
+        routed_experts=follows and config.replays_routing,
         quantization=config.weights.quantization_config if follows else None,
         pool=name,
     )

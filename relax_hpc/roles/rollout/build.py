@@ -25,6 +25,7 @@ from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.evaluation import Also, Evaluator
 from relax_hpc.roles.rollout.heldout import Board
 from relax_hpc.roles.rollout.prompt_check import Sources
+from relax_hpc.roles.rollout.retirement import retirement_of
 from relax_hpc.sampling.client import PoolClient, client_of
 from relax_hpc.telemetry.events import EventWriter
 
@@ -95,7 +96,7 @@ async def _loop(
             config,
             task,
             sampler,
-            Grouper(config, sources.train, episodes(limits.trained)),
+            Grouper(config, sources.train, episodes(limits.trained), retirement_of(config, paths)),
             evaluator_of(config, paths, task, sources, episodes(limits.sampled), events),
             producer,
             CreditTail(paths.bus, every_s=CREDITS_EVERY_S),

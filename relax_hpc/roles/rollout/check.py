@@ -20,12 +20,27 @@ MOST_COMPARED = 20_000
 queued."""
 
 
-def check(config: RunConfig, shape: Architecture, say: Say) -> None:
-    """Refuses a rollout that cannot work; what is read for longest comes last."""
-    check_engine(config.rollout_pool, shape, routed_experts=config.rollout.routed_experts)
+def check(config: RunConfig, shape: Architecture, say: Say) -> RunConfig:
+    """Refuses a rollout that cannot work; what is read for longest comes last.
+
+    Returns:
+        The run; whether it records experts is decided.
+    """
+    config = with_routed_experts(config, shape)
+    check_engine(config.rollout_pool, shape, routed_experts=config.replays_routing)
     check_lease(config)
     quantized.check(config, shape)
     check_prompts(config, say)
+    return config
+
+
+def with_routed_experts(config: RunConfig, shape: Architecture) -> RunConfig:
+    """Engines of a mixture of experts say where tokens went, unless the job does not want it."""
+    if config.rollout.routed_experts is not None:
+        return config
+    can = shape.experts is not None and config.rollout_pool.kind == "sglang"
+    rollout = config.rollout.model_copy(update={"routed_experts": can})
+    return config.model_copy(update={"rollout": rollout})
 
 
 def check_lease(config: RunConfig) -> None:

@@ -26,6 +26,10 @@ ScoreGroup = Callable[[Sequence[Sample]], Awaitable[Sequence[Score]]]
 """The job's reward, of all responses to a prompt."""
 
 
+IsRetired = Callable[[int, int], Awaitable[bool]]
+"""Whether a prompt is passed over: of a guid, and its row of the data."""
+
+
 class Episode(NamedTuple):
     """One that has ended."""
 
@@ -155,8 +159,15 @@ class Grouper:
     It raises a RewardError once the reward fails too often.
     """
 
-    def __init__(self, config: RunConfig, prompts: PromptSource, episodes: Episodes) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: PromptSource,
+        episodes: Episodes,
+        is_retired: IsRetired | None = None,
+    ) -> None:
         self._config, self._prompts, self._episodes = config, prompts, episodes
+        self._is_retired = is_retired
         self._limit = ErrorLimit(config.reward.most_errors)
         self.running: dict[int, list[Record]] = {}
         """Records of groups that are not finished, one per sibling, by ordinal: those under way,
@@ -164,12 +175,15 @@ class Grouper:
 
     async def __call__(self, guid: int, min_version: int) -> PromptGroup:
         prompt, rollout = self._prompts[guid], self._config.rollout
+        replays = self._config.replays_routing
         siblings = range(rollout.samples_per_prompt)
+        if self._is_retired and await self._is_retired(guid, prompt.index):
+            return retired_group(guid, prompt, len(siblings))
         seeds = [seed_of(self._config.seed, guid, sibling) for sibling in siblings]
         how = self._episodes.how(rollout.temperature, min_version)
         records = self.running.setdefault(guid, [Record() for _ in siblings])
         episodes = await self._episodes.run(
-            prompt, records, how._replace(routed_experts=rollout.routed_experts), guid, seeds
+            prompt, records, how._replace(routed_experts=replays), guid, seeds
         )
         del self.running[guid]
         self._limit.add({f"{guid}/{n}": each.score for n, each in enumerate(episodes)})
@@ -179,6 +193,13 @@ class Grouper:
             for row in rows_of(guid, sibling, prompt, seed, episode)
         ]
         return PromptGroup(guid, rows, [episode.metrics for episode in episodes])
+
+
+def retired_group(guid: int, prompt: Prompt, siblings: int) -> PromptGroup:
+    """Stands on the bus for a group that nobody was asked for: rows without a response."""
+    nothing = Episode(Record(), Score(0.0))
+    rows = [row for n in range(siblings) for row in rows_of(guid, n, prompt, 0, nothing)]
+    return PromptGroup(guid, [row._replace(finish=FinishReason.RETIRED) for row in rows])
 
 
 def rows_of(

@@ -1,7 +1,9 @@
 """Scores of tasks on the held-out sets: their shares of a result, and every sample in files."""
 
+import errno
 import json
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +11,9 @@ from typing import NamedTuple, Self
 
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.records import read_json, write_json, write_text
+from relax_hpc.records import read_bytes, read_json, write_json, write_text
 from relax_hpc.roles.rollout.episodes import Episode
+from relax_hpc.storage import names, patiently
 from relax_hpc.telemetry.logs import OF_ALL
 
 log = logging.getLogger(__name__)
@@ -118,7 +121,8 @@ class Board:
         shares = read_json(self._paths.heldout_shares(self._rank)) or {}
         split = [key.split("/") for key in shares]
         done = [Due(name, when, int(number)) for of, when, number in split if of == name]
-        parts = sorted(self._part(Due(name, "", 0)).parent.glob(f"*.{self._rank}.part"))
+        folder = self._part(Due(name, "", 0)).parent
+        parts = [folder / part for part in names(folder) if part.endswith(f".{self._rank}.part")]
         found = [Due(name, when, int(number)) for when, number in map(_when_of, parts)]
         return Begun(done, [due for due in found if due not in done and self._lines(due)])
 
@@ -130,8 +134,17 @@ class Board:
 
     def keep(self, due: Due, rows: Sequence[Row]) -> None:
         """Keeps the samples of a prompt."""
-        with self._part(due).open("a") as file:
-            file.write(json.dumps([row._asdict() for row in rows]) + "\n")
+        part, line = self._part(due), json.dumps([row._asdict() for row in rows]) + "\n"
+        size = patiently(part, part.stat).st_size
+
+        def write() -> None:
+            with part.open("r+b", buffering=0) as file:
+                file.truncate(size)  # of an attempt that failed
+                file.seek(size)
+                if file.write(line.encode()) < len(line.encode()):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(part))
+
+        patiently(part, write, small=True)
 
     def add(self, due: Due, share: Share, rows: Sequence[Row]) -> None:
         """Publishes all samples and the share of this task, and says the whole if it is there."""
@@ -142,7 +155,8 @@ class Board:
         own = self._paths.heldout_shares(self._rank)
         with self._of_all:
             write_json(own, (read_json(own) or {}) | {key: share})
-        self._part(due).unlink(missing_ok=True)
+        part = self._part(due)
+        patiently(part, lambda: part.unlink(missing_ok=True))
         found = [share, *self._others(key)]
         if len(found) == self._size:
             log.info("%s", _line(due, found), extra=OF_ALL)
@@ -153,7 +167,10 @@ class Board:
     def _lines(self, due: Due) -> list[str]:
         """Returns a line for each prompt of an evaluation under way; the last may be cut short."""
         part = self._part(due)
-        return part.read_text().split("\n")[:-1] if part.exists() else []
+        try:
+            return read_bytes(part).decode().split("\n")[:-1]
+        except FileNotFoundError:
+            return []
 
     def _others(self, key: str) -> list[Share]:
         """Reads as many as there are until one is missing."""

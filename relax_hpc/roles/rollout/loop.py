@@ -17,7 +17,7 @@ from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
-from relax_hpc.schema import PromptGroup
+from relax_hpc.schema import FinishReason, PromptGroup
 from relax_hpc.telemetry.events import EventWriter
 
 POLL_S = 0.05
@@ -189,6 +189,9 @@ def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWrit
     start = time.perf_counter()
     producer.put(groups)
     rows = [row for group in groups for row in group.trajectories]
+    rows = [row for row in rows if row.finish is not FinishReason.RETIRED]
+    if not rows:
+        return
     first = [row for row in rows if not row.segment]
     events.emit(
         "shard",

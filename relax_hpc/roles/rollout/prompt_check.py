@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
+from relax_hpc.config.media import MediaConfig
 from relax_hpc.config.prompts import Columns, SourceConfig
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.media.kinds import MODALITIES
+from relax_hpc.media.recipe import Recipe, read_recipe
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.prompts import overlap
 from relax_hpc.prompts.overlap import Overlap
@@ -131,9 +134,12 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
     """The prompts as engines take them.
 
     Raises:
-        ConfigError: there is no chat template and one is asked for, or it ignores an argument.
+        ConfigError: there is no chat template and one is asked for, or it ignores an argument; or
+            the job bounds media that its model or its engine cannot take.
     """
     settings = config.prompts
+    recipe = read_recipe(config.model.path, settings.media)
+    _check_media(config, recipe)
     if settings.chat_template and not tokenizer.chat_template:
         raise ConfigError(
             f"prompts.chat_template = True: the tokenizer in {config.model.path} has none; "
@@ -141,11 +147,28 @@ def sources_of(config: RunConfig, files: Files, tokenizer: "PreTrainedTokenizerB
         )
 
     def source(records: Records, shuffle_seed: int | None) -> PromptSource:
-        return PromptSource(records, tokenizer, shuffle_seed=shuffle_seed, settings=settings)
+        return PromptSource(
+            records, tokenizer, shuffle_seed=shuffle_seed, settings=settings, recipe=recipe
+        )
 
     train = source(files.train, config.seed)
     train.conversation.check_args("prompts.template_args", settings.template_args)
     return Sources(train, {name: source(records, None) for name, records in files.heldout.items()})
+
+
+def _check_media(config: RunConfig, recipe: Recipe | None) -> None:
+    path, settings = config.model.path, config.prompts.media
+    if recipe is None and settings != MediaConfig():
+        [key, *_] = sorted(settings.model_fields_set)
+        raise ConfigError(
+            f"prompts.media.{key}: the model in {path} reads text only; remove it, or use a model "
+            "that takes media"
+        )
+    if recipe is not None and config.rollout_pool.kind == "embedded":
+        raise ConfigError(
+            'engines.rollout.kind = "embedded": it takes no images, videos or sounds, and the '
+            f'model in {path} does; use "sglang"'
+        )
 
 
 def check_sample(config: RunConfig, sources: Sources) -> list[str]:
@@ -203,6 +226,10 @@ def _check_columns(columns: Columns, records: Sequence[Record]) -> None:
         "tools": any(record.tools is not None for record in records),
         "source": any(record.source for record in records),
     }
+    for modality in MODALITIES:
+        found[f"{modality}s"] = any(
+            source.modality == modality for record in records for source in record.media
+        )
     for key, is_there in found.items():
         name = getattr(columns, key)
         if not is_there and name != getattr(Columns(), key) and records:
@@ -304,4 +331,5 @@ def _budgets(config: RunConfig) -> dict[str, int]:
     readers = [config.actor, config.reference_megatron]
     if config.critic:
         readers.append(config.critic.megatron(config.actor))
+    readers += [each.megatron(config.actor, name) for name, each in config.teachers.items()]
     return {each.section: each.tokens_per_micro_batch for each in readers}

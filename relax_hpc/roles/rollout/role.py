@@ -21,10 +21,10 @@ def _places(config: RunConfig) -> Sequence[Place]:
     return [replace(place, beside="actor", own_beside=OWN_UNDER_LEASE)]
 
 
-def _check(config: RunConfig, shape: Architecture, say: Say) -> None:
+def _check(config: RunConfig, shape: Architecture, say: Say) -> RunConfig:
     from relax_hpc.roles.rollout import check
 
-    check.check(config, shape, say)
+    return check.check(config, shape, say)
 
 
 def _main(

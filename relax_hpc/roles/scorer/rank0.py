@@ -3,25 +3,27 @@ sidecars."""
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from relax_hpc.bus.credits import Credit, CreditTail
 from relax_hpc.bus.durable import Space
 from relax_hpc.bus.plan import Part
-from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.reader import BatchIndex, Reader
 from relax_hpc.bus.sidecar import Pending, SidecarWriter
 from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.errors import DamagedError
 from relax_hpc.roles.dealing.micro_batches import plan_micro_batches
 from relax_hpc.roles.dealing.portions import lengths_of, shards_of
-from relax_hpc.roles.scorer.loop import Floats, Round
+from relax_hpc.roles.scorer.loop import Floats, Ints, Round
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.timers import Timers
 
 log = logging.getLogger(__name__)
+Numbers = npt.NDArray[np.int64]
 
 POLL_S = 0.05
 SIGN_OF_LIFE_S = 30.0
@@ -30,12 +32,33 @@ MICRO_BATCHES_PER_ROUND = 4
 """Micro-batches of a rank before results are written: shards are taken until there are so many."""
 
 
+class View(Protocol):
+    """The rows that a model scores, and what it sees of them."""
+
+    def scores(self, guids: Numbers) -> npt.NDArray[np.bool_]:
+        """[rows] whether rows of these prompt groups are scored; the others have nan."""
+        ...
+
+    @property
+    def sees_other_prompts(self) -> bool:
+        """Whether rows are scored behind another prompt than their own."""
+        ...
+
+    def prompt(self, index: int) -> Ints:
+        """Tokens in place of a row of the data as a prompt."""
+        ...
+
+
 class _UnderWay(NamedTuple):
     """The shards of the last round, in its order."""
 
     shards: list[Pending]
     timers: Timers
     begin: float
+    lengths: Numbers = np.zeros(0, np.int64)
+    """[rows] tokens."""
+    scored: Numbers = np.zeros(0, np.int64)
+    """Numbers of the rows that are dealt out, rising."""
 
 
 class Rank0:
@@ -47,6 +70,7 @@ class Rank0:
         writer: of the role.
         reader: of this rank.
         credits: of the trainer.
+        view: of the model; without one it scores every row as it is.
     """
 
     def __init__(
@@ -57,7 +81,9 @@ class Rank0:
         reader: Reader,
         credits: CreditTail,
         events: EventWriter,
+        view: View | None = None,
     ) -> None:
+        self._view = view
         self._config, self._column = config, column
         self._writer, self._reader = writer, reader
         self._credits, self._events = credits, events
@@ -98,8 +124,12 @@ class Rank0:
         Args:
             version: of the weights that scored them, if they change.
         """
-        shards, timers, begin = self._under_way
+        shards, timers, begin, lengths, dealt = self._under_way
         timers.add("score", begin)
+        if len(dealt) < len(lengths):
+            known = dict(zip(dealt.tolist(), scored, strict=True))
+            lacking = [np.full(length, np.nan, np.float32) for length in lengths]
+            scored = [known.get(row, values) for row, values in enumerate(lacking)]
         ends = np.cumsum([pending.record.rows for pending in shards])
         parts = [part for part in np.split(np.arange(len(scored)), ends[:-1]) if len(part)]
         for pending, rows in zip(shards, parts, strict=True):
@@ -143,14 +173,33 @@ class Rank0:
         found = Round(self._number, parts, [[] for _ in range(self._config.layout.data_parallel)])
         if not parts:
             return found
+        index = self._reader.index(found)
+        lengths, rows = lengths_of(index), np.arange(len(index.guid))
+        if self._view:
+            rows = np.flatnonzero(self._view.scores(index.guid.astype(np.int64)))
+        prompts = self._prompts(found, index, rows)
+        self._under_way = self._under_way._replace(lengths=lengths, scored=rows)
+        longer = [
+            len(prompts[guid]) - given if guid in prompts else 0
+            for guid, given in zip(index.guid.tolist(), index.prompt_len.tolist(), strict=True)
+        ]
         micro_batches = plan_micro_batches(
-            lengths_of(self._reader.index(found)).tolist(),
+            (lengths + longer)[rows].tolist(),
             num_ranks=self._config.layout.data_parallel,
             budget=self._config.tokens_per_micro_batch,
             count_multiple_of=self._config.layout.micro_batches_multiple_of,
-            shards=shards_of(parts).tolist(),
+            shards=shards_of(parts)[rows].tolist(),
         )
-        return found._replace(micro_batches=micro_batches)
+        numbered = [[rows[batch].tolist() for batch in rank] for rank in micro_batches]
+        return found._replace(micro_batches=numbered, prompts=prompts)
+
+    def _prompts(self, found: Round, index: BatchIndex, rows: Numbers) -> Mapping[int, Ints]:
+        """The prompts behind which rows are scored, of each group of `rows`."""
+        if not (self._view and self._view.sees_other_prompts):
+            return {}
+        _, first = np.unique(index.guid[rows], return_index=True)
+        read = self._reader.rows(found, rows[first].tolist(), columns=())
+        return {row.guid: self._view.prompt(row.prompt_index) for row in read}
 
     def _send(self) -> None:
         while self._unsent:

@@ -31,7 +31,7 @@ def _main(
     from relax_hpc.roles.scorer import build
 
     assert world is not None
-    build.main(config, paths, world, context, events)
+    build.main(config, build.of_reference(config), paths, world, context, events)
 
 
 REFERENCE = Role(

@@ -109,7 +109,10 @@ def test_what_is_said_of_a_batch_has_those_that_were_skipped():
         SkippedGroup(5, "u", 4, 1, 50, solved=False, reward=None),
     ]
     said = with_skipped({"reward/mean": 0.5}, skipped, config(schedule__prompts_per_step=4))
-    assert said == {"reward/sampled": 3 / 6, "groups/skipped": 3, "groups/skipped_solved": 1}
+    assert said == {
+        "reward/sampled": 3 / 6, "groups/skipped": 3, "groups/skipped_solved": 1,
+        "groups/skipped_retired": 0,
+    }  # fmt: skip
 
 
 class Sequencer:

@@ -65,7 +65,9 @@ def test_ranks_join_in_a_place_of_their_start_and_outlast_rank_0(
     assert how == {"role": role, "rank": 2, "size": 4, "timeout_s": 137}
     assert [e["size"] for e in events.of("world")] == [4]
     [(*first, world, task, noted)] = given
-    assert (first, world.size, task, noted) == ([settings, paths], 4, context(role), events)
+    scoring = [logprobs_task.of_reference(settings)] * (role == "reference")
+    assert (first, world.size) == ([settings, *scoring, paths], 4)
+    assert (task, noted) == (context(role), events)
 
 
 def test_a_fine_tuning_has_an_actor_of_its_own(tmp_path, monkeypatch, joined):
@@ -152,11 +154,14 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
         reference__placement="own", reference__path="its model", reference__layout__data_parallel=2,
         bus__compress=["ragged/token_ids"],
     )  # fmt: skip
-    logprobs_task.main(settings, paths, World(rank, journal), context("reference", rank), events)
+    logprobs_task.main(
+        settings, logprobs_task.of_reference(settings), paths, World(rank, journal),
+        context("reference", rank), events,
+    )  # fmt: skip
     [(_, (model, megatron, *_), _)] = journal.of("MegatronScorer")
     assert str(model.path) == "its model" and megatron.layout.data_parallel == 2
-    [(_, (_, scorer, reader, duties), _)] = journal.of("run")
-    assert (scorer, reader) == ("MegatronScorer", closing)
+    [(_, (_, scorer, reader, duties, columns), _)] = journal.of("run")
+    assert (scorer, reader, columns) == ("MegatronScorer", closing, [])
     assert isinstance(duties, logprobs_task.loop.OtherRank) if rank else duties is closing
     assert len(journal.of("closed")) == 2 - rank and journal[-1] == ("barrier",)
     if rank == 0:

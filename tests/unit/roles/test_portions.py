@@ -129,16 +129,16 @@ def test_masking_is_as_if_what_failed_had_never_been_sampled():
     """Whatever stands in the failed rows, the others are worth what they are without them."""
     settings = config(algorithm__advantage__name="grpo", rollout__samples_per_prompt=4).algorithm
     whole = index(failed=[1, 8])
-    found, teaching = values_of(whole, settings, 4, masks_errors=True)
+    found, teaching = values_of(whole, settings, 4, longest=8, masks_errors=True)
     other, again = values_of(
         whole._replace(rewards=np.where(whole.reward_error, 7, whole.rewards)), settings, 4,
-        masks_errors=True,
+        longest=8, masks_errors=True,
     )  # fmt: skip
     assert found["advantages"].tolist() == other["advantages"].tolist()
     assert teaching.tolist() == again.tolist() == [0, 2, 3, 9, 10, 11]
     kept = [0, 2, 3]
     alone = BatchIndex(*(column[kept] for column in whole))
-    expected, _ = values_of(alone, settings, 3)
+    expected, _ = values_of(alone, settings, 3, longest=8)
     assert found["advantages"][kept].tolist() == expected["advantages"].tolist()
 
 
@@ -153,7 +153,7 @@ def test_an_algorithm_that_cannot_do_without_a_sibling_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"algorithm.advantage.name = 'plain': gives siblings"):
         check_errors(settings)
     with pytest.raises(ConfigError, match=r"set reward.on_error to \"zero\""):
-        values_of(index(failed=[0]), settings, 4, masks_errors=True)
+        values_of(index(failed=[0]), settings, 4, longest=8, masks_errors=True)
 
 
 def test_a_measured_reference_without_a_coefficient_keeps_no_row_for_it():

@@ -78,7 +78,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())
     paths, producer = RunPaths(tmp_path), "the producer"
     asyncio.run(rollout_task._loop(settings, paths, 1, own, sources, producer, Events()))
-    each = {"settings": settings.prompts}
+    each = {"settings": settings.prompts, "recipe": None}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
         ("heldout", each | {"shuffle_seed": None}),

@@ -13,6 +13,9 @@ from relax_hpc.paths import RunPaths
 class Trainer:
     step, skip = 0, None
 
+    def expect_saves(self):
+        pass
+
     def named_weights(self):
         return iter([("w", self.step)])
 

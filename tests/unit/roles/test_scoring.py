@@ -59,7 +59,9 @@ class Reader:
     def index(self, record):
         count = sum(part.hi - part.lo for part in record.parts)
         return SimpleNamespace(
-            prompt_len=np.full(count, 3), response_len=np.arange(count, dtype=np.int32)
+            guid=np.arange(count, dtype=np.uint64),
+            prompt_len=np.full(count, 3),
+            response_len=np.arange(count, dtype=np.int32),
         )
 
 
@@ -192,6 +194,7 @@ def test_a_rank_scores_its_share_and_the_one_that_read_it_gives_it_back(reads):
     """Rows 0 and 3 of four are this replica's."""
     found = Round(1, [], [[[1], [2]], [[3], [0]]])
     rows = [row(0), row(3, response=1)]
+    scored = [np.zeros(5, np.float32), np.ones(3, np.float32)]
     journal = Journal()
 
     class Rows:
@@ -204,16 +207,17 @@ def test_a_rank_scores_its_share_and_the_one_that_read_it_gives_it_back(reads):
 
         def forward_logprobs(self, trajectories, micro_batches):
             assert trajectories == rows and micro_batches == [[1], [0]]
-            return ["of row 0", "of row 3"]
+            return scored
 
     world = Rank1([found, None], Replica(0 if reads else 1, rows))
     loop.run(world, Scorer(), Rows(), OtherRank())
     assert journal == ([([0, 3], ())] if reads else [])
-    assert world.given == [{0: "of row 0", 3: "of row 3"} if reads else {}]
+    assert world.given == [dict(zip([0, 3], scored, strict=True)) if reads else {}]
 
 
 def test_rank_0_gets_all_rows_in_their_order():
     got = []
+    a, d = np.zeros(5, np.float32), np.ones(5, np.float32)
 
     class World:
         rank = 0
@@ -236,10 +240,10 @@ def test_rank_0_gets_all_rows_in_their_order():
         def put(self, scored):
             got.append(scored)
 
-    scorer = SimpleNamespace(dp_rank=0, forward_logprobs=lambda rows, micro_batches: ["a", "d"])
-    reader = SimpleNamespace(rows=lambda record, rows, columns: rows)
+    scorer = SimpleNamespace(dp_rank=0, forward_logprobs=lambda rows, micro_batches: [a, d])
+    reader = SimpleNamespace(rows=lambda record, rows, columns: [row(n) for n in rows])
     loop.run(World(), scorer, reader, Deals())
-    assert got == [["a", "b", "c", "d"]]
+    assert got == [[a, "b", "c", d]]
 
 
 def test_every_trajectory_is_filled_with_its_own_logprobs_and_a_renewal_is_noted():

@@ -1,0 +1,182 @@
+"""Prompts that are solved often enough are passed over, whoever is killed when."""
+
+import asyncio
+import random
+
+import pytest
+from episode_fakes import Board, answer, episodes
+from role_fakes import Events, config
+
+from relax_hpc.bus import layout, staleness
+from relax_hpc.bus.audit import audit
+from relax_hpc.bus.credits import CreditTail
+from relax_hpc.bus.plan import SkippedGroup, read_chain
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.errors import ConfigError, PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles.dealing.judging import judge_of, with_skipped
+from relax_hpc.roles.rollout import loop as rollout
+from relax_hpc.roles.rollout import retirement
+from relax_hpc.roles.rollout.episodes import Grouper, seed_of
+from relax_hpc.roles.rollout.evaluation import Evaluator
+
+ROWS, P, STEPS, LAG, SIBLINGS = 10, 4, 12, 1, 2
+SOLVED = range(4)
+"""Rows of the data that every sibling solves; of the others one does."""
+
+
+def settings(tmp_path, **more):
+    return config(
+        run_root=str(tmp_path), algorithm__groups__name="refill", prompts__retire_after=2,
+        schedule__num_steps=STEPS, schedule__prompts_per_step=P, schedule__max_staleness=LAG,
+        rollout__samples_per_prompt=SIBLINGS, rollout__groups_per_shard=1, **more,
+    )  # fmt: skip
+
+
+class Epochs:
+    """Rows in the order of the file, epoch after epoch."""
+
+    def __getitem__(self, guid):
+        return Prompt(guid % ROWS, [7, guid % ROWS], str(guid % ROWS))
+
+
+class Engines:
+    """Answers with the number of the sibling, and notes which groups it was asked for."""
+
+    def __init__(self):
+        self.now, self.asked = 0, set()
+
+    async def version(self):
+        return self.now
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        guid = homes[1]
+        self.asked.add(guid)
+        sibling = [seed_of(0, guid, each) for each in range(SIBLINGS)].index(seed)
+        return answer(draft, [sibling], [-0.5], [(0, self.now)])
+
+
+def score(response, sample):
+    return 1.0 if int(sample.answer) in SOLVED else float(response[0])
+
+
+async def sample(made, paths, engines):
+    """A life of the rollout task."""
+    judged = episodes(made, engines, score)
+    group = Grouper(made, Epochs(), judged, retirement.retirement_of(made, paths))
+    evaluator = Evaluator(made, {"heldout": []}, judged, Events(), Board())
+    with Producer(paths.bus, "rollout-0", {}) as producer:
+        credits, task = CreditTail(paths.bus), rollout.Task(0, 1)
+        await rollout.run(made, task, engines, group, evaluator, producer, credits, Events())
+
+
+async def train(made, paths, engines, checkpoint):
+    """A life of the trainer, which saves after every third step."""
+    sequencer = Sequencer(
+        paths.bus, ["rollout-0"], prompts_per_step=P, position=checkpoint.get("position"),
+        max_staleness=LAG, judge=judge_of(made),
+    )  # fmt: skip
+    with sequencer:
+        for step in range(checkpoint.get("step", 0) + 1, STEPS + 1):
+            while True:
+                try:
+                    sequencer.next_portion(step, timeout_s=-1)
+                    break
+                except PeerTimeoutError:
+                    await asyncio.sleep(0.001)
+            engines.now = max(step, engines.now)
+            sequencer.advance(step=step, policy_version=step)
+            if step % 3 == 0:
+                checkpoint |= {"step": step, "position": sequencer.position}
+                sequencer.release(step)
+            await asyncio.sleep(0)
+        sequencer.finish()
+
+
+async def live(made, paths, engines, dice):
+    """Both to their ends; they die now and then."""
+    checkpoint, running = {}, {}
+    lives = {
+        "train": lambda: train(made, paths, engines, checkpoint),
+        "sample": lambda: sample(made, paths, engines),
+    }
+    deadline = asyncio.get_running_loop().time() + 60
+    while len([each for each in running.values() if each.done() and not each.cancelled()]) < len(
+        lives
+    ):
+        for name, begin in lives.items():
+            if name not in running or running[name].cancelled():
+                running[name] = asyncio.create_task(begin())
+        await asyncio.sleep(dice.random() / 20 if dice else 0.05)
+        if dice and sum(engines.deaths.values()) < 12:
+            name = dice.choice(list(lives))
+            if running[name].cancel():
+                engines.deaths[name] += 1
+                await asyncio.wait([running[name]])
+        assert asyncio.get_running_loop().time() < deadline, "it does not end"
+    for each in running.values():
+        each.result()
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_prompt_that_two_groups_solved_is_passed_over_from_then_on(tmp_path, monkeypatch, seed):
+    """A span is of 8 guids: what is retired in 24 .. 31 follows from the guids below 16."""
+    monkeypatch.setattr(staleness, "SPAN_BATCHES", 1)
+    monkeypatch.setattr(retirement, "LOOK_EVERY_S", 0.002)
+    monkeypatch.setattr(rollout, "POLL_S", 0.002)
+    made = settings(tmp_path)
+    paths, engines = RunPaths(made.run_dir), Engines()
+    engines.deaths = {"train": 0, "sample": 0}
+    layout.create(paths.bus, ["rollout-0"], {})
+    asyncio.run(live(made, paths, engines, seed is not None and random.Random(seed)))
+    assert seed is None or all(engines.deaths.values())
+    # Of the 8 epochs the first three have them; by guid 30 they were solved below 16 twice.
+    teaching = [guid for guid in range(8 * ROWS) if guid % ROWS not in SOLVED]
+    chain = read_chain(paths.bus)
+    assert [step.guids for step in chain.steps] == [
+        teaching[lo : lo + P] for lo in range(0, P * STEPS, P)
+    ]
+    last = teaching[P * STEPS - 1]
+    skipped = {group.guid: group for group in chain.skipped if group.guid < last}
+    assert sorted(skipped) == [guid for guid in range(last) if guid % ROWS in SOLVED]
+    assert {guid for guid, group in skipped.items() if group.retired} == {
+        guid for guid in skipped if guid >= 3 * ROWS
+    }
+    assert all(group.solved for group in skipped.values())
+    assert {group.reward for group in skipped.values() if group.retired} == {None}
+    assert not [guid for guid in engines.asked if guid >= 3 * ROWS and guid % ROWS in SOLVED]
+    counts = audit(paths.bus)
+    assert (counts.planned, counts.planned_twice) == (P * STEPS * SIBLINGS, 0)
+    assert counts.retired >= 4 * len(SOLVED) * SIBLINGS
+    assert counts.skipped == counts.retired + 3 * len(SOLVED) * SIBLINGS
+    # What nobody was asked for has no reward, and is no sample.
+    said = with_skipped({"reward/mean": 0.5}, list(skipped.values())[-P:], made)
+    assert (said["reward/sampled"], said["groups/skipped_retired"]) == (0.5, P)
+
+
+def test_groups_count_that_were_sampled_and_solved_and_lie_in_front():
+    def skip(guid, row, **kwargs):
+        return SkippedGroup(guid, "u", 2, 1, row, **{"solved": True, "reward": 1.0, **kwargs})
+
+    skipped = [
+        skip(0, 5), skip(10, 5), skip(1, 6), skip(20, 6), skip(2, 7, solved=False), skip(12, 7),
+        skip(3, 8, truncated=True), skip(13, 8), skip(4, 9, retired=True), skip(14, 9),
+    ]  # fmt: skip
+    assert retirement.retired_rows(skipped, 20, 2) == {5}
+    assert retirement.retired_rows(skipped, 21, 2) == {5, 6}
+    assert retirement.retired_rows(skipped, 20, 1) == {5, 6, 7, 8, 9}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("algorithm__groups__name", "as_sampled", r"retire_after = 2: .*'as_sampled' trains on"),
+        ("schedule__over_age", "mask", r"retire_after = 2: with schedule.over_age = 'mask'"),
+    ],
+)
+def test_a_job_whose_plan_has_no_record_of_solved_prompts_is_refused(key, value, said):
+    keys = {"algorithm__groups__name": "refill", key: value}
+    with pytest.raises(ConfigError, match=said):
+        config(prompts__retire_after=2, **keys)
