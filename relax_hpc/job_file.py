@@ -5,6 +5,7 @@ A section [sft] makes it a job of supervised fine-tuning, otherwise it is reinfo
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from relax_hpc.config.moved import refusal
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown
+from relax_hpc.records import read_bytes
 from relax_hpc.sections import WholeJob
 
 
@@ -71,13 +73,15 @@ def read_resolved(path: Path) -> JobConfig:
     """Reads the resolved JSON that `submit` left in a run directory.
 
     Raises:
-        ConfigError: it is missing, empty, or not what `submit` wrote.
+        ConfigError: it is missing, empty, or not what `submit` wrote; or it is somebody else's and
+            names a program, which would be run here to read it.
     """
     try:
-        text = path.read_text()
+        text = read_bytes(path).decode()
         tree = json.loads(text)
         if not isinstance(tree, dict):
             raise TypeError("it is not a table")
+        _check_programs(path, tree)
         return _kind(tree).model_validate_json(text)
     except FileNotFoundError:
         raise ConfigError(f"{path.parent}: is not a run directory (no {path.name})") from None
@@ -89,6 +93,18 @@ def read_resolved(path: Path) -> JobConfig:
         f"{path}: is not the job that submit wrote there ({reason}); restore it, or submit the run "
         "under another name"
     )
+
+
+def _check_programs(path: Path, tree: dict[str, Any]) -> None:
+    algorithm = tree.get("algorithm")
+    parts = algorithm.values() if isinstance(algorithm, dict) else ()
+    names = [str(part.get("name", "")) for part in parts if isinstance(part, dict)]
+    program = next((name for name in names if ":" in name), None)
+    if program is not None and path.stat().st_uid != os.geteuid():
+        raise ConfigError(
+            f"{path.parent}: is a run of another user, and to read its job {program} would be run "
+            "as you; ask its owner"
+        )
 
 
 def _kind(tree: dict[str, Any]) -> type[JobConfig]:

@@ -96,8 +96,18 @@ class RunPaths:
         return BusPaths(self.root / "bus")
 
     @property
+    def programs(self) -> Path:
+        """Copies of the user's programs that the job names."""
+        return self.root / "programs"
+
+    @property
     def control(self) -> Path:
         return self.root / "control"
+
+    @property
+    def reserve(self) -> Path:
+        """Room for small records on a full file system; given back by who finds it full."""
+        return self.control / "reserve"
 
     @property
     def launch_record(self) -> Path:

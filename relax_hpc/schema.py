@@ -11,7 +11,11 @@ from typing import Literal, NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
-Role = Literal["rollout", "actor_fwd", "reference", "advantages", "critic"]
+Role = Literal[
+    "rollout", "actor_fwd", "reference", "advantages", "critic",
+    "teacher", "teacher_2", "teacher_3", "teacher_4",
+    "teacher_5", "teacher_6", "teacher_7", "teacher_8",
+]  # fmt: skip
 """A writer of columns: one writes the rows, the others add to them."""
 ROLES: dict[Role, int] = {
     "rollout": 0,
@@ -19,9 +23,19 @@ ROLES: dict[Role, int] = {
     "reference": 3,
     "advantages": 4,
     "critic": 5,
+    "teacher": 8,
+    "teacher_2": 9,
+    "teacher_3": 10,
+    "teacher_4": 11,
+    "teacher_5": 12,
+    "teacher_6": 13,
+    "teacher_7": 14,
+    "teacher_8": 15,
 }
 """Numbers of the roles in the records of a log. Each is given once; 1, 6 and 7 have been."""
 
+TEACHERS: tuple[Role, ...] = tuple(role for role in ROLES if role.startswith("teacher"))
+"""Writers of the teachers' columns: a run has one for each of its teachers, in their order."""
 PRODUCER: Role = "rollout"
 """The role that writes the rows that the others widen."""
 
@@ -32,6 +46,9 @@ ColumnPieces = Mapping[str, Array | Sequence[Array]]
 """Columns to be written; a sequence is a column in pieces, which will lie end to end."""
 
 Axis = Literal["row", "token", "run", "turn", "routed", "medium", "media_byte", "media_ref"]
+ROUTED_EXPERTS = "ragged/routed_experts"
+NO_EXPERT = -1
+"""Expert of a token of which nobody says where it went."""
 ANY_WIDTH = -1
 """Second dimension that depends on the model; the same throughout a run."""
 
@@ -45,6 +62,8 @@ class FinishReason(IntEnum):
     """`max_new_tokens` was reached."""
     ABORT = 2
     """Somebody ended it; what there is counts as partial."""
+    RETIRED = 3
+    """Nobody was asked: the prompt has been solved often enough."""
 
 
 class TurnKind(IntEnum):
@@ -68,6 +87,9 @@ class MediaKind(IntEnum):
     FLAC = 4
     WAV = 5
     TENSOR = 6
+    MP3 = 7
+    OGG = 8
+    WEBM = 9
 
 
 class Column(NamedTuple):
@@ -132,7 +154,7 @@ COLUMNS: dict[str, Column] = {
     ),
     # which experts a mixture of experts chose, for routing replay; a row whose prompt went the way
     # of the group's first holds only what follows the prompt
-    "ragged/routed_experts": Column(
+    ROUTED_EXPERTS: Column(
         "int16", "routed", "rollout", "expert per layer and slot", ANY_WIDTH, False
     ),
     # what it looked at: encoded bytes, each medium once in a shard
@@ -146,6 +168,13 @@ COLUMNS: dict[str, Column] = {
     "ragged/ref_logprobs": Column("float32", "token", "reference", "log pi_ref, nats"),
     "ragged/advantages": Column("float32", "token", "advantages", "A_t; 0 off the loss mask"),
     "ragged/values": Column("float32", "token", "critic", "V(s_t)"),
+    # of each teacher: those of the rows that it teaches, nan in the others
+    **{
+        f"ragged/{role.replace('teacher', 'teacher_logprobs')}": Column(
+            "float32", "token", role, "log pi of a teacher, nats; nan in rows of another teacher"
+        )
+        for role in TEACHERS
+    },
 }
 
 
@@ -209,6 +238,11 @@ class Row(Protocol):
     @property
     def columns(self) -> Mapping[str, Array]:
         """Columns by short name: [tokens] or []."""
+        ...
+
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """[tokens, layers x experts per token], where they are to be replayed."""
         ...
 
 

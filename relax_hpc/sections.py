@@ -73,12 +73,12 @@ GpuCount = Annotated[
 PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_plain)]]
 UserPath = Annotated[Path, BeforeValidator(_named)]
 """Relative ones count from where the command is run."""
-Data = Annotated[
-    list[UserPath],
-    BeforeValidator(_listed, json_schema_input_type=Path | list[Path]),
-    Field(min_length=1),
+MaybeData = Annotated[
+    list[UserPath], BeforeValidator(_listed, json_schema_input_type=Path | list[Path])
 ]
-"""One name, or a list of them, as `prompts.files` opens them."""
+"""One name, or a list of them, as `prompts.files` opens them; or none."""
+Data = Annotated[MaybeData, Field(min_length=1)]
+"""Likewise, but one at least."""
 
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"

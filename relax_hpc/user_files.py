@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.storage import patiently
 
 _KINDS = {
     stat.S_IFDIR: "is a folder",
@@ -34,6 +35,8 @@ _FORMATS = {
     b"\xfe\xff": "is UTF-16 text, save it as UTF-8",
     b"PAR1": "is Parquet",
 }
+ORIGIN = ".origin"
+"""Name of a file beside the copy of a program, which says the path of what was copied."""
 HUB = "hf:"
 """Begin of the name of a data set of the Hugging Face hub, where a path could stand."""
 _BOM = b"\xef\xbb\xbf"
@@ -52,7 +55,8 @@ def opened(path: Path, remedy: str) -> BinaryIO:
     """
     try:
         # A pipe is opened only to be refused: that must not wait for who writes to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = patiently(path, lambda: os.open(path, flags))
     except (OSError, ValueError) as error:
         raise _unreadable(str(path), error, remedy) from None
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -188,8 +192,14 @@ def written(target: Path, key: str, *, replace: bool = False) -> Iterator[Path]:
 
 def absolute_place(name: str) -> str:
     """The same place in a file wherever a process is started; other names as they are."""
+    place = place_of(name)
+    return name if place is None else f"{place[0].absolute()}:{place[1]}"
+
+
+def place_of(name: str) -> tuple[Path, str] | None:
+    """The file and the name in it, of "file.py:name"; None of other names."""
     file, colon, attribute = name.rpartition(":")
-    return f"{Path(file).absolute()}:{attribute}" if colon and file.endswith(".py") else name
+    return (Path(file), attribute) if colon and file.endswith(".py") else None
 
 
 def absolute_data(named: Path) -> Path:
@@ -199,6 +209,9 @@ def absolute_data(named: Path) -> Path:
 
 def imported(place: str) -> Any:  # noqa: ANN401
     """Runs the program and returns what stands at a place in it.
+
+    The copy of a program finds the modules that were copied with it, and all else where the program
+    was: its `__file__` is that.
 
     Raises:
         Exception: whatever the import raises.
@@ -214,7 +227,11 @@ def _run(path: Path) -> object:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    sys.path.append(str(path.parent))  # files beside it can be imported
+    origin = path.with_name(ORIGIN)
+    if origin.exists():
+        module.__file__ = origin.read_text()
+        sys.path.insert(0, str(path.parent))  # before the folder of the command, maybe theirs
+    sys.path.append(str(Path(str(module.__file__)).parent))  # files beside it can be imported
     spec.loader.exec_module(module)
     return module
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc import job_file
-from relax_hpc.algorithms.presets import PRESETS
+from relax_hpc.algorithms import presets as known
+from relax_hpc.algorithms.algorithm import algorithm_of
+from relax_hpc.algorithms.distill import COLUMN
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError, RelaxError, first_line
 from relax_hpc.launch import states, submit
@@ -23,6 +25,10 @@ from relax_hpc.runs import cancel, status
 from relax_hpc.telemetry import history, picture
 from relax_hpc.telemetry.events import Event, read_events
 
+PRESETS = tuple(
+    name for name in known.PRESETS if COLUMN not in algorithm_of(preset=name).needs.columns
+)
+"""Presets that learn from rewards; a task has no teacher."""
 AIM = 0.9
 """Held-out reward that a preset should reach in 100 steps at lag 1."""
 _COLORS = ("#1f5fa8", "#d9660f", "#555555", "#2f8f4e")
@@ -30,6 +36,7 @@ _CRITICS, _CRITIC = ("ppo",), {"lr": 1e-3, "warmup_steps": 3}
 """Presets that need a critic, and the one that they are given, as in jobs/tiny."""
 _LOOK_S = 1.0
 _SHARES = ("loss/clip_fraction", "loss/masked_fraction", "loss/importance_rejected")
+_EFFECTIVE = "loss/effective_sample"
 
 
 @dataclass(frozen=True)
@@ -63,6 +70,8 @@ class Result:
     """Share of trained tokens that the loss clips or leaves out, or the correction rejects."""
     staleness: float | None = None
     """Mean over the steps."""
+    effective: float | None = None
+    """Effective sample size of a token, mean over the steps; see `ratios.settle`."""
     minutes: float | None = None
     failure: str = ""
     """Why there is no result; empty if there is one."""
@@ -172,6 +181,7 @@ def _result(trial: Trial, events: Sequence[Event], progress: dict[str, Any]) -> 
         reached=next((point.version for point in points if point.reward >= AIM), None),
         bounded=_mean(shares),
         staleness=_mean([event.get("staleness/mean") or 0.0 for event in done]),
+        effective=_mean([event[_EFFECTIVE] for event in done if event.get(_EFFECTIVE)]),
         minutes=(max(times) - min(times)) / 60 if times else None,
     )
 
@@ -179,9 +189,9 @@ def _result(trial: Trial, events: Sequence[Event], progress: dict[str, Any]) -> 
 def markdown(results: Sequence[Result]) -> str:
     """A table of the results, a failure being a row as well."""
     lines = [
-        f"| preset | lag | held-out before | after | {AIM:g} at step | bounded tokens | staleness "
-        "| minutes | |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| preset | lag | held-out before | after | {AIM:g} at step | bounded tokens "
+        "| effective sample | staleness | minutes | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in results:
         verdict = f"failed: {each.failure.replace('|', '/')}" if each.failure else ""
@@ -189,7 +199,7 @@ def markdown(results: Sequence[Result]) -> str:
             f"`{each.preset}`", str(each.lag), _figure(each.before), _figure(each.after),
             "" if each.reached is None else str(each.reached),
             "" if each.bounded is None else f"{100 * each.bounded:.1f} %",
-            _figure(each.staleness), _figure(each.minutes, 1), verdict,
+            _figure(each.effective), _figure(each.staleness), _figure(each.minutes, 1), verdict,
         )  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ from relax_hpc.telemetry.points import Point, Points, Rewind
 
 _LOOK_S = 5.0
 Make = Callable[[Described], Service]
-_CLASSES = {"wandb": "Wandb"}
+_CLASSES = {"wandb": "Wandb", "mlflow": "Mlflow"}
 """Services, each a module of that name beside this one which needs the package of that name, and
 the class in it."""
 
@@ -67,7 +67,7 @@ class Export:
         self._service = (make or _service(name))(
             Described(
                 self._id, config.name, config.boards.project, description.settings(config),
-                paths.root.absolute(), offline,
+                paths.root.absolute(), offline, config.boards.tracking_uri,
             )
         )  # fmt: skip
 
@@ -127,7 +127,7 @@ class Sent(NamedTuple):
     """Newest step that it has."""
 
 
-def send(run_dir: Path, name: str, *, offline: bool, follow: bool) -> Sent:
+def send(run_dir: Path, name: str, *, offline: bool, follow: bool, uri: str | None = None) -> Sent:
     """Sends a run, from outside its job.
 
     Args:
@@ -135,12 +135,22 @@ def send(run_dir: Path, name: str, *, offline: bool, follow: bool) -> Sent:
         name: of the service.
         offline: write it below the run directory.
         follow: go on until the run is over or somebody interrupts.
+        uri: of MLflow's server, in place of the job's.
 
     Raises:
-        ConfigError: the job itself sends it, or the package of the service is not installed.
+        ConfigError: the job itself sends it, the package of the service is not installed, or
+            nobody says which server it is.
     """
     paths = RunPaths(run_dir)
     config, state = job_file.read_resolved(paths.config), status.job_state(run_dir)
+    if uri is not None:
+        boards = config.boards.model_copy(update={"tracking_uri": uri})
+        config = config.model_copy(update={"boards": boards})
+    if name == "mlflow" and not offline and config.boards.tracking_uri is None:
+        raise ConfigError(
+            f"{run_dir}: names no server of MLflow (boards.tracking_uri); give --tracking-uri "
+            "http://HOST:PORT, or --offline"
+        )
     if name in config.boards.export and not states.is_over(state):
         raise ConfigError(
             f"{run_dir}: is {state.lower()}, and its job sends it to {name} (boards.export); what "

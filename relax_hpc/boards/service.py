@@ -20,6 +20,8 @@ class Described(NamedTuple):
     """Run directory, for what the service keeps in files."""
     offline: bool
     """Send nothing."""
+    address: str | None = None
+    """Server that takes it, of services that are many."""
 
 
 class Service(Protocol):

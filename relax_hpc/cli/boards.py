@@ -37,12 +37,19 @@ def export(
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on as the run goes on; Ctrl-C leaves.")
     ] = False,
+    uri: Annotated[
+        str | None,
+        typer.Option("--tracking-uri", help="Server of MLflow, in place of the job's."),
+    ] = None,
 ) -> None:
     """Send the curves of a run to a service: what it does not have yet."""
     from relax_hpc.boards import export as exports
 
     run_dir = run_dir_of(run)
-    found = exports.send(run_dir, service, offline=offline, follow=follow)
+    found = exports.send(run_dir, service, offline=offline, follow=follow, uri=uri)
     typer.echo(f"{service}: run {found.id}, up to step {found.step}")
     for folder in sorted(run_dir.glob("wandb/offline-run-*")) if service == "wandb" else ():
         typer.echo(f"to send it: wandb sync --append {folder}")
+    if service == "mlflow" and offline:
+        uri = f"sqlite:///{run_dir.absolute()}/mlflow.db"
+        typer.echo(f"to look at it: mlflow ui --backend-store-uri {uri}")

@@ -9,7 +9,7 @@ from relax_hpc.algorithms.part import Needs, Part
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.roles.role import Place, Role
 from relax_hpc.roles.table import check_columns, places
-from relax_hpc.schema import COLUMNS, PRODUCER
+from relax_hpc.schema import COLUMNS, PRODUCER, ROUTED_EXPERTS
 
 MEASURED = "measured, nothing in the loss needs it"
 
@@ -21,7 +21,7 @@ def explained_job(config: JobConfig) -> Iterator[str]:
         ConfigError: the algorithm needs a column that nobody in this job writes.
     """
     check_columns(config)
-    wanted = config.algorithm.needs.columns if isinstance(config, RunConfig) else {}
+    wanted = config.reasons if isinstance(config, RunConfig) else {}
     yield "roles"
     for role, place in places(config):
         yield f"  {place.component:<20} {place.tasks} x {role.name}: {_why(role, place, wanted)}"
@@ -31,15 +31,19 @@ def explained_job(config: JobConfig) -> Iterator[str]:
     for name, column in COLUMNS.items():
         if column.writer == PRODUCER and column.required:
             yield f"  {name:<28} {column.writer}: in every row"
+    reasons = {ROUTED_EXPERTS: "routing replay, rollout.routed_experts", **wanted}
     for name in sorted(config.columns):
-        yield f"  {name:<28} {COLUMNS[name].writer}: {wanted.get(name, MEASURED)}"
+        yield f"  {name:<28} {COLUMNS[name].writer}: {reasons.get(name, MEASURED)}"
+    if config.rollout.routed_experts is None and config.rollout_pool.kind == "sglang":
+        yield f"  {ROUTED_EXPERTS:<28} rollout: routing replay, for a mixture of experts"
     yield from _algorithm(config.algorithm)
 
 
 def _why(role: Role[JobConfig], place: Place, wanted: Mapping[str, str]) -> str:
-    reasons = [key for name, key in wanted.items() if COLUMNS[name].writer == role.writes]
+    writer = role.writer_at(place)
+    reasons = [key for name, key in wanted.items() if COLUMNS[name].writer == writer]
     beside = f", beside {place.beside}" if place.beside else ""
-    if role.writes and role.writes != PRODUCER:
+    if writer and writer != PRODUCER:
         return f"{role.work}: {', '.join(reasons) or MEASURED}{beside}"
     return f"{role.work}{beside}"
 

@@ -39,6 +39,7 @@ from relax_hpc.cli.keys import explained, keys
 from relax_hpc.cli.models import models
 from relax_hpc.cli.runs import runs
 from relax_hpc.cli.scale import scale
+from relax_hpc.cli.slurm_options import Account, Partition, SlurmOptions, Time
 from relax_hpc.cli.viewer import viewer
 from relax_hpc.errors import ConfigError, RelaxError
 
@@ -103,17 +104,22 @@ def check(
         ),
     ] = None,
     profile: Profile = None,
+    account: Account = None,
+    partition: Partition = None,
+    time: Time = None,
 ) -> None:
     """Validate a job, the files it names and the cluster; print it with every default filled in."""
     from relax_hpc.launch import preflight
     from relax_hpc.launch.submit import expected_start, resolve
 
+    asked = SlurmOptions(account, partition, time)
+    asked.check(overrides)
+    config = asked.of(load_job(job, overrides, profile))
     if explain is not None:
-        config = load_job(job, overrides, profile)
         said = explained(config, explain) if explain else explained_job(config)
         typer.echo("\n".join(said))
         return
-    config, components = resolve(load_job(job, overrides, profile))
+    config, components = resolve(config)
     use_slurm = not local and shutil.which("sbatch") is not None
     config = preflight.check(config, components, use_slurm=use_slurm, say=_remark)
     if use_slurm:
@@ -142,15 +148,19 @@ def submit(
             autocompletion=names_of_runs,
         ),
     ] = None,
+    account: Account = None,
+    partition: Partition = None,
+    time: Time = None,
 ) -> None:
     """Submit every role of a job as one heterogeneous Slurm job, or run it on this machine."""
     from relax_hpc.launch.submit import submit as submit_job
 
+    asked = SlurmOptions(account, partition, time)
+    asked.check(overrides)
     if depend is not None:
         overrides = [*overrides, *_dependency(depend, local=local)]
-    submission = submit_job(
-        load_job(job, overrides, profile), local=local, dry_run=dry_run, say=_remark
-    )
+    config = asked.of(load_job(job, overrides, profile))
+    submission = submit_job(config, local=local, dry_run=dry_run, say=_remark)
     if dry_run:
         typer.echo(submission.script)
         return

@@ -54,7 +54,7 @@ def convert(
 
 @models.command(epilog="Example:  relax-hpc prepare gsm8k --from downloads/gsm8k --out data/gsm8k")
 def prepare(
-    name: Annotated[str, typer.Argument(help="gsm8k or dapo-math.")],
+    name: Annotated[str, typer.Argument(help="gsm8k, dapo-math or deepcoder.")],
     source: Annotated[
         str, typer.Option("--from", help="File or folder that was downloaded; hf: the hub.")
     ],

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from relax_hpc.algorithms.algorithm import Algorithm
+from relax_hpc.algorithms.groups import Refill
 
 if TYPE_CHECKING:
     from relax_hpc.config.run import RunConfig
@@ -23,6 +24,7 @@ def check(config: "RunConfig") -> None:
     _mean_is_of_ratios(algorithm)
     _there_are_siblings(algorithm, config.rollout.samples_per_prompt)
     _long_responses_can_be_told(algorithm, config)
+    _solved_groups_are_on_record(algorithm, config)
     _batch_can_be_split(algorithm, config)
     _rewards_are_not_negative(algorithm, config)
     _critic_and_values_need_each_other(algorithm, config)
@@ -89,6 +91,22 @@ def _long_responses_can_be_told(algorithm: Algorithm, config: "RunConfig") -> No
         raise ValueError(
             f"algorithm.groups.overlong_buffer = {groups.overlong_buffer}: is longer than "
             f"rollout.max_new_tokens = {rollout.max_new_tokens}; use a part of it"
+        )
+
+
+def _solved_groups_are_on_record(algorithm: Algorithm, config: "RunConfig") -> None:
+    if not config.prompts.retire_after:
+        return
+    named = f"prompts.retire_after = {config.prompts.retire_after}"
+    if not isinstance(algorithm.groups, Refill):
+        raise ValueError(
+            f"{named}: algorithm.groups.name = {algorithm.groups.name!r} trains on solved groups, "
+            "and keeps no record of them; use 'refill', or leave retire_after out"
+        )
+    if config.schedule.over_age != "wait":
+        raise ValueError(
+            f"{named}: with schedule.over_age = {config.schedule.over_age!r} groups count by when "
+            "they come; use 'wait', or leave retire_after out"
         )
 
 

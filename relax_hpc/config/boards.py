@@ -1,12 +1,12 @@
 """Who is told of a run besides its run directory."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from relax_hpc.sections import NonNegative, Section, UserPath
 
-Service = Literal["wandb"]
+Service = Literal["wandb", "mlflow"]
 News = Literal["start", "requeue", "plateau", "failure", "finish"]
 
 
@@ -15,11 +15,24 @@ class BoardsConfig(Section):
 
     export: list[Service] = []
     """Services that are sent the curves as the run goes, each by a process of its own that no step
-    waits for. wandb: Weights & Biases, with the account of `wandb login`."""
+    waits for. wandb: Weights & Biases, with the account of `wandb login`. mlflow: MLflow, at
+    `tracking_uri`."""
     project: Annotated[str, Field(min_length=1, max_length=100)] = "relax-hpc"
-    """Project of W&B."""
+    """Project of W&B, experiment of MLflow."""
+    tracking_uri: str | None = None
+    """Server of MLflow, e.g. "http://host:5000"."""
     offline: bool = False
-    """Write below the run directory, for nodes without a network: `wandb sync` sends it later."""
+    """Write below the run directory, for nodes without a network: `wandb sync` sends it later;
+    MLflow shows its `mlflow.db`."""
+
+    @model_validator(mode="after")
+    def _mlflow_has_a_place(self) -> Self:
+        if "mlflow" in self.export and self.tracking_uri is None and not self.offline:
+            raise ValueError(
+                "boards.export has mlflow, which needs a server; set boards.tracking_uri, or "
+                "boards.offline = true"
+            )
+        return self
 
 
 class NotifyConfig(Section):

@@ -39,6 +39,7 @@ ELSEWHERE: dict[str, str] = {
     "kl_coef": "algorithm.kl.coefficient",
     "kl_loss_coef": "algorithm.kl.coefficient",
     "kl_loss_type": "algorithm.kl.name",
+    "opd_kl_coef": "algorithm.distill.coefficient",
     "use_tis": "algorithm.correction.name",
     "tis_imp_ratio_cap": "algorithm.correction.cap",
     "learning_rate": "actor.optimizer.lr",

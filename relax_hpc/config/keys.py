@@ -123,6 +123,8 @@ def _type_name(annotation: Any) -> str:  # noqa: ANN401
         return " or ".join(_type_name(arg) for arg in args if arg is not type(None))
     if origin is list:
         return f"list of {_type_name(args[0])}"
+    if origin is tuple:
+        return f"[{', '.join(map(_type_name, args))}]"
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
     names = {str: "text", int: "integer", float: "number", bool: "true or false"}

@@ -4,7 +4,17 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from relax_hpc.sections import NAME, Data, Number, PassThrough, Positive, Section
+from relax_hpc.config.media import MediaConfig
+from relax_hpc.sections import (
+    NAME,
+    Data,
+    MaybeData,
+    NonNegative,
+    Number,
+    PassThrough,
+    Positive,
+    Section,
+)
 
 TAKEN = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
@@ -42,6 +52,13 @@ class Columns(Section):
     """
     source: _Name = "source"
     """Field with the name of the data set that a row is from; a row may lack it."""
+    images: _Name = "images"
+    """Field with the images of the prompt, in the order of their places: a list, or one. Each is a
+    path, {bytes}, a data: URL or file.tar:name:offset:size. A row may lack it."""
+    videos: _Name = "videos"
+    """Field with the videos, named as images are, or as lists of frames. A row may lack it."""
+    audios: _Name = "audios"
+    """Field with the sounds, named as images are. A row may lack it."""
 
 
 class SourceConfig(Section):
@@ -54,7 +71,7 @@ class SourceConfig(Section):
 
 
 class PromptsConfig(Section):
-    train: Data = []
+    train: MaybeData = []
     """Data with a prompt (text or chat messages) and an answer a row: a file of JSON lines or
     Parquet, a folder, a pattern, a program ("file.py:Class"), `hf:owner/name:config/split`, or a
     list of them. Behind each a slice may stand, as in "train.jsonl[100:]". Give this or
@@ -82,7 +99,11 @@ class PromptsConfig(Section):
     curriculum: str = ""
     """Field of a row, a number: each epoch begins with the tenth of the rows where it is smallest,
     and ends with that where it is largest. Within these the order is shuffled."""
+    retire_after: NonNegative = 0
+    """Prompt groups of a row that are solved by all siblings before it is not sampled any more; 0
+    never. Needs `algorithm.groups.name = "refill"`."""
     columns: Columns = Columns()
+    media: MediaConfig = MediaConfig()
 
     @property
     def mixture(self) -> dict[str, SourceConfig]:

@@ -28,9 +28,10 @@ class RolloutConfig(Section):
     over_sampling: Annotated[Number, Field(ge=0)] = 0.0
     """Fraction of a batch that is sampled beyond what `schedule.max_staleness` admits, so that
     groups that are ready take the place of stragglers; needs `schedule.over_age` drop or mask."""
-    routed_experts: bool = False
-    """Record which experts each token went to, in the bus column ragged/routed_experts; needs a
-    mixture of experts, and `engines.rollout.kind` sglang."""
+    routed_experts: bool | None = None
+    """Record which experts each token went to, in the bus column ragged/routed_experts, and train
+    it with the same (routing replay); needs a mixture of experts, and `engines.rollout.kind`
+    sglang. Unset is true where there are both."""
 
 
 class WeightsConfig(Section):

@@ -9,7 +9,8 @@ from pydantic import Field, model_validator
 
 from relax_hpc.algorithms.advantages.gae import Gae
 from relax_hpc.algorithms.algorithm import Algorithm, algorithm_of
-from relax_hpc.config import algorithm_checks
+from relax_hpc.algorithms.distill import COLUMN
+from relax_hpc.config import algorithm_checks, teachers
 from relax_hpc.config import engines as pools
 from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.boards import BoardsConfig, NotifyConfig
@@ -20,7 +21,8 @@ from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.config.rollout import RolloutConfig, WeightsConfig
-from relax_hpc.schema import COLUMNS, columns_of
+from relax_hpc.config.teachers import Teachers, columns_by_teacher
+from relax_hpc.schema import COLUMNS, ROUTED_EXPERTS, columns_of
 from relax_hpc.sections import (
     NAME,
     Data,
@@ -37,6 +39,8 @@ _ROUNDING = {"float32": 1e-3, "float16": 0.03, "half": 0.03, "bfloat16": 0.15}
 RESTART_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds before a component, an engine or the scaler is started again: after its first failure,
 after its second, and so on; the last of them from then on."""
+RESTART_WINDOW_S = 1800.0
+"""Seconds within which a component or an engine may fail `launch.max_restarts` times."""
 OWN_UNDER_LEASE = ("python", "setup", "srun", "cpus_per_task")
 """Fields of `engines.rollout.resources` that are its own where it shares the actor's GPUs."""
 
@@ -106,8 +110,9 @@ class LaunchConfig(Section):
     """Site profile: a name in ~/.config/relax-hpc, one that comes along (example, local), or a path
     to a TOML file. Unset is `$RELAX_PROFILE`, then ~/.config/relax-hpc/default.toml."""
     max_restarts: NonNegative = 3
-    """Times a component whose step failed is started again in place: after half a second, then
-    after twice as long each time, 30 s at most."""
+    """Times within half an hour that a component whose step failed is started again in place:
+    after half a second, then after twice as long each time, 30 s at most. What failed while Slurm's
+    controller did not answer is not counted."""
     peer_timeout_s: Positive = 1800
     """Seconds that a role waits for another before it gives up, naming it."""
     share: Literal["none", "group"] = "none"
@@ -172,6 +177,8 @@ class RunConfig(JobConfig):
     them."""
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig | None = None
+    teachers: Teachers = {}
+    """Teachers by name; prompts of each source have one."""
     schedule: ScheduleConfig
     algorithm: Algorithm = algorithm_of()
     bus: BusConfig = BusConfig()
@@ -253,7 +260,21 @@ class RunConfig(JobConfig):
     def columns(self) -> frozenset[str]:
         """Columns that rows are trained on with, besides those that rollout always writes."""
         measured = columns_of("reference") if self.reference.placement != "none" else {}
-        return frozenset({*self.algorithm.needs.columns, *measured})
+        routed = [ROUTED_EXPERTS] * self.replays_routing
+        return frozenset({*self.reasons, *measured, *routed})
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Columns that the algorithm needs -> the setting that wants them."""
+        found = dict(self.algorithm.needs.columns)
+        if key := found.get(COLUMN):
+            found |= dict.fromkeys(columns_by_teacher(self.teachers).values(), key)
+        return found
+
+    @property
+    def replays_routing(self) -> bool:
+        """Whether tokens are trained with the experts that the engine sent them to."""
+        return bool(self.rollout.routed_experts)
 
     @property
     def tokens_per_portion(self) -> float:
@@ -331,6 +352,7 @@ class RunConfig(JobConfig):
     @model_validator(mode="after")
     def _algorithm_fits(self) -> Self:
         algorithm_checks.check(self)
+        teachers.check(self)
         return self
 
     @model_validator(mode="after")
@@ -347,6 +369,10 @@ class RunConfig(JobConfig):
             ranks = "the critic's ranks (tensor x pipeline x context x data_parallel)"
             size = self.critic.megatron(self.actor).layout.world_size
             _check_nodes(ranks, size, self.critic.resources.nodes)
+        for name, teacher in self.teachers.items():
+            ranks = f"the ranks of teachers.{name} (tensor x pipeline x context x data_parallel)"
+            size = teacher.megatron(self.actor, name).layout.world_size
+            _check_nodes(ranks, size, teacher.resources.nodes)
         return self
 
 

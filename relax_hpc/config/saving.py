@@ -10,8 +10,8 @@ class SavingConfig(BaseModel):
 
     save_every: Positive = 10
     """Steps between checkpoints; shards are kept until the next one. Training goes on while one is
-    written, out of a copy in host memory: about 14 bytes per parameter of the model, divided by the
-    number of ranks."""
+    written, out of a copy in host memory that is taken at the start: about 14 bytes per parameter
+    of the model, divided by the number of ranks."""
     keep_checkpoints: Positive = 2
     """The newest ones, which a run can be resumed from."""
     keep_every: NonNegative = 0

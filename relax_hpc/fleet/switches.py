@@ -15,6 +15,7 @@ from relax_hpc.comm.orders import Receipt
 from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
+from relax_hpc.storage import patiently
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,8 @@ def note(paths: RunPaths, member: Member, version: int, receipts: Iterable[Recei
     for of_rank in told or [None]:
         counts = None if counts is None or of_rank is None else counts | of_rank
     write_json(paths.switch(member.id, member.start, version), {"num_sampled": counts})
-    paths.switch(member.id, member.start, version - _KEPT).unlink(missing_ok=True)
+    old = paths.switch(member.id, member.start, version - _KEPT)
+    patiently(old, lambda: old.unlink(missing_ok=True))
 
 
 class Switches:

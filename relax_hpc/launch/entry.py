@@ -13,13 +13,17 @@ from pathlib import Path
 
 from submitit import JobEnvironment
 
-from relax_hpc import permissions
+from relax_hpc import permissions, storage
 from relax_hpc.errors import LaunchError, RelaxError
 from relax_hpc.launch import requeue
 from relax_hpc.paths import ComponentPaths, RunPaths
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.storage import patiently
 
 log = logging.getLogger(__name__)
+
+PATIENCE_S = 1800.0
+"""Patience with storage until the task knows that of its run, `launch.peer_timeout_s`."""
 
 TaskMain = Callable[[Path, TaskContext, str], None]
 """Takes the run directory, who the task is, and how the tasks of its component find each other."""
@@ -46,18 +50,20 @@ def main(run: TaskMain | None = None) -> None:
         _leave_step(left, context.rank)
     # All ranks or none: one that had finished must take part again when its peers start over. They
     # agree on which, since nobody removes a mark unless one is missing.
-    if all(left.done(rank).exists() for rank in range(context.size)):
+    storage.settle(PATIENCE_S)
+    if patiently(folder, lambda: all(left.done(rank).exists() for rank in range(context.size))):
         log.info("finished before the job was requeued: nothing to do")
         return
-    left.done(context.rank).unlink(missing_ok=True)
+    mine = left.done(context.rank)
+    patiently(mine, lambda: mine.unlink(missing_ok=True))
     requeue.install(job_id, args.run_dir, asks=args.requeues and context.rank == 0)
     try:
         (run or _role)(args.run_dir, context, args.bootstrap)
     except RelaxError as error:
         if error.is_final:
-            left.final(context.rank).touch()
+            patiently(mine, left.final(context.rank).touch)
         raise
-    left.done(context.rank).touch()
+    patiently(mine, mine.touch)
 
 
 def check_own(paths: RunPaths, folder: Path) -> None:
@@ -66,8 +72,8 @@ def check_own(paths: RunPaths, folder: Path) -> None:
     Raises:
         LaunchError: names it, and what to do.
     """
-    config = [paths.config] if paths.config.exists() else []  # toys have none
-    permissions.check_own(paths.root, paths.submission, folder, *config)
+    further = [path for path in (paths.config, paths.programs) if path.exists()]
+    permissions.check_own(paths.root, paths.submission, folder, *further)
 
 
 def _role(run_dir: Path, context: TaskContext, bootstrap: str) -> None:

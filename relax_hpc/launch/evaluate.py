@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_hpc import job_file, permissions
+from relax_hpc.config import programs
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.evaluation.counting import check_k
@@ -145,7 +146,7 @@ def evaluate(
 def _open(config: RunConfig, paths: RunPaths) -> None:
     if not paths.config.exists():
         make_run_dir(config, paths)
-    elif job_file.read_resolved(paths.config) != config:
+    elif job_file.read_resolved(paths.config) != programs.named(config, paths.programs):
         raise ConfigError(
             f"--name {config.name}: {paths.root} is a run of other settings; choose another name"
         )

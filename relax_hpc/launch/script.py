@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_hpc.config.run import RESTART_DELAYS_S
+from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.launch import interpreter, requeue
 from relax_hpc.launch.placement import Component, groups
 from relax_hpc.launch.supervision import SUPERVISION, WAIT
@@ -112,6 +112,7 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
         f"export SLURM_UMASK={job.umask:04o}",  # srun would give tasks that of sbatch
         "export SUBMITIT_EXECUTOR=hetslurm",
         "job_id=$SLURM_JOB_ID",
+        'ask_controller=(squeue --noheader --jobs="$job_id")',
         f"unset {_INHERITED}",
         *([_PMIX] if pmix else []),
     ]
@@ -129,7 +130,7 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
         _local_step(job, component, first[component.on or component.name])
         for component in components
     ]
-    prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1"]
+    prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1", "ask_controller=(true)"]
     return _assemble(["#!/bin/bash"], prepare, job, components, steps, ["--local"])
 
 
@@ -176,6 +177,7 @@ def _assemble(
         f"rm -f {code} # of an attempt that Slurm requeued",
         f"max_restarts={job.max_restarts}",
         f"restart_delays_s=({' '.join(map(str, job.restart_delays_s))})",
+        f"restart_window_s={RESTART_WINDOW_S:.0f}",
         f"look_every_s={job.look_every_s}", "",
         SUPERVISION,
     ]  # fmt: skip

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from relax_hpc import permissions
 from relax_hpc.bus import layout
+from relax_hpc.config import programs
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftConfig, SftRunConfig
@@ -184,6 +185,10 @@ def resolve(config: JobConfig) -> tuple[JobConfig, list[Component]]:
             paths = {"path": config.critic.path, "weights": config.critic.weights}
             known = {name: path and path.absolute() for name, path in paths.items()}
             resolved["critic"] = config.critic.model_copy(update=known)
+        resolved["teachers"] = {
+            name: each.model_copy(update={"path": each.path and each.path.absolute()})
+            for name, each in config.teachers.items()
+        }
     elif isinstance(config, SftRunConfig):
         resolved["sft"] = _with_absolute_paths(config.sft)
     webhook = config.notify.webhook
@@ -215,7 +220,9 @@ def _found_anywhere(prompts: PromptsConfig) -> PromptsConfig:
         for name, each in prompts.sources.items()
     }
     train = [absolute_data(path) for path in prompts.train]
-    return prompts.model_copy(update={"train": train, "sources": sources})
+    folder = prompts.media.folder and prompts.media.folder.absolute()
+    media = prompts.media.model_copy(update={"folder": folder} if folder else {})
+    return prompts.model_copy(update={"train": train, "sources": sources, "media": media})
 
 
 def _with_absolute_paths(section: SftConfig) -> Section:
@@ -248,6 +255,7 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
         RunSecret.create(paths.secret)
         for folder in (paths.submission, paths.control):
             folder.mkdir()
+        config = programs.keep(config, paths.programs)
         write_json(paths.config, config.model_dump(mode="json"))
         if isinstance(config, RunConfig):
             drawn = {"seed": config.seed, "order": order.VERSION}

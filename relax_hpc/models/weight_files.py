@@ -9,6 +9,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.records import read_json, write_json
+from relax_hpc.storage import FULL, patiently
 
 Content = npt.NDArray[np.uint8]
 
@@ -262,7 +264,8 @@ class _Output:
     def _append(self, content: memoryview) -> None:
         assert self._raw is not None
         while content:
-            written = self._raw.write(content[:_CHUNK_BYTES])
+            piece = content[:_CHUNK_BYTES]
+            written = patiently(self._path, partial(self._raw.write, piece), errors=FULL)
             self._crc = zlib.crc32(content[:written], self._crc)
             self._size += written
             content = content[written:]

@@ -9,12 +9,13 @@ from typing import NamedTuple, TextIO
 from relax_hpc.errors import ConfigError
 from relax_hpc.preparation.dapo_math import DAPO_MATH
 from relax_hpc.preparation.data_set import DataSet, Task
+from relax_hpc.preparation.deepcoder import DEEPCODER
 from relax_hpc.preparation.gsm8k import GSM8K
 from relax_hpc.prompts.files import KINDS, open_rows
 from relax_hpc.prompts.rows import Row
 from relax_hpc.user_files import HUB, written
 
-DATA_SETS = {data_set.name: data_set for data_set in (GSM8K, DAPO_MATH)}
+DATA_SETS = {data_set.name: data_set for data_set in (GSM8K, DAPO_MATH, DEEPCODER)}
 _FROM_HUB = "hf"
 """Stands for the Hugging Face hub, or for its cache, in place of a folder."""
 _HELDOUT = "test"

@@ -39,12 +39,12 @@ def text(run: RunStatus) -> str:
     """Components and achievements, a line each."""
     lines = [f"{run.name}: {run.state}" + (f" ({run.queue})" if run.queue else "")]
     lines += [
-        f"  {c.name:<10}{c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
+        f"  {c.name:<9} {c.job_id}  {c.state.lower()}, {c.finished_tasks} of {c.tasks} tasks done"
         + (f", on {c.nodes}" if c.nodes else "")
         for c in run.components
     ]
     lines += [
-        f"  {row.id:<10}engine of {row.pool}, {row.state.lower()}"
+        f"  {row.id:<9} engine of {row.pool}, {row.state.lower()}"
         + (f" on {row.node}" if row.node else "")
         + (f", {engine_rows.weights(row)}" if row.version is not None else "")
         + (f": {row.reason}" if row.reason else "")
@@ -122,6 +122,7 @@ def _dropped(counts: dict[str, int]) -> str:
         "duplicates": "repeated and ignored",
         "over_age": "over age and sampled again",
         "skipped": "without spread and skipped",
+        "retired": "of retired prompts and never sampled",
         "damaged": "damaged and sampled again",
         "unaccounted": "UNACCOUNTED FOR",
     }

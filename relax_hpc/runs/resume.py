@@ -44,9 +44,10 @@ def resume(
     """
 
     paths = RunPaths(run_dir.absolute())
+    folders = (paths.root, paths.submission, paths.programs, paths.config)
+    permissions.check_own(*(path for path in folders if path.exists()))  # a job names programs
     was = read_resolved(paths.config)
     config, changes = changed(was, overrides) if overrides else (was, [])
-    permissions.check_own(paths.root, paths.submission)
     newest = record.read(paths.root)
     _check_ended(run_dir, status.launches(newest), ended=ended)
     mode, components = submit.mode_of(local=local), place(config)

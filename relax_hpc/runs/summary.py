@@ -55,7 +55,8 @@ def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> di
             "dropped": {
                 "duplicates": counts.duplicates,
                 "over_age": counts.over_age,
-                "skipped": counts.skipped,
+                "skipped": counts.skipped - counts.retired,
+                "retired": counts.retired,
                 "damaged": counts.damaged,
                 "unaccounted": counts.dropped,
             },
