@@ -1,5 +1,6 @@
 """A run as its user sees it: the command line, the run directory, and nothing else."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -81,20 +82,42 @@ def status(run_dir):
 def wait_until(run_dir, predicate, timeout_s):
     """The first status of which `predicate` holds; a run that ended will not get there."""
     deadline = time.monotonic() + timeout_s
-    while not predicate(now := status(run_dir)):
+    seen = getattr(predicate, "is_seen_in", lambda run_dir: False)
+    while True:
+        asked = time.monotonic()
+        if predicate(now := status(run_dir)):
+            return now
         assert not has_ended(now["state"]), f"{now}\n{cli('logs', run_dir)[-4000:]}"
         assert time.monotonic() < deadline, f"{now}\n{cli('logs', run_dir)[-4000:]}"
         # Who asks takes the run's time, and Slurm's word costs six processes.
-        time.sleep(0.4 if now["mode"] == "local" else 0.8)
-    return now
+        again = time.monotonic() + max(0.4, 8 * (time.monotonic() - asked))
+        time.sleep(0.2)
+        while time.monotonic() < again and not seen(run_dir):
+            time.sleep(0.1)
+
+
+def wait_for(condition, timeout_s=60):
+    """Waits for what is seen without asking for a status, which may be too late for a short run."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def is_over(now):
     return has_ended(now["state"])
 
 
-def has_done(steps):
-    return lambda now: now["progress"]["steps_done"] >= steps
+class has_done(NamedTuple):  # noqa: N801 - reads as the predicate that it is
+    """Whether that many steps are done; the actor's events tell it sooner than a status."""
+
+    steps: int
+
+    def __call__(self, now):
+        return now["progress"]["steps_done"] >= self.steps
+
+    def is_seen_in(self, run_dir):
+        return any(each["step"] >= self.steps for each in events_of(run_dir, "actor", "step"))
 
 
 def events_of(run_dir, role=None, event=None):
@@ -108,6 +131,15 @@ def events_of(run_dir, role=None, event=None):
 def planned(run_dir):
     """(step, guids) of the valid plan."""
     return [(step.step, step.guids) for step in read_chain(RunPaths(run_dir).bus).steps]
+
+
+def next_that_teach(run_dir, num_steps, prompts_per_step):
+    """The plan of a run whose batches are refilled: the groups that are not skipped, in order."""
+    skipped = {group.guid for group in read_chain(RunPaths(run_dir).bus).skipped}
+    guids = (guid for guid in itertools.count() if guid not in skipped)
+    return [
+        (step, list(itertools.islice(guids, prompts_per_step))) for step in range(1, num_steps + 1)
+    ]
 
 
 def every_prompt_once(num_steps, prompts_per_step):

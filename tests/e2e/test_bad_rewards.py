@@ -35,7 +35,7 @@ def broken(response, answer):
 """
 STEPS, MANY_STEPS, PROMPTS, SIBLINGS, HELDOUT = 10, 30, 8, 8, 32
 
-pytestmark = pytest.mark.usefixtures("slurm_cluster")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
 
 
 @pytest.fixture

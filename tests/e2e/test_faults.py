@@ -25,6 +25,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from relax_hpc.launch import record
 from relax_hpc.launch.local import processes
 
+pytestmark = pytest.mark.long
+
 STEPS, PROMPTS, SIBLINGS = 24, 8, 4
 
 

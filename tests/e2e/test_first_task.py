@@ -5,7 +5,10 @@ import shutil
 import subprocess
 import sys
 
+import pytest
 from e2e_runs import REPOSITORY, cli, events_of, is_over, wait_until
+
+pytestmark = pytest.mark.long
 
 PAGE = (REPOSITORY / "docs" / "first-task.md").read_text()
 STEPS = 20

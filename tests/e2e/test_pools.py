@@ -14,6 +14,8 @@ from relax_hpc.fleet.roster import Roster
 from relax_hpc.paths import RunPaths
 from relax_hpc.sampling.client import open_pool
 
+pytestmark = pytest.mark.long
+
 STEPS, HELDOUT = 24, 16
 PROMPT, ROOM = [5, 6, 7, 8], 6
 REWARD = """

@@ -11,15 +11,20 @@ from e2e_runs import every_prompt_once as every_once
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.paths import RunPaths
 
-STEPS, PROMPTS = 30, 24
+STEPS, PROMPTS = 24, 16
 SETTINGS = {
     "engines.rollout.count": 1,
     "engines.rollout.resources.nodes": 1,
     "schedule.num_steps": STEPS,
     "schedule.prompts_per_step": PROMPTS,
     "actor.save_every": 5,
+    "actor.optimizer.lr": 3e-4,
+    "actor.optimizer.warmup_steps": 2,
+    "algorithm.epochs_per_step": 1,
+    "critic.warmup_steps": 2,
     "bus.keep_steps": STEPS,
     "eval.heldout.every": 0,
+    "eval.heldout.num_prompts": 128,
 }
 
 

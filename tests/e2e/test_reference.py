@@ -2,9 +2,9 @@
 
 import os
 import signal
-import time
 
 import numpy as np
+import pytest
 import torch
 from e2e_runs import (
     cli,
@@ -14,6 +14,7 @@ from e2e_runs import (
     is_over,
     planned,
     submit,
+    wait_for,
     wait_until,
 )
 from hf_logprobs import hf_logprobs
@@ -21,6 +22,8 @@ from hf_logprobs import hf_logprobs
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
 from relax_hpc.paths import RunPaths
+
+pytestmark = pytest.mark.long
 
 STEPS, PROMPTS, SIBLINGS = 8, 4, 4
 
@@ -123,10 +126,3 @@ def test_a_resumed_actor_has_the_reference_that_it_had(tiny, tmp_path):
     # the policies 3, 6, ... were the reference: the steps after them begin at it
     kl = {step: each["kl/mean"] for step, each in again.items()}
     assert all((abs(kl[step]) < 1e-6) == (step % 3 == 1) for step in kl)
-
-
-def wait_for(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)

@@ -29,6 +29,8 @@ from relax_hpc.fleet import members
 from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 
+pytestmark = pytest.mark.long
+
 STEPS, PROMPTS, SIBLINGS = 120, 8, 4
 
 

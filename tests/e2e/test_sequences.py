@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from e2e_runs import (
     cli,
     events_of,
@@ -18,6 +19,8 @@ from e2e_runs import (
 from relax_hpc.bus.plan import read_chain
 from relax_hpc.bus.reader import Reader
 from relax_hpc.paths import RunPaths
+
+pytestmark = pytest.mark.long
 
 STEPS, PROMPTS, SIBLINGS = 12, 4, 4
 SETTINGS = {

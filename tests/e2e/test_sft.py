@@ -6,8 +6,11 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from e2e_runs import REPOSITORY, cli, events_of, is_over, status, wait_until
 from safetensors.torch import load_file
+
+pytestmark = pytest.mark.long
 
 STEPS, DOCUMENTS, BATCH = 30, 300, 32  # an epoch ends in the tenth step
 
@@ -66,7 +69,7 @@ def kill_actor(run_dir, moment):
     deadline = time.monotonic() + 100
     while len(events_of(run_dir, "actor", "step")) < moment:
         assert time.monotonic() < deadline, cli("logs", run_dir)[-4000:]
-        time.sleep(0.02)
+        time.sleep(0.1)
     time.sleep(moment % 1 / 5)
     os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
 

@@ -1,4 +1,7 @@
-"""The job of the README on a real Slurm: two engines on two nodes, a trainer of two MPI ranks."""
+"""The job of the README on a real Slurm: two engines on two nodes, a trainer of two MPI ranks.
+
+With the default algorithm, which samples further groups in place of those without spread.
+"""
 
 import json
 
@@ -7,9 +10,9 @@ from e2e_runs import (
     cli,
     console,
     events_of,
-    every_prompt_once,
     has_done,
     is_over,
+    next_that_teach,
     planned,
     submit,
     wait_until,
@@ -17,7 +20,7 @@ from e2e_runs import (
 
 from relax_hpc.launch import states
 
-STEPS, PROMPTS, SIBLINGS, STALENESS = 10, 32, 8, 1
+STEPS, PROMPTS, SIBLINGS, STALENESS = 30, 16, 8, 1
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
@@ -36,6 +39,8 @@ def finished(slurm_cluster, tiny, tmp_path_factory):
         schedule__prompts_per_step=PROMPTS,
         schedule__max_staleness=STALENESS,
         rollout__samples_per_prompt=SIBLINGS,
+        algorithm__preset="async",
+        algorithm__epochs_per_step=1,
         actor__optimizer__lr=2e-4,
         actor__optimizer__warmup_steps=2,
         eval__heldout__every=0,
@@ -87,19 +92,21 @@ def test_the_trainer_is_one_mpi_world_of_two_and_engines_are_on_two_nodes(finish
 
 def test_the_heldout_reward_rises(finished):
     progress = finished[2]["progress"]
-    assert progress["heldout_after"] > progress["heldout_before"] + 0.1, progress
+    assert progress["heldout_after"] >= progress["heldout_before"] + 0.15, progress
 
 
 def test_every_trajectory_is_trained_once_within_the_staleness_bound(finished):
     progress = finished[2]["progress"]
     total = STEPS * PROMPTS * SIBLINGS
-    assert progress["trajectories"] == {
-        "committed": total,
-        "trained": total,
-        "trained_twice": 0,
-        "dropped": {"duplicates": 0, "over_age": 0, "skipped": 0, "damaged": 0, "unaccounted": 0},
-    }
-    assert planned(finished[0].run_dir) == every_prompt_once(STEPS, PROMPTS)
+    counts, dropped = progress["trajectories"], progress["trajectories"]["dropped"]
+    skipped = dropped["skipped"]
+    assert skipped > 0 and dropped == dict.fromkeys(dropped, 0) | {"skipped": skipped}
+    assert (counts["trained"], counts["trained_twice"]) == (total, 0)
+    assert counts["committed"] == total + skipped
+    found = planned(finished[0].run_dir)
+    assert found == next_that_teach(finished[0].run_dir, STEPS, PROMPTS)
+    last = found[-1][1][-1]
+    assert skipped == (last + 1 - STEPS * PROMPTS) * SIBLINGS, "no more was sampled than that"
     lags = [step["staleness/max"] for step in events_of(finished[0].run_dir, "actor", "step")]
     assert progress["max_staleness_seen"] == max(lags) == STALENESS, "it is used, too"
 

@@ -3,6 +3,8 @@
 import pytest
 from e2e_runs import cli, events_of, is_over, submit, wait_until
 
+pytestmark = pytest.mark.long
+
 STEPS = 6
 
 

@@ -4,7 +4,10 @@ import json
 import os
 import signal
 
+import pytest
 from e2e_runs import cli, events_of, has_done, is_over, submit, wait_until
+
+pytestmark = pytest.mark.long
 
 REWARD = """
 import asyncio, os

@@ -23,6 +23,7 @@ def paths(tmp_path):
     paths = RunPaths(tmp_path / "run")
     with permissions.masked(0o077):
         paths.component("actor").mkdir(parents=True)
+        paths.programs.mkdir()
         for name in ("job_submitted.pkl", "job_0_result.pkl", "job_0_done"):
             (paths.component("actor") / name).write_bytes(bomb(tmp_path / "executed"))
         paths.config.write_bytes(bomb(tmp_path / "executed"))
@@ -39,7 +40,7 @@ def run_task(paths):
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702])
-@pytest.mark.parametrize("place", [".", "submission", "submission/actor", "run.json"])
+@pytest.mark.parametrize("place", [".", "submission", "submission/actor", "programs", "run.json"])
 def test_a_folder_that_others_may_write_is_refused(paths, place, mode):
     check_own(paths, paths.component("actor"))
     (paths.root / place).chmod(mode)
@@ -51,7 +52,7 @@ def test_a_folder_that_others_may_write_is_refused(paths, place, mode):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-@pytest.mark.parametrize("place", [".", "submission", "submission/actor", "run.json"])
+@pytest.mark.parametrize("place", [".", "submission", "submission/actor", "programs", "run.json"])
 def test_a_folder_of_another_user_is_refused(paths, place):
     os.chown(paths.root / place, 65534, -1)
     with pytest.raises(LaunchError, match=r"owner 65534, mode 0[67]00: is not of user 0"):

@@ -14,7 +14,7 @@ from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import ComponentPaths, RunPaths
 from relax_hpc.sections import Resources
 
-pytestmark = pytest.mark.usefixtures("slurm_cluster")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
 
 
 def submit(run_dir, components, calls, **options):

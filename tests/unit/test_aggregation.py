@@ -122,6 +122,6 @@ def test_rows_are_dealt_with_the_weights_of_its_aggregation(job):
     settings = job({"algorithm": {"aggregation": "sequence"}}).algorithm
     columns = {"rewards": np.zeros(4), "segment": np.zeros(4), "finish": np.zeros(4)}
     index = type("Index", (), {"response_len": LENGTHS, **columns})
-    columns, teaching = values_of(index, settings, 2)
+    columns, teaching = values_of(index, settings, 2, longest=8)
     assert columns["weights"].tolist() == [1 / 2, 1 / 6, 1 / 4, 1]
     assert columns["advantages"].tolist() == [1, 1, 1, 1] and teaching.tolist() == [0, 1, 2, 3]

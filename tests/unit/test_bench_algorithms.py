@@ -69,7 +69,8 @@ def evaluation(when, number, version, correct, time):
 def test_the_figures_of_a_run_by_hand(tmp_path):
     events = [
         evaluation("before", 0, 0, 5, 60.0),
-        {"event": "step", "step": 1, "time": 90.0, "loss/clip_fraction": 0.1, "staleness/mean": 0},
+        {"event": "step", "step": 1, "time": 90.0, "loss/clip_fraction": 0.1, "staleness/mean": 0,
+         "loss/effective_sample": 0.75},
         {"event": "step", "step": 2, "time": 99.0, "loss/masked_fraction": 0.3,
          "staleness/mean": 1.0},
         evaluation("during", 1, 2, 9, 120.0),
@@ -77,8 +78,8 @@ def test_the_figures_of_a_run_by_hand(tmp_path):
     ]  # fmt: skip
     progress = {"heldout_before": 0.5, "heldout_after": 1.0}
     result = algorithms._result(Trial("async", 4, 4), events, progress)
-    assert result == Result("async", 4, 4, 0.5, 1.0, 2, pytest.approx(0.2), 0.5, 3.0)
-    row = "| `async` | 4 | 0.500 | 1.000 | 2 | 20.0 % | 0.500 | 3.0 |  |"
+    assert result == Result("async", 4, 4, 0.5, 1.0, 2, pytest.approx(0.2), 0.5, 0.75, 3.0)
+    row = "| `async` | 4 | 0.500 | 1.000 | 2 | 20.0 % | 0.750 | 0.500 | 3.0 |  |"
     assert algorithms.markdown([result]).splitlines()[-1] == row
     failed = Result("dapo", 4, 4, failure="it broke | off")
     assert "failed: it broke / off" in algorithms.markdown([failed])

@@ -211,8 +211,23 @@ def test_of_a_run_that_waits_the_reason_and_the_expected_start_are_said(run, row
     expected = f"  queue         waits for nodes to be free; expected to start at {clock}"
     assert expected in lines
     assert cli("ls").output.splitlines()[1].split()[1:3] == ["PENDING", "(Resources)"]
-    run.says("7+0|PENDING||1|QOSMaxGRESPerUser|N/A|", "7+1|PENDING||2|QOSMaxGRESPerUser|N/A|")
-    assert "  queue         a limit of its QOS is reached\n" in cli("status", "run").output
+    for reason, said in (
+        ("QOSMaxGRESPerUser", "its QOS has all it may at once; starts when others end, never if"),
+        (
+            "QOSMaxWallDurationPerJobLimit",
+            "never starts: its QOS does not allow a job what it asks",
+        ),
+        ("QOSMinCpuNotSatisfied", "never starts: its QOS does not allow a job what it asks for;"),
+        ("AssocMaxGRESPerNode", "never starts: its account does not allow a job what it asks for"),
+        ("QOSMaxJobsPerUserLimit", "there are as many jobs as its QOS allows; starts when others"),
+        ("MaxSubmitJobsPerAccount", "there are as many jobs as its QOS allows; starts when others"),
+        ("AssocGrpGRESMinutes", "the hours of its account are used up; waits for new ones, or"),
+        ("AssocGrpWallLimit", "the hours of its account are used up; waits for new ones, or"),
+        ("AssocGrpCPURunMinutesLimit", "its account has all it may at once; starts when others"),
+        ("QOSNotAllowed", "never starts: its QOS is not for its partition; cancel it, change"),
+    ):
+        run.says(f"7+0|PENDING||1|{reason}|N/A|", f"7+1|PENDING||2|{reason}|N/A|")
+        assert f"  queue         {said}" in cli("status", "run").output, reason
     run.says("7+0|PENDING||1|Frobnication|N/A|", "7+1|PENDING||2|Frobnication|N/A|")
     answer = cli("status", "run").output
     assert answer.startswith("run: PENDING (Frobnication)\n") and "  queue " not in answer

@@ -112,6 +112,14 @@ def test_the_schema_knows_every_section_and_the_spellings_of_slurm():
     assert "Slurm time limit" in time["description"]
 
 
+@pytest.mark.parametrize("job", sorted(starting.JOBS.rglob("*.toml")), ids=lambda job: job.stem)
+def test_a_job_that_comes_along_names_the_schema_that_make_setup_writes(job):
+    root = starting.JOBS.resolve().parent
+    first = job.resolve().read_text().splitlines()[0].removeprefix("#:schema ")
+    assert (job.resolve().parent / first).resolve() == root / "job.schema.json"
+    assert "relax-hpc schema --out" in (root / "Makefile").read_text()
+
+
 def test_the_wheel_has_the_profiles_and_the_jobs(tmp_path):
     """Built from a copy of what is not code, since that is what could be left out."""
     root = Path(profiles.__file__).parents[2]

@@ -17,6 +17,8 @@ from relax_hpc.launch.placement import Component
 from relax_hpc.paths import ComponentPaths, RunPaths
 from relax_hpc.sections import Resources
 
+pytestmark = pytest.mark.long
+
 
 def launch(run_dir, components, calls, **options):
     toys.write(run_dir, **calls)
@@ -105,7 +107,7 @@ def test_a_component_without_restarts_left_ends_the_others_and_says_why(tmp_path
     assert "boom in the actor" in printed(tmp_path, job, "actor")
     left = processes(RunPaths(tmp_path).component("rollout"), job.job_id)
     until(lambda: not any(each.find() for each in left))
-    assert "actor: failed 2 times, giving up" in script_log(tmp_path, job)
+    assert "actor: failed 2 times within 1800 s, giving up" in script_log(tmp_path, job)
 
 
 def test_an_error_that_no_restart_cures_ends_the_job_at_once(tmp_path):

@@ -6,10 +6,13 @@ import pytest
 
 from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.engines import EnginePool
+from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import partitions, preflight
 from relax_hpc.launch.placement import Component
+from relax_hpc.models.registry import read_architecture
 from relax_hpc.roles.engine import check as engine_check
+from relax_hpc.roles.rollout import check as rollout_check
 from relax_hpc.roles.training import check as training_check
 from relax_hpc.sections import Resources
 
@@ -176,3 +179,34 @@ def test_an_engine_that_does_not_fit_its_gpus_or_its_model_is_refused_before_the
         engine_check.check_engine(EnginePool(kind="sglang"), shape, routed_experts=True)
     fits = {"args": {"tp_size": 2}, "count": 2, "resources": {"gpus_per_node": 4}}
     engine_check.check_engine(EnginePool.model_validate({"kind": "sglang", **fits}), shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "family", "wanted", "found"),
+    [
+        ("sglang", "qwen3_moe", None, True),
+        ("sglang", "qwen3_moe", False, False),
+        ("sglang", "qwen3", None, False),
+        ("embedded", "qwen3", None, False),
+    ],
+)
+def test_routing_is_replayed_where_a_model_has_experts_and_nobody_says_no(
+    tmp_path, kind, family, wanted, found
+):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    folder = model(
+        tmp_path / "model", model_type=family, **(experts if family == "qwen3_moe" else {})
+    )
+    asked = {} if wanted is None else {"routed_experts": wanted}
+    config = RunConfig.model_validate(
+        {
+            "name": "test", "model": {"path": str(folder)}, "prompts": {"train": "unused"},
+            "rollout": asked, "engines": {"rollout": {"kind": kind}}, "schedule": {"num_steps": 1},
+        }
+    )  # fmt: skip
+    assert config.columns == frozenset()
+    config = rollout_check.with_routed_experts(config, read_architecture(folder))
+    assert config.replays_routing is found
+    assert config.columns == frozenset({"ragged/routed_experts"} if found else ())
+    again = RunConfig.model_validate_json(config.model_dump_json())  # as a task reads it
+    assert again.replays_routing is found

@@ -187,14 +187,15 @@ def test_srun_that_does_not_end_after_its_step_is_killed_and_marks_say_how_it_we
     assert asked >= 7 + 2, "silence, a step that is there and a task that is do not count"
 
 
-def bash(*lines, settings="job_id=7 max_restarts=0 restart_delays_s=(0) look_every_s=15"):
+def bash(*lines, settings="max_restarts=0 restart_delays_s=(0)"):
     """Runs them after the functions that every job's script has."""
-    text = "\n".join([settings, SUPERVISION, *lines])
+    of_all = "job_id=7 restart_window_s=1800 look_every_s=15 ask_controller=(true)"
+    text = "\n".join([of_all, settings, SUPERVISION, *lines])
     return subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=30)
 
 
 def test_a_component_waits_longer_before_every_further_start():
-    settings = "job_id=7 max_restarts=4 restart_delays_s=(0.5 1 2) look_every_s=15"
+    settings = "max_restarts=4 restart_delays_s=(0.5 1 2)"
     tell = 'sleep() { echo "sleep $1"; }'
     for command in ("supervise actor 1 /nowhere -- false", "serve false"):
         done = bash(tell, f"({command})", settings=settings)
@@ -202,8 +203,47 @@ def test_a_component_waits_longer_before_every_further_start():
         assert slept == ["sleep 0.5", "sleep 1", "sleep 2", "sleep 2"], done
 
 
+@pytest.mark.parametrize(("window_s", "starts"), [(1800, 3), (0, 6)])
+def test_only_failures_within_the_window_count(tmp_path, window_s, starts):
+    settings = f"max_restarts=2 restart_delays_s=(0) restart_window_s={window_s}"
+    step = f"[ @start@ -ge 6 ] && touch {tmp_path}/7_0_done"
+    done = bash(f"(supervise actor 1 {tmp_path} -- eval '{step}')", settings=settings)
+    assert done.stdout.count("ended with exit code") == starts, done
+    assert done.returncode == (0 if starts == 6 else 1)
+    assert ("failed 3 times within 1800 s, giving up" in done.stdout) == (starts == 3)
+
+
+def test_what_failed_while_the_controller_was_away_is_started_again_and_not_counted(tmp_path):
+    settings = f"max_restarts=0 restart_delays_s=(0.1) ask_controller=(test -e {tmp_path}/up)"
+    step = f"[ -e {tmp_path}/up ] && touch {tmp_path}/7_0_done"
+    done = bash(
+        f"(command sleep 1; touch {tmp_path}/up) &",
+        f"(supervise actor 1 {tmp_path} -- eval '{step}')",
+        settings=settings,
+    )
+    said = [line.partition(" ")[2] for line in done.stdout.splitlines()]
+    assert said == [
+        "actor: start 1 ended with exit code 1",
+        "actor: the controller does not answer; waiting for it",
+        "actor: the controller answers again",
+        "actor: start 2 ended with exit code 0",
+    ]
+    assert done.returncode == 0
+
+
+def test_a_component_told_to_end_while_the_controller_is_away_ends(tmp_path):
+    done = bash(
+        "supervise actor 1 /nowhere -- false > said & loop=$!".replace("said", f"{tmp_path}/said"),
+        f"until grep -q waiting {tmp_path}/said; do command sleep 0.05; done",
+        'kill -TERM "$loop"; wait "$loop"',
+        settings="max_restarts=1 restart_delays_s=(25) ask_controller=(false)",
+    )
+    assert done.returncode == 1
+    assert "start 2" not in (tmp_path / "said").read_text()
+
+
 def test_a_component_that_is_told_to_end_while_it_waits_ends_then():
-    settings = "job_id=7 max_restarts=1 restart_delays_s=(25) look_every_s=15"
+    settings = "max_restarts=1 restart_delays_s=(25)"
     begun = time.monotonic()
     done = bash(
         "supervise actor 1 /nowhere -- false & loop=$!",

@@ -17,9 +17,12 @@ from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import registry
 from relax_hpc.preparation.prepare import Made, prepare
+from relax_hpc.rewards import unit_tests
+from relax_hpc.rewards.sandbox import Limits, run
 
 JOBS = Path(__file__).parents[2] / "jobs"
 RECIPES = sorted(JOBS.glob("qwen3-*.toml"))
+DATA = {"dapo": "dapo-math", "code": "deepcoder", "": "gsm8k"}
 STAND_INS = sorted([JOBS / "demo.toml", *(JOBS / "tiny").glob("*.toml")])
 
 
@@ -56,10 +59,11 @@ def prompts(tmp_path_factory):
     """A folder of each data set, made by `prepare` of rows like those that are published."""
     root = tmp_path_factory.mktemp("data")
     (root / "gsm8k.jsonl").write_text("".join(gsm8k_line(n) for n in range(3)))
-    (root / "dapo.jsonl").write_text("".join(dapo_line(n) for n in range(3)))
+    (root / "dapo-math.jsonl").write_text("".join(dapo_line(n) for n in range(3)))
+    (root / "deepcoder.jsonl").write_text("".join(deepcoder_line(n) for n in range(3)))
     return {
-        name: prepared(name, root / file, root / name)
-        for name, file in (("gsm8k", "gsm8k.jsonl"), ("dapo-math", "dapo.jsonl"))
+        name: prepared(name, root / f"{name}.jsonl", root / name)
+        for name in ("gsm8k", "dapo-math", "deepcoder")
     }
 
 
@@ -91,6 +95,11 @@ def dapo_line(n):
     return json.dumps(dapo_fields(n)) + "\n"
 
 
+def deepcoder_line(n, tests=None, **fields):
+    tests = [{"type": "stdin_stdout", "input": f"{n}\n", "output": "1"}] if tests is None else tests
+    return json.dumps({"problem": f"Print {n}.", "tests": json.dumps(tests), **fields}) + "\n"
+
+
 def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -104,13 +113,15 @@ def shape_of(job):
 
 @pytest.mark.parametrize("job", RECIPES, ids=lambda job: job.stem)
 def test_every_recipe_passes_check_with_a_model_of_its_shape(job, models, prompts, tmp_path):
-    data = prompts["dapo-math" if "dapo" in job.stem else "gsm8k"]
+    data = prompts[next(name for key, name in DATA.items() if key in job.stem)]
     overrides = {
         "run_root": tmp_path,
         "model.path": models[shape_of(job)],
         "prompts.train": data / "train.jsonl",
         "eval.heldout.path": data / "heldout.jsonl",
     }
+    if "distill" in job.stem:
+        overrides["teachers.large.path"] = models["qwen3-30b-a3b"]
     options = [f"--set={key}={value}" for key, value in overrides.items()]
     answer = CliRunner().invoke(app, ["check", str(job), "--local", *options])
     assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
@@ -120,6 +131,8 @@ def test_every_recipe_passes_check_with_a_model_of_its_shape(job, models, prompt
 def test_every_job_for_two_cores_passes_check(job, tiny_model, prompts, tmp_path):
     text = job.read_text()
     overrides = {"run_root": tmp_path, "model.path": tiny_model}
+    if "[teachers.sums]" in text:
+        overrides["teachers.sums.path"] = tiny_model
     (tmp_path / "rows.jsonl").write_text(
         json.dumps({"prompt": "1+1=", "answer": "2", "completion": "\\boxed{2}"}) + "\n"
     )
@@ -247,3 +260,72 @@ def test_what_was_prepared_before_is_not_written_over(tmp_path):
     assert "1 prompts to train on, 1 held out; 0 that came before" in answer.output
     answer = CliRunner().invoke(app, command)
     assert "train.jsonl: is there; name another file" in str(answer.exception)
+
+
+def test_deepcoder_has_the_tests_of_each_of_its_parts_as_the_reward_reads_them(tmp_path):
+    parts = {
+        "stdin": [{"input": "1\n", "output": "1", "testtype": "stdin", "metadata": {}}],
+        "method": [
+            {"input": "[1]\n2", "output": "3", "metadata": {"func_name": "add"}, "testtype": "f"}
+        ],
+        "call": [{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}],
+        "pairs": {"inputs": ["5\n"], "outputs": ["6"]},
+        "called": {"inputs": [[1]], "outputs": [2], "fn_name": "next"},
+    }
+    (tmp_path / "a.jsonl").write_text(
+        "".join(
+            deepcoder_line(name, tests, starter_code="def add" if name == "method" else None)
+            for name, tests in parts.items()
+        )
+    )
+    prepare("deepcoder", str(tmp_path / "a.jsonl"), tmp_path / "out", heldout=1)
+    rows = lines(tmp_path / "out" / "train.jsonl") + lines(tmp_path / "out" / "heldout.jsonl")
+    found = {row["prompt"].split()[1].rstrip("."): row for row in rows}
+    assert {name: json.loads(row["answer"]) for name, row in found.items()} == {
+        "stdin": {"inputs": ["1\n"], "outputs": ["1"]},
+        "method": {"fn_name": "add", "inputs": ["[1]\n2"], "outputs": ["3"]},
+        "call": {"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]},
+        "pairs": parts["pairs"],
+        "called": parts["called"],
+    }
+    assert {name for name, row in found.items() if "standard input" in row["prompt"]} == {
+        "stdin",
+        "pairs",
+    }
+    assert "```python\ndef add\n```" in found["method"]["prompt"]
+    for name, program in (
+        ("stdin", "print(int(input()))"),
+        ("method", "class Solution:\n    def add(self, given, n): return given[0] + n"),
+        ("call", "def add(a, b): return a + b"),
+    ):
+        assert all(
+            test.is_passed(run(test.of(program), Limits(4.0, 2**30, 2**26), "limits"))
+            for test in unit_tests.tests_in(found[name]["answer"])
+        )
+
+
+def test_deepcoder_keeps_fifteen_tests_with_the_longest_inputs_that_are_not_huge(tmp_path):
+    tests = [{"input": "x" * n, "output": ""} for n in (*range(40), 70_000)]
+    (tmp_path / "a.jsonl").write_text(
+        deepcoder_line(0, tests) + deepcoder_line(1, [{"input": "y" * 70_000, "output": "1"}])
+    )
+    prepare("deepcoder", str(tmp_path / "a.jsonl"), tmp_path / "out", heldout=1)
+    rows = lines(tmp_path / "out" / "train.jsonl") + lines(tmp_path / "out" / "heldout.jsonl")
+    kept = {len(json.loads(row["answer"])["inputs"][0]): json.loads(row["answer"]) for row in rows}
+    assert [len(each) for each in kept[25]["inputs"]] == list(range(25, 40))
+    assert len(kept[70_000]["inputs"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("tests", "said"),
+    [
+        ([], "lack inputs"),
+        ("text", "neither a table nor a list"),
+        ([{"input": "1"}], "lack inputs or outputs"),
+        ([{"input": [1], "output": 2, "fn_name": n} for n in ("f", "g")], "call f, g"),
+    ],
+)
+def test_deepcoder_names_a_row_whose_tests_it_cannot_read(tests, said, tmp_path):
+    (tmp_path / "a.jsonl").write_text(deepcoder_line(0) + deepcoder_line(1, tests))
+    with pytest.raises(ConfigError, match=rf"a\.jsonl.*2.*{said}"):
+        prepare("deepcoder", str(tmp_path / "a.jsonl"), tmp_path / "out", heldout=1)

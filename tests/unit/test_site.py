@@ -1,16 +1,19 @@
 """What a site and a user want said to Slurm: spellings, shared tables, profiles, interpreters."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
-from relax_hpc.launch import interpreter, partitions, profiles, script
+from relax_hpc.launch import interpreter, partitions, profiles, script, submit
 from relax_hpc.launch.placement import Component, place
 from relax_hpc.launch.submit import plan, resolve
 from relax_hpc.sections import Resources
@@ -246,3 +249,43 @@ def test_limits_of_a_partition_are_read_as_slurm_prints_them(asked, partition, f
     lifted = "PartitionTimeLimit,PartitionMaxNodes"
     if found and found[0] in ("time", "nodes"):
         assert partitions.over_limit(asked, limits, lifted) is None
+
+
+def asked_of(job, *words):
+    """What both components of the job file ask for, by the script."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(submit, "mode_of", lambda **_: "slurm")
+        patch.setattr(submit.preflight, "check", lambda config, *_, **__: config)
+        answer = CliRunner().invoke(app, ["submit", str(job), "--dry-run", *words])
+    return [
+        re.findall(r"#SBATCH --(account|partition|time)=(\S+)", part)
+        for part in answer.output.split("#SBATCH hetjob\n")
+    ] if answer.exception is None else str(answer.exception)  # fmt: skip
+
+
+def test_account_partition_and_time_may_be_said_as_to_sbatch(tmp_path, home):
+    """The command line is over the job's table of all components, which is over the site's."""
+    (home / "default.toml").write_text('account = "site"\n[actor]\npartition = "site"\n')
+    file = tmp_path / "job.toml"
+    text = (
+        'name = "run"\nmodel.path = "m"\nprompts.train = "t"\nschedule.num_steps = 1\n'
+        'resources = { time = 5, partition = "shared" }\n'
+    )
+    file.write_text(text)
+    said = asked_of(file, "-A", "mine", "-p", "gpu", "-t", "2-00:00:00")
+    assert [dict(each) for each in said] == 2 * [
+        {"account": "mine", "partition": "gpu", "time": "2-00:00:00"}
+    ]
+    assert [dict(each)["account"] for each in asked_of(file, "--time", "7")] == ["site"] * 2
+    (home / "other.toml").write_text('account = "other"')
+    assert dict(asked_of(file, "--profile", "other")[1])["account"] == "other"
+    assert asked_of(file, "-t", "7", "--set", "resources.time=8") == (
+        "--time 7: --set resources.time=8 says so, too; leave one out"
+    )
+    file.write_text(text + 'actor.resources.partition = "big"\n')
+    assert asked_of(file, "-p", "gpu") == (
+        "--partition gpu: the job has actor.resources.partition = 'big'; change it with --set"
+    )
+    assert dict(asked_of(file, "-p", "big")[1])["partition"] == "big"
+    answer = CliRunner().invoke(app, ["check", str(file), "-p", "gpu", "--explain", "resources"])
+    assert "actor.resources.partition" in str(answer.exception)

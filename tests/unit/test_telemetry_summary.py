@@ -79,7 +79,9 @@ def test_trajectories_are_counted_from_the_bus_and_the_steps(paths):
         "committed": 6,
         "trained": 2,
         "trained_twice": 0,
-        "dropped": {"duplicates": 0, "over_age": 0, "skipped": 0, "damaged": 0, "unaccounted": 0},
+        "dropped": dict.fromkeys(
+            ("duplicates", "over_age", "skipped", "retired", "damaged", "unaccounted"), 0
+        ),
     }
     assert found["max_staleness_seen"] == 1  # step 2 trains on policy 0; one step is its due lag
 

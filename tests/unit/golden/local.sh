@@ -3,9 +3,11 @@
 umask 0077
 export SUBMITIT_EXECUTOR=local
 job_id=$1
+ask_controller=(true)
 rm -f '/runs/it'"'"'s here/submission'/"$job_id"_exit_code # of an attempt that Slurm requeued
 max_restarts=3
 restart_delays_s=(0.5 1.0 2.0 4.0 8.0 16.0 30.0)
+restart_window_s=1800
 look_every_s=15.0
 
 # A signal that is trapped ends `wait` early, so wait again until none came in between.
@@ -77,10 +79,36 @@ pause() { # pause FAILURES
   wait "$!" || kill "$!" 2>/dev/null
 }
 
+# A start that the controller refused says nothing of the step, nor does one that ended while it was
+# away: such a failure is not counted, and nothing is started before there is an answer again.
+# await_controller NAME: returns 1 if there was one at once; else 0 once there is, or when told to
+# end.
+await_controller() {
+  "${ask_controller[@]}" > /dev/null 2>&1 && return 1
+  echo "$(date +%FT%T) $1: the controller does not answer; waiting for it"
+  local tries=1
+  until "${ask_controller[@]}" > /dev/null 2>&1; do
+    pause "$tries"
+    [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
+    tries=$((tries + 1))
+  done
+  echo "$(date +%FT%T) $1: the controller answers again"
+}
+
+# Counts a failure: adds it to `failures`, and leaves those that are older than the window out.
+count_failure() {
+  local recent=("$SECONDS") each
+  for each in "${failures[@]}"; do
+    [ "$((SECONDS - each))" -ge "$restart_window_s" ] || recent+=("$each")
+  done
+  failures=("${recent[@]}")
+}
+
 # supervise NAME TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
   local name=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping='' watch=''
+  local failures=()
   shift 2
   while [ "$1" != -- ]; do folders+=("$1"); shift; done
   shift
@@ -107,22 +135,27 @@ supervise() {
       kill -USR1 "$$"
       exit "$status"
     fi
-    if [ "$start" -gt "$max_restarts" ]; then
-      echo "$(date +%FT%T) $name: failed $start times, giving up"
-      kill -USR1 "$$"
-      exit "$status"
+    if ! await_controller "$name"; then
+      count_failure
+      if [ "${#failures[@]}" -gt "$max_restarts" ]; then
+        local often="${#failures[@]} times within $restart_window_s s"
+        echo "$(date +%FT%T) $name: failed $often, giving up"
+        kill -USR1 "$$"
+        exit "$status"
+      fi
     fi
+    [ -z "$stopping" ] || exit "$status"
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all marks there.
     for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_done; done
-    pause "$((start - 1))"
+    pause "$((${#failures[@]} > 0 ? ${#failures[@]} : 1))"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
 }
 
 # serve COMMAND...: runs beside the components until it is told to end, and again when it fails.
 serve() {
-  local child='' starts=0 status signals=0 stopping=''
+  local child='' starts=0 status signals=0 stopping='' failures=()
   trap 'signals=$((signals + 1)); stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
   while true; do
     "$@" &
@@ -131,8 +164,9 @@ serve() {
     join "$child"
     [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
     echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
-    [ "$starts" -le "$max_restarts" ] || return 1
-    pause "$starts"
+    count_failure
+    [ "${#failures[@]}" -le "$max_restarts" ] || return 1
+    pause "${#failures[@]}"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || return 0
   done
 }

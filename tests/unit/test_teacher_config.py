@@ -1,0 +1,219 @@
+"""The tables [teachers.NAME]: which jobs are refused, what a teacher is given, and its rows."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hf_checkpoint import QWEN3, write
+from typer.testing import CliRunner
+
+from relax_hpc import job_file
+from relax_hpc.cli.main import app
+from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.errors import ConfigError
+from relax_hpc.launch.placement import place
+from relax_hpc.models import registry
+from relax_hpc.prompts.records import Records
+from relax_hpc.prompts.source import PromptSource
+from relax_hpc.prompts.tokenizer import load
+from relax_hpc.roles import table
+from relax_hpc.roles.teacher.check import check_teachers
+from relax_hpc.roles.teacher.prompts import PrivilegedPrompts
+from relax_hpc.roles.teacher.routing import of_its_teacher, taught_by
+from relax_hpc.schema import COLUMNS, Trajectory
+
+SOURCES = {"math": {"path": "a", "weight": 3.0}, "code": {"path": "b"}, "chat": {"path": "c"}}
+TWO = {"one": {"path": "x", "sources": ["math", "chat"]}, "two": {"path": "y", "sources": ["code"]}}
+
+
+def job(teachers, *, sources=SOURCES, model="m", **tables):
+    tree = {
+        "name": "run", "model": {"path": str(model)}, "schedule": {"num_steps": 1},
+        "prompts": {"sources": sources} if sources else {"train": "t"},
+        "algorithm": {"preset": "distill"}, "teachers": teachers,
+    }  # fmt: skip
+    return job_file.validate(tree | tables, source="job")
+
+
+ONE = {"t": {"path": "x"}}
+MISTAKES = [
+    ({}, {}, "algorithm.distill.name = 'advantage': needs a teacher; add a table [teachers.NAME]"),
+    (ONE, {"algorithm": {}}, "teachers.t: nobody learns from it with algorithm.distill.name = 'no"),
+    ({"t": {}}, {}, "teachers.t.path: is not set, so it is what training starts with and sees"),
+    ({"t": {"path": "x", "sources": ["mth"]}}, {}, "no prompts.sources.mth; did you mean math?"),
+    (ONE | {"u": {"path": "y"}}, {}, "teachers.t.sources: is not set; say what each of several"),
+    ({"t": {"path": "x", "sources": ["math"]}}, {}, "prompts.sources.code: has no teacher; add it"),
+    (TWO | {"u": {"path": "z", "sources": ["code"]}}, {}, "teachers.two teaches code already; le"),
+    ({"t": {"path": "x", "sources": ["a"]}}, {"sources": {}}, "no prompts.sources.a, only prompts"),
+    ({"t": {"prompt": "a {answer}"}}, {}, "teachers.t.prompt = 'a {answer}': leaves the prompt o"),
+    ({"t": {"prompt": "{prompt} {"}}, {}, "write {{ and }} for braces"),
+    ({"t": {"prompt": "{prompt:>9}"}}, {}, "has more than a name in braces"),
+    ({"t": {"pth": "x"}}, {}, "unknown key; did you mean teachers.t.path?"),
+    ({f"t{n}": {"path": "x", "sources": ["math"]} for n in range(9)}, {}, "use at most 8"),
+    (
+        {"t": {"prompt": "{prompt} {answer}"}},
+        {"rollout": {"environment": "tools.py:Tools"}},
+        "teachers.t.prompt: an episode of rollout.environment = 'tools.py:Tools' is no prompt and",
+    ),
+    (
+        {"t": {"path": "x", "layout": {"data_parallel": 3}, "resources": {"nodes": 2}}},
+        {},
+        "the ranks of teachers.t (tensor x pipeline x context x data_parallel) = 3: does not",
+    ),
+    ({"t": {"path": "x"}}, {"algorithm": {"preset": "distill", "distill": {"coefficient": 0}}},
+     "algorithm.distill.coefficient = 0: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("teachers", "tables", "message"), MISTAKES)
+def test_a_teacher_that_cannot_be_is_refused(teachers, tables, message):
+    with pytest.raises(ConfigError) as error:
+        job(teachers, **tables)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_each_teacher_is_a_component_with_a_column_of_its_own_and_only_where_it_teaches():
+    config = job(TWO, actor={"layout": {"tensor_parallel": 2}})
+    assert [(each.name, each.tasks) for each in place(config)] == [
+        ("rollout", 1), ("actor", 2), ("teacher-one", 2), ("teacher-two", 2),
+    ]  # fmt: skip
+    assert table.sidecar_writers(config) == {
+        "teacher-one-0": "teacher", "teacher-two-0": "teacher_2",
+    }  # fmt: skip
+    assert config.columns == {"ragged/teacher_logprobs", "ragged/teacher_logprobs_2"}
+    plain = job({}, algorithm={})
+    assert [each.name for each in place(plain)] == ["rollout", "actor"] and not plain.columns
+    mixed = job(ONE, algorithm={"preset": "async", "distill": {"coefficient": 0.1}})
+    assert [each.name for each in place(mixed)][2:] == ["teacher-t"]
+
+
+def test_a_resolved_job_and_the_explanation_have_them():
+    config = job(TWO)
+    assert type(config).model_validate_json(config.model_dump_json()) == config
+    said = CliRunner().invoke(app, ["check", "jobs/tiny/arithmetic_distill.toml", "--explain"])
+    lines = [" ".join(line.split()) for line in said.output.splitlines()]
+    why = "algorithm.distill.name = 'advantage'"
+    assert f"teacher-sums 1 x teacher: logprobs of a teacher: {why}" in lines
+    assert f"ragged/teacher_logprobs teacher: {why}" in lines
+
+
+def test_its_model_is_its_own_or_what_training_starts_with():
+    config = job(TWO | {"two": {"prompt": "{prompt} {answer}", "sources": ["code"]}})
+    one, two = (each.model(config.model) for each in config.teachers.values())
+    assert (str(one.path), one.weights, two) == ("x", None, config.model)
+    megatron = config.teachers["one"].megatron(config.actor, "one")
+    assert (megatron.section, megatron.layout) == ("teachers.one", config.actor.layout)
+
+
+def folder(path, **changes):
+    path.mkdir()
+    return write(path, QWEN3 | changes)
+
+
+def tokens(path, vocab):
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path):
+    model, teacher = folder(tmp_path / "model"), folder(tmp_path / "teacher")
+    shape = registry.read_architecture(model)
+    config = job({"t": {"path": str(teacher)}}, model=model)
+    check_teachers(config, shape)
+    tokens(model, {"a": 0, "b": 1, "c": 2})
+    tokens(teacher, {"a": 0, "b": 1, "c": 2})
+    check_teachers(config, shape)
+    tokens(teacher, {"a": 0, "c": 1, "b": 2})
+    with pytest.raises(
+        ConfigError, match=r"teachers\.t\.path = .*another token 1 .*same tokenizer"
+    ):
+        check_teachers(config, shape)
+    larger = folder(tmp_path / "larger", vocab_size=12)
+    with pytest.raises(
+        ConfigError, match=r"t\.path = .*vocab_size is 12 .*config.json, 8 in model"
+    ):
+        check_teachers(job({"t": {"path": str(larger)}}, model=model), shape)
+    layout = {"path": str(teacher), "layout": {"tensor_parallel": 3}}
+    with pytest.raises(
+        ConfigError, match=r"teachers\.t\.layout\.tensor_parallel = 3: does not div"
+    ):
+        check_teachers(job({"t": layout}, model=model), shape)
+
+
+def line(n, **more):
+    return json.dumps({"prompt": f"{n}+{n}=", "answer": str(2 * n), **more}) + "\n"
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Three sources of which each row says which it is of."""
+    for name in SOURCES:
+        rows = "".join(line(n, of=name, hint=f"half is {n}") for n in range(40))
+        (tmp_path / name).write_text(rows)
+    return {name: each | {"path": str(tmp_path / name)} for name, each in SOURCES.items()}
+
+
+def source_of(settings, tiny_model, seed):
+    records = Records(settings.mixture, settings)
+    return PromptSource(records, load(tiny_model), shuffle_seed=seed, settings=settings)
+
+
+def test_a_teacher_has_exactly_the_prompts_of_its_sources(mixed, tiny_model):
+    config = job(TWO, sources=mixed, seed=3)
+    source = source_of(config.prompts, tiny_model, config.seed)
+    guids = np.arange(0, 2500, 7)
+    found = np.array([source[int(guid)].metadata["of"] for guid in guids])
+    for name, teacher in config.teachers.items():
+        assert np.array_equal(taught_by(config, name)(guids), np.isin(found, teacher.sources))
+    assert 0.5 < taught_by(config, "one")(guids).mean() < 0.95
+    assert taught_by(job(ONE, sources=mixed), "t")(guids).all()
+
+
+def test_a_row_has_the_values_of_the_teacher_that_had_it():
+    empty = np.zeros(0, np.int32)
+    values = [np.array([np.nan] * 2, np.float32), np.array([0, -1.5], np.float32)]
+    names = ["ragged/teacher_logprobs", "ragged/teacher_logprobs_2"]
+    assert set(names) < set(COLUMNS)
+    row = Trajectory(
+        0, 0, 0, 0, empty, 0, empty, empty, 0, 0.0,
+        columns={name.split("/")[1]: one for name, one in zip(names, values, strict=True)},
+    )  # fmt: skip
+    found = of_its_teacher(row, names)
+    assert list(found.columns) == ["teacher_logprobs"]
+    assert found.columns["teacher_logprobs"].tolist() == [0, -1.5]
+    assert of_its_teacher(row, names[:1]) is row
+
+
+def test_a_privileged_prompt_has_the_fields_of_its_row(mixed, tiny_model):
+    settings = PromptsConfig(sources=mixed, user="Sum: {prompt}")
+    source = source_of(settings, tiny_model, 0)
+    text = "{prompt} {{{hint}}} {answer}"
+    tokens = PrivilegedPrompts(source, "teachers.t.prompt", text)[3]
+    said = source.tokenizer.decode(tokens)
+    assert "Sum: 3+3= {half is 3} 6" in said
+    mine = source.prompt(3)
+    plain = PrivilegedPrompts(source, "teachers.t.prompt", "{prompt}")[3]
+    assert plain.tolist() == mine.token_ids
+    with pytest.raises(
+        ConfigError, match=r"math, line 4: has no solution, which teachers\.t\.promp"
+    ):
+        PrivilegedPrompts(source, "teachers.t.prompt", "{prompt} {solution}")[3]
+
+
+def test_a_privileged_prompt_is_tried_before_a_job(mixed, tiny_model, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    shape = registry.read_architecture(model)
+    teacher = {"t": {"prompt": "{prompt} {answer}"}}
+    check_teachers(job(teacher, sources=mixed, model=model), shape)
+    with pytest.raises(
+        ConfigError, match=r"has no nothing, which teachers\.t\.prompt names; it has"
+    ):
+        check_teachers(
+            job({"t": {"prompt": "{prompt}{nothing}"}}, sources=mixed, model=model), shape
+        )
+    small = {"tokens_per_micro_batch": 260}
+    with pytest.raises(
+        ConfigError, match=r"teachers\.t\.prompt: makes \d+ tokens of row \d+; with"
+    ):
+        check_teachers(job(teacher, sources=mixed, model=model, actor=small), shape)
