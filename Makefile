@@ -1,5 +1,6 @@
 # make demo    set up what is needed and run the main job on this machine
 # make test    set up what the tests need, a local Slurm included, and pass them
+# make test-long   the other tests: further whole runs and their ends, all layouts, other file systems
 # make docs    the pages of keys, events, columns and commands, made of what the code declares
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards
@@ -19,7 +20,7 @@ WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test docs check soak mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
+.PHONY: demo test test-long docs check soak mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -27,6 +28,9 @@ demo: setup
 
 test: setup setup-packages check
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-long: setup setup-packages
+	$(BIN)/pytest -m "long and not soak" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 docs: setup
 	$(BIN)/python -m relax_hpc.cli.keys docs
@@ -44,7 +48,11 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready job.schema.json
+
+# What editors check a job with; the first line of each in jobs/ names it.
+job.schema.json: $(VENV)/.ready $(wildcard relax_hpc/config/*.py)
+	$(BIN)/relax-hpc schema --out $@
 
 # TORCH_INDEX=URL takes torch from an index of CPU wheels; see slurm/install_env.sh.
 $(VENV)/.ready: pyproject.toml slurm/install_env.sh
