@@ -45,7 +45,10 @@ Columns = dict[str, Array]
 ColumnPieces = Mapping[str, Array | Sequence[Array]]
 """Columns to be written; a sequence is a column in pieces, which will lie end to end."""
 
-Axis = Literal["row", "token", "run", "turn", "routed", "medium", "media_byte", "media_ref"]
+Axis = Literal[
+    "row", "token", "run", "turn", "routed",
+    "medium", "media_byte", "media_frame", "media_ref", "media_span",
+]  # fmt: skip
 ROUTED_EXPERTS = "ragged/routed_experts"
 NO_EXPERT = -1
 """Expert of a token of which nobody says where it went."""
@@ -90,6 +93,8 @@ class MediaKind(IntEnum):
     MP3 = 7
     OGG = 8
     WEBM = 9
+    FRAMES = 10
+    """Images that are the frames of a video, in a ZIP file."""
 
 
 class Column(NamedTuple):
@@ -111,9 +116,12 @@ OFFSETS: dict[Axis, str] = {
     "turn": "index/offsets__turns",
     "routed": "index/offsets__routed",
     "media_ref": "index/offsets__media_ref",
+    "media_span": "index/offsets__media_spans",
     "media_byte": "index/offsets__media_bytes",
+    "media_frame": "index/offsets__media_frames",
 }
-"""Dataset with the n+1 row boundaries of a ragged axis (media_byte: m+1, of the media)."""
+"""Dataset with the n+1 row boundaries of a ragged axis (of `MEDIUM_AXES`: m+1, of the media)."""
+MEDIUM_AXES: tuple[Axis, ...] = ("media_byte", "media_frame")
 
 # n = trajectories of the shard, N = their tokens packed end to end, m = distinct media.
 COLUMNS: dict[str, Column] = {
@@ -160,9 +168,31 @@ COLUMNS: dict[str, Column] = {
     # what it looked at: encoded bytes, each medium once in a shard
     "ragged/media_bytes": Column("uint8", "media_byte", "rollout", "encoded media", None, False),
     "ragged/media_ref": Column("int32", "media_ref", "rollout", "which media, 0..m-1", None, False),
+    "ragged/media_spans": Column(
+        "int32",
+        "media_span",
+        "rollout",
+        "(medium of the row, first token of the row, tokens) that stand for features of a medium",
+        3,
+        False,
+    ),
+    "ragged/media_frames": Column(
+        "int32", "media_frame", "rollout", "frames taken of a video, 0-based", None, False
+    ),
     "media/kind": Column("uint8", "medium", "rollout", "schema.MediaKind", None, False),
     "media/grid_thw": Column("int32", "medium", "rollout", "patches in time, y, x", 3, False),
+    "media/seconds_per_grid": Column(
+        "float32", "medium", "rollout", "from one patch in time to the next; 0 without", None, False
+    ),
     "media/xxh3": Column("uint8", "medium", "rollout", "XXH3-128 of the bytes", 16, False),
+    "media/canonical_xxh3": Column(
+        "uint8",
+        "medium",
+        "rollout",
+        "XXH3-128 of the canonical array that they are decoded to; zeros where nobody knows",
+        16,
+        False,
+    ),
     # what others add, each in a sidecar shard of its own
     "ragged/old_logprobs": Column("float32", "token", "actor_fwd", "log pi_old, nats"),
     "ragged/ref_logprobs": Column("float32", "token", "reference", "log pi_ref, nats"),
@@ -208,9 +238,19 @@ class Medium(NamedTuple):
 
     kind: MediaKind
     data: npt.NDArray[np.uint8]
-    """[bytes]"""
+    """[bytes]; empty where they were not read."""
     grid_thw: tuple[int, int, int] = (0, 0, 0)
     """Patches in time, y and x; zeros where there is no such grid."""
+    canonical_xxh3: bytes = b""
+    """[16] XXH3-128 of the canonical array (`media.canonical`); empty where nobody knows it."""
+    frames: tuple[int, ...] = ()
+    """Frames that are taken of a video, 0-based."""
+    seconds_per_grid: float = 0.0
+    """Seconds from one patch of a video to the next in time, as float32 holds it."""
+
+
+NO_SPANS = np.empty((0, 3), np.int32)
+NO_SPANS.flags.writeable = False
 
 
 class Row(Protocol):
@@ -276,6 +316,9 @@ class Trajectory(NamedTuple):
     """Place among the rows of the episode: of sibling `sibling` of `guid`."""
     media: tuple[Medium, ...] = ()
     """Media of the prompt, in order; siblings share them, and a shard holds each once."""
+    media_spans: npt.NDArray[np.int32] = NO_SPANS
+    """[spans, 3] (medium of `media`, first token of the row, tokens), by first token: what stands
+    for features of media. Elsewhere a token is text, though it may be a placeholder's."""
     routed_experts: npt.NDArray[np.int16] | None = None
     """[tokens, layers x experts per token]"""
 

@@ -1,6 +1,6 @@
 """The reading end: the rows of a planned batch, verified, and no more bytes than asked for."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -8,10 +8,12 @@ import numpy.typing as npt
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.plan import Part, Sidecar
+from relax_hpc.bus.shards import media
 from relax_hpc.bus.shards.encode import from_columns
 from relax_hpc.bus.shards.open_shards import OpenShards
 from relax_hpc.bus.shards.shard import Shard
-from relax_hpc.errors import DamagedError
+from relax_hpc.errors import BusError, DamagedError
+from relax_hpc.media.stored import DECODERS, Stored
 from relax_hpc.paths import BusPaths
 from relax_hpc.schema import PRODUCER, Array, Columns, Role, Trajectory, columns_of
 
@@ -118,8 +120,49 @@ class Reader:
             first += size
         return [found[row] for row in rows]
 
+    def media(self, record: Selection, wanted: Iterable[tuple[int, int]]) -> list[Stored]:
+        """Reads media of rows with their bytes, in the order asked for; each once.
+
+        `rows` gives, without the bytes, what is known of them if it is asked for `media.FACTS`.
+
+        Args:
+            record: what the rows are numbered in.
+            wanted: (row, place of the medium in `Trajectory.media`).
+
+        Raises:
+            BusError: a row has no such medium.
+            DamagedError: a shard is missing or damaged, or a medium does not match its digest.
+        """
+        self._begin(record)
+        keys = list(wanted)
+        places = {key: self._place(record, *key) for key in keys}
+        found: dict[tuple[str, int], Stored] = {}
+        by_shard: dict[str, tuple[Part, set[int]]] = {}
+        for part, number in places.values():
+            by_shard.setdefault(part.uuid, (part, set()))[1].add(number)
+        for part, numbers in by_shard.values():
+            shard, ordered = self._shard(part), sorted(numbers)
+            decoders = str(shard.attributes.get(DECODERS, ""))
+            for number, medium in zip(ordered, media.read(shard, ordered), strict=True):
+                place = f"{shard.path}: medium {number}"
+                found[part.uuid, number] = Stored(medium, place, decoders)
+        return [found[part.uuid, number] for part, number in (places[key] for key in keys)]
+
     def close(self) -> None:
         self._shards.close()
+
+    def _place(self, record: Selection, row: int, place: int) -> tuple[Part, int]:
+        """The shard of a row, as one of its parts, and the number there of a medium of the row."""
+        first = 0
+        for part in record.parts:
+            size = part.hi - part.lo
+            if first <= row < first + size:
+                numbers = media.numbers_of(self._shard(part), part.lo + row - first)
+                if not 0 <= place < len(numbers):
+                    raise BusError(f"row {row} has {len(numbers)} media, and no number {place}")
+                return part, numbers[place]
+            first += size
+        raise BusError(f"there is no row {row} among {first}")
 
     def _begin(self, record: Selection) -> None:
         sidecars = (s.uuid for roles in record.sidecars.values() for s in roles.values())

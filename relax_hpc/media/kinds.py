@@ -60,3 +60,17 @@ def named(modality: Modality) -> str:
     names = [e.name for _, _, e in _ENCODINGS if e.kind is not None and e.modality == modality]
     *others, last = dict.fromkeys(names)
     return f"{', '.join(others)} or {last}"
+
+
+def modality_of(kind: MediaKind) -> Modality:
+    """Returns what media of a kind are.
+
+    Raises:
+        ValueError: of none that is decoded here.
+    """
+    if kind is MediaKind.FRAMES:
+        return "video"
+    for _, _, encoding in _ENCODINGS:
+        if encoding.kind is kind and encoding.modality:
+            return encoding.modality
+    raise ValueError(f"{kind.name} is no encoding of a medium")

@@ -67,7 +67,7 @@ def _of_list(source: Source, recipe: Recipe) -> Facts:
                 "frames of a video have one size"
             )
     fps = source.fps or recipe.video.fps
-    return Facts("video", MediaKind.TENSOR, height, width, len(facts), fps)
+    return Facts("video", MediaKind.FRAMES, height, width, len(facts), fps)
 
 
 def _counted(container: "InputContainer", stream: "VideoStream") -> int:

@@ -47,7 +47,8 @@ def gather(groups: Sequence[PromptGroup]) -> ColumnPieces:
 
     Raises:
         BusError: no group, rows that are not siblings 0..G-1 with segments 0.. each, rewards that
-            differ within an episode, arrays of unequal length, or routed experts of only some.
+            differ within an episode, arrays of unequal length, routed experts of only some, or
+            spans of media that a row does not have.
     """
     rows = [t for group in groups for t in group.trajectories]
     if not rows:
@@ -115,7 +116,7 @@ def from_columns(packed: Columns, part_names: Sequence[str] = ()) -> list[Trajec
     flat = {name: columns[f"ragged/{name}"] for name in ("token_ids", "loss_mask")}
     by_token = {k: columns[n] for k, n in extra_columns("token").items() if n in columns}
     by_row = {k: columns[n] for k, n in extra_columns("row").items() if n in columns}
-    shown, experts = media.of_rows(packed), routed.of_rows(packed)
+    shown, spans, experts = media.of_rows(packed), media.spans_of(packed), routed.of_rows(packed)
     turns = columns.get("ragged/turns")
     ends = columns[OFFSETS["turn"]].tolist() if turns is not None else []
     return [
@@ -131,6 +132,7 @@ def from_columns(packed: Columns, part_names: Sequence[str] = ()) -> list[Trajec
             columns={name: column[tokens[i] : tokens[i + 1]] for name, column in by_token.items()}
             | {name: column[i] for name, column in by_row.items()},
             media=shown[i],
+            media_spans=spans[i],
             routed_experts=experts[i],
         )
         for i in range(len(tokens) - 1)

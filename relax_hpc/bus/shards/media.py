@@ -1,16 +1,35 @@
 """Media: encoded bytes, each stored once in a shard however many rows show it."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from relax_hpc.errors import BusError
-from relax_hpc.schema import OFFSETS, ColumnPieces, Columns, MediaKind, Medium, Trajectory
+from relax_hpc.schema import (
+    COLUMNS,
+    NO_SPANS,
+    OFFSETS,
+    Array,
+    ColumnPieces,
+    Columns,
+    MediaKind,
+    Medium,
+    Trajectory,
+)
 
-BYTES, REFS = "ragged/media_bytes", "ragged/media_ref"
+if TYPE_CHECKING:
+    from relax_hpc.bus.shards.shard import Shard
+
+BYTES, REFS, SPANS = "ragged/media_bytes", "ragged/media_ref", "ragged/media_spans"
+FRAMES, DIGEST = "ragged/media_frames", "media/xxh3"
+_KIND, _GRID = "media/kind", "media/grid_thw"
+_SECONDS, _CANONICAL = "media/seconds_per_grid", "media/canonical_xxh3"
+FACTS = (REFS, SPANS, FRAMES, DIGEST, _KIND, _GRID, _SECONDS, _CANONICAL)
+"""All that there is of media but their bytes: `Trajectory.media` without `data`."""
+_UNKNOWN = bytes(16)
 
 
 def digest(data: npt.NDArray[np.uint8]) -> bytes:
@@ -22,38 +41,130 @@ def gather(rows: Sequence[Trajectory]) -> ColumnPieces:
     """Gathers the media of the rows, in the order of first appearance; nothing if there are none.
 
     Raises:
-        BusError: bytes that are not a flat uint8 array.
+        BusError: bytes that are not a flat uint8 array, or spans outside a row or its media.
     """
+    for t in rows:
+        _check_spans(t)
     if not any(t.media for t in rows):
         return {}
     seen = _Distinct()
     refs = [seen.number(medium) for t in rows for medium in t.media]
-    sizes = [len(medium.data) for medium in seen.media]
-    return {
-        OFFSETS["media_ref"]: np.cumsum([0, *(len(t.media) for t in rows)]).astype(np.int64),
+    found = seen.media
+    columns: dict[str, Array | Sequence[Array]] = {
+        OFFSETS["media_ref"]: _ends([len(t.media) for t in rows]),
         REFS: np.array(refs, np.int32),
-        OFFSETS["media_byte"]: np.cumsum([0, *sizes]).astype(np.int64),
-        "media/kind": np.array([medium.kind for medium in seen.media], np.uint8),
-        "media/grid_thw": np.array([medium.grid_thw for medium in seen.media], np.int32),
-        "media/xxh3": np.frombuffer(b"".join(seen.digests), np.uint8).reshape(-1, 16),
-        BYTES: [medium.data for medium in seen.media],
+        OFFSETS["media_byte"]: _ends([len(medium.data) for medium in found]),
+        _KIND: np.array([medium.kind for medium in found], np.uint8),
+        _GRID: np.array([medium.grid_thw for medium in found], np.int32),
+        DIGEST: np.frombuffer(b"".join(seen.digests), np.uint8).reshape(-1, 16),
+        BYTES: [medium.data for medium in found],
     }
+    if any(medium.canonical_xxh3 for medium in found):
+        known = b"".join(medium.canonical_xxh3 or _UNKNOWN for medium in found)
+        columns[_CANONICAL] = np.frombuffer(known, np.uint8).reshape(-1, 16)
+    if any(medium.frames for medium in found):
+        columns[OFFSETS["media_frame"]] = _ends([len(medium.frames) for medium in found])
+        columns[FRAMES] = np.array([n for medium in found for n in medium.frames], np.int32)
+        columns[_SECONDS] = np.array([medium.seconds_per_grid for medium in found], np.float32)
+    if any(len(t.media_spans) for t in rows):
+        columns[OFFSETS["media_span"]] = _ends([len(t.media_spans) for t in rows])
+        columns[SPANS] = np.concatenate([t.media_spans for t in rows], dtype=np.int32)
+    return columns
 
 
 def of_rows(columns: Columns) -> list[tuple[Medium, ...]]:
-    """The media of every row; empty where their bytes were not read. Rows share them."""
+    """The media of every row; empty where they were not read. Rows share them."""
     rows = len(columns[OFFSETS["token"]]) - 1
-    if BYTES not in columns:
+    if not columns.keys() >= {REFS, _KIND, _GRID}:
         return [()] * rows
-    data: Any = columns[BYTES]
-    ends = columns[OFFSETS["media_byte"]].tolist()
-    kinds, grids = columns["media/kind"].tolist(), columns["media/grid_thw"].tolist()
-    media = [
-        Medium(MediaKind(kinds[m]), data[ends[m] : ends[m + 1]], (g[0], g[1], g[2]))
-        for m, g in enumerate(grids)
-    ]
+    media = _of(columns, range(len(columns[_KIND])))
     refs, bounds = columns[REFS].tolist(), columns[OFFSETS["media_ref"]].tolist()
     return [tuple(media[ref] for ref in refs[bounds[i] : bounds[i + 1]]) for i in range(rows)]
+
+
+def spans_of(columns: Columns) -> list[npt.NDArray[np.int32]]:
+    """Returns [spans, 3] of every row; empty where they were not read."""
+    rows = len(columns[OFFSETS["token"]]) - 1
+    if SPANS not in columns:
+        return [NO_SPANS] * rows
+    values: Any = columns[SPANS]
+    ends = columns[OFFSETS["media_span"]].tolist()
+    return [values[ends[i] : ends[i + 1]] for i in range(rows)]
+
+
+def numbers_of(shard: "Shard", row: int) -> list[int]:
+    """The media of a row, as the shard numbers them."""
+    if REFS not in shard.fields:
+        return []
+    numbers: list[int] = shard.read_rows(REFS, row, row + 1).tolist()
+    return numbers
+
+
+def read(shard: "Shard", numbers: Sequence[int]) -> list[Medium]:
+    """Reads some media of a shard, as it numbers them, and no byte of others.
+
+    Raises:
+        DamagedError: the bytes of one are not those of its digest.
+    """
+    names = [n for n, c in COLUMNS.items() if c.axis in ("medium", "media_frame")]
+    facts = {name: shard.read(name) for name in names if name in shard.fields}
+    for axis in ("media_byte", "media_frame"):
+        if OFFSETS[axis] in shard.fields:
+            facts[OFFSETS[axis]] = shard.read(OFFSETS[axis])
+    found = _of(facts, numbers)
+    ends = facts[OFFSETS["media_byte"]].tolist()
+    whole = []
+    for number, medium in zip(numbers, found, strict=True):
+        data: Any = shard.read_raw(BYTES, ends[number], ends[number + 1])
+        if digest(data) != facts[DIGEST][number].tobytes():
+            raise shard.corrupt(
+                f"medium {number} ({medium.kind.name}, {len(data):,} bytes of {BYTES}) does not "
+                f"match {DIGEST}"
+            )
+        whole.append(medium._replace(data=data))
+    return whole
+
+
+def _of(columns: Columns, numbers: Sequence[int]) -> list[Medium]:
+    """Makes media of the columns; they have no data where there are no bytes among these."""
+    held: dict[str, Any] = dict(columns)
+    data, ends = held.get(BYTES), held[OFFSETS["media_byte"]].tolist() if BYTES in held else []
+    bounds = held[OFFSETS["media_frame"]].tolist() if FRAMES in held else []
+    found = []
+    for m in numbers:
+        canonical = held[_CANONICAL][m].tobytes() if _CANONICAL in held else _UNKNOWN
+        t, y, x = held[_GRID][m].tolist()
+        found.append(
+            Medium(
+                MediaKind(int(held[_KIND][m])),
+                np.empty(0, np.uint8) if data is None else data[ends[m] : ends[m + 1]],
+                (t, y, x),
+                b"" if canonical == _UNKNOWN else canonical,
+                tuple(held[FRAMES][bounds[m] : bounds[m + 1]].tolist()) if bounds else (),
+                float(held[_SECONDS][m]) if _SECONDS in held else 0.0,
+            )
+        )
+    return found
+
+
+def _ends(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.cumsum([0, *sizes]).astype(np.int64)
+
+
+def _check_spans(t: Trajectory) -> None:
+    if not len(t.media_spans):
+        return
+    medium, first, tokens = t.media_spans.T.astype(np.int64)
+    inside = (medium >= 0) & (medium < len(t.media)) & (tokens > 0)
+    apart = first >= np.concatenate([[0], (first + tokens)[:-1]])
+    wrong = np.flatnonzero(~(inside & apart & (first + tokens <= len(t.token_ids))))
+    if len(wrong):
+        raise BusError(
+            f"prompt group {t.guid}, trajectory {t.guid}/{t.sibling}: span "
+            f"{t.media_spans[wrong[0]].tolist()} (medium, first token, tokens) of a row of "
+            f"{len(t.token_ids)} tokens and {len(t.media)} media; spans lie in the row, in order "
+            "and apart, and are of its media"
+        )
 
 
 class _Distinct:
@@ -67,7 +178,7 @@ class _Distinct:
 
     def number(self, medium: Medium) -> int:
         # The caller's rows keep the array alive, so its id stays its own.
-        array = (id(medium.data), medium.kind, medium.grid_thw)
+        array = (id(medium.data), *_seen_as(medium))
         if array not in self._by_array:
             self._by_array[array] = self._number(medium)
         return self._by_array[array]
@@ -76,7 +187,7 @@ class _Distinct:
         if medium.data.dtype != np.uint8 or medium.data.ndim != 1:
             raise BusError(f"a medium is a flat uint8 array, got {medium.data.dtype}")
         value = digest(medium.data)
-        content = (value, medium.kind, tuple(medium.grid_thw))
+        content = (value, *_seen_as(medium))
         known = self._by_content.get(content)
         # 128 bits that anybody can compute: two media are the same only if their bytes are.
         if known is not None and np.array_equal(self.media[known].data, medium.data):
@@ -85,3 +196,8 @@ class _Distinct:
         self.digests.append(value)
         self._by_content[content] = len(self.media) - 1
         return len(self.media) - 1
+
+
+def _seen_as(medium: Medium) -> tuple[object, ...]:
+    """All of a medium but its bytes."""
+    return (medium.kind, *medium[2:])

@@ -7,7 +7,7 @@ import numpy as np
 
 from relax_hpc.bus.shards.shard_format import DTYPES, ROW_OFFSETS, num_bytes
 from relax_hpc.errors import BusError
-from relax_hpc.schema import ANY_WIDTH, COLUMNS, OFFSETS, Array, Axis, ColumnPieces
+from relax_hpc.schema import ANY_WIDTH, COLUMNS, MEDIUM_AXES, OFFSETS, Array, Axis, ColumnPieces
 
 _OFFSET_AXES: dict[str, Axis] = {name: axis for axis, name in OFFSETS.items()}
 
@@ -52,8 +52,10 @@ def payloads(columns: ColumnPieces, role: str) -> dict[str, Payload]:
     ordered = sorted(columns, key=lambda name: folders.index(name.split("/")[0]))
     found = {name: _payload(name, columns[name]) for name in ordered}
     offsets = {name: found[name].joined() for name in found if name in _OFFSET_AXES}
+    media = len(offsets.get(OFFSETS["media_byte"], [0]))
     for name, values in offsets.items():
-        _check_offsets(name, values, len(offsets[ROW_OFFSETS]))
+        is_of_media = _OFFSET_AXES[name] in MEDIUM_AXES
+        _check_offsets(name, values, media if is_of_media else len(offsets[ROW_OFFSETS]))
     for name, payload in found.items():
         if name in COLUMNS:
             _check_column(name, payload, offsets, role)
@@ -77,8 +79,9 @@ def _payload(name: str, values: Array | Sequence[Array]) -> Payload:
 def _check_offsets(name: str, offsets: Array, entries: int) -> None:
     if offsets.ndim != 1 or not len(offsets) or offsets[0] != 0 or (np.diff(offsets) < 0).any():
         raise BusError(f"{name}: offsets begin with 0 and never fall")
-    if _OFFSET_AXES[name] != "media_byte" and len(offsets) != entries:
-        raise BusError(f"{name}: {len(offsets)} entries, {entries} expected, as of {ROW_OFFSETS}")
+    if len(offsets) != entries:
+        whose = OFFSETS["media_byte"] if _OFFSET_AXES[name] in MEDIUM_AXES else ROW_OFFSETS
+        raise BusError(f"{name}: {len(offsets)} entries, {entries} expected, as of {whose}")
 
 
 def _check_column(name: str, payload: Payload, offsets: Mapping[str, Array], role: str) -> None:

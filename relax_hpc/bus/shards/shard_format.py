@@ -23,7 +23,7 @@ ROW_OFFSETS = "index/offsets"
 DTYPES = {name: column.dtype for name, column in COLUMNS.items()} | dict.fromkeys(
     OFFSETS.values(), "int64"
 )
-MEDIA_AXES: tuple[Axis, ...] = ("media_ref", "medium", "media_byte")
+MEDIA_AXES: tuple[Axis, ...] = ("media_ref", "medium", "media_byte", "media_frame")
 NAMES_OF_PARTS = "score_parts"
 """Attribute: a JSON list of the names of the parts in `row/score_parts`, if there is
 that column."""

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from relax_hpc import schema
 from relax_hpc.bus.plan import Part, PlanRecord
 from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.shards import media
 from relax_hpc.bus.shards.encode import PARTS
 from relax_hpc.bus.tools import selection
 from relax_hpc.errors import ConfigError
@@ -52,7 +53,14 @@ class ExportColumn(NamedTuple):
 Columns = dict[str, ExportColumn]
 
 _MEDIUM = pa.struct(
-    [("kind", pa.string()), ("data", pa.binary()), ("grid_thw", pa.list_(pa.int32()))]
+    [
+        ("kind", pa.string()),
+        ("data", pa.binary()),
+        ("grid_thw", pa.list_(pa.int32())),
+        ("canonical_xxh3", pa.string()),
+        ("frames", pa.list_(pa.int32())),
+        ("seconds_per_grid", pa.float32()),
+    ]
 )
 
 
@@ -96,10 +104,20 @@ COLUMNS: Columns = {
     "media": ExportColumn(
         pa.list_(_MEDIUM),
         lambda s: [
-            {"kind": m.kind.name.lower(), "data": m.data.tobytes(), "grid_thw": list(m.grid_thw)}
+            {
+                "kind": m.kind.name.lower(),
+                "data": m.data.tobytes(),
+                "grid_thw": list(m.grid_thw),
+                "canonical_xxh3": m.canonical_xxh3.hex(),
+                "frames": list(m.frames),
+                "seconds_per_grid": m.seconds_per_grid,
+            }
             for m in s.row.media
         ],
-        ("ragged/media_bytes", "ragged/media_ref", "media/kind", "media/grid_thw"),
+        (media.BYTES, *media.FACTS),
+    ),
+    "media_spans": ExportColumn(
+        pa.list_(pa.list_(pa.int32(), 3)), lambda s: s.row.media_spans.tolist(), (media.SPANS,)
     ),
     "routed_experts": ExportColumn(
         pa.list_(pa.list_(pa.int16())),

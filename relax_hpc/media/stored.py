@@ -1,0 +1,128 @@
+"""Media as the bus stores them: the bytes of their files, and what they are decoded to."""
+
+import io
+import zipfile
+from importlib import metadata
+from typing import NamedTuple
+
+import numpy as np
+
+from relax_hpc.errors import ConfigError, DamagedError
+from relax_hpc.media.canonical import Canonical, Measured, canonical, measured
+from relax_hpc.media.kinds import modality_of
+from relax_hpc.media.recipe import Recipe
+from relax_hpc.media.source import Source
+from relax_hpc.schema import MediaKind, Medium
+
+DECODERS = "decoders"
+"""Attribute of a shard: the libraries that made the canonical arrays its digests are of."""
+_PACKAGES = ("pillow", "av", "soundfile", "soxr", "numpy", "transformers")
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)
+
+
+class Stored(NamedTuple):
+    """A medium as it was read, and where."""
+
+    medium: Medium
+    place: str
+    """Shard and number of it, for messages."""
+    decoders: str = ""
+    """Libraries that decoded it when it was stored; "" where nobody wrote them down."""
+
+    def canonical(self, recipe: Recipe) -> Canonical:
+        """Decodes it, to the very array that the policy was shown.
+
+        Args:
+            recipe: of the run.
+
+        Raises:
+            DamagedError: it cannot be decoded, or is decoded to another array.
+        """
+        medium = self.medium
+        try:
+            size = measured(self._as_source(), recipe)
+            if size.extent.grid != medium.grid_thw or size.extent.frames != medium.frames:
+                raise DamagedError(
+                    f"{self.place}: has {_room(medium.grid_thw, medium.frames)}, and "
+                    f"{_room(size.extent.grid, size.extent.frames)} by prompts.media and the "
+                    "preprocessor of the model; use those of the run"
+                )
+            found = canonical(size, recipe)
+        except ConfigError as error:
+            raise DamagedError(
+                f"{error}; it could be decoded when it was stored{self._said()}"
+            ) from None
+        if medium.canonical_xxh3 and found.digest != medium.canonical_xxh3:
+            raise DamagedError(
+                f"{self.place} ({medium.kind.name}): is decoded to an array of digest "
+                f"{found.digest.hex()}, not {medium.canonical_xxh3.hex()}{self._said()}; use the "
+                "same versions on all nodes"
+            )
+        return found
+
+    def _as_source(self) -> Source:
+        data = self.medium.data.tobytes()
+        source = Source(self.place, modality_of(self.medium.kind))
+        if self.medium.kind is not MediaKind.FRAMES:
+            return source._replace(data=data)
+        frames, fps = _unpacked(data)
+        named = enumerate(frames, start=1)
+        each = (Source(f"{self.place}, frame {n}", "image", data=frame) for n, frame in named)
+        return source._replace(frames=tuple(each), fps=fps)
+
+    def _said(self) -> str:
+        wrote = f"by {self.decoders}, " if self.decoders else ""
+        return f": stored {wrote}read by {decoders()}"
+
+
+def stored(medium: Measured, canonical_xxh3: bytes = b"") -> Medium:
+    """Reads the bytes of a medium as they are to be stored.
+
+    Args:
+        medium: whose header was read.
+        canonical_xxh3: digest of its canonical array, where it was decoded.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    source, facts, extent = medium
+    data = _packed(source, facts.fps) if source.frames else source.read()
+    return Medium(
+        facts.kind,
+        np.frombuffer(data, np.uint8),
+        extent.grid,
+        canonical_xxh3,
+        extent.frames,
+        float(np.float32(extent.seconds_per_grid)),
+    )
+
+
+def decoders() -> str:
+    """Names the libraries that decode media here, with their versions."""
+    found = []
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def _room(grid: tuple[int, int, int], frames: tuple[int, ...]) -> str:
+    said = " x ".join(map(str, grid))
+    return f"{said} patches of {len(frames)} frames" if frames else f"{said} patches"
+
+
+def _packed(source: Source, fps: float) -> bytes:
+    """The frames of a list as a ZIP file that is the same whenever it is made."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:  # stored, not compressed: they are already
+        archive.comment = repr(fps).encode()
+        for number, frame in enumerate(source.frames):
+            archive.writestr(zipfile.ZipInfo(f"{number:06d}", _LONG_AGO), frame.read())
+    return file.getvalue()
+
+
+def _unpacked(data: bytes) -> tuple[list[bytes], float]:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return [archive.read(name) for name in archive.namelist()], float(archive.comment)
