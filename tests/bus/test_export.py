@@ -20,14 +20,16 @@ from relax_hpc.schema import MediaKind, Medium, PromptGroup
 
 def rich_group(guid):
     """A group with everything a trajectory can have."""
-    image = Medium(MediaKind.PNG, np.arange(guid + 5, dtype=np.uint8), (1, 2, 3))
+    data = np.arange(guid + 5, dtype=np.uint8)
+    image = Medium(MediaKind.PNG, data, (1, 2, 3), bytes(range(16)), (0, 4), 0.5)
     rows = []
     for sibling in range(3):
         row = trajectory(guid, sibling, prompt=2, response=guid % 3 + sibling)
         if len(row.token_ids) > 3:  # two policies sampled it
             row = row._replace(version_runs=np.array([[2, 5], [3, 6]], np.int32))
         experts = np.arange(len(row.token_ids) * 4, dtype=np.int16).reshape(-1, 4) + guid
-        rows.append(row._replace(media=(image,), routed_experts=experts))
+        spans = np.array([[0, 0, 1 + sibling % 2]], np.int32)
+        rows.append(row._replace(media=(image,), media_spans=spans, routed_experts=experts))
     return PromptGroup(guid, rows)
 
 
@@ -68,6 +70,9 @@ def check_row(found, expected, *, is_json):
         assert found[name] is None
     [medium] = found["media"]
     assert (medium["kind"], medium["grid_thw"]) == ("png", [1, 2, 3])
+    assert medium["canonical_xxh3"] == "000102030405060708090a0b0c0d0e0f"
+    assert (medium["frames"], medium["seconds_per_grid"]) == ([0, 4], 0.5)
+    assert found["media_spans"] == [[0, 0, 1 + expected.sibling % 2]]
     data = base64.b64decode(medium["data"]) if is_json else medium["data"]
     assert data == expected.media[0].data.tobytes()
 

@@ -40,11 +40,12 @@ def trajectories(path):
             refs = column["ragged/media_ref"][cut("index/offsets__media_ref", i)]
             at = "index/offsets__media_bytes"
             row["media"] = [column["ragged/media_bytes"][cut(at, m)].tobytes() for m in refs]
+            row["shown"] = [column["media/canonical_xxh3"][m].tobytes() for m in refs]
+            row["spans"] = column["ragged/media_spans"][cut("index/offsets__media_spans", i)]
         if "ragged/routed_experts" in column:
             experts = column["ragged/routed_experts"][cut("index/offsets__routed", i)]
             first = experts if row["sibling"] == row["segment"] == 0 else first  # noqa: F821
-            own = len(experts) == len(row["token_ids"])
-            row["experts"] = experts if own else np.r_[first[: row["prompt_len"]], experts]
+            row["experts"] = np.r_[first[: len(row["token_ids"]) - len(experts)], experts]
         yield row
 
 
@@ -61,6 +62,8 @@ def assert_is(row, t):
         assert row[name].tobytes() == values.tobytes()
     assert row["runs"].tolist() == t.version_runs.tolist()
     assert row.get("media", []) == [medium.data.tobytes() for medium in t.media]
+    assert row.get("shown", []) == [medium.canonical_xxh3 for medium in t.media]
+    assert np.array_equal(row.get("spans", np.empty((0, 3))), t.media_spans)
     if t.routed_experts is not None:
         assert row["experts"].tobytes() == t.routed_experts.tobytes()
 

@@ -37,7 +37,8 @@ HOLDING_TOGETHER = ("ragged/media_ref", "row/sibling", "row/segment", "row/promp
 
 def image(seed, size=5000, kind=MediaKind.JPEG):
     data = np.random.default_rng(seed).integers(0, 256, size).astype(np.uint8)
-    return Medium(kind, data, (1, seed % 7, 3))
+    frames = tuple(range(0, 3 * (seed % 3), 3))
+    return Medium(kind, data, (1, seed % 7, 3), bytes([seed + 1] * 16), frames, 0.5 * len(frames))
 
 
 def experts(guid, sibling, prompt, response, *, own_prompt=False):
@@ -57,7 +58,9 @@ def rich(guid, siblings, *, prompt=3, shown=(), own_prompt=(), more=None):
         t = trajectory(guid, sibling, prompt=prompt, response=response)
         own = sibling in own_prompt
         routed = experts(guid, sibling, prompt, response, own_prompt=own)
-        rows.append(t._replace(media=tuple(shown), routed_experts=routed))
+        spans = [(n, n, 1) for n in range(min(len(shown), prompt))]
+        spans = np.array(spans, np.int32).reshape(-1, 3)
+        rows.append(t._replace(media=tuple(shown), media_spans=spans, routed_experts=routed))
         for segment, (before, after) in enumerate((more or {}).get(sibling, ()), start=1):
             t = trajectory(guid, sibling, segment=segment, prompt=before, response=after)
             # Begins as the group's prompt does, as far as it goes.
@@ -170,7 +173,7 @@ def test_experts_of_only_some_tokens_are_refused():
 
 def test_an_image_shown_by_sixteen_rows_is_stored_once_and_hashes_as_before(tmp_path):
     one, other = image(1, 3 * BLOCK // 2), image(2)
-    again = Medium(one.kind, one.data.copy(), one.grid_thw)
+    again = one._replace(data=one.data.copy())
     groups = [rich(0, [1] * 16, shown=[one]), rich(1, [1] * 2, shown=[other, again])]
     path = tmp_path / "s.h5"
     info = shard_write.write(path, gather(groups), ATTRIBUTES)

@@ -1,0 +1,206 @@
+"""Media on the bus: stored once, read one by one, decoded again to what the policy was shown."""
+
+import os
+
+import h5py
+import numpy as np
+import pytest
+from bus_fixtures import PRODUCERS, make_bus, trajectory
+from media_files import clip, photo, recipe_of, source, tone
+
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.shards import media
+from relax_hpc.bus.tools import selection
+from relax_hpc.errors import BusError, DamagedError
+from relax_hpc.media.canonical import canonical, measured
+from relax_hpc.media.source import Source
+from relax_hpc.media.stored import DECODERS, decoders, stored
+from relax_hpc.schema import MediaKind, PromptGroup
+
+SOURCES = {
+    "jpeg": source(photo(form="JPEG")),
+    "webp": source(photo(seed=2, form="WEBP")),
+    "mp4": source(clip(range(40)), "video"),
+    "frames": source(None, "video")._replace(
+        frames=tuple(source(photo(48, 64, seed=n)) for n in range(8)), fps=4.0
+    ),
+    "sound": source(tone(), "audio"),
+}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return recipe_of(folder, "qwen3_omni_moe", image_tokens=[4, 64], video_tokens_per_frame=[2, 16])
+
+
+def made(each, recipe):
+    found = measured(each, recipe)
+    return stored(found, canonical(found, recipe).digest)
+
+
+def group_of(guid, shown, siblings=8, tokens=20, spans=None):
+    """Siblings that share their media, each written with two tokens."""
+    if spans is None:
+        spans = [(n, 1 + 3 * n, 2) for n in range(len(shown))]
+    spans = np.array(spans, np.int32).reshape(-1, 3)
+    rows = [
+        trajectory(guid, sibling, prompt=tokens)._replace(media=tuple(shown), media_spans=spans)
+        for sibling in range(siblings)
+    ]
+    return PromptGroup(guid, rows)
+
+
+def put(root, groups, **attributes):
+    """Puts groups into one shard of a new bus; returns the bus and the file."""
+    paths = make_bus(root)
+    with Producer(paths, PRODUCERS[0], attributes) as producer:
+        producer.put(groups)
+    return paths, next(paths.root.glob("p/*/f*/*.h5"))
+
+
+def read(paths, guid=0, place=0):
+    reader = Reader(paths)
+    [found] = reader.media(selection.of_guid(paths, guid), [(0, place)])
+    return found
+
+
+def test_media_of_every_kind_come_back_and_are_decoded_to_the_same_array(tmp_path, recipe):
+    shown = [made(each, recipe) for each in SOURCES.values()]
+    paths, _ = put(tmp_path, [group_of(0, shown)], **{DECODERS: decoders()})
+    record = selection.of_guid(paths, 0)
+    found = Reader(paths).media(record, [(row, n) for row in (7, 0) for n in range(len(shown))])
+    assert [each.medium.kind.name for each in found[:5]] == ["JPEG", "WEBP", "MP4", "FRAMES", "WAV"]
+    for each, given in zip(found, SOURCES.values(), strict=False):
+        array = canonical(measured(given, recipe), recipe).array
+        assert np.array_equal(each.canonical(recipe).array, array)
+    assert found[0].medium.data.tobytes() == SOURCES["jpeg"].data
+    assert found[0].medium.data is found[5].medium.data  # of another sibling
+    [row] = Reader(paths).rows(record, [3], media.FACTS)
+    assert [m.data.size for m in row.media] == [0] * 5
+    assert [m[2:] for m in row.media] == [m[2:] for m in shown]
+    assert row.media[2].frames
+    assert row.media_spans.tolist() == [[n, 1 + 3 * n, 2] for n in range(5)]
+
+
+def test_a_list_of_frames_is_stored_as_the_same_bytes_each_time(recipe):
+    one, other = (stored(measured(SOURCES["frames"], recipe)) for _ in range(2))
+    assert one.data.tobytes() == other.data.tobytes()
+    size = sum(len(frame.data) for frame in SOURCES["frames"].frames)
+    assert size < one.data.size <= 1.01 * size + 1200
+
+
+def test_a_group_of_eight_takes_its_source_and_its_tokens_and_hardly_more(tmp_path, recipe):
+    groups = [
+        group_of(guid, [made(source(photo(700, 1000, "JPEG", seed=guid, quality=90)), recipe)])
+        for guid in range(4)
+    ]
+    _, path = put(tmp_path, groups)
+    sources = sum(g.trajectories[0].media[0].data.size for g in groups)
+    tokens = sum(len(t.token_ids) * 9 for g in groups for t in g.trajectories)
+    assert sources > 500_000
+    assert path.stat().st_size <= 1.01 * sources + tokens + (32 << 10)  # the rows of HDF5
+
+
+def test_reading_one_medium_reads_its_bytes_and_not_those_beside_it(tmp_path, monkeypatch):
+    data = [np.full(200_000, n, np.uint8) for n in range(10)]
+    shown = [media.Medium(MediaKind.JPEG, each) for each in data]
+    paths, path = put(tmp_path, [group_of(0, shown, siblings=2, tokens=40)])
+    reader, record, spans = Reader(paths), selection.of_guid(paths, 0), []
+    real = os.preadv
+
+    def counted(fd, buffers, offset, *flags):
+        spans.append((offset, sum(map(len, buffers))))
+        return real(fd, buffers, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    found = reader.media(record, [(1, 7), (0, 3), (0, 7)])
+    assert [each.medium.data[0] for each in found] == [7, 3, 7]
+    with h5py.File(path, "r") as stock:
+        at = stock[media.BYTES].id.get_offset()
+    inside = [size for offset, size in spans if offset >= at]
+    assert sum(inside) == 2 * 200_000
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [([(8, 0)], "no row 8 among 8"), ([(0, 1)], "has 1 media, and no number 1")],
+)
+def test_a_medium_that_is_not_there_is_said(tmp_path, recipe, wanted, message):
+    paths, _ = put(tmp_path, [group_of(0, [made(SOURCES["jpeg"], recipe)])])
+    with pytest.raises(BusError, match=message):
+        Reader(paths).media(selection.of_guid(paths, 0), wanted)
+
+
+@pytest.mark.parametrize(
+    "span",
+    [(1, 0, 2), (-1, 0, 2), (0, 23, 2), (0, 3, 0), (0, -1, 2)],
+)
+def test_spans_outside_the_row_or_its_media_are_refused(tmp_path, recipe, span):
+    with pytest.raises(BusError, match=r"trajectory 0/0: span .* of a row of 24 tokens and 1 med"):
+        put(tmp_path, [group_of(0, [made(SOURCES["jpeg"], recipe)], spans=[span])])
+
+
+def test_spans_that_overlap_are_refused(tmp_path, recipe):
+    with pytest.raises(BusError, match=r"span \[0, 4, 3\]"):
+        put(tmp_path, [group_of(0, [made(SOURCES["jpeg"], recipe)], spans=[(0, 2, 3), (0, 4, 3)])])
+
+
+def changed(path, name, at):
+    """Flips a bit of a column in the file."""
+    with h5py.File(path, "r") as stock:
+        at += stock[name].id.get_offset()
+    whole = bytearray(path.read_bytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
+
+
+def test_a_flipped_byte_is_named_by_medium_and_file(tmp_path, recipe):
+    shown = [made(SOURCES[name], recipe) for name in ("jpeg", "webp")]
+    paths, path = put(tmp_path, [group_of(0, shown)])
+    changed(path, media.BYTES, shown[0].data.size + 9)
+    with pytest.raises(DamagedError, match=rf"{path}: is corrupt: medium 1 \(WEBP, [\d,]+ bytes"):
+        read(paths, place=1)
+    assert read(paths, place=0).medium.data.size == shown[0].data.size
+    with pytest.raises(DamagedError, match=r"block \d+ \(ragged/media_bytes\) does not match"):
+        Reader(paths).rows(selection.of_guid(paths, 0), [0])
+
+
+@pytest.mark.parametrize("name", ["media/canonical_xxh3", "media/xxh3"])
+def test_a_digest_that_changed_on_disk_is_named(tmp_path, recipe, name):
+    paths, path = put(tmp_path, [group_of(0, [made(SOURCES["jpeg"], recipe)])])
+    changed(path, name, 3)
+    with pytest.raises(DamagedError, match=rf"{name}\) does not match its checksum"):
+        read(paths)
+
+
+def test_another_decoder_is_named_with_both_versions(tmp_path, recipe):
+    drifted = made(SOURCES["jpeg"], recipe)._replace(canonical_xxh3=bytes(range(16)))
+    paths, path = put(tmp_path, [group_of(0, [drifted])], **{DECODERS: "pillow 9.0"})
+    message = rf"{path}: medium 0 \(JPEG\): is decoded to .*0f: stored by pillow 9.0, read by pill"
+    with pytest.raises(DamagedError, match=message):
+        read(paths).canonical(recipe)
+
+
+def test_another_recipe_is_named_with_both_rooms(tmp_path, recipe):
+    paths, _ = put(tmp_path, [group_of(0, [made(SOURCES["jpeg"], recipe)])])
+    other = recipe._replace(image=recipe.image._replace(least=256 * 1024, most=512 * 1024))
+    with pytest.raises(DamagedError, match=r"medium 0: has 1 x 4 x 6 patches, and 1 x .* use tho"):
+        read(paths).canonical(other)
+
+
+def test_bytes_that_no_decoder_takes_are_named(tmp_path, recipe):
+    whole = made(SOURCES["jpeg"], recipe)
+    cut = whole._replace(data=whole.data[: whole.data.size // 2].copy())
+    paths, _ = put(tmp_path, [group_of(0, [cut])])
+    with pytest.raises(DamagedError, match=r"medium 0: is JPEG that cannot .*could be decoded"):
+        read(paths).canonical(recipe)
+
+
+def test_media_without_a_digest_are_decoded_all_the_same(tmp_path, recipe):
+    given = Source("x", "image", data=SOURCES["jpeg"].data)
+    paths, path = put(tmp_path, [group_of(0, [stored(measured(given, recipe))])])
+    with h5py.File(path, "r") as stock:
+        assert "media/canonical_xxh3" not in stock
+    assert read(paths).canonical(recipe).array.shape == (1, 64, 96, 3)
