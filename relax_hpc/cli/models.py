@@ -1,7 +1,7 @@
 """Commands that make what a job is given: models, and prompts."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -10,20 +10,38 @@ from relax_hpc.cli.arguments import run_dir_of
 models = typer.Typer()
 
 
-@models.command("make-tiny", epilog="Example:  relax-hpc make-tiny models/tiny --digits 2")
+@models.command(
+    "make-tiny",
+    epilog="Examples:  relax-hpc make-tiny models/tiny --digits 2  |  "
+    "relax-hpc make-tiny models/tiny-vl --kind vl",
+)
 def make_tiny(
     folder: Annotated[Path, typer.Argument(help="Gets model/ and the prompts.")],
+    kind: Annotated[
+        Literal["text", "vl", "vl-moe"],
+        typer.Option(
+            help="text: a Qwen3 and sums; vl: a Qwen3-VL and images, the colour of whose shape is "
+            "asked for; vl-moe: the same with experts."
+        ),
+    ] = "text",
     digits: Annotated[int, typer.Option(help="Of each summand.", min=1, max=6)] = 2,
     seed: int = 0,
-    target: Annotated[float, typer.Option(help="Held-out accuracy to start RL from.")] = 0.45,
+    target: Annotated[
+        float, typer.Option(help="Held-out accuracy of sums to start RL from.")
+    ] = 0.45,
 ) -> None:
-    """Make a tiny policy and an addition task to try everything with: offline, in a minute."""
+    """Make a tiny policy and a task to try everything with: offline, in a minute."""
     import torch
 
-    from relax_hpc.demo.make_tiny import make
-
     torch.set_num_threads(1)  # the model is too small to share out
-    made = make(folder, digits=digits, seed=seed, target=target, progress=typer.echo)
+    if kind == "text":
+        from relax_hpc.demo.make_tiny import make
+
+        made = make(folder, digits=digits, seed=seed, target=target, progress=typer.echo)
+    else:
+        from relax_hpc.demo import make_tiny_vl
+
+        made = make_tiny_vl.make(folder, kind=kind, seed=seed, progress=typer.echo)
     typer.echo(f"{folder}: {made}")
 
 

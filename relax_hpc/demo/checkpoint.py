@@ -4,11 +4,17 @@ Everything about it is what the full-size models have, only less of it: `AutoTok
 `AutoModelForCausalLM`, SGLang and the Megatron loader read it like any other Hugging Face folder.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.utils import logging as transformers_logging
 
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -26,14 +32,25 @@ CHAT_TEMPLATE = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer without merges: every string round-trips, nothing is unknown."""
+def tokenizer(
+    *,
+    special: Sequence[str] = SPECIAL,
+    words: Sequence[str] = WORDS,
+    chat_template: str = CHAT_TEMPLATE,
+) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: every string round-trips, nothing is unknown.
+
+    Args:
+        special: tokens besides the bytes, those of `SPECIAL` first.
+        words: frequent texts that are one token each.
+        chat_template: goes into its folder.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in SPECIAL])
-    backend.add_tokens([AddedToken(w, normalized=False, special=False) for w in WORDS])
+    backend.add_special_tokens([AddedToken(s, normalized=False, special=True) for s in special])
+    backend.add_tokens([AddedToken(w, normalized=False, special=False) for w in words])
     made = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         eos_token=TURN_END,
@@ -41,7 +58,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )
-    made.chat_template = CHAT_TEMPLATE
+    made.chat_template = chat_template
     return made
 
 
@@ -67,7 +84,7 @@ def model(tokens: PreTrainedTokenizerFast, *, seed: int) -> Qwen3ForCausalLM:
         return Qwen3ForCausalLM(config).float().eval()
 
 
-def save(folder: Path, made: Qwen3ForCausalLM, tokens: PreTrainedTokenizerFast) -> None:
+def save(folder: Path, made: PreTrainedModel, tokens: PreTrainedTokenizerFast) -> None:
     """Writes config.json, safetensors, the tokenizer and its template, generation_config.json."""
     made.generation_config.eos_token_id = [tokens.eos_token_id]
     made.generation_config.pad_token_id = tokens.pad_token_id

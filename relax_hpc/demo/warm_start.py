@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Qwen3ForCausalLM
+from transformers import PreTrainedModel
 
 
 class Example(NamedTuple):
@@ -33,7 +33,7 @@ class Outcome(NamedTuple):
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     train: Sequence[Example],
     heldout: Sequence[Example],
     *,
@@ -76,7 +76,7 @@ def warm_start(
 
 @torch.no_grad()
 def accuracy(
-    model: Qwen3ForCausalLM, examples: Sequence[Example], *, sampling: torch.Generator | None = None
+    model: PreTrainedModel, examples: Sequence[Example], *, sampling: torch.Generator | None = None
 ) -> float:
     """Fraction answered with exactly the wanted tokens, greedily unless `sampling` is given."""
     by_length = defaultdict(list)  # equal lengths need no padding, hence no attention mask
@@ -100,7 +100,7 @@ def _choose(logits: Tensor, sampling: torch.Generator | None) -> Tensor:
     return torch.multinomial(logits.softmax(-1), 1, generator=sampling)
 
 
-def _loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> Tensor:
+def _loss(model: PreTrainedModel, batch: Sequence[Example]) -> Tensor:
     """Mean negative log-likelihood per response token, nats."""
     rows = [example.prompt_ids + example.response_ids for example in batch]
     length, given = max(map(len, rows)), min(len(e.prompt_ids) for e in batch)
