@@ -141,6 +141,18 @@ def bus_export(
     typer.echo(f"{to}: {count} rows")
 
 
+@bus.command("media", epilog="Example:  relax-hpc bus media colours --guid 70 --out seen")
+def bus_media(
+    run: Run,
+    guid: Annotated[int, typer.Option(help="A prompt group, by its ordinal.")],
+    out: Annotated[Path, typer.Option(help="Folder for the files.")],
+) -> None:
+    """Write the images, videos and sounds that a prompt group was shown, each checked, as files."""
+    from relax_hpc.bus.tools import media
+
+    typer.echo(media.text(media.write(RunPaths(run_dir_of(run)).bus, guid, out)))
+
+
 def _positions(paths: RunPaths) -> list["PlanPosition"]:
     """Returns the places of a run's checkpoints in its plan, oldest first."""
     from relax_hpc.bus.plan import PlanPosition

@@ -11,8 +11,9 @@ from media_files import clip, photo, recipe_of, source, tone
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards import media
+from relax_hpc.bus.tools import media as tool
 from relax_hpc.bus.tools import selection
-from relax_hpc.errors import BusError, DamagedError
+from relax_hpc.errors import BusError, ConfigError, DamagedError
 from relax_hpc.media.canonical import canonical, measured
 from relax_hpc.media.source import Source
 from relax_hpc.media.stored import DECODERS, decoders, stored
@@ -204,3 +205,23 @@ def test_media_without_a_digest_are_decoded_all_the_same(tmp_path, recipe):
     with h5py.File(path, "r") as stock:
         assert "media/canonical_xxh3" not in stock
     assert read(paths).canonical(recipe).array.shape == (1, 64, 96, 3)
+
+
+def test_media_of_a_prompt_are_written_as_the_files_that_they_were(tmp_path, recipe):
+    shown = [made(SOURCES[name], recipe) for name in ("jpeg", "frames", "sound")]
+    paths, _ = put(tmp_path, [group_of(3, shown)])
+    files = tool.write(paths, 3, tmp_path / "seen")
+    assert [file.path.name for file in files] == ["guid3_0.jpg", "guid3_1.zip", "guid3_2.wav"]
+    assert [file.path.read_bytes() for file in files] == [m.data.tobytes() for m in shown]
+    assert [(file.tokens, file.patches) for file in files][::2] == [(2, "1 x 4 x 6"), (2, "-")]
+    assert files[0].canonical_xxh3 == shown[0].canonical_xxh3.hex()
+    assert "guid3_1.zip  FRAMES" in tool.text(files)
+    with pytest.raises(ConfigError, match=r"--out .*guid3_0\.jpg"):
+        tool.write(paths, 3, tmp_path / "seen")
+
+
+def test_a_prompt_without_media_is_said(tmp_path):
+    paths, _ = put(tmp_path, [group_of(0, [])])
+    with pytest.raises(BusError, match="prompt group 0: has no media"):
+        tool.write(paths, 0, tmp_path / "seen")
+    assert not (tmp_path / "seen").exists()
