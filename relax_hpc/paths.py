@@ -216,6 +216,11 @@ class RunPaths:
         return self.control / "notified.json"
 
     @property
+    def verdict(self) -> Path:
+        """The last verdict on the run; written by whoever supervises its job."""
+        return self.control / "verdict.json"
+
+    @property
     def summary(self) -> Path:
         return self.root / "summary.json"
 

@@ -11,7 +11,7 @@ from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import RelaxError
 from relax_hpc.launch import record, states
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs import failure, status, summary
+from relax_hpc.runs import failure, status, summary, verdict
 
 
 def main() -> None:
@@ -28,12 +28,14 @@ def main() -> None:
 
 
 def tell(paths: RunPaths, config: JobConfig, step: int, *, failed: bool) -> None:
-    """Tells the owner how a run has ended, if that is asked for."""
-    done = f"{step} of {config.num_steps} steps"
+    """Leaves the verdict, and tells the owner how a run has ended, if that is asked for."""
+    done, launched = f"{step} of {config.num_steps} steps", record.read(paths.root)
     if failed:
-        why = failure.found(paths.root, record.read(paths.root), "FAILED").text
+        why = failure.found(paths.root, launched, "FAILED").text
+        verdict.give(paths.root, launched.leader, "ended", f"{why}; which ended the run")
         Notifier(paths, config).tell("failure", f"has failed after {done}: {why}", step=step)
     else:
+        verdict.give(paths.root, launched.leader, "completed", f"completed, {done}")
         Notifier(paths, config).tell("finish", f"is complete, {done}", step=step)
 
 

@@ -8,6 +8,7 @@ directory already, so the others work until Slurm ends them.
 import logging
 import os
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 
@@ -40,6 +41,7 @@ def ask(job_id: str, run_dir: Path) -> None:
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if restarts >= MAX_REQUEUES:
         log.error("the job is not requeued: it has been, %d times", restarts)
+        _tell(job_id, run_dir, "refused", f"the job is not requeued: it has been, {restarts} times")
         return
     answer = output_of(["scontrol", "requeue", job_id])
     if answer.returncode:
@@ -47,8 +49,20 @@ def ask(job_id: str, run_dir: Path) -> None:
             "the job is not requeued (%s): once it has ended, relax-hpc resume %s",
             words_of(answer), run_dir,
         )  # fmt: skip
+        said = f"out of time or preempted, and not requeued ({words_of(answer)})"
+        _tell(job_id, run_dir, "refused", said)
     else:
         log.warning("requeued for the time number %d", restarts + 1)
+        said = f"out of time or preempted: requeued, for the time number {restarts + 1}"
+        _tell(job_id, run_dir, "requeued", said)
+
+
+def _tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
+    """Leaves the verdict; a handler may not take the locks of this process, so another does it."""
+    module = [sys.executable, "-m", "relax_hpc.runs.verdict", str(run_dir)]
+    answer = output_of([*module, "--job-id", job_id, "--what", what, "--words", words])
+    if answer.returncode:
+        log.error("the verdict could not be written: %s", words_of(answer))
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:

@@ -47,6 +47,7 @@ _INHERITED = (
 NO_LIMIT = sys.maxsize
 """Minutes of a time limit that is none."""
 
+_STOPPED = "the job was told to end: cancelled, preempted, or out of time"
 _PMIX = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
 
 
@@ -178,7 +179,8 @@ def _assemble(
         f"max_restarts={job.max_restarts}",
         f"restart_delays_s=({' '.join(map(str, job.restart_delays_s))})",
         f"restart_window_s={RESTART_WINDOW_S:.0f}",
-        f"look_every_s={job.look_every_s}", "",
+        f"look_every_s={job.look_every_s}",
+        f"verdict=({shlex.join(_verdict(job)) if job.has_summary else ''})", "",
         SUPERVISION,
     ]  # fmt: skip
     groups = [[index] for index in range(len(components))]
@@ -200,6 +202,7 @@ def _assemble(
     if job.has_summary:
         finish = shlex.join([sys.executable, "-m", "relax_hpc.boards.finish", str(job.run_dir)])
         told = '--exit-code "$exit_code"'
+        lines.append(f'[ -z "$stopping" ] || tell stopped --words {shlex.quote(_STOPPED)}')
         lines.append(f'[ -n "$stopping" ] || {finish} {told} || exit_code=1')
     lines += [
         '[ -z "$stopping" ] || exit_code=143',
@@ -208,6 +211,10 @@ def _assemble(
         "",
     ]
     return "\n".join(lines)
+
+
+def _verdict(job: Job) -> list[str]:
+    return [sys.executable, "-m", "relax_hpc.runs.verdict", str(job.run_dir)]
 
 
 def _superseded(job: Job) -> list[str]:

@@ -7,7 +7,7 @@ from relax_hpc.errors import LaunchError
 from relax_hpc.launch import local, record, slurm, states
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.table import joining
-from relax_hpc.runs import status
+from relax_hpc.runs import status, verdict
 from relax_hpc.runs.status import Launch
 
 
@@ -34,6 +34,8 @@ def cancel(run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
             failures.append(f"{job} may still run: {error}")
     if claim := record.unrecorded(RunPaths(run_dir), newest):
         failures.append(f"it is being started, see {claim}: cancel it again")
+    if any(states.is_alive(launch.state) for launch in found):
+        verdict.give(run_dir, newest.leader, "cancelled", "cancelled by relax-hpc cancel")
     if failures:
         raise LaunchError(f"{run_dir}: {'; '.join(failures)}")
 

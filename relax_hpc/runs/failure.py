@@ -54,7 +54,7 @@ def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
     component's newest `error` event, or else the end of what its tasks printed, says why.
     """
     script_log = batch_log(launched.folder, launched.leader)
-    lines = _tail(script_log)
+    lines = tail(script_log)
     if setup := next(filter(None, map(_SETUP.match, lines)), None):
         return Failure(setup["words"], str(script_log))
     end = _end(lines)
@@ -64,7 +64,7 @@ def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
     failed = f"failed {end.starts} times" if end.starts > 1 else "failed"
     how = f"{end.component} {failed}, exit code {end.code}"
     names = end.component.split("+")
-    why, task = _last_error(run_dir, names, launched.time) or _last_words(launched, names)
+    why, task = last_error(run_dir, names, launched.time) or last_words(launched, names)
     log = _log_of(launched, task) or script_log
     return Failure(f"{how}: {why}" if why else how, str(log))
 
@@ -89,11 +89,11 @@ def _end(lines: list[str]) -> _End | None:
     return found
 
 
-def _last_error(run_dir: Path, names: list[str], since: float) -> tuple[str, str] | None:
+def last_error(run_dir: Path, names: list[str], since: float) -> tuple[str, str] | None:
     """Returns the newest error that a task of these components said, and which task."""
     folder = RunPaths(run_dir).events_folder
     paths = [path for name in names for path in folder.glob(f"{name}-*.jsonl")]
-    lines = [line for path in paths for line in _tail(path) if '"event": "error"' in line]
+    lines = [line for path in paths for line in tail(path) if '"event": "error"' in line]
     events = [event for event in map(_event, lines) if event.get("time", 0) >= since]
     if not events:
         return None
@@ -110,12 +110,13 @@ def _event(line: str) -> dict[str, Any]:
     return event
 
 
-def _last_words(launched: LaunchRecord, names: list[str]) -> tuple[str, str]:
+def last_words(launched: LaunchRecord, names: list[str]) -> tuple[str, str]:
+    """Returns the end of what a task of these components printed, and which task."""
     for component in launched.components:
         if component.name not in names:
             continue
         for task in range(component.tasks):
-            lines = _tail(ComponentPaths(component.folder, launched.leader).log(task, "err"))
+            lines = tail(ComponentPaths(component.folder, launched.leader).log(task, "err"))
             said = [line for line in lines if _ERROR.match(line)] or lines
             if said:
                 name = f"{component.name}-{task}"
@@ -123,7 +124,7 @@ def _last_words(launched: LaunchRecord, names: list[str]) -> tuple[str, str]:
     return "", ""
 
 
-def _tail(path: Path) -> list[str]:
+def tail(path: Path) -> list[str]:
     """The last lines of a file that may not be there, without empty ones."""
     try:
         with path.open("rb") as file:

@@ -140,8 +140,18 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
     if states.is_over(run.state) and run.state != "COMPLETED":
         why = [("reason", run.reason)] if run.reason else []
         why += [("see", run.log)] if run.log else []
-        return [*why, ("to go on", f"relax-hpc resume {run.run_dir}")]
-    return []
+        return [*_last(run), *why, ("to go on", f"relax-hpc resume {run.run_dir}")]
+    return _last(run)
+
+
+def _last(run: RunStatus) -> list[tuple[str, str]]:
+    """Tells the last verdict; of a run that failed, its reason says the error."""
+    if run.verdict is None:
+        return []
+    words = run.verdict.words
+    if run.reason and run.verdict.error:
+        words = words.replace(f" ({run.verdict.error})", "")
+    return [("last verdict", f"{duration(max(0.0, time.time() - run.verdict.time))} ago: {words}")]
 
 
 def _times(run: RunStatus) -> list[tuple[str, str]]:

@@ -14,8 +14,9 @@ from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.script import exit_code_file
 from relax_hpc.paths import ComponentPaths, RunPaths
-from relax_hpc.runs import engine_rows, failure
+from relax_hpc.runs import engine_rows, failure, verdict
 from relax_hpc.runs.engine_rows import Row
+from relax_hpc.runs.verdict import Verdict
 from relax_hpc.telemetry.events import Event, read_events
 
 
@@ -66,6 +67,8 @@ class RunStatus:
     """Why the run failed; empty if it did not, or nothing is known."""
     log: str
     """The file to read about that."""
+    verdict: Verdict | None
+    """The failure or end that was the last, and the answer to it."""
     queue: str
     """Slurm's word for why it waits."""
     start: float | None
@@ -124,6 +127,7 @@ def collect(
         silence=shown.silence,
         reason=why.text,
         log=why.log,
+        verdict=verdict.read(run_dir),
         queue=shown.reason,
         start=shown.start,
         left_s=shown.left_s,

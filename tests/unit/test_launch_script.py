@@ -189,7 +189,7 @@ def test_srun_that_does_not_end_after_its_step_is_killed_and_marks_say_how_it_we
 
 def bash(*lines, settings="max_restarts=0 restart_delays_s=(0)"):
     """Runs them after the functions that every job's script has."""
-    of_all = "job_id=7 restart_window_s=1800 look_every_s=15 ask_controller=(true)"
+    of_all = "job_id=7 restart_window_s=1800 look_every_s=15 ask_controller=(true) verdict=()"
     text = "\n".join([of_all, settings, SUPERVISION, *lines])
     return subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=30)
 

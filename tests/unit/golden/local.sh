@@ -9,6 +9,7 @@ max_restarts=3
 restart_delays_s=(0.5 1.0 2.0 4.0 8.0 16.0 30.0)
 restart_window_s=1800
 look_every_s=15.0
+verdict=(/envs/submit/bin/python -m relax_hpc.runs.verdict '/runs/it'"'"'s here')
 
 # A signal that is trapped ends `wait` early, so wait again until none came in between.
 join() {
@@ -68,14 +69,29 @@ is_final() { # is_final FOLDER...
 setup_failed() {
   trap '' TERM
   echo "$(date +%FT%T) $1: setup ended with exit code $2: $3"
+  tell setup --words "$1: setup ended with exit code $2: $3"
   kill -USR1 "$$"
   exit 1
 }
 
-# Waits before the next start, the longer the more often it failed, but not when told to end.
-pause() { # pause FAILURES
+# tell WHAT OPTION...: leaves the verdict in the run directory, see relax_hpc/runs/verdict.py; a
+# verdict that storage does not take soon is left out.
+tell() {
+  local what=$1
+  shift
+  [ -z "${verdict[*]}" ] || timeout 30 "${verdict[@]}" --job-id "$job_id" --what "$what" "$@" ||
+    echo "$(date +%FT%T) the verdict "$what" could not be written"
+}
+
+# Seconds before the next start: the more, the more often it failed.
+delay() { # delay FAILURES
   local place=$(($1 - 1)) last=$((${#restart_delays_s[@]} - 1))
-  sleep "${restart_delays_s[place < last ? place : last]}" &
+  echo "${restart_delays_s[place < last ? place : last]}"
+}
+
+# Waits before the next start, but not when told to end.
+pause() { # pause FAILURES
+  sleep "$(delay "$1")" &
   wait "$!" || kill "$!" 2>/dev/null
 }
 
@@ -86,6 +102,7 @@ pause() { # pause FAILURES
 await_controller() {
   "${ask_controller[@]}" > /dev/null 2>&1 && return 1
   echo "$(date +%FT%T) $1: the controller does not answer; waiting for it"
+  tell waiting "${failed_as[@]}"
   local tries=1
   until "${ask_controller[@]}" > /dev/null 2>&1; do
     pause "$tries"
@@ -108,7 +125,7 @@ count_failure() {
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
   local name=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping='' watch=''
-  local failures=()
+  local failures=() failed_as=() began often telling
   shift 2
   while [ "$1" != -- ]; do folders+=("$1"); shift; done
   shift
@@ -117,6 +134,7 @@ supervise() {
   for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_final; done # of another attempt
   while true; do
     rm -f "$its_step"
+    began=$(date +%s)
     "${@//@start@/$start}" &
     step=$!
     [ -z "$stopping" ] || kill "$step" 2>/dev/null # told to end when `step` was not known yet
@@ -127,19 +145,25 @@ supervise() {
       0) all_done "$tasks" "${folders[@]}" || status=1 ;;
       137) ! all_done "$tasks" "${folders[@]}" || status=0 ;;
     esac
+    failed_as=(--component "$name" --start "$start" --code "$status" --since "$began")
+    failed_as+=(--max-restarts "$max_restarts" --window "$restart_window_s")
     echo "$(date +%FT%T) $name: start $start ended with exit code $status"
     [ "$status" -ne 0 ] || exit 0
     [ -z "$stopping" ] || exit "$status"
     if is_final "${folders[@]}"; then
       echo "$(date +%FT%T) $name: would fail again in the same way, giving up"
+      tell ended "${failed_as[@]}"
       kill -USR1 "$$"
       exit "$status"
     fi
-    if ! await_controller "$name"; then
+    if await_controller "$name"; then
+      failed_as+=(--failures 0)
+    else
       count_failure
+      failed_as+=(--failures "${#failures[@]}")
       if [ "${#failures[@]}" -gt "$max_restarts" ]; then
-        local often="${#failures[@]} times within $restart_window_s s"
-        echo "$(date +%FT%T) $name: failed $often, giving up"
+        echo "$(date +%FT%T) $name: failed ${#failures[@]} times within $restart_window_s s,"           "giving up"
+        tell ended "${failed_as[@]}"
         kill -USR1 "$$"
         exit "$status"
       fi
@@ -148,7 +172,10 @@ supervise() {
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all marks there.
     for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_done; done
-    pause "$((${#failures[@]} > 0 ? ${#failures[@]} : 1))"
+    often=$((${#failures[@]} > 0 ? ${#failures[@]} : 1))
+    tell restarted "${failed_as[@]}" --next "$(delay "$often")" & telling=$!
+    pause "$often"
+    wait "$telling"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
 }
@@ -213,6 +240,7 @@ word=USR1
 [ -z "${boards[*]}" ] || kill "-$word" "${boards[@]}" 2>/dev/null
 for board in "${boards[@]}"; do join "$board"; done
 
+[ -z "$stopping" ] || tell stopped --words 'the job was told to end: cancelled, preempted, or out of time'
 [ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" || exit_code=1
 [ -z "$stopping" ] || exit_code=143
 echo "$exit_code" > '/runs/it'"'"'s here/submission'/"$job_id"_exit_code

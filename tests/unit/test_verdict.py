@@ -1,0 +1,138 @@
+"""The last verdict of a run: which component failed, why, where, and what was done about it."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import fake_slurm
+import pytest
+from typer.testing import CliRunner
+
+from relax_hpc.cli.main import app
+from relax_hpc.launch import requeue
+from relax_hpc.launch.supervision import SUPERVISION
+from relax_hpc.paths import RunPaths
+from relax_hpc.runs import verdict
+from relax_hpc.runs.verdict import Failed
+from relax_hpc.telemetry.events import EventWriter
+
+NOW = time.time()
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    return fake_slurm.make(tmp_path, monkeypatch)
+
+
+def started(run, rank, node, *errors):
+    paths = RunPaths(run.run_dir)
+    with EventWriter(paths.events("actor", rank), "actor", rank) as events:
+        events.emit("start", attempt="7.0", start=1, node=node)
+        for error in errors:
+            events.emit("error", message=error)
+
+
+def failed(**fields):
+    return Failed(
+        **{"component": "actor", "start": 2, "code": 1, "since": NOW - 5, "failures": 2}
+        | {"max_restarts": 3, "window_s": 1800.0, "next_s": 1.0}
+        | fields
+    )
+
+
+def words(run):
+    return json.loads(RunPaths(run.run_dir).verdict.read_text())["words"]
+
+
+def test_it_says_who_failed_why_where_and_what_was_done(run):
+    started(run, 0, "n1")
+    started(run, 1, "n2", "TrainingError: not finite\nmore")
+    verdict.judge(run.run_dir, "7", "restarted", failed())
+    assert words(run) == (
+        "actor: start 2 ended with exit code 1 on n2 (actor-1: TrainingError: not finite); "
+        "started again in 1 s, restart 2 of 3 within 30 min, 1 left"
+    )
+    verdict.judge(run.run_dir, "7", "ended", failed(start=4, failures=4))
+    assert words(run).endswith("; failed 4 times within 30 min, which ended the run")
+    found = verdict.read(run.run_dir)
+    assert (found.node, found.exit_code, found.attempt) == ("n2", 1, "7.0")
+
+
+def test_of_a_killed_task_it_says_the_signal_and_no_error_of_an_earlier_start(run):
+    started(run, 0, "n1", "TrainingError: of an earlier start")
+    started(run, 1, "n2")
+    log = run.run_dir / "submission" / "7_batch.log"
+    log.write_text("srun: error: n9: task 0: Killed\nsrun: error: n2: task 1: Killed\nx\n")
+    verdict.judge(run.run_dir, "7", "restarted", failed(code=137, since=time.time() + 1))
+    assert words(run).startswith("actor: start 2 killed by SIGKILL on n2; started again in 1 s")
+    assert verdict.read(run.run_dir).signal == "SIGKILL"
+
+
+def test_what_slurm_announced_is_not_hidden_by_the_ends_that_follow(run, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    requeue.ask("7", run.run_dir)
+    assert words(run) == "out of time or preempted: requeued, for the time number 3"
+    for what in ("restarted", "ended", "stopped"):
+        verdict.give(run.run_dir, "7", what, "it ended")
+    assert "requeued" in words(run)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    verdict.give(run.run_dir, "7", "restarted", "the next attempt")
+    assert words(run) == "the next attempt"
+
+
+def test_a_refused_requeue_says_so(run):
+    refusal = "#!/bin/sh\necho Requested operation is disabled >&2\nexit 1\n"
+    (run.folder / "scontrol").write_text(refusal)
+    requeue.ask("7", run.run_dir)
+    verdict.give(run.run_dir, "7", "stopped", "told to end")
+    assert words(run).startswith("out of time or preempted, and not requeued (scontrol: Requested")
+
+
+def test_status_has_it_in_words_and_as_json_and_only_its_owner_may_read_it(run):
+    command = [sys.executable, "-m", "relax_hpc.runs.verdict", str(run.run_dir), "--job-id", "7"]
+    run.run_dir.chmod(0o700)
+    before = os.umask(0)
+    try:
+        subprocess.run([*command, "--what", "stopped", "--words", "it was told to end"], check=True)
+    finally:
+        os.umask(before)
+    assert RunPaths(run.run_dir).verdict.stat().st_mode & 0o777 == 0o600
+    said = CliRunner().invoke(app, ["status", str(run.run_dir)]).output
+    assert "  last verdict  " in said and "s ago: it was told to end\n" in said
+    said = CliRunner().invoke(app, ["status", str(run.run_dir), "--json"]).output
+    assert json.loads(said)["verdict"]["what"] == "stopped"
+    RunPaths(run.run_dir).verdict.write_text("{")
+    assert "last verdict" not in CliRunner().invoke(app, ["status", str(run.run_dir)]).output
+
+
+def test_the_script_tells_every_restart_and_the_end_in_order(tmp_path):
+    """2 restarts of 2 that are allowed, then the end."""
+    settings = (
+        "job_id=7 restart_window_s=1800 look_every_s=15 ask_controller=(true) max_restarts=2 "
+        "restart_delays_s=(0.25 0.5)"
+    )
+    tell = f'tell() {{ echo "$*" >> {tmp_path}/told; }}'
+    text = "\n".join([settings, SUPERVISION, tell, "(supervise actor 1 /nowhere -- false)"])
+    subprocess.run(["bash", "-c", text], capture_output=True, timeout=30, check=False)
+    told = [line.split() for line in (tmp_path / "told").read_text().splitlines()]
+    facts = [dict(zip(line[1::2], line[2::2], strict=True)) for line in told]
+    assert [line[0] for line in told] == ["restarted", "restarted", "ended"]
+    assert [each["--failures"] for each in facts] == ["1", "2", "3"]
+    assert [each.get("--next") for each in facts] == ["0.25", "0.5", None]
+    assert {each["--component"] for each in facts} == {"actor"}
+
+
+def test_a_run_goes_on_where_the_verdict_cannot_be_written():
+    settings = (
+        "job_id=7 restart_window_s=1800 ask_controller=(true) max_restarts=1 "
+        "restart_delays_s=(0) verdict=(false)"
+    )
+    text = "\n".join([settings, SUPERVISION, "(supervise actor 1 /nowhere -- false)"])
+    done = subprocess.run(
+        ["bash", "-c", text], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.stdout.count("ended with exit code") == 2
+    assert done.stdout.count("could not be written") == 2
