@@ -1,15 +1,16 @@
 """Bash that is the same in every job's script: it starts steps again, and ends them."""
 
 SUPERVISION = """\
-# A signal that is trapped ends `wait` early, so wait again until none came in between.
-join() {
-  local before
-  while true; do
-    before=$signals
-    wait "$1"; status=$?
-    [ "$status" -ge 0 ] || status=1 # bash 5.2 says -1 of a child that ended during a trap
-    [ "$before" = "$signals" ] && return
-  done
+# Bash 5.2 forgets some of the children that end while a trap runs: `wait` for one of them says -1,
+# or waits for ever. So it is asked once the child is gone; until then time passes by reading from a
+# pipe that has nothing in it, without a process for that.
+exec {nothing}<> <(:)
+nap() { read -rt 0.2 -u "$nothing"; }
+await_end() { while kill -0 "$1" 2>/dev/null; do nap; done; } # await_end CHILD
+join() { # join CHILD: sets `status`
+  await_end "$1"
+  wait "$1"; status=$?
+  [ "$status" -ge 0 ] || status=1
 }
 
 # srun has been seen to say 0 after a node failed; a task that has returned leaves a mark.
@@ -82,7 +83,9 @@ delay() { # delay FAILURES
 # Waits before the next start, but not when told to end.
 pause() { # pause FAILURES
   sleep "$(delay "$1")" &
-  wait "$!" || kill "$!" 2>/dev/null
+  local sleeper=$!
+  while [ -z "$stopping" ] && kill -0 "$sleeper" 2>/dev/null; do nap; done
+  kill "$sleeper" 2>/dev/null
 }
 
 # A start that the controller refused says nothing of the step, nor does one that ended while it was
@@ -114,12 +117,12 @@ count_failure() {
 # supervise NAME TASKS FOLDER... -- COMMAND...: runs the step of a component, or of several, and
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
-  local name=$1 tasks=$2 folders=() folder start=1 step='' status signals=0 stopping='' watch=''
+  local name=$1 tasks=$2 folders=() folder start=1 step='' status stopping='' watch=''
   local failures=() failed_as=() began often telling
   shift 2
   while [ "$1" != -- ]; do folders+=("$1"); shift; done
   shift
-  trap 'signals=$((signals + 1)); stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
+  trap 'stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
   local its_step="${folders[0]}/${job_id}_step"
   for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_final; done # of another attempt
   while true; do
@@ -166,15 +169,15 @@ supervise() {
     often=$((${#failures[@]} > 0 ? ${#failures[@]} : 1))
     tell restarted "${failed_as[@]}" --next "$(delay "$often")" & telling=$!
     pause "$often"
-    wait "$telling"
+    await_end "$telling"
     [ -z "$stopping" ] && kill -0 "$$" 2>/dev/null || exit "$status"
   done
 }
 
 # serve COMMAND...: runs beside the components until it is told to end, and again when it fails.
 serve() {
-  local child='' starts=0 status signals=0 stopping='' failures=()
-  trap 'signals=$((signals + 1)); stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
+  local child='' starts=0 status stopping='' failures=()
+  trap 'stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
   while true; do
     "$@" &
     child=$! starts=$((starts + 1))
@@ -189,10 +192,10 @@ serve() {
   done
 }
 
-signals=0 stopping='' components=() scaler='' boards=()
+stopping='' components=() scaler='' boards=()
 end_all() { [ -z "${components[*]}$scaler" ] || kill "${components[@]}" $scaler 2>/dev/null; }
-trap 'signals=$((signals + 1)); failed=1; end_all' USR1
-trap 'signals=$((signals + 1)); stopping=1; end_all' TERM INT HUP
+trap 'failed=1; end_all' USR1
+trap 'stopping=1; end_all' TERM INT HUP
 failed=''
 """
 

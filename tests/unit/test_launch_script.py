@@ -9,7 +9,7 @@ import pytest
 
 from relax_hpc.launch import script
 from relax_hpc.launch.placement import Component
-from relax_hpc.launch.supervision import SUPERVISION
+from relax_hpc.launch.supervision import SUPERVISION, WAIT
 from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
 from relax_hpc.sections import Resources
 
@@ -252,6 +252,27 @@ def test_a_component_that_is_told_to_end_while_it_waits_ends_then():
         settings=settings,
     )
     assert done.returncode == 1 and time.monotonic() - begun < 15, done
+
+
+def test_a_run_whose_component_gives_up_ends_though_a_board_goes_on(tmp_path):
+    """The component ends while the script hears of it: bash 5.2 then waited for ever, mostly."""
+    hears = 'trap "exit 3" TERM; while true; do sleep 0.05; done'
+    for _ in range(4):
+        done = bash(
+            f"supervise rollout 1 {tmp_path} -- bash -c 'touch {tmp_path}/7_0_final; exit 1' &",
+            "components+=($!)",
+            f"supervise actor 1 /nowhere -- bash -c '{hears}' & components+=($!)",
+            "sleep 60 & boards+=($!)",
+            WAIT,
+            "exit $exit_code",
+        )
+        said = [line.partition(" ")[2] for line in done.stdout.splitlines()]
+        assert said == [
+            "rollout: start 1 ended with exit code 1",
+            "rollout: would fail again in the same way, giving up",
+            "actor: start 1 ended with exit code 3",
+        ]
+        assert done.returncode == 3
 
 
 @pytest.mark.parametrize(
