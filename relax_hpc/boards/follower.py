@@ -54,8 +54,8 @@ class _End:
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         self.failed = number == _FAILED
+        self.limit()  # first: `set` waits for ever where the signal came in the midst of `wait`
         self._told.set()
-        self.limit()
 
 
 def main() -> None:
