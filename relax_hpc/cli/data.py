@@ -1,12 +1,19 @@
 """Commands that look at the data of a job."""
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import typer
 
 from relax_hpc import job_file
 from relax_hpc.cli.arguments import AsJson, Job, Overrides
 from relax_hpc.errors import ConfigError
 
+if TYPE_CHECKING:
+    from relax_hpc.config.run import JobConfig
+
 data = typer.Typer()
+_MOST_SHOWN = 20
 
 
 @data.command("data", epilog="Example:  relax-hpc data jobs/tiny/arithmetic.toml")
@@ -35,3 +42,34 @@ def overlap(
     typer.echo(f"prompts.train: {found.num_train:,} prompts")
     lines = overlaps.lines(found)
     typer.echo("\n".join(lines or ["no prompt is there twice"]))
+
+
+def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
+    """Decodes all media of a job, and shows how far it is.
+
+    Raises:
+        ConfigError: some cannot be used, and the job does not skip such rows.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from relax_hpc.config.run import RunConfig
+    from relax_hpc.roles.rollout import decode_check
+
+    if not isinstance(config, RunConfig):
+        raise ConfigError("--decode: a job with [sft] has no prompts with media; leave it out")
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("rows", total=None)
+        found = decode_check.decode(
+            config, lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    count, shown = len(found.refused), found.refused[:_MOST_SHOWN]
+    if count:
+        rest = [f"and {count - len(shown):,} more"] if count > len(shown) else []
+        said = f"{count:,} of {found.num_media:,} media cannot be used"
+        lines = "\n".join([said, *shown, *rest])
+        if config.prompts.bad_rows == "error":
+            raise ConfigError(f'{lines}\nreplace them, or set prompts.bad_rows = "skip"')
+        say(f"{lines}\ntheir rows are left out")
+    else:
+        say(f"decoded {found.num_media:,} media: each can be used")

@@ -31,7 +31,7 @@ from relax_hpc.cli.arguments import (
 from relax_hpc.cli.bench import bench
 from relax_hpc.cli.boards import boards
 from relax_hpc.cli.bus import bus
-from relax_hpc.cli.data import data
+from relax_hpc.cli.data import data, decode_media
 from relax_hpc.cli.evaluate import evaluation
 from relax_hpc.cli.explain import explained_job
 from relax_hpc.cli.init import beginning
@@ -103,6 +103,13 @@ def check(
             "columns the job has, and why, and its algorithm.",
         ),
     ] = None,
+    decode: Annotated[
+        bool,
+        typer.Option(
+            "--decode",
+            help="First decode every image, video and sound of its prompts, on all cores.",
+        ),
+    ] = False,
     profile: Profile = None,
     account: Account = None,
     partition: Partition = None,
@@ -119,6 +126,8 @@ def check(
         said = explained(config, explain) if explain else explained_job(config)
         typer.echo("\n".join(said))
         return
+    if decode:
+        decode_media(config, _remark)
     config, components = resolve(config)
     use_slurm = not local and shutil.which("sbatch") is not None
     config = preflight.check(config, components, use_slurm=use_slurm, say=_remark)
