@@ -8,6 +8,7 @@ from pathlib import Path
 
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.config.run import JobConfig, RunConfig
+from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.user_files import ORIGIN, place_of
 
 
@@ -24,9 +25,17 @@ def keep(config: JobConfig, folder: Path) -> JobConfig:
     Raises:
         OSError: one cannot be read or written.
     """
-    if not isinstance(config, RunConfig):
-        return config
-    return renamed(config, lambda name: _kept(name, folder))
+
+    def kept(name: str) -> str:
+        return _kept(name, folder)
+
+    if isinstance(config, RunConfig):
+        return renamed(config, kept)
+    if isinstance(config, SftRunConfig):
+        paths = {"train": config.sft.train, "heldout": config.sft.heldout}
+        copies = {key: Path(kept(str(path))) for key, path in paths.items() if path}
+        return config.model_copy(update={"sft": config.sft.model_copy(update=copies)})
+    return config
 
 
 def named(config: RunConfig, folder: Path) -> RunConfig:

@@ -86,6 +86,18 @@ def test_the_programs_of_a_job_are_copied_with_what_they_import(tmp_path, mine):
     assert {path.stat().st_mode & 0o077 for path in paths.programs.rglob("*")} == {0}
 
 
+def test_a_job_of_fine_tuning_has_copies_too(tmp_path, mine):
+    tree = {
+        "name": "run", "run_root": str(tmp_path), "model": {"path": "m"},
+        "sft": {"train": "rows.py:Rows", "heldout": "data.jsonl", "batch_size": 2, "num_steps": 3},
+    }  # fmt: skip
+    config, _ = submit.resolve(validate(tree, source="job"))
+    copied = programs.keep(config, tmp_path / "programs").sft
+    assert place_of(str(copied.train))[0].read_text() == (mine / "rows.py").read_text()
+    assert place_of(str(copied.train))[0].is_relative_to(tmp_path / "programs")
+    assert copied.heldout == mine / "data.jsonl"
+
+
 def test_a_copy_is_run_though_the_program_changed_and_finds_its_data_where_it_was(tmp_path, mine):
     _, config = submitted(tmp_path)
     for path in mine.glob("*.py"):
