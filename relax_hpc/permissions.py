@@ -30,7 +30,12 @@ def masked(umask: int) -> Iterator[None]:
 def adopt(folder: Path) -> None:
     """Makes whatever this process writes from here on as readable as `folder`, and its owner's
     to write."""
-    os.umask(~stat.S_IMODE(folder.stat().st_mode) & 0o777 | _WRITE_BY_OTHERS)
+    os.umask(umask_of(folder))
+
+
+def umask_of(folder: Path) -> int:
+    """Returns the umask under which a file is as readable as `folder`, and its owner's to write."""
+    return ~stat.S_IMODE(folder.stat().st_mode) & 0o777 | _WRITE_BY_OTHERS
 
 
 def check_own(*paths: Path) -> None:

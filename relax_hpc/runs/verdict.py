@@ -107,7 +107,8 @@ def give(run_dir: Path, job_id: str, what: What, words: str, **facts: Any) -> No
     if last and last.job_id == job_id and (last.what, what) == ("cancelled", "restarted"):
         return
     new = Verdict(time.time(), attempt, what, words, **facts)
-    write_json(RunPaths(run_dir).verdict, asdict(new))
+    with permissions.masked(permissions.umask_of(run_dir)):  # a command has its user's umask
+        write_json(RunPaths(run_dir).verdict, asdict(new))
 
 
 def judge(run_dir: Path, job_id: str, what: What, failed: Failed, done: str = "") -> None:
