@@ -14,6 +14,7 @@ from relax_hpc.launch.submit import submit
 from relax_hpc.runs.cancel import cancel
 from relax_hpc.runs.resume import resume
 from relax_hpc.runs.status import collect
+from relax_hpc.telemetry.events import read_events
 
 pytestmark = pytest.mark.usefixtures("slurm_cluster")
 
@@ -93,6 +94,7 @@ def test_a_run_is_seen_component_by_component_and_cancelled_as_a_whole(job, monk
         nodes = [each.nodes for each in seen.components]
         assert all(nodes) and nodes[0] != nodes[1]
         assert queue(job_id, "%k") == {"my exp # 2"}
+        wait_for_tasks(run_dir, {"rollout", "actor"})
         subprocess.run(["scontrol", "suspend", job_id], check=True)
         assert queue(job_id, "%T") == {"SUSPENDED"}
         with pytest.raises(ConfigError, match=f"is suspended as job {job_id}; cancel it first"):
@@ -124,6 +126,14 @@ def queue(jobs, column):
     command = ["squeue", "-h", "--states=all", "-j", jobs, "-o", column]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return {line.strip() for line in lines}
+
+
+def wait_for_tasks(run_dir, roles, timeout_s=60):
+    """Slurm (22.05) never ends a step that was suspended while it was launched."""
+    deadline = time.monotonic() + timeout_s
+    while {each["role"] for each in read_events(run_dir / "events")} < roles:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 def wait_for(run_dir, state, timeout_s=60):
