@@ -68,7 +68,7 @@ class Algorithm(Section):
 
     @property
     def parts(self) -> Iterator[tuple[str, Part]]:
-        """Its parts by the table that they stand in."""
+        """Parts by the table that they stand in."""
         return ((name, getattr(self, name)) for name in table.PARTS)
 
     @property

@@ -21,7 +21,7 @@ class StartedJob:
 
     job_id: str
     component_ids: tuple[str, ...]
-    """Their names for `squeue` and `scancel`."""
+    """Names of the components for `squeue` and `scancel`."""
     cancel: Callable[[], None]
     """Ends every component."""
     controller: ProcessId | None = None

@@ -47,7 +47,7 @@ class Failed:
     """The failure of a component's step, as the script saw it."""
 
     component: str
-    """Its name; of several in one step joined by +."""
+    """Name; of several in one step joined by +."""
     start: int
     code: int
     since: float

@@ -1,11 +1,6 @@
 """Prompt groups to test with: everything about one follows from its guid."""
 
-import os
-import subprocess
-from contextlib import contextmanager
-
 import numpy as np
-import pytest
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
@@ -95,15 +90,3 @@ def same(a, b):
         else x == y
         for x, y in zip(a, b, strict=True)
     )
-
-
-@contextmanager
-def small_file_system(folder, megabytes):
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs to fill needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bus_fixtures import group, make_bus, small_file_system, whole_batch
+from bus_fixtures import group, make_bus, whole_batch
+from file_systems import small_tmpfs
 
 from relax_hpc.bus.audit import audit
 from relax_hpc.bus.credits import CreditTail
@@ -237,7 +238,7 @@ def test_a_producer_killed_in_the_middle_of_its_work_goes_on_where_the_log_ends(
 
 
 def test_a_full_file_system_leaves_nothing_half_and_goes_on_after_collecting(tmp_path):
-    with small_file_system(tmp_path / "full", megabytes=4) as root:
+    with small_tmpfs(tmp_path / "full", megabytes=4) as root:
         paths = make_bus(root, ["rollout-0"])
         producer = Producer(paths, "rollout-0", {})
         guid = 0
@@ -258,7 +259,7 @@ def test_a_full_file_system_leaves_nothing_half_and_goes_on_after_collecting(tmp
 
 
 def test_a_durable_shard_can_be_committed_on_a_full_file_system(tmp_path):
-    with small_file_system(tmp_path / "full", megabytes=2) as root:
+    with small_tmpfs(tmp_path / "full", megabytes=2) as root:
         paths = make_bus(root, ["rollout-0"])
         producer = Producer(paths, "rollout-0", {})
         record = CommitRecord(RecordKind.CLOSE, producer.fence, 0)

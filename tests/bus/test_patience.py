@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from bus_fixtures import group, make_bus, small_file_system, whole_batch
+from bus_fixtures import group, make_bus, whole_batch
+from file_systems import small_tmpfs
 
 from relax_hpc import records, storage
 from relax_hpc.bus.audit import audit
@@ -229,7 +230,7 @@ class Threads:
 def test_a_run_on_a_disk_that_is_full_for_a_while_holds_and_completes(tmp_path, monkeypatch):
     """For longer than the trainer waits for a batch. Nobody is started again."""
     monkeypatch.setattr("relax_hpc.bus.durable.FULL_RETRY_S", 0.05)
-    with small_file_system(tmp_path / "full", megabytes=8) as root:
+    with small_tmpfs(tmp_path / "full", megabytes=8) as root:
         storage.settle(60.0, reserve=root / "control" / "reserve")
         filling = []
         run = Threads(

@@ -1,9 +1,7 @@
 """The tiny policy that every end-to-end run starts from."""
 
-import time
-
 import pytest
-from e2e_runs import REPOSITORY
+from e2e_runs import REPOSITORY, wait_for
 
 from relax_hpc.demo.make_tiny import make
 
@@ -24,10 +22,3 @@ def tiny(worker_id, tmp_path_factory):
     make(folder, progress=print)
     (shared / "tiny" / "made").touch()
     return folder
-
-
-def wait_for(condition, timeout_s):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the other worker did not make it"
-        time.sleep(0.1)

@@ -5,13 +5,12 @@ import json
 import logging
 import os
 import pwd
-import subprocess
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from file_systems import small_tmpfs
 
 from relax_hpc import records, storage
 from relax_hpc.telemetry import logs
@@ -24,18 +23,6 @@ def quick(monkeypatch):
     monkeypatch.setattr(storage, "_LONGEST_S", 0.01)
     yield
     storage.settle(0.0)
-
-
-@contextmanager
-def tmpfs(folder, megabytes):
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs to fill needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def fill(folder):
@@ -135,7 +122,7 @@ def test_a_record_that_is_published_once_is_the_writers_own_whatever_storage_say
 
 
 def test_small_records_find_room_on_a_full_disk_and_others_wait_until_there_is_some(tmp_path):
-    with tmpfs(tmp_path / "full", 4) as root:
+    with small_tmpfs(tmp_path / "full", 4) as root:
         reserve = root / "control" / "reserve"
         storage.settle(60.0, reserve=reserve)
         assert reserve.stat().st_size == storage.RESERVE_BYTES
@@ -177,7 +164,7 @@ def _full_once(real):
 def test_events_and_lines_that_find_no_room_are_dropped_and_counted(tmp_path):
     storage.settle(60.0)
     package = logging.getLogger("relax_hpc")
-    with tmpfs(tmp_path / "full", 1) as root:
+    with small_tmpfs(tmp_path / "full", 1) as root:
         path, log = root / "events" / "actor-0.jsonl", root / "logs" / "actor-0.log"
         logs.setup("actor", 0, log)
         with EventWriter(path, "actor", 0) as events:
