@@ -51,6 +51,8 @@ class Producer(Owner):
         """uuid of a live shard of unfinished groups -> their guids."""
         self.partial: dict[int, PromptGroup] = {}
         """Unfinished groups by guid: what an earlier incarnation had of them."""
+        self.partial_origin: dict[int, Mapping[str, object]] = {}
+        """guid -> attributes of the shard that its unfinished group was read from."""
         for record in list(self._live):
             try:
                 self._recall(record)
@@ -104,6 +106,10 @@ class Producer(Owner):
         self._partial_in[record.uuid] = {group.guid for group in groups}
         self.partial.update({group.guid: group for group in groups})
         return record.seq
+
+    def times_kept(self, guid: int) -> int:
+        """How often what there was of an unfinished group was published."""
+        return sum(guid in guids for guids in self._partial_in.values())
 
     def owe_again(self, again: Iterable[Owed]) -> list[int]:
         """Takes back what the trainer will not use: those guids are not committed any more.
@@ -173,6 +179,7 @@ class Producer(Owner):
             groups: dict[int, PromptGroup] = {}
             for row in from_columns(shard.read_span(0, shard.rows), shard.part_names):
                 groups.setdefault(row.guid, PromptGroup(row.guid, [])).trajectories.append(row)
+            self.partial_origin.update({key: dict(shard.attributes) for key in groups})
         self._partial_in[record.uuid] = set(groups)
         self.partial.update(groups)
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.demo import arithmetic, checkpoint
+from relax_hpc.demo import arithmetic, checkpoint, programs
 from relax_hpc.demo.warm_start import Example, warm_start
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
@@ -14,6 +14,7 @@ from relax_hpc.records import read_json, write_json
 NUM_TRAIN, NUM_HELDOUT = 6000, 512
 NUM_SCORED = 128
 """Held-out prompts that decide when the warm start is over."""
+Kind = Literal["text", "code"]
 _FORMAT = 2
 """Format of the folder; raised when other files are to be in it."""
 
@@ -21,6 +22,7 @@ _FORMAT = 2
 def make(
     folder: Path,
     *,
+    kind: Kind = "text",
     digits: int = 2,
     seed: int = 0,
     target: float = 0.45,
@@ -33,19 +35,26 @@ def make(
     made.json comes last: it marks the folder complete, and says with which settings.
 
     Args:
+        kind: sums, or programs that pass unit tests.
+        digits: of each summand.
         target: greedy held-out accuracy to stop the warm start at.
 
     Returns:
         What made.json holds: settings, steps and seconds taken, accuracies reached.
     """
-    settings = {"digits": digits, "seed": seed, "target": target, "format": _FORMAT}
+    task = {"digits": digits} if kind == "text" else {"kind": kind}
+    settings = {**task, "seed": seed, "target": target, "format": _FORMAT}
     marker = folder / "made.json"
     made: dict[str, Any] | None = read_json(marker)
     if made is not None and made["settings"] == settings:
         return made
     marker.unlink(missing_ok=True)
-    arithmetic.write(folder, digits, NUM_TRAIN, NUM_HELDOUT, seed)
-    tokens = checkpoint.tokenizer()
+    if kind == "text":
+        arithmetic.write(folder, digits, NUM_TRAIN, NUM_HELDOUT, seed)
+        tokens = checkpoint.tokenizer()
+    else:
+        programs.write(folder, NUM_TRAIN, NUM_HELDOUT, seed)
+        tokens = checkpoint.tokenizer(words=[*checkpoint.WORDS, *programs.WORDS])
     model = checkpoint.model(tokens, seed=seed)
     checkpoint.save(folder / "untrained", model, tokens)
 
@@ -56,7 +65,7 @@ def make(
         prompts = map(source.prompt, range(len(source)))
         end = [tokens.eos_token_id]
         return [
-            Example(p.token_ids, tokens.encode(f"\\boxed{{{p.answer}}}") + end) for p in prompts
+            Example(p.token_ids, tokens.encode(p.metadata["completion"]) + end) for p in prompts
         ]
 
     outcome = warm_start(

@@ -13,12 +13,33 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from relax_hpc.media.patches import patches
+from relax_hpc.media.recipe import Vision
+
+
+class Image(NamedTuple):
+    """An image that a model is shown with a prompt."""
+
+    pixels: Tensor
+    """[1, height, width, 3] uint8, canonical."""
+    vision: Vision
+    """The recipe that they were made by."""
+    token_id: int
+    """Placeholder of its features."""
+
+    @property
+    def grid(self) -> list[int]:
+        """Patches in time, y and x."""
+        return [1, *(side // self.vision.patch for side in self.pixels.shape[1:3])]
+
 
 class Example(NamedTuple):
     """A prompt and the wanted response, which ends with the end-of-turn token."""
 
     prompt_ids: list[int]
     response_ids: list[int]
+    image: Image | None = None
+    """Image of the prompt; of all examples, or of none."""
 
 
 class Outcome(NamedTuple):
@@ -53,7 +74,8 @@ def warm_start(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     draws = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=lr, weight_decay=0.01, betas=(0.9, 0.98))
     start, step, greedy = time.perf_counter(), 0, 0.0
     while step < max_steps and greedy < target:
         step += 1
@@ -61,7 +83,7 @@ def warm_start(
         picks = torch.randint(len(train), (batch_size,), generator=draws).tolist()
         loss = _loss(model, [train[i] for i in picks])
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         # Addition is grasped suddenly: look often from then on, so as not to overshoot.
@@ -87,7 +109,10 @@ def accuracy(
         tokens = torch.tensor([example.prompt_ids for example in group])
         start, longest = tokens.shape[1], max(len(e.response_ids) for e in group)
         for _ in range(longest):
-            logits = model(tokens, use_cache=False, logits_to_keep=1).logits[:, -1]
+            shown = _shown(group, tokens)
+            logits = model(tokens, use_cache=False, logits_to_keep=1, **shown).logits[:, -1]
+            if (image := group[0].image) is not None:
+                logits[:, image.token_id] = -torch.inf  # one would be taken for more of the image
             tokens = torch.cat([tokens, _choose(logits, sampling)], 1)
         for example, row in zip(group, tokens[:, start:].tolist(), strict=True):
             correct += row[: len(example.response_ids)] == example.response_ids
@@ -100,6 +125,19 @@ def _choose(logits: Tensor, sampling: torch.Generator | None) -> Tensor:
     return torch.multinomial(logits.softmax(-1), 1, generator=sampling)
 
 
+def _shown(batch: Sequence[Example], tokens: Tensor) -> dict[str, Tensor]:
+    """Arguments of a model that sees, for the images of a batch; none for text."""
+    images = [example.image for example in batch if example.image is not None]
+    if not images:
+        return {}
+    seen = [patches(image.pixels, image.vision, torch.float32) for image in images]
+    return {
+        "pixel_values": torch.cat(seen),
+        "image_grid_thw": torch.tensor([image.grid for image in images]),
+        "mm_token_type_ids": (tokens == images[0].token_id).int(),
+    }
+
+
 def _loss(model: PreTrainedModel, batch: Sequence[Example]) -> Tensor:
     """Mean negative log-likelihood per response token, nats."""
     rows = [example.prompt_ids + example.response_ids for example in batch]
@@ -110,5 +148,7 @@ def _loss(model: PreTrainedModel, batch: Sequence[Example]) -> Tensor:
         tokens[i, : len(row)] = torch.tensor(row)
         labels[i, len(example.prompt_ids) : len(row)] = torch.tensor(example.response_ids)
     # Positions before the shortest prompt's last token predict nothing: no logits for them.
-    logits = model(tokens[:, :-1], use_cache=False, logits_to_keep=length - given).logits
+    asked = tokens[:, :-1]
+    shown = _shown(batch, asked)
+    logits = model(asked, use_cache=False, logits_to_keep=length - given, **shown).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, given:].flatten())

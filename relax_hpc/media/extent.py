@@ -8,6 +8,7 @@ import numpy as np
 from relax_hpc.media.facts import Facts
 from relax_hpc.media.kinds import Modality
 from relax_hpc.media.recipe import Audio, Recipe, Video, Vision
+from relax_hpc.schema import Array
 
 
 class Extent(NamedTuple):
@@ -40,6 +41,41 @@ def extent_of(facts: Facts, recipe: Recipe) -> Extent:
     assert recipe.audio is not None
     frames = mel_frames(facts, recipe.audio)
     return Extent("audio", (audio_tokens(frames, recipe.audio.chunk),), mel_frames=frames)
+
+
+def extent_of_array(
+    array: Array,
+    grid: tuple[int, int, int],
+    frames: tuple[int, ...],
+    seconds: float,
+    recipe: Recipe,
+) -> Extent:
+    """Computes the room of a medium of which only the canonical array is left; without its times.
+
+    Args:
+        array: of the medium.
+        grid: patches in time, y and x; zeros of sound.
+        frames: that were taken of a video; none of an image.
+        seconds: from one patch of a video to the next in time.
+        recipe: of the model.
+    """
+    if array.ndim == 2:
+        assert recipe.audio is not None, "models that do not hear are given no sound"
+        num_frames = array.shape[1]
+        return Extent(
+            "audio", (audio_tokens(num_frames, recipe.audio.chunk),), mel_frames=num_frames
+        )
+    size = (array.shape[1], array.shape[2])
+    if not frames:
+        return Extent("image", (_tokens(grid, recipe.image),), size, grid)
+    return Extent(
+        "video", _video_tokens(grid, recipe), size, grid, frames, seconds_per_grid=seconds
+    )
+
+
+def _video_tokens(grid: tuple[int, int, int], recipe: Recipe) -> tuple[int, ...]:
+    count = _tokens(grid, recipe.video.vision)
+    return (count // grid[0],) * grid[0] if recipe.family.frame else (count,)
 
 
 def _grid(frames: int, size: tuple[int, int], vision: Vision) -> tuple[int, int, int]:
@@ -124,8 +160,7 @@ def _of_video(facts: Facts, recipe: Recipe) -> Extent:
     else:
         size = fitted(facts.height, facts.width, vision)
     grid = _grid(len(frames), size, vision)
-    count = _tokens(grid, vision)
-    tokens = (count // grid[0],) * grid[0] if recipe.family.frame else (count,)
+    tokens = _video_tokens(grid, recipe)
     sampled_fps = len(frames) / facts.num_frames * facts.fps
     times = _times(frames, facts.fps, vision.time)
     return Extent("video", tokens, size, grid, frames, times, vision.time / sampled_fps)

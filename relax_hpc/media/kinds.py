@@ -2,7 +2,7 @@
 
 from typing import BinaryIO, Literal, NamedTuple, get_args
 
-from relax_hpc.schema import MediaKind
+from relax_hpc.schema import MediaKind, Medium
 
 Modality = Literal["image", "video", "audio"]
 MODALITIES: tuple[Modality, ...] = get_args(Modality)
@@ -62,12 +62,16 @@ def named(modality: Modality) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def modality_of(kind: MediaKind) -> Modality:
-    """Returns what media of a kind are.
+def modality_of(medium: Medium) -> Modality:
+    """Returns what a medium is.
 
     Raises:
-        ValueError: of none that is decoded here.
+        ValueError: of no kind that is decoded here.
     """
+    kind = medium.kind
+    if kind is MediaKind.TENSOR:
+        still: Modality = "image" if any(medium.grid_thw) else "audio"
+        return "video" if medium.frames else still
     if kind is MediaKind.FRAMES:
         return "video"
     for _, _, encoding in _ENCODINGS:

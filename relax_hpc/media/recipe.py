@@ -10,11 +10,12 @@ from relax_hpc.errors import ConfigError, shown
 from relax_hpc.media.family import FAMILIES, QWEN3_OMNI, Family
 from relax_hpc.records import read_json
 
-_ALL, _IMAGE, _VIDEO = (
+READ = _ALL, _IMAGE, _VIDEO = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
+"""Files of a model's folder that a recipe is read from, if they are there; and config.json."""
 _AGAIN = "download the model's files again"
 _BICUBIC = 3
 _IMAGE_TOKENS, _FRAME_TOKENS = (4, 16384), (128, 768)
@@ -74,6 +75,15 @@ class Recipe(NamedTuple):
     """Positions of a second of video, of a family that is timed."""
 
 
+def is_shown_media(folder: Path) -> bool:
+    """Whether a model takes images, videos or sound."""
+    return _family_in(read_json(folder / "config.json") or {}) is not None
+
+
+def _family_in(config: Mapping[str, Any]) -> Family | None:
+    return FAMILIES.get(str(config.get("model_type")))
+
+
 def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
     """Reads the recipe of a model.
 
@@ -88,7 +98,7 @@ def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
         ConfigError: the folder has no preprocessor, or one that cannot be followed.
     """
     config = read_json(folder / "config.json") or {}
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = _family_in(config)
     if family is None:
         return None
     files = _Files(folder)
@@ -105,6 +115,18 @@ def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
         _audio(sound, settings, chunk) if sound else None,
         float(thinker.get("position_id_per_seconds", 13)),
     )
+
+
+def read_view(folder: Path) -> Recipe | None:
+    """Reads the recipe of a model for who is given canonical arrays.
+
+    What is made of these, patches and positions, depends on no bound of a job: those in it are the
+    model's own.
+
+    Raises:
+        ConfigError: as `read_recipe`.
+    """
+    return read_recipe(folder, MediaConfig())
 
 
 class _Table:
@@ -136,10 +158,9 @@ class _Files:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        names = (_ALL, _IMAGE, _VIDEO)
         self._records = {
             name: user_files.read_object(folder / name, _AGAIN)
-            for name in names
+            for name in READ
             if (folder / name).exists()
         }
         if not self._records:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
 from relax_hpc import user_files
-from relax_hpc.errors import ConfigError, first_line, shown
+from relax_hpc.errors import ConfigError, MediumError, first_line, shown
 from relax_hpc.media.kinds import Encoding, Modality, encoding_of, named
 
 _TAR = re.compile(r"(?P<file>.+\.tar):(?P<name>.+):(?P<offset>\d+):(?P<size>\d+)", re.DOTALL)
@@ -43,13 +43,13 @@ class Source(NamedTuple):
     def label(self) -> str:
         return f"{self.place} ({self.given})" if self.given else self.place
 
-    def refused(self, said: str) -> ConfigError:
+    def refused(self, said: str) -> MediumError:
         """Makes the error of a medium that cannot be used.
 
         Args:
             said: what is wrong with it; and what to do.
         """
-        return ConfigError(f"{self.label}: {said}")
+        return MediumError(f"{self.label}: {said}")
 
     def opened(self) -> BinaryIO:
         """Opens it at its beginning.
@@ -63,7 +63,7 @@ class Source(NamedTuple):
         try:
             file = user_files.opened(self.path, "correct the path, or remove the line")
         except ConfigError as error:
-            raise ConfigError(f"{self.place}: {error}") from None
+            raise MediumError(f"{self.place}: {error}") from None
         if self.size is None:
             return file
         there = os.fstat(file.fileno()).st_size

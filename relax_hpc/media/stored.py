@@ -8,11 +8,12 @@ from typing import NamedTuple
 import numpy as np
 
 from relax_hpc.errors import ConfigError, DamagedError
-from relax_hpc.media.canonical import Canonical, Measured, canonical, measured
+from relax_hpc.media.canonical import Canonical, Measured, canonical, digest_of, measured
+from relax_hpc.media.extent import extent_of_array
 from relax_hpc.media.kinds import modality_of
 from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.source import Source
-from relax_hpc.schema import MediaKind, Medium
+from relax_hpc.schema import Array, MediaKind, Medium
 
 DECODERS = "decoders"
 """Attribute of a shard: the libraries that made the canonical arrays its digests are of."""
@@ -39,6 +40,8 @@ class Stored(NamedTuple):
             DamagedError: it cannot be decoded, or is decoded to another array.
         """
         medium = self.medium
+        if medium.kind is MediaKind.TENSOR:
+            return self._as_it_is(recipe)
         try:
             size = measured(self._as_source(), recipe)
             if size.extent.grid != medium.grid_thw or size.extent.frames != medium.frames:
@@ -60,9 +63,32 @@ class Stored(NamedTuple):
             )
         return found
 
+    def _as_it_is(self, recipe: Recipe) -> Canonical:
+        """Reads the canonical array itself."""
+        medium = self.medium
+        try:
+            array: Array = np.load(io.BytesIO(medium.data.tobytes()), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DamagedError(f"{self.place}: holds no array: {error}") from None
+        if (found := digest_of(array)) != medium.canonical_xxh3:
+            raise DamagedError(
+                f"{self.place}: holds an array of digest {found.hex()}, not "
+                f"{medium.canonical_xxh3.hex()}; restore the file"
+            )
+        seconds = medium.seconds_per_grid
+        extent = extent_of_array(array, medium.grid_thw, medium.frames, seconds, recipe)
+        vision = recipe.video.vision if medium.frames else recipe.image
+        patches = tuple(pixels // vision.patch for pixels in extent.size)
+        if medium.grid_thw[1:] != patches:
+            raise DamagedError(
+                f"{self.place}: has {medium.grid_thw[1:]} patches, and {patches} by the "
+                "preprocessor of the model; use that of the run"
+            )
+        return Canonical(extent, array)
+
     def _as_source(self) -> Source:
         data = self.medium.data.tobytes()
-        source = Source(self.place, modality_of(self.medium.kind))
+        source = Source(self.place, modality_of(self.medium))
         if self.medium.kind is not MediaKind.FRAMES:
             return source._replace(data=data)
         frames, fps = _unpacked(data)
@@ -73,6 +99,25 @@ class Stored(NamedTuple):
     def _said(self) -> str:
         wrote = f"by {self.decoders}, " if self.decoders else ""
         return f": stored {wrote}read by {decoders()}"
+
+
+def stored_as_array(found: Canonical, digest: bytes) -> Medium:
+    """Returns a medium that is stored as its canonical array, which no decoder has to make again.
+
+    Args:
+        found: the medium, decoded.
+        digest: of it.
+    """
+    extent, file = found.extent, io.BytesIO()
+    np.save(file, found.array, allow_pickle=False)
+    return Medium(
+        MediaKind.TENSOR,
+        np.frombuffer(file.getvalue(), np.uint8),
+        extent.grid,
+        digest,
+        extent.frames,
+        float(np.float32(extent.seconds_per_grid)),
+    )
 
 
 def stored(medium: Measured, canonical_xxh3: bytes = b"") -> Medium:

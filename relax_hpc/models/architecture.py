@@ -20,6 +20,40 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Vision:
+    """The shape of a tower that sees."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    patch: int
+    """Pixels of a side of a patch."""
+    time: int
+    """Frames of a patch."""
+    merge: int
+    """Patches of a side of a token."""
+    positions: int
+    """Learned positions of a side; they are resampled to the grid of each frame."""
+    rope_base: float
+    out_size: int
+    """Channels of a feature: the hidden size of the language model."""
+    taps: tuple[int, ...]
+    """Layers whose outputs become further features, from 0: the first of them is added after the
+    first layer of the language model, and so on."""
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch."""
+        return 3 * self.time * self.patch**2
+
+    @property
+    def levels(self) -> int:
+        """Features of a token."""
+        return 1 + len(self.taps)
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """The model's shape, by its config.json."""
 
@@ -38,3 +72,4 @@ class Architecture:
     rope: Rope
     tied_embeddings: bool
     experts: Experts | None = None
+    vision: Vision | None = None

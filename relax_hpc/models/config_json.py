@@ -14,7 +14,8 @@ class Table:
 
     def __init__(self, record: Mapping[str, Any], place: str) -> None:
         self.record = record
-        self._place = place
+        self.place = place
+        """File and keys, before the next key."""
 
     def get(self, key: str, default: Any = None) -> Any:  # noqa: ANN401
         return self.record.get(key, default)
@@ -28,7 +29,7 @@ class Table:
         value = self.record.get(key)
         if value is not None and not isinstance(value, dict):
             raise self.refused(key, "an object is expected")
-        return Table(value or {}, f"{self._place}{key}.")
+        return Table(value or {}, f"{self.place}{key}.")
 
     def size(self, key: str, default: int | None = None) -> int:
         """A positive integer.
@@ -61,7 +62,7 @@ class Table:
 
     def refused(self, key: str, expected: str) -> ConfigError:
         found = repr(self.record[key]) if key in self.record else "missing"
-        return ConfigError(f"{self._place}{key} = {found}: {expected}")
+        return ConfigError(f"{self.place}{key} = {found}: {expected}")
 
 
 class ConfigJson(Table):

@@ -22,3 +22,5 @@ class Family:
     parameters: Callable[[Architecture], Iterator[Parameter]]
     """The model's parameters, in the order in which weights are exported; layers by their number in
     the model."""
+    fuses_experts: bool = False
+    """Whether the hub's folders have all experts of a layer in one tensor, `Parameter.fused`."""

@@ -7,13 +7,15 @@ listed are passed over by transformers, too; `unknown` finds them, so that someb
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.config_json import ConfigJson, Table
 from relax_hpc.models.rope import lost_base
 
 CAUSAL = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
 }
 """model_type -> the class of transformers that engine and trainer compute."""
 
@@ -157,43 +159,94 @@ FIELDS: Mapping[str, Field] = {
 }  # fmt: skip
 
 
+_TOWER = Obeyed("the shape of the tower")
+
+VISION_FIELDS: Mapping[str, Field] = {
+    **{name: field for name, field in FIELDS.items() if isinstance(field, Inert)},
+    "model_type": Inert("the architecture decides it"),
+    "depth": _TOWER,
+    "hidden_size": _TOWER,
+    "intermediate_size": _TOWER,
+    "num_heads": _TOWER,
+    "patch_size": _TOWER,
+    "temporal_patch_size": _TOWER,
+    "spatial_merge_size": _TOWER,
+    "out_hidden_size": _TOWER,
+    "num_position_embeddings": _TOWER,
+    "deepstack_visual_indexes": _TOWER,
+    "rope_parameters": Obeyed("the angles of patches"),
+    "hidden_act": Only(("gelu_pytorch_tanh",), "the feed-forward layers are"),
+    "in_channels": Only((3,), "pixels are red, green and blue"),
+    "num_attention_heads": Inert("num_heads says it"),
+    "num_hidden_layers": Inert("depth says it"),
+    **{name: FIELDS[name] for name in ("architectures", "is_encoder_decoder", "per_layer_config",
+                                       "fusion_config", "quantization_config")},
+}  # fmt: skip
+"""The same of `vision_config`, of a model that sees."""
+
+_TOKENS = Inert("the rollout says which tokens stand for media")
+
+WHOLE_FIELDS: Mapping[str, Field] = {
+    **{name: field for name, field in FIELDS.items() if not isinstance(field, Obeyed)},
+    **{name: FIELDS[name] for name in ("model_type", "tie_word_embeddings", "eos_token_id")},
+    "text_config": Obeyed("the model of language; `FIELDS` are in it"),
+    "vision_config": Obeyed("the tower"),
+    "image_token_id": _TOKENS,
+    "video_token_id": _TOKENS,
+    "vision_start_token_id": _TOKENS,
+    "vision_end_token_id": _TOKENS,
+}
+"""The same of a model that sees, beside its parts."""
+
+
+def parts(config: ConfigJson) -> list[tuple[Table, Mapping[str, Field]]]:
+    """Returns the objects of the file that say what the model is, each with its fields."""
+    if "vision_config" not in config.record:
+        return [(config, FIELDS)]
+    of_text, of_vision = config.table("text_config"), config.table("vision_config")
+    return [(config, WHOLE_FIELDS), (of_text, FIELDS), (of_vision, VISION_FIELDS)]
+
+
 def check(config: ConfigJson) -> None:
     """Refuses values that would have the model computed otherwise than transformers computes it.
 
     Raises:
         ConfigError: naming the field, its value and what is supported.
     """
-    for name in config.record:
-        field = FIELDS.get(name)
-        if not isinstance(field, Only):
-            continue
-        values = _values(name, config) or field.values
-        if config.get(name) not in values:
-            supported = " or ".join(map(repr, values))
-            raise config.refused(name, f"only {supported} is supported: {field.why}")
+    for table, known in parts(config):
+        for name in table.record:
+            field = known.get(name)
+            if not isinstance(field, Only):
+                continue
+            values = _values(name, table) or field.values
+            if table.get(name) not in values:
+                supported = " or ".join(map(repr, values))
+                raise table.refused(name, f"only {supported} is supported: {field.why}")
 
 
-def _values(name: str, config: ConfigJson) -> tuple[object, ...]:
+def _values(name: str, table: Table) -> tuple[object, ...]:
     """Returns the values that are accepted because of other fields."""
     if name == "layer_types":
-        return None, ["full_attention"] * config.size("num_hidden_layers")
+        return None, ["full_attention"] * table.size("num_hidden_layers")
     if name == "architectures":
-        return None, [CAUSAL[config.get("model_type")]]
+        return None, [CAUSAL.get(str(table.get("model_type")))]
     return ()
 
 
 def doubts(config: ConfigJson) -> list[str]:
     """Returns a line for each thing that transformers passes over, but somebody may have meant."""
     found = []
-    if unknown := sorted(set(config.record) - set(FIELDS)):
-        fields, are = ("fields", "are") if unknown[1:] else ("field", "is")
+    for table, known in parts(config):
+        if unknown := sorted(set(table.record) - set(known)):
+            fields, are = ("fields", "are") if unknown[1:] else ("field", "is")
+            found.append(
+                f"{table.place}{', '.join(unknown)}: unknown {fields}, {are} passed over, as "
+                "transformers does; if they change the model, it cannot be trained here"
+            )
+    language = parts(config)[-2:][0][0]
+    if lost := lost_base(language):
         found.append(
-            f"{config.path}: {', '.join(unknown)}: unknown {fields}, {are} passed over, as "
-            "transformers does; if they change the model, it cannot be trained here"
-        )
-    if lost := lost_base(config):
-        found.append(
-            f"{config.path}: rope_parameters.rope_theta = {lost}: is passed over, as transformers "
+            f"{language.place}rope_parameters.rope_theta = {lost}: is passed over, as transformers "
             "does, since there is rope_scaling; write it there"
         )
     return found

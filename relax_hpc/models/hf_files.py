@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+"""Names of the embedding: in a model of text, and in one that sees."""
+OUTPUT = "lm_head.weight"
 Shape = tuple[int, ...]
 _CHUNK_BYTES = 1 << 24
 
@@ -80,7 +82,7 @@ class HfFiles:
         found = self.shape(name)
         if found == expected:
             return
-        if name in (EMBEDDING, OUTPUT) and found[1:] == expected[1:]:
+        if name in (*EMBEDDINGS, OUTPUT) and found[1:] == expected[1:]:
             raise self.refused(
                 f"{name} has {found[0]} rows, but vocab_size in config.json is {expected[0]}; "
                 "they must be of the same model"
@@ -104,7 +106,8 @@ class HfFiles:
         """
         if OUTPUT not in self.names:
             return
-        (kind, first, one), (other_kind, other_first, other) = map(self._place, (EMBEDDING, OUTPUT))
+        embedding = next(name for name in EMBEDDINGS if name in self.names)
+        (kind, first, one), (other_kind, other_first, other) = map(self._place, (embedding, OUTPUT))
         size = kind[2]
         start, stop = size * part // num_parts, size * (part + 1) // num_parts
         if kind == other_kind and same_bytes(
@@ -113,7 +116,7 @@ class HfFiles:
             return
         raise self.refused(
             f"tie_word_embeddings = true in config.json, but there is an {OUTPUT} other than "
-            f"{EMBEDDING}; set it to false to train both, or remove the tensor"
+            f"{embedding}; set it to false to train both, or remove the tensor"
         )
 
     def _place(self, name: str) -> tuple[tuple[str, Shape, int], int, Path]:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.comm.bucket import NamedTensors, buckets
+from relax_hpc.models.hub_layout import as_in_hub
 from relax_hpc.records import sync, write_json
 
 SHARD_BYTES = 5 << 30
@@ -42,7 +43,7 @@ def write(
         shutil.rmtree(left_over, ignore_errors=True)
     draft.mkdir(parents=True)
     copy_all_but_weights(source, draft)
-    dtypes = _write_weights(draft, buckets(tensors, shard_bytes))
+    dtypes = _write_weights(draft, buckets(as_in_hub(tensors, source), shard_bytes))
     set_dtype(draft, dtypes)
     if durable:
         for path in (*draft.iterdir(), draft):

@@ -44,6 +44,8 @@ class Parameter:
     fused: str = ""
     """Name of all experts as one tensor [experts, rows of all of `hf`, columns], where a checkpoint
     has it instead."""
+    transposed: bool = False
+    """The fused tensor is [experts, columns, rows of all of `hf`]."""
 
     def within(self, core: str, hf: str) -> "Parameter":
         """The same under a prefix."""
@@ -53,6 +55,15 @@ class Parameter:
             hf={hf + name: shape for name, shape in self.hf.items()},
             fused=self.fused and hf + self.fused,
         )
+
+    def renamed(self, old: str, new: str) -> "Parameter":
+        """The same where a folder has another prefix."""
+
+        def name(of: str) -> str:
+            return new + of.removeprefix(old) if of.startswith(old) else of
+
+        hf = {name(of): shape for of, shape in self.hf.items()}
+        return replace(self, hf=hf, fused=name(self.fused))
 
     def names(self) -> Iterator[str]:
         """The tensors of a checkpoint, expert by expert."""
@@ -96,7 +107,8 @@ class Parameter:
     @property
     def fused_shape(self) -> Shape:
         (_, *others), *_ = self.hf.values()
-        return (self.num_experts, self._rows, *others)
+        each = (self._rows, *others)
+        return (self.num_experts, *(reversed(each) if self.transposed else each))
 
     @property
     def _rows(self) -> int:

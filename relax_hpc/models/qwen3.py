@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from relax_hpc.models.architecture import Architecture
-from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.config_json import ConfigJson, Table
 from relax_hpc.models.family import Family
 from relax_hpc.models.fields import QWEN3_HEAD_DIM
 from relax_hpc.models.names import Parameter
@@ -15,14 +15,16 @@ def read(config: ConfigJson) -> Architecture:
     return read_shape(config, QWEN3_HEAD_DIM)
 
 
-def read_shape(config: ConfigJson, head_dim: int | None = None) -> Architecture:
+def read_shape(config: Table, head_dim: int | None = None, *, sees: bool = False) -> Architecture:
     """Reads the fields that these families have in common.
 
     Args:
-        config: of the model.
+        config: of the model, or its part about language.
         head_dim: where config.json has none; by default what heads share of the hidden channels.
+        sees: positions are in time, y and x.
     """
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
+    head_dim = config.size("head_dim", head_dim or hidden_size // num_heads)
     return Architecture(
         model_type=config.get("model_type"),
         num_layers=config.size("num_hidden_layers"),
@@ -30,11 +32,11 @@ def read_shape(config: ConfigJson, head_dim: int | None = None) -> Architecture:
         ffn_hidden_size=config.size("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=config.size("num_key_value_heads"),
-        head_dim=config.size("head_dim", head_dim or hidden_size // num_heads),
+        head_dim=head_dim,
         vocab_size=config.size("vocab_size"),
         max_positions=config.size("max_position_embeddings"),
         norm_epsilon=config.number("rms_norm_eps"),
-        rope=Rope.read(config),
+        rope=Rope.read(config, head_dim=head_dim if sees else None),
         tied_embeddings=config.flag("tie_word_embeddings"),
     )
 

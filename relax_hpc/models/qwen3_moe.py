@@ -7,33 +7,39 @@ from typing import Any
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import qwen3
 from relax_hpc.models.architecture import Architecture, Experts
-from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.models.config_json import ConfigJson, Table
 from relax_hpc.models.family import Family
 from relax_hpc.models.names import Parameter
 
 
 def read(config: ConfigJson) -> Architecture:
     dense = qwen3.read_shape(config)
+    return replace(dense, experts=read_experts(config, dense.num_layers))
+
+
+def read_experts(config: Table, num_layers: int) -> Experts:
+    """Reads the fields of a mixture of experts.
+
+    Raises:
+        ConfigError: naming the key.
+    """
     # The hub's folders have the first, transformers 5 writes the second.
     key = "num_experts" if config.get("num_local_experts") is None else "num_local_experts"
     num_experts, chosen = config.size(key), config.size("num_experts_per_tok")
     if chosen > num_experts:
         raise ConfigError(
-            f"{config.path}: num_experts_per_tok = {chosen}: there are {key} = {num_experts}"
+            f"{config.place}num_experts_per_tok = {chosen}: there are {key} = {num_experts}"
         )
-    return replace(
-        dense,
-        experts=Experts(
-            num_experts=num_experts,
-            experts_per_token=chosen,
-            ffn_hidden_size=config.size("moe_intermediate_size"),
-            norm_topk_prob=config.flag("norm_topk_prob"),
-            layers=_layers(config, dense.num_layers),
-        ),
+    return Experts(
+        num_experts=num_experts,
+        experts_per_token=chosen,
+        ffn_hidden_size=config.size("moe_intermediate_size"),
+        norm_topk_prob=config.flag("norm_topk_prob"),
+        layers=_layers(config, num_layers),
     )
 
 
-def _layers(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+def _layers(config: Table, num_layers: int) -> tuple[int, ...]:
     every = config.size("decoder_sparse_step", 1)
     listed = config.get("mlp_only_layers") or []
     if not isinstance(listed, list) or any(type(layer) is not int for layer in listed):
@@ -42,7 +48,7 @@ def _layers(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
     layers = tuple(n for n in range(num_layers) if n not in dense and (n + 1) % every == 0)
     if not layers:
         raise ConfigError(
-            f"{config.path}: mlp_only_layers = {sorted(dense)}, decoder_sparse_step = {every}: "
+            f"{config.place}mlp_only_layers = {sorted(dense)}, decoder_sparse_step = {every}: "
             "leave no layer with experts; such a model is of model_type 'qwen3'"
         )
     return layers

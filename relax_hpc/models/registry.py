@@ -4,14 +4,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import fields, qwen2, qwen3, qwen3_moe
+from relax_hpc.models import fields, qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.family import Family
 from relax_hpc.models.names import Parameter
 
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (qwen2.FAMILY, qwen3.FAMILY, qwen3_moe.FAMILY)
+    family.model_type: family
+    for family in (
+        qwen2.FAMILY,
+        qwen3.FAMILY,
+        qwen3_moe.FAMILY,
+        qwen3_vl.FAMILY,
+        qwen3_vl_moe.FAMILY,
+    )
 }
 
 

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from relax_hpc.models.config_json import ConfigJson, Table
+from relax_hpc.models.config_json import Table
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +22,7 @@ _KEYS = {
     },
 }  # fmt: skip
 _OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+_OF_SPACE = {"mrope_section", "mrope_interleaved"}
 _DEFAULT_BASE = 10000.0
 
 
@@ -46,10 +47,16 @@ class Rope:
     """Factor by which queries and keys become longer."""
     unfit_for_sglang: str = field(default="", compare=False)
     """Settings that SGLang reads otherwise than transformers, and the remedy; empty if none."""
+    sections: tuple[int, int, int] | None = None
+    """Numbers of channels, of a model that sees, that turn by the position in time, in y and in x.
+    They take turns; what is left at the end is of time."""
 
     @classmethod
-    def read(cls, config: ConfigJson) -> "Rope":
-        """Reads config.json.
+    def read(cls, config: Table, *, head_dim: int | None = None) -> "Rope":
+        """Reads config.json, or its part about language.
+
+        Args:
+            head_dim: of a model whose positions are in time, y and x.
 
         Raises:
             ConfigError: rotary positions of another kind, or a key of them that is unknown.
@@ -60,12 +67,16 @@ class Rope:
             key = "rope_type" if "rope_type" in table.record else "type"
             raise table.refused(key, f"only {', '.join(_KEYS)} is supported")
         for key in table.record:
-            if key not in _KEYS[kind] | _OF_ALL:
+            if key not in _KEYS[kind] | _OF_ALL | (_OF_SPACE if head_dim else set()):
                 raise table.refused(key, f"rope type {kind!r} has no such key; remove it")
         if table.get("partial_rotary_factor") not in (None, 1):
             raise table.refused("partial_rotary_factor", "only 1.0 is supported")
         source = table if "rope_theta" in table.record else config
         base = source.number("rope_theta", _DEFAULT_BASE)
+        if head_dim:
+            if kind != "default":
+                raise table.refused("rope_type", "only default is supported in a model that sees")
+            return cls(kind, base, sections=_sections(table, head_dim // 2))
         if kind == "default":
             return cls(kind, base)
         factor = table.number("factor")
@@ -81,6 +92,14 @@ class Rope:
     def __str__(self) -> str:
         scaled = "" if self.kind == "default" else f" and factor {self.factor:g}"
         return f"{self.kind} with base {self.base:g}{scaled}"
+
+    def axes(self, head_dim: int) -> list[int]:
+        """Returns which position each channel pair turns by: 0 time, 1 y, 2 x."""
+        axes = [0] * (head_dim // 2)
+        for axis, count in enumerate(self.sections or (0, 0, 0)):
+            if axis:
+                axes[axis : 3 * count : 3] = [axis] * count
+        return axes
 
     def inverse_frequencies(self, head_dim: int, device: "torch.device") -> "torch.Tensor":
         """[head_dim / 2] float32, radians per position; rounded as transformers rounds them."""
@@ -115,15 +134,37 @@ class Rope:
         return head_dim * math.log(per_turn) / (2 * math.log(self.base))
 
 
-def lost_base(config: ConfigJson) -> float | None:
+def _sections(table: Table, channels: int) -> tuple[int, int, int]:
+    if table.flag("mrope_interleaved", default=True) is not True:
+        raise table.refused("mrope_interleaved", "only true is supported")
+    found = table.get("mrope_section", [24, 20, 20])
+    if (
+        not isinstance(found, list)
+        or [type(each) for each in found] != [int] * 3
+        or min(found) < 1
+        or sum(found) != channels
+        or 3 * max(found[1:]) > channels
+    ):
+        raise table.refused(
+            "mrope_section",
+            f"three positive numbers with a sum of head_dim / 2 = {channels} are expected, the "
+            "last two at most a third of it",
+        )
+    time, y, x = found
+    return time, y, x
+
+
+def lost_base(config: Table) -> float | None:
     """The base that `rope_parameters` has where `rope_scaling` is taken instead, with another."""
     if not config.get("rope_scaling") or not config.get("rope_parameters"):
         return None
     lost: Any = config.table("rope_parameters").get("rope_theta")
-    return None if lost in (None, Rope.read(config).base) else lost
+    table = _table(config)
+    kept = (table if "rope_theta" in table.record else config).number("rope_theta", _DEFAULT_BASE)
+    return None if lost in (None, kept) else lost
 
 
-def _table(config: ConfigJson) -> Table:
+def _table(config: Table) -> Table:
     """transformers takes `rope_scaling`, if it says anything, instead of `rope_parameters`."""
     return config.table("rope_scaling" if config.get("rope_scaling") else "rope_parameters")
 

@@ -1,21 +1,27 @@
 """Public data sets, as their authors publish them, to prompts that a job trains on."""
 
 import hashlib
+import io
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.media.kinds import encoding_of, named
 from relax_hpc.preparation.dapo_math import DAPO_MATH
 from relax_hpc.preparation.data_set import DataSet, Task
 from relax_hpc.preparation.deepcoder import DEEPCODER
+from relax_hpc.preparation.geometry3k import GEOMETRY3K
 from relax_hpc.preparation.gsm8k import GSM8K
+from relax_hpc.preparation.openr1mm import OPENR1MM
 from relax_hpc.prompts.files import KINDS, open_rows
 from relax_hpc.prompts.rows import Row
 from relax_hpc.user_files import HUB, written
 
-DATA_SETS = {data_set.name: data_set for data_set in (GSM8K, DAPO_MATH, DEEPCODER)}
+DATA_SETS = {
+    data_set.name: data_set for data_set in (GSM8K, DAPO_MATH, DEEPCODER, OPENR1MM, GEOMETRY3K)
+}
 _FROM_HUB = "hf"
 """Stands for the Hugging Face hub, or for its cache, in place of a folder."""
 _HELDOUT = "test"
@@ -35,7 +41,7 @@ class _Source(NamedTuple):
 
 
 def prepare(name: str, source: str, out: Path, *, heldout: int) -> Made:
-    """Writes train.jsonl and heldout.jsonl; from the same files always the same.
+    """Writes train.jsonl, heldout.jsonl and images/; from the same files always the same.
 
     Args:
         name: of the data set.
@@ -68,6 +74,8 @@ def prepare(name: str, source: str, out: Path, *, heldout: int) -> Made:
         train_draft.open("w") as train_file,
         heldout_draft.open("w") as heldout_file,
     ):
+        if any(task.images for task in tasks):
+            _write_images(data_set, source, out)
         for task in tasks:
             _write(heldout_file if task in held else train_file, task, name)
     return Made(len(tasks) - len(held), len(held), repeated)
@@ -75,19 +83,21 @@ def prepare(name: str, source: str, out: Path, *, heldout: int) -> Made:
 
 def _tasks(data_set: DataSet, sources: Iterable[_Source]) -> tuple[dict[Task, bool], int]:
     """The tasks in the order of the files, each prompt once, and whether it is held out."""
-    by_prompt: dict[str, tuple[Task, bool]] = {}
+    by_prompt: dict[tuple[str, tuple[str, ...]], tuple[Task, bool]] = {}
     count = 0
     for source in sources:
         for row in source.rows:
             count += 1
             try:
                 task = data_set.task(row.fields)
+                task = task._replace(images=tuple(map(_file_of, data_set.images(row.fields))))
             except ValueError as error:
                 raise ConfigError(
                     f"{row.where}: {error}; name the files of {data_set.hub}, or one of them"
                 ) from None
-            known, is_heldout = by_prompt.get(task.prompt, (task, False))
-            by_prompt[task.prompt] = known, is_heldout or source.is_heldout
+            asked = task.prompt, task.images
+            known, is_heldout = by_prompt.get(asked, (task, False))
+            by_prompt[asked] = known, is_heldout or source.is_heldout
     return dict(by_prompt.values()), count - len(by_prompt)
 
 
@@ -119,9 +129,33 @@ def _names(data_set: DataSet, source: str) -> list[str]:
     return files
 
 
+def _file_of(content: bytes) -> str:
+    """Where an image is written: equal ones are one file.
+
+    Raises:
+        ValueError: it is none that is decoded here.
+    """
+    encoding = encoding_of(io.BytesIO(content))
+    if encoding.modality != "image" or encoding.kind is None:
+        raise ValueError(f"an image is {encoding.name}; {named('image')} are read")
+    return f"images/{hashlib.sha256(content).hexdigest()[:32]}.{encoding.name.lower()}"
+
+
+def _write_images(data_set: DataSet, source: str, out: Path) -> None:
+    try:
+        (out / "images").mkdir(exist_ok=True)
+        for each in _sources(data_set, source):
+            for row in each.rows:
+                for content in data_set.images(row.fields):
+                    (out / _file_of(content)).write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"--out {out}: images cannot be written: {error.strerror}") from None
+
+
 def _rank(task: Task) -> bytes:
-    return hashlib.sha256(task.prompt.encode()).digest()
+    return hashlib.sha256("".join([task.prompt, *task.images]).encode()).digest()
 
 
 def _write(file: TextIO, task: Task, source: str) -> None:
-    file.write(json.dumps({**task._asdict(), "source": source}, ensure_ascii=False) + "\n")
+    said = {key: value for key, value in task._asdict().items() if value}
+    file.write(json.dumps({**said, "source": source}, ensure_ascii=False) + "\n")

@@ -105,7 +105,7 @@ def test_the_loss_of_unequal_rows_is_the_mean_over_response_tokens(tokens):
     model = checkpoint.model(tokens, seed=0)
     rows = [Example([1, 2, 3], [4, 5]), Example([6], [7, 8, 9, 10])]
     total = 0.0
-    for prompt, response in rows:  # each alone, unpadded, from all logits
+    for prompt, response, _ in rows:  # each alone, unpadded, from all logits
         logits = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
         for k, token in enumerate(response):
             total -= logits[len(prompt) + k - 1, token].item()

@@ -30,6 +30,8 @@ _SECONDS, _CANONICAL = "media/seconds_per_grid", "media/canonical_xxh3"
 FACTS = (REFS, SPANS, FRAMES, DIGEST, _KIND, _GRID, _SECONDS, _CANONICAL)
 """All that there is of media but their bytes: `Trajectory.media` without `data`."""
 _UNKNOWN = bytes(16)
+_AT_ONCE = 16
+"""Media whose bytes are in memory while a shard is verified."""
 
 
 def digest(data: npt.NDArray[np.uint8]) -> bytes:
@@ -123,6 +125,34 @@ def read(shard: "Shard", numbers: Sequence[int]) -> list[Medium]:
             )
         whole.append(medium._replace(data=data))
     return whole
+
+
+def verify(shard: "Shard") -> None:
+    """Compares every medium of a shard with its digest, and what rows say of media with them.
+
+    Raises:
+        DamagedError: one is not what its digest says, or a row is shown one that is not there.
+    """
+    if DIGEST not in shard.fields:
+        return
+    count, rows = len(shard.read(DIGEST)), shard.read(OFFSETS["token"])
+    for first in range(0, count, _AT_ONCE):
+        read(shard, range(first, min(first + _AT_ONCE, count)))
+    refs: Any = shard.read(REFS)
+    if len(refs) and not 0 <= refs.min() <= refs.max() < count:
+        raise shard.corrupt(f"{REFS} names media up to {refs.max()}, and there are {count}")
+    if SPANS not in shard.fields:
+        return
+    spans: Any = shard.read(SPANS).astype(np.int64)
+    of_row = np.repeat(np.arange(len(rows) - 1), np.diff(shard.read(OFFSETS["media_span"])))
+    num_media = np.diff(shard.read(OFFSETS["media_ref"]))[of_row]
+    ends = spans[:, 1] + spans[:, 2]
+    inside = (spans[:, 0] >= 0) & (spans[:, 0] < num_media) & (ends <= np.diff(rows)[of_row])
+    if wrong := np.flatnonzero(~inside).tolist():
+        raise shard.corrupt(
+            f"{SPANS}: row {of_row[wrong[0]]} has {spans[wrong[0]].tolist()} (medium, first token, "
+            "tokens), which is not in it"
+        )
 
 
 def _of(columns: Columns, numbers: Sequence[int]) -> list[Medium]:

@@ -8,6 +8,7 @@ import numpy as np
 
 from relax_hpc.bus.log import RecordKind
 from relax_hpc.bus.plan import Part
+from relax_hpc.bus.shards import media
 from relax_hpc.bus.shards.shard import Shard
 from relax_hpc.bus.shards.shard_format import ROW_OFFSETS, Field
 from relax_hpc.bus.tools.findings import Commit, Finding
@@ -34,6 +35,7 @@ def check_shard(
                 return
             yield from _columns(shard, commit)
             shard.verify()
+            media.verify(shard)
             yield from _hdf5(shard)
             if commit.record.kind is RecordKind.SIDE:
                 yield from _rows_of_parent(shard, parent)

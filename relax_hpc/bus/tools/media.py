@@ -12,10 +12,8 @@ from relax_hpc.schema import MediaKind
 from relax_hpc.telemetry import tables
 from relax_hpc.user_files import written
 
-ENDINGS: dict[MediaKind, str] = {
-    kind: {MediaKind.JPEG: "jpg", MediaKind.FRAMES: "zip"}.get(kind, kind.name.lower())
-    for kind in MediaKind
-}
+_OTHERS = {MediaKind.JPEG: "jpg", MediaKind.FRAMES: "zip", MediaKind.TENSOR: "npy"}
+ENDINGS: dict[MediaKind, str] = {kind: _OTHERS.get(kind, kind.name.lower()) for kind in MediaKind}
 
 
 class File(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, NoReturn
 from relax_hpc.comm.orders import LOADER
 from relax_hpc.engines.spec import Quantization
 from relax_hpc.errors import ConfigError
+from relax_hpc.media.recipe import is_shown_media
 from relax_hpc.sections import PassThrough
 
 ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -23,6 +24,10 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
         "SGLANG_USE_CPU_ENGINE": "1",
     },
 }
+
+GATE = "--gate"
+"""Argument of our own: a file that is there once the server may take its GPUs."""
+_PROCESSORS = "relax_hpc.engines.sglang.processors"
 
 _OURS = {
     "model_path": "model.path",
@@ -62,6 +67,12 @@ _CPU_DEFAULTS: PassThrough = {
     "max_total_tokens": 32768,
     "sleep_on_idle": True,  # else an engine with nothing to do takes a core
 }
+
+
+def environment(device: Literal["cpu", "cuda"], model_path: Path) -> dict[str, str]:
+    """Variables of the server; the model of one that sees has its media made here."""
+    processors = {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _PROCESSORS}
+    return ENVIRONMENT[device] | (processors if is_shown_media(model_path) else {})
 
 
 class Share(NamedTuple):

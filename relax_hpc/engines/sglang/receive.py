@@ -32,6 +32,7 @@ from relax_hpc.comm.lanes import Taker
 from relax_hpc.comm.orders import PLAN, Order, Receipt, key_of, receipt_file
 from relax_hpc.comm.patience import Patience
 from relax_hpc.comm.streams import has_happened, mark, new_stream
+from relax_hpc.engines.sglang import features
 from relax_hpc.engines.sglang.compare import compare
 from relax_hpc.engines.sglang.copies import (
     Copies,
@@ -74,6 +75,7 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
         receipt = run[order.task](order, Patience(order, source.store))
         if order.task != "prepare":
             receipt.num_sampled = num_sampled()
+            features.forget()
     except (RuntimeError, OSError, ValueError, KeyError, AssertionError) as error:
         log.exception("weights of the trainer were not received")
         _receivers.pop(key, None)
@@ -85,6 +87,8 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def _report(model: nn.Module, order: Order) -> None:
+    """Answers an order that comes after weights were loaded from files."""
+    features.forget()
     try:
         receipt = compare(model, Path(order.folder)) if order.task == "compare" else Receipt()
         receipt.num_sampled = num_sampled()
@@ -137,6 +141,7 @@ class BroadcastSource:
         self.plan = BucketPlan.from_json(self.store.get(PLAN).decode())
         self._device, self._stream = device, new_stream(device)
         self._free = dict[int, torch.cuda.Event]()
+        """Buffer -> when what was in it has been made use of."""
 
     def bucket(self, index: int) -> Tensor:
         return self._flat[index % len(self._flat)][: self.plan.sizes[index]]
@@ -149,15 +154,15 @@ class BroadcastSource:
         if self._stream is None:
             self._wait(start_broadcast(self._group, self.bucket(index)), patience)
             return
-        if index >= len(self._flat):
-            self._stream.wait_event(self._free[index - len(self._flat)])
+        if free := self._free.get(index % len(self._flat)):
+            self._stream.wait_event(free)
         with torch.cuda.stream(self._stream):
             start_broadcast(self._group, self.bucket(index)).order_after()
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def free(self, index: int, order: Order) -> None:
         if self._stream:
-            self._free[index] = mark()
+            self._free[index % len(self._flat)] = mark()
 
     def abort(self) -> None:
         self._group.abort()
@@ -245,11 +250,12 @@ class Receiver:
         if self._places != self._addresses():  # parameters were made anew
             self._loads, self._fallback = self._recorded()
             self._places = self._addresses()
-        clock, last = _Clock(self._is_cuda), len(self.source.plan.buckets) - 1
+        clock, skipped = _Clock(self._is_cuda), set(order.skipped)
+        coming = [n for n in range(len(self.source.plan.buckets)) if n not in skipped]
         with self._abort_on_error():
-            for index in range(last + 1):
+            for index in coming:
                 self.source.fetch(index, order, patience)
-                if index == last:
+                if index == coming[-1]:
                     clock.received()
                 load(index)
                 self.source.free(index, order)

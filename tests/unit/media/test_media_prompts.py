@@ -246,7 +246,9 @@ def test_a_template_that_leaves_a_medium_out_is_refused(source, tokens, monkeypa
 
 def test_rows_with_bad_media_are_left_out_once_and_listed(source):
     rows = [TWO, rows_of(images=["gone.png"]), rows_of(images=["text.png"]), TWO]
-    made = source(*rows, bad_rows="skip")
+    with pytest.raises(ConfigError, match=r"gone\.png"):
+        source(*rows, bad_rows="skip").examine(range(4))
+    made = source(*rows, media={"broken": "skip"})
     found = made.examine(range(4))
     assert [row for row, _ in found.bad] == [1, 2] and "image 1 (text.png): is" in found.bad[1][1]
     assert found.longest == len(made.prompt(0).token_ids)

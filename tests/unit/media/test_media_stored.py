@@ -7,16 +7,22 @@ import numpy as np
 import pytest
 from bus_fixtures import PRODUCERS, make_bus, trajectory
 from media_files import clip, photo, recipe_of, source, tone
+from typer.testing import CliRunner
 
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.shards import media
 from relax_hpc.bus.tools import media as tool
-from relax_hpc.bus.tools import selection
+from relax_hpc.bus.tools import selection, verify
+from relax_hpc.cli.main import app
 from relax_hpc.errors import BusError, ConfigError, DamagedError
+from relax_hpc.media import stored as stored_media
 from relax_hpc.media.canonical import canonical, measured
+from relax_hpc.media.expand import Span
+from relax_hpc.media.positions import positions
 from relax_hpc.media.source import Source
-from relax_hpc.media.stored import DECODERS, decoders, stored
+from relax_hpc.media.stored import DECODERS, decoders, stored, stored_as_array
+from relax_hpc.paths import RunPaths
 from relax_hpc.schema import MediaKind, PromptGroup
 
 SOURCES = {
@@ -225,3 +231,85 @@ def test_a_prompt_without_media_is_said(tmp_path):
     with pytest.raises(BusError, match="prompt group 0: has no media"):
         tool.write(paths, 0, tmp_path / "seen")
     assert not (tmp_path / "seen").exists()
+
+
+def wrong(paths):
+    found = verify.verify(paths, lambda: [], lambda *_: None)
+    return [(each.kind, each.what) for each in found.findings if each.harmful]
+
+
+def test_verify_compares_media_with_their_digests(tmp_path, recipe, monkeypatch):
+    """A digest that was wrong from the start has a right checksum."""
+    shown = [made(SOURCES["jpeg"], recipe), made(SOURCES["webp"], recipe)]
+    paths, _ = put(tmp_path / "sound", [group_of(0, shown)])
+    assert wrong(paths) == []
+    real = media.digest
+    with monkeypatch.context() as patch:
+        patch.setattr(media, "digest", lambda data: real(data[1:]))
+        paths, _ = put(tmp_path / "wrong", [group_of(0, shown)])
+    [(kind, what)] = wrong(paths)
+    assert kind == "shard" and "medium 0 (JPEG, " in what and media.DIGEST in what
+
+
+@pytest.mark.parametrize("span", [(1, 1, 2), (0, 19, 6), (-1, 0, 2)])
+def test_verify_finds_spans_that_are_not_in_their_rows(tmp_path, recipe, monkeypatch, span):
+    """Rows of 24 tokens with one medium."""
+    group = group_of(0, [made(SOURCES["jpeg"], recipe)], siblings=2, spans=[span])
+    assert len(group.trajectories[0].token_ids) == 24
+    monkeypatch.setattr(media, "_check_spans", lambda _: None)
+    paths, _ = put(tmp_path, [group])
+    [(kind, what)] = wrong(paths)
+    assert kind == "shard" and f"{media.SPANS}: row 0 has {list(span)}" in what
+
+
+def test_the_command_writes_the_files_of_a_run_and_says_which(tmp_path, recipe):
+    shown = [made(SOURCES["jpeg"], recipe), made(SOURCES["sound"], recipe)]
+    put(tmp_path / "run", [group_of(0, shown)])
+    config = RunPaths(tmp_path / "run").config
+    config.parent.mkdir(exist_ok=True)
+    config.write_text("{}")
+
+    def bus_media(guid):
+        out = tmp_path / "out"
+        given = ["bus", "media", str(tmp_path / "run"), "--guid", str(guid), "--out", str(out)]
+        return CliRunner().invoke(app, given)
+
+    done = bus_media(0)
+    assert done.exit_code == 0, done.exception
+    head, first, second = done.output.splitlines()
+    assert head.split() == ["file", "kind", "bytes", "patches", "tokens", "canonical", "array"]
+    assert "guid0_0.jpg" in first and shown[0].canonical_xxh3.hex() in first
+    assert " 1 x " in first and "guid0_1.wav" in second and " - " in second
+    assert (tmp_path / "out" / "guid0_0.jpg").read_bytes() == SOURCES["jpeg"].data
+    assert "guid0_0.jpg" in str(bus_media(0).exception), "a file that is there stays"
+    assert "prompt group 5" in str(bus_media(5).exception)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_an_array_that_is_stored_needs_no_decoder(tmp_path, recipe, monkeypatch, name):
+    expected = canonical(measured(SOURCES[name], recipe), recipe)
+    medium = stored_as_array(expected, expected.digest)
+    assert medium.kind is MediaKind.TENSOR
+    paths, _ = put(tmp_path, [group_of(0, [medium])])
+    monkeypatch.setattr(stored_media, "canonical", pytest.fail)
+    found = read(paths).canonical(recipe)
+    assert np.array_equal(found.array, expected.array) and found.array.dtype == expected.array.dtype
+    room = expected.extent._replace(times=())
+    assert found.extent._replace(seconds_per_grid=0) == room._replace(seconds_per_grid=0)
+    assert found.extent.seconds_per_grid == np.float32(room.seconds_per_grid)
+    one, other = (
+        positions(500, [Span(0, 5, sum(each.tokens))], [each], recipe)
+        for each in (found.extent, expected.extent)
+    )
+    assert np.array_equal(one, other)
+
+
+def test_an_array_that_is_not_of_its_digest_or_of_another_recipe_is_named(tmp_path, recipe):
+    found = canonical(measured(SOURCES["jpeg"], recipe), recipe)
+    paths, _ = put(tmp_path / "digest", [group_of(0, [stored_as_array(found, bytes(range(16)))])])
+    with pytest.raises(DamagedError, match="medium 0: holds an array of digest"):
+        read(paths).canonical(recipe)
+    paths, _ = put(tmp_path / "patch", [group_of(0, [stored_as_array(found, found.digest)])])
+    other = recipe._replace(image=recipe.image._replace(patch=8))
+    with pytest.raises(DamagedError, match="use that of the run"):
+        read(paths).canonical(other)

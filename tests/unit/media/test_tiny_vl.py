@@ -15,6 +15,7 @@ from transformers import (
 
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.demo import make_tiny_vl, seeing, shapes
+from relax_hpc.demo.warm_start import Outcome, _loss, accuracy
 from relax_hpc.media.canonical import canonical
 from relax_hpc.media.patches import patches
 from relax_hpc.media.recipe import read_recipe
@@ -47,7 +48,7 @@ def test_transformers_loads_the_very_weights(made):
     assert loaded.config.text_config.num_hidden_layers == 6
     trained = KINDS[kind].from_pretrained(folder / "model").state_dict()
     same = {name for name in expected if torch.equal(trained[name], expected[name])}
-    assert {name for name in expected if ".visual." in name} == same, "it was shown no image"
+    assert {name for name in expected if ".visual." in name} == same, "it does not learn"
 
 
 def test_experts_are_turned_as_the_hub_has_them(made):
@@ -58,6 +59,48 @@ def test_experts_are_turned_as_the_hub_has_them(made):
     expected = {before + "gate_up_proj": (4, 64, 96), before + "down_proj": (4, 48, 64)}
     assert experts == (expected if kind == "vl-moe" else {})
     assert ("lm_head.weight" in tensors) == (kind == "vl-moe")
+
+
+def test_the_warm_start_shows_images_whose_colours_are_not_the_answers(tmp_path, monkeypatch):
+    given = {}
+
+    def warm_start(model, train, heldout, **settings):
+        given.update(model=model, train=train, heldout=heldout)
+        return Outcome(1, 0.0, 0.0, 0.0)
+
+    for name, value in (("NUM_TRAIN", 40), ("NUM_HELDOUT", 8), ("warm_start", warm_start)):
+        monkeypatch.setattr(make_tiny_vl, name, value)
+    make_tiny_vl.make(tmp_path, kind="vl", seed=0, progress=print)
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "model")
+
+    def said(examples):
+        return [tokens.decode(example.response_ids) for example in examples]
+
+    answers = {
+        file: [f"\\boxed{{{json.loads(line)['answer']}}}<|im_end|>"
+               for line in (tmp_path / f"{file}.jsonl").read_text().splitlines()]
+        for file in ("train", "heldout")
+    }  # fmt: skip
+    assert said(given["heldout"]) == answers["heldout"]
+    told = said(given["train"])
+    assert sorted(told) == sorted(answers["train"])
+    right = sum(a == b for a, b in zip(told, answers["train"], strict=True))
+    assert right < 20, "a quarter of them by chance"
+    first = np.asarray(Image.open(tmp_path / "images" / "train-00000.png"))
+    assert np.array_equal(given["train"][0].image.pixels[0], first)
+
+
+def test_the_loss_and_the_accuracy_are_of_what_images_show(made):
+    folder, kind = made
+    model = KINDS[kind].from_pretrained(folder / "model")
+    tokens = AutoTokenizer.from_pretrained(folder / "model")
+    examples = make_tiny_vl._examples(folder, "train.jsonl", tokens, 3)
+    several = _loss(model, examples).item()
+    each = [_loss(model, [example]).item() for example in examples]
+    assert several == pytest.approx(sum(each) / 3, rel=1e-4), "responses are of one length"
+    dark = [e._replace(image=e.image._replace(pixels=e.image.pixels * 0)) for e in examples]
+    assert abs(_loss(model, dark).item() - several) > 1e-6
+    assert 0 <= accuracy(model, examples) <= 1
 
 
 def test_transformers_answers_a_prompt_of_the_task_and_its_image(made):

@@ -2,8 +2,10 @@
 
 import os
 import subprocess
+from pathlib import Path
 
-SGLANG_PYTHON = os.environ.get("RELAX_SGLANG_PYTHON")
+_named = os.environ.get("RELAX_SGLANG_PYTHON")
+SGLANG_PYTHON = _named and str(Path(_named).absolute())  # its link tells an environment
 _SAY_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 SGLANG_VERSION = (
     SGLANG_PYTHON

@@ -1,0 +1,22 @@
+"""Parts of a model that do not learn: no gradient, no state of the optimizer, no other weights."""
+
+from collections.abc import Collection, Sequence
+
+from megatron.core.models.gpt import GPTModel
+
+from relax_hpc.config.layout import FrozenPart
+from relax_hpc.models.qwen3_vl import CORE
+
+
+def freeze(chunks: Sequence[GPTModel], frozen: Collection[FrozenPart]) -> None:
+    """Marks parameters, before gradient buffers and the optimizer are made."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(part_of(name) not in frozen)
+
+
+def part_of(name: str) -> FrozenPart:
+    """The part that a parameter belongs to, by its name in the model."""
+    if not name.startswith(CORE):
+        return "language"
+    return "vision_projection" if "merger" in name.split(".")[1] else "vision"

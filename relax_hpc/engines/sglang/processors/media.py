@@ -1,0 +1,145 @@
+"""Runs inside SGLang: takes token ids that are expanded and pixels that are canonical, as they are.
+
+A request says in one text (`media.wire`) where the arrays of its media lie, and which tokens stand
+for their features. Nothing is resized, decoded or tokenized here, so the engine sees what the
+trainer will see, and a placeholder that the policy sampled is a token as any other.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from sglang.srt.managers.schedule_batch import (
+    Modality,
+    MultimodalDataItem,
+    MultimodalProcessorOutput,
+)
+from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
+from torch import Tensor
+
+from relax_hpc.media import wire
+from relax_hpc.media.canonical import digest_of
+from relax_hpc.media.extent import Extent
+from relax_hpc.media.patches import patches
+from relax_hpc.media.positions import next_position, positions
+from relax_hpc.media.recipe import read_view
+from relax_hpc.media.spool import Spooled
+
+_MODALITIES = {"image": Modality.IMAGE, "video": Modality.VIDEO, "audio": Modality.AUDIO}
+_KEPT_BYTES = 1 << 29
+"""Features that are kept for siblings of a request."""
+
+
+class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has no types
+    """SGLang's processor of Qwen's models, and canonical media."""
+
+    models = QwenVLImageProcessor.models
+
+    def __init__(self, hf_config: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        super().__init__(hf_config, server_args, *args, **kwargs)
+        recipe = read_view(Path(server_args.model_path))
+        assert recipe is not None, "SGLang takes this processor for models with media only"
+        self._recipe, self._dtype = recipe, getattr(torch, server_args.dtype)
+        self._kept = OrderedDict[bytes, asyncio.Future[Tensor]]()
+        self._kept_bytes = 0
+
+    async def process_mm_data_async(
+        self,
+        image_data: Sequence[Any],
+        input_text: Any,  # noqa: ANN401
+        request_obj: Any,  # noqa: ANN401
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Makes SGLang's input of a request; one that is not ours is SGLang's own matter.
+
+        Raises:
+            ValueError: a file is not there, or holds another array than it should.
+        """
+        text = image_data[0] if image_data else None
+        if not isinstance(text, str) or not text.startswith(wire.BEGIN):
+            return await super().process_mm_data_async(
+                image_data, input_text, request_obj, *args, **kwargs
+            )
+        sent, token_ids = wire.view_of(text), list(request_obj.input_ids)
+        contents = sent.contents or (b"",) * len(sent.view.media)
+        features = [
+            await self._features(each, content)
+            for each, content in zip(sent.view.media, contents, strict=True)
+        ]
+        items = []
+        for number, (medium, feature) in enumerate(zip(sent.view.media, features, strict=True)):
+            item = MultimodalDataItem(
+                modality=_MODALITIES[medium.extent.modality],
+                feature=feature,
+                model_specific_data=_facts(medium.extent, feature),
+            )
+            own = [span for span in sent.view.spans if span.medium == number]
+            item.offsets = [(span.first, span.first + span.tokens - 1) for span in own]
+            # A tower's features are kept by this; other weights make others of the same pixels.
+            seen = medium.digest + sent.policy_version.to_bytes(8, "big")
+            item.set_hash(xxhash.xxh3_64_intdigest(seen))
+            items.append(item)
+        if hasattr(self, "_prepare_mm_items_for_transport"):
+            items = self._prepare_mm_items_for_transport(items)
+        extents = [each.extent for each in sent.view.media]
+        found = positions(len(token_ids), sent.view.spans, extents, self._recipe)
+        return MultimodalProcessorOutput(
+            input_ids=token_ids,
+            padded_input_ids=MultimodalProcessorOutput.build_padded_input_ids(token_ids, items),
+            mm_items=items,
+            im_start_id=self.vision_start_token_id,
+            im_end_id=self.vision_end_token_id,
+            im_token_id=self.mm_tokens.image_token_id,
+            video_token_id=self.mm_tokens.video_token_id,
+            audio_token_id=self.mm_tokens.audio_token_id,
+            mrope_positions=torch.from_numpy(found),
+            mrope_position_delta=torch.tensor([[next_position(found) - len(token_ids)]]).to(
+                torch.int64
+            ),
+        )
+
+    async def _features(self, medium: Spooled, content: bytes) -> Tensor:
+        """Returns the input of a tower, made once for requests that come close together."""
+        known = self._kept.get(medium.digest)
+        if known is None:
+            made = asyncio.to_thread(self._made, medium, content)
+            known = self._kept[medium.digest] = asyncio.ensure_future(made)
+            try:
+                self._kept_bytes += (await known).nbytes
+            except BaseException:
+                self._kept.pop(medium.digest, None)
+                raise
+            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
+                _, oldest = self._kept.popitem(last=False)
+                self._kept_bytes -= oldest.result().nbytes if oldest.done() else 0
+        else:
+            self._kept.move_to_end(medium.digest)
+        return await asyncio.shield(known)
+
+    def _made(self, medium: Spooled, content: bytes) -> Tensor:
+        try:
+            array = wire.array_in(content or medium.path.read_bytes())
+        except FileNotFoundError:
+            raise ValueError(f"{wire.MISSING}: {medium.path} is not on this node") from None
+        if digest_of(array) != medium.digest:
+            raise ValueError(
+                f"{medium.path}: holds an array of digest {digest_of(array).hex()}, not "
+                f"{medium.digest.hex()}; see whether the node's memory is sound"
+            )
+        if medium.extent.modality == "audio":
+            return torch.from_numpy(array)[None]
+        is_image = medium.extent.modality == "image"
+        vision = self._recipe.image if is_image else self._recipe.video.vision
+        return patches(torch.from_numpy(array), vision, self._dtype)
+
+
+def _facts(extent: Extent, feature: Tensor) -> dict[str, Tensor]:
+    if extent.modality == "audio":
+        mask = torch.ones(1, feature.shape[-1], dtype=torch.long)
+        return {"feature_attention_mask": mask}
+    return {f"{extent.modality}_grid_thw": torch.tensor([extent.grid])}

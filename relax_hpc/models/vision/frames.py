@@ -1,0 +1,94 @@
+"""Frames of patches, end to end: where each patch lies, and what is computed of that alone.
+
+P = patches of all frames. Those of a token lie side by side, as `media.patches` cuts them. A frame
+is a time step of a medium: what is seen at one time is attended to at no other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relax_hpc.models.architecture import Vision
+
+
+class Frame(NamedTuple):
+    """The size of a frame, in patches."""
+
+    height: int
+    width: int
+
+    @property
+    def patches(self) -> int:
+        return self.height * self.width
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of packed patches, on the device of the tower."""
+
+    lengths: tuple[int, ...]
+    """Patches of each frame."""
+    cu_seqlens: Tensor
+    """[frames + 1] int32, where frames begin and end."""
+    nearest: Tensor
+    """[P, 4] int64, learned positions around a patch."""
+    weights: Tensor
+    """[P, 4] float32, their shares in its position."""
+    rotation: Tensor
+    """[P, 2, head_dim / 2] float32, cosine and sine of the angles of a patch, first those of y."""
+
+    @classmethod
+    def of(cls, frames: Sequence[Frame], shape: Vision, device: torch.device) -> "Places":
+        """Computes the places of the patches of frames, of which there is at least one."""
+        each = [_grid(frame, shape.merge) for frame in frames]
+        learned = [_learned(frame, shape.merge, shape.positions) for frame in frames]
+        frequencies = _frequencies(shape)
+        angles = (torch.cat(each)[:, :, None].float() * frequencies).flatten(1)
+        lengths = tuple(frame.patches for frame in frames)
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        return cls(
+            lengths,
+            ends.to(device),
+            torch.cat([nearest for nearest, _ in learned]).to(device),
+            torch.cat([weights for _, weights in learned]).to(device),
+            torch.stack([angles.cos(), angles.sin()], dim=1).to(device),
+        )
+
+
+@lru_cache(maxsize=64)
+def _grid(frame: Frame, merge: int) -> Tensor:
+    """[patches, 2] int64 y and x of the patches, those of a token side by side."""
+    y, x = torch.meshgrid(torch.arange(frame.height), torch.arange(frame.width), indexing="ij")
+    rows, columns = frame.height // merge, frame.width // merge
+    both = torch.stack([y, x], dim=-1).view(rows, merge, columns, merge, 2)
+    return both.transpose(1, 2).reshape(-1, 2)
+
+
+@lru_cache(maxsize=64)
+def _learned(frame: Frame, merge: int, side: int) -> tuple[Tensor, Tensor]:
+    """Bilinear, the corners of the learned grid on those of the frame.
+
+    Returns:
+        [patches, 4] int64 numbers of learned positions, and their weights, float32.
+    """
+    grid = _grid(frame, merge)
+    near, shares = [], []
+    for axis, size in enumerate(frame):
+        at = grid[:, axis].float() * (side - 1) / max(size - 1, 1)
+        below = at.floor()
+        both = below.long()[:, None] + torch.arange(2)
+        near.append(both.clamp(max=side - 1))
+        shares.append(1 - (at[:, None] - both).abs())
+    nearest = near[0][:, :, None] * side + near[1][:, None, :]
+    return nearest.flatten(1), (shares[0][:, :, None] * shares[1][:, None, :]).flatten(1)
+
+
+def _frequencies(shape: Vision) -> Tensor:
+    """[head_dim / 4] float32, radians per patch."""
+    channels = shape.hidden_size // shape.num_heads // 2
+    exponents = torch.arange(0, channels, 2, dtype=torch.float32) / channels
+    return 1.0 / shape.rope_base**exponents

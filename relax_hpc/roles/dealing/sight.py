@@ -1,0 +1,128 @@
+"""The media of rows that a rank computes: read from their shards when a tower asks for them."""
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from relax_hpc.bus.reader import Reader, Selection
+from relax_hpc.bus.shards import media
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.training_engine import ScoringEngine
+from relax_hpc.media.recipe import Recipe, read_recipe
+from relax_hpc.media.stored import Stored
+from relax_hpc.schema import Row, key_of_medium
+
+MOST_KEPT_BYTES = 1 << 30
+"""Arrays of a step that are kept for its further passes, e.g. under the reference's weights."""
+_MOST_THREADS = 8
+Pixels = npt.NDArray[np.uint8]
+
+
+class _Place(NamedTuple):
+    """The row, and its medium, that has the bytes."""
+
+    record: Selection
+    row: int
+    medium: int
+
+
+class Sight:
+    """Knows where the media of the rows of a step lie, and decodes them.
+
+    A medium that several rows show is one, by its digest: it is read and decoded once, by the rank
+    that asks for it, and again only where it had no room.
+    """
+
+    def __init__(self, reader: Reader, recipe: Recipe | None) -> None:
+        """Reads with `reader`, of this rank.
+
+        Args:
+            reader: of the shards that rows are of.
+            recipe: of the run; None for a model of text.
+        """
+        self._reader, self._recipe = reader, recipe
+        self._step = -1
+        self._places: dict[bytes, _Place] = {}
+        self._kept: dict[bytes, Pixels] = {}
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """Columns that rows have to be read with."""
+        return media.FACTS if self._recipe else ()
+
+    def serve(self, engine: ScoringEngine) -> None:
+        """Gives an engine the pixels of all rows that it will be given; does nothing for text."""
+        if self._recipe:
+            engine.see_by(self.pixels)
+
+    def note(self, record: Selection, numbers: Sequence[int], rows: Sequence[Row]) -> None:
+        """Remembers where the media of rows are, and forgets those of another step.
+
+        Args:
+            record: what the rows are of.
+            numbers: of `rows`, in its order.
+            rows: read with `columns`.
+        """
+        if record.step != self._step:
+            self._step = record.step
+            self._places.clear()
+            self._kept.clear()
+        for number, row in zip(numbers, rows, strict=True):
+            for medium in range(len(row.media)):
+                place = _Place(record, number, medium)
+                self._places.setdefault(key_of_medium(row, medium), place)
+
+    def pixels(self, wanted: Sequence[tuple[Row, int]]) -> list[Pixels]:
+        """Returns the canonical pixels [frames, height, width, 3] of media of rows.
+
+        Args:
+            wanted: (row that was noted, place of the medium in it).
+
+        Raises:
+            DamagedError: a medium is missing, damaged, or decoded to another array than the policy
+                was shown.
+        """
+        keys = [key_of_medium(row, medium) for row, medium in wanted]
+        found = {key: self._kept[key] for key in keys if key in self._kept}
+        found |= self._read([key for key in dict.fromkeys(keys) if key not in found])
+        return [found[key] for key in keys]
+
+    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Pixels]:
+        if not keys:
+            return {}
+        recipe = self._recipe
+        assert recipe is not None, "a model of text has no tower"
+        by_record: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_record.setdefault(id(self._places[key].record), []).append(key)
+        stored: dict[bytes, Stored] = {}
+        for several in by_record.values():
+            places = [self._places[key] for key in several]
+            read = self._reader.media(places[0].record, [(row, at) for _, row, at in places])
+            stored.update(zip(several, read, strict=True))
+        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(keys))
+        with ThreadPoolExecutor(threads) as pool:  # decoders let other threads run
+            arrays: Any = pool.map(lambda key: stored[key].canonical(recipe).array, keys)
+            # Those of decoders cannot be written, which torch does not like.
+            found: dict[bytes, Pixels] = {
+                key: np.require(array, requirements="W")
+                for key, array in zip(keys, arrays, strict=True)
+            }
+        self._keep(found)
+        return found
+
+    def _keep(self, found: dict[bytes, Pixels]) -> None:
+        room = MOST_KEPT_BYTES - sum(array.nbytes for array in self._kept.values())
+        for key, array in found.items():
+            if array.nbytes <= room:
+                self._kept[key] = array
+                room -= array.nbytes
+
+
+def sight_of(config: RunConfig, reader: Reader) -> Sight:
+    """The sight of a run's policy, and of all models that see what it sees."""
+    return Sight(reader, read_recipe(config.model.path, config.prompts.media))

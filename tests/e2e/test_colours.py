@@ -1,0 +1,138 @@
+"""A tiny Qwen3-VL learns with SGLang to name colours that only pixels tell, as its user sees it.
+
+RELAX_SGLANG_PYTHON names the interpreter of the engine.
+`pytest -m sglang tests/e2e` runs these; they take half an hour.
+"""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from e2e_runs import (
+    REPOSITORY,
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    is_over,
+    planned,
+    submit,
+    wait_until,
+)
+from sglang_under_test import SGLANG_PYTHON
+
+from relax_hpc.demo import make_tiny_vl
+
+pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
+
+PROMPTS, SIBLINGS = 32, 16
+
+
+@pytest.fixture(scope="module")
+def colours():
+    """Folder with the model, prompts and images; made once per checkout."""
+    folder = REPOSITORY / ".cache" / "tiny-vl"
+    folder.parent.mkdir(exist_ok=True)
+    make_tiny_vl.make(folder, kind="vl", progress=print)
+    return folder
+
+
+def start(folder, run_root, *, local, steps, **settings):
+    asked = {
+        "run_root": run_root, "engines.rollout.resources.python": SGLANG_PYTHON,
+        "engines.rollout.start_timeout_s": 600, "schedule.num_steps": steps,
+        "prompts.train": f"{folder}/train.jsonl",
+    }  # fmt: skip
+    return submit("tiny/colours", folder, local=local, **asked | settings).run_dir
+
+
+def assert_whole(run_dir, after, steps):
+    """Every prompt once, engine and trainer of one mind after every update, an empty spool."""
+    assert after["state"] == "COMPLETED"
+    progress = after["progress"]
+    assert planned(run_dir) == every_prompt_once(steps, PROMPTS)
+    counts = progress["trajectories"]
+    assert (counts["trained"], counts["trained_twice"]) == (steps * PROMPTS * SIBLINGS, 0)
+    assert progress["weight_versions"] == dict.fromkeys(["trainer", "rollout-0"], steps)
+    assert progress["checksums_equal"] is True
+    gaps = [step.get("logprob_gap/mean", 0.0) for step in events_of(run_dir, "actor", "step")]
+    assert 0 < max(gaps) <= 1e-5, "nats; another image of the same size is above 1e-2"
+    mine = {start["pid"] for start in events_of(run_dir, "rollout", "start")}
+    spools = list(Path("/dev/shm").glob("relax-media-*"))  # their names say whose they are
+    assert not any(f".{pid}." in each.name for pid in mine for each in spools)
+
+
+def newest(run_dir, role, event):
+    return events_of(run_dir, role, event)[-1]
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("slurm_cluster")
+def test_it_learns_through_slurm_though_rollout_and_actor_are_killed(colours, tmp_path):
+    steps = 40
+    run_dir = start(
+        colours, tmp_path, local=False, steps=steps, launch__profile="local",
+        actor__save_every=4, eval__heldout__every=0, eval__heldout__num_prompts=64,
+    )  # fmt: skip
+    try:
+        wait_until(run_dir, has_done(2), 600)
+        engine = newest(run_dir, "rollout", "engine")
+        for name in ("pid", "engine_pid"):  # as the loss of their node would
+            os.kill(engine[name], signal.SIGKILL)
+        done = newest(run_dir, "actor", "step")["step"]
+        wait_until(run_dir, has_done(done + 3), 600)
+        os.kill(newest(run_dir, "actor", "start")["pid"], signal.SIGKILL)
+        after = wait_until(run_dir, is_over, 600)
+        assert len(events_of(run_dir, "rollout", "start")) == 2
+        assert newest(run_dir, "actor", "resume")["step"] >= 4
+        assert_whole(run_dir, after, steps)
+    finally:
+        cli("cancel", run_dir)
+    progress = after["progress"]
+    assert progress["heldout_before"] <= 0.4
+    assert progress["heldout_after"] >= progress["heldout_before"] + 0.1, progress
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_with_another_images_answers_nothing_is_learned(colours, tmp_path):
+    """Else something besides the pixels would tell."""
+    folder = shuffled(colours, tmp_path / "shuffled")
+    run_dir = start(folder, tmp_path / "runs", local=True, steps=140)
+    after = finished(run_dir)
+    progress = after["progress"]
+    assert max(progress["heldout_before"], progress["heldout_after"]) <= 0.4, progress
+
+
+def shuffled(colours, folder):
+    """The same rows, each with the image of another one."""
+    folder.mkdir()
+    for name in ("model", "images"):
+        (folder / name).symlink_to(colours / name)
+    for name in ("train.jsonl", "heldout.jsonl"):
+        rows = [json.loads(line) for line in (colours / name).read_text().splitlines()]
+        images = [row["images"] for row in rows]
+        random.Random(0).shuffle(images)
+        mixed = [row | {"images": each} for row, each in zip(rows, images, strict=True)]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    return folder
+
+
+def finished(run_dir):
+    try:
+        return wait_until(run_dir, is_over, 1500)
+    finally:
+        cli("cancel", run_dir)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_the_whole_job_reaches_nine_tenths(colours, tmp_path):
+    run_dir = start(colours, tmp_path, local=True, steps=140)
+    after = finished(run_dir)
+    assert_whole(run_dir, after, 140)
+    progress = after["progress"]
+    assert progress["heldout_before"] <= 0.4 and progress["heldout_after"] >= 0.9, progress

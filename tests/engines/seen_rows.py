@@ -1,0 +1,161 @@
+"""Rows with images and videos, their pixels, and what Hugging Face makes of them.
+
+A medium's pixels are drawn from the number that its digest is.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from megatron_reference import hub_layout
+
+from relax_hpc.config.media import MediaConfig
+from relax_hpc.demo import seeing
+from relax_hpc.media.patches import patches
+from relax_hpc.media.recipe import read_recipe
+from relax_hpc.schema import FinishReason, MediaKind, Medium, Trajectory
+
+START, END, IMAGE, VIDEO = 259, 260, 261, 262
+"""Ids of the tiny model's tokens."""
+
+
+def make(folder, *, kind="vl", seed=0):
+    """A tiny model that sees, with weights that matter: those of the demo are small."""
+    tokens = seeing.tokenizer()
+    model = seeing.model(kind, tokens, seed=seed)
+    torch.manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3)
+            else:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    seeing.save(folder, model, tokens)
+    return model
+
+
+def pixels_of(medium):
+    """Canonical pixels of a medium, [frames, height, width, 3] uint8."""
+    time, height, width = medium.grid_thw
+    frames = 1 if medium.kind is MediaKind.PNG else 2 * time
+    rng = np.random.default_rng(int.from_bytes(medium.canonical_xxh3, "little"))
+    return rng.integers(0, 256, (frames, 16 * height, 16 * width, 3)).astype(np.uint8)
+
+
+def image(number, height, width):
+    return _medium(MediaKind.PNG, number, (1, height, width))
+
+
+def video(number, time, height, width):
+    return _medium(MediaKind.MP4, number, (time, height, width))
+
+
+def _medium(kind, number, grid):
+    digest = number.to_bytes(16, "little")
+    return Medium(kind, np.empty(0, np.uint8), grid, digest)
+
+
+def row(guid, media, *, sibling=0, response=6, seed=None):
+    """Text, then each medium with text behind it, then a response; siblings differ by it."""
+    rng = np.random.default_rng([guid, 7 if seed is None else seed])
+    ids, spans = rng.integers(0, 250, 3).tolist(), []
+    for number, medium in enumerate(media):
+        time, height, width = medium.grid_thw
+        is_video = medium.kind is MediaKind.MP4
+        for _ in range(time):
+            ids += [*rng.integers(0, 250, 2).tolist(), START]
+            spans.append((number, len(ids), height * width // 4))
+            ids += [VIDEO if is_video else IMAGE] * (height * width // 4) + [END]
+    ids += rng.integers(0, 250, 2).tolist()
+    prompt = len(ids)
+    ids += np.random.default_rng([guid, sibling, 1]).integers(0, 250, response).tolist()
+    mask = np.zeros(len(ids), np.uint8)
+    mask[prompt:] = 1
+    return Trajectory(
+        guid=guid, sibling=sibling, prompt_index=guid, seed=0,
+        token_ids=np.array(ids, np.int32), prompt_len=prompt, loss_mask=mask,
+        columns={"rollout_logprobs": np.where(mask, -3.0, 0).astype(np.float32)},
+        version_runs=np.array([[prompt, 0]], np.int32), finish=FinishReason.STOP, reward=0.0,
+        media=tuple(media), media_spans=np.array(spans, np.int32).reshape(-1, 3),
+    )  # fmt: skip
+
+
+def mixed_rows():
+    """Text, an image that rows of two groups see, two images, a video, both; and advantages."""
+    first, second, film = image(1, 4, 6), image(2, 8, 4), video(3, 3, 4, 4)
+    rows = [
+        row(0, []), row(1, [first]), row(1, [first], sibling=1, response=9), row(2, [], response=3),
+        row(3, [second, first]), row(4, [film]), row(5, [image(5, 4, 4), film, second]),
+        row(6, [image(6, 6, 4)], response=2),
+    ]  # fmt: skip
+    return rows, np.random.default_rng(0).normal(size=len(rows)).astype(np.float32)
+
+
+def inputs_of(row, folder):
+    """Arguments of Hugging Face's model for a row, batch of one."""
+    recipe = read_recipe(folder, MediaConfig())
+    kinds = np.zeros(len(row.token_ids), np.int64)
+    for medium, first, tokens in row.media_spans.tolist():
+        is_video = row.media[medium].kind is MediaKind.MP4
+        kinds[first : first + tokens] = 2 if is_video else 1
+    given = {"input_ids": torch.from_numpy(row.token_ids.astype(np.int64))[None]}
+    if not row.media:
+        return given
+    given["mm_token_type_ids"] = torch.from_numpy(kinds)[None]
+    for wanted, name, grids in (
+        (MediaKind.PNG, "pixel_values", "image_grid_thw"),
+        (MediaKind.MP4, "pixel_values_videos", "video_grid_thw"),
+    ):
+        found = [medium for medium in row.media if medium.kind is wanted]
+        if found:
+            vision = recipe.image if wanted is MediaKind.PNG else recipe.video.vision
+            arrays = [torch.from_numpy(pixels_of(medium)) for medium in found]
+            given[name] = torch.cat([patches(each, vision, torch.float32) for each in arrays])
+            given[grids] = torch.tensor([medium.grid_thw for medium in found])
+    return given
+
+
+def logprobs_of(model, row, folder):
+    """[tokens] nats by Hugging Face, 0 for the first."""
+    given = inputs_of(row, folder)
+    values = model(**given).logits[0].log_softmax(-1)[:-1]
+    ids = given["input_ids"][0, 1:, None]
+    return torch.cat([torch.zeros(1), values.gather(1, ids)[:, 0]])
+
+
+def reference(folder, model, rows, advantages, num_steps=2, frozen=()):
+    """Logprobs, gradients of the mean loss and weights of updates by torch's AdamW.
+
+    Args:
+        frozen: beginnings of names that do not learn.
+    """
+    count = int(sum(each.loss_mask.sum() for each in rows))
+    learning = {n: p for n, p in model.named_parameters() if not n.startswith(tuple(frozen))}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in learning)
+    adamw = torch.optim.AdamW(
+        [
+            {"params": [p for p in learning.values() if p.ndim > 1], "weight_decay": 0.1},
+            {"params": [p for p in learning.values() if p.ndim == 1], "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+        betas=(0.9, 0.95),
+    )
+    found = SimpleNamespace(
+        folder=folder, rows=rows, advantages=advantages, logprobs=[], gradients=[], steps=[],
+        norms=[],
+    )  # fmt: skip
+    for step in range(num_steps):
+        model.zero_grad()
+        loss = torch.zeros(())
+        for each, worth in zip(rows, advantages, strict=True):
+            values = logprobs_of(model, each, folder)
+            if step == 0:
+                found.logprobs.append(values.detach().numpy().copy())
+            loss = loss - float(worth) * values[torch.from_numpy(each.loss_mask) > 0].sum()
+        (loss / count).backward()
+        found.gradients.append(hub_layout({n: p.grad for n, p in learning.items()}))
+        found.norms.append(np.sqrt(sum((g**2).sum() for g in found.gradients[-1].values())))
+        adamw.step()
+        found.steps.append(hub_layout(dict(model.named_parameters())))
+    return found

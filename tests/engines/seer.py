@@ -1,0 +1,149 @@
+"""A model that sees, its recipe, and what Hugging Face computes of the pixels it is shown."""
+
+import asyncio
+import contextlib
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from relax_hpc.config.media import MediaConfig
+from relax_hpc.demo import seeing
+from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
+from relax_hpc.media.canonical import canonical, measured
+from relax_hpc.media.expand import expand, with_times
+from relax_hpc.media.patches import patches
+from relax_hpc.media.recipe import read_recipe
+from relax_hpc.media.source import Source
+from relax_hpc.media.workers import MediaWorkers
+
+TOLERANCE = 2e-6  # nats, float32; another image of the same size is above 1e-2
+PAD = "<|vision_start|>{}<|vision_end|>"
+IMAGE, VIDEO = PAD.format("<|image_pad|>"), PAD.format("<|video_pad|>")
+
+
+def image(seed, height=64, width=96):
+    random = np.random.default_rng(seed)
+    return Image.fromarray(random.integers(0, 256, (height, width, 3), np.uint8))
+
+
+def source(folder, seed, **size):
+    path = folder / f"{seed}.png"
+    image(seed, **size).save(path)
+    return Source(f"image {seed}", "image", path=path)
+
+
+def clip(folder, seed):
+    frames = tuple(source(folder, seed + n) for n in range(4))
+    return Source(f"clip {seed}", "video", frames=frames, fps=2.0)
+
+
+def make(folder, *, kind="vl", seed=5, like=None):
+    """A tiny model whose answers depend on pixels.
+
+    With `like` it is that one with another tower, or with other experts where it has some.
+    """
+    tokens = seeing.tokenizer()
+    model = seeing.model(kind, tokens, seed=seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_other = ("visual" if kind == "vl" else ".experts.") in name
+            if parameter.ndim > 1 and "norm" not in name:
+                parameter.mul_(3.0)
+            if like is not None and not is_other:
+                parameter.copy_(like.get_parameter(name))
+    seeing.save(folder, model, tokens)
+    return model
+
+
+class Seer:
+    """The tiny model: its reference, its recipe, and its engine."""
+
+    def __init__(self, folder):
+        self.folder, self.tokens = folder, seeing.tokenizer()
+        self.recipe = read_recipe(folder, MediaConfig())
+        self.model = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
+        ids = self.tokens.convert_tokens_to_ids
+        self.image, self.video = ids("<|image_pad|>"), ids("<|video_pad|>")
+
+    def prompt(self, text, *sources):
+        """Token ids, media with their room, and spans."""
+        media = tuple(measured(each, self.recipe) for each in sources)
+        extents = [each.extent for each in media]
+        written = with_times(text, extents, self.recipe.family)
+        ids = self.tokens.encode(written, add_special_tokens=False)
+        found = expand(ids, extents, {self.image: "image", self.video: "video"})
+        return found.token_ids, media, found.spans
+
+    def logprobs(self, prompt, response):
+        """Hugging Face's, of a response in which placeholders are text, as any token is."""
+        ids, media, spans = prompt
+        return self.logprobs_of(ids, [canonical(m, self.recipe) for m in media], spans, response)
+
+    def logprobs_of(self, ids, media, spans, response):
+        """The same of media that are decoded."""
+        base, tokens = self.model.model, torch.tensor([[*ids, *response]])
+        grids = {
+            m: torch.tensor([e.extent.grid for e in media if e.extent.modality == m])
+            for m in {each.extent.modality for each in media}
+        }
+        types = torch.zeros(1, len(ids), dtype=torch.int)
+        rows = {}
+        with torch.no_grad():
+            embeddings = self.model.get_input_embeddings()(tokens)
+            for kind, (modality, vision) in enumerate(
+                (("image", self.recipe.image), ("video", self.recipe.video.vision)), start=1
+            ):
+                own = [m for m in media if m.extent.modality == modality]
+                if not own:
+                    continue
+                pixels = [patches(torch.tensor(m.array), vision, torch.float32) for m in own]
+                made = base.visual(torch.cat(pixels), grid_thw=grids[modality])
+                places = [
+                    torch.arange(span.first, span.first + span.tokens)
+                    for span in spans
+                    if media[span.medium].extent.modality == modality
+                ]
+                types[0, torch.cat(places)] = kind
+                rows[modality] = (torch.cat(places), made.pooler_output, made.deepstack_features)
+                embeddings[0, torch.cat(places)] = made.pooler_output
+            positions, _ = base.get_rope_index(
+                tokens[:, : len(ids)], mm_token_type_ids=types, image_grid_thw=grids.get("image"),
+                video_grid_thw=grids.get("video"), attention_mask=torch.ones(1, len(ids)),
+            )  # fmt: skip
+            after = positions.max() + 1 + torch.arange(len(response))
+            positions = torch.cat([positions, after.expand(3, 1, -1)], -1)
+            mask = torch.zeros(1, tokens.shape[1], dtype=torch.bool)
+            where = torch.cat([places for places, _, _ in rows.values()])
+            mask[0, where] = True
+            deep = [torch.cat(each)[where.argsort()] for each in
+                    zip(*(deep for _, _, deep in rows.values()), strict=True)]  # fmt: skip
+            hidden = base.language_model(
+                inputs_embeds=embeddings, position_ids=positions, visual_pos_masks=mask,
+                deepstack_visual_embeds=deep,
+            ).last_hidden_state  # fmt: skip
+            logits = self.model.lm_head(hidden)[0]
+        found = logits[len(ids) - 1 : -1].log_softmax(-1)
+        return found.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def ask(seer, prompts, new=12, draft=None, before=lambda view: view, **sampling):
+    """Samples a response to each prompt, all at once; the media of each lie in the spool."""
+    settings = {"temperature": 1.0, "max_new_tokens": new, "ignore_eos": True} | sampling
+
+    async def run():
+        async with contextlib.AsyncExitStack() as stack:
+            workers = await stack.enter_async_context(MediaWorkers(seer.recipe, 1))
+            client = await stack.enter_async_context(
+                GenerationClient(seer.process.url, seer.process.token)
+            )
+            asked = []
+            for number, (ids, media, spans) in enumerate(prompts):
+                made = await stack.enter_async_context(workers.prepared(media, spans))
+                how = Sampling(**settings, view=before(made.view))
+                given = None if draft is None else Draft(list(draft), [0.0] * len(draft), [])
+                asked.append(client.sample(ids, number, how, draft=given))
+            return await asyncio.gather(*asked)
+
+    return asyncio.run(run())

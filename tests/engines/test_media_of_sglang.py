@@ -1,0 +1,251 @@
+"""SGLang is shown canonical pixels, and computes what Hugging Face computes of them."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from seer import IMAGE, TOLERANCE, VIDEO, Seer, ask, clip, image, make, source
+from sglang_under_test import SGLANG_PYTHON
+
+from relax_hpc import job_file
+from relax_hpc.bus import layout
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.tools import selection
+from relax_hpc.demo import seeing
+from relax_hpc.engines import capabilities
+from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
+from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.environments.base import Outcome
+from relax_hpc.errors import EngineError
+from relax_hpc.media.expand import Span
+from relax_hpc.media.stored import DECODERS, decoders
+from relax_hpc.media.workers import MediaWorkers
+from relax_hpc.paths import BusPaths
+from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+
+pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
+
+
+@pytest.fixture(scope="module")
+def seer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("seer")
+    make(folder)
+    made = Seer(folder)
+    log_path = tmp_path_factory.mktemp("log") / "engine.log"
+    with start_engine(
+        EngineSpec("sglang", folder, start_timeout_s=240),
+        host="127.0.0.1", token="a right token", log_path=log_path, python=SGLANG_PYTHON,
+    ) as made.process:  # fmt: skip
+        yield made
+
+
+CASES = {
+    "image": (IMAGE + "what?", lambda f: [source(f, 1)]),
+    "2 images": ("is " + IMAGE + "as" + IMAGE + "?", lambda f: [
+        source(f, 1), source(f, 2, height=128, width=64),
+    ]),
+    "video": (VIDEO + "what?", lambda f: [clip(f, 10)]),
+    "image and video": (IMAGE + "in" + VIDEO + "?", lambda f: [source(f, 1), clip(f, 10)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_are_hugging_faces_of_the_same_pixels(seer, tmp_path, case):
+    text, media = CASES[case]
+    prompt = seer.prompt(text, *media(tmp_path))
+    [generation] = ask(seer, [prompt])
+    reference = seer.logprobs(prompt, generation.token_ids)
+    assert (torch.tensor(generation.logprobs) - reference).abs().max() <= TOLERANCE
+
+
+def test_placeholders_in_a_draft_are_text(seer, tmp_path):
+    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 1))
+    draft = [65, seer.image, seer.image, 66, seer.video, 67]
+    [generation] = ask(seer, [prompt], draft=draft, new=18)
+    reference = seer.logprobs(prompt, generation.token_ids)
+    got = torch.tensor(generation.logprobs)
+    assert generation.token_ids[:6] == draft and len(got) == 18
+    assert (got - reference)[6:].abs().max() <= TOLERANCE
+
+
+def test_images_of_one_size_are_never_confused(seer, tmp_path):
+    """The same text, token by token, and the same place of the image."""
+    prompts = [seer.prompt(IMAGE + "what?", source(tmp_path, n)) for n in range(100, 124)]
+    assert len({tuple(ids) for ids, _, _ in prompts}) == 1
+    for _ in range(2):
+        for prompt, made in zip(prompts, ask(seer, prompts, new=3), strict=True):
+            reference = seer.logprobs(prompt, made.token_ids)
+            assert (torch.tensor(made.logprobs) - reference).abs().max() <= TOLERANCE
+    other = seer.logprobs(prompts[0], made.token_ids)
+    assert (other - reference).abs().max() > 1e-2, "the image matters"
+
+
+def test_an_engine_elsewhere_is_sent_the_arrays(seer, tmp_path):
+    def moved(view):
+        """The path leads nowhere once the request was refused, and to the file before."""
+        nowhere = tuple(
+            each._replace(path=Elsewhere(each.path, f"/nowhere/{each.path.name}"))
+            for each in view.media
+        )
+        return view._replace(media=nowhere)
+
+    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 77))
+    [generation] = ask(seer, [prompt], before=moved)
+    reference = seer.logprobs(prompt, generation.token_ids)
+    assert (torch.tensor(generation.logprobs) - reference).abs().max() <= TOLERANCE
+
+
+class Elsewhere:
+    """A file that has another path on the engine's node."""
+
+    def __init__(self, path, there):
+        self._path, self._there = path, there
+
+    def __str__(self):
+        return self._there
+
+    def read_bytes(self):
+        return self._path.read_bytes()
+
+
+def test_an_array_that_is_not_of_its_digest_is_refused(seer, tmp_path):
+    def wrong(view):
+        return view._replace(media=tuple(m._replace(digest=bytes(16)) for m in view.media))
+
+    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 78))
+    with pytest.raises(EngineError, match="holds an array of digest"):
+        ask(seer, [prompt], before=wrong)
+
+
+def test_an_update_of_the_tower_is_seen_at_once(seer, tmp_path):
+    """SGLang keeps a tower's features, and does not ask which weights made them."""
+    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 79))
+    [before] = ask(seer, [prompt])
+    other = seeing.model("vl", seer.tokens, seed=5)
+    with torch.no_grad():
+        for name, parameter in other.named_parameters():
+            old = seer.model.get_parameter(name)
+            parameter.copy_(old + 0.1 * torch.randn_like(old) if "visual" in name else old)
+    folder = tmp_path / "other"
+    seeing.save(folder, other, seer.tokens)
+    client = seer.process.client()
+    try:
+        client.update_weights_from_disk(str(folder), 1)
+        [after] = ask(seer, [prompt])
+        old = seer.logprobs(prompt, after.token_ids)
+        seer.model, kept = other.float().eval(), seer.model
+        new = seer.logprobs(prompt, after.token_ids)
+        seer.model = kept
+        assert (torch.tensor(after.logprobs) - new).abs().max() <= TOLERANCE
+        assert (new - old).abs().max() > 1e-2
+        assert before.version_runs == [(0, 0)] and after.version_runs == [(0, 1)]
+    finally:
+        client.update_weights_from_disk(str(seer.folder), 2)
+        client.close()
+
+
+def test_an_aborted_response_goes_on_from_its_draft(seer, tmp_path):
+    prompt, draft = seer.prompt(IMAGE + "what?", source(tmp_path, 80)), Draft()
+
+    async def run():
+        ids, media, spans = prompt
+        async with (
+            MediaWorkers(seer.recipe, 1) as workers,
+            workers.prepared(media, spans) as made,
+            GenerationClient(seer.process.url, seer.process.token, tokens_per_chunk=4) as client,
+        ):
+            how = Sampling(1.0, 300, ignore_eos=True, view=made.view)
+            first = asyncio.create_task(client.sample(ids, 1, how, draft=draft))
+            while len(draft.token_ids) < 8:
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(seer.process.client().abort_all)
+            await first
+            cut = len(draft.token_ids)
+            return cut, await client.sample(ids, 1, how, draft=draft)
+
+    cut, whole = asyncio.run(run())
+    assert 8 <= cut < 300 == len(whole.token_ids)
+    reference = seer.logprobs(prompt, whole.token_ids)
+    assert (torch.tensor(whole.logprobs) - reference).abs().max() <= TOLERANCE
+
+
+class Client:
+    """An episode's way to one engine."""
+
+    def __init__(self, client):
+        self._client = client
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        sampling = Sampling(how.temperature, how.max_new_tokens, ignore_eos=True, view=how.view)
+        return await self._client.sample(given, seed, sampling, draft=draft)
+
+
+class Half:
+    """A reward for everything."""
+
+    async def rollout(self, prompt, session):
+        await session.chat()
+        return Outcome({"half": 0.5})
+
+
+def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tmp_path):
+    """Engine and trainer: logprobs of what was sampled are Hugging Face's of what is stored."""
+    rows = []
+    for number in range(2):
+        names = [f"{number}-{place}.png" for place in range(1 + number)]
+        for place, name in enumerate(names):
+            image(200 + 10 * number + place, 100, 150).save(tmp_path / name)
+        prompt = f"{'<image>' * len(names)} which?"
+        rows.append({"prompt": prompt, "images": names, "answer": "1"})
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = job_file.validate(
+        {
+            "name": "t", "model": {"path": str(seer.folder)},
+            "prompts": {"train": str(tmp_path / "train.jsonl")},
+            "rollout": {"samples_per_prompt": 3, "max_new_tokens": 9},
+            "engines": {"rollout": {"kind": "sglang"}}, "schedule": {"num_steps": 1},
+        },
+        source="test",
+    )  # fmt: skip
+    sources = prompt_check.sources_of(settings, prompt_check.open_files(settings), seer.tokens)
+
+    async def run():
+        async with (
+            MediaWorkers(seer.recipe, 1) as workers,
+            GenerationClient(seer.process.url, seer.process.token) as client,
+        ):
+            episodes = Episodes(
+                settings, Half(), Client(client), sources.train.conversation, None,
+                max_tokens=1000, workers=workers,
+            )  # fmt: skip
+            group = Grouper(settings, sources.train, episodes)
+            return await asyncio.gather(group(0, 0), group(1, 0))
+
+    paths = BusPaths(tmp_path / "bus")
+    layout.create(paths, ["rollout-0"], {"run": "test"})
+    with Producer(paths, "rollout-0", {DECODERS: decoders()}) as producer:
+        producer.put(asyncio.run(run()))
+    reader, seen = Reader(paths), set()
+    for guid in range(2):
+        record = selection.of_guid(paths, guid)
+        for number, row in enumerate(reader.rows(record, range(3))):
+            wanted = [(number, place) for place in range(len(row.media))]
+            media = [each.canonical(seer.recipe) for each in reader.media(record, wanted)]
+            tokens, spans = row.token_ids.tolist(), [Span(*map(int, s)) for s in row.media_spans]
+            assert len(media) == len(spans) == rows[row.prompt_index]["prompt"].count("<image>")
+            ids, response = tokens[: row.prompt_len], tokens[row.prompt_len :]
+            reference = seer.logprobs_of(ids, media, spans, response)
+            sampled = torch.from_numpy(row.columns["rollout_logprobs"][row.prompt_len :])
+            assert len(response) == 9 and (sampled - reference).abs().max() <= TOLERANCE
+            seen.add(media[0].digest)
+    assert len(seen) == 2
+
+
+def test_an_engine_that_takes_media_passes_its_probe(seer):
+    process = seer.process
+    able = capabilities.probe(process.url, process.token, timeout_s=120, model_path=seer.folder)
+    assert able.engine == "sglang"

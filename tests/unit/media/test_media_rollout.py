@@ -1,0 +1,256 @@
+"""From a row with media to what an engine is shown and what the bus is given."""
+
+import asyncio
+import json
+import stat
+
+import numpy as np
+import pytest
+from deadly import Deadly
+from episode_fakes import answer
+from media_files import model_folder, photo, recipe_of, source, tokenizer
+from roles.role_fakes import config
+
+from relax_hpc.bus.shards.encode import from_columns, to_columns
+from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.environments.base import Outcome
+from relax_hpc.errors import ConfigError, RelaxError
+from relax_hpc.media import wire
+from relax_hpc.media.canonical import canonical, measured
+from relax_hpc.media.expand import Span
+from relax_hpc.media.recipe import read_recipe
+from relax_hpc.media.workers import MediaWorkers
+from relax_hpc.prompts.records import Records
+from relax_hpc.prompts.source import PromptSource
+from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+from relax_hpc.schema import MediaKind
+
+TEMPLATE = (
+    "{%- for m in messages %}{{- m.role }}"
+    "{%- if m.content is string %}{{- m.content }}{%- else %}{%- for c in m.content %}"
+    "{%- if c.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{%- else %}{{- c.text }}{%- endif %}{%- endfor %}{%- endif %}{{- '<|im_end|>' }}"
+    "{%- endfor %}"
+)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    """A prompt of two images: one of 2 x 3 tokens, one of 1 x 2."""
+    (tmp_path / "a.png").write_bytes(photo(64, 96))
+    (tmp_path / "b.jpg").write_bytes(photo(32, 64, "JPEG", seed=1))
+    row = {"prompt": "<image>or<image>?", "images": ["a.png", "b.jpg"], "answer": "1"}
+    (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
+    tokens = tokenizer()
+    tokens.chat_template = TEMPLATE
+    settings = PromptsConfig(train=tmp_path / "x.jsonl", media={"image_tokens": [1, 64]})
+    recipe = read_recipe(model_folder(tmp_path / "model", "qwen3_vl"), settings.media)
+    records = Records(settings.mixture, settings)
+    return PromptSource(records, tokens, shuffle_seed=None, settings=settings, recipe=recipe)
+
+
+class Engine:
+    """Looks at what it is shown, and answers in numbers."""
+
+    def __init__(self):
+        self.seen, self.files = [], []
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        self.files.append([each.path for each in how.view.media])
+        self.seen.append((list(given), how.view, [np.load(m.path) for m in how.view.media]))
+        return answer(draft, [5, 6], [-1.0, -0.5], [(0, 3)])
+
+
+class Talk:
+    """Asks the prompt, and says some more things."""
+
+    def __init__(self, *more):
+        self._more = more
+
+    async def rollout(self, prompt, session):
+        await session.chat()
+        for content in self._more:
+            await session.chat([*session.messages, {"role": "user", "content": content}])
+        return Outcome({"all": 1.0})
+
+
+def group_of(prompts, engine, spool, *more):
+    settings = config(rollout__samples_per_prompt=3)
+
+    async def run():
+        async with MediaWorkers(prompts._media.recipe, 2, spool) as workers:
+            made = Episodes(
+                settings, Talk(*more), engine, prompts.conversation, None,
+                max_tokens=1000, workers=workers,
+            )  # fmt: skip
+            group = await Grouper(settings, prompts, made)(0, 0)
+            await asyncio.sleep(0)
+            return group, [path for path in spool.rglob("*") if path.is_file()]
+
+    return asyncio.run(run())
+
+
+def test_siblings_are_shown_the_canonical_arrays_and_the_bus_gets_bytes_and_digests(
+    prompts, tmp_path
+):
+    engine, spool = Engine(), tmp_path / "spool"
+    spool.mkdir()
+    group, left = group_of(prompts, engine, spool)
+    prompt, recipe = prompts[0], prompts._media.recipe
+    arrays = [canonical(each, recipe) for each in prompt.measured]
+    assert [each.array.shape for each in arrays] == [(1, 64, 96, 3), (1, 32, 64, 3)]
+    assert len(engine.seen) == 3 and len(set(map(str, engine.files))) == 1, "decoded once"
+    for given, view, shown in engine.seen:
+        assert given == prompt.token_ids
+        assert all(np.array_equal(a.array, b) for a, b in zip(arrays, shown, strict=True))
+        assert [each.digest for each in view.media] == [each.digest for each in arrays]
+        assert [span.tokens for span in view.spans] == [6, 2]
+    assert left == [] and list(spool.iterdir()) == [], "nothing is left in the spool"
+
+    first = prompt.token_ids.index(prompts.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    for row in from_columns(to_columns([group])):
+        # Six tokens of the first image, the end of it, "or", the begin of the next, and two.
+        [[medium, start, count], [other, later, two]] = row.media_spans.tolist()
+        assert (medium, start, count, other, two) == (0, first, 6, 1, 2)
+        assert row.token_ids[later : later + 2].tolist() == [row.token_ids[first]] * 2
+        assert (row.token_ids == row.token_ids[first]).sum() == 8
+        assert [m.kind for m in row.media] == [MediaKind.PNG, MediaKind.JPEG]
+        assert [m.canonical_xxh3 for m in row.media] == [each.digest for each in arrays]
+        assert row.media[0].data.tobytes() == (tmp_path / "a.png").read_bytes()
+    rows = group.trajectories
+    assert all(row.media[0] is rows[0].media[0] for row in rows), "siblings share them"
+
+
+def test_a_turn_that_goes_on_in_text_keeps_the_media_of_the_prompt(prompts, tmp_path):
+    engine = Engine()
+    group, _ = group_of(prompts, engine, tmp_path, "and now?")
+    assert len(engine.seen) == 6
+    for row in group.trajectories:
+        assert row.media_spans[:, 2].tolist() == [6, 2] and len(row.media) == 2
+        assert row.segment == 0 and row.loss_mask.sum() == 4
+
+
+def test_media_of_an_environment_are_refused(prompts, tmp_path):
+    shown = [{"type": "image"}, {"type": "text", "text": "and this?"}]
+    with pytest.raises(ExceptionGroup) as caught:
+        group_of(prompts, Engine(), tmp_path, shown)
+    [error, *_] = caught.value.exceptions
+    assert isinstance(error, RelaxError) and "x.jsonl, line 1: " in str(error)
+
+
+def test_a_medium_that_cannot_be_decoded_is_named_and_leaves_nothing(prompts, tmp_path):
+    data = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "a.png").write_bytes(data[: len(data) // 2])
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    with pytest.raises(ConfigError, match=r"x.jsonl, line 1: image 1 \(a.png\): "):
+        group_of(prompts, Engine(), spool)
+    assert list(spool.iterdir()) == []
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return recipe_of(tmp_path, "qwen3_vl", image_tokens=[1, 64])
+
+
+def test_files_of_the_spool_are_private_shared_and_end_with_who_looks(recipe, tmp_path):
+    """Two prompts show the same image: the file stays until both are done."""
+    medium = measured(source(photo(64, 96)), recipe)
+
+    async def run():
+        async with MediaWorkers(recipe, 1, tmp_path) as workers:
+            async with workers.prepared([medium], []) as outer:
+                async with workers.prepared([medium, medium], []) as inner:
+                    [one, two] = inner.view.media
+                    assert one.path == two.path == outer.view.media[0].path
+                await asyncio.sleep(0)
+                modes = [stat.S_IMODE(p.stat().st_mode) for p in (one.path, one.path.parent)]
+                assert modes == [0o600, 0o700]
+                assert [p.name for p in one.path.parent.iterdir()] == [one.digest.hex()]
+            await asyncio.sleep(0)
+            assert list(one.path.parent.iterdir()) == []
+        assert not one.path.parent.exists()
+
+    asyncio.run(run())
+
+
+def test_who_is_cancelled_while_media_are_decoded_leaves_no_file(recipe, tmp_path):
+    medium = measured(source(photo(1500, 1500, "JPEG")), recipe)
+    spool = tmp_path / "spool"
+    spool.mkdir()
+
+    async def run():
+        async with MediaWorkers(recipe, 1, spool) as workers:
+
+            async def look():
+                async with workers.prepared([medium] * 3, []):
+                    pytest.fail("it was cancelled before")
+
+            looking = asyncio.create_task(look())
+            await asyncio.sleep(0.01)
+            looking.cancel()
+            await asyncio.gather(looking, return_exceptions=True)
+            await asyncio.gather(*workers._tasks)
+            await asyncio.sleep(0)
+            assert [list(folder.iterdir()) for folder in spool.iterdir()] == [[]]
+
+    asyncio.run(run())
+
+
+def test_a_medium_that_kills_its_decoder_is_named_and_others_are_decoded(recipe, tmp_path):
+    """A worker that dies takes the pool with it: whoever was decoded beside is done again."""
+    good = measured(source(photo(64, 96)), recipe)
+    bad = measured(source(photo(64, 96, seed=9)), recipe)
+    bad = bad._replace(source=Deadly(*bad.source))
+
+    async def run():
+        async with MediaWorkers(recipe, 1, tmp_path) as workers:
+
+            async def look(medium):
+                async with workers.prepared([medium], []) as made:
+                    return made.view.media[0].digest
+
+            return await asyncio.gather(
+                *(look(each) for each in (bad, good, good)), return_exceptions=True
+            )
+
+    [error, *digests] = asyncio.run(run())
+    assert isinstance(error, ConfigError)
+    assert "x.jsonl, line 3: image 1: ends the process that decodes it" in str(error)
+    assert digests == [canonical(good, recipe).digest] * 2
+
+
+def test_a_view_is_the_same_after_the_wire_and_other_texts_are_refused(recipe, tmp_path):
+    medium = measured(source(photo(64, 96)), recipe)
+
+    async def run():
+        async with (
+            MediaWorkers(recipe, 1, tmp_path) as workers,
+            workers.prepared([medium], [Span(0, 4, 6)]) as made,
+        ):
+            sent = wire.view_of(wire.text_of(made.view, 7))
+            assert sent == wire.Sent(made.view, 7)
+            whole = wire.view_of(wire.text_of(made.view, 7, with_contents=True))
+            [content] = whole.contents
+            assert np.array_equal(wire.array_in(content), canonical(medium, recipe).array)
+
+    asyncio.run(run())
+    for text in (wire.BEGIN + "{}", wire.BEGIN + "no", wire.BEGIN + '{"media": [{}]}'):
+        with pytest.raises(ValueError):
+            wire.view_of(text)
+
+
+def test_the_bus_gets_arrays_where_the_job_says_so(recipe, tmp_path):
+    medium = measured(source(photo(64, 96)), recipe)
+
+    async def run():
+        async with (
+            MediaWorkers(recipe, 1, tmp_path, "canonical") as workers,
+            workers.prepared([medium], []) as made,
+        ):
+            return made.media[0], made.view.media[0].digest
+
+    stored, digest = asyncio.run(run())
+    assert (stored.kind, stored.canonical_xxh3) == (MediaKind.TENSOR, digest)
+    array = wire.array_in(stored.data.tobytes())
+    assert np.array_equal(array, canonical(medium, recipe).array)

@@ -1,0 +1,178 @@
+"""Jobs of models that see, checked as far as that goes without their weights; their data sets."""
+
+import io
+import json
+import math
+import struct
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from relax_hpc.cli.main import app
+from relax_hpc.demo import seeing
+from relax_hpc.errors import ConfigError
+from relax_hpc.models import registry
+from relax_hpc.preparation.prepare import Made, prepare
+
+JOBS = Path(__file__).parents[3] / "jobs"
+RECIPES = sorted(JOBS.glob("qwen3-vl-*.toml"))
+TEXT = {
+    "vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32,
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+SHAPES = {
+    "qwen3-vl-4b": ("vl",
+        {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+         "num_key_value_heads": 8},
+        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+         "out_hidden_size": 2560, "num_position_embeddings": 2304,
+         "deepstack_visual_indexes": [5, 11, 17]}),
+    "qwen3-vl-30b-a3b": ("vl-moe",
+        {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+         "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+         "num_key_value_heads": 4},
+        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+         "out_hidden_size": 2048, "num_position_embeddings": 2304,
+         "deepstack_visual_indexes": [8, 16, 24]}),
+}  # fmt: skip
+
+
+def stand_in(folder, shape):
+    """A model of this shape whose weights are a hole in a file; the rest is the tiny one's."""
+    kind, text, vision = SHAPES[shape]
+    tokens = seeing.tokenizer()
+    seeing.save(folder, seeing.model(kind, tokens, seed=0), tokens)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= TEXT | text
+    for of_the_tiny_one in ("layer_types", "num_local_experts"):
+        config["text_config"].pop(of_the_tiny_one, None)
+    config["vision_config"] |= vision
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for parameter in registry.parameters(registry.read_architecture(folder)):
+        tensors |= {parameter.fused: parameter.fused_shape} if parameter.fused else parameter.hf
+    header, end = {}, 0
+    for name, size in tensors.items():
+        start, end = end, end + 2 * math.prod(size)
+        header[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [start, end]}
+    said = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(said)) + said)
+        file.truncate(8 + len(said) + end)
+    return folder
+
+
+def png(shade, kind="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), (shade, 0, 0)).save(file, kind)
+    return {"bytes": file.getvalue(), "path": f"{shade}.png"}
+
+
+def openr1mm_row(number, **fields):
+    return {
+        "image": png(number), "problem": "How long is AB?",
+        "solution": f"<think> It is. </think>\n\n<answer> {number} </answer>",
+        "original_question": "?", "original_answer": "!",
+    } | fields  # fmt: skip
+
+
+def geometry3k_row(number, **fields):
+    return {
+        "images": [png(number)], "problem": "<image>Find $x$.",
+        "answer": f"\\frac{{{number}}}{{2}}",
+    } | fields  # fmt: skip
+
+
+ROWS = {"openr1mm": openr1mm_row, "geometry3k": geometry3k_row}
+
+
+def downloaded(folder, name, parts):
+    folder.mkdir(parents=True)
+    for part, rows in parts.items():
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{part}-00000-of-00001.parquet")
+    return folder
+
+
+@pytest.mark.parametrize("job", RECIPES, ids=lambda job: job.stem)
+def test_a_recipe_passes_check_with_a_model_of_its_shape(job, tmp_path):
+    shape = next(shape for shape in SHAPES if job.stem.startswith(shape))
+    name = job.stem.rsplit("-", 1)[1]
+    rows = [ROWS[name](number) for number in range(3)]
+    source = downloaded(tmp_path / "downloaded", name, {"train": rows})
+    prepare(name, str(source), tmp_path / "data", heldout=1)
+    overrides = {
+        "run_root": tmp_path, "model.path": stand_in(tmp_path / "model", shape),
+        "prompts.train": tmp_path / "data" / "train.jsonl",
+        "eval.heldout.path": tmp_path / "data" / "heldout.jsonl",
+        "engines.rollout.resources.python": sys.executable,
+    }  # fmt: skip
+    options = [f"--set={key}={value}" for key, value in overrides.items()]
+    answer = CliRunner().invoke(app, ["check", str(job), "--local", "--decode", *options])
+    assert answer.exit_code == 0, f"{answer.output}\n{answer.exception}"
+    named = job.relative_to(JOBS.parent)
+    assert f"{named}" in (JOBS.parent / "docs" / "recipes.md").read_text()
+    assert f"relax-hpc submit {named}" in job.read_text()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_openr1mm_shows_its_image_before_the_problem_and_keeps_what_is_in_the_tag(tmp_path):
+    same = openr1mm_row(1, problem="<image> How wide?")
+    rows = [openr1mm_row(1), openr1mm_row(2), same, openr1mm_row(2), openr1mm_row(3, solution="7")]
+    source = downloaded(tmp_path / "downloaded", "openr1mm", {"train": rows})
+    assert prepare("openr1mm", str(source), tmp_path / "out", heldout=1) == Made(3, 1, 1)
+    out = tmp_path / "out"
+    found = lines(out / "train.jsonl") + lines(out / "heldout.jsonl")
+    assert sorted(row["answer"] for row in found) == ["1", "1", "2", "7"]
+    for row in found:
+        assert row["prompt"].startswith("<image>How ") and row["prompt"].count("<image>") == 1
+        assert row["prompt"].endswith("between <answer> and </answer>.")
+        (image,) = row["images"]
+        shade = {"1": 1, "2": 2, "7": 3}[row["answer"]]
+        assert (out / image).read_bytes() == png(shade)["bytes"]
+    assert len(list((out / "images").iterdir())) == 3, "two problems are about one image"
+
+
+def test_geometry3k_keeps_its_test_part(tmp_path):
+    parts = {
+        "train": [geometry3k_row(1), geometry3k_row(2)], "validation": [geometry3k_row(3)],
+        "test": [geometry3k_row(2), geometry3k_row(4)],
+    }  # fmt: skip
+    source = downloaded(tmp_path / "downloaded", "geometry3k", parts)
+    assert prepare("geometry3k", str(source), tmp_path / "out", heldout=1) == Made(2, 2, 1)
+    train, heldout = (lines(tmp_path / "out" / f"{part}.jsonl") for part in ("train", "heldout"))
+    assert {row["answer"] for row in train} == {"\\frac{1}{2}", "\\frac{3}{2}"}
+    assert {row["answer"] for row in heldout} == {"\\frac{2}{2}", "\\frac{4}{2}"}
+    assert train[0]["prompt"].startswith("<image>Find $x$.\n\nThink step by step")
+
+
+BAD = {
+    "two places": ("geometry3k", {"problem": "<image><image>?"}, "problem has 2 places <image>, "
+                   "and there are 1 images"),
+    "no images": ("geometry3k", {"images": []}, "has no images, but images, problem, answer"),
+    "no bytes": ("openr1mm", {"image": {"bytes": None, "path": "a.png"}}, "image is no image with"),
+    "an animation": ("openr1mm", {"image": png(1, "GIF")}, "an image is GIF; JPEG"),
+    "no answer": ("openr1mm", {"solution": " "}, "solution is no text"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_row_that_is_none_of_the_data_set_is_named_and_nothing_is_written(tmp_path, case):
+    name, fields, said = BAD[case]
+    source = downloaded(tmp_path / "downloaded", name, {"train": [ROWS[name](1, **fields)]})
+    with pytest.raises(ConfigError) as refused:
+        prepare(name, str(source), tmp_path / "out", heldout=1)
+    assert said in str(refused.value) and "hf download" not in str(refused.value).split(";")[0]
+    assert "train-00000-of-00001.parquet, row 0" in str(refused.value)
+    assert not (tmp_path / "out").exists()

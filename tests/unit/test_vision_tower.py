@@ -1,0 +1,121 @@
+"""The tower of Qwen3-VL gives the features and the gradients of Hugging Face's."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from relax_hpc.models import qwen3_vl
+from relax_hpc.models.architecture import Architecture, Vision
+from relax_hpc.models.rope import Rope
+from relax_hpc.models.vision.frames import Frame, Places
+from relax_hpc.models.vision.tower import Tower
+
+SHAPE = Vision(
+    num_layers=3, hidden_size=48, ffn_hidden_size=80, num_heads=2, patch=4, time=2, merge=2,
+    positions=6, rope_base=10000.0, out_size=40, taps=(0, 2),
+)  # fmt: skip
+GRIDS = {
+    "an image": [(1, 4, 6)],
+    "two images": [(1, 8, 4), (1, 2, 2)],
+    "a video": [(3, 4, 4)],
+    "all of it": [(1, 6, 2), (2, 4, 8), (1, 4, 8), (1, 14, 2)],
+}
+CPU = torch.device("cpu")
+
+
+def theirs(shape):
+    from transformers import Qwen3VLVisionConfig
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    torch.manual_seed(0)
+    config = Qwen3VLVisionConfig(
+        depth=shape.num_layers, hidden_size=shape.hidden_size, num_heads=shape.num_heads,
+        intermediate_size=shape.ffn_hidden_size, patch_size=shape.patch, in_channels=3,
+        temporal_patch_size=shape.time, spatial_merge_size=shape.merge,
+        num_position_embeddings=shape.positions**2, out_hidden_size=shape.out_size,
+        deepstack_visual_indexes=list(shape.taps),
+    )  # fmt: skip
+    model = Qwen3VLVisionModel(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.1)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1)
+    return model
+
+
+def frames_of(grids):
+    return [Frame(height, width) for time, height, width in grids for _ in range(time)]
+
+
+def both(grids, **options):
+    """(features, gradients by name) of Hugging Face's tower and of ours, same weights."""
+    other = theirs(SHAPE)
+    own = Tower(SHAPE)
+    own.load_state_dict(other.state_dict())
+    count = sum(frame.patches for frame in frames_of(grids))
+    torch.manual_seed(1)
+    patches = torch.randn(count, SHAPE.patch_values)
+    given = [torch.randn(count // 4, SHAPE.out_size) for _ in range(SHAPE.levels)]
+    out = other(patches, grid_thw=torch.tensor(grids))
+    expected = [out.pooler_output, *out.deepstack_features]
+    found = own(patches, Places.of(frames_of(grids), SHAPE, CPU), **options)
+    answers = []
+    for model, features in ((other, expected), (own, found)):
+        torch.autograd.backward(features, given)
+        answers.append((features, {n: p.grad for n, p in model.named_parameters()}))
+    return answers
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
+def test_features_and_gradients_are_hugging_faces(grids, recompute):
+    (expected, their_gradients), (found, gradients) = both(grids, recompute=recompute)
+    assert len(found) == len(expected) == SHAPE.levels
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine - other).abs().max() < 2e-6 * other.abs().max()
+    assert gradients.keys() == their_gradients.keys()
+    for name, other in their_gradients.items():
+        assert (gradients[name] - other).abs().max() < 2e-6 * other.abs().max(), name
+        assert other.abs().max() > 0, name
+
+
+def test_the_tolerance_would_notice_a_patch_in_another_place():
+    torch.manual_seed(2)
+    own = Tower(SHAPE)
+    patches = torch.randn(24, SHAPE.patch_values)
+    place = Places.of([Frame(4, 6)], SHAPE, CPU)
+    turned = Places.of([Frame(6, 4)], SHAPE, CPU)
+    right = own(patches, place)
+    for part in ("nearest", "rotation"):
+        wrong = own(patches, replace(place, **{part: getattr(turned, part)}))
+        assert (wrong[0] - right[0]).abs().max() > 1e-3, part
+
+
+def test_a_frame_is_seen_alone_whatever_lies_beside_it():
+    """Frames of two sizes, in turns, equal each by itself; no patch looks into another frame."""
+    torch.manual_seed(3)
+    own, frames = Tower(SHAPE), [Frame(4, 4), Frame(2, 6), Frame(4, 4), Frame(4, 4)]
+    patches = torch.randn(60, SHAPE.patch_values)
+    together = own(patches, Places.of(frames, SHAPE, CPU))
+    begin = 0
+    for frame in frames:
+        end = begin + frame.patches
+        alone = own(patches[begin:end], Places.of([frame], SHAPE, CPU))
+        for all_of_it, mine in zip(together, alone, strict=True):
+            assert (all_of_it[begin // 4 : end // 4] - mine).abs().max() < 1e-6
+        begin = end
+
+
+def test_the_table_of_names_is_the_modules():
+    shape = Architecture(
+        "qwen3_vl", 2, 40, 80, 2, 2, 20, 64, 64, 1e-6, Rope("default", 1e4), False, vision=SHAPE
+    )
+    table = {
+        name: size for parameter in qwen3_vl.tower(shape) for name, size in parameter.hf.items()
+    }
+    expected = {
+        f"model.visual.{name}": tuple(p.shape) for name, p in theirs(SHAPE).named_parameters()
+    }
+    assert table == expected
