@@ -24,6 +24,8 @@ from typing import TypeVar
 from tenacity import RetryCallState, Retrying, retry_if_exception
 from tenacity.wait import wait_exponential_jitter
 
+from relax_hpc import heartbeat
+
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -99,12 +101,13 @@ def patiently(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return call()
 
-    return Retrying(
-        retry=retry_if_exception(wait.goes_on),
-        wait=wait_exponential_jitter(initial=_FIRST_S, max=_LONGEST_S, jitter=_FIRST_S),
-        before_sleep=wait.note_attempt,
-        reraise=True,
-    )(attempt)
+    with heartbeat.hold():
+        return Retrying(
+            retry=retry_if_exception(wait.goes_on),
+            wait=wait_exponential_jitter(initial=_FIRST_S, max=_LONGEST_S, jitter=_FIRST_S),
+            before_sleep=wait.note_attempt,
+            reraise=True,
+        )(attempt)
 
 
 class _Wait:

@@ -26,6 +26,8 @@ class Spec(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    learns: bool = True
+    """Whether it differs from version to version; only the sender knows."""
 
     @property
     def nbytes(self) -> int:
@@ -40,11 +42,14 @@ class BucketPlan:
 
     @classmethod
     def of(cls, specs: Iterable[Spec], max_bytes: int) -> Self:
-        """Cuts the stream into buckets of at most `max_bytes`; one tensor may exceed it."""
+        """Cuts the stream into buckets of at most `max_bytes`; one tensor may exceed it.
+
+        Tensors that learn and others are never in one bucket.
+        """
         cut: list[list[Spec]] = []
         size = max_bytes
         for spec in specs:
-            if size + spec.nbytes > max_bytes:
+            if size + spec.nbytes > max_bytes or cut[-1][-1].learns != spec.learns:
                 cut.append([])
                 size = 0
             cut[-1].append(spec)
@@ -59,6 +64,11 @@ class BucketPlan:
     @property
     def num_bytes(self) -> int:
         return sum(self.sizes)
+
+    @cached_property
+    def fixed(self) -> tuple[int, ...]:
+        """Numbers of the buckets in which nothing learns."""
+        return tuple(n for n, bucket in enumerate(self.buckets) if not bucket[0].learns)
 
     def buffers(self, count: int, device: torch.device) -> list[Tensor]:
         """Returns `count` buffers for buckets, [bytes of the largest] uint8."""

@@ -36,6 +36,8 @@ class Order:
     """Lane of the rank that gets the order; -1 where there is none."""
     folder: str = ""
     """Folder of the snapshot to compare with."""
+    skipped: tuple[int, ...] = ()
+    """Buckets that are not sent: the rank has them, and nothing in them learns."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
+from relax_hpc import heartbeat
 from relax_hpc.comm import channel
 from relax_hpc.comm.channel import Channel, StrangerError
 from relax_hpc.comm.hub import Hub
@@ -59,12 +60,14 @@ class StarWorld:
         end = _call(record["host"], record["port"], rank, key, deadline)
         return cls(rank, size, key, end, timeout_s=timeout_s)
 
+    @heartbeat.phase("ranks", waits=True)
     def bcast(self, value: Any) -> Any:  # noqa: ANN401
         if self.rank:
             return self._hear_rank_0()
         self._tell(value)
         return value
 
+    @heartbeat.phase("ranks", waits=True)
     def allgather(self, value: Any) -> list[Any]:  # noqa: ANN401
         if self.rank:
             self._send(0, _VALUE + pickle.dumps(value))
@@ -77,6 +80,7 @@ class StarWorld:
     def barrier(self) -> None:
         self.allgather(None)
 
+    @heartbeat.phase("ranks", waits=True)
     def split(self, color: int) -> "StarWorld":
         members = [rank for rank, other in enumerate(self.allgather(color)) if other == color]
         rank, size = members.index(self.rank), len(members)

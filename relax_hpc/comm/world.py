@@ -6,17 +6,21 @@ this way: `torch_group` and `broadcast` carry them.
 """
 
 import pickle
+import sys
 import time
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 
 import numpy as np
 
+from relax_hpc import heartbeat
 from relax_hpc.comm.star import StarWorld
-from relax_hpc.errors import LaunchError
+from relax_hpc.errors import LaunchError, PeerTimeoutError
 from relax_hpc.run_secret import RunSecret
 
 _MPI_PIECE = 1 << 30  # MPI counts bytes in an int
+_ROLL_S = 10.0
+"""Time that ranks have to answer when the roll is called."""
 
 
 class World(Protocol):
@@ -58,14 +62,29 @@ class SoloWorld:
 
 
 class MpiWorld:
-    """The ranks of an MPI communicator."""
+    """The ranks of an MPI communicator.
 
-    def __init__(self, comm: Any) -> None:  # noqa: ANN401
-        self._comm = comm
+    Raises:
+        PeerTimeoutError: by every method, when ranks were silent for too long; they are named. The
+            world is of no use then.
+    """
+
+    def __init__(self, comm: Any, *, timeout_s: float = 300) -> None:  # noqa: ANN401
+        """Takes a communicator; collective.
+
+        Args:
+            comm: of mpi4py.
+            timeout_s: how long a rank may be silent.
+        """
+        self._comm, self._timeout_s = comm, timeout_s
+        self._calls = comm.Dup()
+        """Carries nothing but calls of the roll."""
         self.rank, self.size = comm.rank, comm.size
 
     @classmethod
-    def of_step(cls, expected_size: int, role: str | None = None) -> Self:
+    def of_step(
+        cls, expected_size: int, role: str | None = None, *, timeout_s: float = 300
+    ) -> Self:
         """COMM_WORLD of the step that Slurm started; of it, the ranks that give the same `role`."""
         from mpi4py import MPI  # initialises MPI: only ranks of an MPI step may import it
 
@@ -73,7 +92,7 @@ class MpiWorld:
         if role is not None:
             roles = comm.allgather(role)
             comm = comm.Split(roles.index(role), comm.rank)
-        world = cls(comm)
+        world = cls(comm, timeout_s=timeout_s)
         if world.size != expected_size:
             raise LaunchError(
                 f"MPI sees {world.size} ranks where the launcher started {expected_size}: "
@@ -82,6 +101,7 @@ class MpiWorld:
             )
         return world
 
+    @heartbeat.phase("ranks", waits=True)
     def bcast(self, value: Any) -> Any:  # noqa: ANN401
         if self.size == 1:
             return value
@@ -93,24 +113,70 @@ class MpiWorld:
             self._wait(self._comm.Ibcast(buffer[first : first + _MPI_PIECE], root=0))
         return value if self.rank == 0 else pickle.loads(buffer)  # written by our own rank 0
 
+    @heartbeat.phase("ranks", waits=True)
     def allgather(self, value: Any) -> list[Any]:  # noqa: ANN401
-        self.barrier()
-        return list(self._comm.allgather(value))
+        content = np.frombuffer(pickle.dumps(value), np.uint8)
+        sizes = np.empty(self.size, np.int64)
+        self._wait(self._comm.Iallgather(np.array([len(content)], np.int64), sizes))
+        ends = np.cumsum(sizes)
+        found = np.empty(ends[-1], np.uint8)
+        self._wait(self._comm.Iallgatherv(content, [found, (sizes, ends - sizes)]))
+        # Written by ranks of our own.
+        return [pickle.loads(part.tobytes()) for part in np.split(found, ends[:-1])]
 
+    @heartbeat.phase("ranks", waits=True)
     def barrier(self) -> None:
         self._wait(self._comm.Ibarrier())
 
+    @heartbeat.phase("ranks", waits=True)
     def split(self, color: int) -> World:
         self.barrier()
-        return MpiWorld(self._comm.Split(color, self.rank))
+        return MpiWorld(self._comm.Split(color, self.rank), timeout_s=self._timeout_s)
 
-    @staticmethod
-    def _wait(request: Any) -> None:  # noqa: ANN401
+    def _wait(self, request: Any) -> None:  # noqa: ANN401
         """Waits asleep. MPI's own waiting spins, and a rank may wait minutes for a batch."""
-        pause = 1e-4
+        pause, deadline = 1e-4, time.monotonic() + self._timeout_s
         while not request.Test():
+            if time.monotonic() > deadline or self._calls.Iprobe():
+                self._fail()
             time.sleep(pause)
             pause = min(2 * pause, 0.01)
+
+    def _fail(self) -> NoReturn:
+        """Calls the roll: who waits, too, hears that and answers with a call of its own."""
+        nothing = np.empty(0, np.uint8)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        sent = [self._calls.Isend(nothing, dest=rank) for rank in others]
+        missing = set(others)
+        deadline = time.monotonic() + min(_ROLL_S, self._timeout_s)
+        while missing and time.monotonic() < deadline:
+            while self._calls.Iprobe():
+                missing.discard(self._heard())
+            time.sleep(0.01)
+        del sent  # to ranks that are gone or stopped they never end
+        names = ", ".join(map(str, sorted(missing)))
+        raise PeerTimeoutError(
+            f"rank{'s' if len(missing) > 1 else ''} {names} of the {self.size} of this component "
+            f"said nothing for {self._timeout_s:g} s"
+            if missing
+            else f"all {self.size} ranks of this component wait, for different things"
+        )
+
+    def _heard(self) -> int:
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        self._calls.Recv(np.empty(0, np.uint8), status=status)
+        return int(status.Get_source())
+
+
+def abandon() -> None:
+    """Lets this process end by itself after an error: MPI would wait for the other ranks, which may
+    wait for this one."""
+    if "mpi4py.MPI" in sys.modules:
+        from mpi4py.run import set_abort_status
+
+        set_abort_status(1)
 
 
 def connect(
@@ -139,9 +205,9 @@ def connect(
         PeerTimeoutError: rank 0 did not write the rendezvous record.
     """
     if bootstrap == "mpi":
-        return MpiWorld.of_step(size)
+        return MpiWorld.of_step(size, timeout_s=timeout_s)
     if bootstrap == "mpi_job":
-        return MpiWorld.of_step(size, role)
+        return MpiWorld.of_step(size, role, timeout_s=timeout_s)
     if size == 1:
         return SoloWorld()
     key = secret.derive(f"world/{rendezvous.name}")  # what was said in another start is void

@@ -47,6 +47,22 @@ EVENTS: dict[str, EventKind] = {
         "all", "storage did not take events of this file", {"number": "events that are missing"}
     ),
     "error": EventKind("all", "the task fails", {"message": ""}),
+    "hang": EventKind(
+        "all",
+        "the watchdog of a task finds that it hangs, or waits for ranks that do",
+        {
+            "phase": "what it did",
+            "step": "0 outside steps",
+            "seconds": "without a sign of life",
+            "limit_s": "seconds that it may be without one",
+            "state": "letter of the kernel: T stopped, S asleep, D waits for a device, R runs",
+            "channel": "function of the kernel that it slept in",
+            "place": "file, line and function",
+            "log": "file with the stacks",
+            "ended": "whether the watchdog ended it",
+            "message": "",
+        },
+    ),
     "end": EventKind(
         "all", "the task is done", {"duplicates": "trajectories committed twice and ignored; actor"}
     ),
@@ -107,6 +123,20 @@ EVENTS: dict[str, EventKind] = {
             "rollout/...": "mean over episodes of each metric of the environment",
         },
         {"parts/...": "reward/parts/...", "rollout/...": "rollout/..."},
+    ),
+    "unfinished": EventKind(
+        "rollout",
+        "the job is about to end: responses that are not finished are kept on the bus",
+        {"num_groups": "", "num_tokens": "sampled"},
+    ),
+    "continued": EventKind(
+        "rollout",
+        "a task goes on with what was kept",
+        {
+            "num_groups": "",
+            "num_tokens": "sampled, which need not be sampled again",
+            "num_dropped": "tokens that are, by rollout.max_continuations",
+        },
     ),
     "reward_errors": EventKind(
         "rollout",
@@ -202,7 +232,7 @@ EVENTS: dict[str, EventKind] = {
             "moe/...": "experts: max_load and the losses that are on",
             "routing/...": "routing replay: differs, missing, parts of the choices of experts; "
             "mixed, part of the rows; every tenth step gap, gap_without, nats",
-            "train/...": "tokens_per_s_per_gpu, mfu, padding",
+            "train/...": "tokens_per_s_per_gpu, mfu, padding; tower_tflops of media",
             "memory/...": "peak_gib of the fullest rank",
             "time/...": "seconds",
         },

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from relax_hpc import heartbeat
+
 _SHORTEST_S = 1e-3
 
 
@@ -18,18 +20,27 @@ class Phase(NamedTuple):
 
 
 class Timers:
-    """`with timers("train"): ...` adds to `time/train`, in seconds, and notes when it was."""
+    """`with timers("train"): ...` adds to `time/train`, in seconds, and notes when it was.
 
-    def __init__(self) -> None:
+    The phase is also what the task's sign of life tells (`relax_hpc.heartbeat`).
+
+    Args:
+        step: that they are of, if they are of one.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        if step:
+            heartbeat.at_step(step)
         self.seconds: dict[str, float] = {}
         self.phases: list[Phase] = []
         """Phases in order; one that is too short to be seen in a picture is left out."""
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str, *, waits: bool = False) -> Iterator[None]:
         begin = time.perf_counter()
         try:
-            yield
+            with heartbeat.phase(name, waits=waits):
+                yield
         finally:
             self.add(name, begin)
 
@@ -38,7 +49,8 @@ class Timers:
         """Notes when it was, and nothing else: of what is measured more precisely elsewhere."""
         begin = time.perf_counter()
         try:
-            yield
+            with heartbeat.phase(name):
+                yield
         finally:
             self._note(name, time.perf_counter() - begin)
 

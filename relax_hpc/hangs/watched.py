@@ -1,0 +1,73 @@
+"""The task's side of its watchdog."""
+
+import faulthandler
+import json
+import mmap
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from relax_hpc import heartbeat
+from relax_hpc.hangs import recorder, watchdog
+from relax_hpc.hangs.process import DUMP_SIGNAL, tell_stacks
+from relax_hpc.hangs.watchdog import Orders
+from relax_hpc.paths import RunPaths
+from relax_hpc.scratch import scratch_folder
+
+
+@contextmanager
+def watched(
+    run_dir: Path,
+    component: str,
+    rank: int,
+    start_id: str,
+    node: str,
+    *,
+    is_one_world: bool,
+    least_s: float,
+    most_s: float,
+) -> Iterator[None]:
+    """Has a watchdog beside this process for the length of the block.
+
+    What both share has no name: it is gone with them.
+
+    Args:
+        run_dir: of the run.
+        component: of the task.
+        rank: within the component.
+        start_id: the same for all tasks of one start of the component.
+        node: where it runs.
+        is_one_world: the ranks of the component wait for each other.
+        least_s: limit of a phase that is known to be short, and of a stop.
+        most_s: limit of every phase.
+    """
+    shared, stacks = os.memfd_create("heartbeat"), os.memfd_create("stacks")
+    os.ftruncate(shared, heartbeat.BYTES)
+    orders = Orders(
+        str(run_dir), component, rank, start_id, node, is_one_world, os.getpid(), shared, stacks,
+        min(least_s, most_s),
+    )  # fmt: skip
+    with mmap.mmap(shared, heartbeat.BYTES) as memory, scratch_folder("hangs") as folder:
+        if is_one_world:
+            dump = RunPaths(run_dir).collectives(start_id)
+            orders = replace(orders, recorder=recorder.settle(os.environ, folder, dump))
+        heartbeat.begin(memory, least_s=least_s, most_s=most_s)
+        tell_stacks(stacks)
+        process = subprocess.Popen(
+            [sys.executable, "-m", watchdog.__name__, json.dumps(asdict(orders))],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(shared, stacks),
+        )
+        try:
+            yield
+        finally:
+            process.kill()
+            process.wait()
+            faulthandler.unregister(DUMP_SIGNAL)
+            heartbeat.end()
+            os.close(shared)
+            os.close(stacks)

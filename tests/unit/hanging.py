@@ -1,0 +1,88 @@
+"""A task that hangs in one way or another: `python hanging.py RUN_DIR RANK HOW`."""
+
+import ctypes
+import os
+import select
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+from relax_hpc import heartbeat
+from relax_hpc.hangs.watched import watched
+
+LEAST_S = 0.5
+
+
+def hold_the_interpreter():
+    """Sleeps in C and lets no other thread run Python meanwhile."""
+    sleep = ctypes.PyDLL(None).sleep
+    while True:  # a signal ends one sleep
+        sleep(60)
+
+
+def wait_for_a_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def in_a_collective():
+    """Waits where torch waits, as far as a stack tells."""
+    place = {}
+    made = "def all_reduce():\n    import time\n    time.sleep(60)\n"
+    exec(compile(made, "/lib/torch/distributed/distributed_c10d.py", "exec"), place)
+    place["all_reduce"]()
+
+
+def in_a_wait():
+    """Waits in a function that is not of Python, as that of torch's `Work` is not."""
+    work = SimpleNamespace(wait=ctypes.CDLL(None).sleep)
+    while True:  # a signal ends one sleep
+        work.wait(60)
+
+
+def go_on():
+    for _ in range(20):
+        time.sleep(LEAST_S / 5)
+        heartbeat.beat()
+
+
+def keep_a_record():
+    """Waits as torch's flight recorder does, for something in a pipe."""
+    pipe = f"{os.environ['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}{sys.argv[2]}.pipe"
+    os.mkfifo(pipe)
+    fd = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+
+    def dump():
+        select.select([fd], [], [])
+        Path(f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{sys.argv[2]}").write_bytes(os.read(fd, 1))
+
+    threading.Thread(target=dump, daemon=True).start()
+    time.sleep(60)
+
+
+def sleep():
+    time.sleep(60)
+
+
+def main():
+    run_dir, rank, how = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    is_one_world, least_s = "world" in sys.argv, LEAST_S * (3 if "patient" in sys.argv else 1)
+    with watched(
+        run_dir, "toy", rank, "toy-1.0-1", "n1",
+        is_one_world=is_one_world, least_s=least_s, most_s=2 * least_s,
+    ):  # fmt: skip
+        heartbeat.at_step(7)
+        with heartbeat.phase("work", waits=how == "waits"):
+            (run_dir / f"{rank}.pid").write_text(str(os.getpid()))
+            if how == "waits":
+                time.sleep(4 * least_s)
+            else:
+                globals()[how]()
+    (run_dir / f"{rank}.done").touch()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""A task that hangs is named with its stack, and ended; one that waits or goes on is left alone."""
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from relax_hpc import heartbeat, storage
+from relax_hpc.heartbeat import Beat
+from relax_hpc.paths import RunPaths
+from relax_hpc.runs import failure
+from relax_hpc.telemetry.events import read_events
+from relax_hpc.telemetry.timers import Timers
+
+TOY = Path(__file__).with_name("hanging.py")
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a task of a component, which hangs in the way that is named."""
+    started = []
+
+    def begin(how, *options, rank=0):
+        started.append(subprocess.Popen([sys.executable, TOY, tmp_path, str(rank), how, *options]))
+        deadline = time.monotonic() + 30
+        while not (tmp_path / f"{rank}.pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def hangs(run_dir):
+    return [event for event in read_events(run_dir / "events") if event["event"] == "hang"]
+
+
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [("hold_the_interpreter", "in hold_the_interpreter"), ("wait_for_a_lock", "wait_for_a_lock")],
+)
+def test_a_task_that_hangs_is_named_with_its_stack_and_ended(tmp_path, start, how, place):
+    assert start(how).wait(30) == -signal.SIGKILL
+    [hang] = hangs(tmp_path)
+    assert (hang["phase"], hang["step"], hang["ended"]) == ("work", 7, True)
+    assert (hang["role"], hang["rank"]) == ("toy", 0)
+    assert place in hang["place"] and str(TOY) in hang["place"]
+    said, task = failure.last_error(tmp_path, ["toy"], 0.0)
+    assert said.startswith("toy-0: hangs in phase work of step 7 for ") and task == "toy-0"
+    log = Path(hang["log"])
+    assert log == RunPaths(tmp_path).log("hang", "toy-0") and "most recent call" in log.read_text()
+
+
+def test_a_stopped_task_is_named_with_its_stack_and_ended_even_where_it_waits(tmp_path, start):
+    task = start("waits")
+    os.kill(task.pid, signal.SIGSTOP)
+    assert task.wait(30) == -signal.SIGKILL
+    [hang] = hangs(tmp_path)
+    assert hang["state"] == "T" and "stopped (state T)" in hang["message"]
+    assert "in main" in hang["place"] and not (tmp_path / "0.done").exists()
+
+
+def test_a_task_that_was_stopped_for_a_moment_is_left_alone_though_it_has_waited_for_long(
+    tmp_path, start
+):
+    task = start("waits", "patient")
+    time.sleep(2)  # longer than its limit, if it did not wait
+    os.kill(task.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    os.kill(task.pid, signal.SIGCONT)
+    assert task.wait(30) == 0 and hangs(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["waits", "go_on"])
+def test_a_task_that_waits_for_others_or_goes_on_is_left_alone(tmp_path, start, how):
+    assert start(how).wait(30) == 0
+    assert hangs(tmp_path) == []
+
+
+@pytest.mark.parametrize("how", ["in_a_collective", "in_a_wait"])
+def test_of_ranks_that_wait_for_each_other_the_one_is_ended_that_waits_for_nobody(
+    tmp_path, start, how
+):
+    waiter = start(how, "world", rank=0)
+    culprit = start("sleep", "world", rank=1)
+    assert culprit.wait(30) == -signal.SIGKILL
+    assert waiter.poll() is None
+    by_rank = {hang["rank"]: hang["ended"] for hang in hangs(tmp_path)}
+    assert by_rank[1] and not by_rank.get(0)
+
+
+def test_the_flight_recorder_is_asked_for_what_it_has_before_the_end(tmp_path, start):
+    assert start("keep_a_record", "world", rank=3).wait(30) == -signal.SIGKILL
+    assert (tmp_path / "logs" / "nccl-toy-1.0-1-3").read_bytes() == b"1"
+
+
+def test_the_watchdog_ends_with_its_task_and_ignores_what_slurm_tells_the_step(start):
+    task = start("waits")
+    [watchdog] = children(task.pid)
+    os.kill(watchdog, signal.SIGUSR2)
+    os.kill(watchdog, signal.SIGTERM)
+    time.sleep(0.1)
+    assert children(task.pid) == [watchdog]
+    task.kill()
+    task.wait()
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{watchdog}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{watchdog}").exists()
+
+
+def children(pid):
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.fixture
+def heart(monkeypatch):
+    """A sign of life of this process, and the clock that it goes by."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    memory = mmap.mmap(-1, heartbeat.BYTES)
+    heartbeat.begin(memory, least_s=10, most_s=1000)
+    yield memory, clock
+    heartbeat.end()
+
+
+def take(name, seconds, heart):
+    """The limit that a phase had which takes so long."""
+    memory, clock = heart
+    with heartbeat.phase(name):
+        limit_s = Beat.read(memory).limit_s
+        clock.now += seconds
+    return limit_s
+
+
+def test_the_limit_of_a_phase_is_learned_from_the_times_that_it_took(heart):
+    for seconds in (30, 20, 10):
+        assert take("train", seconds, heart) == take("read", 0.1, heart) == 1000
+    assert take("train", 900, heart) == 150 and take("read", 0.1, heart) == 10
+    assert take("train", 1, heart) == 1000, "no limit is above the highest"
+    assert take("save", 1, heart) == 1000
+
+
+def test_a_phase_within_another_is_a_sign_of_life_of_both(heart):
+    memory, clock = heart
+    timers = Timers(step=4)
+    with timers("publish", waits=True):
+        outer = Beat.read(memory)
+        clock.now += 5
+        with timers("gather"):
+            inner = Beat.read(memory)
+        again = Beat.read(memory)
+    assert (outer.phase, outer.waits, outer.step) == ("publish", True, 4)
+    assert (inner.phase, inner.waits, inner.since) == ("gather", False, 105)
+    assert again.phase == "publish" and again.counter > inner.counter > outer.counter
+
+
+def test_who_holds_for_storage_waits_whichever_thread_it_is(heart, tmp_path, monkeypatch):
+    seen, full = [], [OSError(28, "no room"), None]
+
+    def call():
+        seen.append(Beat.read(heart[0]).waits)
+        if error := full.pop(0):
+            raise error
+
+    storage.settle(60)
+    monkeypatch.setattr(storage, "time", time)
+    try:
+        storage.patiently(tmp_path, call)
+    finally:
+        storage.settle(0)
+    assert seen == [False, True] and not Beat.read(heart[0]).waits
