@@ -30,6 +30,7 @@ Run = Annotated[
 Ended = Annotated[
     bool, typer.Option("--ended", help="I know that its job has ended, though Slurm cannot say so.")
 ]
+Local = Annotated[bool, typer.Option("--local", help="Run on this machine even if Slurm is here.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overrides = Annotated[
     list[str], typer.Option("--set", help="section.key=value; repeatable.", show_default=False)

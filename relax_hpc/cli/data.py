@@ -68,8 +68,8 @@ def decode_media(config: "JobConfig", say: Callable[[str], None]) -> None:
         rest = [f"and {count - len(shown):,} more"] if count > len(shown) else []
         said = f"{count:,} of {found.num_media:,} media cannot be used"
         lines = "\n".join([said, *shown, *rest])
-        if config.prompts.bad_rows == "error":
-            raise ConfigError(f'{lines}\nreplace them, or set prompts.bad_rows = "skip"')
+        if config.prompts.media.broken == "error":
+            raise ConfigError(f'{lines}\nreplace them, or set prompts.media.broken = "skip"')
         say(f"{lines}\ntheir rows are left out")
     else:
         say(f"decoded {found.num_media:,} media: each can be used")

@@ -19,6 +19,7 @@ from relax_hpc import permissions
 from relax_hpc.cli.arguments import (
     Ended,
     Job,
+    Local,
     Overrides,
     Profile,
     Run,
@@ -71,7 +72,6 @@ def _options(
     pass
 
 
-Local = Annotated[bool, typer.Option("--local", help="Run on this machine even if Slurm is here.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show the steps until the run ends.")]
 
 

@@ -18,26 +18,26 @@ models = typer.Typer()
 def make_tiny(
     folder: Annotated[Path, typer.Argument(help="Gets model/ and the prompts.")],
     kind: Annotated[
-        Literal["text", "vl", "vl-moe"],
+        Literal["text", "code", "vl", "vl-moe"],
         typer.Option(
-            help="text: a Qwen3 and sums; vl: a Qwen3-VL and images, the colour of whose shape is "
-            "asked for; vl-moe: the same with experts."
+            help="text: a Qwen3 and sums; code: a Qwen3 and one-line programs; vl: a Qwen3-VL and "
+            "images, the colour of whose shape is asked for; vl-moe: the same with experts."
         ),
     ] = "text",
     digits: Annotated[int, typer.Option(help="Of each summand.", min=1, max=6)] = 2,
     seed: int = 0,
     target: Annotated[
-        float, typer.Option(help="Held-out accuracy of sums to start RL from.")
+        float, typer.Option(help="Held-out accuracy of sums or programs to start RL from.")
     ] = 0.45,
 ) -> None:
     """Make a tiny policy and a task to try everything with: offline, in a minute."""
     import torch
 
     torch.set_num_threads(1)  # the model is too small to share out
-    if kind == "text":
+    if kind == "text" or kind == "code":
         from relax_hpc.demo.make_tiny import make
 
-        made = make(folder, digits=digits, seed=seed, target=target, progress=typer.echo)
+        made = make(folder, kind=kind, digits=digits, seed=seed, target=target, progress=typer.echo)
     else:
         from relax_hpc.demo import make_tiny_vl
 
@@ -72,7 +72,9 @@ def convert(
 
 @models.command(epilog="Example:  relax-hpc prepare gsm8k --from downloads/gsm8k --out data/gsm8k")
 def prepare(
-    name: Annotated[str, typer.Argument(help="gsm8k, dapo-math or deepcoder.")],
+    name: Annotated[
+        str, typer.Argument(help="gsm8k, dapo-math, deepcoder, openr1mm or geometry3k.")
+    ],
     source: Annotated[
         str, typer.Option("--from", help="File or folder that was downloaded; hf: the hub.")
     ],

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from relax_hpc.cli.arguments import AsJson, Run, going_on, run_dir_of
+from relax_hpc.cli.arguments import AsJson, Ended, Local, Overrides, Run, going_on, run_dir_of
 
 runs = typer.Typer()
 
@@ -134,6 +134,32 @@ def timeline(
     )
     picture = timeline_plot.plot(found, out or RunPaths(run_dir).timeline)
     typer.echo(f"picture: {picture}", err=as_json)
+
+
+@runs.command(
+    epilog="Example:  relax-hpc replay arithmetic --step 21 --set actor.layout.data_parallel=2"
+)
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Option(help="A step that it has trained.", show_default=False)],
+    overrides: Overrides = [],  # noqa: B006
+    local: Local = False,
+    ended: Ended = False,
+    as_json: AsJson = False,
+) -> None:
+    """Train a step of a run again from its shards, without engines; compare loss and gradient.
+
+    --set changes the actor's grid and resources. Exit code 1 if the step is not what it was.
+    """
+    from relax_hpc.runs import replay as run_replay
+
+    found = run_replay.replay(
+        run_dir_of(run), step, overrides=overrides, local=local, ended=ended,
+        say=lambda line: typer.echo(line, err=True),
+    )  # fmt: skip
+    typer.echo(found.to_json() if as_json else run_replay.text(found))
+    if not found.is_equal:
+        raise typer.Exit(1)
 
 
 @runs.command(epilog="Example:  relax-hpc cancel arithmetic")

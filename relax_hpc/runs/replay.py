@@ -1,0 +1,332 @@
+"""Trains a step of a run again, from its shards, and compares it with what was recorded.
+
+A small run directory `replay/step_<step>-<number>/` in the run has job, logs and events of that.
+"""
+
+import itertools
+import json
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from relax_hpc import job_file, permissions
+from relax_hpc.bus.plan import Chain, PlanPosition, PlanRecord, read_chain
+from relax_hpc.checkpoints import store
+from relax_hpc.config.run import RunConfig
+from relax_hpc.errors import BusError, ConfigError, LaunchError
+from relax_hpc.launch import script, states, submit
+from relax_hpc.launch.placement import Bootstrap, Component, place
+from relax_hpc.paths import BusPaths, RunPaths
+from relax_hpc.records import finite, write_json
+from relax_hpc.roles.actor.role import ACTOR
+from relax_hpc.roles.replay.record import Replay
+from relax_hpc.roles.replay.role import COMPONENT, REPLAY
+from relax_hpc.run_secret import RunSecret
+from relax_hpc.runs import failure, status
+from relax_hpc.runs.resume import check_resources
+from relax_hpc.telemetry.events import read_events
+
+TOLERANCE = 1e-5
+"""Difference that another grid may make: of the gradient's norm relative, of a loss absolute."""
+_FREE = re.compile(
+    r"actor\.(layout|resources)\.\w+|actor\.(tokens_per_micro_batch|attention)|resources\.\w+"
+)
+"""Keys that say how and where a step is computed."""
+_GRID = ("layout", "tokens_per_micro_batch", "attention")
+"""Keys of the actor that change the order of sums."""
+_POLL_S = {"local": 0.3, "slurm": 3.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of the step, twice."""
+
+    name: str
+    recorded: float | None
+    replayed: float | None
+    is_relative: bool = False
+
+    @property
+    def difference(self) -> float:
+        if self.recorded is None or self.replayed is None:  # not finite
+            return 0.0 if self.recorded is self.replayed else float("inf")
+        found = abs(self.recorded - self.replayed)
+        largest = max(abs(self.recorded), abs(self.replayed))
+        return found / largest if self.is_relative and largest else found
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A step that was trained again, beside what the run recorded of it."""
+
+    replay: Replay
+    folder: Path
+    """Directory of the replay."""
+    is_same_grid: bool
+    numbers: tuple[Number, ...]
+
+    @property
+    def difference(self) -> float:
+        """The largest difference of those that judge it."""
+        return max(each.difference for each in self.numbers if each.name in _JUDGED)
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the step is what it was: bit by bit, or nearly at another grid."""
+        return self.difference <= (0.0 if self.is_same_grid else TOLERANCE)
+
+    def to_json(self) -> str:
+        rows = [asdict(each) | {"difference": each.difference} for each in self.numbers]
+        fields = asdict(self.replay) | {"folder": self.folder, "is_same_grid": self.is_same_grid}
+        fields |= {"is_equal": self.is_equal, "numbers": rows}
+        said, _ = finite(fields, str)
+        return json.dumps(said, allow_nan=False)
+
+
+_JUDGED = {"loss": False, "grad_norm": True}
+"""Numbers that a step is judged by, and whether relative."""
+_SHOWN = ("entropy", "lr", "reward/mean", "num_tokens")
+
+
+def replay(
+    run_dir: Path,
+    step: int,
+    *,
+    overrides: Sequence[str] = (),
+    local: bool = False,
+    ended: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> Compared:
+    """Trains a step of a run again, as a job with the actor's resources, and waits for it.
+
+    Args:
+        run_dir: of a run that is over.
+        step: that it has trained.
+        overrides: of the actor's layout and resources, `section.key=value`.
+        local: run here even though there is a Slurm.
+        ended: the caller knows that a job has ended of which Slurm says nothing.
+        say: is told what is done.
+
+    Raises:
+        ConfigError: the step cannot be trained again; says why.
+        LaunchError: the job could not be started, or failed.
+    """
+    paths = RunPaths(run_dir.absolute())
+    was = job_file.read_resolved(paths.config)
+    if not isinstance(was, RunConfig):
+        raise ConfigError(f"{run_dir}: a run of supervised fine-tuning has no shards to replay")
+    config = changed(was, overrides)
+    _check_over(run_dir, ended=ended)
+    recorded = recorded_step(paths, step)
+    asked = plan(paths, was, step)
+    say(_words(asked))
+    folder, mode = _make(paths, config, asked), submit.mode_of(local=local)
+    _wait(_start(folder, paths, config, mode), folder, say)
+    found = _steps(folder, COMPONENT)[step]
+    same = all(getattr(was.actor, key) == getattr(config.actor, key) for key in _GRID)
+    return Compared(asked, folder.root, same, numbers(recorded, found))
+
+
+def changed(was: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """The job with another grid, or other resources.
+
+    Raises:
+        ConfigError: a key says what is trained.
+    """
+    for override in overrides:
+        key = override.partition("=")[0].strip()
+        if not _FREE.fullmatch(key):
+            raise ConfigError(
+                f"--set {override}: a step is trained again with the settings of its run; what may "
+                "differ is how and where: actor.layout, actor.resources, resources, "
+                "actor.tokens_per_micro_batch, actor.attention"
+            )
+    tree = was.model_dump(mode="json")
+    config = job_file.with_overrides(tree, overrides, source="replay --set")
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _check_over(run_dir: Path, *, ended: bool) -> None:
+    if alive := status.alive(run_dir, status.of_run(run_dir), sure=ended):
+        raise ConfigError(
+            f"{run_dir}: is {alive.state.lower()} as job {alive.record.leader} and deletes shards "
+            f"as it goes; wait, or cancel it first: relax-hpc cancel {run_dir}"
+        )
+
+
+def recorded_step(paths: RunPaths, step: int) -> dict[str, Any]:
+    """Reads the record of a step, of when the run trained it last.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    steps = _steps(paths, ACTOR.name)
+    if step in steps:
+        return steps[step]
+    trained = f"1 to {max(steps)}" if steps else "no step"
+    raise ConfigError(f"--step {step}: {paths.root} has trained {trained}; choose one of them")
+
+
+def _steps(paths: RunPaths, role: str) -> dict[int, dict[str, Any]]:
+    events = read_events(paths.events_folder)
+    return {e["step"]: e for e in events if (e["event"], e["role"]) == ("step", role)}
+
+
+def plan(paths: RunPaths, config: RunConfig, step: int) -> Replay:
+    """Finds where to begin, so that a step can be trained again.
+
+    Raises:
+        ConfigError: there is nothing to train it from.
+    """
+    chain = read_chain(paths.bus)
+    there = {each for each in range(1, step + 1) if _is_there(paths.bus, chain, each)}
+    if step not in there:
+        raise ConfigError(_freed(paths, config, chain, step))
+    checkpoints = store.whole(paths.checkpoints, PlanPosition, lambda at: _is_on(chain, at))
+    before = [each for each in checkpoints if each.step < step]
+    found = before[-1] if before else None
+    first = found.step + 1 if found else 1
+    if missing := sorted(set(range(first, step + 1)) - there):
+        begin = f"checkpoint {found.step}" if found else "the model"
+        raise ConfigError(
+            f"--step {step}: there is no checkpoint of step {step - 1}, and from {begin}, the one "
+            f"before, step {missing[0]} is in the way, whose shards were deleted; in the next run "
+            f"set bus.keep_steps (here {config.bus.keep_steps}), or actor.keep_every and "
+            f"actor.save_every (here {config.actor.save_every})"
+        )
+    return Replay(paths.root, step, first, found.folder if found else None)
+
+
+def _is_on(chain: Chain, position: PlanPosition) -> bool:
+    try:
+        chain.check(position)
+    except BusError:
+        return False
+    return True
+
+
+def _is_there(bus: BusPaths, chain: Chain, step: int) -> bool:
+    records = [record for record in chain.steps if record.step == step]
+    return bool(records) and records[-1].last and all(map(Path.exists, _files(bus, records)))
+
+
+def _files(bus: BusPaths, records: Sequence[PlanRecord]) -> Iterator[Path]:
+    for record in records:
+        for part in record.parts:
+            yield bus.shard(part.producer, part.fence, part.seq)
+        for sidecars in record.sidecars.values():
+            for each in sidecars.values():
+                yield bus.shard(each.writer, each.fence, each.seq)
+
+
+def _freed(paths: RunPaths, config: RunConfig, chain: Chain, step: int) -> str:
+    last = max((record.step for record in chain.steps), default=0)
+    left = [each for each in range(1, last + 1) if _is_there(paths.bus, chain, each)]
+    can = f"{left[0]} to {left[-1]} are there" if left else "none are there"
+    return (
+        f"--step {step}: its shards were deleted once a checkpoint had passed them; of {can}; "
+        f"bus.keep_steps (here {config.bus.keep_steps}) keeps more of them in the next run"
+    )
+
+
+def _words(asked: Replay) -> str:
+    begin = f"checkpoint {asked.first - 1}" if asked.checkpoint else "the model of the job"
+    if asked.first == asked.step:
+        return f"step {asked.step} again, from {begin}"
+    return (
+        f"step {asked.step} again: there is no checkpoint of step {asked.step - 1}, so from "
+        f"{begin}, steps {asked.first} to {asked.step}"
+    )
+
+
+def _make(paths: RunPaths, config: RunConfig, asked: Replay) -> RunPaths:
+    """Makes the directory of a replay."""
+    with permissions.masked(permissions.umask_of(paths.root)):
+        for number in itertools.count(1):
+            folder = paths.replay(asked.step, number)
+            folder.root.parent.mkdir(exist_ok=True)
+            try:
+                folder.root.mkdir()
+                break
+            except FileExistsError:
+                continue
+        for each in (folder.submission, folder.control):
+            each.mkdir()
+        RunSecret.create(folder.secret)
+        write_json(folder.config, config.model_dump(mode="json"))
+        asked.write(folder.replayed)
+    return folder
+
+
+def _start(
+    folder: RunPaths, paths: RunPaths, config: RunConfig, mode: submit.Mode
+) -> submit.Submission:
+    component = component_of(config, mode)
+    check_resources([component], mode)
+    job = script.Job(
+        f"{config.name}-replay", folder.root, has_summary=False,
+        task=("-m", "relax_hpc.runs.replay_task"), umask=permissions.umask_of(paths.root),
+        comment=config.resources.comment, seen=paths.root.parent,
+    )  # fmt: skip
+    planned = submit.Submission(folder.root, mode, "", (component,), 1, None)
+    with permissions.masked(permissions.umask_of(paths.root)):
+        return submit.start_job(planned, job, folder)
+
+
+def component_of(config: RunConfig, mode: submit.Mode) -> Component:
+    """The one component of a replay: the actor's ranks, alone."""
+    actor = next(each for each in place(config) if each.name == ACTOR.name)
+    bootstrap: Bootstrap = "files" if actor.bootstrap == "files" or mode == "local" else "mpi"
+    return replace(actor, name=COMPONENT, bootstrap=bootstrap, environment=REPLAY.environment)
+
+
+def _wait(started: submit.Submission, folder: RunPaths, say: Callable[[str], None]) -> None:
+    """Waits for the end of the job; who interrupts it ends the job, too."""
+    assert started.job is not None
+    say(f"job {started.job.job_id}, in {folder.root}")
+    try:
+        while not states.is_over(state := status.job_state(folder.root)):
+            time.sleep(_POLL_S[started.mode])
+    except KeyboardInterrupt:
+        started.job.cancel()
+        raise
+    if state != "COMPLETED":
+        launched = status.of_run(folder.root)[0].record
+        why = failure.found(folder.root, launched, state)
+        raise LaunchError(f"{folder.root}: {state}: {why.text}; see {why.log}")
+
+
+def numbers(recorded: dict[str, Any], found: dict[str, Any]) -> tuple[Number, ...]:
+    """The numbers of a step that is compared: those that judge it, then others."""
+    names = [*_JUDGED, *(name for name in _SHOWN if name in recorded)]
+    return tuple(
+        Number(name, recorded.get(name), found.get(name), _JUDGED.get(name, False))
+        for name in names
+    )
+
+
+def text(compared: Compared) -> str:
+    """A table for people, and what it means."""
+    rows = [("", "recorded", "replayed", "difference")]
+    rows += [
+        (each.name, _shown(each.recorded), _shown(each.replayed), f"{each.difference:.3g}")
+        for each in compared.numbers
+    ]
+    lines = [f"{name:<14}{a:>24}{b:>24}{c:>13}" for name, a, b, c in rows]
+    if compared.difference == 0:
+        meant = "the same, bit by bit"
+    elif compared.is_equal:
+        meant = f"the same within {TOLERANCE:g}, at another grid"
+    elif compared.is_same_grid:
+        meant = "differs, at the same grid: the step is not what it was"
+    else:
+        meant = f"differs by more than {TOLERANCE:g}, at another grid"
+    return "\n".join([*lines, f"step {compared.replay.step}: {meant}"])
+
+
+def _shown(value: float | None) -> str:
+    return "not finite" if value is None else repr(value)

@@ -1,0 +1,231 @@
+"""A step that is trained again: where it begins, what is refused, and how it is compared."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import fake_slurm
+import pytest
+from bus_fixtures import PRODUCERS, SIBLINGS, make_bus, produce, whole_batch
+from role_fakes import Events, config
+from typer.testing import CliRunner
+
+from relax_hpc.bus.plan import read_chain
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.sequencer import Sequencer
+from relax_hpc.cli.main import app
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.replay.duties import OtherRank, Rank0
+from relax_hpc.roles.replay.record import Replay
+from relax_hpc.runs import replay
+from relax_hpc.runs.replay import Compared, Number
+from relax_hpc.telemetry.events import EventWriter
+from relax_hpc.telemetry.timers import Timers
+
+STEPS = 4
+JOB = config(rollout__samples_per_prompt=SIBLINGS, schedule__num_steps=STEPS)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of four steps of two groups each, with checkpoints of steps 1 and 2."""
+    paths = RunPaths(tmp_path)
+    bus = make_bus(tmp_path)
+    for number, name in enumerate(PRODUCERS):
+        produce(bus, name, range(number, 2 * STEPS, 2))
+    sequencer = Sequencer(bus, PRODUCERS, prompts_per_step=2, position=None)
+    positions = [(whole_batch(sequencer, step, timeout_s=5), sequencer.position)
+                 for step in range(1, STEPS + 1)]  # fmt: skip
+    sequencer.close()
+    for step in (1, 2):
+        keep(paths.checkpoints, step, positions[step - 1][1])
+    return paths
+
+
+def keep(folder, step, position):
+    folder = folder / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "progress.json").write_text(json.dumps({"step": step, "position": list(position)}))
+
+
+def shards_of(paths, step):
+    chain = read_chain(paths.bus)
+    return {
+        paths.bus.shard(part.producer, part.fence, part.seq)
+        for record in chain.steps
+        if record.step == step
+        for part in record.parts
+    }
+
+
+def test_it_begins_at_the_checkpoint_before_the_step_or_the_nearest_one_or_the_model(run):
+    folder = run.checkpoints / "step_00000002"
+    assert replay.plan(run, JOB, 3) == Replay(run.root, 3, 3, folder)
+    assert replay.plan(run, JOB, 4) == Replay(run.root, 4, 3, folder)
+    assert replay.plan(run, JOB, 2).first == 2
+    assert replay.plan(run, JOB, 1) == Replay(run.root, 1, 1, None)
+
+
+def test_one_that_is_kept_for_good_counts_and_one_of_a_superseded_trainer_does_not(run):
+    kept = run.checkpoints / "kept"
+    kept.mkdir()
+    (run.checkpoints / "step_00000002").rename(kept / "step_00000002")
+    keep(run.checkpoints, 3, (1, 1, 3))  # record 1 is not the end of step 3
+    assert replay.plan(run, JOB, 4) == Replay(run.root, 4, 3, kept / "step_00000002")
+
+
+def test_shards_that_were_deleted_are_told_with_the_setting_that_keeps_them(run):
+    shards_of(run, 1).pop().unlink()
+    with pytest.raises(ConfigError) as error:
+        replay.plan(run, JOB, 1)
+    assert "--step 1: its shards were deleted" in str(error.value)
+    assert "2 to 4 are there; bus.keep_steps (here 2)" in str(error.value)
+    assert replay.plan(run, JOB, 2).first == 2, "it begins behind them"
+
+
+def test_it_says_which_step_is_in_the_way_of_the_nearest_checkpoint(run):
+    shards_of(run, 3).pop().unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint of step 3, and from checkpoint 2, the "
+                       r"one before, step 3 is in the way.*actor.save_every"):  # fmt: skip
+        replay.plan(run, JOB, 4)
+
+
+def test_a_step_that_was_not_trained_is_refused(run):
+    with pytest.raises(ConfigError, match=r"--step 1: .* has trained no step; choose one of them"):
+        replay.recorded_step(run, 1)
+    with EventWriter(run.events("actor", 0), "actor", 0) as events:
+        events.emit("step", step=1, loss=0.25)
+        events.emit("step", step=2, loss=0.5)
+        events.emit("step", step=2, loss=0.75)  # again, after a restart
+    assert replay.recorded_step(run, 2)["loss"] == 0.75
+    with pytest.raises(ConfigError, match="has trained 1 to 2"):
+        replay.recorded_step(run, 3)
+
+
+def test_a_run_that_goes_on_is_refused_and_so_is_one_of_which_nobody_knows(tmp_path, monkeypatch):
+    slurm = fake_slurm.make(tmp_path, monkeypatch)
+    slurm.says("7+0|RUNNING", "7+1|RUNNING")
+    with pytest.raises(ConfigError, match="is running as job 7 and deletes shards as it goes"):
+        replay.replay(slurm.run_dir, 1)
+    slurm.is_silent()
+    with pytest.raises(ConfigError, match=r"is not known.*--ended"):
+        replay.replay(slurm.run_dir, 1)
+    with pytest.raises(ConfigError, match="has trained no step"):
+        replay.replay(slurm.run_dir, 1, ended=True)
+
+
+def test_only_how_and_where_it_is_computed_may_differ():
+    assert replay.changed(JOB, ["actor.layout.data_parallel=2"]).actor.layout.world_size == 2
+    for wrong in ("actor.optimizer.lr=1", "seed=3", "schedule.num_steps=9", "actor.save_every=1"):
+        with pytest.raises(ConfigError, match=f"--set {wrong}: a step is trained again with"):
+            replay.changed(JOB, [wrong])
+
+
+def test_its_one_component_is_the_actors_ranks_whoever_else_is_in_the_job():
+    for one_step in (
+        {"engines__rollout__placement": "actor", "schedule__max_staleness": 0},
+        {"launch__bootstrap": "mpi_job"},
+    ):
+        job = config(actor__layout__data_parallel=2, resources__mpi="pmix", **one_step)
+        found = replay.component_of(job, "slurm")
+        assert (found.name, found.tasks, found.on, found.bootstrap) == ("replay", 2, None, "mpi")
+        assert replay.component_of(job, "local").bootstrap == "files"
+
+
+def compared(same_grid, **numbers):
+    recorded = {"loss": 0.5, "grad_norm": 100.0, "lr": 1e-6}
+    found = replay.numbers(recorded, recorded | numbers)
+    return Compared(Replay(Path("r"), 3, 3, None), Path("f"), same_grid, found)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "difference", "same_grid", "other_grid"),
+    [
+        ({}, 0.0, True, True),
+        ({"loss": 0.5 + 2**-40}, 2**-40, False, True),
+        ({"loss": 0.50002}, 2e-5, False, False),
+        ({"grad_norm": 100.0005}, 5e-6, False, True),  # of 100
+        ({"grad_norm": 100.002}, 2e-5, False, False),
+        ({"loss": None}, float("inf"), False, False),
+        ({"lr": 1.0}, 0.0, True, True),  # is shown, and judges nothing
+    ],
+)
+def test_bit_by_bit_at_the_same_grid_and_nearly_at_another(
+    numbers, difference, same_grid, other_grid
+):
+    assert compared(True, **numbers).difference == pytest.approx(difference, rel=1e-3)
+    assert compared(True, **numbers).is_equal is same_grid
+    assert compared(False, **numbers).is_equal is other_grid
+
+
+def test_what_was_not_finite_both_times_is_the_same():
+    assert Number("loss", None, None).difference == 0
+
+
+def test_the_table_says_what_it_means():
+    lines = replay.text(compared(True)).splitlines()
+    assert lines[1].split() == ["loss", "0.5", "0.5", "0"]
+    assert lines[-1] == "step 3: the same, bit by bit"
+    assert replay.text(compared(True, loss=0.6)).endswith("the step is not what it was")
+    assert replay.text(compared(False, loss=0.5 + 1e-9)).endswith("within 1e-05, at another grid")
+    assert replay.text(compared(False, loss=0.6)).endswith("by more than 1e-05, at another grid")
+
+
+def test_a_step_that_differs_is_exit_code_1(tmp_path, monkeypatch):
+    slurm = fake_slurm.make(tmp_path, monkeypatch)
+    for numbers, code in (({}, 0), ({"loss": 0.6}, 1)):
+        found = compared(True, **numbers)
+        monkeypatch.setattr(replay, "replay", lambda *_, found=found, **__: found)
+        answer = CliRunner().invoke(app, ["replay", str(slurm.run_dir), "--step", "3", "--json"])
+        assert answer.exit_code == code
+        assert json.loads(answer.output)["is_equal"] is (code == 0)
+
+
+def test_ranks_are_dealt_what_was_planned_in_portions_and_nothing_is_published(run, monkeypatch):
+    chain, events = read_chain(run.bus).steps, Events()
+    halves = []
+    for record in chain:  # as if every batch had come in two portions
+        for portion in (0, 1):
+            halves.append(record._replace(
+                portion=portion, last=portion == 1,
+                guids=record.guids[portion:portion + 1], parts=record.parts[portion:portion + 1],
+            ))  # fmt: skip
+    duties, timers = Rank0(JOB, Reader(run.bus), halves, events), Timers()
+    for step in (3, 4):
+        dealt = [duties.next_portion(step, timers).record for _ in range(2)]
+        assert [(each.step, each.portion, each.last) for each in dealt] == [
+            (step, 0, False), (step, 1, True)
+        ]  # fmt: skip
+        assert [each.guids for each in dealt] == [[2 * step - 2], [2 * step - 1]]
+        assert duties.publish(step, iter(())) is False
+        duties.end_step(step, {"loss": 1.0, "grad_norm": 2.0}, timers)
+    described = events.of("step")
+    assert [each["step"] for each in described] == [3, 4]
+    assert {each["num_trajectories"] for each in described} == {2 * SIBLINGS}
+    assert {each["batch/portions"] for each in described} == {2}
+    assert OtherRank().next_portion(3, timers) is None
+
+
+def test_the_directory_of_each_replay_is_a_new_one_and_its_owners(run):
+    run.root.chmod(0o700)
+    asked = replay.plan(run, JOB, 3)
+    first, second = (replay._make(run, JOB, asked) for _ in range(2))
+    assert [each.root.name for each in (first, second)] == ["step_3-1", "step_3-2"]
+    assert Replay.read(second.replayed) == asked
+    assert first.secret.stat().st_mode & 0o777 == 0o600 and first.root.stat().st_mode & 0o77 == 0
+
+
+def test_who_interrupts_it_ends_its_job(run, monkeypatch):
+    ended = []
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    job = SimpleNamespace(job_id="9", cancel=lambda: ended.append("9"))
+    monkeypatch.setattr(replay.status, "job_state", lambda _: "RUNNING")
+    monkeypatch.setattr(time, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        replay._wait(SimpleNamespace(job=job, mode="local"), run, lambda _: None)
+    assert ended == ["9"]
