@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from relax_hpc import heartbeat
 from relax_hpc.comm.world import World
 from relax_hpc.engines.training_engine import CheckpointPart, TrainingEngine
 from relax_hpc.errors import CheckpointError, FencedError, PeerTimeoutError, RelaxError
@@ -115,9 +116,10 @@ class PendingSave:
 
     def _expect(self, event: threading.Event) -> None:
         begun = time.monotonic()
-        came = event.wait(self._timeout_s)
-        while not came and is_short():  # it holds until there is room
-            came = event.wait(min(self._timeout_s, _ROOM_S))
+        with heartbeat.phase("checkpoint to be written", waits=True):
+            came = event.wait(self._timeout_s)
+            while not came and is_short():  # it holds until there is room
+                came = event.wait(min(self._timeout_s, _ROOM_S))
         self._wait_s += time.monotonic() - begun
         if not came:
             raise PeerTimeoutError(

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from relax_hpc import heartbeat
 from relax_hpc.checkpoints.export import save_hf
 from relax_hpc.checkpoints.pending import Saved
 from relax_hpc.checkpoints.store import Checkpoint, Checkpoints, P, Position
@@ -119,6 +120,8 @@ class Saving(Generic[P]):
         self._trainer, self._checkpoints, self._rank0 = trainer, checkpoints, rank0
         self._events, self._num_steps, self._source = events, num_steps, source
         self._is_due = False
+        self._begun = trainer.step
+        """Step of the save that was begun last, or that the run was resumed from."""
         trainer.expect_saves()
 
     def __call__(self) -> None:
@@ -136,12 +139,7 @@ class Saving(Generic[P]):
         done = self._checkpoints.poll()
         self._is_due |= step % config.save_every == 0
         if last or (self._is_due and self._trainer.skip is None):
-            self._is_due = False
-            done += self._checkpoints.save(
-                self._trainer,
-                self._rank0.position if self._rank0 else None,
-                self._rank0.check_fenced if self._rank0 else _nothing,
-            )
+            done += self._begin()
         if last:
             done += self._checkpoints.wait()
         for saved in done:
@@ -153,6 +151,30 @@ class Saving(Generic[P]):
             )
         if config.save_hf_every and step % config.save_hf_every == 0:
             self._save_hf(step)
+
+    def now(self) -> bool:
+        """Saves the step that was trained last, unless that was done, and waits for it.
+
+        Collective. A step whose update was skipped is not saved, as ever.
+
+        Returns:
+            Whether it is on disk.
+        """
+        step = self._trainer.step
+        done = self._begin() if step != self._begun and self._trainer.skip is None else []
+        done += self._checkpoints.wait()
+        for saved in done:
+            self._note(saved)
+        return self._begun == step and not (done and done[-1].failure)
+
+    def _begin(self) -> list[Saved]:
+        self._is_due, self._begun = False, self._trainer.step
+        with heartbeat.phase("checkpoint"):
+            return self._checkpoints.save(
+                self._trainer,
+                self._rank0.position if self._rank0 else None,
+                self._rank0.check_fenced if self._rank0 else _nothing,
+            )
 
     def _note(self, saved: Saved) -> None:
         if self._rank0 is None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from relax_hpc.checkpoints.pending import PendingSave, Saved
-from relax_hpc.comm.world import World
+from relax_hpc.comm.world import SoloWorld, World
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.errors import BusError, CheckpointError, FencedError
 from relax_hpc.records import read_json, sync, write_json
@@ -287,6 +287,20 @@ class Checkpoints(Generic[P]):
             target = self._root / _TORN / f"{folder.name}.{secrets.token_hex(4)}"
             folder.rename(target)
             log.warning("%s: moved to %s", folder, target)
+
+
+def whole(
+    root: Path, position_type: Callable[..., P], is_valid: Callable[[P], bool]
+) -> list[Checkpoint[P]]:
+    """The checkpoints that count, by step, with those that are kept for good."""
+    found = [
+        checkpoint
+        for folder in (root / _KEPT, root)
+        for checkpoint in Checkpoints(
+            folder, SoloWorld(), position_type, keep=1, is_valid=is_valid
+        ).complete()
+    ]
+    return sorted(found, key=lambda each: each.step)
 
 
 def find(root: Path, step: int | None) -> Path:

@@ -12,7 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.engines.generation import Draft
-from relax_hpc.schema import FinishReason, Medium, TurnKind
+from relax_hpc.media.expand import Span
+from relax_hpc.schema import NO_SPANS, FinishReason, Medium, Trajectory, TurnKind
 
 _GIVEN, _SAMPLED, _TOOL = map(int, TurnKind)  # NumPy takes its time over enumerations
 
@@ -25,10 +26,14 @@ class Call:
     """Token ids of everything before the response."""
     media: tuple[Medium, ...] = ()
     """Media that they show, in order."""
+    spans: tuple[Span, ...] = ()
+    """Tokens of `given` that stand for features of these."""
     draft: Draft = field(default_factory=Draft)
     """Sampled ids, logprobs and versions; it grows while the response arrives."""
     finish: FinishReason | None = None
     """None while it is under way, or where it was broken off."""
+    is_over: bool = False
+    """Whether it has ended though nobody says how, as of one that others came after."""
     routed_experts: npt.NDArray[np.int16] | None = None
     """[given and sampled tokens, layers x experts per token], if asked for."""
 
@@ -62,6 +67,8 @@ class Sequence(NamedTuple):
     """[turns, 2] (first token of the row, schema.TurnKind)"""
     finish: FinishReason
     media: tuple[Medium, ...]
+    media_spans: npt.NDArray[np.int32]
+    """[spans, 3] (medium, first token of the row, tokens)"""
     routed_experts: npt.NDArray[np.int16] | None
     """[T, layers x experts per token]"""
 
@@ -83,6 +90,44 @@ def sequences(record: Record) -> list[Sequence]:
         else:
             chains.append([call])
     return [_sequence(chain) for chain in chains]
+
+
+def record_of(rows: Items[Trajectory]) -> Record:
+    """Makes the record of an episode of its rows, as far as a session can go on with it.
+
+    The calls of a row are its turns. Media are left out, which a session knows, and calls that have
+    not got a token.
+    """
+    return Record([call for row in rows for call in _calls(row)])
+
+
+def _calls(row: Trajectory) -> list[Call]:
+    turns = [] if row.turns is None else row.turns.tolist()
+    starts = [start for start, kind in turns if kind == _SAMPLED]
+    ends = [end for end, _ in turns[1:]] + [len(row.token_ids)]
+    after = {start: end for (start, _), end in zip(turns, ends, strict=True)}
+    logprobs, versions = row.columns["rollout_logprobs"], row.version_runs.tolist()
+    calls = []
+    for start in starts:
+        end = after[start]
+        runs = [(first - start, version) for first, version in versions if start <= first < end]
+        draft = Draft(row.token_ids[start:end].tolist(), logprobs[start:end].tolist(), runs)
+        call = Call(row.token_ids[:start].tolist(), draft=draft, is_over=end < len(row.token_ids))
+        calls.append(call)
+    if calls and not calls[-1].is_over and row.finish is not FinishReason.ABORT:
+        calls[-1].finish, calls[-1].routed_experts = row.finish, row.routed_experts
+    return calls
+
+
+def break_off(record: Record) -> None:
+    """Makes what there is of the call under way something that can be gone on with.
+
+    Its last token is forgotten. It may be the one that ended the response, and nobody was told.
+    """
+    for call in record.calls[-1:]:
+        if call.finish is None and not call.is_over:
+            call.draft.experts.clear()
+            call.draft.cut(max(len(call.draft.token_ids) - 1, 0))
 
 
 def _sequence(chain: Items[Call]) -> Sequence:
@@ -113,6 +158,7 @@ def _sequence(chain: Items[Call]) -> Sequence:
         turns=_pairs(turns),
         finish=FinishReason.ABORT if last.finish is None else last.finish,
         media=last.media,
+        media_spans=np.array(last.spans, np.int32) if last.spans else NO_SPANS,
         routed_experts=last.routed_experts,
     )
 

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from relax_hpc.engines.generation import Draft, Generation
 from relax_hpc.environments.record import Call, Record
+from relax_hpc.errors import RelaxError
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.prompts.template import Message
@@ -149,12 +150,15 @@ class Session:
         asked = self._prompt.messages if messages is None else list(messages)
         given, how = self._given(asked), self._how
         left = min(max_new_tokens or how.max_new_tokens, how.max_tokens - len(given))
-        call = self._begin(given) if left > 0 else Call(given, finish=FinishReason.LENGTH)
+        call = self._begin(given) if left > 0 else self._call(given, FinishReason.LENGTH)
+        if call.finish is None and call.is_over:
+            is_cut = len(call.draft.token_ids) >= left
+            call.finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
         if call.finish is None:
             done = await self._sampler.sample(
                 given,
                 call.draft,
-                how if left == how.max_new_tokens else how._replace(max_new_tokens=left),
+                how._replace(max_new_tokens=left, view=self._prompt.view),
                 seed=seed_of_call(self._seed, self._num_calls - 1),
                 homes=self._homes,
             )
@@ -173,11 +177,21 @@ class Session:
                     prompt.where, asked, known, sampled, prompt.tools, prompt.template_args
                 )
                 if more is not None:
+                    self._refuse_media(asked[known:])
                     return [*sampled, *more]
             reply = reply.before
         if asked == prompt.messages:
             return prompt.token_ids
+        self._refuse_media(asked)
         return self._conversation.encode(prompt.where, asked, prompt.tools, prompt.template_args)
+
+    def _refuse_media(self, messages: Sequence[Message]) -> None:
+        """Only what goes on from a prompt shows its media: elsewhere nobody has expanded them."""
+        if any(not isinstance(message["content"], str) for message in messages):
+            raise RelaxError(
+                f"{self._prompt.where}: an environment shows media in a message of its own, or in "
+                "a history that it wrote anew; go on from the prompt's messages, with text"
+            )
 
     def _begin(self, given: Sequence[int]) -> Call:
         """The call of these tokens: the record's next one, if it is of them, or a new one."""
@@ -185,10 +199,18 @@ class Session:
         self._num_calls += 1
         if number < len(calls):
             if list(calls[number].given) == list(given):
+                again = self._call(given)
+                calls[number].media, calls[number].spans = again.media, again.spans
                 return calls[number]
             del calls[number:]  # from the first difference on it is another episode
-        calls.append(Call(given, self._prompt.media))
+        calls.append(self._call(given))
         return calls[number]
+
+    def _call(self, given: Sequence[int], finish: FinishReason | None = None) -> Call:
+        prompt = self._prompt
+        shows = bool(prompt.media) and list(given[: len(prompt.token_ids)]) == prompt.token_ids
+        media, spans = (prompt.media, prompt.spans) if shows else ((), ())
+        return Call(given, media, spans, finish=finish)
 
 
 def seed_of_call(seed: int, number: int) -> int:

@@ -118,7 +118,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("component")
     parser.add_argument("--start", type=int, required=True, help="starts of the step, from 1")
     parser.add_argument("--bootstrap", default="files", help="how its tasks find each other")
-    parser.add_argument("--requeues", action="store_true", help="asks Slurm to requeue the job")
+    parser.add_argument("--requeues", action="store_true", help="may ask Slurm to requeue the job")
     parser.add_argument("--first-rank", type=int, default=0, help="of several in one step")
     parser.add_argument("--tasks", type=int, help="of this component, of several in one step")
     return parser.parse_args()

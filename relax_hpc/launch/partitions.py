@@ -1,14 +1,17 @@
-"""Partitions of the cluster: the nodes and GPUs that they have, and the limits that they set."""
+"""Partitions of the cluster: the nodes and GPUs that they have, the limits that they set, and what
+becomes of a job there that is preempted."""
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import script
+from relax_hpc.launch import requeue, script
 from relax_hpc.launch.jobs import output_of, words_of
 from relax_hpc.launch.placement import Component
+
+_SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%G")
 
 
 class Partitions(dict[str, dict[str, int]]):
@@ -61,7 +64,7 @@ def partitions() -> Partitions:
     Raises:
         ConfigError: Slurm does not answer.
     """
-    answer = output_of(["sinfo", "-h", "-N", "-o", "%P|%N|%G"])
+    answer = output_of(_SINFO)
     if answer.returncode:
         raise ConfigError(
             f"{words_of(answer)}; work where Slurm answers; with --local nobody asks it, and "
@@ -174,3 +177,144 @@ def _lifted_by_qos() -> dict[str, str]:
     answer = output_of(["sacctmgr", "-nP", "show", "qos", "format=Name,Flags"])
     lines = answer.stdout.splitlines() if not answer.returncode else []
     return {name: flags for name, _, flags in (line.partition("|") for line in lines)}
+
+
+class Preemption(NamedTuple):
+    """The end of a job for the sake of another."""
+
+    by: str
+    """Who sets it: a partition, or a QOS."""
+    mode: str
+    """REQUEUE, CANCEL or SUSPEND."""
+    grace_s: int
+    """Seconds from the announcement to the end; 0: it is not announced."""
+
+
+def check_preemption(
+    components: Sequence[Component],
+    *,
+    save_every: int,
+    save_s: float | None,
+    say: Callable[[str], None],
+) -> None:
+    """Says what a preemption, or the time limit, would cost the run.
+
+    Args:
+        components: in the order of the job.
+        save_every: steps from one checkpoint to the next.
+        save_s: seconds that the longest save of this run took; None before the first.
+        say: is told once of each partition or QOS that preempts.
+
+    Raises:
+        ConfigError: the job asks for --requeue by name, and nobody would requeue it.
+    """
+    margin_s, ahead_s = requeue.MARGIN_S, requeue.SIGNAL_AHEAD_S
+    if save_s is not None and save_s + margin_s > ahead_s:
+        say(
+            f"a save of this run took {save_s:.0f} s, and the time limit is announced {ahead_s} s "
+            f"before: up to {save_every} steps are trained again after it; lower actor.save_every"
+        )
+    asked = components[0].resources.sbatch
+    told: set[str] = set()
+    config = _words("scontrol", "show", "config")
+    for component in components:
+        found = _preemption(component, config)
+        if found is None or found.by in told:
+            continue
+        told.add(found.by)
+        key = f"{component.key}: {found.by}"
+        if found.mode == "SUSPEND":
+            say(
+                f"{key} suspends jobs that it preempts: all of this one stands still then, and "
+                "time-outs go on"
+            )
+            continue
+        ends = found.mode == "CANCEL" or "--no-requeue" in asked
+        if ends and not found.grace_s and "--requeue" in asked:
+            raise ConfigError(
+                f"{components[0].key}.sbatch asks for --requeue: {found.by} cancels jobs that it "
+                "preempts at once (PreemptMode = CANCEL, GraceTime = 0), and nobody could requeue "
+                "this one; use another partition, or remove --requeue"
+            )
+        say(f"{key} {_cost(found, ends, save_every, save_s)}")
+
+
+def _cost(found: Preemption, ends: bool, save_every: int, save_s: float | None) -> str:
+    """Returns in words the cost of a preemption."""
+    again = "steps are trained again; lower actor.save_every"
+    if not found.grace_s:
+        then = "cancels jobs that it preempts, at once: resume it then" if ends else (
+            "requeues jobs that it preempts, at once"
+        )  # fmt: skip
+        return f"{then}; up to {save_every} {again}"
+    said = f"announces a preemption {found.grace_s} s before (GraceTime)"
+    if save_s is None:
+        return f"{said}; how long a save takes is not known before the first"
+    if save_s + requeue.MARGIN_S > found.grace_s:
+        return f"{said}, and a save of this run took {save_s:.0f} s: up to {save_every} {again}"
+    return f"{said}; a save of this run took {save_s:.0f} s"
+
+
+def _preemption(component: Component, config: str) -> Preemption | None:
+    """How a component's nodes would be taken from it; None if they would not, or nobody says."""
+    kind = re.search(r"^PreemptType\s*=\s*preempt/(\w+)", config, re.MULTILINE)
+    resources = component.resources
+    if kind and kind[1] == "qos" and resources.qos:
+        rows = _words("sacctmgr", "-nP", "show", "qos", "format=Name,Preempt,PreemptMode,GraceTime")
+        default = re.search(r"^PreemptMode\s*=\s*(\S+)", config, re.MULTILINE)
+        return preemption_by_qos(rows, resources.qos, default[1] if default else "OFF")
+    if kind and kind[1] == "partition_prio":
+        text = _words("scontrol", "show", "partition", "--oneliner")
+        known = parse_sinfo(_words(*_SINFO))
+        names = (resources.partition or known.default or "").split(",")
+        return preemption_by_partition(parse_limits(text), known, names)
+    return None
+
+
+def preemption_by_partition(
+    limits: dict[str, dict[str, str]], known: Partitions, names: Sequence[str]
+) -> Preemption | None:
+    """The first of some partitions whose jobs one of a higher tier preempts.
+
+    Args:
+        limits: see `parse_limits`.
+        known: the nodes of each.
+        names: that a component may get nodes from.
+    """
+    tiers = {name: int(each.get("PriorityTier", "1")) for name, each in limits.items()}
+    for name in names:
+        each, nodes = limits.get(name, {}), known.get(name, {}).keys()
+        above = [
+            other
+            for other, tier in tiers.items()
+            if tier > tiers.get(name, tier) and not nodes.isdisjoint(known.get(other, {}))
+        ]
+        mode = _mode(each.get("PreemptMode", "OFF"))
+        if mode and above:
+            return Preemption(f"partition {name}", mode, int(each.get("GraceTime", "0")))
+    return None
+
+
+def preemption_by_qos(text: str, name: str, default: str) -> Preemption | None:
+    """How jobs of a QOS are preempted, of `sacctmgr -nP` with Name, Preempt, PreemptMode and
+    GraceTime; `default` is the cluster's mode."""
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 3]
+    if not any(name in preempts.split(",") for _, preempts, _, _ in rows):
+        return None
+    for other, _, said, grace in rows:
+        mode = _mode(default if said.upper() in ("", "CLUSTER") else said)
+        if other == name and mode:
+            hours, minutes, seconds = ([0, 0, 0, *map(int, re.findall(r"\d+", grace))])[-3:]
+            return Preemption(f"QOS {name}", mode, (hours * 60 + minutes) * 60 + seconds)
+    return None
+
+
+def _mode(said: str) -> str | None:
+    """The mode among Slurm's words for one, which may be several; None where there is none."""
+    words = said.upper().split(",")
+    return next((mode for mode in ("REQUEUE", "CANCEL", "SUSPEND") if mode in words), None)
+
+
+def _words(*command: str) -> str:
+    answer = output_of(command)
+    return "" if answer.returncode else answer.stdout

@@ -60,6 +60,8 @@ def check(
         hosts = [each for each in components if not each.on]
         partitions.check_partitions(hosts, partitions.partitions())
         partitions.check_limits(hosts)
+        every = config.actor.save_every
+        partitions.check_preemption(hosts, save_every=every, save_s=None, say=say)
     return config
 
 

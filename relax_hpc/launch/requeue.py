@@ -1,64 +1,194 @@
 """A job that reaches its time limit, or is preempted, asks Slurm to start it again later.
 
-Slurm announces both to every task. One of them acts: task 0 of the first component, since only the
-first may be requeued, once, and that ends them all. What a run needs to go on is in the run
-directory already, so the others work until Slurm ends them.
+Slurm announces both to every process of every task. Task 0 of each component acts, and the first of
+them is the one: it says so in the run directory (`roles.ending`), waits until the trainer has
+saved, as long as that can be, and asks for a requeue. That ends all tasks; if the job is not
+requeued they go on until Slurm ends them.
 """
 
 import logging
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from queue import SimpleQueue
 from types import FrameType
 
-from relax_hpc.launch.jobs import output_of, words_of
+from relax_hpc.launch import states
+from relax_hpc.launch.jobs import is_silent, output_of, words_of
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json, write_json, write_json_once
 
 log = logging.getLogger(__name__)
 
 SIGNAL, SIGNAL_AHEAD_S = signal.SIGUSR2, 90
 """The signal that Slurm sends, and how long before the time limit; NCCL may take SIGUSR1."""
+_ANNOUNCEMENTS = {signal.SIGUSR1, SIGNAL}
 MAX_REQUEUES = 1000
 """Each needs a step of progress, so it is not endless."""
+MARGIN_S = 5.0
+"""Seconds before the end at which a requeue is asked for, whatever has been saved."""
+KEEP_S = 20.0
+"""Seconds for rollout to keep what it has, once the trainer has saved."""
+_RETRY_S = 2.0
+_POLL_S = 0.2
 
 
 def install(job_id: str, run_dir: Path, *, asks: bool) -> None:
-    """Makes this process outlive Slurm's announcements, and act on them if it is the one.
+    """Makes this process outlive Slurm's announcements, and act on them if it is one of those.
 
-    SIGTERM and SIGCONT come with a preemption, too; what is to end a task insists with SIGKILL.
+    USR1 and USR2 are blocked, also in all that it starts: engines would die of them. SIGTERM and
+    SIGCONT come with a preemption, too; what is to end a task insists with SIGKILL. Where Slurm
+    announces a preemption with these alone, the end is near by what `squeue` says.
+
+    Called in the main thread. A library may have made threads before, as OpenBLAS does when numpy
+    is imported; these do not block them. What comes to one is written to a pipe.
     """
+    heard = SimpleQueue[bool]()  # whether it is sure; may be put to by a handler
 
-    def requeue(_number: int, _frame: FrameType | None) -> None:
-        ask(job_id, run_dir)
+    def terminated(_number: int, _frame: FrameType | None) -> None:
+        heard.put(False)
 
-    signal.signal(signal.SIGTERM, _go_on)
-    signal.signal(signal.SIGCONT, _go_on)
-    signal.signal(SIGNAL, requeue if asks else _go_on)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ANNOUNCEMENTS)
+    for number in (*_ANNOUNCEMENTS, signal.SIGCONT):
+        signal.signal(number, _go_on)
+    signal.signal(signal.SIGTERM, terminated if asks else _go_on)
+    if asks:
+        _listen(heard)
+        act = threading.Thread(target=_act, args=[job_id, run_dir, heard], daemon=True)
+        act.start()
 
 
-def ask(job_id: str, run_dir: Path) -> None:
-    """Has Slurm requeue a job; one that is not requeued ends all the same, and can be resumed."""
+def _listen(heard: SimpleQueue[bool]) -> None:
+    """Starts to put there what is announced, whichever thread it comes to."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def wait() -> None:
+        while True:
+            signal.sigwait(_ANNOUNCEMENTS)
+            heard.put(True)
+
+    def read() -> None:
+        while True:
+            if os.read(reading, 1)[0] in _ANNOUNCEMENTS:
+                heard.put(True)
+
+    for target in (wait, read):
+        threading.Thread(target=target, name="requeue", daemon=True).start()
+
+
+def _act(job_id: str, run_dir: Path, heard: SimpleQueue[bool]) -> None:
+    while True:
+        answer(job_id, run_dir, is_sure=heard.get())
+
+
+def answer(job_id: str, run_dir: Path, *, is_sure: bool) -> None:
+    """Announces the end of the job and asks for a requeue in time, if nobody does.
+
+    Args:
+        job_id: of the leader.
+        run_dir: of the run.
+        is_sure: the end was announced; else only a job that Slurm ends soon is meant.
+    """
+    if is_sure and not announce(job_id, run_dir):
+        return
+    left_s = _left_s(job_id)
+    if not is_sure:
+        is_near = left_s is not None and left_s <= SIGNAL_AHEAD_S
+        if not (is_near and announce(job_id, run_dir)):
+            return
+    ask_in_time(job_id, run_dir, left_s=left_s)
+
+
+def attempt_of(job_id: str) -> str:
+    """Name of this attempt of a job, as `TaskContext` has it."""
+    return f"{job_id}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+
+
+def announce(job_id: str, run_dir: Path) -> bool:
+    """Says that the job is about to end; whether nobody had. After a refusal one may again."""
+    record = RunPaths(run_dir).ending(attempt_of(job_id))
+    if "refused" in (read_json(record) or {}):
+        record.unlink(missing_ok=True)
+    return write_json_once(record, {"time": time.time()})
+
+
+def ask_in_time(job_id: str, run_dir: Path, *, left_s: float | None) -> None:
+    """Asks for a requeue once the trainer has saved and rollout has kept what it had, or when there
+    is no more time.
+
+    Args:
+        job_id: of the leader.
+        run_dir: of the run.
+        left_s: seconds until the job ends; None where nobody says.
+    """
+    paths, attempt = RunPaths(run_dir), attempt_of(job_id)
+    end = time.monotonic() + min(SIGNAL_AHEAD_S if left_s is None else left_s, SIGNAL_AHEAD_S)
+    records = paths.saves(attempt), paths.critic_saves(attempt)
+    while (late := is_unsaved(records)) and time.monotonic() < end - MARGIN_S:
+        time.sleep(_POLL_S)
+    # A rollout task that has died meanwhile keeps nothing, so they are waited for not as long.
+    kept, until = paths.all_keeps(attempt), min(end - MARGIN_S, time.monotonic() + KEEP_S)
+    while (kept := [each for each in kept if is_unsaved([each])]) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    step = (read_json(records[0]) or {}).get("step")
+    saved = "" if step is None else f", with step {step} saved"
+    if late:
+        log.warning("the trainer has not saved in time")
+        saved += ", and a save was not done in time"
+    if refused := ask(job_id, run_dir, until=end, saved=saved):
+        write_json(paths.ending(attempt), {"time": time.time(), "refused": refused})
+
+
+def is_unsaved(records: Iterable[Path]) -> bool:
+    """Whether somebody who will save has not done so."""
+    found = [read_json(record) for record in records]
+    return any(each is not None and each["step"] is None for each in found)
+
+
+def ask(job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "") -> str:
+    """Has Slurm requeue a job; one that is not requeued ends all the same, and can be resumed.
+
+    Args:
+        job_id: of the leader.
+        run_dir: of the run.
+        until: time.monotonic() up to which it is asked again where the controller is silent.
+        saved: words for the verdict: what was saved for this, and what was not.
+
+    Returns:
+        Why it was refused; empty if it was not.
+    """
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     if restarts >= MAX_REQUEUES:
-        log.error("the job is not requeued: it has been, %d times", restarts)
-        _tell(job_id, run_dir, "refused", f"the job is not requeued: it has been, {restarts} times")
-        return
+        said = f"the job is not requeued: it has been, {restarts} times; resume it"
+        log.error(said)
+        _tell(job_id, run_dir, "refused", said)
+        return said
+    said = f"out of time or preempted{saved}: requeued, for the time number {restarts + 1}"
+    _tell(job_id, run_dir, "requeued", said)  # before: a job that is requeued is ended at once
     answer = output_of(["scontrol", "requeue", job_id])
+    while answer.returncode and is_silent(answer) and time.monotonic() < until:
+        time.sleep(_RETRY_S)
+        answer = output_of(["scontrol", "requeue", job_id])
     if answer.returncode:
         log.error(
             "the job is not requeued (%s): once it has ended, relax-hpc resume %s",
             words_of(answer), run_dir,
         )  # fmt: skip
-        said = f"out of time or preempted, and not requeued ({words_of(answer)})"
+        said = f"out of time or preempted{saved}, and not requeued ({words_of(answer)}); resume it"
         _tell(job_id, run_dir, "refused", said)
-    else:
-        log.warning("requeued for the time number %d", restarts + 1)
-        said = f"out of time or preempted: requeued, for the time number {restarts + 1}"
-        _tell(job_id, run_dir, "requeued", said)
+        return said
+    log.warning("requeued for the time number %d", restarts + 1)
+    return ""
 
 
 def _tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
-    """Leaves the verdict; a handler may not take the locks of this process, so another does it."""
+    """Leaves the verdict; `runs` is above this room."""
     module = [sys.executable, "-m", "relax_hpc.runs.verdict", str(run_dir)]
     answer = output_of([*module, "--job-id", job_id, "--what", what, "--words", words])
     if answer.returncode:
@@ -67,3 +197,8 @@ def _tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:
     """A handler, and not SIG_IGN, which children would inherit."""
+
+
+def _left_s(job_id: str) -> float | None:
+    known = [each for each in states.query([job_id]).known.values() if each.state == "RUNNING"]
+    return min((each.left_s for each in known if each.left_s is not None), default=None)

@@ -23,7 +23,8 @@ from relax_hpc.sections import Resources
 
 # Options that only mean something once in a heterogeneous job: component 0 says them.
 _LEADER_ONLY = {
-    *("output", "open-mode", "job-name", "comment", "mail-user", "mail-type", "dependency")
+    *("output", "open-mode", "requeue", "job-name", "comment", "mail-user", "mail-type"),
+    *("dependency",),
 }
 
 # Fields of Resources that are options of sbatch, with a dash for every underscore.
@@ -74,8 +75,14 @@ class Job:
     dependency: str | None = None
     exports: tuple[str, ...] = ()
     """Services that are sent the curves."""
+    seen: Path | None = None
+    """Folder that images see; unset is the one that the run directory is in."""
     next_claim: Path | None = None
     """Is there once the run has been started anew: a job that begins then must end at once."""
+
+    @property
+    def seen_folder(self) -> Path:
+        return self.seen or self.run_dir.parent
 
     @property
     def folder(self) -> Path:
@@ -271,6 +278,7 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
         "mail-type": job.mail and "BEGIN,END,FAIL,REQUEUE",
         "dependency": job.dependency,
         "open-mode": "append",
+        "requeue": "",  # whatever the cluster does with jobs that do not ask for it
         "output": batch_log(job.folder, "%j"),
         "signal": f"{requeue.SIGNAL.name.removeprefix('SIG')}@{requeue.SIGNAL_AHEAD_S}",
         **{name.replace("_", "-"): getattr(resources, name) for name in _SAME_NAME},
@@ -281,7 +289,10 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
         if value is not None and not (index and name in _LEADER_ONLY)
     }
     return [
-        *(f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in said.items()),
+        *(
+            f"#SBATCH --{name}" + f"={shlex.quote(str(value))}" * (value != "")
+            for name, value in said.items()
+        ),
         *(f"#SBATCH {_quoted(option)}" for option in resources.sbatch),
     ]
 
@@ -323,10 +334,10 @@ def _srun(job: Job, index: int, component: Component, first_rank: int, *, group:
         "--kill-on-bad-exit=1",
         "--unbuffered",
         "--open-mode=append",
-        *interpreter.srun_options(resources, job.run_dir.parent),
+        *interpreter.srun_options(resources, job.seen_folder),
         *resources.srun,
     ]
-    command = _entry(job, component, first_rank, requeues=not index)
+    command = _entry(job, component, first_rank, requeues=True)
     return f"{shlex.join(options)} {_logs(job, component)} {command}"
 
 
@@ -350,7 +361,7 @@ def _logs(job: Job, component: Component) -> str:
 
 def _entry(job: Job, component: Component, first_rank: int = 0, *, requeues: bool = False) -> str:
     command = [
-        *interpreter.command(component.resources, job.run_dir.parent, sys.executable),
+        *interpreter.command(component.resources, job.seen_folder, sys.executable),
         *("-u", *job.task),
         *(str(job.run_dir), component.name, "--start", "@start@"),
         *(["--requeues"] if requeues else []),

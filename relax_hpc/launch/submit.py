@@ -278,8 +278,17 @@ def provenance() -> dict[str, Any]:
 def start(
     planned: Submission, config: JobConfig, paths: RunPaths, before: LaunchRecord | None = None
 ) -> Submission:
-    """Starts a job and records it; what cannot be recorded is ended again."""
-    job, components = _job(config, planned.number), planned.components
+    """Starts a job of a run and records it; what cannot be recorded is ended again."""
+    started = start_job(planned, _job(config, planned.number), paths, before)
+    known_runs.remember(paths.root)
+    return started
+
+
+def start_job(
+    planned: Submission, job: script.Job, paths: RunPaths, before: LaunchRecord | None = None
+) -> Submission:
+    """Does as `start`, with a job of any kind."""
+    components = planned.components
     if planned.mode == "slurm":
         submitted = HetSlurmExecutor(job.folder).submit_het(job, components)
     else:
@@ -304,7 +313,6 @@ def start(
     except OSError:
         submitted.cancel()
         raise
-    known_runs.remember(paths.root)
     return replace(planned, job=submitted)
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc import storage
-from relax_hpc.comm.world import World, connect
+from relax_hpc.comm.world import World, abandon, connect
 from relax_hpc.config.run import JobConfig
 from relax_hpc.engines import optional_packages
+from relax_hpc.hangs.watched import watched
 from relax_hpc.job_file import read_resolved
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles import table
@@ -21,8 +22,14 @@ from relax_hpc.telemetry.events import EventWriter
 log = logging.getLogger(__name__)
 
 
-def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
+def run(run_dir: Path, context: TaskContext, bootstrap: str, role: Role[Any] | None = None) -> None:
     """Runs one task until its role is done. What it raises has been logged and recorded.
+
+    Args:
+        run_dir: of the run.
+        context: who the task is.
+        bootstrap: how the tasks of its component find each other.
+        role: of a component that no job has; unset is that of the component in the table.
 
     Raises:
         ConfigError: not a run directory, or a component that its job does not have.
@@ -36,10 +43,17 @@ def run(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
         allow_open_files()
         optional_packages.hush()
         try:
-            start(table.role_of(config, name), config, paths, context, bootstrap, events)
+            role = role or table.role_of(config, name)
+            with watched(
+                paths.root, name, context.rank, context.start_id, context.node,
+                is_one_world=role.is_one_world,
+                least_s=config.launch.hang_timeout_s, most_s=config.launch.peer_timeout_s,
+            ):  # fmt: skip
+                start(role, config, paths, context, bootstrap, events)
         except Exception as error:
             events.emit("error", message=f"{type(error).__name__}: {error}")
             log.exception("%s failed: %s: %s", context.name, type(error).__name__, error)
+            abandon()
             raise
 
 

@@ -1,7 +1,9 @@
 """The engines of a run as users see them: of every pool, and those that were added."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Literal
 
 from relax_hpc.config.engines import ROLLOUT, follows_policy
@@ -13,6 +15,8 @@ from relax_hpc.fleet.standing import ENDED, Standing, standing
 from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
 from relax_hpc.telemetry.events import Event
+
+_SLOW, _FEWEST, _RECENT_S = 0.5, 3, 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,32 @@ def rows(paths: RunPaths, config: JobConfig, job_state: str, events: Sequence[Ev
         return [_over(row) for row in found]
     if states.is_waiting(job_state):
         return [_pending(row) for row in found]
-    return found
+    late = slow(events)
+    return [replace(row, reason=row.reason or late.get(row.id, "")) for row in found]
+
+
+def slow(events: Sequence[Event]) -> dict[str, str]:
+    """Engines that sample less than half as fast as the median engine, each with how fast it is.
+
+    What counts is tokens per second and request of the last minute; of two engines nobody can say
+    which is slow.
+    """
+    loads = [event for event in events if event["event"] == "load" and event["in_flight"]]
+    since = max((event["time"] for event in loads), default=0.0) - _RECENT_S
+    tokens, seconds = defaultdict[str, float](float), defaultdict[str, float](float)
+    for event in loads:
+        if event["time"] > since:
+            tokens[event["id"]] += event["num_tokens"]
+            seconds[event["id"]] += event["seconds"] * event["in_flight"]
+    rates = {name: tokens[name] / spent for name, spent in seconds.items() if spent}
+    if len(rates) < _FEWEST:
+        return {}
+    middle = median(rates.values())
+    return {
+        name: f"slow: {rate:.3g} tokens/s per request, the median engine {middle:.3g}"
+        for name, rate in rates.items()
+        if rate < _SLOW * middle
+    }
 
 
 def _nodes(events: Sequence[Event]) -> dict[str, str]:

@@ -15,6 +15,7 @@ _ENDED = re.compile(
 _SETUP = re.compile(r"^\S+ (?P<words>\S+: setup ended with exit code \d+: .*)$")
 _GAVE_UP = re.compile(r"^\S+ \S+: .*, giving up$")
 _ERROR = re.compile(r"^[\w.]*(Error|Exception|Interrupt)\b")
+_FAILED = re.compile(r'"event": "(error|hang)"')
 _TAIL_BYTES = 1 << 16
 
 
@@ -90,11 +91,16 @@ def _end(lines: list[str]) -> _End | None:
 
 
 def last_error(run_dir: Path, names: list[str], since: float) -> tuple[str, str] | None:
-    """Returns the newest error that a task of these components said, and which task."""
+    """Returns the newest error that a task of these components said, and which task.
+
+    One that hung is named rather than who said something of it.
+    """
     folder = RunPaths(run_dir).events_folder
     paths = [path for name in names for path in folder.glob(f"{name}-*.jsonl")]
-    lines = [line for path in paths for line in tail(path) if '"event": "error"' in line]
+    lines = [line for path in paths for line in tail(path) if _FAILED.search(line)]
     events = [event for event in map(_event, lines) if event.get("time", 0) >= since]
+    hung = [event for event in events if event["event"] == "hang"]
+    events = [event for event in hung if event["ended"]] or [e for e in events if e not in hung]
     if not events:
         return None
     newest = max(events, key=lambda event: event["time"])

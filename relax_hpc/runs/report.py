@@ -60,7 +60,7 @@ def text(run: RunStatus) -> str:
 def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
     done = run.progress
     rows = [("steps", f"{done['steps_done']} of {done['num_steps']}" + _pace(run))]
-    rows = [*_verdict(run), *_times(run), *rows]
+    rows = [*_verdict(run), *_times(run), *rows, *_redone(done["redone"])]
     rows += _of_sft(done) if "heldout_loss" in done else _of_rl(done)
     rows.append(("run directory", str(paths.root)))
     for name, path in (("reward curve", paths.reward_curve), ("loss curve", paths.loss_curve)):
@@ -68,6 +68,20 @@ def _achievements(run: RunStatus, paths: RunPaths) -> list[str]:
             rows.append((name, str(path)))
             rows.append(("tensorboard", f"tensorboard --logdir {paths.tensorboard}"))
     return [f"  {name:<14}{value}" for name, value in rows if value]
+
+
+def _redone(count: dict[str, int]) -> list[tuple[str, str]]:
+    """Tells what ends of the run have cost, where there is anything to tell."""
+    said = []
+    if count["steps"]:
+        said.append(
+            f"{count['steps']} steps, {short(count['tokens_trained_again'])} tokens trained again"
+        )
+    if count["tokens_continued"]:
+        said.append(f"{short(count['tokens_continued'])} tokens of unfinished responses kept")
+    if count["tokens_sampled_again"]:
+        said.append(f"{short(count['tokens_sampled_again'])} tokens sampled again")
+    return [("redone", "; ".join(said))] if said else []
 
 
 def _of_sft(done: dict[str, Any]) -> list[tuple[str, str]]:

@@ -15,6 +15,7 @@ from relax_hpc.records import write_json
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
 from relax_hpc.runs.changes import changed
+from relax_hpc.telemetry.events import Event, read_events
 
 
 def resume(
@@ -52,7 +53,14 @@ def resume(
     _check_ended(run_dir, status.launches(newest), ended=ended)
     mode, components = submit.mode_of(local=local), place(config)
     if changes:
-        _check_resources(components, mode)
+        check_resources(components, mode)
+    if mode == "slurm":
+        partitions.check_preemption(
+            [each for each in components if not each.on],
+            save_every=config.actor.save_every,
+            save_s=longest_save_s(read_events(paths.events_folder)),
+            say=say,
+        )
     number = record.claim(paths, newest.number + 1, sure=ended)
     planned = submit.plan(mode, config, components, number)
     try:
@@ -87,14 +95,22 @@ def _check_ended(run_dir: Path, found: Sequence[status.Launch], *, ended: bool) 
         raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
 
 
-def _check_resources(components: Sequence[Component], mode: submit.Mode) -> None:
-    """Looks whether the cluster has what components ask for now."""
+def check_resources(components: Sequence[Component], mode: submit.Mode) -> None:
+    """Makes sure that the cluster has what components ask for now."""
     for component in components:
         preflight.check_component(component)
     if mode == "slurm":
         hosts = [each for each in components if not each.on]
         partitions.check_partitions(hosts, partitions.partitions())
         partitions.check_limits(hosts)
+
+
+def longest_save_s(events: Sequence[Event]) -> float | None:
+    """Seconds of the longest save of a run; None if there was none."""
+    times = [
+        each["wait_s"] + each["background_s"] for each in events if each["event"] == "checkpoint"
+    ]
+    return max(times, default=None)
 
 
 def _make_private(config: JobConfig, paths: RunPaths) -> None:

@@ -90,8 +90,27 @@ def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
         "last_step_time": newest["time"] if (newest := history.newest(events, "step")) else None,
         "tokens_per_s": _mean([e["tokens_per_s"] for e in done[-20:] if "tokens_per_s" in e]),
         "eta_s": None if pace is None else pace * (num_steps - last),
+        "redone": _redone(events),
         "restarts": _restarts(events),
         "requeues": _requeues(events),
+    }
+
+
+def _redone(events: Sequence[Event]) -> dict[str, int]:
+    """Counts what ends of the run have cost: steps and their tokens that were trained again, and
+    tokens of unfinished responses that were kept, and that were sampled again all the same."""
+    times: dict[int, int] = {}
+    num_tokens = 0
+    for event in events:
+        if event["event"] == "step":
+            num_tokens += event.get("num_tokens", 0) * (event["step"] in times)
+            times[event["step"]] = times.get(event["step"], 0) + 1
+    continued = [event for event in events if event["event"] == "continued"]
+    return {
+        "steps": sum(each - 1 for each in times.values()),
+        "tokens_trained_again": num_tokens,
+        "tokens_continued": sum(event["num_tokens"] for event in continued),
+        "tokens_sampled_again": sum(event["num_dropped"] for event in continued),
     }
 
 

@@ -231,6 +231,30 @@ def test_what_failed_while_the_controller_was_away_is_started_again_and_not_coun
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("queue", "gives_up"),
+    [
+        ("7+0 RUNNING\n7+1 CANCELLED\n", True),
+        ("7+0 RUNNING\n7+1 RUNNING\n", False),
+        ("7+0 CANCELLED\n7+1 COMPLETING\n7+10 FAILED\n", False),
+        ("", False),
+    ],
+)
+def test_a_component_whose_part_of_the_job_was_cancelled_is_not_started_again(
+    tmp_path, queue, gives_up
+):
+    (tmp_path / "queue").write_text(queue)
+    done = bash(
+        f"squeue() {{ cat {tmp_path}/queue; }}",
+        'tell() { echo "told $*"; }',
+        f"(supervise actor 1 {tmp_path} -- false --het-group=1)",
+        settings="max_restarts=2 restart_delays_s=(0)",
+    )
+    assert done.stdout.count("ended with exit code 1") == (1 if gives_up else 3), done
+    told = "told ended --words actor: Slurm has ended its part of the job (7+1 CANCELLED); resume"
+    assert (told in done.stdout) == gives_up and done.returncode == 1
+
+
 def test_a_component_told_to_end_while_the_controller_is_away_ends(tmp_path):
     done = bash(
         "supervise actor 1 /nowhere -- false > said & loop=$!".replace("said", f"{tmp_path}/said"),

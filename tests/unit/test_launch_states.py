@@ -17,7 +17,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.runs import status
 from relax_hpc.runs.cancel import cancel
-from relax_hpc.runs.resume import resume
+from relax_hpc.runs.resume import longest_save_s, resume
 
 
 @pytest.fixture
@@ -263,3 +263,12 @@ def test_a_job_that_begins_after_the_run_was_started_anew_ends_at_once(slurm, tm
         )
         assert done.stdout.startswith(said) and done.returncode == code
     assert not left.exists(), "143 was the end of an earlier attempt"
+
+
+def test_the_longest_save_is_that_of_whoever_took_longest():
+    saves = [
+        {"event": "checkpoint", "role": "actor", "wait_s": 0.5, "background_s": 4.0},
+        {"event": "checkpoint", "role": "critic", "wait_s": 0.25, "background_s": 7.0},
+        {"event": "step", "step": 1},
+    ]
+    assert longest_save_s(saves) == 7.25 and longest_save_s(saves[2:]) is None

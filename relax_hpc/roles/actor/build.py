@@ -1,6 +1,6 @@
 """Builds an actor rank: trainer, checkpoints, what it publishes with, its duties."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,7 +26,9 @@ from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.dealing.judging import judge_of, most_skipped
 from relax_hpc.roles.dealing.portions import check_errors
+from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.training.build import trainer_of
+from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.weights.publish import Publisher
 
@@ -40,7 +42,7 @@ def main(
     device = own_device(context.local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
-    columns = _columns(config, trainer, events if world.rank == 0 else None)
+    columns = own_columns(config, trainer, events if world.rank == 0 else None)
     checkpoints, *others = (
         saving.checkpoints_of(
             config.actor, paths, world, PlanPosition,
@@ -57,29 +59,36 @@ def main(
         config.weights, world, trainer, device, folder=paths.weights, source=config.model.path,
         shares_gpus=shares_gpus,
     )  # fmt: skip
-    rank0 = None
+    rank0 = ending = None
     if world.rank == 0:
         publisher = publishing.publisher(register, waits_for_loads=shares_gpus)
         every = [checkpoints, *others]
-        rank0 = _rank0(config, paths, reader, shards, publisher, every, resumed, events)
+        ending = Ending(paths, context.attempt)
+        rank0 = _rank0(
+            config, paths, reader, shards, publisher, every, resumed, events, ending.is_near
+        )
     save = saving.Saving(
         config.actor, paths, world, trainer, checkpoints, rank0, events,
         num_steps=config.num_steps, source=config.model.path,
     )  # fmt: skip
     check = LogprobCheck(config, trainer, rank0)
     duties = rank0 or OtherRank(publishing.ranks)
-    stages = loop.Stages(save, columns, [check], lease)
+    stop = LastSave(world, trainer, save, ending)
+    stages = loop.Stages(save, columns, [check], lease, stop)
+    if device.type == "cuda":  # engines load their programs meanwhile
+        trainer.warm_up()
     loop.run(config, world, trainer, reader, duties, stages)
+    stop.close()
     duties.close()
     lease.close()
     world.barrier()
     torch.distributed.destroy_process_group()
 
 
-def _columns(
+def own_columns(
     config: RunConfig, trainer: TrainingEngine, events: EventWriter | None
 ) -> list[Reference]:
-    """Builds what the actor itself adds to rows; `trainer` holds model.path still."""
+    """Parts of the actor that add to rows; `trainer` holds model.path still."""
     reference = config.reference
     if reference.placement != "actor":
         return []
@@ -97,6 +106,7 @@ def _rank0(
     checkpoints: Sequence[Checkpoints[PlanPosition]],
     resumed: Checkpoint[PlanPosition] | None,
     events: EventWriter,
+    is_ending: Callable[[], bool],
 ) -> Rank0:
     if config.reward.on_error == "mask":
         check_errors(config.algorithm)
@@ -114,7 +124,7 @@ def _rank0(
         judge=judge,
         most_skipped=most_skipped(config),
     )
-    rank0 = Rank0(config, sequencer, reader, publisher, checkpoints, events)
+    rank0 = Rank0(config, sequencer, reader, publisher, checkpoints, events, is_ending)
     if resumed:  # an earlier incarnation may have died before it did
         rank0.release()
     return rank0

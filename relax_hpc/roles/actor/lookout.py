@@ -1,9 +1,12 @@
 """A look at what rollout commits, while rank 0 trains: what is skipped is replaced in time."""
 
 import threading
+import time
 from typing import Protocol
 
-LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.1
+_RESTS = 10.0
+"""Rest after a look, in the time that the look took: with many producers there are fewer."""
 
 
 class Looks(Protocol):
@@ -33,9 +36,12 @@ class Lookout:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._end.wait(self._every_s):
+        took = 0.0
+        while not self._end.wait(max(self._every_s, _RESTS * took)):
+            begun = time.monotonic()
             try:
                 self._sequencer.look()
             except Exception as error:  # noqa: BLE001 - the outermost frame of a thread
                 self._failure = error
                 return
+            took = time.monotonic() - begun

@@ -15,6 +15,7 @@ from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.roles.actor.lease import Lease, OwnGpus
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.dealing.portions import Portion, Share, share_of
+from relax_hpc.roles.dealing.sight import sight_of
 from relax_hpc.roles.teacher.routing import of_its_teacher
 from relax_hpc.roles.training.steps import StepLog, stop_or_go_on
 from relax_hpc.schema import Trajectory
@@ -25,7 +26,8 @@ class Duties(StepLog, Protocol):
     """A rank's work besides training: rank 0 decides, serves and notes, the others help."""
 
     def next_portion(self, step: int, timers: Timers) -> Portion | None:
-        """Rank 0's counts: the next part of the batch; None if engines need the weights first."""
+        """Rank 0's counts: the next part of the batch; None if engines need the weights first, or
+        the job is about to end."""
         ...
 
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> bool:
@@ -34,6 +36,9 @@ class Duties(StepLog, Protocol):
 
     def finish(self) -> None: ...
     def close(self) -> None: ...
+
+
+def nothing() -> None: ...
 
 
 class Stages(NamedTuple):
@@ -46,6 +51,8 @@ class Stages(NamedTuple):
     checks: Sequence[Callable[[], None]] = ()
     """Called when the gradient of a batch is there, and not applied yet."""
     lease: Lease = OwnGpus()
+    stop: Callable[[], None] = nothing
+    """Called before every step, and now and then while a batch is waited for; collective."""
 
 
 def run(
@@ -63,14 +70,16 @@ def run(
     checkpoint is complete. A shard is forgotten when no resume can need it, so a restarted actor
     finds its next batches.
     """
-    batches = _Batches(config, world, trainer, reader, duties)
+    batches = _Batches(config, world, trainer, reader, duties, stages.stop)
     objective = objective_in(config)
     stages.lease.to_engines(trainer)
     _publish(world, trainer, duties)
     while trainer.step < config.schedule.num_steps:
-        step, timers = trainer.step + 1, Timers()
+        stages.stop()
+        step = trainer.step + 1
+        timers = Timers(step)
         for rows, share, last in batches.portions(step, timers):
-            with timers("lease"):
+            with timers("lease", waits=True):
                 stages.lease.to_trainer(trainer)
             for source in stages.columns:
                 with timers(source.name):
@@ -87,7 +96,7 @@ def run(
             stats = _update(trainer, learns=step > config.steps_of_critic_alone)
         stop_or_go_on(duties, step, trainer.skip)
         stages.lease.to_engines(trainer)
-        with timers("publish"):
+        with timers("publish", waits=True):
             _publish(world, trainer, duties)
         for source in stages.columns:
             source.end_step(step)
@@ -107,10 +116,14 @@ class _Batches:
         trainer: TrainingEngine,
         reader: Reader,
         duties: Duties,
+        stop: Callable[[], None],
     ) -> None:
+        self._stop = stop
         self._config, self._world, self._trainer = config, world, trainer
         self._reader, self._duties = reader, duties
         self._replica = world.split(trainer.dp_rank)
+        self._sight = sight_of(config, reader)
+        self._sight.serve(trainer)
 
     def portions(self, step: int, timers: Timers) -> Iterator[tuple[list[Trajectory], Share, bool]]:
         """The rank's share of the batch of `step`, as it comes: rows, and whether it is the last.
@@ -123,8 +136,9 @@ class _Batches:
             with timers("read"):
                 portion: Portion | None = self._world.bcast(dealt)
             if portion is None:
-                with timers("publish"):
+                with timers("publish", waits=True):
                     _publish(self._world, self._trainer, self._duties)
+                self._stop()
                 continue
             with timers("read"):
                 share, last = share_of(portion, self._trainer.dp_rank), portion.record.last
@@ -134,16 +148,17 @@ class _Batches:
     def _read(self, portion: Portion, share: Share) -> list[Trajectory]:
         """The rows of `share`, on all ranks of a replica, which one of them reads."""
         schedule, record = self._config.schedule, portion.record
-        columns, planned = self._config.columns, share.columns
+        columns, planned = {*self._config.columns, *self._sight.columns}, share.columns
         teachers = columns_by_teacher(self._config.teachers).values()
         rows = self._reader.rows(record, share.rows, columns) if self._replica.rank == 0 else []
         if schedule.over_age == "mask":
             limit = schedule.max_staleness
             rows = [mask_over_age(row, step=record.step, max_staleness=limit) for row in rows]
-        rows = [of_its_teacher(row, teachers) for row in rows]
+        rows = self._replica.bcast([of_its_teacher(row, teachers) for row in rows])
+        self._sight.note(record, share.rows, rows)
         return [
             row.with_columns(**{name: values[place] for name, values in planned.items()})
-            for place, row in enumerate(self._replica.bcast(rows))
+            for place, row in enumerate(rows)
         ]
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,6 +35,7 @@ class Rank0:
 
     Args:
         checkpoints: of all who train on the rows of the plan.
+        is_ending: whether the job is about to end.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class Rank0:
         publisher: Publisher,
         checkpoints: Sequence[Checkpoints[PlanPosition]],
         events: EventWriter,
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._config, self._events = config, events
+        self._config, self._events, self._is_ending = config, events, is_ending
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
         self._reader, self._batch = reader, Batch(config, reader)
         refills = isinstance(config.algorithm.groups, Refill)
@@ -59,19 +61,20 @@ class Rank0:
     def next_portion(self, step: int, timers: Timers) -> Portion | None:
         """Deals out the next part of the batch of `step`, once there is enough to start on.
 
-        None if meanwhile engines came that have to be given the current weights first.
+        None if meanwhile engines came that have to be given the current weights first, or the job
+        is about to end.
         """
         if self._lookout:
             self._lookout.check()
         try:
-            with timers("wait"):
+            with timers("wait", waits=True):
                 record = self.sequencer.next_portion(
                     step,
                     min_tokens=self._config.tokens_per_portion,
                     timeout_s=self._config.launch.peer_timeout_s,
-                    on_wait=self._look_for_newcomers,
+                    on_wait=self._look_up,
                 )
-        except _Newcomers:
+        except _Interrupted:
             return None
         with timers("read"):
             self._note_shards(record)
@@ -210,11 +213,11 @@ class Rank0:
         if not verified.equal:
             log.error("engines hold other weights than the trainer: %s", verified)
 
-    def _look_for_newcomers(self) -> None:
+    def _look_up(self) -> None:
         self._note_loads()
-        if self._publisher.has_newcomers():
-            raise _Newcomers
+        if self._publisher.has_newcomers() or self._is_ending():
+            raise _Interrupted
 
 
-class _Newcomers(Exception):  # noqa: N818
-    """Engines came that do not hold the current weights."""
+class _Interrupted(Exception):  # noqa: N818
+    """Something else has to be done first, by all ranks."""

@@ -1,5 +1,7 @@
 """Builds a rank of the critic: its model, its checkpoints, its duties."""
 
+from collections.abc import Callable
+
 import torch
 
 from relax_hpc.algorithms.composition import Objective
@@ -18,7 +20,9 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.critic import loop
 from relax_hpc.roles.critic.rank0 import Rank0
+from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.scorer import rank0 as scorer
+from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.telemetry.events import EventWriter
 
 
@@ -39,10 +43,11 @@ def main(
     )  # fmt: skip
     resumed = saving.resume(checkpoints, critic, events, is_critic=True)
     readers = loop.Readers(Reader(paths.bus), Reader(paths.bus))
-    rank0 = None
+    rank0 = ending = None
     if world.rank == 0:
         position = resumed.position if resumed else None
-        rank0 = _rank0(config, paths, context, position, events)
+        ending = Ending(paths, context.attempt, paths.critic_saves(context.attempt))
+        rank0 = _rank0(config, paths, context, position, events, ending.is_near)
     save = saving.Saving(
         when, paths, world, critic, checkpoints, rank0, events,
         num_steps=config.num_steps, source=config.model.path,
@@ -52,7 +57,9 @@ def main(
     )
     objective = Objective(loss, reads_old=False)
     duties = rank0 or loop.OtherRank()
-    loop.run(config, world, critic, objective, readers, duties, save)
+    stop = LastSave(world, critic, save, ending)
+    loop.run(config, world, critic, objective, readers, duties, save, stop)
+    stop.close()
     duties.close()
     for reader in readers:
         reader.close()
@@ -80,6 +87,7 @@ def _rank0(
     context: TaskContext,
     position: PlanPosition | None,
     events: EventWriter,
+    is_ending: Callable[[], bool],
 ) -> Rank0:
     assert config.critic is not None
     model = config.critic.model(config.model)
@@ -96,4 +104,4 @@ def _rank0(
     megatron = config.critic.megatron(config.actor)
     scoring = scorer.Rank0(megatron, loop.VALUES, writer, reader, credits, events)
     plan = PlanFollower(paths.bus, credits, position)
-    return Rank0(config, writer, reader, credits, plan, scoring, events)
+    return Rank0(config, writer, reader, credits, plan, scoring, events, is_ending)

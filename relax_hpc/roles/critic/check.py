@@ -11,6 +11,11 @@ def check_critic(config: RunConfig, shape: Architecture) -> None:
     critic = config.critic
     if critic is None:
         return
+    if shape.vision:
+        raise ConfigError(
+            f"critic: is shown no media, and model.path = {str(config.model.path)!r} is; use an "
+            "algorithm without one, e.g. algorithm.preset = 'grpo'"
+        )
     model = critic.model(config.model)
     try:
         found = check_model(model.path, critic.megatron(config.actor))

@@ -5,7 +5,7 @@ shard was committed. So the version of it that values a prompt group is at least
 sampled the group's first token, and values are no staler than tokens.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -28,6 +28,9 @@ VALUES = "ragged/values"
 Floats = npt.NDArray[np.float32]
 
 
+def nothing() -> None: ...
+
+
 class Lesson(NamedTuple):
     """A batch of the plan, and who trains what of it; rows count in its order."""
 
@@ -46,7 +49,8 @@ class Duties(StepLog, Protocol):
     def next_task(self, step: int) -> Lesson | Round | None:
         """Rank 0's counts: what comes after `step` was trained; None: the run is over.
 
-        Until there is something, or it is time that waiting ranks hear of rank 0, it waits.
+        Until there is something, the job is about to end, or it is time that waiting ranks hear
+        of rank 0, it waits.
         """
         ...
 
@@ -75,15 +79,20 @@ class Readers(NamedTuple):
 def run(
     config: RunConfig, world: World, critic: TrainingEngine, objective: Objective,
     readers: Readers, duties: Duties, save: Callable[[], None],
+    stop: Callable[[], None] = nothing,
 ) -> None:  # fmt: skip
     """Learns and values until the last step is trained and nobody wants values any more.
 
     Rank 0 decides what is next and who computes what; of each data-parallel replica one rank
     reads it. Everything that it learns from is in the plan: a restart learns the same again.
+
+    Args:
+        stop: called before whatever comes next, and now and then while there is nothing;
+            collective.
     """
     replica = world.split(critic.dp_rank)
-    while task := world.bcast(duties.next_task(critic.step)):
-        timers, own = Timers(), own_rows(task.micro_batches[critic.dp_rank])
+    for task in _tasks(world, critic, duties, stop):
+        timers, own = Timers(critic.step + 1), own_rows(task.micro_batches[critic.dp_rank])
         reads = replica.rank == 0
         if isinstance(task, Round):
             rows = readers.rounds.rows(task, own.rows, columns=()) if reads else []
@@ -102,6 +111,15 @@ def run(
         with timers("save"):
             save()
         duties.end_step(task.step, stats | critic.costs, timers)
+
+
+def _tasks(
+    world: World, critic: TrainingEngine, duties: Duties, stop: Callable[[], None]
+) -> Iterator[Lesson | Round]:
+    stop()
+    while task := world.bcast(duties.next_task(critic.step)):
+        yield task
+        stop()
 
 
 def _rows_of(config: RunConfig, reader: Reader, task: Lesson, own: OwnRows) -> list[Trajectory]:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class Rank0:
         credits: of the trainer; every look of theirs is fresh.
         plan: behind the step that the critic has trained last.
         scoring: chooses the shards that lack values, and commits these.
+        is_ending: whether the job is about to end.
     """
 
     def __init__(
@@ -48,23 +49,26 @@ class Rank0:
         plan: PlanFollower,
         scoring: scorer.Rank0,
         events: EventWriter,
+        is_ending: Callable[[], bool] = lambda: False,
     ) -> None:
         assert config.critic is not None
         self._config, self._megatron = config, config.critic.megatron(config.actor)
         self._writer, self._reader, self._credits = writer, reader, credits
         self._plan, self._scoring, self._events = plan, scoring, events
-        self._waited = Timers()
+        self._waited, self._is_ending = Timers(), is_ending
         self._shards: dict[int, str] = {}
         """guid -> shard, of the prompt groups of this step."""
 
     def next_task(self, step: int) -> Lesson | Round | None:
         """See `Duties`."""
         self._waited, deadline = Timers(), time.monotonic() + scorer.SIGN_OF_LIFE_S
-        with self._waited("wait"):
+        with self._waited("wait", waits=True):
             while True:
                 credit = self._credits.latest()
                 if credit and credit.finished and step == self._config.num_steps:
                     return None
+                if self._is_ending():
+                    return self._scoring.begin([], self._waited)
                 # Shards first: what was planned before they were committed is then seen, too.
                 shards = self._scoring.ready(credit)
                 batch = self._plan.next_batch()

@@ -11,6 +11,7 @@ import threading
 import time
 from contextlib import suppress
 
+from relax_hpc import heartbeat
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.errors import EngineError
@@ -40,7 +41,8 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     number = config.rollout_pool.count + context.rank
     slot = Slot(context.name, number=number, local_index=context.local_rank)
     hosting = hosting_of(config, slot, transport=context.transport)
-    with EngineHost(hosting, paths, context, events) as host:
+    told = heartbeat.phase("engines", waits=True)
+    with told, EngineHost(hosting, paths, context, events) as host:
         drain_s = _serve(paths, slot.id, ended)
         host.drain()
         started = time.monotonic()

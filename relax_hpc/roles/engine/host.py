@@ -160,8 +160,6 @@ class EngineHost:
 
     def _start(self) -> EngineProcess:
         self._announce("STARTING", "starting its process")
-        if self._hosting.shares_gpus:
-            self._wait_for_lease()
         with self._parts.called(self._member.start) as share:
             return start_engine(
                 self._spec,
@@ -170,18 +168,23 @@ class EngineHost:
                 log_path=self._paths.engine_log(self._slot.id, self._member.start),
                 share=share,
                 progress=self._progress,
+                may_compute=self._has_gpus,
             )
 
-    def _wait_for_lease(self) -> None:
-        """Returns when the engine may take memory of the trainer's GPUs; see `fleet.lease`."""
+    def _has_gpus(self) -> bool:
+        """Whether the engine may take memory of its GPUs; of the trainer's see `fleet.lease`."""
+        if self._stopping.is_set():
+            raise _Stopped
+        if not self._hosting.shares_gpus:
+            return True
         attempt = self._context.attempt
-        while not lease.is_with_engines(self._paths, attempt):
-            if self._member.state != "WAITING":
-                self._announce("WAITING", "for the trainer to lend its GPUs")
-            if self._stopping.wait(_WATCH_S):
-                raise _Stopped
-            if lease.is_with_engines(self._paths, attempt):
-                self._announce("STARTING", "starting its process")
+        if self._member.state == "WAITING" and lease.is_with_engines(self._paths, attempt):
+            self._announce("STARTING", "starting its process")
+        if lease.is_with_engines(self._paths, attempt):
+            return True
+        if self._member.state != "WAITING":
+            self._announce("WAITING", "for the trainer to lend its GPUs")
+        return False
 
     def _progress(self, phase: str) -> None:
         if self._stopping.is_set():
@@ -195,7 +198,9 @@ class EngineHost:
         """Announces a healthy engine and watches it; returns as `_live` does."""
         hang_s = self._hosting.hang_timeout_s
         try:
-            able = capabilities.probe(engine.url, engine.token, timeout_s=hang_s)
+            able = capabilities.probe(
+                engine.url, engine.token, timeout_s=hang_s, model_path=self._spec.model_path
+            )
             self._check_memory(able)
         except EngineError as error:
             return f"answered /health and then failed: {error}"
@@ -238,10 +243,12 @@ class EngineHost:
                 if why := _fenced(entry) or self._parts.end(self._member.start):
                     return why
             if (silent_s := pulse.silent_s) > self._hosting.hang_timeout_s:
+                where = engine.whereabouts()
                 engine.stop(_HUNG_GRACE_S)
                 return (
                     f"hangs: {engine} has said nothing for {silent_s:.0f} s, and no update is "
-                    f"under way (engines.{self._spec.pool}.hang_timeout_s)\n{engine.last_lines()}"
+                    f"under way (engines.{self._spec.pool}.hang_timeout_s); {where}\n"
+                    f"{engine.last_lines()}"
                 )
         return None
 

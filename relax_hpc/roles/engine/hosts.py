@@ -5,7 +5,10 @@ from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from relax_hpc import heartbeat
 from relax_hpc.roles.engine.host import EngineHost
+
+BEAT_S = 1.0
 
 
 @contextmanager
@@ -20,11 +23,21 @@ def kept(made: Iterable[EngineHost]) -> Iterator[list[EngineHost]]:
                 host.ask_to_stop()
 
 
+async def _beat() -> None:
+    """Says that the event loop turns."""
+    while True:
+        heartbeat.beat()
+        await asyncio.sleep(BEAT_S)
+
+
 async def while_kept(hosts: Sequence[EngineHost], loop: Coroutine[Any, Any, None]) -> None:
     """Runs the loop to its end; ends it if one of its engines does not come back."""
     running = asyncio.ensure_future(loop)
     failures = [asyncio.ensure_future(host.failure()) for host in hosts]
-    await asyncio.wait({running, *failures}, return_when=asyncio.FIRST_COMPLETED)
+    beating = asyncio.ensure_future(_beat())
+    with heartbeat.phase("loop"):
+        await asyncio.wait({running, *failures}, return_when=asyncio.FIRST_COMPLETED)
+    beating.cancel()
     for task in (running, *failures):
         if not task.done():
             task.cancel()

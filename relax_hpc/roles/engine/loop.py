@@ -4,8 +4,9 @@ They end with the run, when nobody asks any more; `added` keeps one that ends wh
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from relax_hpc import heartbeat
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.config.run import RunConfig
 from relax_hpc.fleet import members
@@ -13,7 +14,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine import parts
 from relax_hpc.roles.engine.host import EngineHost
-from relax_hpc.roles.engine.hosting import hosting_of, slots_of
+from relax_hpc.roles.engine.hosting import Hosting, hosting_of, slots_of
 from relax_hpc.roles.engine.hosts import kept, while_kept
 from relax_hpc.telemetry.events import EventWriter
 
@@ -28,19 +29,30 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     """
     name = context.component
     hostings = [hosting_of(config, slot, name) for slot in slots_of(config.engines[name], context)]
-    if hostings[0].slot.part:
-        parts.serve(hostings[0], paths, context, events)
-    else:
-        credits = CreditTail(paths.bus, every_s=POLL_S)
-
-        def is_over() -> bool:
-            credit = credits.latest()
-            return bool(credit and credit.finished) and is_rollout_gone(config, paths)
-
-        with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:
-            asyncio.run(while_kept(hosts, until(is_over)))
-        credits.close()
+    with heartbeat.phase("engines", waits=True):
+        if hostings[0].slot.part:
+            parts.serve(hostings[0], paths, context, events)
+        else:
+            _host(config, paths, context, hostings, events)
     events.emit("end")
+
+
+def _host(
+    config: RunConfig,
+    paths: RunPaths,
+    context: TaskContext,
+    hostings: Sequence[Hosting],
+    events: EventWriter,
+) -> None:
+    credits = CreditTail(paths.bus, every_s=POLL_S)
+
+    def is_over() -> bool:
+        credit = credits.latest()
+        return bool(credit and credit.finished) and is_rollout_gone(config, paths)
+
+    with kept(EngineHost(each, paths, context, events) for each in hostings) as hosts:
+        asyncio.run(while_kept(hosts, until(is_over)))
+    credits.close()
 
 
 async def until(is_over: Callable[[], bool]) -> None:

@@ -3,18 +3,24 @@
 import asyncio
 import resource
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 
+from relax_hpc import heartbeat
+from relax_hpc.algorithms.groups import Refill
 from relax_hpc.bus.credits import CreditTail
 from relax_hpc.bus.producer import Producer
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments import registry as environments
+from relax_hpc.media.recipe import is_shown_media, read_recipe
+from relax_hpc.media.stored import DECODERS, decoders
+from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.rewards.scorer import Scorer
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
 from relax_hpc.roles.engine.hosting import Slot, hosting_of, slots_of
@@ -26,6 +32,7 @@ from relax_hpc.roles.rollout.evaluation import Also, Evaluator
 from relax_hpc.roles.rollout.heldout import Board
 from relax_hpc.roles.rollout.prompt_check import Sources
 from relax_hpc.roles.rollout.retirement import retirement_of
+from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digest_of
 from relax_hpc.sampling.client import PoolClient, client_of
 from relax_hpc.telemetry.events import EventWriter
 
@@ -34,6 +41,8 @@ SPARES = 2
 CREDITS_EVERY_S = 1.0
 """Time between looks at the credits: what to delete or sample again, and the end. Pacing goes by
 the engine."""
+REFILLED_EVERY_S = 0.2
+"""The same where groups are refilled: one that takes the place of another waits for the credits."""
 
 
 def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: EventWriter) -> None:
@@ -42,10 +51,11 @@ def main(config: RunConfig, paths: RunPaths, context: TaskContext, events: Event
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     slots = slots_of(config.rollout_pool, context)
-    if slots[0].part:
-        engine_parts.serve(hosting_of(config, slots[0]), paths, context, events)
-    else:
-        _host(config, paths, context, slots, events)
+    with heartbeat.phase("engines", waits=True):
+        if slots[0].part:
+            engine_parts.serve(hosting_of(config, slots[0]), paths, context, events)
+        else:
+            _host(config, paths, context, slots, events)
     events.emit("end")
 
 
@@ -76,7 +86,8 @@ def _host(
             compress=config.bus.compress,
             spares=SPARES,
         ) as producer:
-            loop = _loop(config, paths, number, own, sources, producer, events)
+            ending = Ending(paths, context.attempt, paths.keeps(context.attempt, number))
+            loop = _loop(config, paths, number, own, sources, producer, events, ending)
             asyncio.run(while_kept(hosts, loop))
 
 
@@ -88,20 +99,31 @@ async def _loop(
     sources: Sources,
     producer: Producer,
     events: EventWriter,
+    ending: Ending,
 ) -> None:
     task = rollout.Task(number, config.rollout_pool.num_hosts)
     async with sampling(config, paths, own, sources, events) as (sampler, episodes):
         limits = prompt_check.limits_of(config)
+        group = Grouper(
+            config, sources.train, episodes(limits.trained), retirement_of(config, paths)
+        )
+        unfinished = Unfinished(config, sources.train, group, producer, events)
         await rollout.run(
             config,
             task,
             sampler,
-            Grouper(config, sources.train, episodes(limits.trained), retirement_of(config, paths)),
+            group,
             evaluator_of(config, paths, task, sources, episodes(limits.sampled), events),
             producer,
-            CreditTail(paths.bus, every_s=CREDITS_EVERY_S),
+            CreditTail(paths.bus, every_s=credits_every_s(config)),
             events,
+            AnnouncedEnd(ending, unfinished),
         )
+
+
+def credits_every_s(config: RunConfig) -> float:
+    """Seconds between a task's looks at the credits."""
+    return REFILLED_EVERY_S if isinstance(config.algorithm.groups, Refill) else CREDITS_EVERY_S
 
 
 @asynccontextmanager
@@ -128,12 +150,19 @@ async def sampling(
             config, paths, own=own, stop_token=tokenizer.eos_token_id, events=events
         ) as sampler,
         Scorer(config.reward, events, paths.root) as scorer,
+        AsyncExitStack() as opened,
     ):
+        workers = None
+        if recipe := read_recipe(config.model.path, config.prompts.media):
+            settings = config.prompts.media
+            made = MediaWorkers(recipe, settings.workers, store=settings.store)
+            workers = await opened.enter_async_context(made)
 
         def episodes(max_tokens: int) -> Episodes:
             return Episodes(
-                config, environment, sampler, conversation, scorer.score, max_tokens=max_tokens
-            )
+                config, environment, sampler, conversation, scorer.score,
+                max_tokens=max_tokens, workers=workers,
+            )  # fmt: skip
 
         yield sampler, episodes
 
@@ -178,4 +207,6 @@ def provenance(config: RunConfig, context: TaskContext) -> dict[str, str | int]:
         "start": context.start,
         "node": context.node,
         "engine": f"{config.rollout_pool.kind} {build}",
+        MODEL: digest_of(config.model.path),
+        **({DECODERS: decoders()} if is_shown_media(config.model.path) else {}),
     }

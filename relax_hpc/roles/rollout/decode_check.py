@@ -1,8 +1,9 @@
-"""Decodes every medium of a run's prompts before anything is queued, where the user asks for it."""
+"""Decodes every medium of a run's prompts: before anything is queued, where the user asks for it;
+when the run starts, where rows with broken media are left out."""
 
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
@@ -14,10 +15,11 @@ from relax_hpc.media.canonical import canonical, measured
 from relax_hpc.media.recipe import Recipe, read_recipe
 from relax_hpc.media.source import Source
 from relax_hpc.prompts.records import Records
+from relax_hpc.prompts.source import Examined, PromptSource
 from relax_hpc.roles.rollout import prompt_check
 
-_BLOCK = 64
-"""Rows of a process that are on their way at once: what they hold stays in memory."""
+_BLOCK = 512
+"""Rows that are on their way at once: what they hold stays in memory."""
 
 
 class Decoded(NamedTuple):
@@ -47,35 +49,86 @@ def decode(config: RunConfig, advance: Callable[[int, int], None]) -> Decoded:
     files = prompt_check.open_files(config)
     every = [files.train, *files.heldout.values()]
     total, done, num_media, refused = sum(map(len, every)), 0, 0, list[str]()
-    workers = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+    with _processes(config) as pool:
         for records in every:
-            for block in _blocks(len(records), workers * _BLOCK):
-                rows = [_media_of(records, row, refused) for row in block]
-                num_media += sum(map(len, rows))
-                try:
-                    for lines in pool.map(partial(_refused, recipe), rows, chunksize=4):
-                        refused += lines
-                except BrokenProcessPool:
-                    first, last = records.where(block[0]), records.where(block[-1])
-                    raise ConfigError(
-                        f"a decoder ended its process, on a medium from {first} to {last}; remove "
-                        "half of these lines at a time to find which"
-                    ) from None
-                done += len(block)
+            for block in _decoded(pool, recipe, records, range(len(records))):
+                num_media += block.num_media
+                refused += [line for _, line in block.refused]
+                done += block.num_rows
                 advance(done, total)
     return Decoded(num_media, refused)
 
 
-def _blocks(count: int, size: int) -> Iterator[range]:
-    return (range(first, min(first + size, count)) for first in range(0, count, size))
+def decoded(
+    config: RunConfig,
+    sources: Mapping[str, PromptSource],
+    rows: Mapping[str, Sequence[int]],
+    found: Mapping[str, Examined],
+) -> dict[str, Examined]:
+    """Adds to what was found the rows with a medium that cannot be decoded.
+
+    Args:
+        config: the run.
+        sources: the prompts, by key.
+        rows: those that were looked at, by key.
+        found: what was found of them.
+    """
+    recipe = read_recipe(config.model.path, config.prompts.media)
+    if recipe is None:
+        return dict(found)
+    whole = {}
+    with _processes(config) as pool:
+        for key, each in found.items():
+            known = {row for row, _ in each.bad}
+            left = [row for row in rows[key] if row not in known]
+            more = [
+                (row, line)
+                for block in _decoded(pool, recipe, sources[key].records, left)
+                for row, line in block.refused
+            ]
+            first = dict(reversed(more))  # a line for each row
+            whole[key] = each._replace(bad=sorted([*each.bad, *first.items()]))
+    return whole
 
 
-def _media_of(records: Records, row: int, refused: list[str]) -> tuple[Source, ...]:
+class _Block(NamedTuple):
+    num_rows: int
+    num_media: int
+    refused: list[tuple[int, str]]
+    """Rows, and what is wrong with each; one may be there several times."""
+
+
+def _processes(config: RunConfig) -> ProcessPoolExecutor:
+    workers = config.prompts.media.workers or len(os.sched_getaffinity(0))
+    return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+
+
+def _decoded(
+    pool: ProcessPoolExecutor, recipe: Recipe, records: Records, rows: Sequence[int]
+) -> Iterator[_Block]:
+    """Decodes the media of rows, some rows at a time."""
+    for first in range(0, len(rows), _BLOCK):
+        block = rows[first : first + _BLOCK]
+        refused: list[tuple[int, str]] = []
+        media = [_media_of(records, row, refused) for row in block]
+        try:
+            lines = pool.map(partial(_refused, recipe), media, chunksize=4)
+            refused += [
+                (row, line) for row, each in zip(block, lines, strict=True) for line in each
+            ]
+        except BrokenProcessPool:
+            raise ConfigError(
+                f"a decoder ended its process, on a medium from {records.where(block[0])} to "
+                f"{records.where(block[-1])}; remove half of these lines at a time to find which"
+            ) from None
+        yield _Block(len(block), sum(map(len, media)), refused)
+
+
+def _media_of(records: Records, row: int, refused: list[tuple[int, str]]) -> tuple[Source, ...]:
     try:
         return records[row].media
     except ConfigError as error:
-        refused.append(str(error))
+        refused.append((row, str(error)))
         return ()
 
 

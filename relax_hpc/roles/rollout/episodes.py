@@ -2,7 +2,17 @@
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +21,7 @@ from relax_hpc.environments.base import Environment, Outcome
 from relax_hpc.environments.record import Call, Record, sequences
 from relax_hpc.environments.session import Sampler, Session
 from relax_hpc.errors import RelaxError
+from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.contract import Sample, Score
@@ -52,10 +63,22 @@ class Episodes:
         score: ScoreGroup,
         *,
         max_tokens: int,
+        workers: MediaWorkers | None = None,
     ) -> None:
-        """`max_tokens` is as long as a conversation may become."""
+        """Runs none yet.
+
+        Args:
+            config: of the run.
+            environment: what an episode is.
+            sampler: the engines.
+            conversation: how messages become tokens.
+            score: the job's reward.
+            max_tokens: as long as a conversation may become.
+            workers: decode the media of prompts; None of a model that reads text only.
+        """
         self._config, self._environment, self._sampler = config, environment, sampler
         self._conversation, self._score, self._max_tokens = conversation, score, max_tokens
+        self._workers = workers
 
     def how(self, temperature: float, min_version: int = 0) -> How:
         """The run's settings; `min_version` is the oldest policy that may sample a token."""
@@ -89,14 +112,25 @@ class Episodes:
             group: their name, among all that run at a time.
             seeds: of each.
         """
-        rollout, begin = self._environment.rollout, partial(self._session, prompt, how, group)
-        async with asyncio.TaskGroup() as running:
-            tasks = [
-                running.create_task(rollout(prompt, begin(record, seed)))
-                for record, seed in zip(records, seeds, strict=True)
-            ]
+        async with self._with_media(prompt) as shown:
+            rollout, begin = self._environment.rollout, partial(self._session, shown, how, group)
+            async with asyncio.TaskGroup() as running:
+                tasks = [
+                    running.create_task(rollout(shown, begin(record, seed)))
+                    for record, seed in zip(records, seeds, strict=True)
+                ]
         outcomes = [task.result() for task in tasks]
         return await self._scored(prompt, records, outcomes)
+
+    @asynccontextmanager
+    async def _with_media(self, prompt: Prompt) -> AsyncIterator[Prompt]:
+        """The prompt with its media, decoded once for all siblings, as long as it is asked."""
+        if not prompt.measured:
+            yield prompt
+            return
+        assert self._workers is not None, "there is a recipe, or prompts have no media"
+        async with self._workers.prepared(prompt.measured, prompt.spans) as made:
+            yield replace(prompt, media=made.media, view=made.view)
 
     def _session(
         self, prompt: Prompt, how: How, group: Hashable, record: Record, seed: int
@@ -226,6 +260,7 @@ def rows_of(
             # A part that is alone is the reward itself.
             parts=episode.score.parts if len(episode.score.parts) > 1 else {},
             media=sequence.media,
+            media_spans=sequence.media_spans,
             routed_experts=sequence.routed_experts,
         )
 

@@ -1,7 +1,8 @@
 """Held-out evaluation, beside the loop: neither starting nor publishing groups waits for it."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.environments.record import Record
@@ -11,12 +12,35 @@ from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
 from relax_hpc.telemetry.events import EventWriter
 
 PLACES = 4
-"""While training goes on, evaluation has one of so many places in the engines. Before and after it
-it has all of them: nobody learns from other samples then."""
+"""While training goes on, all evaluations together have one of so many places in the engines, or of
+the requests that training has in flight if these are fewer. Before and after it they have all
+places: nobody learns from other samples then."""
 
 
 Also = Callable[[str, Prompt, Sequence[int], Sequence[Episode]], None]
 """Takes the episodes of a prompt of a set, with their seeds."""
+
+
+class Room:
+    """Places in the engines, given to prompts of all sets in the order in which they ask."""
+
+    def __init__(self, places: int) -> None:
+        self._places, self._taken = places, 0
+        self._line, self._freed = asyncio.Lock(), asyncio.Event()
+
+    @asynccontextmanager
+    async def take(self, count: int) -> AsyncIterator[None]:
+        """Waits for so many places. Who wants more than there are has all of them alone."""
+        async with self._line:
+            while self._taken and self._taken + count > self._places:
+                self._freed.clear()
+                await self._freed.wait()
+            self._taken += count
+        try:
+            yield
+        finally:
+            self._taken -= count
+            self._freed.set()
 
 
 class Evaluator:
@@ -48,6 +72,12 @@ class Evaluator:
         self._done = set[Due]()
         """Evaluations that it did."""
         self._running: dict[str, asyncio.Task[None]] = {}
+        pool, schedule = config.rollout_pool, config.schedule
+        places = pool.max_running_requests * pool.engines_per_task
+        batch = schedule.prompts_per_step * config.rollout.samples_per_prompt
+        in_flight = (schedule.max_staleness + 1) * batch // pool.num_hosts
+        self._room = Room(places)
+        self._room_beside = Room(min(places, in_flight) // PLACES)
         for name in config.eval:
             begun = board.begun(name)
             self._left[name] = begun.left
@@ -101,14 +131,13 @@ class Evaluator:
             due: which; what is kept of it is not sampled again.
             beside: training goes on, and has the other places.
         """
-        pool, samples = self._config.rollout_pool, self._config.eval[due.name].samples_per_prompt
-        places = pool.max_running_requests * pool.engines_per_task // (PLACES if beside else 1)
-        room, line = asyncio.Semaphore(max(1, places // samples)), asyncio.Lock()
+        samples, line = self._config.eval[due.name].samples_per_prompt, asyncio.Lock()
+        room = self._room_beside if beside else self._room
         rows = await asyncio.to_thread(self._board.begin, due)
         kept = {row.prompt for row in rows}
 
         async def scored(prompt: Prompt) -> list[Row]:
-            async with room:
+            async with room.take(samples):
                 found = await self._scored(due, prompt)
             async with line:
                 await asyncio.to_thread(self._board.keep, due, found)

@@ -35,6 +35,35 @@ class Engines(Protocol):
         ...
 
 
+class End(Protocol):
+    """The end of the job, if it is announced, and what is kept then."""
+
+    def begin(self, *, start: int) -> None:
+        """Takes up what an earlier task has kept of ordinals from `start` on."""
+        ...
+
+    def is_near(self) -> bool: ...
+
+    def keep(self, guids: Collection[int]) -> None:
+        """Keeps what there is of some groups; called again and again while the end is near."""
+        ...
+
+    def close(self) -> None:
+        """Says that the task has nothing more to keep."""
+        ...
+
+
+class NoEnd:
+    """An end that nobody announces."""
+
+    def begin(self, *, start: int) -> None: ...
+    def is_near(self) -> bool:
+        return False
+
+    def keep(self, guids: Collection[int]) -> None: ...
+    def close(self) -> None: ...
+
+
 class Task(NamedTuple):
     """One rollout task's share of the work: prompt ordinals, by rank."""
 
@@ -51,8 +80,12 @@ async def run(
     producer: Producer,
     credits: CreditTail,
     events: EventWriter,
+    end: End | None = None,
 ) -> None:
     """Samples every prompt ordinal this task owns, once, until the trainer says it is finished.
+
+    When the job is about to end it stops sampling, publishes what is finished, and keeps what is
+    not for the task that comes after it; if the job goes on, so does the task.
 
     Nothing is remembered outside the bus: what is committed is done, everything else is owed. So a
     task that is killed anywhere goes on where its log ends, with no prompt skipped or doubled.
@@ -60,23 +93,32 @@ async def run(
     outbox = Outbox(producer, events, groups_per_shard=config.rollout.groups_per_shard)
     retired = credit.retired_guid_below if (credit := credits.latest()) else 0
     owed, rest = deque[int](), owned_guids(task, producer.committed, start=retired)
-    pace = Pace(config)
+    pace, end = Pace(config), end or NoEnd()
+    end.begin(start=retired)
     running = dict[asyncio.Task[PromptGroup], int]()
     while not ((credit := credits.latest()) and credit.finished):
         version = await engines.version()
         evaluator.consider(version, trained=credit.step if credit else 0)
         owed.extendleft(reversed(producer.owe_again(credit.owed if credit else ())))
         pace.follow(credit or Credit())
-        while not outbox.full and pace.may_start(_first(owed, rest), version):
+        is_ending = end.is_near()  # from here on the same, whatever is announced meanwhile
+        while not (outbox.full or is_ending) and pace.may_start(_first(owed, rest), version):
             guid = owed.popleft()
             running[asyncio.create_task(group(guid, pace.min_version(guid, version)))] = guid
+        if is_ending and running:
+            await _cancelled(running)
+            owed.extendleft(sorted((g for t, g in running.items() if t.cancelled()), reverse=True))
+            running = {each: guid for each, guid in running.items() if not each.cancelled()}
         done = await _some(running)
         outbox.add([task.result() for task in done])
         running = {started: guid for started, guid in running.items() if started not in done}
         producer.collect(credit.retired_guid_below if credit else 0)
-        outbox.send(rest=pace.is_done(outbox.guids, running.values()))
+        outbox.send(rest=is_ending or pace.is_done(outbox.guids, running.values()))
+        if is_ending and not outbox.guids:
+            end.keep(owed)
     for unneeded in running:
         unneeded.cancel()
+    end.close()
     await evaluator.finish(await _final_version(config, engines))
 
 
@@ -215,6 +257,13 @@ def means_of(area: str, episodes: Iterable[Mapping[str, float]]) -> dict[str, fl
         for name, value in numbers.items():
             found.setdefault(f"{area}/{name}", []).append(value)
     return {name: float(np.mean(values)) for name, values in found.items()}
+
+
+async def _cancelled(running: Collection["asyncio.Task[PromptGroup]"]) -> None:
+    """Ends groups where they are; some may be finished all the same."""
+    for each in running:
+        each.cancel()
+    await asyncio.wait(running)
 
 
 async def _some(

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 from relax_hpc.bus.layout import open_bus
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError, PeerTimeoutError
+from relax_hpc.media import recipe
 from relax_hpc.paths import BusPaths, RunPaths
 from relax_hpc.prompts import order, tokenizer
 from relax_hpc.prompts.source import Examined
 from relax_hpc.records import read_json, write_json, write_text
+from relax_hpc.roles.rollout import decode_check
 from relax_hpc.roles.rollout.prompt_check import Sources, check_lengths, examine
 
 log = logging.getLogger(__name__)
@@ -74,11 +76,14 @@ def settle(config: RunConfig, paths: RunPaths, sources: Sources, share: Share) -
     _check_num_rows(paths, share, num_rows)
     own = _read(paths, share.number, key)
     if own is None:
-        own = examine(sources, {name: share.rows(count) for name, count in num_rows.items()})
+        rows = {name: share.rows(count) for name, count in num_rows.items()}
+        own = examine(sources, rows)
+        if config.prompts.media.broken == "skip":
+            own = decode_check.decoded(config, sources.by_key, rows, own)
         record = {"key": key, "num_rows": num_rows, "found": own}
         write_json(paths.prompt_rows(share.number), record)
     found = [own]
-    if config.prompts.bad_rows == "skip":
+    if config.prompts.may_leave_out:
         found = _of_all(config, paths, share, key, own)
         _leave_out(paths, sources, found, is_first=share.number == 0)
     longest = {
@@ -158,7 +163,7 @@ def _key(config: RunConfig, sources: Sources, size: int) -> str:
         config.prompts.model_dump(mode="json"),
         config.reward.name,
         [[str(file), (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files],
-        [_hash_of(config.model.path / name) for name in tokenizer.READ],
+        [_hash_of(config.model.path / name) for name in (*tokenizer.READ, *recipe.READ)],
     ]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 

@@ -17,6 +17,7 @@ from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.dealing.sight import sight_of
 from relax_hpc.roles.scorer import loop
 from relax_hpc.roles.scorer.rank0 import Rank0, View
 from relax_hpc.schema import ROUTED_EXPERTS
@@ -62,7 +63,7 @@ def main(
     if world.rank == 0:
         rank0 = _rank0(config, scoring, paths, context, reader, events)
     duties = rank0 or loop.OtherRank()
-    loop.run(world, scorer, reader, duties, _columns(config, scoring))
+    loop.run(world, scorer, reader, duties, sight_of(config, reader), _columns(config, scoring))
     duties.close()
     reader.close()
     world.barrier()

@@ -5,7 +5,7 @@ from dataclasses import fields
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
-from relax_hpc.roles.training.check import check_model, check_weights
+from relax_hpc.roles.training.check import check_model, check_sees_alike, check_weights
 
 
 def check_reference(config: RunConfig, shape: Architecture) -> None:
@@ -21,6 +21,7 @@ def check_reference(config: RunConfig, shape: Architecture) -> None:
         check_weights(path, found)
     except ConfigError as error:
         raise ConfigError(f"reference: {error}") from None
+    check_sees_alike(config, path, "reference.path")
     names = [field.name for field in fields(Architecture) if field.name != "max_positions"]
     own = reference.placement == "own"
     for name in ["vocab_size"] if own else names:

@@ -10,11 +10,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from relax_hpc import heartbeat
 from relax_hpc.bus.plan import Part, Sidecar
 from relax_hpc.bus.reader import Reader
 from relax_hpc.comm.world import World
 from relax_hpc.engines.training_engine import ScoringEngine
 from relax_hpc.roles.dealing.micro_batches import MicroBatches, own_rows
+from relax_hpc.roles.dealing.sight import Sight
 from relax_hpc.schema import Role, Trajectory
 
 Floats = npt.NDArray[np.float32]
@@ -68,6 +70,7 @@ def run(
     scorer: ScoringEngine,
     reader: Reader,
     duties: Duties,
+    sight: Sight,
     columns: Sequence[str] = (),
 ) -> None:
     """Scores what is committed, oldest first, until the trainer has finished.
@@ -75,14 +78,19 @@ def run(
     Rank 0 decides who scores what; of each data-parallel replica one rank reads it.
 
     Args:
-        columns: what to read besides tokens.
+        sight: of the shards.
+        columns: what to read besides tokens and media.
     """
     replica = world.split(scorer.dp_rank)
+    sight.serve(scorer)
+    columns = [*columns, *sight.columns]
     while found := world.bcast(duties.next_round()):
         own = own_rows(found.micro_batches[scorer.dp_rank])
         reads = replica.rank == 0
         rows = replica.bcast(reader.rows(found, own.rows, columns) if reads else None)
-        logprobs = scorer.forward_logprobs(seen(found.prompts, rows), own.micro_batches)
+        sight.note(found, own.rows, rows)
+        with heartbeat.phase("score"):
+            logprobs = scorer.forward_logprobs(seen(found.prompts, rows), own.micro_batches)
         if found.prompts:
             logprobs = [of_own(row, values) for row, values in zip(rows, logprobs, strict=True)]
         mine = dict(zip(own.rows, logprobs, strict=True)) if reads else {}

@@ -95,7 +95,7 @@ class Rank0:
     def next_round(self) -> Round | None:
         """See `Duties`. While the file system is full nothing new is begun."""
         timers, deadline = Timers(), time.monotonic() + SIGN_OF_LIFE_S
-        with timers("wait"):
+        with timers("wait", waits=True):
             while True:
                 credit = self._credits.latest()
                 if credit and credit.finished:

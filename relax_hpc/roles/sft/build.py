@@ -12,20 +12,23 @@ from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts import tokenizer as tokenizers
 from relax_hpc.prompts.documents import Documents
+from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.ending import Ending
 from relax_hpc.roles.sft import document_check, loop
 from relax_hpc.roles.sft.rank0 import DataPosition, Rank0
 from relax_hpc.roles.training.build import trainer_of
+from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.telemetry.events import EventWriter
 
 
 def main(
-    config: SftRunConfig, paths: RunPaths, world: World, local_rank: int, events: EventWriter
+    config: SftRunConfig, paths: RunPaths, world: World, context: TaskContext, events: EventWriter
 ) -> None:
     """Resumes from the newest checkpoint, if there is one, and trains to the end."""
     files, tokenizer = document_check.open_files(config), tokenizers.load(config.model.path)
     # A rank looks at what no other does, so together they see all.
     document_check.check_share(config, files, tokenizer, world.rank, world.size)
-    device = own_device(local_rank)
+    device = own_device(context.local_rank)
     init_torch(world, device="cuda" if device.type == "cuda" else "cpu")
     trainer = trainer_of(config, world, device)
     checkpoints = saving.checkpoints_of(
@@ -40,7 +43,9 @@ def main(
         config.actor, paths, world, trainer, checkpoints, rank0, events,
         num_steps=config.num_steps, source=config.model.path,
     )  # fmt: skip
-    loop.run(config, world, trainer, rank0 or loop.OtherRank(), save)
+    stop = LastSave(world, trainer, save, Ending(paths, context.attempt) if rank0 else None)
+    loop.run(config, world, trainer, rank0 or loop.OtherRank(), save, stop)
+    stop.close()
     if rank0:
         events.emit("end")
     world.barrier()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.prompts.documents import Documents, count_steps, read_text
 from relax_hpc.prompts.files import open_rows
@@ -42,6 +43,15 @@ def check(config: SftRunConfig, say: Callable[[str], None]) -> SftRunConfig:
     if left_out:
         say(left_out)
     return config.model_copy(update={"sft": config.sft.model_copy(update={"num_steps": steps})})
+
+
+def check_model(config: SftRunConfig, shape: Architecture) -> None:
+    """The model is one of text: documents have no media."""
+    if shape.vision:
+        raise ConfigError(
+            f"model.path = {str(config.model.path)!r}: is of model_type {shape.model_type!r}, "
+            "which sees, and documents have no media; use a model of text"
+        )
 
 
 def open_files(config: SftRunConfig) -> list[File]:

@@ -68,18 +68,22 @@ def run(
     trainer: TrainingEngine,
     duties: Duties,
     save: Callable[[], None],
+    stop: Callable[[], None],
 ) -> None:
     """Trains until `num_steps`, and exports the model; rank 0 reads, and deals out.
 
     Args:
         save: called after every step; saves when it is time to.
+        stop: called before every step; saves and waits if the job is about to end.
     """
     objective = Objective(cross_entropy, reads_old=False)
     heldout: Share = world.bcast(duties.heldout())[trainer.dp_rank]
     if trainer.step == 0:
         _measure(world, trainer, heldout, duties)
     while trainer.step < config.num_steps:
-        step, timers = trainer.step + 1, Timers()
+        stop()
+        step = trainer.step + 1
+        timers = Timers(step)
         last = step == config.num_steps
         with timers("read"):
             share: Share = world.bcast(duties.next_batch())[trainer.dp_rank]

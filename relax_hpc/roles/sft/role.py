@@ -17,10 +17,11 @@ def _places(config: SftRunConfig) -> Sequence[Place]:
     return [Place("actor", config.actor.layout.world_size, config.actor.resources, "actor")]
 
 
-def _check(config: SftRunConfig, _shape: Architecture, say: Say) -> JobConfig:
+def _check(config: SftRunConfig, shape: Architecture, say: Say) -> JobConfig:
     from relax_hpc.roles.sft import document_check
     from relax_hpc.roles.training import check
 
+    document_check.check_model(config, shape)
     check.check_trainer(config)
     return document_check.check(config, say)
 
@@ -32,7 +33,7 @@ def _main(
     from relax_hpc.roles.sft import build
 
     assert world is not None
-    build.main(config, paths, world, context.local_rank, events)
+    build.main(config, paths, world, context, events)
 
 
 SFT = Role(

@@ -8,7 +8,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.roles.teacher.prompts import privileged_prompts
-from relax_hpc.roles.training.check import check_model, check_weights
+from relax_hpc.roles.training.check import check_model, check_sees_alike, check_weights
 
 SAMPLE = 64
 """Rows of which the teacher's prompts are made, the longest among them."""
@@ -29,6 +29,12 @@ def _check_model(config: RunConfig, name: str, shape: Architecture) -> None:
         check_weights(path, found)
     except ConfigError as error:
         raise ConfigError(f"teachers.{name}: {error}") from None
+    check_sees_alike(config, path, f"teachers.{name}.path")
+    if shape.vision and teacher.prompt:
+        raise ConfigError(
+            f"teachers.{name}.prompt: has no media, and model.path = {str(config.model.path)!r} is "
+            "shown some; remove it"
+        )
     key = f"teachers.{name}.path = {str(path)!r}"
     remedy = "use a teacher of the same tokenizer"
     if found.vocab_size != shape.vocab_size:

@@ -22,4 +22,5 @@ def trainer_of(
         seed=config.seed,
         temperature=config.temperature,
         random_weights=random_weights,
+        frozen=config.actor.frozen,
     )

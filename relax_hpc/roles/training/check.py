@@ -5,11 +5,13 @@ import warnings
 from pathlib import Path
 
 from relax_hpc import user_files
+from relax_hpc.config.actor import ActorConfig
 from relax_hpc.config.layout import MegatronConfig
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.engines import optional_packages
 from relax_hpc.engines.megatron import fit
 from relax_hpc.errors import CheckpointError, ConfigError
+from relax_hpc.media.recipe import read_recipe
 from relax_hpc.models import fields as hf_fields
 from relax_hpc.models import registry
 from relax_hpc.models.architecture import Architecture
@@ -21,12 +23,34 @@ log = logging.getLogger(__name__)
 
 
 def check_model(path: Path, config: MegatronConfig) -> Architecture:
-    """The model is of an architecture that can be trained, and the layout divides it."""
+    """The model is of an architecture that can be trained, and the layout divides it.
+
+    Raises:
+        ConfigError: it is not.
+    """
     shape = registry.read_architecture(path)
     for doubt in hf_fields.doubts(ConfigJson(path)):
         log.warning("%s", doubt)
     fit.check(config, shape)
+    if isinstance(config, ActorConfig):
+        fit.check_frozen(config.frozen, shape, config.layout)
     return shape
+
+
+def check_sees_alike(config: RunConfig, path: Path, key: str) -> None:
+    """A model that is given the policy's rows is shown their media as the policy is.
+
+    Args:
+        config: of the run.
+        path: folder of the model.
+        key: that names it, for messages.
+    """
+    settings = config.prompts.media
+    if read_recipe(path, settings) != read_recipe(config.model.path, settings):
+        raise ConfigError(
+            f"{key} = {str(path)!r}: its images are made otherwise than model.path's (by its "
+            "config.json and the files of its preprocessor); use a model of the same preprocessor"
+        )
 
 
 def check_weights(path: Path, shape: Architecture) -> None:

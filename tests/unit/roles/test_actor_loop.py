@@ -190,6 +190,19 @@ def test_engines_and_trainer_are_compared_when_a_batch_is_whole_and_not_applied_
     assert journal.of("check") == [("check", 0), ("check", 1)]
 
 
+def test_before_every_step_and_when_a_wait_is_broken_off_it_is_asked_whether_the_end_is_near():
+    journal = Journal()
+    trainer = Trainer(journal)
+    stages = Stages(lambda: None, stop=lambda: journal.note("stop", trainer.step))
+    rank0 = Rank0(journal, newcomers=[2])
+    loop.run(config(), SoloWorld(), trainer, Reader(journal), rank0, stages)
+    kinds = [entry[:2] for entry in journal.of("stop", "next", "end_step")]
+    assert kinds == [
+        ("stop", 0), ("next", 1), ("next", 1), ("end_step", 1),
+        ("stop", 1), ("next", 2), ("stop", 1), ("next", 2), ("next", 2), ("end_step", 2),
+    ]  # fmt: skip
+
+
 def test_engines_that_come_are_given_the_current_weights_before_the_batch_goes_on():
     journal = Journal()
     run(journal, rank0=Rank0(journal, newcomers=[2]))

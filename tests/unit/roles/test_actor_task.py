@@ -39,7 +39,15 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
 
     def rank0(resumed):
         return actor_task._rank0(
-            settings, paths, "reader", "shards", "publisher", "checkpoints", resumed, "events"
+            settings,
+            paths,
+            "reader",
+            "shards",
+            "publisher",
+            "checkpoints",
+            resumed,
+            "events",
+            "is_ending",
         )
 
     assert released == [rank0(resumed)]  # whoever saved that checkpoint may not have come to it
@@ -51,7 +59,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
             "judge": None, "most_skipped": 10 * 6 * 4,
         },
     )  # fmt: skip
-    assert given[1] == (settings, None, "reader", "publisher", "checkpoints", "events")
+    assert given[1] == (settings, None, "reader", "publisher", "checkpoints", "events", "is_ending")
     rank0(None)
     assert given[2][1]["position"] is None and len(released) == 1
     given.clear()
@@ -73,11 +81,11 @@ def test_the_reference_in_the_actor_is_the_model_of_its_path_renewed_as_often_as
 
     for placement in ("none", "own"):
         none = config(reference__placement=placement)
-        assert actor_task._columns(none, Trainer(), events) == []
+        assert actor_task.own_columns(none, Trainer(), events) == []
     settings = config(
         reference__placement="actor", reference__path="elsewhere", reference__refresh_every=6
     )
-    [found] = actor_task._columns(settings, Trainer(), events)
+    [found] = actor_task.own_columns(settings, Trainer(), events)
     for step in range(1, 7):
         found.end_step(step)
     path = settings.reference.path

@@ -1,5 +1,6 @@
 """How an engine is started, which seed it has, when it is given up: without an engine."""
 
+import dataclasses
 import threading
 
 import pytest
@@ -159,10 +160,10 @@ def test_only_the_very_first_start_of_an_engine_on_one_node_has_to_succeed(
 
 
 def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):
-    turns = [False, False, False, True, True]
-    monkeypatch.setattr(engine_host, "_WATCH_S", 0.001)
     monkeypatch.setattr(engine_host.lease, "is_with_engines", lambda paths, attempt: turns.pop(0))
     host = host_of()
+    assert host._has_gpus(), "its own"
+    host._hosting = dataclasses.replace(host._hosting, shares_gpus=True)
     told = []
 
     def announce(state, reason=""):
@@ -170,12 +171,18 @@ def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):
         told.append(state)
 
     monkeypatch.setattr(host, "_announce", announce)
-    host._wait_for_lease()
-    assert told == ["WAITING", "STARTING"]
-    turns[:] = [False] * 9
+    turns = [False, False, False]
+    assert not host._has_gpus() and not host._has_gpus()
+    assert told == ["WAITING"]
+    turns = [True, False]  # the trainer took it back between the announcement and the look
+    assert not host._has_gpus()
+    assert told == ["WAITING", "STARTING", "WAITING"]
+    turns = [True, True]
+    assert host._has_gpus()
+    assert told[3:] == ["STARTING"] and not turns
     host.ask_to_stop()
     with pytest.raises(engine_host._Stopped):
-        host._wait_for_lease()
+        host._has_gpus()
 
 
 class Process:
@@ -192,6 +199,9 @@ class Process:
 
     def last_lines(self):
         return "the log"
+
+    def whereabouts(self):
+        return "process 1: state T"
 
     def stop(self, grace_s):
         self.stopped.append(grace_s)

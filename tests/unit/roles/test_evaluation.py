@@ -41,13 +41,14 @@ def right(response, prompt):
 class Made:
     """An evaluator of five prompts and what stands around it."""
 
-    def __init__(self, *, rank=0, size=1, sets=("heldout",), board=None, **settings):
+    def __init__(self, *, rank=0, size=1, sets=("heldout",), board=None, schedule=None, **settings):
         self.journal, self.events, self.board = Journal(), Events(), board or Board()
         self.sampler = Greedy(self.journal)
         prompts = [Prompt(index=i, token_ids=[i], answer=str(i), source=f"s{i}") for i in range(5)]
         each_own = sets if isinstance(sets, dict) else {name: {} for name in sets}
         tables = {name: {"path": "p"} | settings | own for name, own in each_own.items()}
-        made = config(eval=tables, engines__rollout__max_running_requests=8)
+        pace = {f"schedule__{key}": value for key, value in (schedule or {}).items()}
+        made = config(eval=tables, engines__rollout__max_running_requests=8, **pace)
         shares = {name: prompts[rank::size] for name in sets}
         each = episodes(made, self.sampler, right)
         self.evaluator = Evaluator(made, shares, each, self.events, self.board)
@@ -143,24 +144,35 @@ def test_every_sample_is_kept_with_the_policies_that_sampled_it():
     assert len({seed for _, seed in [(n, s) for n, s in enumerate(range(10))]}) == 10
 
 
-def test_while_training_goes_on_an_evaluation_has_a_share_of_the_places():
+@pytest.mark.parametrize(
+    ("sets", "settings", "share"),
+    [
+        ("a", {}, 2),  # a quarter of eight places
+        ("abc", {}, 2),  # for all sets together
+        ({"a": {"samples_per_prompt": 4}, "b": {}}, {}, 4),  # one prompt, though it wants more
+        ("a", {"max_staleness": 0}, 1),  # a quarter of four requests that training has in flight
+    ],
+)
+def test_while_training_goes_on_evaluations_have_a_share_of_the_places(sets, settings, share):
     async def run():
-        made = Made(every=4)
+        made = Made(every=4, sets=sets, schedule=settings)
         made.sampler.free.clear()
         await made.visit(0, 0)
-        before, made.sampler.asked = made.sampler.asked, 0
+        before = made.sampler.asked
         made.sampler.free.set()
         await made.visit(1, 1)
+        all_before = made.sampler.asked
         made.sampler.free.clear()
         await made.visit(4, 4)
-        during = made.sampler.asked - before + 5
+        during = made.sampler.asked - all_before
         made.sampler.free.set()
         await made.evaluator.finish(None)
-        return before, during
+        return before, during, made.sampler.asked / all_before
 
-    before, during = asyncio.run(run())
-    assert before == 5  # of eight places, all that there are prompts for
-    assert during == 2  # a quarter of them
+    before, during, evaluations = asyncio.run(run())
+    assert before == min(8, 5 * len(sets))  # all places, or all that there are prompts for
+    assert during == share
+    assert evaluations == 2  # who waits for a place gets one
 
 
 def test_a_slow_evaluation_is_not_begun_twice_and_the_next_one_follows_it():

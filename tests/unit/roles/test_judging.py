@@ -1,6 +1,7 @@
 """Which prompt groups teach, what a cut response is worth, and who looks while others train."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from relax_hpc.errors import BusError, ConfigError
 from relax_hpc.roles.actor.lookout import Lookout
 from relax_hpc.roles.dealing.judging import judge_of, most_skipped, with_skipped
 from relax_hpc.roles.dealing.portions import share_of
+from relax_hpc.roles.rollout.build import credits_every_s
 from relax_hpc.schema import FinishReason
 
 REFILL = {"algorithm__groups__name": "refill", "rollout__samples_per_prompt": 4}
@@ -133,6 +135,21 @@ def test_a_lookout_looks_until_it_is_closed():
     lookout.check()
     lookout.close()
     assert not lookout._thread.is_alive()
+
+
+def test_a_look_that_takes_long_is_followed_by_a_longer_rest():
+    sequencer = Sequencer()
+    sequencer.look = lambda: (time.sleep(0.02), sequencer.looked.release())
+    begun, lookout = time.monotonic(), Lookout(sequencer, every_s=0)
+    time.sleep(0.5)
+    lookout.close()
+    count = sequencer.looked._value
+    assert 1 <= count <= (time.monotonic() - begun) / (11 * 0.02) + 1
+
+
+def test_credits_are_looked_at_more_often_where_groups_are_refilled():
+    made = (config(algorithm__groups__name=name) for name in ("as_sampled", "refill"))
+    assert [credits_every_s(each) for each in made] == [1.0, 0.2]
 
 
 def test_what_looking_has_raised_is_raised_where_it_is_asked_for():

@@ -75,8 +75,8 @@ def test_a_fine_tuning_has_an_actor_of_its_own(tmp_path, monkeypatch, joined):
     monkeypatch.setattr(sft_task, "main", lambda *args: given.append(args))
     declared = table.role_of(SFT, "actor")
     main.start(declared, SFT, RunPaths(tmp_path), context(), "mpi", Events())
-    [(settings, _, _, local_rank, _)] = given
-    assert settings is SFT and local_rank == 1
+    [(settings, _, _, task, _)] = given
+    assert settings is SFT and task == context()
 
 
 @pytest.mark.parametrize(("bootstrap", "joins"), [("files", 0), ("mpi", 1)])
@@ -160,7 +160,7 @@ def test_a_rank_of_the_reference_scores_with_its_own_model_and_rank_0_writes(
     )  # fmt: skip
     [(_, (model, megatron, *_), _)] = journal.of("MegatronScorer")
     assert str(model.path) == "its model" and megatron.layout.data_parallel == 2
-    [(_, (_, scorer, reader, duties, columns), _)] = journal.of("run")
+    [(_, (_, scorer, reader, duties, _, columns), _)] = journal.of("run")
     assert (scorer, reader, columns) == ("MegatronScorer", closing, [])
     assert isinstance(duties, logprobs_task.loop.OtherRank) if rank else duties is closing
     assert len(journal.of("closed")) == 2 - rank and journal[-1] == ("barrier",)
@@ -200,17 +200,22 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
         monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", "Saving",
         resume=resumed,
     )  # fmt: skip
+    last_save = SimpleNamespace(close=lambda: journal.note("last save closed"))
+    fake(monkeypatch, sft_task, journal, "LastSave", LastSave=last_save)
     fake(monkeypatch, sft_task.loop, journal, "run")
     monkeypatch.setattr(sft_task.torch.distributed, "destroy_process_group", lambda: None)
-    sft_task.main(SFT, paths, World(rank, journal), 1, events)
+    sft_task.main(SFT, paths, World(rank, journal), context(), events)
     assert journal.of("check_share")[0][1] == (SFT, files, "tokenizer", rank, 2)
     assert journal.of("checkpoints_of")[0][1][3] is DataPosition
     assert journal.of("resume")[0][1] == ("checkpoints_of", "trainer_of", events)
     [(_, (_, _, _, trainer, checkpoints, saves, _), ends)] = journal.of("Saving")
     assert (trainer, checkpoints) == ("trainer_of", "checkpoints_of")
     assert ends == {"num_steps": SFT.num_steps, "source": SFT.model.path}
-    [(_, (settings, _, trained, duties, save), _)] = journal.of("run")
-    assert (settings, trained, save) == (SFT, "trainer_of", "Saving")
+    [(_, (settings, _, trained, duties, save, stop), _)] = journal.of("run")
+    assert (settings, trained, save, stop) == (SFT, "trainer_of", "Saving", last_save)
+    assert len(journal.of("last save closed")) == 1
+    [(_, (_, saved, by, ending), _)] = journal.of("LastSave")
+    assert (saved, by, ending is None) == ("trainer_of", "Saving", rank != 0)
     if rank:
         assert isinstance(duties, sft_task.loop.OtherRank) and saves is None and not events.all
         return

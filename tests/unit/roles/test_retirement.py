@@ -46,7 +46,7 @@ class Engines:
     """Answers with the number of the sibling, and notes which groups it was asked for."""
 
     def __init__(self):
-        self.now, self.asked = 0, set()
+        self.now, self.asked, self.answers = 0, set(), 0
 
     async def version(self):
         return self.now
@@ -54,6 +54,7 @@ class Engines:
     async def sample(self, given, draft, how, *, seed, homes):
         guid = homes[1]
         self.asked.add(guid)
+        self.answers += 1
         sibling = [seed_of(0, guid, each) for each in range(SIBLINGS)].index(seed)
         return answer(draft, [sibling], [-0.5], [(0, self.now)])
 
@@ -102,16 +103,16 @@ async def live(made, paths, engines, dice):
         "train": lambda: train(made, paths, engines, checkpoint),
         "sample": lambda: sample(made, paths, engines),
     }
-    deadline = asyncio.get_running_loop().time() + 60
+    deadline, seen = asyncio.get_running_loop().time() + 60, 0
     while len([each for each in running.values() if each.done() and not each.cancelled()]) < len(
         lives
     ):
         for name, begin in lives.items():
             if name not in running or running[name].cancelled():
                 running[name] = asyncio.create_task(begin())
-        await asyncio.sleep(dice.random() / 20 if dice else 0.05)
-        if dice and sum(engines.deaths.values()) < 12:
-            name = dice.choice(list(lives))
+        await asyncio.sleep(0.001)
+        if dice and engines.answers >= seen and sum(engines.deaths.values()) < 12:
+            seen, name = engines.answers + dice.randrange(12), dice.choice(list(lives))
             if running[name].cancel():
                 engines.deaths[name] += 1
                 await asyncio.wait([running[name]])

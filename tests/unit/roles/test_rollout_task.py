@@ -56,7 +56,7 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
         async def __aexit__(self, *_):
             pass
 
-    async def loop(config, task, engines, group, evaluator, producer, credits, events):
+    async def loop(config, task, engines, group, evaluator, producer, credits, events, is_ending):
         given.update(locals())
         right = [ord(letter) for letter in r"\boxed{75}"]
         said = [[*right, 2], [*right[:-2], 2, *right[-2:]], right[1:]]  # 2 is no text
@@ -77,7 +77,8 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     own = ["rollout-1.0", "rollout-1.1"]
     sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())
     paths, producer = RunPaths(tmp_path), "the producer"
-    asyncio.run(rollout_task._loop(settings, paths, 1, own, sources, producer, Events()))
+    ending = SimpleNamespace(is_near=lambda: False)
+    asyncio.run(rollout_task._loop(settings, paths, 1, own, sources, producer, Events(), ending))
     each = {"settings": settings.prompts, "recipe": None}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
@@ -174,7 +175,7 @@ def rolled_out(tmp_path, monkeypatch):
         def __exit__(self, *_):
             pass
 
-    async def loop(config, paths, number, own, sources, producer, events):
+    async def loop(config, paths, number, own, sources, producer, events, ending):
         made.update(number=number, own=own, sources=sources)
 
     def settle(config, paths, sources, share):

@@ -74,6 +74,7 @@ def saver(tmp_path, journal, *, is_rank0=True, fails=(), **settings):
             trainer.step, trainer.skip = number, skip
             save()
 
+    steps.save = save
     return steps, events, checkpoints
 
 
@@ -201,3 +202,25 @@ def test_a_resume_is_noted_with_every_checkpoint_that_was_passed_over():
     events = Events()
     assert saving.resume(Found(None), None, events) is None
     assert events.all == [torn]
+
+
+def test_a_save_at_the_end_of_a_job_is_of_the_step_and_made_once(tmp_path):
+    journal = Journal()
+    steps, events, _ = saver(tmp_path, journal)
+    save = steps.save
+    assert save.now() is True and not journal.of("save"), "it was resumed from: it is on disk"
+    steps(1, 2)
+    assert save.now() is True and journal.of("save") == [("save", 2, "position 2")]
+    assert events.of("checkpoint")[-1]["step"] == 2
+    assert save.now() is True and len(journal.of("save")) == 1
+    steps(3, 4)  # due
+    assert save.now() is True and [entry[1] for entry in journal.of("save")] == [2, 4]
+    steps(5, skip="not finite")
+    assert save.now() is False and len(journal.of("save")) == 2
+
+
+def test_a_save_at_the_end_of_a_job_that_fails_says_so(tmp_path):
+    steps, events, _ = saver(tmp_path, Journal(), fails=[3])
+    steps(3)
+    assert steps.save.now() is False
+    assert events.of("checkpoint_failed")[-1]["step"] == 3

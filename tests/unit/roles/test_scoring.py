@@ -12,6 +12,7 @@ from relax_hpc.bus.plan import Part
 from relax_hpc.config.layout import Layout, MegatronConfig
 from relax_hpc.errors import DamagedError
 from relax_hpc.roles.actor.reference import Reference
+from relax_hpc.roles.dealing.sight import Sight
 from relax_hpc.roles.scorer import loop, rank0
 from relax_hpc.roles.scorer.loop import OtherRank, Round
 from relax_hpc.roles.scorer.rank0 import Rank0
@@ -210,8 +211,8 @@ def test_a_rank_scores_its_share_and_the_one_that_read_it_gives_it_back(reads):
             return scored
 
     world = Rank1([found, None], Replica(0 if reads else 1, rows))
-    loop.run(world, Scorer(), Rows(), OtherRank())
-    assert journal == ([([0, 3], ())] if reads else [])
+    loop.run(world, Scorer(), Rows(), OtherRank(), Sight(Rows(), None))
+    assert journal == ([([0, 3], [])] if reads else [])
     assert world.given == [dict(zip([0, 3], scored, strict=True)) if reads else {}]
 
 
@@ -242,7 +243,7 @@ def test_rank_0_gets_all_rows_in_their_order():
 
     scorer = SimpleNamespace(dp_rank=0, forward_logprobs=lambda rows, micro_batches: [a, d])
     reader = SimpleNamespace(rows=lambda record, rows, columns: [row(n) for n in rows])
-    loop.run(World(), scorer, reader, Deals())
+    loop.run(World(), scorer, reader, Deals(), Sight(reader, None))
     assert got == [[a, "b", "c", d]]
 
 

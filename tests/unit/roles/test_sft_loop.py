@@ -82,19 +82,21 @@ class Rank0:
 def run(journal, *, step=0, rank0=None, trainer=None, **settings):
     trainer = trainer or Trainer(journal, step)
     save = lambda: journal.note("save", trainer.step)  # noqa: E731
-    sft.run(config(**settings), SoloWorld(), trainer, rank0 or Rank0(journal), save)
+    stop = lambda: journal.note("stop", trainer.step)  # noqa: E731
+    sft.run(config(**settings), SoloWorld(), trainer, rank0 or Rank0(journal), save, stop)
 
 
 def test_a_run_measures_first_then_trains_measures_when_due_saves_and_exports_the_last():
     journal = Journal()
     run(journal, heldout_every=2)
-    assert [entry[:2] for entry in journal if entry[0] not in ("forward", "gather")] == [
+    assert [entry[:2] for entry in journal if entry[0] not in ("forward", "gather", "stop")] == [
         ("measured", 0),
         ("accumulate", [1]), ("update", 1), ("save", 1), ("end_step", 1),
         ("accumulate", [2]), ("update", 2), ("measured", 2), ("save", 2), ("end_step", 2),
         ("accumulate", [3]), ("update", 3), ("measured", 3), ("save", 3), ("end_step", 3),
         ("gathered",), ("export", {"w": 3}),
     ]  # fmt: skip
+    assert journal.of("stop") == [("stop", 0), ("stop", 1), ("stop", 2)]
     # Three trained tokens of half a nat each.
     assert {entry[2] for entry in journal.of("measured")} == {HeldoutLoss(0.5, 3)}
     fields = journal.of("end_step")[0][2]
@@ -158,7 +160,7 @@ def test_a_rank_besides_rank_0_trains_its_share_measures_with_the_others_and_gat
     trainer.dp_rank = 1
     sft.run(
         config(data_parallel=2, heldout_every=0), Rank1(Rank0(journal)), trainer, sft.OtherRank(),
-        lambda: journal.note("save"),
+        lambda: journal.note("save"), lambda: None,
     )  # fmt: skip
     assert [entry[1] for entry in journal.of("accumulate")] == [[11], [12], [13]]
     assert [entry[1:] for entry in journal.of("forward")] == [(0, [], [[]]), (3, [], [[]])]

@@ -1,0 +1,167 @@
+"""Responses that the end of a job breaks off: kept on the bus, and gone on with by the next task.
+
+Kept are the tokens, with logprobs and policy versions, of every call of an episode: its record. An
+environment is run again from its start, and its calls are answered from the record until that ends.
+"""
+
+import hashlib
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from relax_hpc.bus.durable import Space
+from relax_hpc.bus.producer import Producer
+from relax_hpc.config.run import RunConfig
+from relax_hpc.environments.record import Record, break_off, record_of
+from relax_hpc.errors import ConfigError
+from relax_hpc.prompts.source import PromptSource
+from relax_hpc.rewards.contract import Score
+from relax_hpc.roles.ending import Ending
+from relax_hpc.roles.rollout.episodes import Episode, Grouper, rows_of, seed_of
+from relax_hpc.schema import PromptGroup
+from relax_hpc.telemetry.events import EventWriter
+
+log = logging.getLogger(__name__)
+
+MODEL = "model_files"
+"""Attribute of a shard: digest of the files that tokens and their meaning follow from."""
+_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+class AnnouncedEnd:
+    """The end of the job as a rollout task meets it: the loop's `End`."""
+
+    def __init__(self, ending: Ending, unfinished: "Unfinished") -> None:
+        self._ending, self._unfinished = ending, unfinished
+        self._is_kept = False
+
+    def begin(self, *, start: int) -> None:
+        self._unfinished.recall(start=start)
+        self._ending.will_save()
+
+    def is_near(self) -> bool:
+        is_near = self._ending.is_near()
+        if self._is_kept and not is_near:  # the job goes on
+            self._ending.will_save()
+            self._is_kept = False
+        return is_near
+
+    def keep(self, guids: Collection[int]) -> None:
+        if not self._is_kept:
+            self._ending.saved(self._unfinished.keep(guids))
+            self._is_kept = True
+
+    def close(self) -> None:
+        self._ending.saved(0)
+
+
+class Unfinished:
+    """The prompt groups of a rollout task that are begun and not finished.
+
+    Args:
+        config: of the run.
+        prompts: of training.
+        grouper: has the records of those under way.
+        producer: of the task.
+        events: are told what is kept, and what is gone on with.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: PromptSource,
+        grouper: Grouper,
+        producer: Producer,
+        events: EventWriter,
+    ) -> None:
+        self._config, self._prompts, self._grouper = config, prompts, grouper
+        self._producer, self._events = producer, events
+
+    def recall(self, *, start: int) -> None:
+        """Gives the grouper what an earlier task has kept, of ordinals from `start` on.
+
+        Raises:
+            ConfigError: it was sampled with another tokenizer or another shape of the model.
+        """
+        found = {g: group for g, group in self._producer.partial.items() if g >= start}
+        most = self._config.rollout.max_continuations
+        again = {g for g in found if most is not None and self._producer.times_kept(g) > most}
+        self._check_model(found)
+        for guid, group in found.items():
+            if guid not in again:
+                self._grouper.running[guid] = _records(group, self._siblings)
+        if found:
+            kept = [group for guid, group in found.items() if guid not in again]
+            self._events.emit(
+                "continued",
+                num_groups=len(kept),
+                num_tokens=sum(map(num_sampled, kept)),
+                num_dropped=sum(num_sampled(found[guid]) for guid in again),
+            )
+
+    def keep(self, guids: Collection[int]) -> int:
+        """Publishes what there is of some groups, which nobody is sampling any more.
+
+        Returns:
+            Groups of which there was something.
+        """
+        begun = sorted(self._grouper.running.keys() & set(guids))
+        groups = [group for guid in begun if num_sampled(group := self._group(guid))]
+        if not groups:
+            return 0
+        if not Space().write(lambda: self._put(groups)):
+            log.error("no room for %d unfinished prompt groups: sampled again", len(groups))
+            return 0
+        num_tokens = sum(map(num_sampled, groups))
+        self._events.emit("unfinished", num_groups=len(groups), num_tokens=num_tokens)
+        log.info("kept %d tokens of %d unfinished prompt groups", num_tokens, len(groups))
+        return len(groups)
+
+    @property
+    def _siblings(self) -> int:
+        return self._config.rollout.samples_per_prompt
+
+    def _put(self, groups: list[PromptGroup]) -> None:
+        self._producer.put_partial(groups)
+
+    def _group(self, guid: int) -> PromptGroup:
+        rows, prompt = [], self._prompts[guid]
+        for sibling, record in enumerate(self._grouper.running[guid]):
+            break_off(record)
+            seed, episode = seed_of(self._config.seed, guid, sibling), Episode(record, Score(0.0))
+            rows += [
+                row._replace(media=(), media_spans=row.media_spans[:0])  # its prompt has them
+                for row in rows_of(guid, sibling, prompt, seed, episode)
+            ]
+        return PromptGroup(guid, rows)
+
+    def _check_model(self, guids: Collection[int]) -> None:
+        path, said = self._config.model.path, self._producer.partial_origin
+        now = digest_of(path) if guids else ""
+        for guid in (each for each in guids if said[each].get(MODEL, now) != now):
+            raise ConfigError(
+                f"model.path = {str(path)!r}: {', '.join(_FILES)} are not those with which "
+                f"responses to prompt group {guid} were begun; put them back as they were"
+            )
+
+
+def digest_of(model: Path) -> str:
+    """Digest of the files of a model from which tokens and their meaning follow."""
+    found = hashlib.sha256()
+    for name in _FILES:
+        path = model / name
+        found.update(f"{name} ".encode() + (path.read_bytes() if path.exists() else b""))
+    return found.hexdigest()
+
+
+def num_sampled(group: PromptGroup) -> int:
+    """Counts the tokens of a group that the policy sampled."""
+    return sum(int(row.loss_mask.sum()) for row in group.trajectories)
+
+
+def _records(group: PromptGroup, siblings: int) -> list[Record]:
+    """The records of all siblings of a group."""
+    return [
+        record_of([row for row in group.trajectories if row.sibling == sibling])
+        for sibling in range(siblings)
+    ]

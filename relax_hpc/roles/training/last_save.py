@@ -1,0 +1,54 @@
+"""The save that a trainer makes when its job is about to end."""
+
+import logging
+from typing import Protocol
+
+from relax_hpc.comm.world import World
+from relax_hpc.engines.training_engine import TrainingEngine
+from relax_hpc.roles.ending import Ending
+
+log = logging.getLogger(__name__)
+
+
+class Saves(Protocol):
+    def now(self) -> bool:
+        """Saves the step that was trained last, unless that was done; whether it is on disk."""
+        ...
+
+
+class LastSave:
+    """Called between steps, and while a batch is waited for; collective.
+
+    Args:
+        ending: rank 0's, who decides for all; None on the other ranks.
+    """
+
+    def __init__(
+        self, world: World, trainer: TrainingEngine, saves: Saves, ending: Ending | None
+    ) -> None:
+        self._world, self._trainer, self._saves, self._ending = world, trainer, saves, ending
+        if ending:
+            ending.will_save()
+
+    def __call__(self) -> None:
+        """Saves if the end is near, and waits for it: no further step would be kept."""
+        ending = self._ending
+        if not self._world.bcast(ending is not None and ending.is_near()):
+            return
+        is_saved = self._saves.now()
+        if ending is None:
+            return
+        step = self._trainer.step
+        if is_saved:
+            log.info("the job is about to end: step %d is saved", step)
+        else:
+            log.error("the job is about to end, and step %d could not be saved", step)
+        ending.saved(step)
+        ending.wait()
+        ending.will_save()
+        log.info("the job is not about to end any more: going on")
+
+    def close(self) -> None:
+        """Says that no end has to wait any more: the last step of all is on disk."""
+        if self._ending:
+            self._ending.saved(self._trainer.step)

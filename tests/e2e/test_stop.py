@@ -1,0 +1,121 @@
+"""Slurm announces the end of a job: the step that was trained is saved, and none is redone."""
+
+import signal
+import subprocess
+
+import pytest
+from e2e_runs import (
+    cli,
+    events_of,
+    every_prompt_once,
+    has_done,
+    hurry,
+    is_over,
+    planned,
+    status,
+    submit,
+    unhurried,
+    wait_for,
+    wait_until,
+)
+
+from relax_hpc.launch import record
+from relax_hpc.runs import verdict
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("slurm_cluster")]
+
+STEPS, PROMPTS, SIBLINGS = 16, 8, 4
+
+
+def submit_slow(tiny, folder, **settings):
+    """A run whose own checkpoints are far apart: what is redone would be many steps."""
+    small = {
+        "run_root": folder, "launch.profile": "local", "reward.name": unhurried(folder),
+        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
+        "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 2,
+        "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    }  # fmt: skip
+    return submit("demo", tiny, local=False, **small | settings).run_dir
+
+
+def announce(run_dir, number=signal.SIGUSR2):
+    """Sends what Slurm sends to every task of every component."""
+    for each in record.read(run_dir).components:
+        subprocess.run(["scancel", f"--signal={number.name}", each.job_id], check=True)
+
+
+def is_requeued(run_dir, times):
+    return lambda: len({e["attempt"] for e in events_of(run_dir, "actor", "start")}) > times
+
+
+def test_no_step_is_trained_again_after_an_end_that_was_announced_even_twice(tiny, tmp_path):
+    run_dir = submit_slow(tiny, tmp_path)
+    try:
+        wait_until(run_dir, has_done(3), 150)
+        announce(run_dir)
+        announce(run_dir, signal.SIGUSR1)  # a second one, of another kind
+        wait_for(is_requeued(run_dir, 1), 120)
+        said = verdict.read(run_dir).words
+        [saved] = events_of(run_dir, "actor", "checkpoint")
+        assert f"with step {saved['step']} saved: requeued, for the time number 1" in said
+        announce(run_dir)  # while it starts
+        wait_for(is_requeued(run_dir, 2), 120)
+        hurry(tmp_path)
+        wait_until(run_dir, is_over, 250)
+        first, *_ = [event["step"] for event in events_of(run_dir, "actor", "resume")]
+        assert first == saved["step"]
+        steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
+        assert steps == [*range(1, STEPS + 1)]
+        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+        assert cli("status", run_dir, "--json").count('"trained_twice": 0') == 1
+        kept = sum(event["num_tokens"] for event in events_of(run_dir, "rollout", "unfinished"))
+        redone = status(run_dir)["progress"]["redone"]
+        # None where all that was allowed for had been answered when the end was announced.
+        assert redone.pop("tokens_continued") >= kept
+        assert set(redone.values()) == {0}
+    finally:
+        cli("cancel", run_dir)
+
+
+def test_a_critic_learns_no_step_again_either(tiny, tmp_path):
+    small = {
+        "run_root": tmp_path, "launch.profile": "local", "reward.name": unhurried(tmp_path),
+        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
+        "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 2,
+        "engines.rollout.count": 1, "engines.rollout.resources.nodes": 1,
+        "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    }  # fmt: skip
+    run_dir = submit("tiny/arithmetic_ppo", tiny, local=False, **small).run_dir
+    try:
+        wait_until(run_dir, has_done(3), 200)
+        announce(run_dir)
+        wait_for(is_requeued(run_dir, 1), 150)
+        hurry(tmp_path)
+        wait_until(run_dir, is_over, 300)
+        for role, event in (("actor", "step"), ("critic", "critic_step")):
+            saved, *_ = events_of(run_dir, role, "checkpoint")
+            resumed = events_of(run_dir, role, "critic_resume" if role == "critic" else "resume")
+            assert [each["step"] for each in resumed] == [saved["step"]]
+            steps = [each["step"] for each in events_of(run_dir, role, event)]
+            assert steps == [*range(1, STEPS + 1)], role
+        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    finally:
+        cli("cancel", run_dir)
+
+
+def test_a_run_that_may_not_be_requeued_goes_on_and_says_to_resume(tiny, tmp_path):
+    refuse = {"engines.rollout.resources.sbatch": '["--no-requeue"]'}
+    run_dir = submit_slow(tiny, tmp_path, **refuse)
+    try:
+        wait_until(run_dir, has_done(2), 150)
+        announce(run_dir)
+        wait_for(lambda: (found := verdict.read(run_dir)) and found.what == "refused", 60)
+        assert verdict.read(run_dir).words.endswith("resume it")
+        [saved] = events_of(run_dir, "actor", "checkpoint")
+        hurry(tmp_path)
+        wait_until(run_dir, has_done(saved["step"] + 2), 100)
+        wait_until(run_dir, is_over, 200)
+        assert events_of(run_dir, "actor", "resume") == []
+        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+    finally:
+        cli("cancel", run_dir)

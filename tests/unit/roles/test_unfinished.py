@@ -1,0 +1,258 @@
+"""Responses that the end of the job breaks off: what is kept of them, and how they go on."""
+
+import asyncio
+import json
+
+import episode_fakes
+import numpy as np
+import pytest
+from role_fakes import Events, config
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.credits import Credit
+from relax_hpc.bus.log import RecordKind, read_log
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.shards.encode import from_columns
+from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.environments.base import Outcome
+from relax_hpc.environments.record import record_of, sequences
+from relax_hpc.errors import ConfigError
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.roles.ending import Ending
+from relax_hpc.roles.rollout import loop
+from relax_hpc.roles.rollout.episodes import Grouper
+from relax_hpc.roles.rollout.unfinished import MODEL, AnnouncedEnd, Unfinished, digest_of
+from relax_hpc.schema import FinishReason
+
+WHOLE = [11, 12, 13, 14, 15, 16]
+"""Tokens that an engine samples in the end, whoever interrupts it."""
+
+
+class Engine:
+    """Samples `WHOLE`, a token at a time, and stops for ever where it is told to."""
+
+    def __init__(self, version=0, stops_at=None):
+        self.now, self.stops_at, self.asked = version, stops_at, []
+
+    async def version(self):
+        return self.now
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        self.asked.append((list(given), list(draft.token_ids), seed))
+        while len(draft.token_ids) < len(WHOLE):
+            if self.stops_at is not None and len(draft.token_ids) >= self.stops_at + seed % 2:
+                await asyncio.sleep(3600)
+            draft.mark(len(draft.token_ids), self.now)
+            draft.take([WHOLE[len(draft.token_ids)]], [-0.5 - self.now])
+            await asyncio.sleep(0)
+        return episode_fakes.answer(draft, [], [], [])
+
+
+class Credits:
+    def __init__(self, producer, groups):
+        self.producer, self.groups = producer, groups
+
+    def latest(self):
+        return Credit(finished=len(self.producer.committed) >= self.groups)
+
+
+class Turns:
+    """An environment of two turns."""
+
+    async def rollout(self, prompt, session):
+        await session.chat()
+        await session.chat([*session.messages, {"role": "user", "content": "more"}])
+        return Outcome({"done": 1.0})
+
+
+class Conversation(episode_fakes.Numbers):
+    def following(self, where, asked, known, sampled, tools, template_args):
+        return [77, 78]
+
+
+@pytest.fixture
+def run(tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    paths = RunPaths(tmp_path / "run")
+    paths.control.mkdir(parents=True)
+    layout.create(paths.bus, ["rollout-0"], {})
+    return paths
+
+
+def settings(run, **further):
+    return config(
+        model__path=str(run.root.parent / "model"), schedule__num_steps=1,
+        schedule__prompts_per_step=2, rollout__groups_per_shard=1, **further,
+    )  # fmt: skip
+
+
+def task(run, engine, *, environment=None, ends=None, **further):
+    """A rollout task of two groups; `ends` is called once it is quiet, to end the job."""
+    made, events = settings(run, **further), Events()
+    prompts = [
+        Prompt(
+            index=i, token_ids=[7, 100 + i], answer="", messages=[{"role": "user", "content": "?"}]
+        )
+        for i in range(2)
+    ]
+    parts = episode_fakes.episodes(
+        made, engine, lambda *_: 1.0, environment=environment, conversation=Conversation()
+    )
+    group = Grouper(made, prompts, parts)
+    provenance = {MODEL: digest_of(made.model.path)}
+    with Producer(run.bus, "rollout-0", provenance) as producer:
+        unfinished = Unfinished(made, prompts, group, producer, events)
+        evaluator = episode_fakes.Evaluator(
+            made, {"heldout": []}, parts, events, episode_fakes.Board()
+        )
+        ending = Ending(run, "7.0", run.keeps("7.0", 0))
+        whole = loop.run(
+            made, loop.Task(0, 1), engine, group, evaluator, producer, Credits(producer, 2), events,
+            AnnouncedEnd(ending, unfinished),
+        )  # fmt: skip
+        asyncio.run(asyncio.wait_for(_until(whole, ends, run), 30))
+        rows = {guid: found.trajectories for guid, found in producer.partial.items()}
+    return events, rows, group
+
+
+async def _until(whole, ends, run):
+    if ends is None:
+        await whole
+        return
+    running = asyncio.create_task(whole)
+    await asyncio.sleep(0.5)
+    ends()
+    while (record := json.loads(run.keeps("7.0", 0).read_text()))["step"] is None:
+        await asyncio.sleep(0.05)
+    assert record["step"] >= 0
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+def announce(run):
+    return lambda: run.ending("7.0").write_text("{}")
+
+
+def forget(run):
+    run.ending("7.0").unlink()
+
+
+def committed(run):
+    rows = []
+    for record in read_log(run.bus.log("rollout-0")):
+        if record.kind is RecordKind.BASE:
+            with Shard(run.bus.shard("rollout-0", record.fence, record.seq)) as shard:
+                rows += from_columns(shard.read_span(0, shard.rows), shard.part_names)
+    return sorted(rows, key=lambda row: (row.guid, row.sibling))
+
+
+def test_a_response_that_was_broken_off_goes_on_where_it_was_with_its_versions_and_logprobs(run):
+    events, kept, _ = task(run, Engine(version=0, stops_at=4), ends=announce(run))
+    [said] = events.of("unfinished")
+    # Four or five tokens of each, less the last one, which may have been the end unheard.
+    lengths = {g: [len(row.token_ids) - row.prompt_len for row in rows] for g, rows in kept.items()}
+    assert said == {"num_groups": 2, "num_tokens": sum(map(sum, lengths.values()))}
+    assert {n for rows in lengths.values() for n in rows} <= {3, 4} and len(lengths) == 2
+    forget(run)
+    engine = Engine(version=1)
+    events, _, _ = task(run, engine)
+    assert events.of("continued") == [
+        {"num_groups": 2, "num_tokens": said["num_tokens"], "num_dropped": 0}
+    ]
+    held = sorted(len(held) for _, held, _ in engine.asked)
+    assert held == sorted(n for rows in lengths.values() for n in rows)
+    rows = committed(run)
+    assert [(row.guid, row.sibling) for row in rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for row in rows:
+        held = lengths[row.guid][row.sibling]
+        assert row.token_ids.tolist() == [7, 100 + row.guid, *WHOLE]
+        assert row.version_runs.tolist() == [[2, 0], [2 + held, 1]]
+        old, new = [-0.5] * held, [-1.5] * (len(WHOLE) - held)
+        assert row.columns["rollout_logprobs"].tolist() == [0, 0, *old, *new]
+        assert row.finish is FinishReason.STOP and row.reward == 1.0
+
+
+def test_if_the_job_goes_on_all_the_same_so_do_the_responses(run):
+    engine = Engine(stops_at=4)
+
+    def ends():
+        announce(run)()
+        engine.stops_at = None
+
+    async def goes_on(whole, _, run):
+        running = asyncio.create_task(whole)
+        await asyncio.sleep(0.5)
+        ends()
+        while json.loads(run.keeps("7.0", 0).read_text())["step"] is None:
+            await asyncio.sleep(0.05)
+        run.ending("7.0").write_text('{"refused": "by Slurm"}')
+        await running
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(__import__(__name__), "_until", goes_on)
+        events, _, _ = task(run, engine)
+    assert len(events.of("unfinished")) == 1 and events.of("continued") == []
+    assert [row.token_ids.tolist()[2:] for row in committed(run)] == [WHOLE] * 4
+    assert json.loads(run.keeps("7.0", 0).read_text()) == {"step": 0}, "nothing is waited for"
+
+
+@pytest.mark.parametrize(("most", "again"), [(None, 0), (1, 0), (0, 1)])
+def test_what_was_gone_on_with_too_often_is_sampled_from_its_beginning(run, most, again):
+    events, _, _ = task(run, Engine(stops_at=4), ends=announce(run))
+    num_tokens = events.of("unfinished")[0]["num_tokens"]
+    forget(run)
+    engine = Engine()
+    events, _, _ = task(run, engine, rollout__max_continuations=most)
+    [said] = events.of("continued")
+    assert said["num_dropped"] == num_tokens * again
+    assert said["num_tokens"] == num_tokens * (1 - again)
+    assert {held == [] for _, held, _ in engine.asked} == {bool(again)}
+
+
+def test_a_turn_that_was_over_is_not_sampled_again(run):
+    events, _, _ = task(run, Engine(stops_at=4), environment=Turns(), ends=announce(run))
+    assert events.of("unfinished")[0]["num_groups"] == 2
+    forget(run)
+
+    # Second turns are broken off, too: the first is over and nobody says how.
+    class StopsInTheSecond(Engine):
+        async def sample(self, given, *others, **further):
+            engine = Engine(stops_at=2 if 77 in given else None)
+            return await engine.sample(given, *others, **further)
+
+    task(run, StopsInTheSecond(), environment=Turns(), ends=announce(run))
+    forget(run)
+    last = Engine()
+    task(run, last, environment=Turns())
+    assert all(77 in given for given, _, _ in last.asked), "no first turn was asked for again"
+    for row in committed(run):
+        assert row.token_ids.tolist() == [7, 100 + row.guid, *WHOLE, 77, 78, *WHOLE]
+        assert row.loss_mask.tolist() == [0, 0, *[1] * 6, 0, 0, *[1] * 6]
+        assert row.turns.tolist() == [[0, 0], [2, 1], [8, 2], [10, 1]]
+
+
+def test_a_partial_of_another_tokenizer_is_refused_by_name(run):
+    task(run, Engine(stops_at=4), ends=announce(run))
+    forget(run)
+    (run.root.parent / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"model.path = .*/model'.* prompt group 0 .*put them"):
+        task(run, Engine())
+    assert ConfigError.is_final
+
+
+def test_a_record_is_read_back_from_its_rows(run):
+    _, kept, group = task(run, Engine(stops_at=4), environment=Turns(), ends=announce(run))
+    for guid, rows in kept.items():
+        for row in rows:
+            again = record_of([replace_turns(row)])
+            [made], [before] = sequences(again), sequences(group.running[guid][row.sibling])
+            assert made.token_ids.tolist() == before.token_ids.tolist()
+            assert made.version_runs.tolist() == before.version_runs.tolist()
+            assert np.array_equal(made.logprobs, before.logprobs)
+
+
+def replace_turns(row):
+    return row._replace(turns=np.array([[0, 0], [row.prompt_len, 1]], np.int32))
