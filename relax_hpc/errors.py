@@ -38,6 +38,10 @@ class ConfigError(RelaxError, ValueError):
     is_final = True
 
 
+class MediumError(ConfigError):
+    """An image, a video or a sound cannot be used. The message names row, medium and remedy."""
+
+
 class BusError(RelaxError, RuntimeError):
     """A shard, a log or a plan is missing, torn, foreign or of another format."""
 
@@ -56,6 +60,10 @@ class EngineError(RelaxError, RuntimeError):
 
 class EngineLostError(EngineError):
     """An engine gave no answer, or broke off: another one, or the same later, may do better."""
+
+
+class MediaMissingError(EngineError):
+    """An engine cannot read the files of media: they have to be sent along."""
 
 
 class RewardError(RelaxError, RuntimeError):

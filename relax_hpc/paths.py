@@ -215,10 +215,47 @@ class RunPaths:
         """Times of the newest message of each occasion."""
         return self.control / "notified.json"
 
+    def ending(self, attempt: str) -> Path:
+        """Says that Slurm has announced the end of an attempt of the job."""
+        return self.control / f"ending-{attempt}.json"
+
+    def saves(self, attempt: str) -> Path:
+        """Says that a trainer will save at that end, and which step it has saved."""
+        return self.control / f"saves-{attempt}.json"
+
+    def critic_saves(self, attempt: str) -> Path:
+        """The same of the critic."""
+        return self.control / f"saves-critic-{attempt}.json"
+
+    def collectives(self, start_id: str) -> Path:
+        """Record of the collectives of a rank; torch adds its number to the name."""
+        return self.root / "logs" / f"nccl-{start_id}-"
+
+    def hangs(self, start_id: str) -> Path:
+        """Word of the watchdogs of one start of a component, about ranks that seem to hang."""
+        return self.control / "hangs" / start_id
+
+    def keeps(self, attempt: str, rank: int) -> Path:
+        """Says that a rollout task will keep what it has of responses, and whether it has."""
+        return self.control / f"keeps-{attempt}-{rank}.json"
+
+    def all_keeps(self, attempt: str) -> list[Path]:
+        """Returns these records of all rollout tasks that have begun."""
+        return sorted(self.control.glob(f"keeps-{attempt}-*.json"))
+
     @property
     def verdict(self) -> Path:
         """The last verdict on the run; written by whoever supervises its job."""
         return self.control / "verdict.json"
+
+    def replay(self, step: int, number: int) -> "RunPaths":
+        """A small run directory in which a step was trained again."""
+        return RunPaths(self.root / "replay" / f"step_{step}-{number}")
+
+    @property
+    def replayed(self) -> Path:
+        """The step that is trained again in this directory, and what of which run."""
+        return self.control / "replay.json"
 
     @property
     def summary(self) -> Path:

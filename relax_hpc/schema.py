@@ -285,6 +285,19 @@ class Row(Protocol):
         """[tokens, layers x experts per token], where they are to be replayed."""
         ...
 
+    @property
+    def media(self) -> tuple[Medium, ...]: ...
+    @property
+    def media_spans(self) -> npt.NDArray[np.int32]:
+        """[spans, 3], see `Trajectory`; empty for text."""
+        ...
+
+
+def key_of_medium(row: Row, place: int) -> bytes:
+    """Identity of a medium of a row: its canonical array's digest, which rows of all groups may
+    share; where nobody knows that, of the medium of this group."""
+    return row.media[place].canonical_xxh3 or f"{row.guid}/{place}".encode()
+
 
 class Trajectory(NamedTuple):
     """One sequence of an episode, as the rollout role finishes it and the trainer reads it."""

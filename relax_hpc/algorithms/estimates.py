@@ -52,13 +52,21 @@ def generalized(
 
 
 def _sum_up(delta: "Tensor", decay: "Tensor") -> "Tensor":
-    """A_t = delta_t + decay_t A_(t+1), in as many passes as the length has bits."""
+    """A_t = delta_t + decay_t A_(t+1), in as many passes as the length has bits.
+
+    A pass is two calls to the GPU, from one pair of buffers to the other. Behind their ends are
+    zeros enough for the longest stride.
+    """
     import torch
 
-    step = 1
-    while step < len(delta):
-        front, further = decay[:-step], decay[step:]
-        delta = torch.cat([delta[:-step] + front * delta[step:], delta[-step:]])
-        decay = torch.cat([front * further, decay[-step:]])
-        step *= 2
-    return delta
+    length, stride = len(delta), 1
+    behind = 1 << length.bit_length()
+    sums, factors = (torch.nn.functional.pad(each, (0, behind)) for each in (delta, decay))
+    spare = torch.zeros_like(sums), torch.zeros_like(factors)
+    while stride < length:
+        ahead = slice(stride, length + stride)
+        torch.addcmul(sums[:length], factors[:length], sums[ahead], out=spare[0][:length])
+        torch.mul(factors[:length], factors[ahead], out=spare[1][:length])
+        (sums, factors), spare = spare, (sums, factors)
+        stride *= 2
+    return sums[:length]

@@ -1,9 +1,9 @@
 """The divergence of the policy from a reference, estimated from the tokens that were sampled."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from relax_hpc.algorithms.part import Needs, Part, TokenLoss, Tokens, Total
 from relax_hpc.algorithms.ratios import log_ratio
@@ -23,11 +23,11 @@ class Kl(Part):
         k1 = d    k2 = d^2 / 2    k3 = exp(-d) - 1 + d    rk3 = r * k3
 
     Expected gradients in the loss: rk3's is that of KL(pi || pi_ref), whoever sampled; k2's is if
-    pi sampled; k3's is that of KL(pi_ref || pi); k1's is 0, or off-policy a pull to mu, and is
-    refused. k1 is what a reward takes: its mean is the divergence, if pi sampled. Sources: k1 to
-    k3, Schulman, "Approximating KL divergence" (2020); k3 in the loss, GRPO (arXiv:2402.03300);
-    rk3, DeepSeek-V3.2 (arXiv:2512.02556), where, as in slime and TRL, r is to the policy before the
-    step. verl offers k1 in the loss, and cuts k3 off at 10.
+    pi sampled; k3's is that of KL(pi_ref || pi); k1's is 0, or off-policy a pull to mu, and a job
+    with it is refused. k1 is what a reward takes: its mean is the divergence, if pi sampled.
+    Sources: k1 to k3, Schulman, "Approximating KL divergence" (2020); k3 in the loss, GRPO
+    (arXiv:2402.03300); rk3, DeepSeek-V3.2 (arXiv:2512.02556), where, as in slime and TRL, r is to
+    the policy before the step. verl offers k1 in the loss, and cuts k3 off at 10.
     """
 
     name: Estimator = "rk3"
@@ -37,12 +37,6 @@ class Kl(Part):
     place: Literal["loss", "reward"] = "loss"
     """loss: its gradient is added. reward: the advantage of a token is lowered by the divergence of
     that token and those after it, before the step."""
-
-    @model_validator(mode="after")
-    def _has_a_gradient(self) -> Self:
-        if self.name == "k1" and self.place == "loss":
-            raise ValueError("k1 in the loss has no gradient towards the reference; use rk3")
-        return self
 
     def needs(self) -> Needs:
         if not self.coefficient:

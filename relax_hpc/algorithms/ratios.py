@@ -31,18 +31,18 @@ def advantages_of(tokens: Tokens) -> "Tensor":
 
 def sequence_means(values: "Tensor", tokens: Tokens) -> "Tensor":
     """[T] mean of `values` over the trained tokens of each token's sequence."""
-    from relax_hpc.algorithms.segments import mean_over
+    from relax_hpc.algorithms.segments import mean_over, spread_to
 
     ids = tokens.sequence_ids
-    return mean_over(values, ids, tokens.loss_mask, len(tokens.groups))[ids]
+    return spread_to(ids, mean_over(values, ids, tokens.loss_mask, len(tokens.groups)))
 
 
 def sequence_sums(values: "Tensor", tokens: Tokens) -> "Tensor":
     """[T] sum of `values` over the trained tokens of each token's sequence."""
-    from relax_hpc.algorithms.segments import sum_over
+    from relax_hpc.algorithms.segments import spread_to, sum_over
 
     ids = tokens.sequence_ids
-    return sum_over(values, ids, tokens.loss_mask, len(tokens.groups))[ids]
+    return spread_to(ids, sum_over(values, ids, tokens.loss_mask, len(tokens.groups)))
 
 
 def shift(logprobs: "Tensor", tokens: Tokens) -> "Tensor":

@@ -15,8 +15,17 @@ def sum_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
 
 def mean_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:
     """Divides `sum_over` by the tokens under the mask; 0 where there is none."""
-    ones = torch.ones_like(values)
-    return sum_over(values, ids, mask, count) / sum_over(ones, ids, mask, count).clamp(min=1)
+    numbers = values.new_zeros(count).index_add(0, ids, mask.to(values.dtype))
+    return sum_over(values, ids, mask, count) / numbers.clamp(min=1)
+
+
+def spread_to(ids: Tensor, of_sequences: Tensor) -> Tensor:
+    """[T] value of each token's sequence; its gradient adds up as `sum_over` does.
+
+    The gradient of `of_sequences[ids]` is sorted first, and then added up by one thread for each
+    sequence: with a single long one that took longer than all else of a loss.
+    """
+    return of_sequences.index_select(0, ids)
 
 
 def rest_over(values: Tensor, ids: Tensor, mask: Tensor, count: int) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
-from relax_hpc.config.layout import Layout, MegatronConfig
+from relax_hpc.config.layout import FrozenPart, Layout, MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
 from relax_hpc.config.saving import SavingConfig
@@ -27,6 +27,9 @@ class ActorConfig(Section, SavingConfig, MegatronConfig):
     """Training starts on a part of a batch once every data-parallel rank can fill this many
     micro-batches; 0 waits for the whole batch. The update is the same. Unset is 4, or the whole
     batch where the algorithm needs it."""
+    frozen: list[FrozenPart] = []
+    """Parts that do not learn, of a model that sees: the tower, the matrices from its outputs to
+    features, the rest. They have no gradient and no moments."""
     optimizer: OptimizerConfig = OptimizerConfig()
     resources: Resources = Resources()
 

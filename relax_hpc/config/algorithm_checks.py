@@ -22,6 +22,7 @@ def check(config: "RunConfig") -> None:
     _trust_region_holds(algorithm, config.schedule.max_staleness)
     _weighs_once(algorithm)
     _mean_is_of_ratios(algorithm)
+    _pull_has_a_gradient(algorithm)
     _there_are_siblings(algorithm, config.rollout.samples_per_prompt)
     _long_responses_can_be_told(algorithm, config)
     _solved_groups_are_on_record(algorithm, config)
@@ -57,10 +58,19 @@ def _weighs_once(algorithm: Algorithm) -> None:
 
 
 def _mean_is_of_ratios(algorithm: Algorithm) -> None:
-    if algorithm.loss.ratio_of == "sequence" and algorithm.aggregation == "token":
+    if algorithm.loss.ratio_of == "sequence" and algorithm.aggregation in ("token", "prompt"):
         raise ValueError(
-            f"algorithm.aggregation = 'token': the ratio of {algorithm.loss.name} is of a "
-            "sequence, and its gradient would grow with the sequence's length; use 'sequence'"
+            f"algorithm.aggregation = {algorithm.aggregation!r}: the ratio of "
+            f"{algorithm.loss.name} is of a sequence, and its gradient would grow with the "
+            "sequence's length; use 'sequence'"
+        )
+
+
+def _pull_has_a_gradient(algorithm: Algorithm) -> None:
+    if algorithm.kl.name == "k1" and getattr(algorithm.kl, "place", "") == "loss":
+        raise ValueError(
+            "algorithm.kl.name = 'k1': in the loss it has no gradient towards the reference; use "
+            "'rk3', or algorithm.kl.place = 'reward'"
         )
 
 
@@ -135,6 +145,12 @@ def _batch_can_be_split(algorithm: Algorithm, config: "RunConfig") -> None:
 def _rewards_are_not_negative(algorithm: Algorithm, config: "RunConfig") -> None:
     if algorithm.advantage.name != "max_rl":
         return
+    if algorithm.groups.truncated == "penalty":
+        raise ValueError(
+            "algorithm.groups.truncated = 'penalty': lowers a reward of 0, and "
+            "algorithm.advantage.name = 'max_rl' takes none below 0; use 'mask', or another "
+            "advantage"
+        )
     for title, term in config.reward.every_term.items():
         key = f"reward.terms.{title}" if title else "reward"
         said = _BELOW_ZERO.get(term.name)

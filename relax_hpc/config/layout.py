@@ -6,6 +6,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from relax_hpc.sections import SETTINGS, Number, PassThrough, Positive, Section
 
+FrozenPart = Literal["language", "vision", "vision_projection"]
+
 
 class Layout(Section):
     """The layout of a model over ranks, and of the trajectories over replicas of it."""
@@ -79,5 +81,8 @@ class MegatronConfig(BaseModel):
     a dense layer for 1 % of the time. What else is recomputed, `transformer` says."""
     kept_logits_gib: Annotated[Number, Field(ge=0)] = 0.0
     """Logits of this size are kept for the gradient; what is beyond is computed a second time."""
+    tower_patches: Positive = 16384
+    """Patches of images and videos that a tower sees at a time; what it keeps for the gradient is
+    of so many."""
     transformer: PassThrough = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""

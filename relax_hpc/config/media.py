@@ -1,6 +1,6 @@
 """Images, video and sound of prompts: how large they may become, and where they are."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -14,6 +14,9 @@ def _ordered(pair: tuple[int, int]) -> tuple[int, int]:
 
 
 Bounds = Annotated[tuple[Positive, Positive], AfterValidator(_ordered)]
+
+
+Store = Literal["source", "canonical"]
 
 
 class MediaConfig(Section):
@@ -31,6 +34,17 @@ class MediaConfig(Section):
     """
     audio_max_s: Annotated[Number, Field(gt=0, le=86400)] | None = None
     """Longest sound, in seconds; a longer one cannot be used."""
+    broken: Literal["error", "skip"] = "error"
+    """Fate of a row with a medium that cannot be used. error: the job is refused, or ends where the
+    medium is decoded. skip: all media are decoded before anything is sampled, and the row is left
+    out from the start, and listed in left_out.jsonl."""
+    store: Store = "source"
+    """Form in which the bus keeps media. source: the bytes of their files, which the trainer
+    decodes again and compares. canonical: the pixels or the spectrum themselves, about ten times
+    the bytes, for nodes whose decoders differ."""
+    workers: Positive | None = None
+    """Processes of a rollout task that decode media. If it is not set, one for each core, and 8 at
+    most."""
     folder: UserPath | None = None
     """Folder that paths of media count from, and may not leave. If it is not set, they count from
     the folder of the data file."""

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from relax_hpc.config.media import MediaConfig
+from relax_hpc.errors import ConfigError, MediumError
 from relax_hpc.sections import (
     NAME,
     Data,
@@ -109,6 +110,16 @@ class PromptsConfig(Section):
     def mixture(self) -> dict[str, SourceConfig]:
         """The sources by name; that of `train` has none."""
         return self.sources or {"": SourceConfig(path=self.train)}
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether any row may be left out."""
+        return "skip" in (self.bad_rows, self.media.broken)
+
+    def leaves_out(self, error: ConfigError) -> bool:
+        """Whether a row that cannot be used for this reason is left out."""
+        is_medium = isinstance(error, MediumError)
+        return (self.media.broken if is_medium else self.bad_rows) == "skip"
 
     @model_validator(mode="after")
     def _data_is_named_once(self) -> Self:

@@ -22,6 +22,9 @@ class RolloutConfig(Section):
     greedy."""
     max_new_tokens: Positive = 256
     """Tokens of a response; one that reaches it ends there, with finish "length"."""
+    max_continuations: NonNegative | None = None
+    """A response that the end of the job broke off is gone on with after so many announced ends at
+    most, then it is sampled again from its beginning; unset is as often as it takes, 0 is never."""
     groups_per_shard: Positive = 16
     """A shard is published once it holds that many prompt groups, its batch is done, or its first
     group has waited for a second."""

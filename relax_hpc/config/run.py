@@ -115,6 +115,10 @@ class LaunchConfig(Section):
     controller did not answer is not counted."""
     peer_timeout_s: Positive = 1800
     """Seconds that a role waits for another before it gives up, naming it."""
+    hang_timeout_s: Positive = 300
+    """Seconds without a sign of life, or stopped, after which a task hangs and is ended. A phase
+    that takes longer may take 5 times as long as the longest that was seen, and one that is new
+    peer_timeout_s."""
     share: Literal["none", "group"] = "none"
     """Readers of the run directory besides you. group: your Unix group, tokens excepted. Nobody
     else may ever write there, whatever your umask."""

@@ -1,12 +1,23 @@
 """The capabilities of an engine, asked of it once at its start: endpoints move between versions."""
 
 import re
+from collections.abc import Sequence
 from http import HTTPStatus
 from importlib import metadata
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from relax_hpc.engines.http import Http, cut
 from relax_hpc.errors import EngineError
+from relax_hpc.media import wire
+from relax_hpc.media.canonical import digest_of
+from relax_hpc.media.expand import Span
+from relax_hpc.media.extent import Extent
+from relax_hpc.media.recipe import is_shown_media, read_view
+from relax_hpc.media.spool import Spooled, View, opened_spool, write
+from relax_hpc.records import read_json
 
 _NEEDED = (
     "/generate",
@@ -40,7 +51,9 @@ class Capabilities(NamedTuple):
     """Engine memory can be released and resumed."""
 
 
-def probe(url: str, token: str, *, timeout_s: float) -> Capabilities:
+def probe(
+    url: str, token: str, *, timeout_s: float, model_path: Path | None = None
+) -> Capabilities:
     """Asks a healthy engine that is not paused. It samples one token: that is the last test before
     others rely on it.
 
@@ -48,15 +61,16 @@ def probe(url: str, token: str, *, timeout_s: float) -> Capabilities:
         url: "http://host:port".
         token: bearer token.
         timeout_s: of each of a dozen small calls; the token waits for warm-up.
+        model_path: folder of its model; one that sees is shown an image, too.
 
     Raises:
         EngineError: it cannot sample, or lacks what is needed; says which version would do.
     """
     with Http(url, token, timeout_s=timeout_s) as http:
-        return _probe(http)
+        return _probe(http, model_path)
 
 
-def _probe(http: Http) -> Capabilities:
+def _probe(http: Http, model_path: Path | None) -> Capabilities:
     info = _server_info(http)
     embedded = info.get("engine") == "relax_hpc.embedded"
     version = metadata.version("relax-hpc") if embedded else str(info.get("version"))
@@ -65,6 +79,8 @@ def _probe(http: Http) -> Capabilities:
             f"{http.url}: SGLang {version} has no {', '.join(missing)}; install 0.5.17 or newer"
         )
     _sample(http)
+    if model_path is not None and not embedded and is_shown_media(model_path):
+        _show(http, model_path, version)
     return Capabilities(
         engine="embedded" if embedded else "sglang",
         version=version,
@@ -92,11 +108,39 @@ def _has(http: Http, endpoint: str) -> bool:
     return http.status("OPTIONS", endpoint) != HTTPStatus.NOT_FOUND
 
 
-def _sample(http: Http) -> None:
+def _show(http: Http, model_path: Path, version: str) -> None:
+    """Shows a black image of four tokens: the hook of our processor is no public API of SGLang's.
+
+    Raises:
+        EngineError: the engine does not take it.
+    """
+    recipe, config = read_view(model_path), read_json(model_path / "config.json")
+    assert recipe is not None and config is not None
+    token = config.get("thinker_config", config)["image_token_id"]
+    side, patches = 2 * recipe.image.side, 2 * recipe.image.merge
+    array = np.zeros((1, side, side, 3), np.uint8)
+    digest = digest_of(array)
+    with opened_spool() as spool:
+        draft = spool.draft()
+        write(draft, array)
+        extent = Extent("image", (4,), (side, side), (1, patches, patches))
+        image = Spooled(extent, digest, spool.keep(draft, digest))
+        shown = wire.text_of(View((image,), (Span(0, 1, 4),)), 0)
+        try:
+            _sample(http, [0, *[token] * 4, 0], image_data=[shown], extra_key="probe")
+        except EngineError as error:
+            raise EngineError(
+                f"{http.url}: SGLang {version} does not take images as relax-hpc shows them; "
+                f"install 0.5.17 or 0.5.23: {error}"
+            ) from None
+
+
+def _sample(http: Http, token_ids: Sequence[int] = (0,), **more: Any) -> None:  # noqa: ANN401
     body = {
-        "input_ids": [0],
+        "input_ids": list(token_ids),
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True},
         "return_logprob": True,
+        **more,
     }
     reply = http.ask("POST", "/generate", body)
     if len(reply["meta_info"].get("output_token_logprobs") or ()) != 1:

@@ -16,6 +16,7 @@ import psutil
 from relax_hpc.engines import leash
 from relax_hpc.engines import reaper as reaping
 from relax_hpc.engines.client import EngineClient
+from relax_hpc.hangs.process import facts, place_of, python_stacks
 
 _FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_MPI", "SLURM_PMI")
 """Variables of the owner's MPI rank; an engine that found them would try to join its world."""
@@ -101,6 +102,17 @@ class EngineProcess:
         lines = self.output().splitlines()[-_SHOWN_LINES:]
         return "\n".join([f"the end of {self.log_path}:", *lines])
 
+    def whereabouts(self) -> str:
+        """Tells where its processes stand, for one that does not answer and is to be stopped.
+
+        The stacks of those that can be asked are in its log.
+        """
+        log = os.open(self.log_path, os.O_RDONLY)
+        try:
+            return "; ".join(filter(None, (_whereabouts(each.pid, log) for each in self._family())))
+        finally:
+            os.close(log)
+
     def stop(self, grace_s: float = 10) -> None:
         """Ends the engine and the processes it started: first politely, then by SIGKILL.
 
@@ -155,6 +167,15 @@ class EngineProcess:
             return os.getsid(process.pid) == self.pid and process.status() != psutil.STATUS_ZOMBIE
         except (ProcessLookupError, psutil.NoSuchProcess):
             return False
+
+
+def _whereabouts(pid: int, log: int) -> str:
+    known = facts(pid)
+    if known is None:
+        return ""
+    place = place_of(python_stacks(pid, log, wake=known.is_stopped))
+    where = f" in {known.channel}" * bool(known.channel) + f", at {place}" * bool(place)
+    return f"process {pid}: state {known.state}{where}"
 
 
 def spawn(argv: list[str], log_path: Path, environment: Mapping[str, str]) -> EngineProcess:

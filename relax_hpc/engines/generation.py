@@ -4,6 +4,7 @@ Replies are streamed so that what is there outlives the engine: a response that 
 elsewhere, with its tokens so far as part of the prompt.
 """
 
+import asyncio
 import base64
 import json
 import time
@@ -19,8 +20,10 @@ import numpy.typing as npt
 
 from relax_hpc.engines.async_http import AsyncHttp
 from relax_hpc.engines.http import cut, parse_version
-from relax_hpc.errors import EngineError, EngineLostError
+from relax_hpc.errors import EngineError, EngineLostError, MediaMissingError
 from relax_hpc.fleet.switches import Switches
+from relax_hpc.media import wire
+from relax_hpc.media.spool import View
 from relax_hpc.schema import FinishReason
 
 _FINISH = {
@@ -55,6 +58,8 @@ class Sampling(NamedTuple):
     """Sample from so many tokens, the most likely ones; 0 is all. With `top_p`, those of both."""
     end: End | None = None
     """Ends a response, too."""
+    view: View | None = None
+    """Media among the tokens of the prompt."""
 
 
 class Generation(NamedTuple):
@@ -146,6 +151,7 @@ class GenerationClient:
         """The engine's policy version, by the last tokens that came; their `time.monotonic`."""
         self._http = AsyncHttp(url, token, silence_s=silence_s)
         self._tokens_per_chunk, self._switches = tokens_per_chunk, switches
+        self._reads_files = True
 
     async def aclose(self) -> None:
         """Cuts all connections; requests under way raise EngineLostError."""
@@ -206,6 +212,26 @@ class GenerationClient:
         draft = Draft() if draft is None else draft
         known = await self.version() if version is None else version
         body = self._body(prompt, seed, sampling, draft, known, rid or uuid.uuid4().hex)
+        if sampling.view is not None:
+            body |= await self._shown(sampling.view, known)
+        try:
+            return await self._ask(body, sampling, draft, known)
+        except MediaMissingError:
+            # It runs on another node, and has now said so once.
+            self._reads_files, view = False, sampling.view
+            assert view is not None
+        return await self._ask(body | await self._shown(view, known), sampling, draft, known)
+
+    async def _shown(self, view: View, version: int) -> dict[str, Any]:
+        """The fields of a request that show media: the paths of files, or their contents."""
+        with_contents = not self._reads_files
+        text = await asyncio.to_thread(wire.text_of, view, version, with_contents=with_contents)
+        # Engines tell media apart by 30 bits in the keys of their prefixes (SGLang 0.5.17).
+        return {"image_data": [text], "extra_key": f"v{version}-{view.digest.hex()}"}
+
+    async def _ask(
+        self, body: dict[str, Any], sampling: Sampling, draft: Draft, known: int
+    ) -> Generation:
         reply = _Reply(f"{self.url}/generate", draft, len(body["input_ids"]), known)
         seen = 0
         try:
@@ -282,7 +308,9 @@ class _Reply:
 
     def add(self, chunk: dict[str, Any]) -> None:
         if error := chunk.get("error"):
-            raise EngineError(f"{self._asked}: {cut(error.get('message', error))}")
+            said = str(error.get("message", error))
+            kind = MediaMissingError if wire.MISSING in said else EngineError
+            raise kind(f"{self._asked}: {cut(said)}")
         meta = chunk["meta_info"]
         self._check_accepted(meta.get("finish_reason"))
         draft = self._draft

@@ -1,5 +1,6 @@
 """Starts an engine and waits until it can be used, naming what it is doing meanwhile."""
 
+import ctypes
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +13,14 @@ from relax_hpc.engines.sglang import diagnosis
 from relax_hpc.engines.sglang import launch as sglang
 from relax_hpc.engines.sglang.launch import ALONE, Share
 from relax_hpc.engines.spec import EngineSpec
-from relax_hpc.errors import EngineError
+from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.scratch import scratch_folder
 
 Device = Literal["cpu", "cuda"]
 Progress = Callable[[str], None]
 
 _POLL_S = 0.25
+_LENT_S = 0.5
 _PORT_ATTEMPTS = 5
 
 
@@ -31,6 +33,7 @@ def start_engine(
     python: str | None = None,
     share: Share = ALONE,
     progress: Progress = lambda phase: None,
+    may_compute: Callable[[], bool] = lambda: True,
 ) -> EngineProcess:
     """Starts an engine and waits until it is healthy.
 
@@ -46,6 +49,8 @@ def start_engine(
         share: which part of an engine that spans several nodes this is.
         progress: told what the engine is doing, again and again; if it raises, the engine is
             stopped and the exception goes on to the caller.
+        may_compute: asked again and again until it is true; the engine takes no memory of a GPU
+            before. What that takes does not count as its start. If it raises, it is as above.
 
     Raises:
         ConfigError: `spec.args` are wrong.
@@ -54,14 +59,13 @@ def start_engine(
     """
     start = {"embedded": _start_embedded, "sglang": _start_sglang}[spec.kind]
     with scratch_folder("engine") as folder:  # nobody else enters it: the token goes there
-        deadline = time.monotonic() + spec.start_timeout_s
         return start(
-            _Wanted(spec, folder, host, token, log_path, python, share, progress, deadline)
+            _Wanted(spec, folder, host, token, log_path, python, share, progress, may_compute)
         )
 
 
 class _Wanted(NamedTuple):
-    """The arguments of `start_engine`, a private folder, and when to give up."""
+    """The arguments of `start_engine`, and a private folder."""
 
     spec: EngineSpec
     folder: Path
@@ -71,11 +75,13 @@ class _Wanted(NamedTuple):
     python: str | None
     share: Share
     progress: Progress
-    deadline: float
+    may_compute: Callable[[], bool]
 
 
 def _start_embedded(wanted: _Wanted) -> EngineProcess:
     spec = wanted.spec
+    while not wanted.may_compute():
+        time.sleep(_LENT_S)
     embedded.check(spec.args, f"engines.{spec.pool}")
     options, port_file = wanted.folder / "options.json", wanted.folder / "port"
     embedded.write_options(
@@ -100,11 +106,11 @@ def _start_embedded(wanted: _Wanted) -> EngineProcess:
 
 def _start_sglang(wanted: _Wanted) -> EngineProcess:
     spec, args = wanted.spec, wanted.spec.args
-    sglang.check(args, f"engines.{spec.pool}")
     options, device = wanted.folder / "options.yaml", _device()
     sglang.write_options(options, wanted.token)
     # The parts of an engine over several nodes are started again together, by its host.
     attempts = _PORT_ATTEMPTS if wanted.share.nodes == 1 else 1
+    gate = None if wanted.may_compute() else wanted.folder / "gate"
     for attempt in range(attempts):
         # SGLang cannot report the port it got; and it searches for more, which nobody holds for it.
         with held_port(wanted.host) as port:
@@ -122,8 +128,17 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
                 quantization=spec.quantization,
             )
             argv = [*sglang.command(wanted.python), "--config", str(options), *argv]
-            engine = spawn(argv, wanted.log_path, sglang.ENVIRONMENT[device])
+            if gate:
+                argv += [sglang.GATE, str(gate)]
+            environment = sglang.environment(device, spec.model_path)
+            engine = spawn(argv, wanted.log_path, environment)
             engine.token, engine.url = wanted.token, f"http://{wanted.host}:{port}"
+            try:
+                # That takes as long as the engine's own imports, beside which it is done.
+                sglang.check(args, f"engines.{spec.pool}")
+            except ConfigError:
+                engine.stop()
+                raise
             try:
                 return _until(
                     engine.is_healthy,
@@ -131,6 +146,7 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
                     wanted,
                     diagnosis.phase,
                     lambda output: diagnosis.remedy(output, args, f"engines.{spec.pool}"),
+                    gate,
                 )
             except EngineError:
                 last = attempt + 1 == attempts
@@ -145,25 +161,34 @@ def _until(
     wanted: _Wanted,
     phase_of: Callable[[str], str],
     remedy_for: Callable[[str], str],
+    gate: Path | None = None,
 ) -> EngineProcess:
     """Waits; whatever goes wrong, nothing is left behind.
 
     Args:
         is_up: whether it can be used.
         engine: just spawned.
-        wanted: deadline, and who is told of progress.
+        wanted: how long to wait, and who is told of progress.
         phase_of: its output -> what it is doing.
         remedy_for: its output -> what may help; "" if nothing is known.
+        gate: made when the engine may compute.
     """
+    timeout_s = wanted.spec.start_timeout_s
     try:
+        while gate and not gate.exists() and not engine.end():
+            if wanted.may_compute():
+                gate.touch()
+            else:
+                time.sleep(_LENT_S)
+        deadline = time.monotonic() + timeout_s
         while not is_up():
             end, output = engine.end(), engine.output()
             phase = phase_of(output)
             wanted.progress(phase)
-            if not end and time.monotonic() > wanted.deadline:
+            if not end and time.monotonic() > deadline:
                 end = f"ran out of time while {phase}, {engine.age_s:.0f} s after its start"
                 key = f"engines.{wanted.spec.pool}.start_timeout_s"
-                end += f" ({key} = {wanted.spec.start_timeout_s})"
+                end += f" ({key} = {timeout_s})"
             elif end:
                 end += f" while {phase}"
             if end:
@@ -177,6 +202,11 @@ def _until(
 
 
 def _device() -> Device:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Asks the driver: torch would take seconds to be imported, and the engine waits for this."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "cpu"
+    count = ctypes.c_int(0)
+    is_there = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return "cuda" if is_there and count.value else "cpu"

@@ -14,6 +14,9 @@ from torch import Tensor
 from relax_hpc.algorithms.composition import Objective
 from relax_hpc.schema import Row
 
+Pixels = Callable[[Sequence[tuple[Row, int]]], Sequence[npt.NDArray[np.uint8]]]
+"""Reads media of rows, by (row, place of the medium): [frames, height, width, 3], canonical."""
+
 
 class Sample(NamedTuple):
     """A trajectory with something that is not finite."""
@@ -89,6 +92,10 @@ class ScoringEngine(Protocol):
         """Returns [tokens] nats per trajectory; `micro_batches` index `trajectories`."""
         ...
 
+    def see_by(self, pixels: Pixels) -> None:
+        """Says where the canonical pixels of rows come from; not collective."""
+        ...
+
 
 class TrainingEngine(ScoringEngine, Protocol):
     """A model that learns."""
@@ -104,6 +111,10 @@ class TrainingEngine(ScoringEngine, Protocol):
     @property
     def costs(self) -> dict[str, float]:
         """Time, memory and use of the hardware of the last step's training."""
+        ...
+
+    def warm_up(self) -> None:
+        """Compiles and sets up what the first step would; the model stays what it is."""
         ...
 
     def accumulate(

@@ -16,7 +16,7 @@ from relax_hpc.prompts.files import open_rows
 from relax_hpc.prompts.order import Epochs
 from relax_hpc.prompts.rows import Row, Rows, is_list_of_objects
 from relax_hpc.prompts.template import Message
-from relax_hpc.schema import Array
+from relax_hpc.schema import NO_SPANS, Array, Medium
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +57,14 @@ class Document(NamedTuple):
     @property
     def routed_experts(self) -> None:
         """No engine sampled it."""
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        return ()
+
+    @property
+    def media_spans(self) -> npt.NDArray[np.int32]:
+        return NO_SPANS
 
     @property
     def num_trained(self) -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from relax_hpc.errors import ConfigError
+from relax_hpc.media.source import Source
 from relax_hpc.prompts.parts import text_of
 from relax_hpc.prompts.record import Record
 
@@ -52,7 +53,7 @@ class SetOverlap(NamedTuple):
 
     num_prompts: int
     same: Found
-    """Prompts that are training prompts; white space does not count."""
+    """Prompts that are training prompts, media included; white space does not count."""
     alike: Found
     """Further ones of which `WORDS` words in a row are in a training prompt."""
 
@@ -207,14 +208,27 @@ def _chunks(prompts: Prompts, count: int) -> Iterator[tuple[int, list[str]]]:
 
 
 def _text(prompts: Prompts, index: int) -> str:
+    """The text that is asked and, behind a zero, marks of the media."""
     try:
         record = prompts[index]
     except ConfigError:  # a row that is left out
         return f"\0{prompts.where(index)}"
+    shown = "".join(f"\0{_identity(each)}" for each in record.media)
     if isinstance(record.prompt, str):
-        return record.prompt
+        return record.prompt + shown
     asked = (text_of(each["content"]) for each in record.prompt if each["role"] != "system")
-    return "\n".join(asked)
+    return "\n".join(asked) + shown
+
+
+def _identity(medium: Source) -> str:
+    """A text by which media are told apart, without a look into files."""
+    import xxhash
+
+    if medium.frames:
+        return " ".join(map(_identity, medium.frames))
+    if medium.data is not None:
+        return xxhash.xxh3_128_hexdigest(medium.data)
+    return f"{medium.path}:{medium.offset}:{medium.size}"
 
 
 def _text_hashes(texts: Sequence[str]) -> _Hashes:
@@ -228,7 +242,7 @@ def _grams(texts: Sequence[str]) -> tuple[_Hashes, _Numbers]:
     """Hashes of the words in a row of each text, and the number of the text."""
     import xxhash
 
-    words = [_WORD.findall(text.lower()) for text in texts]
+    words = [_WORD.findall(text.partition("\0")[0].lower()) for text in texts]
     counts = [len(each) for each in words]
     total = sum(counts)
     every = (xxhash.xxh3_64_intdigest(word.encode()) for each in words for word in each)

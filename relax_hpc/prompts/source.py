@@ -9,6 +9,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.media.canonical import Measured
 from relax_hpc.media.expand import Span
 from relax_hpc.media.recipe import Recipe
+from relax_hpc.media.spool import View
 from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.kept import Kept
 from relax_hpc.prompts.media_tokens import MediaTokens, Tokenized, refuse
@@ -33,8 +34,6 @@ class Prompt:
     messages: list[Message] = field(default_factory=list)
     """Messages that `token_ids` were made of; text is a message of the user's."""
     tools: list[Message] | None = None
-    media: tuple[Medium, ...] = ()
-    """Images and sounds of the messages, in order."""
     source: str = ""
     """Name of the data set that it is from, of several."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +45,10 @@ class Prompt:
     """Media of the messages by their places, with the room that each takes."""
     spans: tuple[Span, ...] = ()
     """Tokens that stand for features of these."""
+    media: tuple[Medium, ...] = ()
+    """The same media as the bus stores them, once they were decoded."""
+    view: View | None = None
+    """The same as engines are shown them, while they lie in the spool."""
 
 
 class Examined(NamedTuple):
@@ -162,7 +165,7 @@ class PromptSource:
             try:
                 return self.prompt(index)
             except ConfigError as error:
-                if self._settings.bad_rows == "error":
+                if not self._settings.leaves_out(error):
                     raise
                 failed = failed or error
         raise ConfigError(f"no row can be used; the first: {failed}")
@@ -180,7 +183,7 @@ class PromptSource:
                 tokenized = self._tokenize(index, self.records[index])
                 longest = max(longest, len(tokenized.token_ids))
             except ConfigError as error:
-                if self._settings.bad_rows == "error":
+                if not self._settings.leaves_out(error):
                     raise
                 bad.append((index, str(error)))
         return Examined(longest, bad)

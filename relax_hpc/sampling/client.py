@@ -124,6 +124,7 @@ class PoolClient:
             top_p=how.top_p,
             top_k=how.top_k,
             end=how.end,
+            view=how.view,
         )
         return self._pool.sample(
             given, seed, sampling, min_version=how.min_version, homes=homes, draft=draft

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from relax_hpc.engines.generation import End
+from relax_hpc.media.spool import View
 
 
 class How(NamedTuple):
@@ -24,3 +25,5 @@ class How(NamedTuple):
     """Tokens that are sampled from; 0 is all."""
     end: End | None = None
     """Tells the end of a reply by its tokens."""
+    view: View | None = None
+    """Media among the tokens that are given."""

@@ -1,5 +1,6 @@
 """Weights by broadcast: the trainer and all engines are one communicator, kept between updates."""
 
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from relax_hpc.comm.broadcast import Transport as Backend
@@ -37,9 +38,14 @@ class CollectiveTransport:
     def leaves_receipts(self, member: Member) -> bool:
         return member.takes_orders
 
+    def holds_fixed(self, members: Collection[Member]) -> bool:
+        """Whether they are the group, and it was sent a version; a new group is sent everything."""
+        group = self._group
+        return group is not None and group.is_served and list(group.receivers) == list(members)
+
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
         """Fills the buffers."""
-        self._ranks.tell(Serve("collective"))
+        self._ranks.tell(Serve("collective", outgoing.skipped))
         with timers("gather"):
             outgoing.prefetch()
 
@@ -55,6 +61,8 @@ class CollectiveTransport:
         """Gives the version to all or none of them: one that fails leaves the others a part."""
         if self._group and list(self._group.receivers) != list(live):
             self.close()
+        if self._group is None and outgoing.skipped:  # somebody has gone since it was staged
+            return Delivery({}, {}, {}, Sent([], ""))
         try:
             if self._group is None:
                 with timers("join"):

@@ -4,7 +4,7 @@ import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -60,6 +60,10 @@ class FileTransport:
 
     def leaves_receipts(self, member: Member) -> bool:
         return member.takes_orders
+
+    def holds_fixed(self, members: Collection[Member]) -> bool:
+        """Never: a snapshot is whole, for whoever comes."""
+        return False
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
         """Writes the snapshot, unless it is there.

@@ -35,6 +35,8 @@ class MemberGroup:
         self._config, self._threads = config, threads
         self._exchange = Exchange(config.timeout_s)
         self._is_prepared = False
+        self.is_served = False
+        """Whether all members were sent a whole version."""
 
     @classmethod
     def form(
@@ -113,23 +115,29 @@ class MemberGroup:
                 self._order("prepare", direct, version, outgoing.warm_up, deadline)
             self._is_prepared = True
         with timers("wire"):
+            receipts = dict[Member, list[Receipt]]()
             if direct:
                 task: Task = "check" if check else "receive"
-                return self._order(task, direct, version, outgoing.send, deadline)
-            sending = outgoing.send(self._group)
-            for bucket in outgoing.plan.buckets:
-                last = bucket is outgoing.plan.buckets[-1]
-                replies = self._ask_for(bucket, version, last=last)
-                self._exchange.run(
-                    replies, lambda give_up: next(sending).wait(deadline, give_up), deadline
-                )
-        return {}
+                skipped = outgoing.skipped
+                receipts = self._order(task, direct, version, outgoing.send, deadline, skipped)
+            else:
+                self._send_by_name(version, outgoing, deadline)
+        self.is_served = True
+        return receipts
 
     def close(self) -> None:
         """Tells the members to leave, without waiting for any: some may be dead."""
         for receiver in self.receivers.values():
             self._threads.submit(receiver.destroy_weights_group, self.name)
         self._group.close()
+
+    def _send_by_name(self, version: int, outgoing: Outgoing, deadline: float) -> None:
+        sending, buckets = outgoing.send(self._group), outgoing.buckets
+        for bucket in buckets:
+            replies = self._ask_for(bucket, version, last=bucket is buckets[-1])
+            self._exchange.run(
+                replies, lambda give_up: next(sending).wait(deadline, give_up), deadline
+            )
 
     def _order(
         self,
@@ -138,8 +146,10 @@ class MemberGroup:
         version: int,
         send: Callable[[Wire], Iterator[Sending]],
         deadline: float,
+        skipped: tuple[int, ...] = (),
     ) -> dict[Member, list[Receipt]]:
-        order = Order(uuid.uuid4().hex[:8], self.name, task, self._config.timeout_s)
+        timeout_s = self._config.timeout_s
+        order = Order(uuid.uuid4().hex[:8], self.name, task, timeout_s, skipped=skipped)
 
         def transfer(give_up: Callable[[], None]) -> None:
             for sent in send(self._group):

@@ -7,7 +7,7 @@ given the whole stream of weights, so no bucket crosses a GPU.
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -117,10 +117,15 @@ class LaneGiver:
         """Takes link and gather as the publisher has them; the gather is one to all ranks."""
         self._link, self._gather = link, gather
 
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def publish(
+        self,
+        version: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        skipped: Collection[int] = (),
+    ) -> None:
         """Gives the engine's rank on this GPU the weights, if it is to have them."""
         link = self._link
-        outgoing = Outgoing(link.buffers, tensors, self._gather)
+        outgoing = Outgoing(link.buffers, tensors, self._gather, skipped=skipped)
         outgoing.prefetch()  # rank 0 does, and they bring the tensors together
         try:
             word = link.hear()
@@ -146,6 +151,10 @@ class LaneTransport:
 
     def leaves_receipts(self, member: Member) -> bool:
         return True
+
+    def holds_fixed(self, members: Collection[Member]) -> bool:
+        """Never: engines that share GPUs lose all weights where they give memory back."""
+        return False
 
     def stage(self, version: int, outgoing: Outgoing, timers: Timers) -> None:
         """Fills the buffers."""

@@ -6,7 +6,7 @@ undefined weights: it is fenced (left out, and never resumed) until it comes bac
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -156,7 +156,7 @@ class Publisher:
             sorted(member.id for member in done),
             sorted(fenced),
             again=bool(self._open(live)),
-            num_bytes=self._buffers.plan.num_bytes,
+            num_bytes=outgoing.num_bytes,
             pause_seconds=_paused(timers),
             seconds={"total": end - start} | _plain(timers),
             verified=verified,
@@ -201,7 +201,7 @@ class Publisher:
     def _outgoing(
         self,
         way: Way | None,
-        members: Iterable[Member],
+        members: Collection[Member],
         tensors: Iterator[tuple[str, Tensor]],
         *,
         check: bool,
@@ -212,7 +212,14 @@ class Publisher:
             if way
         )
         gather = self._gather if way in ("lanes", "collective") else None
-        return Outgoing(self._buffers, tensors, gather, digest=by_name, fingerprints=check)
+        # A check compares everything, so everything is sent.
+        fixed = self._buffers.plan.fixed
+        asleep = any(self._register.lacks(member, MEMORY[0]) for member in members)
+        can_skip = way and not check and not asleep and self._transport(way).holds_fixed(members)
+        skipped = fixed if can_skip else ()
+        return Outgoing(
+            self._buffers, tensors, gather, digest=by_name, fingerprints=check, skipped=skipped
+        )
 
     def _way_of(self, member: Member) -> Way:
         return "lanes" if self._link and member.lane >= 0 else member.transport

@@ -119,8 +119,8 @@ class Quantizer:
             return [spec]
         scales = tuple(-(-size // FP8_BLOCK) for size in spec.shape)
         return [
-            Spec(spec.name, torch.float8_e4m3fn, spec.shape),
-            Spec(spec.name + _SCALE, torch.float32, scales),
+            spec._replace(dtype=torch.float8_e4m3fn),
+            spec._replace(name=spec.name + _SCALE, dtype=torch.float32, shape=scales),
         ]
 
 
@@ -142,8 +142,8 @@ class QuantizedGather:
     def begin(self) -> None:
         self._gather.begin()
 
-    def give(self) -> None:
-        self._gather.give()
+    def give(self, skipped: Collection[int] = ()) -> None:
+        self._gather.give(skipped)
 
     def fill(self, index: int, flat: Tensor) -> None:
         """Gathers bucket `index`, and quantises it into `flat`."""

@@ -20,6 +20,8 @@ class Serve(NamedTuple):
     """An order to serve the engines of one way."""
 
     way: str
+    skipped: tuple[int, ...] = ()
+    """Buckets that are left out."""
 
 
 class Write(NamedTuple):
@@ -31,7 +33,12 @@ class Write(NamedTuple):
 class WeightGiver(Protocol):
     """A rank other than 0, which gives weights in one way."""
 
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
+    def publish(
+        self,
+        version: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        skipped: Collection[int] = (),
+    ) -> None: ...
 
 
 class TrainerRanks:
@@ -52,8 +59,8 @@ class TrainerRanks:
     def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Does what rank 0 says."""
         match self._world.bcast(None):
-            case Serve(way):
-                self._others[way].publish(version, tensors)
+            case Serve(way, skipped):
+                self._others[way].publish(version, tensors, skipped)
             case Write(name):
                 with suppress(SnapshotError):  # rank 0 says so
                     self._snapshots.write(name, tensors)

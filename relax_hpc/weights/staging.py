@@ -3,7 +3,7 @@
 There are a few buffers, whatever the size of the model. While one is sent, the next is filled.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Protocol
 
@@ -27,8 +27,8 @@ class Gather(Protocol):
         """Rank 0: puts bucket `index` into `flat`, in the order of the current stream."""
         ...
 
-    def give(self) -> None:
-        """The others: sends what rank 0 lacks of all buckets."""
+    def give(self, skipped: Collection[int] = ()) -> None:
+        """The others: sends what rank 0 lacks of all buckets that are not skipped."""
         ...
 
 
@@ -38,10 +38,15 @@ class Giver:
     def __init__(self, gather: Gather) -> None:
         self._gather = gather
 
-    def publish(self, version: int, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def publish(
+        self,
+        version: int,
+        tensors: Iterator[tuple[str, Tensor]],
+        skipped: Collection[int] = (),
+    ) -> None:
         """Leaves the tensors alone: nobody else takes any."""
         self._gather.begin()
-        self._gather.give()
+        self._gather.give(skipped)
 
 
 class Buffers:
@@ -82,6 +87,7 @@ class Outgoing:
         *,
         digest: bool = False,
         fingerprints: bool = False,
+        skipped: Collection[int] = (),
     ) -> None:
         """Takes nothing from `tensors` yet.
 
@@ -91,14 +97,19 @@ class Outgoing:
             gather: what brings buckets of them here; the tensors are left alone then.
             digest: makes a digest of all tensors, too, which reads them on the host.
             fingerprints: makes one of every bucket.
+            skipped: buckets that nobody is to be sent.
         """
+        self.skipped = tuple(skipped)
         self._buffers, self._tensors, self._gather = buffers, tensors, gather
         if gather:
             gather.begin()
         self._digest = Digest() if digest else None
         self._fingerprints = list[int]() if fingerprints else None
-        self._filled = 0
+        self._coming = [n for n in range(len(buffers.plan.buckets)) if n not in self.skipped]
+        self._filled, self._taken = 0, 0
         self._transfers = list[Sending]()
+        self._users = dict[int, int]()
+        """Buffer -> which of what comes was put there last."""
         # Else the wire would wait for the bucket that is filled ahead of it.
         self._stream = new_stream(buffers.device)
         self._is_full = list[torch.cuda.Event]()
@@ -107,27 +118,37 @@ class Outgoing:
     def plan(self) -> BucketPlan:
         return self._buffers.plan
 
+    @property
+    def buckets(self) -> list[tuple[Spec, ...]]:
+        """The buckets that are sent."""
+        return [self.plan.buckets[index] for index in self._coming]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these buckets."""
+        return sum(self.plan.sizes[index] for index in self._coming)
+
     def prefetch(self) -> None:
-        """Fills every buffer; returns when they are full."""
-        while self._filled < len(self._buffers):
+        """Fills the buffers; returns when they are full."""
+        while self._filled < len(self._coming) and self._buffer_of_next() not in self._users:
             self._fill()
         if self._stream:
             torch.cuda.current_stream().synchronize()
 
     def send(self, wire: Wire) -> Iterator[Sending]:
         """Sends bucket after bucket, each beginning when it is asked for."""
-        for index in range(len(self.plan.buckets)):
-            if index == self._filled:
+        for number, index in enumerate(self._coming):
+            if number == self._filled:
                 self._fill()
             flat = self._buffers.of(index)
             if self._stream:
-                self._stream.wait_event(self._is_full[index])
+                self._stream.wait_event(self._is_full[number])
                 with torch.cuda.stream(self._stream):
                     self._transfers.append(wire.start(flat))
             else:
                 self._transfers.append(wire.start(flat))
             yield self._transfers[-1]
-            if index + 1 == self._filled < len(self.plan.buckets):
+            if number + 1 == self._filled < len(self._coming):
                 self._fill()
 
     def warm_up(self, wire: Wire) -> Iterator[Sending]:
@@ -142,7 +163,7 @@ class Outgoing:
     def drain(self) -> None:
         """Takes what is left of them: the other ranks are bringing it here."""
         if self._gather:
-            for index in range(self._filled, len(self.plan.buckets)):
+            for index in self._coming[self._filled :]:
                 self._gather.fill(index, self._buffers.of(index))
         else:
             for _ in self._tensors:
@@ -159,10 +180,13 @@ class Outgoing:
         return self._fingerprints or []
 
     def _fill(self) -> None:
-        index, bucket = self._filled, self.plan.buckets[self._filled]
-        tensors = [] if self._gather else [self._next(spec) for spec in bucket]
-        if index >= len(self._buffers):
-            self._transfers[index - len(self._buffers)].order_after()
+        index = self._coming[self._filled]
+        bucket = self.plan.buckets[index]
+        tensors = [] if self._gather else self._next(index)
+        buffer = self._buffer_of_next()
+        if buffer in self._users:
+            self._transfers[self._users[buffer]].order_after()
+        self._users[buffer] = self._filled
         flat = self._buffers.of(index)
         if self._gather:
             self._gather.fill(index, flat)
@@ -177,7 +201,18 @@ class Outgoing:
             self._is_full.append(mark())
         self._filled += 1
 
-    def _next(self, spec: Spec) -> Tensor:
+    def _buffer_of_next(self) -> int:
+        return self._coming[self._filled] % len(self._buffers)
+
+    def _next(self, index: int) -> list[Tensor]:
+        """Takes the tensors of a bucket from the stream, and those before it."""
+        found = list[Tensor]()
+        for bucket in self.plan.buckets[self._taken : index + 1]:
+            found = [self._taken_as(spec) for spec in bucket]
+        self._taken = index + 1
+        return found
+
+    def _taken_as(self, spec: Spec) -> Tensor:
         name, tensor = next(self._tensors)
-        assert (name, tensor.dtype, tuple(tensor.shape)) == spec, f"{name} is not {spec}"
+        assert (name, tensor.dtype, tuple(tensor.shape)) == spec[:3], f"{name} is not {spec}"
         return tensor

@@ -1,7 +1,7 @@
 """The protocol of every way of bringing weights to engines, and calls that all of them make."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple, Protocol, TypeVar, get_args
 
@@ -73,6 +73,10 @@ class Transport(Protocol):
 
     def leaves_receipts(self, member: Member) -> bool:
         """Whether its ranks say what they received."""
+        ...
+
+    def holds_fixed(self, members: Collection[Member]) -> bool:
+        """Whether all of them have the buckets in which nothing learns: these can be skipped."""
         ...
 
     def settle(self, outgoing: Outgoing) -> None:

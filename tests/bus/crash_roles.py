@@ -26,6 +26,7 @@ from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
+from relax_hpc.schema import MediaKind, Medium
 
 PRODUCERS = ["rollout-0", "rollout-1"]
 WRITERS = {"reference-0": "reference", "reference-1": "reference"}
@@ -48,6 +49,8 @@ class Setup(NamedTuple):
     """Owners forget what they did and commit it again, with other content."""
     refill: bool = False
     """Two groups of five have no spread, and are skipped."""
+    media: bool = False
+    """Prompts show an image, which two neighbours have in common."""
     per_shard: int = 2
     save_every: int = 1
     keep: int = 2
@@ -56,7 +59,8 @@ class Setup(NamedTuple):
 
 SETUPS = {
     "wait": Setup(),
-    "wait, all": Setup(sidecars=True, partial=True, repeats=True, per_shard=3),
+    "wait, all": Setup(sidecars=True, partial=True, repeats=True, media=True, per_shard=3),
+    "wait, media": Setup(media=True),
     "wait, portions": Setup(portion_tokens=2 * TOKENS, sidecars=True, save_every=2, keep=1),
     "refill": Setup(refill=True, repeats=True, per_shard=3),
     "refill, all": Setup(
@@ -69,7 +73,9 @@ SETUPS = {
         refill=True,
     ),
     "drop": Setup("drop", repeats=True, partial=True),
-    "drop, all": Setup("drop", TOKENS, sidecars=True, partial=True, repeats=True, keep=1),
+    "drop, all": Setup(
+        "drop", TOKENS, sidecars=True, partial=True, repeats=True, media=True, keep=1
+    ),
     "mask": Setup("mask", sidecars=True, repeats=True, per_shard=3),
     "mask, portions": Setup("mask", 2 * TOKENS, partial=True, per_shard=1, save_every=2),
 }
@@ -107,7 +113,14 @@ class World(NamedTuple):
         return self.setup.refill and guid % 5 < 2
 
     def group(self, guid, **kwargs):
-        return group(guid, reward=1.0 if self.is_flat(guid) else None, **kwargs)
+        made = group(guid, reward=1.0 if self.is_flat(guid) else None, **kwargs)
+        if not self.setup.media:
+            return made
+        rows = [
+            row._replace(media=(image(guid // 2),), media_spans=np.array([[0, 1, 2]], np.int32))
+            for row in made.trajectories
+        ]
+        return made._replace(trajectories=rows)
 
     @property
     def checkpoints(self):
@@ -146,7 +159,7 @@ def sample(world, guid, policy_version, *, again, dice):
     if world.setup.over_age == "wait":
         return world.group(guid, version=guid // P)
     late = 0 if again else dice.choice([0, 0, 1, 2, 3])
-    return group(guid, version=max(policy_version - late, 0))
+    return world.group(guid, version=max(policy_version - late, 0))
 
 
 def produce(world, me):
@@ -180,7 +193,7 @@ def produce(world, me):
         producer.put(groups)
         if may_repeat and dice.random() < 0.5:
             may_repeat = False
-            repeat(producer, me, dice.choice(sorted(producer.committed)))
+            repeat(world, producer, me, dice.choice(sorted(producer.committed)))
     me.points.stage = "close"
     producer.close()
 
@@ -204,18 +217,21 @@ def keep_partial(world, producer, me, groups):
         me.points.stage = "put_partial"
         versions = [g.trajectories[0].version_runs[0, 1] for g in begun]
         producer.put_partial(
-            [group(g.guid, version=v, response=2) for g, v in zip(begun, versions, strict=True)]
+            [
+                world.group(g.guid, version=v, response=2)
+                for g, v in zip(begun, versions, strict=True)
+            ]
         )
         me.turn()
 
 
-def repeat(producer, me, guid):
+def repeat(world, producer, me, guid):
     """Does what a producer does that has lost its memory."""
     me.turn()
     if guid in producer.committed:
         me.points.stage = "put again"
         del producer._source[guid]
-        producer.put([group(guid, **POISON)])
+        producer.put([world.group(guid, **POISON)])
 
 
 def widen(world, me):
@@ -321,7 +337,10 @@ def train_step(world, me, sequencer, reader, state, step):
             step, timeout_s=TIMEOUT_S, min_tokens=world.setup.portion_tokens, on_wait=me.wait
         )
         me.points.stage = "read"
-        for row in reader.rows(record, range(record.num_trajectories)):
+        for number, row in enumerate(reader.rows(record, range(record.num_trajectories))):
+            if world.setup.media:
+                [single] = reader.media(record, [(number, 0)])
+                assert np.array_equal(single.medium.data, row.media[0].data)
             assert ("ref_logprobs" in row.columns) == world.setup.sidecars
             if world.setup.over_age == "mask":
                 row = mask_over_age(row, step=step, max_staleness=MAX_STALENESS)
@@ -337,6 +356,15 @@ def digest(seen, row):
     seen.update(f"{row.guid}/{row.sibling}/{row.seed}/{row.reward}/{int(row.finish)}:".encode())
     for values in (row.token_ids, row.loss_mask, row.version_runs, *row.columns.values()):
         seen.update(values.dtype.str.encode() + values.tobytes())
+    for medium in row.media:
+        seen.update(f"{medium.kind} {medium[2:]} {row.media_spans.tolist()}".encode())
+        seen.update(medium.data.tobytes())
+
+
+def image(number):
+    """A few kilobytes, each different from all others."""
+    data = np.random.default_rng([7, number]).integers(0, 256, 3000 + number).astype(np.uint8)
+    return Medium(MediaKind.JPEG, data, (1, 4, number), bytes([number + 1] * 16))
 
 
 def expected_chain(world):

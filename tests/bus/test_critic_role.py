@@ -92,14 +92,14 @@ def run(tmp_path, request):
     return config, paths
 
 
-def open_rank0(config, paths, events, position):
+def open_rank0(config, paths, events, position, is_ending=lambda: False):
     writer, reader = SidecarWriter(paths.bus, "critic-0", {}), Reader(paths.bus)
     credits = CreditTail(paths.bus)
     scoring = scorer.Rank0(
         config.critic.megatron(config.actor), loop.VALUES, writer, reader, credits, events
     )
     plan = PlanFollower(paths.bus, credits, position)
-    return rank0.Rank0(config, writer, reader, credits, plan, scoring, events)
+    return rank0.Rank0(config, writer, reader, credits, plan, scoring, events, is_ending)
 
 
 def live(config, paths, saved, dies_at=None):
@@ -263,3 +263,31 @@ def test_without_a_trainer_it_values_nothing_twice_and_tells_waiting_ranks(run, 
         assert [part.lo for part in found.parts] == [0]
         mine.put([np.zeros(7, np.float32)] * SIBLINGS, version=0)
         assert mine.next_task(0).parts == []
+
+
+def test_before_the_jobs_end_it_begins_nothing_though_there_is_something(run):
+    config, paths = run
+    produce(paths.bus, PRODUCERS[0], (0,))
+    near = [True]
+    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
+        mine = open_rank0(config, paths, events, None, lambda: near[0])
+        assert mine.next_task(0).parts == []
+        mine.put([], version=0)
+        near[0] = False
+        assert [part.lo for part in mine.next_task(0).parts] == [0]
+
+
+def test_it_may_stop_before_every_task(run):
+    config, paths = run
+    stops, model = [], Model()
+    actor = threading.Thread(target=sample_and_train, args=(paths,), daemon=True)
+    actor.start()
+    readers = loop.Readers(Reader(paths.bus), Reader(paths.bus))
+    with EventWriter(paths.events("critic", 0), "critic", 0) as events:
+        duties = open_rank0(config, paths, events, None)
+        loop.run(
+            config, SoloWorld(), model, None, readers, duties, lambda: None,
+            lambda: stops.append(model.step),
+        )  # fmt: skip
+    actor.join(30)
+    assert sorted(set(stops)) == [*range(STEPS + 1)] and stops[0] == 0

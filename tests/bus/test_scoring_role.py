@@ -18,6 +18,7 @@ from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.layout import Layout, MegatronConfig
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles.actor.reference import Reference
+from relax_hpc.roles.dealing.sight import Sight
 from relax_hpc.roles.scorer import loop, rank0
 from relax_hpc.roles.scorer.build import COLUMN
 from relax_hpc.telemetry.events import EventWriter, read_events
@@ -69,7 +70,7 @@ def score(paths, tmp_path, scorer=None):
     with EventWriter(tmp_path / "events" / "reference-0.jsonl", "reference", 0) as events:
         mine = open_rank0(paths, events)
         with finished_when(paths, lambda: not mine._writer.pending() and not mine._unsent):
-            loop.run(SoloWorld(), scorer, Reader(paths), mine)
+            loop.run(SoloWorld(), scorer, Reader(paths), mine, Sight(Reader(paths), None))
         mine.close()
     return scorer
 
@@ -144,7 +145,11 @@ def test_ranks_share_the_rows_and_one_of_them_writes(paths, tmp_path):
         def rank(number):
             world = StarWorld.join(number, 2, tmp_path / "rendezvous", b"key", timeout_s=20)
             loop.run(
-                world, scorers[number], Reader(paths), mine if number == 0 else loop.OtherRank()
+                world,
+                scorers[number],
+                Reader(paths),
+                mine if number == 0 else loop.OtherRank(),
+                Sight(Reader(paths), None),
             )
 
         threads = [threading.Thread(target=rank, args=(n,), daemon=True) for n in range(2)]

@@ -11,6 +11,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.paths import BusPaths
+from relax_hpc.roles.dealing.sight import Sight
 from relax_hpc.roles.scorer import loop
 from relax_hpc.roles.scorer.loop import behind, of_own
 from relax_hpc.roles.teacher.routing import of_its_teacher
@@ -58,7 +59,7 @@ def teach(paths, tmp_path, name, scorer=None, prompts=None):
         mine = open_rank0(paths, events, name=name, column=COLUMNS[name == "two"], view=view)
         next_round = mine.next_round
         mine.next_round = lambda: next_round() if mine._writer.pending() else None
-        loop.run(SoloWorld(), scorer, Reader(paths), mine)
+        loop.run(SoloWorld(), scorer, Reader(paths), mine, Sight(Reader(paths), None))
         mine.close()
     return scorer
 

@@ -11,7 +11,7 @@ from e2e_runs import every_prompt_once as every_once
 from relax_hpc.bus.log import RecordKind, read_log
 from relax_hpc.paths import RunPaths
 
-STEPS, PROMPTS = 24, 16
+STEPS, PROMPTS = 30, 16
 SETTINGS = {
     "engines.rollout.count": 1,
     "engines.rollout.resources.nodes": 1,
@@ -24,7 +24,7 @@ SETTINGS = {
     "critic.warmup_steps": 2,
     "bus.keep_steps": STEPS,
     "eval.heldout.every": 0,
-    "eval.heldout.num_prompts": 128,
+    "eval.heldout.num_prompts": 256,
 }
 
 
@@ -82,4 +82,4 @@ def test_ppo_learns_though_the_critic_is_killed_while_it_saves(tiny, tmp_path):
         for when in ("before", "after")
     }
     rates = {when: correct / count for when, (correct, count) in scores.items()}
-    assert rates["after"] >= rates["before"] + 0.15, rates
+    assert rates["after"] >= rates["before"] + 0.1, rates

@@ -90,9 +90,10 @@ def test_no_step_waits_for_three_sets_and_what_a_kill_broke_off_is_completed_onc
         wanted = [(p, s) for p in range(PROMPTS) for s in range(samples)]
         for rows in found.values():
             assert list(map(place_of, rows)) == wanted
-        said = [(e["when"], e["number"]) for e in events_of(run_dir, "rollout", "eval")
-                if e["name"] == name]  # fmt: skip
-        assert len(set(said)) == len(said) == len(found)
+        said = [e for e in events_of(run_dir, "rollout", "eval") if e["name"] == name]
+        # Who is killed between saying it and noting so says the same once more.
+        scores = {(e["when"], e["number"], e["correct"], e["num_samples"]) for e in said}
+        assert len(scores) == len(found) >= len(said) - 1
         assert not list((run_dir / "eval" / name).glob("*.part"))
     for name, rows in kept.items():
         before = rows_by_evaluation(run_dir, name)["before", 0]

@@ -284,6 +284,10 @@ def check(rows, advantages, limit):
     return "it trained"
 
 
+def warm_up():
+    _state["trainer"].warm_up()
+
+
 def lend():
     """Bytes of gradient buffers before, while they are lent, and after."""
 

@@ -33,12 +33,21 @@ class PoolWorld(FixedWorld):
 
 
 def open_publisher(
-    config, ids, bucket_bytes, timeout_s, lanes=False, bend=None, waits_for_loads=True, **control
+    config,
+    ids,
+    bucket_bytes,
+    timeout_s,
+    lanes=False,
+    bend=None,
+    waits_for_loads=True,
+    frozen=(),
+    **control,
 ):
     """Builds the model; on rank 0 a publisher for the members `ids` of the run of `config`.
 
     With `lanes` the engines are on the ranks' own GPUs, as it were. With `bend` the first tensor is
-    announced by another "shape" or "name" than engines know. `control` is for clients.
+    announced by another "shape" or "name" than engines know. `control` is for clients. `frozen`
+    parts do not learn.
     """
     import torch.distributed as dist
 
@@ -59,6 +68,7 @@ def open_publisher(
     device = torch.device("cpu")
     world = PoolWorld(dist.get_rank(), dist.get_world_size())
     scorer = _state["scorer"] = MegatronScorer(config.model, config.actor, world, device)
+    scorer._frozen = frozen
     specs, paths = scorer.weight_specs(), RunPaths(config.run_dir)
     weights = WeightsConfig(bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     plan = bent(BucketPlan.of(specs, bucket_bytes), bend)

@@ -19,7 +19,14 @@ from relax_hpc.engines.embedded.model import Qwen3, Shape
 from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.models import fields
-from relax_hpc.models.fields import FIELDS, Inert, Obeyed, Only
+from relax_hpc.models.fields import (
+    FIELDS,
+    VISION_FIELDS,
+    WHOLE_FIELDS,
+    Inert,
+    Obeyed,
+    Only,
+)
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.roles.training import check as training_check
 
@@ -34,6 +41,19 @@ def test_every_field_of_the_installed_transformers_has_an_entry():
         theirs |= set(kind().to_dict()) | set(kind.attribute_map) | set(kind.attribute_map.values())
         theirs |= set(GenerationConfig._get_default_generation_params())
         assert theirs <= set(FIELDS), sorted(theirs - set(FIELDS))
+
+
+def test_every_field_of_a_model_that_sees_has_an_entry():
+    from transformers import GenerationConfig, Qwen3VLConfig
+
+    assert Qwen3VLConfig.model_type in fields.CAUSAL
+    made = Qwen3VLConfig()
+    parts = ((made, WHOLE_FIELDS), (made.text_config, FIELDS), (made.vision_config, VISION_FIELDS))
+    for part, known in parts:
+        theirs = {field.name for field in dataclasses.fields(type(part))} | set(part.to_dict())
+        theirs |= set(part.attribute_map) | set(part.attribute_map.values())
+        theirs |= set(GenerationConfig._get_default_generation_params())
+        assert theirs <= set(known), sorted(theirs - set(known))
 
 
 def test_the_page_about_models_names_every_field_that_matters():

@@ -53,7 +53,11 @@ class Hosted:
         return [e for e in read_events(self.paths.root / "events") if e["event"] == event]
 
     def pid(self):
-        return self.happened("engine")[-1]["engine_pid"]
+        start, deadline = int(self.member.start.rpartition("-")[2]), time.monotonic() + 10
+        while len(said := self.happened("engine")) < start:  # its host says so a little later
+            assert time.monotonic() < deadline, said
+            time.sleep(0.05)
+        return said[-1]["engine_pid"]
 
     def wait_for(self, state, start=None):
         deadline = time.monotonic() + 60
@@ -92,7 +96,11 @@ def test_an_engine_that_dies_hangs_or_is_fenced_is_started_again(checkpoints, tm
         hosted.sync(state="SYNCING")  # one of its epochs before
         third = hosted.wait_for("HEALTHY", "7.0-2-3")
         assert not silent.is_running()
-        assert "hangs: engine http" in hosted.happened("engine_end")[1]["reason"]
+        reason = hosted.happened("engine_end")[1]["reason"]
+        assert "hangs: engine http" in reason and f"process {silent.pid}: state T" in reason
+        assert "embedded/server.py" in reason, "the line where it stood"
+        log = hosted.paths.engine_log("rollout-0", second.start).read_text()
+        assert "most recent call first" in log
 
         hosted.sync(start=second.start, state="FENCED", reason="of another start")
         time.sleep(1.5)

@@ -6,8 +6,8 @@ import pytest
 from engine_fixtures import save_checkpoint
 from megatron_worker import job, trajectories
 
-from relax_hpc.engines.megatron.flops import active_channels, peak_of
-from relax_hpc.models.architecture import Architecture, Experts
+from relax_hpc.engines.megatron.flops import active_channels, peak_of, tower_flops
+from relax_hpc.models.architecture import Architecture, Experts, Vision
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,20 @@ def ranks(ranks):
 )
 def test_the_peak_of_a_gpu_is_known_by_its_name_or_not_at_all(name, peak):
     assert peak_of(name) == peak
+
+
+def test_a_tower_counts_patches_tokens_and_the_square_of_each_frame():
+    shape = Vision(
+        num_layers=2, hidden_size=8, ffn_hidden_size=20, num_heads=2, patch=4, time=2, merge=2,
+        positions=4, rope_base=1e4, out_size=10, taps=(0,),
+    )  # fmt: skip
+    # A layer: qkv 8 x 24, projection 8 x 8, feed-forward twice 8 x 20: 576. A patch: 96 x 8 = 768.
+    # A merger, of which there are two: 32 x 32 and 32 x 10 for every 4 patches: 1344.
+    per_patch = 2 * 576 + 768 + 2 * 1344 / 4
+    # An image of 24 patches, 3 frames of 16; scores and values of 2 layers of 8 channels.
+    squares = 24**2 + 3 * 16**2
+    expected = 6 * per_patch * (24 + 48) + 3 * 4 * 2 * 8 * squares
+    assert tower_flops(shape, [(1, 4, 6), (3, 4, 4)]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_mixture_counts_the_experts_that_a_token_is_sent_to():

@@ -167,7 +167,7 @@ def train(tmp_path):
         )  # fmt: skip
         try:
             if kind == "sft":
-                sft.run(config, world, trainer, rank0, save)
+                sft.run(config, world, trainer, rank0, save, lambda: None)
             else:
                 stages = actor.Stages(save, checks=[lambda: check(trainer)])
                 reader = SimpleNamespace(rows=lambda record, rows, columns: [])

@@ -48,3 +48,15 @@ def test_what_the_cluster_cannot_give_is_refused(folder, setting, message):
     assert not (folder / "runs" / "refused").exists()
     queue = subprocess.run(["squeue", "-h", "-n", "refused"], capture_output=True, text=True)
     assert (queue.returncode, queue.stdout) == (0, "")
+
+
+def test_what_a_preemption_costs_is_said_before_a_job_is_queued(folder):
+    command = [CLI, "check", "job.toml", "-p", "low"]
+    answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert answer.returncode == 0, answer.stderr
+    said = "engines.rollout.resources: partition low announces a preemption 15 s before"
+    assert answer.stderr.count(said) == 1 and answer.stderr.count("preemption") == 1
+    answer = subprocess.run(
+        [*command[:-1], "main"], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert answer.returncode == 0 and "preempt" not in answer.stderr

@@ -71,8 +71,10 @@ MISTAKES = [
     ({}, {"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt = 1: algorithm.advantage"),
     ({"advantage": {"name": "pass_k", "k": 9}}, {}, "algorithm.advantage.k = 9: there are rollout"),
     ({"mini_batches": 33}, {}, "algorithm.mini_batches = 33: a batch has schedule.prompts_per_ste"),
-    ({"kl": {"name": "k1"}}, {"reference": {"placement": "own"}}, "k1 in the loss has no gradient"),
+    ({"kl": {"name": "k1"}}, {"reference": {"placement": "own"}}, "'k1': in the loss it has no"),
     (MAX_RL, {"reward": {"name": "dapo"}}, "reward.name = 'dapo': is below 0 (-1 where it is wron"),
+    (MAX_RL | {"groups": {"truncated": "penalty"}}, {}, "lowers a reward of 0, and algorithm.adv"),
+    ({"preset": "gmpo", "aggregation": "prompt"}, {}, "aggregation = 'prompt': the ratio of gmpo"),
     (MAX_RL, {"reward": {"terms": {"a": {"name": "exact", "weight": -1.0}}}}, "s.a.weight = -1"),
 ]  # fmt: skip
 
@@ -90,6 +92,8 @@ def test_what_comes_close_to_a_mistake_is_none():
     job({"preset": "m2po"})
     job(MAX_RL, reward={"name": "dapo", "args": {"wrong": 0.0}})
     job({"correction": {"name": "reject_k3"}})
+    job({"advantage": {"name": "pass_k", "k": 2}}, rollout={"samples_per_prompt": 2})
+    job({"kl": {"name": "k1", "place": "reward"}}, reference={"placement": "own"})
 
 
 MINE = '''

@@ -36,6 +36,21 @@ REFUSED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ('""', "eval..[key] = ''"),
+        ('"a/b"', "eval.a/b.[key] = 'a/b'"),
+        ("heldout", "Cannot declare ('eval', 'heldout') twice"),
+    ],
+)
+def test_a_set_of_a_job_without_a_name_or_with_that_of_another_is_refused(job, refused, name, said):
+    with Path("job.toml").open("a") as file:
+        file.write(f'[eval.{name}]\npath = "heldout.jsonl"\n')
+    answer = refused("submit", "job.toml", "--local")
+    assert said in answer and "\n" not in answer
+
+
 @pytest.mark.parametrize("arguments", REFUSED, ids=" ".join)
 def test_what_cannot_be_evaluated_is_refused_in_a_line(job, refused, arguments):
     old = Path("runs/old")

@@ -53,6 +53,45 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
         assert not anchor or anchor in anchors(file), f"{page.name}: {link} has no such heading"
 
 
+def named_tests(text):
+    """(file, function) of links to tests, whose titles name one."""
+    return re.findall(r'\]\(\.\./(tests/[^)\s]+) "(\w+)"\)', text)
+
+
+def missing(named):
+    """Those of some tests that are not in their files."""
+    return [
+        (file, name)
+        for file, name in named
+        if not (ROOT / file).exists()
+        or not re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE)
+    ]
+
+
+def table_of_ends():
+    text = PAGES_BY_NAME["operations.md"].read_text()
+    section = text.partition("\n## When something dies\n")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| ")]
+
+
+def test_every_end_in_the_table_has_a_test_that_is_there():
+    head, *rows = table_of_ends()
+    assert head.count("|") == 5 and len(rows) > 20
+    for row in rows:
+        named = named_tests(row)
+        assert named and missing(named) == [], row
+        assert row.count("](../tests/") == len(named), row
+        assert row.count("|") == 5, row
+
+
+def test_a_test_that_is_not_there_would_be_noticed():
+    there = ("tests/unit/test_docs.py", "test_a_test_that_is_not_there_would_be_noticed")
+    other, nowhere = (there[0], "test_another"), ("tests/unit/test_no_docs.py", there[1])
+    assert missing([there, other, nowhere]) == [other, nowhere]
+    row = f'| a | b | c | [1](../{there[0]} "{there[1]}") [2](../tests/x.py) |'
+    assert named_tests(row) == [there] and row.count("](../tests/") == 2
+
+
 def code(page):
     """Code blocks and code spans of a page, a line each."""
     text = page.read_text()

@@ -170,7 +170,6 @@ class Grid:
             thread.join(timeout=90)
         assert fails or not self.failures, self.failures[0]
         assert not any(thread.is_alive() for thread in threads)
-        self.rollout.close()
         events = read_events(self.paths.root / "events")
         self.steps = [event for event in events if event["event"] == "step"]
         self.skipped = [event for event in events if event["event"] == "skipped"]
@@ -207,7 +206,7 @@ class Grid:
         stages = actor.Stages(lambda: None)
         actor.run(self.config, world, self.trainers[rank], reader, duties, stages)
         if rank == 0:
-            duties.sequencer.close()
+            duties.close()
 
     def _rank0(self, reader):
         sequencer = Sequencer(

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
+from relax_hpc.media.source import Source
 from relax_hpc.prompts import overlap
 from relax_hpc.prompts.record import Record
 
@@ -148,3 +149,33 @@ def test_the_command_compares_all_prompts_of_a_job(job):
     Path("heldout.jsonl").write_text(json.dumps({"prompt": "9+9=", "answer": "18"}))
     Path("train.jsonl").write_text(json.dumps(lines[0]))
     assert command().splitlines()[-1] == "no prompt is there twice"
+
+
+def test_one_question_about_two_images_is_two_prompts(tmp_path):
+    def shown(*media):
+        return Record("colour?", "1", media=media)
+
+    path, data = tmp_path / "a.png", Source("x: image 1", "image", data=b"one")
+    whole = Source("x: image 1", "image", path=path)
+    part = whole._replace(offset=8, size=4)
+    train = Prompts("train")
+    train += [shown(whole), shown(part), shown(data), shown(whole, data), Record("colour?", "1")]
+    heldout = Prompts("heldout")
+    heldout += [
+        shown(whole._replace(place="y: image 1")), shown(data), shown(data, whole),
+        shown(Source("y: image 1", "video", frames=(whole, data))),
+        shown(data._replace(data=b"two")),
+    ]  # fmt: skip
+    found = overlap.find(train, {"heldout": (heldout, len(heldout))})
+    assert found.repeated.num_prompts == 0
+    same = found.sets["heldout"].same
+    assert same == (2, [("heldout:0", "train:0"), ("heldout:1", "train:2")])
+
+
+def test_names_of_media_are_no_words_of_a_prompt(tmp_path):
+    named = Record("x", "1", media=(Source("y", "image", path=tmp_path / words(0, 14)),))
+    train, heldout = Prompts("train"), Prompts("heldout")
+    train.append(named)
+    heldout.append(named._replace(prompt="other"))
+    found = overlap.find(train, {"heldout": (heldout, 1)}).sets["heldout"]
+    assert (found.same.num_prompts, found.alike.num_prompts) == (0, 0)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from relax_hpc.bench.shapes import SHAPES
 from relax_hpc.cli.main import app
+from relax_hpc.demo import programs, seeing, shapes
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import registry
 from relax_hpc.preparation.prepare import Made, prepare
@@ -21,7 +22,7 @@ from relax_hpc.rewards import unit_tests
 from relax_hpc.rewards.sandbox import Limits, run
 
 JOBS = Path(__file__).parents[2] / "jobs"
-RECIPES = sorted(JOBS.glob("qwen3-*.toml"))
+RECIPES = sorted(set(JOBS.glob("qwen3-*.toml")) - set(JOBS.glob("qwen3-vl-*.toml")))
 DATA = {"dapo": "dapo-math", "code": "deepcoder", "": "gsm8k"}
 STAND_INS = sorted([JOBS / "demo.toml", *(JOBS / "tiny").glob("*.toml")])
 
@@ -133,9 +134,18 @@ def test_every_job_for_two_cores_passes_check(job, tiny_model, prompts, tmp_path
     overrides = {"run_root": tmp_path, "model.path": tiny_model}
     if "[teachers.sums]" in text:
         overrides["teachers.sums.path"] = tiny_model
-    (tmp_path / "rows.jsonl").write_text(
-        json.dumps({"prompt": "1+1=", "answer": "2", "completion": "\\boxed{2}"}) + "\n"
-    )
+    row = {"prompt": "1+1=", "answer": "2", "completion": "\\boxed{2}"}
+    if 'name = "code"\nworkers' in text:
+        programs.write(tmp_path, 1, 1, seed=0)
+        row = json.loads((tmp_path / "train.jsonl").read_text())
+    if "tiny-vl" in text:
+        tokens = seeing.tokenizer()
+        seeing.save(tmp_path / "seer", seeing.model("vl", tokens, seed=0), tokens)
+        shapes.write(tmp_path, 1, 0, seed=0)
+        row = json.loads((tmp_path / "train.jsonl").read_text())
+        overrides |= {"model.path": tmp_path / "seer"}
+        overrides |= {"engines.rollout.resources.python": sys.executable}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     keys = (
         ("sft.train", "sft.heldout") if "[sft]" in text else ("prompts.train", "eval.heldout.path")
     )

@@ -251,6 +251,94 @@ def test_limits_of_a_partition_are_read_as_slurm_prints_them(asked, partition, f
         assert partitions.over_limit(asked, limits, lifted) is None
 
 
+PARTITIONS = """\
+PartitionName=low GraceTime={grace} PriorityTier=1 PreemptMode={mode}
+PartitionName=high GraceTime=0 PriorityTier=10 PreemptMode={mode}
+PartitionName=apart GraceTime=0 PriorityTier=1 PreemptMode={mode}
+"""
+NODES = partitions.parse_sinfo("low*|n1|(null)\nhigh|n1|(null)\napart|n2|(null)")
+
+
+def test_whose_jobs_are_preempted_and_how_is_read_as_slurm_prints_it():
+    def found(names, mode="REQUEUE", grace=15):
+        limits = partitions.parse_limits(PARTITIONS.format(mode=mode, grace=grace))
+        return partitions.preemption_by_partition(limits, NODES, names)
+
+    assert found(["low"]) == ("partition low", "REQUEUE", 15)
+    assert found(["high", "low"], "GANG,SUSPEND", 0) == ("partition low", "SUSPEND", 0)
+    assert found(["high"]) is None, "nobody is above it"
+    assert found(["apart"]) is None, "who is above it has other nodes"
+    assert found(["low"], "OFF") is None
+    rows = "normal||cluster|00:00:00\nurgent|normal,scavenge|cluster|00:00:00\n"
+    rows += "scavenge||cancel|00:02:05\n"
+    assert partitions.preemption_by_qos(rows, "normal", "REQUEUE") == ("QOS normal", "REQUEUE", 0)
+    assert partitions.preemption_by_qos(rows, "scavenge", "OFF") == ("QOS scavenge", "CANCEL", 125)
+    assert partitions.preemption_by_qos(rows, "normal", "OFF") is None
+    assert partitions.preemption_by_qos(rows, "urgent", "REQUEUE") is None
+
+
+PREEMPTS = "engines.rollout.resources: partition low "
+COSTS = {
+    # mode, GraceTime, longest save: what is said
+    ("REQUEUE", 15, None): "announces a preemption 15 s before (GraceTime); how long a save takes "
+    "is not known before the first",
+    ("REQUEUE", 15, 9.0): "announces a preemption 15 s before (GraceTime); a save of this run took "
+    "9 s",
+    ("CANCEL", 15, 12.0): "announces a preemption 15 s before (GraceTime), and a save of this run "
+    "took 12 s: up to 20 steps are trained again; lower actor.save_every",
+    ("REQUEUE", 0, None): "requeues jobs that it preempts, at once; up to 20 steps are trained "
+    "again; lower actor.save_every",
+    ("CANCEL", 0, None): "cancels jobs that it preempts, at once: resume it then; up to 20 steps "
+    "are trained again; lower actor.save_every",
+    ("SUSPEND", 0, None): "suspends jobs that it preempts: all of this one stands still then, and "
+    "time-outs go on",
+}
+
+
+def told_of(monkeypatch, mode, grace, save_s=None, sbatch=()):
+    """What is said of a run of two components in partition low."""
+    said = []
+    answers = {
+        "sinfo": "low*|n1|(null)\nhigh|n1|(null)",
+        "scontrol show config": "JobRequeue = 1\nPreemptType             = preempt/partition_prio",
+        "scontrol show partition": PARTITIONS.format(mode=mode, grace=grace),
+    }
+
+    def output_of(command):
+        text = next(t for name, t in answers.items() if " ".join(command).startswith(name))
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+    monkeypatch.setattr(partitions, "output_of", output_of)
+    components = [
+        Component("rollout", 1, Resources(sbatch=list(sbatch)), section="engines.rollout"),
+        Component("actor", 1, Resources()),
+    ]
+    partitions.check_preemption(components, save_every=20, save_s=save_s, say=said.append)
+    return said
+
+
+@pytest.mark.parametrize("case", COSTS, ids=str)
+def test_what_a_preemption_would_cost_is_said_once_before_the_job_is_queued(monkeypatch, case):
+    assert told_of(monkeypatch, *case) == [PREEMPTS + COSTS[case]]
+
+
+def test_a_requeue_that_is_asked_for_by_name_is_refused_where_nobody_could_do_it(monkeypatch):
+    asked = ["--requeue"]
+    assert told_of(monkeypatch, "REQUEUE", 0, sbatch=asked) and told_of(
+        monkeypatch, "CANCEL", 15, sbatch=asked
+    )
+    with pytest.raises(ConfigError, match=r"engines.rollout.resources.sbatch asks for --requeue: "):
+        told_of(monkeypatch, "CANCEL", 0, sbatch=asked)
+    [said] = told_of(monkeypatch, "REQUEUE", 0, sbatch=["--no-requeue"])
+    assert "cancels jobs that it preempts, at once: resume it" in said
+
+
+def test_a_save_that_takes_longer_than_the_time_limit_is_announced_is_told_of(monkeypatch):
+    assert told_of(monkeypatch, "OFF", 0, 85.0) == []
+    [said] = told_of(monkeypatch, "OFF", 0, 86.0)
+    assert said.startswith("a save of this run took 86 s, and the time limit is announced 90 s")
+
+
 def asked_of(job, *words):
     """What both components of the job file ask for, by the script."""
     with pytest.MonkeyPatch.context() as patch:

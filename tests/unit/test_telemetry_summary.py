@@ -10,7 +10,7 @@ from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.errors import ConfigError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
-from relax_hpc.runs import summary
+from relax_hpc.runs import report, summary
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
 from relax_hpc.telemetry.events import EventWriter
 
@@ -84,6 +84,31 @@ def test_trajectories_are_counted_from_the_bus_and_the_steps(paths):
         ),
     }
     assert found["max_staleness_seen"] == 1  # step 2 trains on policy 0; one step is its due lag
+
+
+def test_what_ends_have_cost_is_counted_and_shown(paths):
+    emit(
+        paths, "actor",
+        *[("step", {"step": step, "num_tokens": 10 * step}) for step in (1, 2, 3, 2, 3, 4, 3)],
+    )  # fmt: skip
+    emit(
+        paths, "rollout",
+        ("continued", {"num_groups": 2, "num_tokens": 700, "num_dropped": 0}),
+        ("continued", {"num_groups": 1, "num_tokens": 50, "num_dropped": 8}),
+    )  # fmt: skip
+    redone = summary.summarize(paths.root)["redone"]
+    assert redone == {
+        "steps": 3, "tokens_trained_again": 20 + 30 + 30,
+        "tokens_continued": 750, "tokens_sampled_again": 8,
+    }  # fmt: skip
+    assert report._redone(redone) == [
+        (
+            "redone",
+            "3 steps, 80 tokens trained again; 750 tokens of unfinished responses kept; "
+            "8 tokens sampled again",
+        )
+    ]
+    assert report._redone(dict.fromkeys(redone, 0)) == []
 
 
 HELDOUT = {"name": "h", "headline": True, "num_samples": 8, "version_max": 10}

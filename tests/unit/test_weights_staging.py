@@ -53,8 +53,9 @@ def model():
     }
 
 
-def plan_of(tensors, max_bytes):
-    return BucketPlan.of([Spec(n, t.dtype, tuple(t.shape)) for n, t in tensors.items()], max_bytes)
+def plan_of(tensors, max_bytes, fixed=""):
+    specs = [Spec(n, t.dtype, tuple(t.shape), n not in fixed) for n, t in tensors.items()]
+    return BucketPlan.of(specs, max_bytes)
 
 
 def test_a_plan_keeps_the_order_and_the_limit_and_survives_its_own_text():
@@ -88,29 +89,43 @@ def test_what_is_sent_are_the_tensors_whether_they_come_one_by_one_or_gathered(c
     assert gather.filled == [*range(len(plan.buckets))]
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_buffer_is_filled_again_only_when_it_has_left(count):
+@pytest.mark.parametrize("fixed", ["", "a", "b", "ac", "bcd"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_buffer_is_filled_again_only_when_it_has_left(count, fixed):
     """Bytes on the wire are read as late as may be: when somebody waits for them."""
 
     class SlowWire(Wire):
         def start(self, flat):
             under_way = SlowWire()
             under_way.flat, under_way.sent = flat, self.sent
-            self.last = under_way
             return under_way
 
         def order_after(self):
-            self.sent.append(self.flat.clone())
+            if self.flat is not None:
+                self.sent.append(self.flat.clone())
+            self.flat = None
 
-    plan, wire = plan_of(model(), 1), SlowWire()
+    plan, wire = plan_of(model(), 1, fixed), SlowWire()
     buffers = Buffers(plan, torch.device("cpu"), count=count)
-    outgoing = Outgoing(buffers, iter(model().items()))
-    outgoing.prefetch()
-    sendings = list(outgoing.send(wire))
-    for sending in sendings[len(sendings) - count :]:
-        sending.order_after()
-    expected = [tensor.flatten().view(torch.uint8) for tensor in model().values()]
-    assert all(map(torch.equal, wire.sent, expected)) and len(wire.sent) == len(expected)
+    whole = [tensor.flatten().view(torch.uint8) for tensor in model().values()]
+    expected = [flat for name, flat in zip("abcd", whole, strict=True) if name not in fixed]
+    for gather in (None, Gathered(whole)):
+        wire.sent.clear()
+        outgoing = Outgoing(buffers, iter(model().items()), gather, skipped=plan.fixed)
+        outgoing.prefetch()
+        for sending in list(outgoing.send(wire)):
+            sending.order_after()
+        assert sorted(map(bytes, wire.sent)) == sorted(map(bytes, expected))
+        assert outgoing.num_bytes == sum(flat.nbytes for flat in expected)
+    assert gather.filled == ["abcd".index(name) for name in "abcd" if name not in fixed]
+
+
+def test_what_learns_and_what_does_not_are_never_in_one_bucket():
+    plan = plan_of(model(), 80, "bc")
+    assert [[spec.name for spec in bucket] for bucket in plan.buckets] == [["a"], ["b", "c"], ["d"]]
+    assert plan.fixed == (1,) and plan_of(model(), 80).fixed == ()
+    received = BucketPlan.from_json(plan.to_json())
+    assert received.sizes == plan.sizes, "engines see the same cut"
 
 
 def test_what_was_not_sent_is_taken_all_the_same():

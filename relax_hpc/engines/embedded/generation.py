@@ -36,6 +36,7 @@ class GenerationEndpoint:
     async def answer(self, http: HttpRequest) -> Response:
         try:
             body = json.loads(await http.body())
+            _refuse_media(body)
             if body.get("stream"):
                 return StreamingResponse(self._stream(body), media_type="text/event-stream")
             return JSONResponse(await self._whole(body))
@@ -130,6 +131,15 @@ class GenerationEndpoint:
         if self._version_spans:
             meta["weight_versions"] = [span._asdict() for span in completion.spans]
         return {"output_ids": completion.token_ids, "meta_info": meta}
+
+
+def _refuse_media(body: Body) -> None:
+    for key in ("image_data", "video_data", "audio_data"):
+        if body.get(key):
+            raise EngineError(
+                f"{key}: the embedded engine takes no images, videos or sounds; use "
+                'engines.rollout.kind = "sglang"'
+            )
 
 
 def _partial(request: Request, chunk: Chunk) -> Body:

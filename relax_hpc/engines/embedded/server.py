@@ -33,6 +33,7 @@ from relax_hpc.engines.embedded.model import Qwen3, Shape
 from relax_hpc.engines.embedded.scheduler import MEMORY, Scheduler
 from relax_hpc.engines.embedded.weight_groups import WeightGroups
 from relax_hpc.errors import EngineError
+from relax_hpc.hangs.process import tell_stacks
 
 Body = dict[str, Any]
 
@@ -283,6 +284,7 @@ def serve(model_path: Path, host: str, options: Body) -> None:
 
 
 def main() -> None:
+    tell_stacks()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--host", required=True)

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from relax_hpc.engines.megatron.flops import peak_of, training_flops
+from relax_hpc.engines.megatron.flops import peak_of, tower_flops, training_flops
 from relax_hpc.engines.megatron.work import Work
 from relax_hpc.models.architecture import Architecture
 
@@ -27,7 +27,7 @@ class Costs:
     def _begin(self) -> None:
         self._phases: dict[str, list[tuple[_Mark, _Mark]]] = {}
         self._tokens = self._padded = 0
-        self._flops = 0.0
+        self._flops = self._tower_flops = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -51,13 +51,20 @@ class Costs:
             self._tokens += sum(lengths)
             self._padded += sum(work.micro_batch.lengths) - sum(lengths)
             self._flops += flops
+        if self._shape.vision is not None:
+            found = [stretch for work in works for stretch in work.micro_batch.stretches]
+            grids = {each.key: each.row.media[each.medium].grid_thw for each in found}
+            flops = tower_flops(self._shape.vision, grids.values()) / (3 if is_forward else 1)
+            self._tower_flops += flops
+            self._flops += flops
 
     def end_step(self) -> dict[str, float]:
         """The costs of the step, the same on every rank; collective over all of them.
 
         Returns:
             `time/...` of every phase [s], of the slowest rank; `train/tokens_per_s_per_gpu` and, on
-            a GPU whose peak is known, `train/mfu` while in them; `train/padding`, the share of
+            a GPU whose peak is known, `train/mfu` while in them; of a model that sees
+            `train/tower_tflops`, of all replicas; `train/padding`, the share of
             computed tokens that are none; on GPUs `memory/peak_gib`, of the fullest, since start.
         """
         names = sorted(self._phases)
@@ -67,8 +74,8 @@ class Costs:
             torch.cuda.synchronize(self._device)
         spent = [sum(_between(*pair) for pair in self._phases[name]) for name in names]
         *slowest, fullest = self._reduced([*spent, memory], dist.ReduceOp.MAX)
-        tokens, padded, flops = self._reduced(
-            [self._tokens, self._padded, self._flops], dist.ReduceOp.SUM
+        tokens, padded, flops, of_towers = self._reduced(
+            [self._tokens, self._padded, self._flops, self._tower_flops], dist.ReduceOp.SUM
         )
         self._begin()
         ranks = dist.get_world_size()
@@ -77,6 +84,8 @@ class Costs:
         seconds = max(sum(slowest), 1e-9)
         found["train/tokens_per_s_per_gpu"] = tokens / replica / ranks / seconds
         found["train/padding"] = padded / max(tokens + padded, 1)
+        if self._shape.vision is not None:
+            found["train/tower_tflops"] = of_towers / replica / 1e12
         if self._peak:
             found["train/mfu"] = flops / replica / ranks / seconds / self._peak
         return found | ({"memory/peak_gib": fullest} if on_gpu else {})

@@ -1,9 +1,9 @@
 """Whether the layout of a job fits the model: every matrix, expert and layer has one place."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from relax_hpc.config.layout import MegatronConfig
+from relax_hpc.config.layout import FrozenPart, Layout, MegatronConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.architecture import Architecture
 
@@ -44,11 +44,48 @@ def check(config: MegatronConfig, shape: Architecture) -> None:
                 f"{section}.{key} = {ranks}: does not divide the model's {size} {what}; "
                 "use a divisor of it"
             )
+    _check_first_stage(config, shape)
     tensor, heads = layout.tensor_parallel, shape.num_kv_heads
     if max(tensor, heads) % min(tensor, heads):
         raise ConfigError(
             f"{section}.tensor_parallel = {tensor}: does not divide the model's {heads} "
             "key-value heads, nor they it; use a divisor or a multiple"
+        )
+
+
+def check_frozen(frozen: Collection[FrozenPart], shape: Architecture, layout: Layout) -> None:
+    """Refuses parts that the model does not have, and a model of which nothing learns.
+
+    Raises:
+        ConfigError: naming the part, and what can be done.
+    """
+    if not frozen:
+        return
+    said = f"actor.frozen = {list(frozen)}"
+    if shape.vision is None:
+        raise ConfigError(
+            f"{said}: a model of model_type {shape.model_type!r} has no parts; remove it"
+        )
+    if len(set(frozen)) == 3:
+        raise ConfigError(f"{said}: nothing would learn; leave one out")
+    if "language" in frozen and layout.pipeline_parallel > 1:
+        raise ConfigError(
+            f"{said}: only the first pipeline stage would have something to learn; use "
+            "actor.layout.pipeline_parallel = 1"
+        )
+
+
+def _check_first_stage(config: MegatronConfig, shape: Architecture) -> None:
+    """Features of media go into the first layers; those have to be where the tower is."""
+    if shape.vision is None or any(config.transformer.get(name) for name in _UNEVEN_STAGES):
+        return  # uneven stages are looked at when they are built
+    layout, taps = config.layout, len(shape.vision.taps)
+    stages = layout.pipeline_parallel * layout.virtual_pipeline
+    if shape.num_layers // stages < taps:
+        raise ConfigError(
+            f"{config.section}.layout.pipeline_parallel x virtual_pipeline = {stages}: leaves "
+            f"{shape.num_layers // stages} layers to the first stage, and features of images go "
+            f"into the model's first {taps}; use at most {shape.num_layers // taps} stages"
         )
 
 

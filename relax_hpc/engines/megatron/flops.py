@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.architecture import Architecture, Vision
 
 PEAK = 989e12
 """Dense bf16 operations per second of an H100 or H200, by its datasheet."""
@@ -51,3 +51,22 @@ def training_flops(shape: Architecture, lengths: Iterable[int]) -> float:
     for length in lengths:
         tokens, square = tokens + length, square + length * length
     return 6.0 * weights * tokens + 6.0 * shape.num_layers * queries * square
+
+
+def tower_flops(shape: Vision, grids: Iterable[tuple[int, int, int]]) -> float:
+    """Returns the FLOPs of one forward and backward of the tower over media of these grids.
+
+    6 N P for P patches and N weights in matrix products, of mergers for every token; 3 x 4 x layers
+    x channels x patches^2 per frame, all of whose patches see each other. That features are
+    computed once more for the gradient does not count.
+    """
+    hidden, area = shape.hidden_size, shape.merge**2
+    merged = hidden * area
+    block = 4 * hidden * hidden + 2 * hidden * shape.ffn_hidden_size
+    merger = shape.levels * merged * (merged + shape.out_size)
+    weights = shape.num_layers * block + shape.patch_values * hidden + merger / area
+    patches = square = 0
+    for time, height, width in grids:
+        frame = height * width
+        patches, square = patches + time * frame, square + time * frame * frame
+    return 6.0 * weights * patches + 12.0 * shape.num_layers * hidden * square

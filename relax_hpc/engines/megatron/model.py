@@ -1,7 +1,7 @@
 """The model on stock Megatron-core, from its TransformerConfig."""
 
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -19,7 +19,11 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
-from relax_hpc.engines.megatron.attention.packed_attention import Attend, PackedAttention
+from relax_hpc.engines.megatron.attention.packed_attention import (
+    Attend,
+    PackedAttention,
+    PackedRows,
+)
 from relax_hpc.engines.megatron.layers.dense import (
     FusedSelfAttention,
     PackedLayer,
@@ -30,7 +34,9 @@ from relax_hpc.engines.megatron.layers.dense import (
 from relax_hpc.engines.megatron.layers.embedding import RowsEmbedding
 from relax_hpc.engines.megatron.layers.logprobs import hidden_logprobs
 from relax_hpc.engines.megatron.moe import expert_layer, router
-from relax_hpc.models.architecture import Architecture
+from relax_hpc.errors import ConfigError
+from relax_hpc.models.architecture import Architecture, Vision
+from relax_hpc.models.vision.tower import Tower
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
@@ -40,6 +46,26 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     """Architecture of the whole model; this may be a part of its layers."""
     has_vocabulary: ClassVar[bool] = True
     """Whether the last stage has an output layer."""
+
+    vision: Tower | None
+    """The tower, of a model that sees, in the first chunk; it is no part of `forward`."""
+
+    def _preprocess(
+        self,
+        *args: Any,  # noqa: ANN401
+        packed_seq_params: PackedRows,
+        **kwargs: Any,  # noqa: ANN401
+    ) -> tuple[Any, ...]:
+        embedded, *others = super()._preprocess(
+            *args, packed_seq_params=packed_seq_params, **kwargs
+        )
+        if not self.pre_process:
+            return embedded, *others
+        if torch.is_grad_enabled() and not embedded.requires_grad:
+            embedded = embedded.detach().requires_grad_()  # frozen: what it costs is in towers
+        if packed_seq_params.seen is not None:
+            embedded = packed_seq_params.seen.in_place_of(embedded)
+        return embedded, *others
 
     def _postprocess(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states
@@ -125,6 +151,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.architecture = shape
+    model.vision = None
     if shape.experts:
         router.set_shares(model, normalised=shape.experts.norm_topk_prob)
     if model.pre_process:
@@ -132,8 +159,24 @@ def _build_chunk(
             model.embedding.word_embeddings,
             is_output=model.post_process and is_tied,
         )
+        if shape.vision:
+            model.vision = _tower(config, shape.vision)
+            if len(shape.vision.taps) > len(own):
+                raise ConfigError(
+                    f"features of {len(shape.vision.taps)} layers of the tower go into the first "
+                    f"layers of the model, but the first pipeline stage has {len(own)}; use fewer "
+                    "stages"
+                )
     model.rotary_pos_emb = RotaryByPosition(shape.rope, shape.head_dim, device)
     return cast(PackedGPT, model.to(device))
+
+
+def _tower(config: TransformerConfig, shape: Vision) -> Tower:
+    tower = Tower(shape).to(config.params_dtype)
+    for parameter in tower.parameters():
+        # Each tensor-parallel rank sees other media: gradients are summed, as those of norms.
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return tower
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:

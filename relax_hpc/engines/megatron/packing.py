@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from relax_hpc.engines.megatron.moe import replay
+from relax_hpc.engines.megatron.vision.stretches import Stretch, position_ids, stretches
+from relax_hpc.media.recipe import Recipe
 from relax_hpc.schema import Row, extra_columns
 
 
@@ -26,7 +28,7 @@ class MicroBatch:
     token_ids: Tensor
     """[T] int64."""
     position_ids: Tensor
-    """[T] int64, from 0 in each document."""
+    """[T] int64, from 0 in each document; [T, 3] in time, y and x, where a document has media."""
     cu_seqlens: Tensor
     """[B + 1] int32, where documents begin and end."""
     is_first: Tensor
@@ -46,6 +48,8 @@ class MicroBatch:
     routes: Tensor | None = None
     """[T, layers with experts of this rank, experts per token] int16, see `moe.replay`; None where
     nothing is replayed."""
+    stretches: tuple[Stretch, ...] = ()
+    """Tokens that stand for features of media."""
 
     def with_columns(self, **columns: Tensor) -> "MicroBatch":
         """The same with further columns, or others in place of those it has."""
@@ -59,6 +63,7 @@ def build(
     device: torch.device,
     multiple_of: int = 1,
     layers: replay.Layers | None = None,
+    recipe: Recipe | None = None,
 ) -> MicroBatch:
     """Packs the trajectories `rows` end to end.
 
@@ -66,6 +71,7 @@ def build(
         rows: may be empty: the micro-batch of a rank that has none while others have one.
         multiple_of: T is rounded up to a multiple of it by one more, untrained document.
         layers: whose experts are replayed, where rows say which they were.
+        recipe: of a model that sees.
     """
     chosen = [trajectories[row] for row in rows]
     lengths = np.array([len(trajectory.token_ids) for trajectory in chosen], np.int64)
@@ -88,11 +94,16 @@ def build(
     routes = None
     if layers and any(t.routed_experts is not None for t in trajectories):
         routes = replay.pack(chosen, padding, layers).to(device)
+    found = stretches(chosen, recipe) if recipe else ()
+    if recipe and found:
+        positions = position_ids(chosen, padding, recipe)
+    else:
+        positions = torch.from_numpy(np.arange(total) - starts.repeat(documents))
     return MicroBatch(
         rows=tuple(rows),
         lengths=tuple(documents.tolist()),
         token_ids=packed([t.token_ids for t in chosen], np.int64),
-        position_ids=torch.from_numpy(np.arange(total) - starts.repeat(documents)).to(device),
+        position_ids=positions.to(device),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)).to(device),
         is_first=first,
         loss_mask=packed([t.loss_mask != 0 for t in chosen], np.bool_) & ~first,
@@ -105,6 +116,7 @@ def build(
             if all(name in t.columns for t in chosen)
         },
         routes=routes,
+        stretches=found,
     )
 
 

@@ -15,11 +15,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from relax_hpc import heartbeat
 from relax_hpc.engines.megatron import grid
 from relax_hpc.engines.megatron.attention import context_parallel
 from relax_hpc.engines.megatron.attention.balance import Documents
 from relax_hpc.engines.megatron.attention.packed_attention import PackedRows
 from relax_hpc.engines.megatron.packing import MicroBatch
+from relax_hpc.engines.megatron.vision.features import Features
 from relax_hpc.engines.megatron.work import Work
 
 
@@ -27,16 +29,18 @@ def backward(
     chunks: Sequence[DistributedDataParallel],
     works: Sequence[Work],
     loss: Callable[[Tensor, Work], Tensor],
+    features: Features | None = None,
 ) -> None:
     """Adds the gradient of every micro-batch's loss to the buffers of the chunks.
 
     Args:
         loss: (the last stage's hidden states, work) -> [] loss; called there only.
+        features: of the media of the works, on the first stage.
     """
 
     def forward_step(works: Iterator[Work], chunk: torch.nn.Module) -> tuple[Tensor, Any]:
         work = next(works)
-        return _hidden(chunk, work.micro_batch), partial(outcome, work)
+        return _hidden(chunk, work.micro_batch, features), partial(outcome, work)
 
     def outcome(work: Work, hidden: Tensor) -> tuple[Tensor, Tensor, None]:
         # Tokens are counted by the caller: a batch may come in several portions.
@@ -49,13 +53,15 @@ def forward(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     values: Callable[[Tensor, MicroBatch], Tensor],
+    features: Features | None = None,
 ) -> list[npt.NDArray[np.float32]]:
     """[T] float32 `values` of every micro-batch, on all stages; without gradient.
 
     Args:
         values: (the last stage's hidden states, micro-batch) -> [T].
+        features: as of `backward`.
     """
-    found = forward_on_last_stage(chunks, micro_batches, values)
+    found = forward_on_last_stage(chunks, micro_batches, values, features)
     return grid.arrays_from_last_stage([part.float().cpu().numpy() for part in found])
 
 
@@ -63,6 +69,7 @@ def forward_on_last_stage(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[MicroBatch],
     values: Callable[[Tensor, MicroBatch], Tensor],
+    features: Features | None = None,
 ) -> list[Tensor]:
     """Does as `forward`; the values stay on the device of the last stage, others get none."""
 
@@ -70,7 +77,7 @@ def forward_on_last_stage(
         micro_batches: Iterator[MicroBatch], chunk: torch.nn.Module
     ) -> tuple[Tensor, Any]:
         micro_batch = next(micro_batches)
-        return _hidden(chunk, micro_batch), partial(outcome, micro_batch)
+        return _hidden(chunk, micro_batch, features), partial(outcome, micro_batch)
 
     def outcome(micro_batch: MicroBatch, hidden: Tensor, *, non_loss_data: bool) -> Tensor:
         assert non_loss_data
@@ -92,13 +99,22 @@ def whole(values: Tensor) -> Tensor:
     return values if group is None else context_parallel.gather_parts(values, group)
 
 
-def _hidden(chunk: Any, micro_batch: MicroBatch) -> Tensor:  # noqa: ANN401
+def _hidden(
+    chunk: Any,  # noqa: ANN401
+    micro_batch: MicroBatch,
+    features: Features | None,
+) -> Tensor:
+    heartbeat.beat()
     rows = PackedRows.of(micro_batch.lengths, micro_batch.token_ids.device, grid.context_group())
     if chunk.config.num_moe_experts is not None:
         own = _routed if chunk.config.sequence_parallel else own_part
         documents = Documents.of(micro_batch)
         rows.documents = replace(documents, index=own(documents.index))
         rows.routes = None if micro_batch.routes is None else own(micro_batch.routes)
+    if features is not None:
+        rows.seen = features.seen_by(
+            micro_batch, is_sequence_parallel=chunk.config.sequence_parallel
+        )
     hidden: Tensor = chunk(
         own_part(micro_batch.token_ids)[None],
         own_part(micro_batch.position_ids)[None],

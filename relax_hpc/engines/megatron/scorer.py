@@ -1,6 +1,6 @@
 """A model that only scores: logprobs of trajectories under the weights it holds."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from relax_hpc.comm.bucket import BucketPlan, Spec
 from relax_hpc.comm.world import World
-from relax_hpc.config.layout import MegatronConfig
+from relax_hpc.config.layout import FrozenPart, MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.engines.megatron import cpu, grid, model, packing, schedule
 from relax_hpc.engines.megatron.attention import choice
@@ -23,7 +23,10 @@ from relax_hpc.engines.megatron.layers import dense
 from relax_hpc.engines.megatron.moe import router
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.transformer import transformer_config
+from relax_hpc.engines.megatron.vision.encoder import Encoder
+from relax_hpc.engines.training_engine import Pixels
 from relax_hpc.errors import ConfigError
+from relax_hpc.media.recipe import Recipe, read_view
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.schema import Row
 
@@ -36,6 +39,8 @@ class MegatronScorer:
     """
 
     _kind: ClassVar[type[model.PackedGPT]] = model.PackedGPT
+    _frozen: Collection[FrozenPart] = ()
+    """Parts of the model that stay as they were loaded, while others learn."""
 
     def __init__(
         self,
@@ -84,6 +89,15 @@ class MegatronScorer:
         self._routed_layers = router.number_layers(self._chunks, shape)
         for chunk in self._chunks:
             dense.set_recomputed(chunk, megatron.recomputed_passes)
+        self._recipe: Recipe | None = None
+        self._encoder: Encoder | None = None
+        if shape.vision:
+            self._recipe = read_view(config.path)
+            assert self._recipe is not None, "a model that sees has a family of media"
+            self._encoder = Encoder(
+                self._chunks[0].vision, shape.vision, self._recipe, device,
+                patches_at_once=megatron.tower_patches,
+            )  # fmt: skip
         if random_weights:
             return
         if config.weights is not None:
@@ -115,6 +129,7 @@ class MegatronScorer:
             self._run_chunks,
             built,
             lambda hidden, micro_batch: self._logprobs(hidden, micro_batch)[0],
+            self._encoder.encode(built, learns=False) if self._encoder else None,
         )
         logprobs: list[npt.NDArray[np.float32]] = [np.empty(0, np.float32)] * len(trajectories)
         for micro_batch, values in zip(built, packed, strict=True):
@@ -123,13 +138,18 @@ class MegatronScorer:
                 logprobs[row] = document
         return logprobs
 
+    def see_by(self, pixels: Pixels) -> None:
+        """Says where the canonical pixels of rows come from; not collective."""
+        if self._encoder is not None:
+            self._encoder.pixels = pixels
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Yields this rank's parameters."""
         return (parameter for chunk in self._chunks for parameter in chunk.parameters())
 
     def weight_specs(self) -> list[Spec]:
         """Returns the specs of `named_weights`, in that order. Collective."""
-        return hf_stream.weight_specs(self._chunks)
+        return hf_stream.weight_specs(self._chunks, self._frozen)
 
     def gather(self, bucket_bytes: int, *, to_all: bool = False) -> HfGather:
         """Returns the gather that brings such buckets to rank 0, or to all. Collective."""
@@ -144,7 +164,7 @@ class MegatronScorer:
         multiple_of = grid.tokens_multiple_of(self._megatron.layout)
         return packing.build(
             trajectories, rows, device=self._device, multiple_of=multiple_of,
-            layers=self._routed_layers,
+            layers=self._routed_layers, recipe=self._recipe,
         )  # fmt: skip
 
     def _logprobs(

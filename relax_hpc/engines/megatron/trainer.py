@@ -1,7 +1,7 @@
 """The actor's model: trains on trajectories, and gives its weights away under their HF names."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import torch.distributed as dist
 from relax_hpc.algorithms.composition import Objective
 from relax_hpc.algorithms.entropy import EntropyState, NoEntropy
 from relax_hpc.comm.world import World
-from relax_hpc.config.layout import MegatronConfig
+from relax_hpc.config.layout import FrozenPart, MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.optimizer import OptimizerConfig
-from relax_hpc.engines.megatron import engine_gap
+from relax_hpc.engines.megatron import engine_gap, fit
 from relax_hpc.engines.megatron.checkpoint.host_copy import HostCopy
 from relax_hpc.engines.megatron.checkpoint.part import (
     CheckpointPart,
@@ -28,13 +28,14 @@ from relax_hpc.engines.megatron.checkpoint.part import (
 )
 from relax_hpc.engines.megatron.checkpoint.read import damage
 from relax_hpc.engines.megatron.costs import Costs
+from relax_hpc.engines.megatron.frozen import freeze
 from relax_hpc.engines.megatron.hf import hf_weights
 from relax_hpc.engines.megatron.optimizer import distributed_adam
 from relax_hpc.engines.megatron.optimizer.learning_rate import learning_rate
 from relax_hpc.engines.megatron.optimizer.weight_bank import WeightBank
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.engines.megatron.updates import Metrics, Updates
-from relax_hpc.engines.megatron.work import Work
+from relax_hpc.engines.megatron.work import LOGPROBS, Work, made_up_rows
 from relax_hpc.engines.training_engine import Gap, Skip
 from relax_hpc.errors import TrainingError
 from relax_hpc.schema import Row
@@ -66,17 +67,22 @@ class MegatronTrainer(MegatronScorer):
         seed: int = 0,
         temperature: float = 1.0,
         random_weights: bool = False,
+        frozen: Collection[FrozenPart] = (),
     ) -> None:
         """Does as MegatronScorer, and makes gradient buffers and the optimizer.
 
         Args:
             num_steps: where the learning rate has fallen to its end.
             epochs_per_step: passes over a batch, each an update.
+            frozen: parts of the model that do not learn.
         """
         super().__init__(
             config, megatron, world, device,
             seed=seed, temperature=temperature, random_weights=random_weights,
         )  # fmt: skip
+        fit.check_frozen(frozen, self._shape, megatron.layout)
+        freeze(self._chunks, frozen)
+        self._frozen = frozen
         self.step = 0
         self._num_steps, self._epochs_per_step = num_steps, epochs_per_step
         self._seed, self._rates = seed, optimizer
@@ -90,8 +96,9 @@ class MegatronTrainer(MegatronScorer):
         """Costs of the last step, see `costs.Costs.end_step`."""
         self._costs = Costs(self._shape, device)
         self._updates = Updates(
-            self._chunks, self._wrapped, self._optimizer, self._costs, self._logprobs, device
-        )
+            self._chunks, self._wrapped, self._optimizer, self._costs, self._logprobs, device,
+            self._encoder,
+        )  # fmt: skip
         self._objective: Objective | None = None
         """Objective of the batch that is being trained on."""
         self._works: list[Work] = []
@@ -104,6 +111,23 @@ class MegatronTrainer(MegatronScorer):
         self._notes: dict[str, Any] = {}
         self._host_copy, self._waited_s = HostCopy(), 0.0
         self._has_buffers = has_buffers(self._chunks)
+
+    def warm_up(self) -> None:
+        """Trains on a made-up batch and forgets it, so that the first step compiles nothing.
+
+        Between two steps. Not where a pass changes the model.
+        """
+        if self._has_buffers:
+            return
+        assert not self._works, "a batch is being trained on"
+        rows = made_up_rows(self._megatron.tokens_per_micro_batch, self._shape.vocab_size)
+        works = [
+            Work(self._build(rows, range(len(rows))), LOGPROBS, rows, number)
+            for number in range(self._megatron.layout.micro_batches_multiple_of)
+        ]
+        self._updates.pass_over(works, last=False)
+        self._updates.forget()
+        self._costs.end_step()
 
     def accumulate(
         self,

@@ -20,6 +20,8 @@ from relax_hpc.engines.megatron.moe.router import take_metrics
 from relax_hpc.engines.megatron.optimizer import distributed_adam, grad_sync
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.step_sums import StepSums
+from relax_hpc.engines.megatron.vision.encoder import Encoder
+from relax_hpc.engines.megatron.vision.features import Features
 from relax_hpc.engines.megatron.work import Work
 from relax_hpc.engines.training_engine import Skip
 
@@ -52,7 +54,9 @@ class Updates:
         costs: Costs,
         logprobs: Logprobs,
         device: torch.device,
+        encoder: Encoder | None = None,
     ) -> None:
+        self._encoder = encoder
         self._chunks, self._wrapped, self._optimizer = chunks, wrapped, optimizer
         self._costs, self._logprobs, self._device = costs, logprobs, device
         self._skipped_in_a_row = 0
@@ -69,11 +73,14 @@ class Updates:
         """
         sums = StepSums()
         num_tokens = torch.zeros((), dtype=torch.int64, device=self._device)
+        micro_batches = [work.micro_batch for work in works]
+        features = self._encode(micro_batches, learns=False)
         with self._costs.phase("old_logprobs"):
             found = schedule.forward_on_last_stage(
                 self._wrapped,
-                [work.micro_batch for work in works],
+                micro_batches,
                 lambda hidden, micro_batch: self._logprobs(hidden, micro_batch)[0],
+                features,
             )
             for work, logprobs in zip(works, found, strict=False):  # none on the other stages
                 _note_old(work, logprobs, sums, version)
@@ -99,8 +106,12 @@ class Updates:
         def sum_loss(hidden: Tensor, work: Work) -> Tensor:
             return self._sum_loss(hidden, work, version)
 
+        features = self._encode([work.micro_batch for work in works], learns=True)
         with self._costs.phase("forward_backward"), grad_sync.portion(self._wrapped, last=last):
-            schedule.backward(self._wrapped, works, sum_loss)
+            schedule.backward(self._wrapped, works, sum_loss, features)
+        if self._encoder is not None:
+            with self._costs.phase("towers"):
+                self._encoder.learn(features, self._wrapped[0])
         self._costs.count(works)
 
     def routing_gap(self, works: Sequence[Work]) -> Metrics:
@@ -122,6 +133,7 @@ class Updates:
                 self._wrapped,
                 [replace(each, routes=None) for each in own],
                 lambda hidden, micro_batch: self._logprobs(hidden, micro_batch)[0],
+                self._encode(own, learns=False),
             )
         sums, num_tokens = StepSums(), torch.zeros((), dtype=torch.int64, device=self._device)
         for each, without in zip(own, found, strict=False):  # none on the other stages
@@ -165,6 +177,17 @@ class Updates:
             metrics["loss_scale"] = scale
         self._begin()
         return metrics | {"grad_norm": result.norm, "skipped": float(not result.done)}
+
+    def forget(self) -> None:
+        """Drops what was passed over, as if it had not been."""
+        take_metrics(self._chunks, 1)
+        self._begin()
+
+    def _encode(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> Features | None:
+        if self._encoder is None:
+            return None
+        with self._costs.phase("towers"):
+            return self._encoder.encode(micro_batches, learns=learns)
 
     def _begin(self) -> None:
         for chunk in self._wrapped:

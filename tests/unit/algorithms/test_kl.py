@@ -73,11 +73,6 @@ def test_k1_has_no_gradient_towards_the_reference():
     torch.testing.assert_close(expected_gradient("k1", "older"), elsewhere)
 
 
-def test_k1_in_the_loss_is_refused():
-    with pytest.raises(ValueError, match=r"k1 in the loss has no gradient.*use rk3"):
-        Kl(name="k1")
-
-
 def test_the_default_is_the_estimator_that_is_right_under_lag():
     assert Kl().name == "rk3"
 

@@ -145,6 +145,37 @@ def test_data_parallel_ranks_add_up(loss):
         np.testing.assert_allclose(sum(grid for _, grid in ranks), gradient, rtol=0, atol=1e-9)
 
 
+SHARES = {"loss/clip_fraction", "loss/masked_fraction"}
+STOPS = [
+    PpoClip(),
+    PpoClip(dual=1.5),
+    M2po(),
+    DppoTv(eps=0.05),
+    DppoKl(eps=0.02),
+    Icepop(low=0.8, high=1.3),
+    Ipo(drift=0.0),
+    Kpop(phi=0.02, drift=0.0),
+]
+
+
+@pytest.mark.parametrize("loss", STOPS, ids=NAMES)
+def test_what_is_counted_as_bounded_are_the_tokens_without_gradient(loss):
+    seen = set()
+    for seed in range(100):
+        (tokens,) = prepared(loss, [pack(random_batch(seed), garbage=True)])
+        logprobs = tokens.logprobs.clone().requires_grad_()
+        output = loss.of_tokens(logprobs, tokens)
+        output.loss.where(tokens.loss_mask, 0.0).sum().backward()
+        bounded = output.metrics.get(
+            "loss/masked_fraction", output.metrics.get("loss/clip_fraction")
+        )
+        teaches = tokens.loss_mask & (tokens.columns["advantages"] != 0)
+        stands = logprobs.grad == 0
+        assert bounded[teaches].tolist() == stands[teaches].tolist()
+        seen |= {*stands[teaches].tolist()}
+    assert seen == {False, True}
+
+
 def one(loss, *, now, then, worth):
     """Loss and gradient of tokens of one sequence, of probabilities and advantages."""
     tokens = pack(random_batch(0), [])
@@ -234,6 +265,9 @@ def test_gmpo_by_hand():
     assert loss == near([-2 * math.exp(mean)] * 2)
     assert gradient == near([0, -2 * math.exp(mean)])
     assert metrics["loss/clip_fraction"] == [True, False]
+    # What is worth nothing is not held, however far it went.
+    _, gradient, metrics = one(Gmpo(), now=[0.8, 0.1], then=[0.1, 0.8], worth=[0.0, 0.0])
+    assert gradient == near([0, 0]) and not any(metrics["loss/clip_fraction"])
 
 
 def test_sapo_by_hand():

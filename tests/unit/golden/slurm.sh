@@ -9,6 +9,7 @@
 #SBATCH --open-mode=append
 #SBATCH --output='/runs/it'"'"'s here/submission/%j_batch.log'
 #SBATCH --partition=gpu
+#SBATCH --requeue
 #SBATCH --signal=USR2@90
 #SBATCH --time=1-00:00:00
 #SBATCH --exclusive
@@ -136,6 +137,21 @@ await_controller() {
   echo "$(date +%FT%T) $1: the controller answers again"
 }
 
+# Slurm gives a component no step any more that was cancelled, though the others go on.
+# part_over COMMAND...: prints the component's part of the job and Slurm's word for it, if it has
+# ended.
+part_over() {
+  local said word
+  said=$(squeue --noheader --jobs="$job_id" --states=all --format='%i %T' 2>/dev/null) || return 1
+  for word in "$@"; do
+    case $word in --het-group=*)
+      grep -xE "$job_id\+${word#*=} (CANCELLED|COMPLETED|FAILED|TIMEOUT|NODE_FAIL)" <<< "$said" &&
+        return 0 ;;
+    esac
+  done
+  return 1
+}
+
 # Counts a failure: adds it to `failures`, and leaves those that are older than the window out.
 count_failure() {
   local recent=("$SECONDS") each
@@ -149,7 +165,7 @@ count_failure() {
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
   local name=$1 tasks=$2 folders=() folder start=1 step='' status stopping='' watch=''
-  local failures=() failed_as=() began often telling
+  local failures=() failed_as=() began often telling part
   shift 2
   while [ "$1" != -- ]; do folders+=("$1"); shift; done
   shift
@@ -177,6 +193,12 @@ supervise() {
     if is_final "${folders[@]}"; then
       echo "$(date +%FT%T) $name: would fail again in the same way, giving up"
       tell ended "${failed_as[@]}"
+      kill -USR1 "$$"
+      exit "$status"
+    fi
+    if part=$(part_over "$@"); then
+      echo "$(date +%FT%T) $name: its part of the job has ended ($part), giving up"
+      tell ended --words "$name: Slurm has ended its part of the job ($part); resume the run"
       kill -USR1 "$$"
       exit "$status"
     fi
@@ -238,7 +260,7 @@ component_0() {
 component_0 & components+=($!)
 
 component_1() {
-  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@
+  supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues
 }
 component_1 & components+=($!)
 

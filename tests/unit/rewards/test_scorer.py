@@ -208,6 +208,17 @@ def test_a_reward_that_does_not_work_is_refused_by_name(name, words):
     assert words in str(refused.value) and f"reward.name = {name!r}" in str(refused.value)
 
 
+@pytest.mark.parametrize("line", ["1 / 0", "raise OSError('no words here')", "def score(:"])
+def test_a_file_that_raises_while_it_is_imported_is_refused_with_what_it_raised(tmp_path, line):
+    path = tmp_path / "mine.py"
+    path.write_text(f"{line}\ndef score(response, answer): return 1.0\n")
+    said = {"1": "division by zero", "r": "no words here", "d": "SyntaxError"}[line[0]]
+    with pytest.raises(ConfigError) as refused:
+        trial.check(RewardConfig(name=f"{path}:score"), Sample("1", answer="1"))
+    assert said in str(refused.value) and f"reward.name = '{path}:score'" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
     for response, words in (("hang", "took longer than 1 s"), ("exit", "ended with 3")):
         with pytest.raises(ConfigError, match=words):

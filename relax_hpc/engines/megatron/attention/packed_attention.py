@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from relax_hpc.engines.megatron.attention import context_parallel
 from relax_hpc.engines.megatron.attention.balance import Documents
+from relax_hpc.engines.megatron.vision.features import Seen
 
 Cached = TypeVar("Cached")
 
@@ -84,6 +85,8 @@ class PackedRows(PackedSeqParams):  # type: ignore[misc]
     """Documents of this rank's tokens, for routers of experts."""
     routes: Tensor | None = None
     """[t, layers, k] experts to which they are to go, see `moe.replay`."""
+    seen: Seen | None = None
+    """Features of media that this rank's tokens see."""
 
     @classmethod
     def of(

@@ -5,7 +5,7 @@ alone has of a bucket into one message; whoever gets it puts the pieces where th
 pieces these are, and where they go, is found once: an update is a few kernels per bucket.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,7 +141,8 @@ class HfGather:
         """Puts bucket `index` into `flat`, in the order of the current stream.
 
         Bucket after bucket, while the other ranks do so, too, or `give`. It may be left off between
-        two buckets, as long as the rest is filled at some time.
+        two buckets, as long as the rest is filled at some time, and left out where all leave it
+        out.
         """
         messages = self._messages[index]
         own = [message for message in messages if message.owner == self._here]
@@ -176,11 +177,11 @@ class HfGather:
         copies.make_others()
 
     @torch.no_grad()
-    def give(self) -> None:
-        """Sends rank 0 what it lacks of all buckets. Of the other ranks, if it is not to all."""
+    def give(self, skipped: Collection[int] = ()) -> None:
+        """Sends rank 0 what it lacks of the other buckets. Of other ranks, if it is not to all."""
         for index, messages in enumerate(self._messages):
             for message in messages:
-                if message.owner == self._rank:
+                if message.owner == self._rank and index not in skipped:
                     region = self._pack(index, message)
                     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, region, 0)]):
                         work.wait()

@@ -5,7 +5,7 @@ then ranks of each stage that share matrices gather them. So what crosses stages
 rank, and what is gathered, mostly within a node, comes in as few collectives as there are kinds.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from relax_hpc.comm.bucket import Spec, dtype_name, dtype_of
 from relax_hpc.comm.collectives import all_gather_json
+from relax_hpc.config.layout import FrozenPart
+from relax_hpc.engines.megatron.frozen import part_of
 from relax_hpc.engines.megatron.hf.hf_weights import Sharing, by_expert, owned
 from relax_hpc.engines.megatron.model import PackedGPT
 from relax_hpc.models.names import Parameter, Piece, Shape
@@ -94,10 +96,20 @@ def named_weights(
         yield from _brought_together(bucket, device)
 
 
-def weight_specs(chunks: Sequence[PackedGPT]) -> list[Spec]:
-    """Returns the specs of `named_weights`, in that order. Collective over pipeline stages."""
+def weight_specs(chunks: Sequence[PackedGPT], frozen: Collection[FrozenPart] = ()) -> list[Spec]:
+    """Returns the specs of `named_weights`, in that order. Collective over pipeline stages.
+
+    Args:
+        chunks: this rank's.
+        frozen: parts that do not learn.
+    """
     return [
-        Spec(name.format(expert=expert), slot.dtype, tuple(shape))
+        Spec(
+            name.format(expert=expert),
+            slot.dtype,
+            tuple(shape),
+            learns=part_of(slot.parameter.core[0]) not in frozen,
+        )
         for slot in slots_of(chunks)
         for expert in range(slot.parameter.num_experts or 1)
         for name, shape in slot.parameter.hf.items()

@@ -126,7 +126,11 @@ def _read(files: HfFiles, parameter: Parameter, expert: int, piece: Piece) -> Te
     if parameter.fused in files.names:
         before = sum(rows for rows, *_ in list(parameter.hf.values())[: piece.source])
         along = slice(before + piece.start, before + piece.start + piece.length)
-        return files.read(parameter.fused, slice(expert, expert + 1), *others, along)[0]
+        place = [*others, along]
+        if parameter.transposed:
+            place = [*[slice(None)] * (1 - piece.dim), along]
+        read = files.read(parameter.fused, slice(expert, expert + 1), *place)[0]
+        return read.T if parameter.transposed else read
     name = name.format(expert=expert)
     files.check_shape(name, shape)
     return files.read(name, *others, slice(piece.start, piece.start + piece.length))

@@ -65,15 +65,24 @@ class RotaryByPosition(nn.Module):
     """
 
     inverse_frequencies: Tensor
+    axes: Tensor
 
     def __init__(self, rope: Rope, head_dim: int, device: torch.device) -> None:
         super().__init__()
         frequencies = rope.inverse_frequencies(head_dim, device)
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
+        axes = torch.tensor(rope.axes(head_dim), device=device)
+        self.register_buffer("axes", axes, persistent=False)
 
     def forward(self, position_ids: Tensor, *_: object, **__: object) -> Tensor:
-        """[1, T] positions -> [T, 1, 1, head_dim] radians, the two halves alike."""
-        angles = position_ids[0, :, None].float() * self.inverse_frequencies
+        """[1, T] positions -> [T, 1, 1, head_dim] radians, the two halves alike.
+
+        Of [1, T, 3] positions in space each channel pair turns by its own.
+        """
+        if position_ids.ndim == 3:
+            angles = position_ids[0, :, self.axes].float() * self.inverse_frequencies
+        else:
+            angles = position_ids[0, :, None].float() * self.inverse_frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
@@ -207,6 +216,14 @@ class PackedLayer(TransformerLayer):  # type: ignore[misc]
             self.mlp.__class__ = FusedMLP
             self.mlp.recompute = self.recompute_mlp
             self.recompute_mlp = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
+        """Does as Megatron's; to the first layers' outputs come features of media."""
+        hidden, context = super().forward(*args, **kwargs)
+        seen = kwargs["packed_seq_params"].seen
+        if seen is not None:
+            hidden = seen.beside(hidden, self.layer_number - 1)
+        return hidden, context
 
 
 def set_recomputed(model: nn.Module, passes: Collection[str]) -> None:

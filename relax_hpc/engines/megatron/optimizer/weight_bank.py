@@ -181,6 +181,12 @@ def _buffers(chunk: DistributedDataParallel) -> Iterator[_Buffer]:
             size = data.numel() // group.size()
             first = group.rank() * size
             yield _Buffer(data, first, data[first : first + size], group, places)
+    learning = {p for b in [*chunk.buffers, *chunk.expert_parallel_buffers]
+                for p in b.param_index_map}  # fmt: skip
+    for parameter in chunk.module.parameters():
+        if parameter not in learning:  # frozen
+            flat = parameter.detach().view(-1)
+            yield _Buffer(flat, 0, flat, None, {parameter: 0})
     for module in chunk.module.modules():
         for name, value in module._buffers.items():
             if value is not None and name not in module._non_persistent_buffers_set:
