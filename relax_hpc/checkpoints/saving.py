@@ -122,6 +122,8 @@ class Saving(Generic[P]):
         self._is_due = False
         self._begun = trainer.step
         """Step of the save that was begun last, or that the run was resumed from."""
+        self.times: list[float] = []
+        """Seconds that each save took, from its begin until it was on disk."""
         trainer.expect_saves()
 
     def __call__(self) -> None:
@@ -183,6 +185,7 @@ class Saving(Generic[P]):
             self._events.emit("checkpoint_failed", step=saved.step, message=saved.failure)
             return
         self._rank0.release()
+        self.times.append(saved.wait_s + saved.background_s)
         self._events.emit(
             "checkpoint",
             step=saved.step,

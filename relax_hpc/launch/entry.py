@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from submitit import JobEnvironment
@@ -56,7 +57,10 @@ def main(run: TaskMain | None = None) -> None:
         return
     mine = left.done(context.rank)
     patiently(mine, lambda: mine.unlink(missing_ok=True))
-    requeue.install(job_id, args.run_dir, asks=args.requeues and context.rank == 0)
+    asks = args.requeues and context.rank == 0
+    requeue.install(job_id, args.run_dir, asks=asks)
+    if asks:
+        context = replace(context, end=requeue.JobEnd(job_id, args.run_dir))
     try:
         (run or _role)(args.run_dir, context, args.bootstrap)
     except RelaxError as error:

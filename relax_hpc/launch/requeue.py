@@ -7,6 +7,7 @@ requeued they go on until Slurm ends them.
 """
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ MARGIN_S = 5.0
 """Seconds before the end at which a requeue is asked for, whatever has been saved."""
 KEEP_S = 20.0
 """Seconds for rollout to keep what it has, once the trainer has saved."""
+_LIMIT_EVERY_S = 120.0
 _RETRY_S = 2.0
 _POLL_S = 0.2
 
@@ -118,7 +120,9 @@ def announce(job_id: str, run_dir: Path) -> bool:
     return write_json_once(record, {"time": time.time()})
 
 
-def ask_in_time(job_id: str, run_dir: Path, *, left_s: float | None) -> None:
+def ask_in_time(
+    job_id: str, run_dir: Path, *, left_s: float | None, most_s: float = SIGNAL_AHEAD_S
+) -> None:
     """Asks for a requeue once the trainer has saved and rollout has kept what it had, or when there
     is no more time.
 
@@ -126,9 +130,10 @@ def ask_in_time(job_id: str, run_dir: Path, *, left_s: float | None) -> None:
         job_id: of the leader.
         run_dir: of the run.
         left_s: seconds until the job ends; None where nobody says.
+        most_s: seconds of these that are waited for, since a preemption does not move the limit.
     """
     paths, attempt = RunPaths(run_dir), attempt_of(job_id)
-    end = time.monotonic() + min(SIGNAL_AHEAD_S if left_s is None else left_s, SIGNAL_AHEAD_S)
+    end = time.monotonic() + min(SIGNAL_AHEAD_S if left_s is None else left_s, most_s)
     records = paths.saves(attempt), paths.critic_saves(attempt)
     while (late := is_unsaved(records)) and time.monotonic() < end - MARGIN_S:
         time.sleep(_POLL_S)
@@ -193,6 +198,41 @@ def _tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
     answer = output_of([*module, "--job-id", job_id, "--what", what, "--words", words])
     if answer.returncode:
         log.error("the verdict could not be written: %s", words_of(answer))
+
+
+class JobEnd:
+    """The end of a job by its time limit; see `roles.training.admission`.
+
+    Slurm is asked in a thread, now and then: whoever may do so can move the limit.
+    """
+
+    def __init__(self, job_id: str, run_dir: Path) -> None:
+        self._job_id, self._run_dir = job_id, run_dir
+        self._at: float | None = None
+        """Time of `time.monotonic()`."""
+        threading.Thread(target=self._follow, name="time limit", daemon=True).start()
+
+    def left_s(self) -> float | None:
+        at = self._at
+        return None if at is None else at - time.monotonic()
+
+    def announce(self) -> None:
+        if not announce(self._job_id, self._run_dir):
+            return
+        left_s = self.left_s()
+        threading.Thread(
+            target=ask_in_time,
+            args=(self._job_id, self._run_dir),
+            kwargs={"left_s": left_s, "most_s": math.inf},
+            daemon=True,
+        ).start()
+
+    def _follow(self) -> None:
+        while True:
+            asked = time.monotonic()
+            if (left_s := _left_s(self._job_id)) is not None:
+                self._at = asked + left_s
+            time.sleep(_LIMIT_EVERY_S)
 
 
 def _go_on(_number: int, _frame: FrameType | None) -> None:

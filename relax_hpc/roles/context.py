@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from relax_hpc.config.rollout import Transport
+from relax_hpc.roles.training.admission import JobEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class TaskContext:
     node: str
     transport: Transport | None = None
     """The way of weights to an engine that was added, if not as `weights.transport` says."""
+    end: JobEnd | None = None
+    """The end of the job, for a task that may have it requeued."""
 
     @property
     def name(self) -> str:

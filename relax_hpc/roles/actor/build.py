@@ -73,7 +73,7 @@ def main(
     )  # fmt: skip
     check = LogprobCheck(config, trainer, rank0)
     duties = rank0 or OtherRank(publishing.ranks)
-    stop = LastSave(world, trainer, save, ending)
+    stop = LastSave(world, trainer, save, ending, context.end)
     stages = loop.Stages(save, columns, [check], lease, stop)
     if device.type == "cuda":  # engines load their programs meanwhile
         trainer.warm_up()

@@ -1,16 +1,23 @@
 """The save that a trainer makes when its job is about to end."""
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from relax_hpc.comm.world import World
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.roles.ending import Ending
+from relax_hpc.roles.training.admission import Admission, JobEnd
 
 log = logging.getLogger(__name__)
 
 
 class Saves(Protocol):
+    @property
+    def times(self) -> Sequence[float]:
+        """Seconds that each save so far took, from its begin until it was on disk."""
+        ...
+
     def now(self) -> bool:
         """Saves the step that was trained last, unless that was done; whether it is on disk."""
         ...
@@ -21,18 +28,27 @@ class LastSave:
 
     Args:
         ending: rank 0's, who decides for all; None on the other ranks.
+        job_end: has rank 0 of the policy end the job before a step that would not be finished.
     """
 
     def __init__(
-        self, world: World, trainer: TrainingEngine, saves: Saves, ending: Ending | None
+        self,
+        world: World,
+        trainer: TrainingEngine,
+        saves: Saves,
+        ending: Ending | None,
+        job_end: JobEnd | None = None,
     ) -> None:
         self._world, self._trainer, self._saves, self._ending = world, trainer, saves, ending
+        self._admission = Admission(job_end, lambda: saves.times) if ending and job_end else None
         if ending:
             ending.will_save()
 
     def __call__(self) -> None:
         """Saves if the end is near, and waits for it: no further step would be kept."""
         ending = self._ending
+        if self._admission:
+            self._admission.consider(self._trainer.step)
         if not self._world.bcast(ending is not None and ending.is_near()):
             return
         is_saved = self._saves.now()

@@ -1,0 +1,159 @@
+"""A step that the time limit would cut off is not begun; what can be finished is."""
+
+import time
+
+import fake_slurm
+import pytest
+
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.launch import requeue
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.ending import Ending
+from relax_hpc.roles.training import admission
+from relax_hpc.roles.training.admission import MARGIN_S, Admission, high
+from relax_hpc.roles.training.last_save import LastSave
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 1000.0
+        monkeypatch.setattr(admission.time, "monotonic", lambda: self.now)
+
+
+class End:
+    """An allocation that ends at a time of the clock."""
+
+    def __init__(self, clock, at):
+        self.clock, self.at, self.announced = clock, at, []
+
+    def left_s(self):
+        return None if self.at is None else self.at - self.clock.now
+
+    def announce(self):
+        self.announced.append(self.clock.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def trained(clock, end, *, seconds, saves=()):
+    """An admission that has seen steps of so many seconds."""
+    found = Admission(end, lambda: saves)
+    for step, took in enumerate([*seconds, 0]):
+        found.consider(step)
+        clock.now += took
+    return found
+
+
+def test_a_step_begins_if_it_and_its_save_end_in_time_by_the_95th_percentile(clock):
+    end = End(clock, None)
+    # Twenty steps of which one was slow: the percentile is the 19th.
+    seconds = [100.0] * 18 + [110.0, 500.0]
+    found = trained(clock, end, seconds=seconds, saves=[7.0, 20.0])
+    end.at = clock.now + 110 + 20 + MARGIN_S + 0.5
+    found.consider(20)
+    assert end.announced == []
+    end.at -= 1
+    found.consider(20)
+    assert end.announced == [clock.now]
+
+
+def test_while_a_batch_is_waited_for_what_has_gone_by_counts(clock):
+    end = End(clock, None)
+    found = trained(clock, end, seconds=[100.0, 100.0])
+    end.at = clock.now + 100 + MARGIN_S + 5
+    for _ in range(10):  # it comes as late as it ever did
+        found.consider(2)
+        clock.now += 10
+    assert end.announced == []
+    clock.now += 6  # late, and time for the save and the rest is short now
+    found.consider(2)
+    assert end.announced == [clock.now]
+
+
+def test_the_first_step_is_tried_in_any_case_and_the_end_is_announced_once(clock):
+    end = End(clock, clock.now + 1)
+    found = Admission(end, lambda: [50.0])
+    found.consider(7)
+    assert end.announced == []
+    clock.now += 100
+    for step in (8, 8, 9):
+        found.consider(step)
+    assert len(end.announced) == 1
+
+
+def test_without_a_time_limit_nothing_is_announced(clock):
+    end = End(clock, None)
+    trained(clock, end, seconds=[1e6] * 3, saves=[1e6]).consider(4)
+    assert end.announced == []
+
+
+def test_the_percentile_is_a_value_that_was_seen():
+    assert high([]) == 0.0 and high([3.0]) == 3.0
+    assert high([float(n) for n in range(1, 101)]) == 95.0
+    assert high([1.0, 9.0]) == 9.0
+
+
+class Trainer:
+    step = 3
+
+
+class Saves:
+    times = (1.0,)
+
+    def __init__(self):
+        self.saved = []
+
+    def now(self):
+        self.saved.append(Trainer.step)
+        return True
+
+
+def test_a_trainer_whose_next_step_does_not_fit_saves_and_has_the_job_requeued(
+    tmp_path, monkeypatch
+):
+    """All parts but Slurm: the limit is squeue's, of the component that ends first."""
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    run = fake_slurm.make(tmp_path, monkeypatch)
+    run.says("7+0|RUNNING|n1|7|None|N/A|3:00", "7+1|RUNNING|n2|8|None|N/A|2:30")
+    end = requeue.JobEnd("7", run.run_dir)
+    deadline = time.monotonic() + 60
+    while end.left_s() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert 140 < end.left_s() <= 150
+    saves, paths = Saves(), RunPaths(run.run_dir)
+    ending = Ending(paths, "7.0")
+    monkeypatch.setattr(ending, "wait", lambda: None)
+    last = LastSave(SoloWorld(), Trainer, saves, ending, end)
+    last()
+    assert saves.saved == [] and not paths.ending("7.0").exists()
+    last._admission._step_times.append(130.0)
+    monkeypatch.setattr(ending, "will_save", lambda: None)
+    last()
+    while not run.asked("scontrol") and time.monotonic() < deadline:
+        time.sleep(0.05)
+        last()
+    assert Trainer.step in saves.saved
+    assert run.asked("scontrol") == ["scontrol requeue 7"]
+
+
+def test_a_save_that_needs_more_than_slurms_notice_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(requeue, "SIGNAL_AHEAD_S", 0.5)
+    run = fake_slurm.make(tmp_path, monkeypatch)
+    run.says("7|RUNNING|n1|7|None|N/A|10:00")
+    end = requeue.JobEnd("7", run.run_dir)
+    deadline = time.monotonic() + 60
+    while end.left_s() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    saving = Ending(RunPaths(run.run_dir), "7.0")
+    saving.will_save()
+    end.announce()
+    time.sleep(1.5)
+    assert run.asked("scontrol") == [], "far from the end of the allocation"
+    saving.saved(3)
+    while not run.asked("scontrol") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert run.asked("scontrol") == ["scontrol requeue 7"]
