@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from submitit import JobEnvironment
@@ -64,8 +64,9 @@ def play(run_dir, context, _bootstrap):
 
 def who_am_i(context):
     print(f"this is {context.name}")
-    me = {**asdict(context), "name": context.name, "nodes": JobEnvironment().num_nodes}
-    return {**me, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    me = {**asdict(replace(context, end=None)), "name": context.name}
+    nodes = JobEnvironment().num_nodes
+    return {**me, "nodes": nodes, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
 def kill_yourself_at_the_first_start(context, *, others_wait=False):

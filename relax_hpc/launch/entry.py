@@ -67,6 +67,7 @@ def main(run: TaskMain | None = None) -> None:
         if error.is_final:
             patiently(mine, left.final(context.rank).touch)
         raise
+    requeue.leave()
     patiently(mine, mine.touch)
 
 

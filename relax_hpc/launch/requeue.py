@@ -64,6 +64,15 @@ def install(job_id: str, run_dir: Path, *, asks: bool) -> None:
         act.start()
 
 
+def leave() -> None:
+    """Makes this process, which is done, outlive announcements until it has exited.
+
+    The interpreter takes handlers away while it ends, and not all threads block the signals.
+    """
+    for number in (*_ANNOUNCEMENTS, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _listen(heard: SimpleQueue[bool]) -> None:
     """Starts to put there what is announced, whichever thread it comes to."""
     reading, writing = os.pipe()

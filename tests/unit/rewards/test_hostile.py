@@ -33,16 +33,18 @@ def leftover(tmp_path, monkeypatch):
         pids = {int(line) for line in noted.read_text().split()}
         assert pids, "they did start some"
         below = {each.pid for each in psutil.Process().children(recursive=True)} - before
-        return [pid for pid in pids | below if is_alive(pid)]
+        return [said for pid in pids | below if (said := told(pid))]
 
     return look
 
 
-def is_alive(pid):
+def told(pid):
+    """What is to be said of a process that is there; nothing of one that has ended."""
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        known = psutil.Process(pid).as_dict(["pid", "ppid", "status", "create_time", "cmdline"])
     except psutil.NoSuchProcess:
-        return False
+        return {}
+    return {} if known["status"] == psutil.STATUS_ZOMBIE else known
 
 
 def mixed(one_in):
@@ -74,7 +76,7 @@ def check_mixture(one_in):
 def test_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
     assert len(hostile.HOSTILE) >= 40
     check_mixture(one_in=200)
-    wait_until(lambda: leftover() == [])  # who was killed takes a moment to be gone
+    wait_for_the_end_of(leftover)
 
 
 def test_who_leaves_no_memory_does_not_make_a_sibling_fail():
@@ -89,7 +91,7 @@ def test_who_leaves_no_memory_does_not_make_a_sibling_fail():
 @pytest.mark.soak
 def test_many_hostile_answers_among_ordinary_ones_cost_themselves(leftover):
     check_mixture(one_in=20)
-    wait_until(lambda: leftover() == [])  # who was killed takes a moment to be gone
+    wait_for_the_end_of(leftover)
 
 
 def test_every_hostile_answer_is_a_zero_with_an_error_soon_after_its_deadline(leftover):
@@ -110,7 +112,7 @@ def test_every_hostile_answer_is_a_zero_with_an_error_soon_after_its_deadline(le
 
     asyncio.run(score_all())
     assert {k: v for k, v in seconds.items() if v > DEADLINE_S + 5} == {}
-    wait_until(lambda: leftover() == [])  # who was killed takes a moment to be gone
+    wait_for_the_end_of(leftover)
 
 
 def test_what_a_reward_started_ends_when_its_owner_is_killed(leftover):
@@ -130,11 +132,19 @@ def test_what_a_reward_started_ends_when_its_owner_is_killed(leftover):
     wait_until(lambda: len(noted.read_text().split()) == 20)
     os.kill(owner, 9)
     os.waitpid(owner, 0)
-    wait_until(lambda: leftover() == [])
+    wait_for_the_end_of(leftover)
 
 
 def wait_until(is_so):
     until = time.monotonic() + 20
     while not is_so():
         assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def wait_for_the_end_of(leftover):
+    """Who was killed takes a moment to be gone."""
+    until = time.monotonic() + 20
+    while found := leftover():
+        assert time.monotonic() < until, found
         time.sleep(0.05)

@@ -342,3 +342,31 @@ def test_a_signal_in_any_phase_and_a_second_one_is_one_save_and_one_requeue(run,
         rest = task.stdout.read()
     trained = [line for line in rest.splitlines() if line.startswith("trained")]
     assert phase == "start" or trained == [], "nothing is trained behind the save"
+
+
+LEAVES = """
+import sys, threading, time
+from pathlib import Path
+from relax_hpc.launch import requeue
+threading.Thread(target=time.sleep, args=[600], daemon=True).start()  # blocks no signal
+requeue.install("7", Path(sys.argv[1]), asks=True)
+requeue.leave()
+
+class Slow:
+    def __del__(self):
+        print("ends", flush=True)
+        time.sleep(1.5)
+
+held = Slow()  # as long as the interpreter ends
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_a_task_that_is_done_ends_well_whatever_comes_while_its_interpreter_ends(run, number):
+    task = subprocess.Popen(
+        [sys.executable, "-c", LEAVES, str(run.run_dir)], stdout=subprocess.PIPE, text=True
+    )
+    assert task.stdout.readline() == "ends\n"
+    time.sleep(0.3)
+    task.send_signal(number)
+    assert task.wait(20) == 0

@@ -1,0 +1,102 @@
+"""A run that is ended again and again, in every way, is the run that was left alone."""
+
+from pathlib import Path
+
+import pytest
+from e2e_runs import (
+    cli,
+    events_of,
+    every_prompt_once,
+    hurry,
+    is_over,
+    planned,
+    submit,
+    wait_until,
+)
+from random_ends import FEW, Ends
+
+pytestmark = pytest.mark.usefixtures("slurm_cluster")
+
+PROMPTS, SIBLINGS = 16, 4
+TOLERANCE = 0.08
+"""Of the held-out reward of 512 prompts at the end: three standard errors of a difference."""
+REWARD = """
+import asyncio, pathlib
+from relax_hpc.rewards.functions import boxed_number
+
+async def score(sample):
+    if pathlib.Path(__file__).with_name("slowly").exists():
+        await asyncio.sleep(0.4)
+    return boxed_number.score(sample.response, sample.answer)
+"""
+
+
+def submit_slow(tiny, folder, steps, **settings):
+    folder.mkdir(exist_ok=True)
+    (folder / "slow_sums.py").write_text(REWARD)
+    (folder / "slowly").touch()
+    small = {
+        "run_root": folder, "launch.profile": "local",
+        "reward.name": f"{folder}/slow_sums.py:score",
+        "schedule.num_steps": steps, "schedule.prompts_per_step": PROMPTS,
+        "rollout.samples_per_prompt": SIBLINGS, "rollout.groups_per_shard": 4,
+        "launch.max_restarts": 1000, "actor.save_every": 5, "actor.layout.data_parallel": 2,
+        "eval.heldout.every": 0, "eval.heldout.num_prompts": 512,
+    }  # fmt: skip
+    return submit("demo", tiny, local=False, **small | settings).run_dir
+
+
+def assert_whole(run_dir, steps):
+    """Every prompt was trained on once, in its order, within the bound of staleness."""
+    assert planned(run_dir) == every_prompt_once(steps, PROMPTS)
+    after = wait_until(run_dir, is_over, 60)["progress"]
+    assert after["steps_done"] == steps
+    assert after["trajectories"]["trained"] == steps * PROMPTS * SIBLINGS
+    assert after["trajectories"]["trained_twice"] == 0
+    assert after["max_staleness_seen"] <= 1
+    assert set(after["trajectories"]["dropped"].values()) == {0}
+    return after
+
+
+def folder_of(variables):
+    return Path(variables["SLURM_CONF"]).parents[1]
+
+
+@pytest.mark.long
+def test_fifteen_ends_of_every_kind_skip_no_prompt_and_train_on_none_twice(
+    tiny, tmp_path, slurm_cluster
+):
+    steps = 80
+    run_dir = submit_slow(tiny, tmp_path, steps)
+    ends = Ends(run_dir, folder_of(slurm_cluster), seed=19)
+    try:
+        ends.all_of(FEW)
+        hurry(tmp_path)
+        ends.completes(300)
+        assert len(ends.done) == 15
+        assert_whole(run_dir, steps)
+    finally:
+        cli("cancel", run_dir)
+        print(*ends.done, sep="\n")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_a_hundred_ends_leave_the_curve_of_a_run_that_was_left_alone(tiny, tmp_path, slurm_cluster):
+    steps = 400
+    run_dir = submit_slow(tiny, tmp_path / "ended", steps)
+    ends = Ends(run_dir, folder_of(slurm_cluster), seed=1)
+    try:
+        ends.all_of({kind: 7 * count for kind, count in FEW.items()})
+        hurry(tmp_path / "ended")
+        ended = ends.completes(1800) and assert_whole(run_dir, steps)
+    finally:
+        cli("cancel", run_dir)
+        print(*ends.done, sep="\n")
+    assert len(ends.done) == 105
+    alone = submit_slow(tiny, tmp_path / "alone", steps)
+    hurry(tmp_path / "alone")
+    wait_until(alone, is_over, 1800)
+    left_alone = assert_whole(alone, steps)
+    assert abs(ended["heldout_after"] - left_alone["heldout_after"]) <= TOLERANCE
+    assert events_of(run_dir, "actor", "resume")
