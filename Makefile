@@ -4,6 +4,7 @@
 # make docs    the pages of keys, events, columns and commands, made of what the code declares
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards
+# make soak-run   end a whole run a hundred times, in every way; its curve is that of one that was left alone
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
 # make demo-sglang   the main job with SGLang as the engine, on CPU
 # make test-sglang   what the tests say of SGLang on CPU; what its versions differ in, of two of them
@@ -20,7 +21,7 @@ WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long docs check soak mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
+.PHONY: demo test test-long docs check soak soak-run mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -38,6 +39,9 @@ docs: setup
 
 soak: setup
 	$(BIN)/pytest -m soak -s tests/bus tests/bench tests/e2e tests/unit/rewards
+
+soak-run: setup setup-packages
+	$(BIN)/pytest -m soak -s tests/e2e/test_random_ends.py
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS)
