@@ -174,6 +174,7 @@ def _whereabouts(pid: int, log: int) -> str:
     if known is None:
         return ""
     place = place_of(python_stacks(pid, log, wake=known.is_stopped))
+    python_stacks(pid, log, every=True)  # for its log
     where = f" in {known.channel}" * bool(known.channel) + f", at {place}" * bool(place)
     return f"process {pid}: state {known.state}{where}"
 

@@ -10,8 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-DUMP_SIGNAL = signal.SIGRTMIN + 3
-"""Makes a process of ours write its Python stacks, see `faulthandler.register`."""
+MAIN_SIGNAL, ALL_SIGNAL = signal.SIGRTMIN + 3, signal.SIGRTMIN + 4
+"""Make a process of ours write the Python stack of its main thread, or of all of its threads, see
+`faulthandler.register`. The latter may end it: stacks of threads that run are read as they
+change."""
 _PROC = Path("/proc")
 _OWN = "/relax_hpc/"
 _COLLECTIVES = "/torch/distributed/"
@@ -39,8 +41,18 @@ class Facts(NamedTuple):
 
 
 def tell_stacks(fd: int = 2) -> None:
-    """Has this process write the stacks of all its threads to `fd` at every `DUMP_SIGNAL`."""
-    faulthandler.register(DUMP_SIGNAL, fd, all_threads=True)
+    """Has this process write its stacks to `fd` at every `MAIN_SIGNAL` or `ALL_SIGNAL`.
+
+    The kernel gives signals of a process to its main thread, unless that blocks them.
+    """
+    faulthandler.register(MAIN_SIGNAL, fd, all_threads=False)
+    faulthandler.register(ALL_SIGNAL, fd, all_threads=True)
+
+
+def tell_no_stacks() -> None:
+    """Takes `tell_stacks` back."""
+    for number in (MAIN_SIGNAL, ALL_SIGNAL):
+        faulthandler.unregister(number)
 
 
 def facts(pid: int) -> Facts | None:
@@ -67,12 +79,12 @@ def _hears(pid: int) -> bool:
     """Whether the process has a handler for the signal, which would else end it."""
     for line in _text(_PROC / str(pid) / "status").splitlines():
         if line.startswith("SigCgt:"):
-            return bool(int(line.split()[1], 16) >> (DUMP_SIGNAL - 1) & 1)
+            return bool(int(line.split()[1], 16) >> (MAIN_SIGNAL - 1) & 1)
     return False
 
 
-def python_stacks(pid: int, fd: int, *, wake: bool = False) -> str:
-    """The stacks of all threads of a process, which its signal handler writes.
+def python_stacks(pid: int, fd: int, *, wake: bool = False, every: bool = False) -> str:
+    """The stack of a process's main thread, which its signal handler writes.
 
     No thread of it needs the lock of the interpreter for that, but the process must be able to run.
 
@@ -80,6 +92,7 @@ def python_stacks(pid: int, fd: int, *, wake: bool = False) -> str:
         pid: of a process; one that has not called `tell_stacks` is left alone.
         fd: of what its stacks are added to.
         wake: continues a process that is stopped; it is to be ended right afterwards.
+        every: tells those of all threads; it is to be ended right afterwards.
 
     Returns:
         What was written within a second; may be empty.
@@ -88,7 +101,7 @@ def python_stacks(pid: int, fd: int, *, wake: bool = False) -> str:
     if not _hears(pid):
         return ""
     with suppress(ProcessLookupError):
-        os.kill(pid, DUMP_SIGNAL)
+        os.kill(pid, ALL_SIGNAL if every else MAIN_SIGNAL)
         if wake:
             os.kill(pid, signal.SIGCONT)
     size, deadline = before, time.monotonic() + _STACK_S
@@ -107,7 +120,7 @@ def frames(stacks: str) -> list[str]:
         stacks: as faulthandler writes them.
     """
     found = list[str]()
-    _, _, block = stacks.rpartition("hread 0x")  # the oldest thread comes last
+    _, _, block = stacks.rpartition("hread 0x")  # of several the oldest thread comes last
     for line in block.splitlines()[1:]:
         if not line.startswith("  File "):
             break

@@ -17,7 +17,8 @@ import select
 import signal
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -158,19 +159,30 @@ class Watchdog:
             self._tell_others(None)
             return
         ended = self._is_culprit(mine)
-        if ended and facts_now.is_stopped and not stacks:
-            stacks = self._stacks(wake=True)
-            self._write("continued, to see where it stood", facts, stacks)
-        place = process.place_of(stacks)
-        self._events.emit(
-            "hang", phase=beat.phase, step=beat.step, seconds=round(self._silent_s(beat), 1),
-            limit_s=round(limit_s, 1), state=facts.state, channel=facts.channel, place=place,
-            log=str(self._log), ended=ended,
-            message=self._headline(beat, facts) + f", at {place}" * bool(place),
-        )  # fmt: skip
-        if ended:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+        with self._outliving_it():  # while it runs again for its stack, anything may end it
+            if ended and facts_now.is_stopped and not stacks:
+                stacks = self._stacks(wake=True)
+                self._write("continued, to see where it stood", None, stacks)
+            place = process.place_of(stacks)
+            self._events.emit(
+                "hang", phase=beat.phase, step=beat.step, seconds=round(self._silent_s(beat), 1),
+                limit_s=round(limit_s, 1), state=facts.state, channel=facts.channel, place=place,
+                log=str(self._log), ended=ended,
+                message=self._headline(beat, facts) + f", at {place}" * bool(place),
+            )  # fmt: skip
+            if ended:
+                self._write("all threads, at its end", None, self._stacks(every=True))
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+
+    @contextmanager
+    def _outliving_it(self) -> Iterator[None]:
+        """Does not end with the task for the length of the block."""
+        _end_with_parent(0)
+        try:
+            yield
+        finally:
+            _end_with_parent(signal.SIGKILL)
 
     def _is_culprit(self, mine: Suspicion) -> bool:
         """Whether this rank is to be ended: it waits for nobody, and no other is guiltier."""
@@ -178,8 +190,9 @@ class Watchdog:
             return False
         return all(mine.guilt <= other.guilt for other in self._suspects())
 
-    def _stacks(self, *, wake: bool = False) -> str:
-        return process.python_stacks(self._orders.pid, self._orders.stacks, wake=wake)
+    def _stacks(self, *, wake: bool = False, every: bool = False) -> str:
+        orders = self._orders
+        return process.python_stacks(orders.pid, orders.stacks, wake=wake, every=every)
 
     def _headline(self, beat: Beat, facts: Facts) -> str:
         how = f", stopped (state {facts.state})" if facts.is_stopped else f", state {facts.state}"
@@ -190,12 +203,12 @@ class Watchdog:
             f" on {self._orders.node}{how}{where}"
         )
 
-    def _write(self, headline: str, facts: Facts, stacks: str) -> None:
+    def _write(self, headline: str, facts: Facts | None, stacks: str) -> None:
         lines = [
             f"{time.strftime('%Y-%m-%d %H:%M:%S')} {self._orders.task} (pid {self._orders.pid}) "
             f"{headline}",
-            facts.command,
-            *(["kernel stack:", facts.kernel_stack] if facts.kernel_stack else []),
+            *([facts.command] if facts else []),
+            *(["kernel stack:", facts.kernel_stack] if facts and facts.kernel_stack else []),
             stacks or "no Python stacks: the process does not run",
         ]
         with suppress(OSError):
@@ -223,12 +236,17 @@ class Watchdog:
         return found
 
 
+def _end_with_parent(number: int) -> None:
+    """Gets this signal when the task ends; 0 is none."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def main() -> None:
     """Runs until the task has ended."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     orders = Orders(**json.loads(sys.argv[1]))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _end_with_parent(signal.SIGKILL)
     if os.getppid() != orders.pid:  # it died before the call above
         return
     paths = RunPaths(Path(orders.run_dir))

@@ -1,6 +1,5 @@
 """The task's side of its watchdog."""
 
-import faulthandler
 import json
 import mmap
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from relax_hpc import heartbeat
 from relax_hpc.hangs import recorder, watchdog
-from relax_hpc.hangs.process import DUMP_SIGNAL, tell_stacks
+from relax_hpc.hangs.process import tell_no_stacks, tell_stacks
 from relax_hpc.hangs.watchdog import Orders
 from relax_hpc.paths import RunPaths
 from relax_hpc.scratch import scratch_folder
@@ -67,7 +66,7 @@ def watched(
         finally:
             process.kill()
             process.wait()
-            faulthandler.unregister(DUMP_SIGNAL)
+            tell_no_stacks()
             heartbeat.end()
             os.close(shared)
             os.close(stacks)

@@ -63,6 +63,21 @@ def keep_a_record():
     time.sleep(60)
 
 
+def compute():
+    """Has threads that run, each at another depth of calls all the time."""
+
+    def deep(levels):
+        return levels and deep(levels - 1)
+
+    def run():
+        while True:
+            deep(50)
+
+    for _ in range(2):
+        threading.Thread(target=run, daemon=True).start()
+    run()
+
+
 def sleep():
     time.sleep(60)
 

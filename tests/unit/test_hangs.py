@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from relax_hpc import heartbeat, storage
+from relax_hpc.hangs import process
 from relax_hpc.heartbeat import Beat
 from relax_hpc.paths import RunPaths
 from relax_hpc.runs import failure
@@ -57,6 +58,41 @@ def test_a_task_that_hangs_is_named_with_its_stack_and_ended(tmp_path, start, ho
     assert said.startswith("toy-0: hangs in phase work of step 7 for ") and task == "toy-0"
     log = Path(hang["log"])
     assert log == RunPaths(tmp_path).log("hang", "toy-0") and "most recent call" in log.read_text()
+
+
+def test_a_task_whose_threads_run_tells_where_its_main_thread_is_and_comes_to_no_harm(start):
+    """To read the stacks of threads that run ends a process now and then."""
+    task = start("compute", "patient")
+    os.kill(children(task.pid)[0], signal.SIGKILL)  # its watchdog, which would end it
+    fd = next(
+        int(each.name)
+        for each in Path(f"/proc/{task.pid}/fd").iterdir()
+        if "memfd:stacks" in os.readlink(each)
+    )
+    stacks = os.open(f"/proc/{task.pid}/fd/{fd}", os.O_RDONLY)
+    for _ in range(100):
+        said = process.python_stacks(task.pid, stacks)
+        assert "in deep" in said or "in run" in said, said
+        assert "Thread 0x" not in said
+    assert task.poll() is None
+    os.close(stacks)
+
+
+def test_what_ends_a_task_that_is_continued_for_its_stack_does_not_hide_where_it_was(
+    tmp_path, start
+):
+    """A stopped task with a signal in wait, of which it dies as soon as it runs again."""
+    task = start("waits")
+    os.kill(task.pid, signal.SIGSTOP)
+    while process.facts(task.pid).state != "T":
+        time.sleep(0.02)
+    os.kill(task.pid, signal.SIGSEGV)
+    assert task.wait(30) == -signal.SIGSEGV
+    deadline = time.monotonic() + 10
+    while not hangs(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    [hang] = hangs(tmp_path)
+    assert hang["state"] == "T" and hang["ended"]
 
 
 def test_a_stopped_task_is_named_with_its_stack_and_ended_even_where_it_waits(tmp_path, start):
