@@ -78,6 +78,11 @@ class Ends:
 
     def _kept_going(self) -> dict:
         now = status(self._run_dir)
+        # Slurm never starts a job again of which a component was cancelled; nor does it say so.
+        states_of = {each["state"] for each in now["components"]}
+        if now["state"] == "PENDING" and "CANCELLED" in states_of:
+            cli("cancel", self._run_dir)
+            now = status(self._run_dir)
         if is_over(now) and now["state"] != "COMPLETED":
             with suppress(RelaxError, AssertionError):  # Slurm may still be ending it
                 cli("resume", self._run_dir)
