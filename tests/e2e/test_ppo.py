@@ -82,4 +82,4 @@ def test_ppo_learns_though_the_critic_is_killed_while_it_saves(tiny, tmp_path):
         for when in ("before", "after")
     }
     rates = {when: correct / count for when, (correct, count) in scores.items()}
-    assert rates["after"] >= rates["before"] + 0.1, rates
+    assert rates["after"] >= rates["before"] + 0.15, rates
