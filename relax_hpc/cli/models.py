@@ -74,7 +74,8 @@ def convert(
 @models.command(epilog="Example:  relax-hpc prepare gsm8k --from downloads/gsm8k --out data/gsm8k")
 def prepare(
     name: Annotated[
-        str, typer.Argument(help="gsm8k, dapo-math, deepcoder, openr1mm or geometry3k.")
+        str,
+        typer.Argument(help="gsm8k, dapo-math, deepcoder, openr1mm, geometry3k, avqa or nextqa."),
     ],
     source: Annotated[
         str, typer.Option("--from", help="File or folder that was downloaded; hf: the hub.")

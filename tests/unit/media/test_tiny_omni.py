@@ -16,8 +16,10 @@ from transformers import (
 
 from relax_hpc.demo import hearing, make_tiny_vl, shapes, tones
 from relax_hpc.demo.warm_start import Sound, _loss
+from relax_hpc.errors import ConfigError
 from relax_hpc.models import qwen3_omni_moe
 from relax_hpc.models.config_json import ConfigJson
+from relax_hpc.prompts import tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +136,18 @@ def test_the_loss_is_of_what_sounds_and_images_show(made):
     ]  # fmt: skip
     heard = [example for example in examples if isinstance(example.medium, Sound)]
     assert abs(_loss(model, quiet).item() - _loss(model, heard).item()) > 1e-3
+
+
+def test_a_chat_template_of_the_processor_is_taken_where_the_tokenizer_has_none(made, tmp_path):
+    """As the folder of the hub has it."""
+    for path in (made / "model").iterdir():
+        if path.suffix in (".json", ".jinja") and "preprocessor" not in path.name:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    text = (tmp_path / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").unlink()
+    assert tokenizer.load(tmp_path).chat_template is None
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": text}))
+    assert tokenizer.load(tmp_path).chat_template == text
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": [text]}))
+    with pytest.raises(ConfigError, match=r"chat_template\.json: has no text chat_template"):
+        tokenizer.load(tmp_path)
