@@ -141,13 +141,20 @@ def model(tokens: PreTrainedTokenizerFast, *, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = Qwen3OmniMoeForConditionalGeneration(config).float().eval()
-        for parameter in made.thinker.model.audio_tower.parameters():
+        for parameter in towers(made)["audio_tower"].parameters():
             if parameter.ndim > 1:  # else so few channels let nothing through
                 torch.nn.init.kaiming_normal_(parameter)
         for name, parameter in made.talker.named_parameters():
             if ".experts." in name:  # transformers leaves them as memory is
                 torch.nn.init.normal_(parameter, std=0.02)
     return made
+
+
+def towers(made: PreTrainedModel) -> dict[str, torch.nn.Module]:
+    """The towers of the thinker by name; their place in it differs between versions of
+    transformers."""
+    named = ((name.rpartition(".")[2], module) for name, module in made.thinker.named_modules())
+    return {name: module for name, module in named if name in ("visual", "audio_tower")}
 
 
 def save(folder: Path, made: PreTrainedModel, tokens: PreTrainedTokenizerFast) -> None:

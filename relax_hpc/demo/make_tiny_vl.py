@@ -64,7 +64,7 @@ def make(
     answers = [example.response_ids for example in learning]
     random.Random(seed).shuffle(answers)
     thinker = model.thinker if hears else model
-    for tower in (thinker.model.visual, *([thinker.model.audio_tower] if hears else [])):
+    for tower in hearing.towers(model).values() if hears else [model.model.visual]:
         tower.requires_grad_(False)
     outcome = warm_start(
         thinker,

@@ -187,21 +187,18 @@ def logprobs_of(model, row, folder):
     return torch.cat([torch.zeros(1), values.gather(1, ids)[:, 0]])
 
 
-_HUB = {
-    "model.audio_tower.": "thinker.audio_tower.", "model.visual.": "thinker.visual.",
-    "model.language_model.": "thinker.model.", "lm_head.": "thinker.lm_head.",
-}  # fmt: skip
-
-
 def _hub_layout(model, tensors):
     """Numpy copies under the names of the hub."""
-    if hasattr(model.model, "audio_tower"):
-        named = {}
-        for name, tensor in tensors.items():
-            prefix = next(each for each in _HUB if name.startswith(each))
-            named[_HUB[prefix] + name.removeprefix(prefix)] = tensor
-        tensors = named
+    if any("audio_tower" in name for name, _ in model.named_modules()):
+        tensors = {_of_thinker(name): tensor for name, tensor in tensors.items()}
     return hub_layout(tensors)
+
+
+def _of_thinker(name):
+    """The hub's name of a parameter; transformers from 5.23 on has the parts in its `model`."""
+    for part in ("audio_tower.", "visual."):
+        name = name.removeprefix("model.") if name.startswith(f"model.{part}") else name
+    return "thinker." + name.replace("model.language_model.", "model.")
 
 
 def reference(folder, model, rows, advantages, num_steps=2, frozen=()):

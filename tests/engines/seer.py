@@ -161,8 +161,10 @@ class Hearer(Seer):
         self.placeholders = dict(zip(ids, ("image", "video", "audio"), strict=True))
 
     def logprobs_of(self, ids, media, spans, response):
-        """Each medium is encoded by itself; of an older transformers the layout is another."""
-        base, tokens = self.model.model, torch.tensor([[*ids, *response]])
+        """Each medium is encoded by itself."""
+        parts = {name.rpartition(".")[2]: module for name, module in self.model.named_modules()}
+        language = parts.get("language_model", self.model.model)  # as it is until 5.22
+        tokens = torch.tensor([[*ids, *response]])
         mask, deep = torch.zeros(1, tokens.shape[1], dtype=torch.bool), []
         with torch.no_grad():
             embeddings = self.model.get_input_embeddings()(tokens)
@@ -172,19 +174,19 @@ class Hearer(Seer):
                 place = slice(span.first, span.first + span.tokens)
                 if kind == "audio":
                     length = torch.tensor([array.shape[1]])
-                    made = base.audio_tower(array, feature_lens=length)
+                    made = parts["audio_tower"](array, feature_lens=length)
                     embeddings[0, place] = made.last_hidden_state
                     continue
                 vision = self.recipe.image if kind == "image" else self.recipe.video.vision
                 grid = torch.tensor([medium.extent.grid])
-                made = base.visual(patches(array, vision, torch.float32), grid_thw=grid)
+                made = parts["visual"](patches(array, vision, torch.float32), grid_thw=grid)
                 embeddings[0, place], mask[0, place] = made.pooler_output, True
                 deep.append(made.deepstack_features)
             positions = self._positions(ids, [each.extent for each in media])
             after = positions.max() + 1 + torch.arange(len(response))
             positions = torch.cat([positions, after.expand(3, 1, -1)], -1)
             levels = [torch.cat(level) for level in zip(*deep, strict=True)]
-            hidden = base.language_model(
+            hidden = language(
                 inputs_embeds=embeddings, position_ids=positions,
                 visual_pos_masks=mask if deep else None,
                 deepstack_visual_embeds=levels or None,
@@ -199,7 +201,8 @@ class Hearer(Seer):
             return torch.tensor(found) if found else None
 
         ids = torch.tensor([ids])
-        found, _ = self.model.model.get_rope_index(
+        index = getattr(self.model.model, "get_rope_index", None) or self.model.get_rope_index
+        found, _ = index(
             ids, of("image", "grid"), of("video", "grid"), torch.ones_like(ids), False,
             of("audio", "mel_frames"), of("video", "seconds_per_grid"),
         )  # fmt: skip

@@ -42,8 +42,11 @@ def test_transformers_loads_the_very_weights_and_towers_and_talker_do_not_learn(
     assert all(torch.equal(untrained[name], expected[name]) for name in expected)
     trained = kind.from_pretrained(made / "model").state_dict()
     same = {name for name in expected if torch.equal(trained[name], expected[name])}
-    still = ("thinker.model.visual.", "thinker.model.audio_tower.", "talker.", "code2wav.")
-    assert same == {name for name in expected if name.startswith(still)}
+    still = (".visual.", ".audio_tower.")
+    assert same == {
+        name for name in expected
+        if any(part in name for part in still) or not name.startswith("thinker.")
+    }  # fmt: skip
 
 
 def test_the_folder_is_one_of_the_hubs(made):
