@@ -17,7 +17,7 @@ from transformers import (
 from relax_hpc.demo import hearing, make_tiny_vl, shapes, tones
 from relax_hpc.demo.warm_start import Sound, _loss
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import qwen3_omni_moe
+from relax_hpc.models import qwen3_omni_moe, qwen3_vl
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.prompts import tokenizer
 
@@ -90,6 +90,19 @@ def test_a_field_that_would_be_computed_otherwise_is_refused_by_name(
     with pytest.raises(ValueError, match=r"^[^\n]*$") as refused:
         qwen3_omni_moe.read(ConfigJson(tmp_path))
     assert message in str(refused.value)
+
+
+def test_a_rotary_base_that_is_left_out_is_that_of_transformers(made, tmp_path):
+    from transformers import Qwen3OmniMoeThinkerConfig, Qwen3VLConfig
+
+    assert qwen3_vl.ROPE_BASE == Qwen3VLConfig().text_config.rope_parameters["rope_theta"]
+    record = json.loads((made / "model" / "config.json").read_text())
+    text = record["thinker_config"]["text_config"]
+    del text["rope_parameters"]["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    expected = Qwen3OmniMoeThinkerConfig(text_config=text).text_config.rope_parameters
+    found = qwen3_omni_moe.read(ConfigJson(tmp_path)).rope
+    assert found.base == expected["rope_theta"] != 1e4
 
 
 def test_only_the_medium_tells_the_answer(made):
