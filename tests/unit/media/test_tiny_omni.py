@@ -95,7 +95,7 @@ def test_a_field_that_would_be_computed_otherwise_is_refused_by_name(
 def test_a_rotary_base_that_is_left_out_is_that_of_transformers(made, tmp_path):
     from transformers import Qwen3OmniMoeThinkerConfig, Qwen3VLConfig
 
-    assert qwen3_vl.ROPE_BASE == Qwen3VLConfig().text_config.rope_parameters["rope_theta"]
+    assert Qwen3VLConfig().text_config.rope_parameters["rope_theta"] == qwen3_vl.ROPE_BASE
     record = json.loads((made / "model" / "config.json").read_text())
     text = record["thinker_config"]["text_config"]
     del text["rope_parameters"]["rope_theta"]
