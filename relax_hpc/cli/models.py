@@ -18,10 +18,11 @@ models = typer.Typer()
 def make_tiny(
     folder: Annotated[Path, typer.Argument(help="Gets model/ and the prompts.")],
     kind: Annotated[
-        Literal["text", "code", "vl", "vl-moe"],
+        Literal["text", "code", "vl", "vl-moe", "omni"],
         typer.Option(
             help="text: a Qwen3 and sums; code: a Qwen3 and one-line programs; vl: a Qwen3-VL and "
-            "images, the colour of whose shape is asked for; vl-moe: the same with experts."
+            "images, the colour of whose shape is asked for; vl-moe: the same with experts; omni: "
+            "a Qwen3-Omni and images, and sounds, whose pitch is asked for."
         ),
     ] = "text",
     digits: Annotated[int, typer.Option(help="Of each summand.", min=1, max=6)] = 2,
@@ -73,7 +74,8 @@ def convert(
 @models.command(epilog="Example:  relax-hpc prepare gsm8k --from downloads/gsm8k --out data/gsm8k")
 def prepare(
     name: Annotated[
-        str, typer.Argument(help="gsm8k, dapo-math, deepcoder, openr1mm or geometry3k.")
+        str,
+        typer.Argument(help="gsm8k, dapo-math, deepcoder, openr1mm, geometry3k, avqa or nextqa."),
     ],
     source: Annotated[
         str, typer.Option("--from", help="File or folder that was downloaded; hf: the hub.")

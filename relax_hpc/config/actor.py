@@ -28,8 +28,8 @@ class ActorConfig(Section, SavingConfig, MegatronConfig):
     micro-batches; 0 waits for the whole batch. The update is the same. Unset is 4, or the whole
     batch where the algorithm needs it."""
     frozen: list[FrozenPart] = []
-    """Parts that do not learn, of a model that sees: the tower, the matrices from its outputs to
-    features, the rest. They have no gradient and no moments."""
+    """Parts that do not learn, of a model that sees or hears: a tower, the matrices from its
+    outputs to features, the rest. They have no gradient and no moments."""
     optimizer: OptimizerConfig = OptimizerConfig()
     resources: Resources = Resources()
 

@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from relax_hpc.sections import SETTINGS, Number, PassThrough, Positive, Section
 
-FrozenPart = Literal["language", "vision", "vision_projection"]
+FrozenPart = Literal["language", "vision", "vision_projection", "audio", "audio_projection"]
 
 
 class Layout(Section):
@@ -82,7 +82,7 @@ class MegatronConfig(BaseModel):
     kept_logits_gib: Annotated[Number, Field(ge=0)] = 0.0
     """Logits of this size are kept for the gradient; what is beyond is computed a second time."""
     tower_patches: Positive = 16384
-    """Patches of images and videos that a tower sees at a time; what it keeps for the gradient is
-    of so many."""
+    """Patches of images and videos that a tower encodes at a time; what it keeps for the gradient
+    is of so many. A token of sound counts as a token of pixels does, 4 of Qwen's."""
     transformer: PassThrough = {}
     """Fields of Megatron-core's TransformerConfig, e.g. recompute_granularity = "full"."""

@@ -4,7 +4,7 @@ Everything about it is what the full-size models have, only less of it: `AutoTok
 `AutoModelForCausalLM`, SGLang and the Megatron loader read it like any other Hugging Face folder.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -37,6 +37,7 @@ def tokenizer(
     special: Sequence[str] = SPECIAL,
     words: Sequence[str] = WORDS,
     chat_template: str = CHAT_TEMPLATE,
+    named: Mapping[str, str] | None = None,
 ) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer without merges: every string round-trips, nothing is unknown.
 
@@ -44,6 +45,7 @@ def tokenizer(
         special: tokens besides the bytes, those of `SPECIAL` first.
         words: frequent texts that are one token each.
         chat_template: goes into its folder.
+        named: special tokens that a processor asks for by these names.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -57,6 +59,7 @@ def tokenizer(
         pad_token=END_OF_TEXT,
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
+        **({"extra_special_tokens": dict(named)} if named else {}),
     )
     made.chat_template = chat_template
     return made

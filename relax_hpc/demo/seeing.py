@@ -41,7 +41,7 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
-_TEXT = {
+TEXT = {
     "vocab_size": checkpoint.VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 160,
@@ -57,13 +57,13 @@ _TEXT = {
         "mrope_interleaved": True,
     },
 }
-_EXPERTS = {
+EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 48,
     "norm_topk_prob": True,
 }
-_VISION = {
+VISION = {
     "depth": 4,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -75,7 +75,7 @@ _VISION = {
     "num_position_embeddings": 64,
     "deepstack_visual_indexes": [0, 1, 2],
 }
-_PATCHES = {
+PATCHES = {
     "patch_size": 16,
     "merge_size": 2,
     "temporal_patch_size": 2,
@@ -83,11 +83,11 @@ _PATCHES = {
     "image_std": [0.5, 0.5, 0.5],
     "processor_class": "Qwen3VLProcessor",
 }
-_IMAGES = _PATCHES | {
+_IMAGES = PATCHES | {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256},
 }
-_VIDEOS = _PATCHES | {
+_VIDEOS = PATCHES | {
     "video_processor_type": "Qwen3VLVideoProcessor",
     "size": {"shortest_edge": 64 * 64, "longest_edge": 8 * 256 * 256},
     "fps": 2,
@@ -114,7 +114,7 @@ def model(kind: Kind, tokens: PreTrainedTokenizerFast, *, seed: int) -> PreTrain
             strict=True,
         )
     )
-    text: dict[str, Any] = _TEXT | {"pad_token_id": tokens.pad_token_id}
+    text: dict[str, Any] = TEXT | {"pad_token_id": tokens.pad_token_id}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made: PreTrainedModel
@@ -122,7 +122,7 @@ def model(kind: Kind, tokens: PreTrainedTokenizerFast, *, seed: int) -> PreTrain
             made = Qwen3VLForConditionalGeneration(
                 Qwen3VLConfig(
                     text_config=text | {"tie_word_embeddings": True},
-                    vision_config=_VISION,
+                    vision_config=VISION,
                     tie_word_embeddings=True,
                     **ids,
                 )
@@ -130,8 +130,8 @@ def model(kind: Kind, tokens: PreTrainedTokenizerFast, *, seed: int) -> PreTrain
         else:
             made = Qwen3VLMoeForConditionalGeneration(
                 Qwen3VLMoeConfig(
-                    text_config=text | _EXPERTS | {"tie_word_embeddings": False},
-                    vision_config=_VISION,
+                    text_config=text | EXPERTS | {"tie_word_embeddings": False},
+                    vision_config=VISION,
                     tie_word_embeddings=False,
                     **ids,
                 )

@@ -26,17 +26,22 @@ def write(folder: Path, num_train: int, num_heldout: int, seed: int) -> None:
     Nothing but the pixels tells the colour, and no image of one file is in the other: even the
     grain of two backgrounds differs.
     """
-    (folder / "images").mkdir(parents=True, exist_ok=True)
     draws = random.Random(seed)
     for file, count in (("train", num_train), ("heldout", num_heldout)):
-        names = [list(COLOURS)[number % len(COLOURS)] for number in range(count)]
-        draws.shuffle(names)
-        lines = []
-        for number, name in enumerate(names):
-            image = f"images/{file}-{number:05}.png"
-            drawn(name, draws).save(folder / image, compress_level=1)
-            lines.append(_line(image, name))
-        (folder / f"{file}.jsonl").write_text("".join(lines))
+        (folder / f"{file}.jsonl").write_text("".join(rows(folder, file, count, draws)))
+
+
+def rows(folder: Path, file: str, count: int, draws: random.Random) -> list[str]:
+    """Writes the images of so many rows of a file, and returns its lines."""
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    names = [list(COLOURS)[number % len(COLOURS)] for number in range(count)]
+    draws.shuffle(names)
+    lines = []
+    for number, name in enumerate(names):
+        image = f"images/{file}-{number:05}.png"
+        drawn(name, draws).save(folder / image, compress_level=1)
+        lines.append(_line(image, name))
+    return lines
 
 
 def drawn(colour: str, draws: random.Random) -> "Image":

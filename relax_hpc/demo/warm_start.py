@@ -4,10 +4,11 @@ It is plain PyTorch on purpose. A model that never solves a prompt gets no polic
 tiny model first learns the form of an answer, and is stopped long before it knows the task.
 """
 
+import inspect
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,13 +34,22 @@ class Image(NamedTuple):
         return [1, *(side // self.vision.patch for side in self.pixels.shape[1:3])]
 
 
+class Sound(NamedTuple):
+    """A sound that a model is shown with a prompt."""
+
+    mel: Tensor
+    """[bins, frames] float32, canonical."""
+    token_id: int
+    """Placeholder of its features."""
+
+
 class Example(NamedTuple):
     """A prompt and the wanted response, which ends with the end-of-turn token."""
 
     prompt_ids: list[int]
     response_ids: list[int]
-    image: Image | None = None
-    """Image of the prompt; of all examples, or of none."""
+    medium: Image | Sound | None = None
+    """Medium of the prompt; of all examples, or of none."""
 
 
 class Outcome(NamedTuple):
@@ -109,10 +119,9 @@ def accuracy(
         tokens = torch.tensor([example.prompt_ids for example in group])
         start, longest = tokens.shape[1], max(len(e.response_ids) for e in group)
         for _ in range(longest):
-            shown = _shown(group, tokens)
-            logits = model(tokens, use_cache=False, logits_to_keep=1, **shown).logits[:, -1]
-            if (image := group[0].image) is not None:
-                logits[:, image.token_id] = -torch.inf  # one would be taken for more of the image
+            logits = _logits(model, group, tokens, 1)[:, -1]
+            for medium in (example.medium for example in group if example.medium is not None):
+                logits[:, medium.token_id] = -torch.inf  # one would be taken for more of the medium
             tokens = torch.cat([tokens, _choose(logits, sampling)], 1)
         for example, row in zip(group, tokens[:, start:].tolist(), strict=True):
             correct += row[: len(example.response_ids)] == example.response_ids
@@ -125,17 +134,36 @@ def _choose(logits: Tensor, sampling: torch.Generator | None) -> Tensor:
     return torch.multinomial(logits.softmax(-1), 1, generator=sampling)
 
 
-def _shown(batch: Sequence[Example], tokens: Tensor) -> dict[str, Tensor]:
-    """Arguments of a model that sees, for the images of a batch; none for text."""
-    images = [example.image for example in batch if example.image is not None]
-    if not images:
-        return {}
-    seen = [patches(image.pixels, image.vision, torch.float32) for image in images]
-    return {
-        "pixel_values": torch.cat(seen),
-        "image_grid_thw": torch.tensor([image.grid for image in images]),
-        "mm_token_type_ids": (tokens == images[0].token_id).int(),
-    }
+def _logits(model: PreTrainedModel, batch: Sequence[Example], tokens: Tensor, kept: int) -> Tensor:
+    """[rows, kept, vocabulary] of the last tokens."""
+    shown = _shown(batch, tokens)
+    if "input_features" not in inspect.signature(model.forward).parameters:
+        shown["logits_to_keep"] = kept
+    logits: Tensor = model(tokens, use_cache=False, **shown).logits
+    return logits[:, -kept:]
+
+
+def _shown(batch: Sequence[Example], tokens: Tensor) -> dict[str, Any]:
+    """Arguments of a model that sees or hears, for the media of a batch; none for text."""
+    images = [example.medium for example in batch if isinstance(example.medium, Image)]
+    sounds = [example.medium for example in batch if isinstance(example.medium, Sound)]
+    found: dict[str, Any] = {}
+    if images:
+        seen = [patches(image.pixels, image.vision, torch.float32) for image in images]
+        found["pixel_values"] = torch.cat(seen)
+        found["image_grid_thw"] = torch.tensor([image.grid for image in images])
+        found["mm_token_type_ids"] = (tokens == images[0].token_id).int()
+    if sounds:
+        longest = max(sound.mel.shape[1] for sound in sounds)
+        filled = torch.zeros(len(sounds), sounds[0].mel.shape[0], longest)
+        for place, sound in zip(filled, sounds, strict=True):
+            place[:, : sound.mel.shape[1]] = sound.mel
+        lengths = torch.tensor([[sound.mel.shape[1]] for sound in sounds])
+        found["input_features"] = filled
+        found["feature_attention_mask"] = (torch.arange(longest) < lengths).long()
+    if images or sounds:
+        found["attention_mask"] = torch.ones_like(tokens)
+    return found
 
 
 def _loss(model: PreTrainedModel, batch: Sequence[Example]) -> Tensor:
@@ -149,6 +177,5 @@ def _loss(model: PreTrainedModel, batch: Sequence[Example]) -> Tensor:
         labels[i, len(example.prompt_ids) : len(row)] = torch.tensor(example.response_ids)
     # Positions before the shortest prompt's last token predict nothing: no logits for them.
     asked = tokens[:, :-1]
-    shown = _shown(batch, asked)
-    logits = model(asked, use_cache=False, logits_to_keep=length - given, **shown).logits
+    logits = _logits(model, batch, asked, length - given)
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, given:].flatten())

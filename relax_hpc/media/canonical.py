@@ -8,6 +8,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.media import images, limits, sounds, videos
 from relax_hpc.media.extent import Extent, extent_of
 from relax_hpc.media.facts import Facts
+from relax_hpc.media.mel import mel
 from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.source import Source
 from relax_hpc.schema import Array
@@ -61,7 +62,7 @@ def canonical(medium: Measured, recipe: Recipe) -> Canonical:
             array = videos.decoded(source, facts, extent)
         else:
             assert recipe.audio is not None
-            array = sounds.mel(sounds.decoded(source, recipe.audio), recipe.audio)
+            array = mel(sounds.decoded(source, recipe.audio), recipe.audio)
     except ImportError as error:
         raise _missing(error) from None
     if extent.modality == "audio" and array.shape[1] != extent.mel_frames:

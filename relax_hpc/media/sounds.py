@@ -1,9 +1,8 @@
-"""Sound: WAV, FLAC, MP3 and OGG to a mel spectrum of one channel."""
+"""Sound: WAV, FLAC, MP3 and OGG to samples of one channel."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -44,44 +43,16 @@ def decoded(source: Source, audio: Audio) -> npt.NDArray[np.float32]:
     Raises:
         ConfigError: it is damaged, or silent.
     """
-    import soxr
-
     with _opened(source) as (sound, _):
         rate = sound.samplerate
         samples = sound.read(dtype="float32", always_2d=True).mean(axis=1, dtype=np.float32)
     if not len(samples) or np.abs(samples).max() < _SILENT:
         raise source.refused("is silent; replace it, or remove the line")
     if rate != audio.sampling_rate:
+        import soxr
+
         samples = soxr.resample(samples, rate, audio.sampling_rate, quality="HQ")
     return np.ascontiguousarray(samples, np.float32)
-
-
-def mel(samples: npt.NDArray[np.float32], audio: Audio) -> npt.NDArray[np.float32]:
-    """Computes the mel spectrum, as transformers does of one sound by itself.
-
-    Returns:
-        [bins, frames]
-    """
-    found = _extractor(audio)(
-        samples,
-        sampling_rate=audio.sampling_rate,
-        padding=False,
-        truncation=False,
-        return_tensors="np",
-    )
-    return np.ascontiguousarray(found["input_features"][0], np.float32)
-
-
-@lru_cache(maxsize=1)
-def _extractor(audio: Audio) -> Any:  # noqa: ANN401
-    from transformers import WhisperFeatureExtractor
-
-    return WhisperFeatureExtractor(
-        feature_size=audio.bins,
-        sampling_rate=audio.sampling_rate,
-        hop_length=audio.hop,
-        n_fft=audio.n_fft,
-    )
 
 
 @contextmanager

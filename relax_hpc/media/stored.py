@@ -17,7 +17,7 @@ from relax_hpc.schema import Array, MediaKind, Medium
 
 DECODERS = "decoders"
 """Attribute of a shard: the libraries that made the canonical arrays its digests are of."""
-_PACKAGES = ("pillow", "av", "soundfile", "soxr", "numpy", "transformers")
+_PACKAGES = ("pillow", "av", "soundfile", "soxr", "numpy")
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 

@@ -54,6 +54,24 @@ class Vision:
 
 
 @dataclass(frozen=True, slots=True)
+class Audio:
+    """The shape of a tower that hears."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_heads: int
+    bins: int
+    """Mel bins of a frame."""
+    channels: int
+    """Channels of the convolutions."""
+    chunks: int
+    """Chunks of mel frames that are attended to together; see `models.audio.windows`."""
+    out_size: int
+    """Channels of a feature: the hidden size of the language model."""
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """The model's shape, by its config.json."""
 
@@ -73,3 +91,4 @@ class Architecture:
     tied_embeddings: bool
     experts: Experts | None = None
     vision: Vision | None = None
+    audio: Audio | None = None

@@ -24,3 +24,6 @@ class Family:
     the model."""
     fuses_experts: bool = False
     """Whether the hub's folders have all experts of a layer in one tensor, `Parameter.fused`."""
+    kept: tuple[str, ...] = ()
+    """Beginnings of tensors of a folder that are of no part that learns: an export has them as they
+    are."""

@@ -16,6 +16,7 @@ CAUSAL = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
 }
 """model_type -> the class of transformers that engine and trainer compute."""
 
@@ -199,12 +200,95 @@ WHOLE_FIELDS: Mapping[str, Field] = {
 """The same of a model that sees, beside its parts."""
 
 
-def parts(config: ConfigJson) -> list[tuple[Table, Mapping[str, Field]]]:
-    """Returns the objects of the file that say what the model is, each with its fields."""
+_SPEAKS = Inert("of the parts that speak, which an export has as they are")
+_OF_ALL: Mapping[str, Field] = {
+    name: field for name, field in FIELDS.items() if not isinstance(field, Obeyed)
+}
+
+AUDIO_FIELDS: Mapping[str, Field] = {
+    **{name: field for name, field in FIELDS.items() if isinstance(field, Inert)},
+    "model_type": Inert("the architecture decides it"),
+    "encoder_layers": _TOWER,
+    "d_model": _TOWER,
+    "encoder_ffn_dim": _TOWER,
+    "encoder_attention_heads": _TOWER,
+    "num_mel_bins": _TOWER,
+    "downsample_hidden_size": _TOWER,
+    "output_dim": _TOWER,
+    "n_window_infer": _TOWER,
+    "n_window": Only((50,), "a chunk is of 100 mel frames, and of 13 tokens"),
+    "activation_function": Only(("gelu",), "the feed-forward layers are"),
+    "scale_embedding": Only((False,), "transformers scales nothing"),
+    "max_source_positions": Inert("positions are within a chunk"),
+    "conv_chunksize": _KERNELS,
+    "dropout": Inert("training drops nothing, as sampling does not"),
+    "activation_dropout": Inert("training drops nothing, as sampling does not"),
+    "num_hidden_layers": Inert("encoder_layers says it"),
+    "hidden_size": Inert("d_model says it"),
+    "intermediate_size": Inert("encoder_ffn_dim says it"),
+    "num_attention_heads": Inert("encoder_attention_heads says it"),
+    **{name: FIELDS[name] for name in ("architectures", "is_encoder_decoder", "per_layer_config",
+                                       "fusion_config", "quantization_config")},
+}  # fmt: skip
+"""The same of `audio_config`, of a model that hears."""
+
+THINKER_FIELDS: Mapping[str, Field] = {
+    **WHOLE_FIELDS,
+    "audio_config": Obeyed("the tower that hears"),
+    "position_id_per_seconds": Obeyed("positions of videos"),
+    "audio_token_id": _TOKENS,
+    "audio_start_token_id": _TOKENS,
+    "audio_end_token_id": _TOKENS,
+    "user_token_id": _SPEAKS,
+    "seconds_per_chunk": Inert("sound that is in a video is not taken"),
+}
+"""The same of `thinker_config`, which has the parts of a model that hears."""
+
+OMNI_FIELDS: Mapping[str, Field] = {
+    **_OF_ALL,
+    "model_type": FIELDS["model_type"],
+    "eos_token_id": FIELDS["eos_token_id"],
+    "tie_word_embeddings": Inert("thinker_config says it"),
+    "thinker_config": Obeyed("the model; `THINKER_FIELDS` are in it"),
+    **dict.fromkeys(
+        (
+            "talker_config", "code2wav_config", "enable_audio_output", "im_start_token_id",
+            "im_end_token_id", "system_token_id", "user_token_id", "assistant_token_id",
+            "tts_pad_token_id", "tts_bos_token_id", "tts_eos_token_id",
+        ),
+        _SPEAKS,
+    ),
+}  # fmt: skip
+"""The same of a model that also speaks, beside its parts."""
+
+
+class Part(NamedTuple):
+    """An object of config.json that says what the model is."""
+
+    table: Table
+    fields: Mapping[str, Field]
+
+
+def language_of(config: ConfigJson) -> Table:
+    """The object of the file that says what the model of language is."""
+    whole = config.table("thinker_config") if "thinker_config" in config.record else config
+    return whole.table("text_config") if "text_config" in whole.record else whole
+
+
+def parts(config: ConfigJson) -> list[Part]:
+    """Returns the objects of the file that say what the model is."""
+    language = Part(language_of(config), FIELDS)
+    if "thinker_config" in config.record:
+        thinker = config.table("thinker_config")
+        return [
+            Part(config, OMNI_FIELDS), Part(thinker, THINKER_FIELDS), language,
+            Part(thinker.table("vision_config"), VISION_FIELDS),
+            Part(thinker.table("audio_config"), AUDIO_FIELDS),
+        ]  # fmt: skip
     if "vision_config" not in config.record:
-        return [(config, FIELDS)]
-    of_text, of_vision = config.table("text_config"), config.table("vision_config")
-    return [(config, WHOLE_FIELDS), (of_text, FIELDS), (of_vision, VISION_FIELDS)]
+        return [language]
+    vision = Part(config.table("vision_config"), VISION_FIELDS)
+    return [Part(config, WHOLE_FIELDS), language, vision]
 
 
 def check(config: ConfigJson) -> None:
@@ -243,7 +327,7 @@ def doubts(config: ConfigJson) -> list[str]:
                 f"{table.place}{', '.join(unknown)}: unknown {fields}, {are} passed over, as "
                 "transformers does; if they change the model, it cannot be trained here"
             )
-    language = parts(config)[-2:][0][0]
+    language = language_of(config)
     if lost := lost_base(language):
         found.append(
             f"{language.place}rope_parameters.rope_theta = {lost}: is passed over, as transformers "

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.hf_files import OUTPUT, HfFiles
 from relax_hpc.models.names import Parameter
+from relax_hpc.models.registry import FAMILIES
 
 
 def check_names(
@@ -27,7 +28,7 @@ def check_names(
     Raises:
         ConfigError: naming the first that is missing, too many, or not what it is said to be.
     """
-    left = set(files.names)
+    left = set(files.names) - set(files.named(FAMILIES[shape.model_type].kept))
     for parameter in parameters:
         names = [parameter.fused] if parameter.fused in left else list(parameter.names())
         missing = [name for name in names if name not in left]

@@ -16,8 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDINGS = ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
-"""Names of the embedding: in a model of text, and in one that sees."""
+EMBEDDINGS = (
+    "model.embed_tokens.weight",
+    "model.language_model.embed_tokens.weight",
+    "thinker.model.embed_tokens.weight",
+)
+"""Names of the embedding: in a model of text, in one that sees, and in one that hears, too."""
 OUTPUT = "lm_head.weight"
 Shape = tuple[int, ...]
 _CHUNK_BYTES = 1 << 24
@@ -64,9 +68,17 @@ class HfFiles:
         part: torch.Tensor = self._slice(name)[ranges]
         return part
 
-    def dtype(self) -> "torch.dtype":
-        """Returns the type of the first tensor."""
-        name = min(self.names)
+    def named(self, prefixes: tuple[str, ...]) -> list[str]:
+        """Returns the names that begin so, in their order."""
+        return sorted(name for name in self.names if name.startswith(prefixes))
+
+    def dtype(self, but: tuple[str, ...] = ()) -> "torch.dtype":
+        """Returns the type of the first tensor.
+
+        Args:
+            but: beginnings of names that do not count.
+        """
+        name = min(set(self.names) - set(self.named(but)))
         return self.read(name, slice(0, 1)).dtype
 
     def refused(self, message: str) -> ConfigError:
@@ -82,7 +94,7 @@ class HfFiles:
         found = self.shape(name)
         if found == expected:
             return
-        if name in (*EMBEDDINGS, OUTPUT) and found[1:] == expected[1:]:
+        if (name in EMBEDDINGS or name.endswith(OUTPUT)) and found[1:] == expected[1:]:
             raise self.refused(
                 f"{name} has {found[0]} rows, but vocab_size in config.json is {expected[0]}; "
                 "they must be of the same model"

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from relax_hpc.comm.bucket import NamedTensors, buckets
-from relax_hpc.models.hub_layout import as_in_hub
+from relax_hpc.models.hub_layout import as_in_hub, kept
 from relax_hpc.records import sync, write_json
 
 SHARD_BYTES = 5 << 30
@@ -29,6 +30,8 @@ def write(
 ) -> None:
     """Writes `tensors` as a folder that loads like `source`, which lends all but its weights.
 
+    Tensors of `source` that are of no part that learns are copied.
+
     One of that name is replaced. The tensors of one file are in memory at a time.
 
     Args:
@@ -43,7 +46,9 @@ def write(
         shutil.rmtree(left_over, ignore_errors=True)
     draft.mkdir(parents=True)
     copy_all_but_weights(source, draft)
-    dtypes = _write_weights(draft, buckets(as_in_hub(tensors, source), shard_bytes))
+    dtypes = set[torch.dtype]()
+    learned = _noting(as_in_hub(tensors, source), dtypes)
+    _write_weights(draft, buckets(chain(learned, kept(source)), shard_bytes))
     set_dtype(draft, dtypes)
     if durable:
         for path in (*draft.iterdir(), draft):
@@ -91,24 +96,31 @@ def set_quantization(folder: Path, quantization: Mapping[str, object]) -> None:
     write_json(config, record | {"quantization_config": quantization})
 
 
-def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> set[torch.dtype]:
-    """Writes the files and, if they are several, their index; returns the types of the tensors."""
+def _noting(
+    tensors: Iterable[tuple[str, Tensor]], dtypes: set[torch.dtype]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields them, and notes their types."""
+    for name, tensor in tensors:
+        dtypes.add(tensor.dtype)
+        yield name, tensor
+
+
+def _write_weights(folder: Path, shards: Iterable[NamedTensors]) -> None:
+    """Writes the files and, if they are several, their index."""
     contents: list[list[str]] = []
-    total, dtypes = 0, set[torch.dtype]()
+    total = 0
     for number, shard in enumerate(shards, start=1):
         on_host = {name: tensor.detach().to("cpu", copy=True) for name, tensor in shard}
         on_host = {name: tensor.contiguous() for name, tensor in on_host.items()}
         save_file(on_host, folder / f"{number}.safetensors", metadata={"format": "pt"})
         contents.append(list(on_host))
         total += sum(tensor.nbytes for tensor in on_host.values())
-        dtypes |= {tensor.dtype for tensor in on_host.values()}
     if len(contents) == 1:
         (folder / "1.safetensors").rename(folder / "model.safetensors")
-        return dtypes
+        return
     files: dict[str, list[str]] = {}
     for number, names in enumerate(contents, start=1):
         file = f"model-{number:05}-of-{len(contents):05}.safetensors"
         (folder / f"{number}.safetensors").rename(folder / file)
         files[file] = names
     write_index(folder, files, total)
-    return dtypes

@@ -1,4 +1,4 @@
-"""Tensors as the hub's folders have them, where these put all experts of a layer into one."""
+"""Tensors as the hub's folders have them: experts of a layer fused, and parts that do not learn."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from relax_hpc.models.family import Family
+from relax_hpc.models.hf_files import HfFiles
 from relax_hpc.models.names import Parameter
 from relax_hpc.models.registry import FAMILIES, parameters, read_architecture
 from relax_hpc.records import read_json
@@ -18,7 +20,7 @@ def as_in_hub(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[t
         tensors: in the order of the model, expert by expert.
         source: folder whose config.json says which family it is.
     """
-    family = FAMILIES.get((read_json(source / "config.json") or {}).get("model_type", ""))
+    family = _family_of(source)
     if family is None or not family.fuses_experts:
         yield from tensors
         return
@@ -33,6 +35,20 @@ def as_in_hub(tensors: Iterable[tuple[str, Tensor]], source: Path) -> Iterator[t
             yield first[name].fused, _fused(first[name], tensor, stream)
         else:
             yield name, tensor
+
+
+def kept(source: Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a folder that are of no part that learns, as they are."""
+    family = _family_of(source)
+    if family is None or not family.kept:
+        return
+    with HfFiles(source) as files:
+        for name in files.named(family.kept):
+            yield name, files.read(name)
+
+
+def _family_of(folder: Path) -> Family | None:
+    return FAMILIES.get((read_json(folder / "config.json") or {}).get("model_type", ""))
 
 
 def _fused(parameter: Parameter, tensor: Tensor, stream: Iterator[tuple[str, Tensor]]) -> Tensor:

@@ -63,7 +63,7 @@ class Parameter:
             return new + of.removeprefix(old) if of.startswith(old) else of
 
         hf = {name(of): shape for of, shape in self.hf.items()}
-        return replace(self, hf=hf, fused=name(self.fused))
+        return replace(self, hf=hf, fused=self.fused and name(self.fused))
 
     def names(self) -> Iterator[str]:
         """The tensors of a checkpoint, expert by expert."""

@@ -8,20 +8,27 @@ from relax_hpc.models.config_json import ConfigJson, Table
 from relax_hpc.models.family import Family
 from relax_hpc.models.fields import QWEN3_HEAD_DIM
 from relax_hpc.models.names import Parameter
-from relax_hpc.models.rope import Rope
+from relax_hpc.models.rope import DEFAULT_BASE, Rope
 
 
 def read(config: ConfigJson) -> Architecture:
     return read_shape(config, QWEN3_HEAD_DIM)
 
 
-def read_shape(config: Table, head_dim: int | None = None, *, sees: bool = False) -> Architecture:
+def read_shape(
+    config: Table,
+    head_dim: int | None = None,
+    *,
+    sees: bool = False,
+    rope_base: float = DEFAULT_BASE,
+) -> Architecture:
     """Reads the fields that these families have in common.
 
     Args:
         config: of the model, or its part about language.
         head_dim: where config.json has none; by default what heads share of the hidden channels.
         sees: positions are in time, y and x.
+        rope_base: where config.json has none.
     """
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.size("head_dim", head_dim or hidden_size // num_heads)
@@ -36,7 +43,7 @@ def read_shape(config: Table, head_dim: int | None = None, *, sees: bool = False
         vocab_size=config.size("vocab_size"),
         max_positions=config.size("max_position_embeddings"),
         norm_epsilon=config.number("rms_norm_eps"),
-        rope=Rope.read(config, head_dim=head_dim if sees else None),
+        rope=Rope.read(config, head_dim=head_dim if sees else None, base=rope_base),
         tied_embeddings=config.flag("tie_word_embeddings"),
     )
 

@@ -12,15 +12,22 @@ from relax_hpc.models.names import Parameter, Shape
 
 CORE, HF = "vision.", "model.visual."
 """Prefixes of the tower's parameters: in the first stage's first chunk, and in a folder."""
+ROPE_BASE = 5e5
+"""Base of rotary positions where config.json has none."""
 
 
 def read(config: ConfigJson) -> Architecture:
     text = config.table("text_config")
-    return seeing(config, qwen3.read_shape(text, QWEN3_HEAD_DIM, sees=True))
+    language = qwen3.read_shape(text, QWEN3_HEAD_DIM, sees=True, rope_base=ROPE_BASE)
+    return seeing(config, language)
 
 
-def seeing(config: ConfigJson, language: Architecture) -> Architecture:
+def seeing(config: Table, language: Architecture) -> Architecture:
     """The language model of `text_config` with the tower of `vision_config`.
+
+    Args:
+        config: that has both.
+        language: as it is read.
 
     Raises:
         ConfigError: they do not fit each other.
@@ -107,20 +114,21 @@ def _shapes(vision: Vision) -> Iterator[tuple[str, Shape]]:
         for norm in ("norm1", "norm2"):
             yield f"{block}{norm}.weight", (hidden,)
             yield f"{block}{norm}.bias", (hidden,)
-        yield from _linear(f"{block}attn.qkv", 3 * hidden, hidden)
-        yield from _linear(f"{block}attn.proj", hidden, hidden)
-        yield from _linear(f"{block}mlp.linear_fc1", inner, hidden)
-        yield from _linear(f"{block}mlp.linear_fc2", hidden, inner)
+        yield from linear(f"{block}attn.qkv", 3 * hidden, hidden)
+        yield from linear(f"{block}attn.proj", hidden, hidden)
+        yield from linear(f"{block}mlp.linear_fc1", inner, hidden)
+        yield from linear(f"{block}mlp.linear_fc2", hidden, inner)
     mergers = [("merger", hidden)]
     mergers += [(f"deepstack_merger_list.{n}", merged) for n in range(len(vision.taps))]
     for name, normed in mergers:
         yield f"{name}.norm.weight", (normed,)
         yield f"{name}.norm.bias", (normed,)
-        yield from _linear(f"{name}.linear_fc1", merged, merged)
-        yield from _linear(f"{name}.linear_fc2", vision.out_size, merged)
+        yield from linear(f"{name}.linear_fc1", merged, merged)
+        yield from linear(f"{name}.linear_fc2", vision.out_size, merged)
 
 
-def _linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, Shape]]:
+def linear(name: str, rows: int, columns: int) -> Iterator[tuple[str, Shape]]:
+    """Names and shapes of a matrix with a bias."""
     yield f"{name}.weight", (rows, columns)
     yield f"{name}.bias", (rows,)
 

@@ -15,7 +15,7 @@ def read(config: ConfigJson) -> Architecture:
     # transformers shares a weight of 1 among a token's experts, whatever is written.
     if not text.flag("norm_topk_prob", True):
         raise text.refused("norm_topk_prob", "only true is supported: transformers does so")
-    dense = qwen3.read_shape(text, sees=True)
+    dense = qwen3.read_shape(text, sees=True, rope_base=qwen3_vl.ROPE_BASE)
     experts = replace(qwen3_moe.read_experts(text, dense.num_layers), norm_topk_prob=True)
     return qwen3_vl.seeing(config, replace(dense, experts=experts))
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import fields, qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe
+from relax_hpc.models import fields, qwen2, qwen3, qwen3_moe, qwen3_omni_moe, qwen3_vl, qwen3_vl_moe
 from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.models.family import Family
@@ -18,6 +18,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe.FAMILY,
         qwen3_vl.FAMILY,
         qwen3_vl_moe.FAMILY,
+        qwen3_omni_moe.FAMILY,
     )
 }
 

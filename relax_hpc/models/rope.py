@@ -22,8 +22,8 @@ _KEYS = {
     },
 }  # fmt: skip
 _OF_ALL = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_OF_SPACE = {"mrope_section", "mrope_interleaved"}
-_DEFAULT_BASE = 10000.0
+_OF_SPACE = {"mrope_section", "mrope_interleaved", "interleaved"}
+DEFAULT_BASE = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,13 @@ class Rope:
     They take turns; what is left at the end is of time."""
 
     @classmethod
-    def read(cls, config: Table, *, head_dim: int | None = None) -> "Rope":
+    def read(
+        cls, config: Table, *, head_dim: int | None = None, base: float = DEFAULT_BASE
+    ) -> "Rope":
         """Reads config.json, or its part about language.
 
         Args:
+            base: where it has none.
             head_dim: of a model whose positions are in time, y and x.
 
         Raises:
@@ -72,7 +75,7 @@ class Rope:
         if table.get("partial_rotary_factor") not in (None, 1):
             raise table.refused("partial_rotary_factor", "only 1.0 is supported")
         source = table if "rope_theta" in table.record else config
-        base = source.number("rope_theta", _DEFAULT_BASE)
+        base = source.number("rope_theta", base)
         if head_dim:
             if kind != "default":
                 raise table.refused("rope_type", "only default is supported in a model that sees")
@@ -160,7 +163,7 @@ def lost_base(config: Table) -> float | None:
         return None
     lost: Any = config.table("rope_parameters").get("rope_theta")
     table = _table(config)
-    kept = (table if "rope_theta" in table.record else config).number("rope_theta", _DEFAULT_BASE)
+    kept = (table if "rope_theta" in table.record else config).number("rope_theta", DEFAULT_BASE)
     return None if lost in (None, kept) else lost
 
 

@@ -1,7 +1,12 @@
 """A public data set: where it comes from, and what its rows say."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from relax_hpc.media.kinds import Modality
+from relax_hpc.prompts.files import KINDS
+from relax_hpc.rewards.answers import last_tag
 
 
 class Task(NamedTuple):
@@ -9,6 +14,20 @@ class Task(NamedTuple):
     answer: str
     images: tuple[str, ...] = ()
     """Files in the folder of the prompts, in the order of the places of the prompt."""
+    videos: tuple[str, ...] = ()
+    audios: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*self.images, *self.videos, *self.audios)
+
+
+class Shown(NamedTuple):
+    """A medium of a row."""
+
+    modality: Modality
+    content: bytes | Path
+    """Its file, or where that is."""
 
 
 class DataSet(NamedTuple):
@@ -19,9 +38,13 @@ class DataSet(NamedTuple):
     splits: tuple[str, ...]
     """Sets of it there, as a job names them behind the name."""
     task: Callable[[Mapping[str, Any]], Task]
-    """Makes a task of a row, without its images; a ValueError says what is wrong with it."""
-    images: Callable[[Mapping[str, Any]], Sequence[bytes]] = lambda _: ()
-    """Files of the images of a row; a ValueError says what is wrong with them."""
+    """Makes a task of a row, without its media; a ValueError says what is wrong with it."""
+    media: Callable[[Mapping[str, Any], Path | None], Sequence[Shown]] = lambda _, __: ()
+    """Media of a row of a file in a folder; a ValueError says what is wrong with them."""
+    heldout: str = "test"
+    """In the name of a file, or of a split, whose rows are not trained on."""
+    kinds: tuple[str, ...] = KINDS
+    """Ends of names of its files."""
 
     @property
     def download(self) -> str:
@@ -42,8 +65,8 @@ def text(fields: Mapping[str, Any], key: str) -> str:
     return str(fields[key]).strip()
 
 
-def image(value: object, key: str) -> bytes:
-    """The file of an image as Parquet files of the hub have it, {bytes, path}.
+def image(value: object, key: str) -> Shown:
+    """An image as Parquet files of the hub have it, {bytes, path}.
 
     Raises:
         ValueError: it is something else.
@@ -51,4 +74,35 @@ def image(value: object, key: str) -> bytes:
     content = value.get("bytes") if isinstance(value, Mapping) else None
     if not isinstance(content, bytes) or not content:
         raise ValueError(f"{key} is no image with its bytes")
-    return content
+    return Shown("image", content)
+
+
+def beside(folder: Path | None, value: object, key: str, modality: Modality) -> Shown:
+    """A medium that lies beside the file of its row.
+
+    Raises:
+        ValueError: it does not, or not within that folder.
+    """
+    if folder is None or not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{key} names no file")
+    path = (folder / value).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise ValueError(f"{key} = {value!r}: is outside of the folder of the rows")
+    if not path.is_file():
+        raise ValueError(f"{key} = {value!r}: there is no such file beside the rows")
+    return Shown(modality, path)
+
+
+def letter(fields: Mapping[str, Any], key: str, of: str) -> str:
+    """The letter of a choice that a solution has in its tag.
+
+    Args:
+        of: letters that there are.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    found = (last_tag(text(fields, key), "answer") or "").strip()
+    if len(found) != 1 or found not in of:
+        raise ValueError(f"{key} has none of the letters {of} between <answer> and </answer>")
+    return found

@@ -1,9 +1,10 @@
 """Multimodal Open R1: 8 thousand verified problems of mathematics, each about one image."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from relax_hpc.preparation.data_set import DataSet, Task, image, text
+from relax_hpc.preparation.data_set import DataSet, Shown, Task, image, text
 from relax_hpc.rewards.answers import last_tag
 
 _WISH = (
@@ -21,7 +22,7 @@ def _task(fields: Mapping[str, Any]) -> Task:
     return Task(f"{_PLACE}{problem}\n\n{_WISH}", answer)
 
 
-def _image(fields: Mapping[str, Any]) -> Sequence[bytes]:
+def _image(fields: Mapping[str, Any], _: Path | None) -> Sequence[Shown]:
     if "image" not in fields:
         raise ValueError(f"has no image, but {', '.join(fields) or 'nothing'}")
     return [image(fields["image"], "image")]

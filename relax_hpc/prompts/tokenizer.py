@@ -1,7 +1,7 @@
 """The tokenizer of a Hugging Face folder, without asking any network."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from relax_hpc import records, user_files
 from relax_hpc.errors import ConfigError, first_line
@@ -17,7 +17,9 @@ _OBJECTS = (
     "added_tokens.json",
 )
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-READ = (*_OBJECTS, "tokenizer.model", "merges.txt", "chat_template.jinja")
+_TEMPLATE = "chat_template.json"
+"""Object of some models with a template that transformers reads for their processor alone."""
+READ = (*_OBJECTS, "tokenizer.model", "merges.txt", "chat_template.jinja", _TEMPLATE)
 """Files that decide what a text becomes."""
 
 _MODELS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -46,12 +48,20 @@ def load(model_path: Path) -> "PreTrainedTokenizerBase":
         if (model_path / name).exists():
             user_files.read_object(model_path / name, "download it again")
     try:
-        return _tokenizer_class(model_path).from_pretrained(model_path, local_files_only=True)
+        found = _tokenizer_class(model_path).from_pretrained(model_path, local_files_only=True)
     except Exception as error:  # parsers of others, in Rust too: they raise anything
         raise ConfigError(
             f"model.path = {model_path}: unreadable tokenizer: {type(error).__name__}: "
             f"{first_line(error)}; download its files again"
         ) from error
+    if found.chat_template is None and (model_path / _TEMPLATE).exists():
+        record = user_files.read_object(model_path / _TEMPLATE, "download it again")
+        found.chat_template = record.get("chat_template")
+        if not isinstance(found.chat_template, str):
+            raise ConfigError(
+                f"{model_path / _TEMPLATE}: has no text chat_template; download it again"
+            )
+    return cast("PreTrainedTokenizerBase", found)
 
 
 def _tokenizer_class(model_path: Path) -> Any:  # noqa: ANN401

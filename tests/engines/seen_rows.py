@@ -1,6 +1,6 @@
-"""Rows with images and videos, their pixels, and what Hugging Face makes of them.
+"""Rows with images, videos and sounds, their arrays, and what Hugging Face makes of them.
 
-A medium's pixels are drawn from the number that its digest is.
+A medium's array is drawn from the number that its digest is.
 """
 
 from types import SimpleNamespace
@@ -10,32 +10,45 @@ import torch
 from megatron_reference import hub_layout
 
 from relax_hpc.config.media import MediaConfig
-from relax_hpc.demo import seeing
+from relax_hpc.demo import hearing, seeing
+from relax_hpc.media.extent import audio_tokens
 from relax_hpc.media.patches import patches
 from relax_hpc.media.recipe import read_recipe
 from relax_hpc.schema import FinishReason, MediaKind, Medium, Trajectory
 
-START, END, IMAGE, VIDEO = 259, 260, 261, 262
-"""Ids of the tiny model's tokens."""
+START, END, IMAGE, VIDEO, AUDIO_START, AUDIO_END, AUDIO = range(259, 266)
+"""Ids of the tiny models' tokens."""
 
 
 def make(folder, *, kind="vl", seed=0):
-    """A tiny model that sees, with weights that matter: those of the demo are small."""
-    tokens = seeing.tokenizer()
-    model = seeing.model(kind, tokens, seed=seed)
+    """A tiny model that sees, with weights that matter: those of the demo are small.
+
+    Of "omni" the thinker is given back.
+    """
+    if kind == "omni":
+        tokens = hearing.tokenizer()
+        whole = hearing.model(tokens, seed=seed)
+        model, save = whole.thinker, hearing.save
+    else:
+        tokens = seeing.tokenizer()
+        whole = model = seeing.model(kind, tokens, seed=seed)
+        save = seeing.save
     torch.manual_seed(seed + 1)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
-                parameter.mul_(3)
+                parameter.mul_(1 if "audio_tower" in name else 3)
             else:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    seeing.save(folder, model, tokens)
+    save(folder, whole, tokens)
     return model
 
 
 def pixels_of(medium):
-    """Canonical pixels of a medium, [frames, height, width, 3] uint8."""
+    """Canonical array of a medium: [frames, height, width, 3] uint8, or [128, frames] of sound."""
+    if medium.kind is MediaKind.WAV:
+        number = int.from_bytes(medium.canonical_xxh3, "little")
+        return np.random.default_rng(number).normal(size=(128, number // 1000)).astype(np.float32)
     time, height, width = medium.grid_thw
     frames = 1 if medium.kind is MediaKind.PNG else 2 * time
     rng = np.random.default_rng(int.from_bytes(medium.canonical_xxh3, "little"))
@@ -50,9 +63,32 @@ def video(number, time, height, width):
     return _medium(MediaKind.MP4, number, (time, height, width))
 
 
+def film(number, time, height, width, seconds=0.77):
+    """A video of Qwen3-Omni, which is written in one piece, and timed."""
+    made = video(number, time, height, width)
+    return made._replace(frames=tuple(range(2 * time)), seconds_per_grid=seconds)
+
+
+def sound(number, frames):
+    return _medium(MediaKind.WAV, 1000 * frames + number, (0, 0, 0))
+
+
 def _medium(kind, number, grid):
     digest = number.to_bytes(16, "little")
     return Medium(kind, np.empty(0, np.uint8), grid, digest)
+
+
+def _written(medium):
+    """Tokens of the stretches of a medium, its token, and those around it."""
+    if medium.kind is MediaKind.WAV:
+        frames = int.from_bytes(medium.canonical_xxh3, "little") // 1000
+        return [audio_tokens(frames, 100)], AUDIO, AUDIO_START, AUDIO_END
+    time, height, width = medium.grid_thw
+    if medium.kind is MediaKind.PNG:
+        return [height * width // 4], IMAGE, START, END
+    if medium.seconds_per_grid:
+        return [time * height * width // 4], VIDEO, START, END
+    return [height * width // 4] * time, VIDEO, START, END
 
 
 def row(guid, media, *, sibling=0, response=6, seed=None):
@@ -60,12 +96,11 @@ def row(guid, media, *, sibling=0, response=6, seed=None):
     rng = np.random.default_rng([guid, 7 if seed is None else seed])
     ids, spans = rng.integers(0, 250, 3).tolist(), []
     for number, medium in enumerate(media):
-        time, height, width = medium.grid_thw
-        is_video = medium.kind is MediaKind.MP4
-        for _ in range(time):
-            ids += [*rng.integers(0, 250, 2).tolist(), START]
-            spans.append((number, len(ids), height * width // 4))
-            ids += [VIDEO if is_video else IMAGE] * (height * width // 4) + [END]
+        stretches, token, start, end = _written(medium)
+        for count in stretches:
+            ids += [*rng.integers(0, 250, 2).tolist(), start]
+            spans.append((number, len(ids), count))
+            ids += [token] * count + [end]
     ids += rng.integers(0, 250, 2).tolist()
     prompt = len(ids)
     ids += np.random.default_rng([guid, sibling, 1]).integers(0, 250, response).tolist()
@@ -91,6 +126,34 @@ def mixed_rows():
     return rows, np.random.default_rng(0).normal(size=len(rows)).astype(np.float32)
 
 
+def mixed_rows_heard():
+    """The same with sounds, among them one shorter than a chunk, and videos that are timed."""
+    first, second, seen = image(1, 4, 6), image(2, 8, 4), film(3, 3, 4, 4)
+    short, long, longer = sound(4, 37), sound(5, 230), sound(6, 451)
+    rows = [
+        row(0, []), row(1, [short]), row(1, [short], sibling=1, response=9), row(2, [first]),
+        row(3, [long, first]), row(4, [seen]), row(5, [second, longer, seen, long]),
+        row(6, [longer], response=2),
+    ]  # fmt: skip
+    return rows, np.random.default_rng(0).normal(size=len(rows)).astype(np.float32)
+
+
+def _heard_inputs(row):
+    """Arguments of Hugging Face's thinker that its other models do not take."""
+    found = {"attention_mask": torch.ones(1, len(row.token_ids), dtype=torch.long)}
+    films = [medium for medium in row.media if medium.kind is MediaKind.MP4]
+    if films:
+        found["video_second_per_grid"] = torch.tensor([each.seconds_per_grid for each in films])
+    mels = [pixels_of(medium) for medium in row.media if medium.kind is MediaKind.WAV]
+    if mels:
+        lengths = torch.tensor([[mel.shape[1]] for mel in mels])
+        found["input_features"] = torch.zeros(len(mels), 128, int(lengths.max()))
+        for place, mel in zip(found["input_features"], mels, strict=True):
+            place[:, : mel.shape[1]] = torch.from_numpy(mel)
+        found["feature_attention_mask"] = (torch.arange(int(lengths.max())) < lengths).long()
+    return found
+
+
 def inputs_of(row, folder):
     """Arguments of Hugging Face's model for a row, batch of one."""
     recipe = read_recipe(folder, MediaConfig())
@@ -99,9 +162,10 @@ def inputs_of(row, folder):
         is_video = row.media[medium].kind is MediaKind.MP4
         kinds[first : first + tokens] = 2 if is_video else 1
     given = {"input_ids": torch.from_numpy(row.token_ids.astype(np.int64))[None]}
-    if not row.media:
-        return given
-    given["mm_token_type_ids"] = torch.from_numpy(kinds)[None]
+    if recipe.audio:
+        given |= _heard_inputs(row)
+    elif row.media:
+        given["mm_token_type_ids"] = torch.from_numpy(kinds)[None]
     for wanted, name, grids in (
         (MediaKind.PNG, "pixel_values", "image_grid_thw"),
         (MediaKind.MP4, "pixel_values_videos", "video_grid_thw"),
@@ -121,6 +185,20 @@ def logprobs_of(model, row, folder):
     values = model(**given).logits[0].log_softmax(-1)[:-1]
     ids = given["input_ids"][0, 1:, None]
     return torch.cat([torch.zeros(1), values.gather(1, ids)[:, 0]])
+
+
+def _hub_layout(model, tensors):
+    """Numpy copies under the names of the hub."""
+    if any("audio_tower" in name for name, _ in model.named_modules()):
+        tensors = {_of_thinker(name): tensor for name, tensor in tensors.items()}
+    return hub_layout(tensors)
+
+
+def _of_thinker(name):
+    """The hub's name of a parameter; transformers from 5.23 on has the parts in its `model`."""
+    for part in ("audio_tower.", "visual."):
+        name = name.removeprefix("model.") if name.startswith(f"model.{part}") else name
+    return "thinker." + name.replace("model.language_model.", "model.")
 
 
 def reference(folder, model, rows, advantages, num_steps=2, frozen=()):
@@ -154,8 +232,8 @@ def reference(folder, model, rows, advantages, num_steps=2, frozen=()):
                 found.logprobs.append(values.detach().numpy().copy())
             loss = loss - float(worth) * values[torch.from_numpy(each.loss_mask) > 0].sum()
         (loss / count).backward()
-        found.gradients.append(hub_layout({n: p.grad for n, p in learning.items()}))
+        found.gradients.append(_hub_layout(model, {n: p.grad for n, p in learning.items()}))
         found.norms.append(np.sqrt(sum((g**2).sum() for g in found.gradients[-1].values())))
         adamw.step()
-        found.steps.append(hub_layout(dict(model.named_parameters())))
+        found.steps.append(_hub_layout(model, dict(model.named_parameters())))
     return found

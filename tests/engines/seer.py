@@ -4,12 +4,16 @@ import asyncio
 import contextlib
 
 import numpy as np
+import soundfile
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import (
+    AutoModelForImageTextToText,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+)
 
 from relax_hpc.config.media import MediaConfig
-from relax_hpc.demo import seeing
+from relax_hpc.demo import hearing, seeing, tones
 from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
 from relax_hpc.media.canonical import canonical, measured
 from relax_hpc.media.expand import expand, with_times
@@ -21,6 +25,7 @@ from relax_hpc.media.workers import MediaWorkers
 TOLERANCE = 2e-6  # nats, float32; another image of the same size is above 1e-2
 PAD = "<|vision_start|>{}<|vision_end|>"
 IMAGE, VIDEO = PAD.format("<|image_pad|>"), PAD.format("<|video_pad|>")
+AUDIO = "<|audio_start|><|audio_pad|><|audio_end|>"
 
 
 def image(seed, height=64, width=96):
@@ -39,21 +44,35 @@ def clip(folder, seed):
     return Source(f"clip {seed}", "video", frames=frames, fps=2.0)
 
 
+def sound(folder, seed, seconds=1.2):
+    path = folder / f"{seed}.wav"
+    wave = np.random.default_rng(seed).normal(0, 0.1, int(seconds * tones.RATE))
+    soundfile.write(path, wave, tones.RATE)
+    return Source(f"sound {seed}", "audio", path=path)
+
+
 def make(folder, *, kind="vl", seed=5, like=None):
     """A tiny model whose answers depend on pixels.
 
-    With `like` it is that one with another tower, or with other experts where it has some.
+    With `like` it is that one with another tower, that hears if it has one, or with other experts
+    where it has some.
     """
-    tokens = seeing.tokenizer()
-    model = seeing.model(kind, tokens, seed=seed)
+    of = hearing if kind == "omni" else seeing
+    tokens = of.tokenizer()
+    model = (
+        hearing.model(tokens, seed=seed)
+        if kind == "omni"
+        else seeing.model(kind, tokens, seed=seed)
+    )
+    other = {"vl": "visual", "vl-moe": ".experts.", "omni": "audio_tower"}[kind]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            is_other = ("visual" if kind == "vl" else ".experts.") in name
-            if parameter.ndim > 1 and "norm" not in name:
+            is_other = other in name
+            if parameter.ndim > 1 and "norm" not in name and "audio_tower" not in name:
                 parameter.mul_(3.0)
             if like is not None and not is_other:
                 parameter.copy_(like.get_parameter(name))
-    seeing.save(folder, model, tokens)
+    of.save(folder, model, tokens)
     return model
 
 
@@ -66,6 +85,7 @@ class Seer:
         self.model = AutoModelForImageTextToText.from_pretrained(folder).float().eval()
         ids = self.tokens.convert_tokens_to_ids
         self.image, self.video = ids("<|image_pad|>"), ids("<|video_pad|>")
+        self.placeholders = {self.image: "image", self.video: "video"}
 
     def prompt(self, text, *sources):
         """Token ids, media with their room, and spans."""
@@ -73,7 +93,7 @@ class Seer:
         extents = [each.extent for each in media]
         written = with_times(text, extents, self.recipe.family)
         ids = self.tokens.encode(written, add_special_tokens=False)
-        found = expand(ids, extents, {self.image: "image", self.video: "video"})
+        found = expand(ids, extents, self.placeholders)
         return found.token_ids, media, found.spans
 
     def logprobs(self, prompt, response):
@@ -126,6 +146,67 @@ class Seer:
             logits = self.model.lm_head(hidden)[0]
         found = logits[len(ids) - 1 : -1].log_softmax(-1)
         return found.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+class Hearer(Seer):
+    """The same of the tiny model that hears, too."""
+
+    def __init__(self, folder):
+        self.folder, self.tokens = folder, hearing.tokenizer()
+        self.recipe = read_recipe(folder, MediaConfig())
+        kind = Qwen3OmniMoeThinkerForConditionalGeneration
+        self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
+        ids = self.tokens.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|audio_pad|>"])
+        self.image, self.video, self.audio = ids
+        self.placeholders = dict(zip(ids, ("image", "video", "audio"), strict=True))
+
+    def logprobs_of(self, ids, media, spans, response):
+        """Each medium is encoded by itself."""
+        parts = {name.rpartition(".")[2]: module for name, module in self.model.named_modules()}
+        language = parts.get("language_model", self.model.model)  # as it is until 5.22
+        tokens = torch.tensor([[*ids, *response]])
+        mask, deep = torch.zeros(1, tokens.shape[1], dtype=torch.bool), []
+        with torch.no_grad():
+            embeddings = self.model.get_input_embeddings()(tokens)
+            for span in spans:
+                medium = media[span.medium]
+                array, kind = torch.tensor(medium.array), medium.extent.modality
+                place = slice(span.first, span.first + span.tokens)
+                if kind == "audio":
+                    length = torch.tensor([array.shape[1]])
+                    made = parts["audio_tower"](array, feature_lens=length)
+                    embeddings[0, place] = made.last_hidden_state
+                    continue
+                vision = self.recipe.image if kind == "image" else self.recipe.video.vision
+                grid = torch.tensor([medium.extent.grid])
+                made = parts["visual"](patches(array, vision, torch.float32), grid_thw=grid)
+                embeddings[0, place], mask[0, place] = made.pooler_output, True
+                deep.append(made.deepstack_features)
+            positions = self._positions(ids, [each.extent for each in media])
+            after = positions.max() + 1 + torch.arange(len(response))
+            positions = torch.cat([positions, after.expand(3, 1, -1)], -1)
+            levels = [torch.cat(level) for level in zip(*deep, strict=True)]
+            hidden = language(
+                inputs_embeds=embeddings, position_ids=positions,
+                visual_pos_masks=mask if deep else None,
+                deepstack_visual_embeds=levels or None,
+            ).last_hidden_state  # fmt: skip
+            logits = self.model.lm_head(hidden)[0]
+        found = logits[len(ids) - 1 : -1].log_softmax(-1)
+        return found.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+    def _positions(self, ids, extents):
+        def of(modality, what):
+            found = [getattr(each, what) for each in extents if each.modality == modality]
+            return torch.tensor(found) if found else None
+
+        ids = torch.tensor([ids])
+        index = getattr(self.model.model, "get_rope_index", None) or self.model.get_rope_index
+        found, _ = index(
+            ids, of("image", "grid"), of("video", "grid"), torch.ones_like(ids), False,
+            of("audio", "mel_frames"), of("video", "seconds_per_grid"),
+        )  # fmt: skip
+        return found
 
 
 def ask(seer, prompts, new=12, draft=None, before=lambda view: view, **sampling):

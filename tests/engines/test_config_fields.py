@@ -20,7 +20,10 @@ from relax_hpc.engines.megatron.checkpoint import conversion
 from relax_hpc.errors import ConfigError, EngineError
 from relax_hpc.models import fields
 from relax_hpc.models.fields import (
+    AUDIO_FIELDS,
     FIELDS,
+    OMNI_FIELDS,
+    THINKER_FIELDS,
     VISION_FIELDS,
     WHOLE_FIELDS,
     Inert,
@@ -43,12 +46,18 @@ def test_every_field_of_the_installed_transformers_has_an_entry():
         assert theirs <= set(FIELDS), sorted(theirs - set(FIELDS))
 
 
-def test_every_field_of_a_model_that_sees_has_an_entry():
-    from transformers import GenerationConfig, Qwen3VLConfig
+@pytest.mark.parametrize("kind", ["sees", "hears"])
+def test_every_field_of_a_model_of_several_parts_has_an_entry(kind):
+    from transformers import GenerationConfig, Qwen3OmniMoeConfig, Qwen3VLConfig
 
-    assert Qwen3VLConfig.model_type in fields.CAUSAL
-    made = Qwen3VLConfig()
-    parts = ((made, WHOLE_FIELDS), (made.text_config, FIELDS), (made.vision_config, VISION_FIELDS))
+    if kind == "sees":
+        made = whole = Qwen3VLConfig()
+        parts = [(made, WHOLE_FIELDS)]
+    else:
+        made, whole = Qwen3OmniMoeConfig(), Qwen3OmniMoeConfig().thinker_config
+        parts = [(made, OMNI_FIELDS), (whole, THINKER_FIELDS), (whole.audio_config, AUDIO_FIELDS)]
+    assert made.model_type in fields.CAUSAL
+    parts += [(whole.text_config, FIELDS), (whole.vision_config, VISION_FIELDS)]
     for part, known in parts:
         theirs = {field.name for field in dataclasses.fields(type(part))} | set(part.to_dict())
         theirs |= set(part.attribute_map) | set(part.attribute_map.values())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from houses import House, house_of, publish, trainer
 from safetensors.torch import load_file
-from seer import IMAGE, VIDEO, Seer, ask, clip, make, source
+from seer import AUDIO, IMAGE, VIDEO, Hearer, Seer, ask, clip, make, sound, source
 from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.media import wire
@@ -21,14 +21,21 @@ pytestmark = [
 TOLERANCE, APART = 5e-6, 1e-2  # nats, float32: as far as the same weights may be, or others
 
 
-@pytest.fixture(scope="module", params=["vl", "vl-moe"])
+@pytest.fixture(scope="module", params=["vl", "vl-moe", "omni"])
 def towers(tmp_path_factory, request):
-    """Three checkpoints that differ in their towers, or their experts, alone."""
+    """Three checkpoints that differ in one of their towers, or in their experts, alone."""
     folders = [tmp_path_factory.mktemp(f"tower{number}") for number in range(3)]
     first = make(folders[0], kind=request.param)
     for seed, folder in enumerate(folders[1:], start=6):
         make(folder, kind=request.param, seed=seed, like=first)
-    return [Seer(folder) for folder in folders]
+    return [(Hearer if request.param == "omni" else Seer)(folder) for folder in folders]
+
+
+def shown(seer, folder, number):
+    """A prompt whose medium goes through what differs."""
+    if isinstance(seer, Hearer):
+        return seer.prompt(AUDIO + "what?", sound(folder, number))
+    return seer.prompt(IMAGE + "what?", source(folder, number))
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +61,12 @@ def test_an_image_is_seen_by_the_tower_that_came_last(house, towers, tmp_path, t
     seer = towers[0]
     seer.process = house.engines[0]
     prompts = [
-        seer.prompt(IMAGE + "what?", source(tmp_path, 1)),
+        shown(seer, tmp_path, 1),
         seer.prompt(IMAGE + "in" + VIDEO + "?", source(tmp_path, 2), clip(tmp_path, 10)),
     ]
+    if isinstance(seer, Hearer):
+        two = source(tmp_path, 2), sound(tmp_path, 3, 0.4)
+        prompts[1] = seer.prompt(IMAGE + "and" + AUDIO + "?", *two)
     over = threading.Event()
 
     def load():
@@ -86,7 +96,7 @@ def test_a_request_that_names_an_older_policy_sees_by_the_new_tower(
     house.announce(transport)
     seer = towers[0]
     seer.process = house.engines[0]
-    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 3))
+    prompt = shown(seer, tmp_path, 3)
     plain = wire.text_of
     monkeypatch.setattr(wire, "text_of", lambda view, _, **how: plain(view, 0, **how))
     with trainer(house) as ranks:
@@ -103,13 +113,21 @@ def test_frozen_parts_are_sent_to_an_engine_once(house, towers, tmp_path):
     """
     seer = towers[0]
     seer.process = house.engines[0]
-    prompt = seer.prompt(IMAGE + "what?", source(tmp_path, 4))
+    prompt = shown(seer, tmp_path, 4)
     tensors = load_file(seer.folder / SINGLE)
-    everything = sum(tensor.nbytes for tensor in tensors.values())
-    tower = sum(tensor.nbytes for name, tensor in tensors.items() if "visual" in name)
+    hears = isinstance(seer, Hearer)
+    everything = sum(
+        tensor.nbytes for name, tensor in tensors.items() if not hears or "thinker." in name
+    )
+    part = "audio_tower" if hears else "visual"
+    tower = sum(tensor.nbytes for name, tensor in tensors.items() if part in name)
     has_experts = any(".experts." in name for name in tensors)
-    learning = everything - tower if has_experts else tower
-    frozen = ["vision", "vision_projection"] if has_experts else ["language"]
+    if hears:
+        learning, frozen = tower, ["language", "vision", "vision_projection"]
+    elif has_experts:
+        learning, frozen = everything - tower, ["vision", "vision_projection"]
+    else:
+        learning, frozen = tower, ["language"]
     with trainer(house, frozen=frozen) as ranks:
         for version, (num_bytes, check) in enumerate(
             [(everything, False), (learning, False), (everything, True), (learning, False)]

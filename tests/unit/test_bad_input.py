@@ -84,7 +84,8 @@ FILES = {
         b"\xff",
     ): "config.json: is not UTF-8 text (invalid start byte); download it again",
     ("model/config.json", b'{"model_type": "llama"}'): (
-        "model_type = 'llama': only qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe is supported"
+        "model_type = 'llama': only qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, "
+        "qwen3_omni_moe is supported"
     ),
     ("model/config.json", b'{"model_type": "qwen3"}'): (
         "hidden_size = missing: a positive integer is expected"

@@ -80,7 +80,7 @@ def test_what_the_cluster_can_give_is_accepted():
         (
             {"model_type": "llama"},
             {},
-            "model_type = 'llama': only qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe is supp",
+            "model_type = 'llama': only qwen2, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, qwen3_",
         ),
         ({"attention_bias": True}, {}, "attention_bias = True: only False is supported"),
         (

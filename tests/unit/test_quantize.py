@@ -1,5 +1,6 @@
 """Weights in 8 bits: numbers by hand, bounds, which are quantised, and how they travel."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,7 @@ from relax_hpc.comm.bucket import BucketPlan, Spec, views
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.job_file import validate
-from relax_hpc.models.architecture import Architecture, Experts
+from relax_hpc.models.architecture import Architecture, Audio, Experts
 from relax_hpc.models.rope import Rope
 from relax_hpc.roles.engine import quantized
 from relax_hpc.weights.quantize import QuantizedGather, Quantizer, quantize
@@ -247,10 +248,17 @@ def test_what_engines_cannot_take_is_refused_before_anything_is_queued(tables, m
     assert message in str(refused.value)
 
 
+def test_engines_of_a_model_that_hears_take_plain_weights():
+    hears = replace(SHAPE, audio=Audio(1, 8, 8, 1, 8, 1, 1, 8))
+    with pytest.raises(ConfigError, match="a model that hears take plain weights only"):
+        quantized.check(job(), hears)
+    quantized.check(job(weights={}), hears)
+
+
 def test_experts_are_cut_by_the_ranks_that_share_one():
     shape = SimpleNamespace(
         num_heads=8, num_kv_heads=4, head_dim=128, num_layers=2, ffn_hidden_size=1,
-        experts=Experts(8, 2, 192, True, (0, 1)),
+        experts=Experts(8, 2, 192, True, (0, 1)), audio=None,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"has 96 rows of an expert's gate_proj"):
         quantized.check(job(), shape)

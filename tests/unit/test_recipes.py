@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import shutil
 import struct
 import sys
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from relax_hpc.bench.shapes import SHAPES
 from relax_hpc.cli.main import app
-from relax_hpc.demo import programs, seeing, shapes
+from relax_hpc.demo import hearing, programs, seeing, shapes, tones
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import registry
 from relax_hpc.preparation.prepare import Made, prepare
@@ -22,7 +23,8 @@ from relax_hpc.rewards import unit_tests
 from relax_hpc.rewards.sandbox import Limits, run
 
 JOBS = Path(__file__).parents[2] / "jobs"
-RECIPES = sorted(set(JOBS.glob("qwen3-*.toml")) - set(JOBS.glob("qwen3-vl-*.toml")))
+OF_MEDIA = {*JOBS.glob("qwen3-vl-*.toml"), *JOBS.glob("qwen3-omni-*.toml")}
+RECIPES = sorted(set(JOBS.glob("qwen3-*.toml")) - OF_MEDIA)
 DATA = {"dapo": "dapo-math", "code": "deepcoder", "": "gsm8k"}
 STAND_INS = sorted([JOBS / "demo.toml", *(JOBS / "tiny").glob("*.toml")])
 
@@ -144,6 +146,12 @@ def test_every_job_for_two_cores_passes_check(job, tiny_model, prompts, tmp_path
         shapes.write(tmp_path, 1, 0, seed=0)
         row = json.loads((tmp_path / "train.jsonl").read_text())
         overrides |= {"model.path": tmp_path / "seer"}
+        overrides |= {"engines.rollout.resources.python": sys.executable}
+    if "tiny-omni" in text:
+        tokens = hearing.tokenizer()
+        hearing.save(tmp_path / "hearer", hearing.model(tokens, seed=0), tokens)
+        row = json.loads(tones.rows(tmp_path, "train", 1, random.Random(0))[0])
+        overrides |= {"model.path": tmp_path / "hearer"}
         overrides |= {"engines.rollout.resources.python": sys.executable}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     keys = (

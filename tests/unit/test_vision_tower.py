@@ -1,11 +1,11 @@
-"""The tower of Qwen3-VL gives the features and the gradients of Hugging Face's."""
+"""The tower that sees gives the features and the gradients of Hugging Face's, in all families."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from relax_hpc.models import qwen3_vl
+from relax_hpc.models import qwen3_omni_moe, qwen3_vl
 from relax_hpc.models.architecture import Architecture, Vision
 from relax_hpc.models.rope import Rope
 from relax_hpc.models.vision.frames import Frame, Places
@@ -24,9 +24,15 @@ GRIDS = {
 CPU = torch.device("cpu")
 
 
-def theirs(shape):
+def theirs(shape, kind="vl"):
     from transformers import Qwen3VLVisionConfig
     from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
+
+    if kind == "omni":
+        from transformers import Qwen3OmniMoeVisionEncoderConfig as Qwen3VLVisionConfig
+        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
+            Qwen3OmniMoeVisionEncoder as Qwen3VLVisionModel,
+        )
 
     torch.manual_seed(0)
     config = Qwen3VLVisionConfig(
@@ -40,7 +46,7 @@ def theirs(shape):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(std=0.1)
-            if "norm" in name and name.endswith("weight"):
+            if ("norm" in name or "ln_q" in name) and name.endswith("weight"):
                 parameter.add_(1)
     return model
 
@@ -49,11 +55,32 @@ def frames_of(grids):
     return [Frame(height, width) for time, height, width in grids for _ in range(time)]
 
 
-def both(grids, **options):
+def architecture(kind="vl"):
+    name = {"vl": "qwen3_vl", "omni": "qwen3_omni_moe"}[kind]
+    return Architecture(
+        name, 2, 40, 80, 2, 2, 20, 64, 64, 1e-6, Rope("default", 1e4), False, vision=SHAPE
+    )
+
+
+def names_of(kind):
+    """Name in the folder, without its prefix -> name and shape in our tower, of every tensor."""
+    table, prefix = {
+        "vl": (qwen3_vl.tower, "model.visual."),
+        "omni": (qwen3_omni_moe.seeing, "thinker.visual."),
+    }[kind]
+    found = {}
+    for parameter in table(architecture(kind)):
+        [(name, shape)], (core,) = parameter.hf.items(), parameter.core
+        assert name.startswith(prefix)
+        found[name.removeprefix(prefix)] = core.removeprefix("vision."), shape
+    return found
+
+
+def both(grids, kind="vl", **options):
     """(features, gradients by name) of Hugging Face's tower and of ours, same weights."""
-    other = theirs(SHAPE)
-    own = Tower(SHAPE)
-    own.load_state_dict(other.state_dict())
+    other = theirs(SHAPE, kind)
+    own, names = Tower(SHAPE), names_of(kind)
+    own.load_state_dict({names[name][0]: each for name, each in other.state_dict().items()})
     count = sum(frame.patches for frame in frames_of(grids))
     torch.manual_seed(1)
     patches = torch.randn(count, SHAPE.patch_values)
@@ -64,14 +91,19 @@ def both(grids, **options):
     answers = []
     for model, features in ((other, expected), (own, found)):
         torch.autograd.backward(features, given)
-        answers.append((features, {n: p.grad for n, p in model.named_parameters()}))
+        named = {n: p.grad for n, p in model.named_parameters()}
+        if model is other:
+            named = {names[name][0]: gradient for name, gradient in named.items()}
+        answers.append((features, named))
     return answers
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "recompute"), [("vl", False), ("vl", True), ("omni", False)], ids=str
+)
 @pytest.mark.parametrize("grids", GRIDS.values(), ids=GRIDS)
-def test_features_and_gradients_are_hugging_faces(grids, recompute):
-    (expected, their_gradients), (found, gradients) = both(grids, recompute=recompute)
+def test_features_and_gradients_are_hugging_faces(grids, kind, recompute):
+    (expected, their_gradients), (found, gradients) = both(grids, kind, recompute=recompute)
     assert len(found) == len(expected) == SHAPE.levels
     for mine, other in zip(found, expected, strict=True):
         assert (mine - other).abs().max() < 2e-6 * other.abs().max()
@@ -108,14 +140,8 @@ def test_a_frame_is_seen_alone_whatever_lies_beside_it():
         begin = end
 
 
-def test_the_table_of_names_is_the_modules():
-    shape = Architecture(
-        "qwen3_vl", 2, 40, 80, 2, 2, 20, 64, 64, 1e-6, Rope("default", 1e4), False, vision=SHAPE
-    )
-    table = {
-        name: size for parameter in qwen3_vl.tower(shape) for name, size in parameter.hf.items()
-    }
-    expected = {
-        f"model.visual.{name}": tuple(p.shape) for name, p in theirs(SHAPE).named_parameters()
-    }
+@pytest.mark.parametrize("kind", ["vl", "omni"])
+def test_the_table_of_names_is_the_modules(kind):
+    table = {name: shape for name, (_, shape) in names_of(kind).items()}
+    expected = {name: tuple(p.shape) for name, p in theirs(SHAPE, kind).named_parameters()}
     assert table == expected

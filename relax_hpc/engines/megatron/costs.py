@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from relax_hpc.engines.megatron.flops import peak_of, tower_flops, training_flops
+from relax_hpc.engines.megatron.flops import hearing_flops, peak_of, tower_flops, training_flops
 from relax_hpc.engines.megatron.work import Work
 from relax_hpc.models.architecture import Architecture
 
@@ -52,11 +52,17 @@ class Costs:
             self._padded += sum(work.micro_batch.lengths) - sum(lengths)
             self._flops += flops
         if self._shape.vision is not None:
-            found = [stretch for work in works for stretch in work.micro_batch.stretches]
-            grids = {each.key: each.row.media[each.medium].grid_thw for each in found}
-            flops = tower_flops(self._shape.vision, grids.values()) / (3 if is_forward else 1)
+            flops = self._of_towers(works) / (3 if is_forward else 1)
             self._tower_flops += flops
             self._flops += flops
+
+    def _of_towers(self, works: Sequence[Work]) -> float:
+        every = [stretch for work in works for stretch in work.micro_batch.stretches]
+        seen = {s.key: s.row.media[s.medium].grid_thw for s in every if not s.is_heard}
+        heard = {s.key: s.features for s in every if s.is_heard}
+        shape = self._shape
+        flops = tower_flops(shape.vision, seen.values()) if shape.vision else 0.0
+        return flops + (hearing_flops(shape.audio, heard.values()) if shape.audio else 0.0)
 
     def end_step(self) -> dict[str, float]:
         """The costs of the step, the same on every rank; collective over all of them.

@@ -62,17 +62,30 @@ def check_frozen(frozen: Collection[FrozenPart], shape: Architecture, layout: La
     if not frozen:
         return
     said = f"actor.frozen = {list(frozen)}"
-    if shape.vision is None:
+    parts = _parts(shape)
+    if missing := sorted(set(frozen) - parts):
+        has = f"only {', '.join(sorted(parts))}" if parts else "no parts"
         raise ConfigError(
-            f"{said}: a model of model_type {shape.model_type!r} has no parts; remove it"
+            f"{said}: a model of model_type {shape.model_type!r} has {has}; remove "
+            f"{', '.join(missing)}"
         )
-    if len(set(frozen)) == 3:
+    if set(frozen) == parts:
         raise ConfigError(f"{said}: nothing would learn; leave one out")
     if "language" in frozen and layout.pipeline_parallel > 1:
         raise ConfigError(
             f"{said}: only the first pipeline stage would have something to learn; use "
             "actor.layout.pipeline_parallel = 1"
         )
+
+
+def _parts(shape: Architecture) -> set[FrozenPart]:
+    """The parts that a model has; none if it is all of one."""
+    found = set[FrozenPart]()
+    if shape.vision:
+        found |= {"language", "vision", "vision_projection"}
+    if shape.audio:
+        found |= {"audio", "audio_projection"}
+    return found
 
 
 def _check_first_stage(config: MegatronConfig, shape: Architecture) -> None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from relax_hpc.models.architecture import Architecture, Vision
+from relax_hpc.models.architecture import Architecture, Audio, Vision
+from relax_hpc.models.audio.windows import CHUNK, CHUNK_TOKENS, tokens_of
 
 PEAK = 989e12
 """Dense bf16 operations per second of an H100 or H200, by its datasheet."""
@@ -70,3 +71,25 @@ def tower_flops(shape: Vision, grids: Iterable[tuple[int, int, int]]) -> float:
         frame = height * width
         patches, square = patches + time * frame, square + time * frame * frame
     return 6.0 * weights * patches + 12.0 * shape.num_layers * hidden * square
+
+
+def hearing_flops(shape: Audio, tokens: Iterable[int]) -> float:
+    """Returns the FLOPs of one forward and backward of the tower over sounds of so many tokens.
+
+    6 N T for T tokens and N weights in matrix products, of convolutions for every place that they
+    are at; 3 x 4 x layers x channels x tokens^2 per window. What fills up a chunk does not count.
+    """
+    hidden, channels = shape.hidden_size, shape.channels
+    layer = 4 * hidden * hidden + 2 * hidden * shape.ffn_hidden_size
+    weights = shape.num_layers * layer + channels * tokens_of(shape.bins) * hidden
+    weights += hidden * (hidden + shape.out_size)
+    convolved, bins, frames = 0, shape.bins, CHUNK
+    for entering in (1, channels, channels):
+        bins, frames = (bins + 1) // 2, (frames + 1) // 2
+        convolved += 9 * entering * channels * bins * frames
+    window, total, square = shape.chunks * CHUNK_TOKENS, 0, 0
+    for count in tokens:
+        whole, rest = divmod(count, window)
+        total, square = total + count, square + whole * window**2 + rest**2
+    products = (weights + convolved / CHUNK_TOKENS) * total
+    return 6.0 * products + 12.0 * shape.num_layers * hidden * square

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from megatron.core.models.gpt import GPTModel
 
 from relax_hpc.config.layout import FrozenPart
-from relax_hpc.models.qwen3_vl import CORE
+from relax_hpc.models import qwen3_omni_moe, qwen3_vl
 
 
 def freeze(chunks: Sequence[GPTModel], frozen: Collection[FrozenPart]) -> None:
@@ -17,6 +17,8 @@ def freeze(chunks: Sequence[GPTModel], frozen: Collection[FrozenPart]) -> None:
 
 def part_of(name: str) -> FrozenPart:
     """The part that a parameter belongs to, by its name in the model."""
-    if not name.startswith(CORE):
-        return "language"
-    return "vision_projection" if "merger" in name.split(".")[1] else "vision"
+    if name.startswith(qwen3_vl.CORE):
+        return "vision_projection" if "merger" in name.split(".")[1] else "vision"
+    if name.startswith(qwen3_omni_moe.CORE):
+        return "audio_projection" if name.split(".")[1].startswith("proj") else "audio"
+    return "language"

@@ -35,8 +35,9 @@ from relax_hpc.engines.megatron.layers.embedding import RowsEmbedding
 from relax_hpc.engines.megatron.layers.logprobs import hidden_logprobs
 from relax_hpc.engines.megatron.moe import expert_layer, router
 from relax_hpc.errors import ConfigError
-from relax_hpc.models.architecture import Architecture, Vision
-from relax_hpc.models.vision.tower import Tower
+from relax_hpc.models.architecture import Architecture
+from relax_hpc.models.audio import tower as audio
+from relax_hpc.models.vision import tower as vision
 
 
 class PackedGPT(GPTModel):  # type: ignore[misc]
@@ -47,8 +48,10 @@ class PackedGPT(GPTModel):  # type: ignore[misc]
     has_vocabulary: ClassVar[bool] = True
     """Whether the last stage has an output layer."""
 
-    vision: Tower | None
+    vision: vision.Tower | None
     """The tower, of a model that sees, in the first chunk; it is no part of `forward`."""
+    audio: audio.Tower | None
+    """The same of a model that hears."""
 
     def _preprocess(
         self,
@@ -151,7 +154,7 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     model.architecture = shape
-    model.vision = None
+    model.vision = model.audio = None
     if shape.experts:
         router.set_shares(model, normalised=shape.experts.norm_topk_prob)
     if model.pre_process:
@@ -160,23 +163,27 @@ def _build_chunk(
             is_output=model.post_process and is_tied,
         )
         if shape.vision:
-            model.vision = _tower(config, shape.vision)
+            model.vision = vision.Tower(shape.vision)
+            _as_tower(model.vision, config)
             if len(shape.vision.taps) > len(own):
                 raise ConfigError(
                     f"features of {len(shape.vision.taps)} layers of the tower go into the first "
                     f"layers of the model, but the first pipeline stage has {len(own)}; use fewer "
                     "stages"
                 )
+        if shape.audio:
+            model.audio = audio.Tower(shape.audio)
+            _as_tower(model.audio, config)
     model.rotary_pos_emb = RotaryByPosition(shape.rope, shape.head_dim, device)
     return cast(PackedGPT, model.to(device))
 
 
-def _tower(config: TransformerConfig, shape: Vision) -> Tower:
-    tower = Tower(shape).to(config.params_dtype)
+def _as_tower(tower: torch.nn.Module, config: TransformerConfig) -> None:
+    """Makes a module a tower of this model."""
+    tower.to(config.params_dtype)
     for parameter in tower.parameters():
-        # Each tensor-parallel rank sees other media: gradients are summed, as those of norms.
+        # Each tensor-parallel rank encodes other media: gradients are summed, as those of norms.
         parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-    return tower
 
 
 def _has_experts(config: TransformerConfig, layer: int) -> bool:

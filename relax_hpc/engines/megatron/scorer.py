@@ -24,6 +24,7 @@ from relax_hpc.engines.megatron.moe import router
 from relax_hpc.engines.megatron.packing import MicroBatch
 from relax_hpc.engines.megatron.transformer import transformer_config
 from relax_hpc.engines.megatron.vision.encoder import Encoder
+from relax_hpc.engines.megatron.vision.senses import senses_of
 from relax_hpc.engines.training_engine import Pixels
 from relax_hpc.errors import ConfigError
 from relax_hpc.media.recipe import Recipe, read_view
@@ -94,10 +95,11 @@ class MegatronScorer:
         if shape.vision:
             self._recipe = read_view(config.path)
             assert self._recipe is not None, "a model that sees has a family of media"
+            first = self._chunks[0]
+            senses = senses_of(first.vision, first.audio, shape, self._recipe, device)
             self._encoder = Encoder(
-                self._chunks[0].vision, shape.vision, self._recipe, device,
-                patches_at_once=megatron.tower_patches,
-            )  # fmt: skip
+                senses, shape.vision, device, patches_at_once=megatron.tower_patches
+            )
         if random_weights:
             return
         if config.weights is not None:

@@ -28,6 +28,7 @@ ENVIRONMENT: dict[str, dict[str, str]] = {
 GATE = "--gate"
 """Argument of our own: a file that is there once the server may take its GPUs."""
 _PROCESSORS = "relax_hpc.engines.sglang.processors"
+_MODELS = "relax_hpc.engines.sglang.models"
 
 _OURS = {
     "model_path": "model.path",
@@ -71,8 +72,11 @@ _CPU_DEFAULTS: PassThrough = {
 
 def environment(device: Literal["cpu", "cuda"], model_path: Path) -> dict[str, str]:
     """Variables of the server; the model of one that sees has its media made here."""
-    processors = {"SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _PROCESSORS}
-    return ENVIRONMENT[device] | (processors if is_shown_media(model_path) else {})
+    hooks = {
+        "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _PROCESSORS,
+        "SGLANG_EXTERNAL_MODEL_PACKAGE": _MODELS,
+    }
+    return ENVIRONMENT[device] | (hooks if is_shown_media(model_path) else {})
 
 
 class Share(NamedTuple):

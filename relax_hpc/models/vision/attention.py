@@ -1,24 +1,38 @@
-"""Attention of patches to all patches of their frame, frames end to end."""
+"""Attention of a tower: stretches of P rows end to end, each of which sees itself alone."""
 
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from relax_hpc.models.vision.frames import Places
+
+class Lengths(NamedTuple):
+    """Where stretches begin and end."""
+
+    rows: tuple[int, ...]
+    """Rows of each."""
+    cu_seqlens: Tensor
+    """[stretches + 1] int32, on the device of the tower."""
+
+    @classmethod
+    def of(cls, rows: Sequence[int], device: torch.device) -> "Lengths":
+        ends = torch.tensor([0, *accumulate(rows)], dtype=torch.int32)
+        return cls(tuple(rows), ends.to(device))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, places: Places) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
     """[P, heads, d] three times -> [P, heads, d].
 
-    Frames of one size that follow each other are computed in one call; on a GPU, in 16 bits, all
-    frames are.
+    Stretches of one length that follow each other are computed in one call; on a GPU, in 16 bits,
+    all are.
     """
     if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        return _in_one(query, key, value, places)
+        return _in_one(query, key, value, lengths)
     outs, begin = [], 0
-    for length, same in groupby(places.lengths):
+    for length, same in groupby(lengths.rows):
         end = begin + length * len(list(same))
         q, k, v = (
             x[begin:end].view(-1, length, *x.shape[1:]).transpose(1, 2) for x in (query, key, value)
@@ -29,10 +43,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, places: Places) -> Tensor:
     return torch.cat(outs)
 
 
-def _in_one(query: Tensor, key: Tensor, value: Tensor, places: Places) -> Tensor:
+def _in_one(query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_seqlens, longest = places.cu_seqlens, max(places.lengths)
+    cu_seqlens, longest = lengths.cu_seqlens, max(lengths.rows)
     out = varlen_attn(query, key, value, cu_seqlens, cu_seqlens, longest, longest)
     assert isinstance(out, Tensor)
     return out

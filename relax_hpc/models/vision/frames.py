@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.models.architecture import Vision
+from relax_hpc.models.vision.attention import Lengths
 
 
 class Frame(NamedTuple):
@@ -30,10 +31,8 @@ class Frame(NamedTuple):
 class Places:
     """The places of packed patches, on the device of the tower."""
 
-    lengths: tuple[int, ...]
+    frames: Lengths
     """Patches of each frame."""
-    cu_seqlens: Tensor
-    """[frames + 1] int32, where frames begin and end."""
     nearest: Tensor
     """[P, 4] int64, learned positions around a patch."""
     weights: Tensor
@@ -48,11 +47,8 @@ class Places:
         learned = [_learned(frame, shape.merge, shape.positions) for frame in frames]
         frequencies = _frequencies(shape)
         angles = (torch.cat(each)[:, :, None].float() * frequencies).flatten(1)
-        lengths = tuple(frame.patches for frame in frames)
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         return cls(
-            lengths,
-            ends.to(device),
+            Lengths.of([frame.patches for frame in frames], device),
             torch.cat([nearest for nearest, _ in learned]).to(device),
             torch.cat([weights for _, weights in learned]).to(device),
             torch.stack([angles.cos(), angles.sin()], dim=1).to(device),

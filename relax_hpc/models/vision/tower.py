@@ -93,7 +93,7 @@ class _Attention(nn.Module):
     def forward(self, hidden: Tensor, places: Places) -> Tensor:
         query, key, value = self.qkv(hidden).unflatten(-1, (3, self.heads, -1)).unbind(1)
         query, key = _rotated(query, places), _rotated(key, places)
-        projected: Tensor = self.proj(attend(query, key, value, places).flatten(1))
+        projected: Tensor = self.proj(attend(query, key, value, places.frames).flatten(1))
         return projected
 
 

@@ -144,7 +144,7 @@ def test_bounds_that_are_turned_around_are_refused():
 @pytest.mark.parametrize(
     ("actor", "said"),
     [
-        ({"frozen": ["eyes"]}, "actor.frozen.0 = 'eyes': input should be 'language', 'vision' or"),
+        ({"frozen": ["eyes"]}, "actor.frozen.0 = 'eyes': input should be 'language', 'vision',"),
         ({"frozen": "vision"}, "actor.frozen = 'vision': input should be a valid list"),
         (
             {"sequence_parallel": False},

@@ -1,4 +1,4 @@
-"""Jobs of models that see, checked as far as that goes without their weights; their data sets."""
+"""Jobs of models that see or hear, checked as far as that goes without weights; their data sets."""
 
 import io
 import json
@@ -10,17 +10,18 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from media_files import clip, tone
 from PIL import Image
 from typer.testing import CliRunner
 
 from relax_hpc.cli.main import app
-from relax_hpc.demo import seeing
+from relax_hpc.demo import hearing, seeing
 from relax_hpc.errors import ConfigError
 from relax_hpc.models import registry
 from relax_hpc.preparation.prepare import Made, prepare
 
 JOBS = Path(__file__).parents[3] / "jobs"
-RECIPES = sorted(JOBS.glob("qwen3-vl-*.toml"))
+RECIPES = sorted([*JOBS.glob("qwen3-vl-*.toml"), *JOBS.glob("qwen3-omni-*.toml")])
 TEXT = {
     "vocab_size": 151936, "head_dim": 128, "num_attention_heads": 32,
     "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
@@ -43,23 +44,45 @@ SHAPES = {
         {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
          "out_hidden_size": 2048, "num_position_embeddings": 2304,
          "deepstack_visual_indexes": [8, 16, 24]}),
+    "qwen3-omni-30b-a3b": ("omni",
+        {"hidden_size": 2048, "intermediate_size": 768, "moe_intermediate_size": 768,
+         "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+         "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 65536},
+        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16,
+         "out_hidden_size": 2048, "num_position_embeddings": 2304,
+         "deepstack_visual_indexes": [8, 16, 24]}),
+}  # fmt: skip
+AUDIO = {
+    "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120,
+    "output_dim": 2048, "downsample_hidden_size": 480, "n_window_infer": 800,
 }  # fmt: skip
 
 
 def stand_in(folder, shape):
     """A model of this shape whose weights are a hole in a file; the rest is the tiny one's."""
     kind, text, vision = SHAPES[shape]
-    tokens = seeing.tokenizer()
-    seeing.save(folder, seeing.model(kind, tokens, seed=0), tokens)
-    config = json.loads((folder / "config.json").read_text())
+    if kind == "omni":
+        tokens = hearing.tokenizer()
+        hearing.save(folder, hearing.model(tokens, seed=0), tokens)
+    else:
+        tokens = seeing.tokenizer()
+        seeing.save(folder, seeing.model(kind, tokens, seed=0), tokens)
+    whole = json.loads((folder / "config.json").read_text())
+    config = whole.get("thinker_config", whole)
     config["text_config"] |= TEXT | text
     for of_the_tiny_one in ("layer_types", "num_local_experts"):
         config["text_config"].pop(of_the_tiny_one, None)
     config["vision_config"] |= vision
-    (folder / "config.json").write_text(json.dumps(config))
+    if kind == "omni":
+        config["audio_config"] |= AUDIO
+    (folder / "config.json").write_text(json.dumps(whole))
     tensors = {}
     for parameter in registry.parameters(registry.read_architecture(folder)):
-        tensors |= {parameter.fused: parameter.fused_shape} if parameter.fused else parameter.hf
+        if parameter.transposed:
+            tensors[parameter.fused] = parameter.fused_shape
+            continue
+        shapes = list(parameter.hf.values()) * (parameter.num_experts or 1)
+        tensors |= dict(zip(parameter.names(), shapes, strict=True))
     header, end = {}, 0
     for name, size in tensors.items():
         start, end = end, end + 2 * math.prod(size)
@@ -92,11 +115,47 @@ def geometry3k_row(number, **fields):
     } | fields  # fmt: skip
 
 
-ROWS = {"openr1mm": openr1mm_row, "geometry3k": geometry3k_row}
+def avqa_row(number, **fields):
+    return {
+        "problem_id": number, "problem": "What makes the sound?", "data_type": "image_audio",
+        "options": ["A. a dog", "B. a train", "C. rain", "D. a bell"],
+        "solution": f"<answer>{'ABCD'[number % 4]}</answer>",
+        "path": {"image": f"images/{number}.png", "audio": f"audios/{number}.wav"},
+    } | fields  # fmt: skip
+
+
+def nextqa_row(number, **fields):
+    return {
+        "problem": "why did the boy fall?\nA. ice\nB. wind\nC. joy\nD. sleep\nE. a ball",
+        "data_type": "video", "solution": f"<answer>{'ABCDE'[number % 5]}</answer>",
+        "video_filename": f"NextQA/{number}.mp4",
+    } | fields  # fmt: skip
+
+
+ROWS = {
+    "openr1mm": openr1mm_row, "geometry3k": geometry3k_row, "avqa": avqa_row, "nextqa": nextqa_row,
+}  # fmt: skip
 
 
 def downloaded(folder, name, parts):
+    """The files of a data set; media that lie beside rows are of numbers 0 to 4."""
     folder.mkdir(parents=True)
+    if name == "avqa":
+        for part, rows in parts.items():
+            for kind in ("images", "audios"):
+                (folder / part / kind).mkdir(parents=True)
+            for number in range(5):
+                (folder / part / f"images/{number}.png").write_bytes(png(number)["bytes"])
+                (folder / part / f"audios/{number}.wav").write_bytes(tone(0.5 + number / 10))
+            (folder / part / f"omni_rl_format_{part}.json").write_text(json.dumps(rows))
+        return folder
+    if name == "nextqa":
+        (folder / "NextQA").mkdir()
+        for number in range(5):
+            (folder / f"NextQA/{number}.mp4").write_bytes(clip(range(40 + number), rate=10))
+        text = "".join(json.dumps(row) + "\n" for row in parts["train"])
+        (folder / "nextqa_0-30s.jsonl").write_text(text)
+        return folder
     for part, rows in parts.items():
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{part}-00000-of-00001.parquet")
     return folder
@@ -157,7 +216,42 @@ def test_geometry3k_keeps_its_test_part(tmp_path):
     assert train[0]["prompt"].startswith("<image>Find $x$.\n\nThink step by step")
 
 
+def test_avqa_shows_image_and_sound_with_choices_and_keeps_its_valid_part(tmp_path):
+    parts = {"train": [avqa_row(0), avqa_row(1), avqa_row(0)], "valid": [avqa_row(2)]}
+    source = downloaded(tmp_path / "downloaded", "avqa", parts)
+    assert prepare("avqa", str(source), tmp_path / "out", heldout=9) == Made(2, 1, 1)
+    out = tmp_path / "out"
+    train, (heldout,) = (lines(out / f"{part}.jsonl") for part in ("train", "heldout"))
+    assert [row["answer"] for row in train] == ["A", "B"] and heldout["answer"] == "C"
+    assert train[0]["prompt"].startswith(
+        "<image><audio>What makes the sound?\nA. a dog\nB. a train\nC. rain\nD. a bell\n\nLook and"
+    )
+    (image,), (sound,) = train[1]["images"], train[1]["audios"]
+    assert (out / image).read_bytes() == png(1)["bytes"] and image.endswith(".png")
+    assert (out / sound).read_bytes() == tone(0.6) and sound.endswith(".wav")
+    assert len(list((out / "audios").iterdir())) == 3
+
+
+def test_nextqa_links_its_videos_and_holds_some_prompts_out(tmp_path):
+    source = downloaded(tmp_path / "downloaded", "nextqa", {"train": [*map(nextqa_row, range(4))]})
+    assert prepare("nextqa", str(source), tmp_path / "out", heldout=1) == Made(3, 1, 0)
+    found = [*lines(tmp_path / "out/train.jsonl"), *lines(tmp_path / "out/heldout.jsonl")]
+    assert sorted(row["answer"] for row in found) == ["A", "B", "C", "D"]
+    for row in found:
+        assert row["prompt"].startswith("<video>why did the boy fall?\nA. ice\n")
+        (video,) = row["videos"]
+        given = source / "NextQA" / f"{'ABCD'.index(row['answer'])}.mp4"
+        assert (tmp_path / "out" / video).samefile(given)
+
+
 BAD = {
+    "no such sound": ("avqa", {"path": {"image": "images/1.png", "audio": "x.wav"}},
+                      "path.audio = 'x.wav': there is no such file beside the rows"),
+    "a file elsewhere": ("nextqa", {"video_filename": "../x.mp4"}, "is outside of the folder"),
+    "an image for a sound": ("avqa", {"path": {"image": "images/1.png", "audio": "images/1.png"}},
+                             "a file of audio is PNG; WAV"),
+    "a letter too many": ("nextqa", {"solution": "<answer>F</answer>"}, "none of the letters ABC"),
+    "choices of another form": ("avqa", {"options": ["dog", "cat"]}, "do not begin with A., B."),
     "two places": ("geometry3k", {"problem": "<image><image>?"}, "problem has 2 places <image>, "
                    "and there are 1 images"),
     "no images": ("geometry3k", {"images": []}, "has no images, but images, problem, answer"),
@@ -174,5 +268,6 @@ def test_a_row_that_is_none_of_the_data_set_is_named_and_nothing_is_written(tmp_
     with pytest.raises(ConfigError) as refused:
         prepare(name, str(source), tmp_path / "out", heldout=1)
     assert said in str(refused.value) and "hf download" not in str(refused.value).split(";")[0]
-    assert "train-00000-of-00001.parquet, row 0" in str(refused.value)
+    where = {"avqa": "omni_rl_format_train.json, row 0", "nextqa": "nextqa_0-30s.jsonl, line 1"}
+    assert where.get(name, "train-00000-of-00001.parquet, row 0") in str(refused.value)
     assert not (tmp_path / "out").exists()

@@ -87,7 +87,7 @@ def test_the_warm_start_shows_images_whose_colours_are_not_the_answers(tmp_path,
     right = sum(a == b for a, b in zip(told, answers["train"], strict=True))
     assert right < 20, "a quarter of them by chance"
     first = np.asarray(Image.open(tmp_path / "images" / "train-00000.png"))
-    assert np.array_equal(given["train"][0].image.pixels[0], first)
+    assert np.array_equal(given["train"][0].medium.pixels[0], first)
 
 
 def test_the_loss_and_the_accuracy_are_of_what_images_show(made):
@@ -98,7 +98,7 @@ def test_the_loss_and_the_accuracy_are_of_what_images_show(made):
     several = _loss(model, examples).item()
     each = [_loss(model, [example]).item() for example in examples]
     assert several == pytest.approx(sum(each) / 3, rel=1e-4), "responses are of one length"
-    dark = [e._replace(image=e.image._replace(pixels=e.image.pixels * 0)) for e in examples]
+    dark = [e._replace(medium=e.medium._replace(pixels=e.medium.pixels * 0)) for e in examples]
     assert abs(_loss(model, dark).item() - several) > 1e-6
     assert 0 <= accuracy(model, examples) <= 1
 

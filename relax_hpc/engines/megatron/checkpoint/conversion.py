@@ -17,7 +17,7 @@ from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.hf_check import check_names, check_shapes
 from relax_hpc.models.hf_files import OUTPUT, HfFiles
 from relax_hpc.models.names import Parameter
-from relax_hpc.models.registry import parameters, read_architecture
+from relax_hpc.models.registry import FAMILIES, parameters, read_architecture
 
 _OTHER_NAMES = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
@@ -77,7 +77,8 @@ def to_megatron(model: Path, out: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
         try:
             draft.mkdir(parents=True)
-            part_files.write_part(draft, 0, _boxes(files, parameters(shape)), {})
+            dtype = files.dtype(FAMILIES[shape.model_type].kept)
+            part_files.write_part(draft, 0, _boxes(files, parameters(shape), dtype), {})
             common = {"step": 0, "weights_only": True}
             part_files.write_names(draft, 1, common, timeout_s=0)
             draft.rename(out)
@@ -119,10 +120,10 @@ def _names(core: str) -> Iterator[str]:
             yield core.replace(name, other)
 
 
-def _boxes(files: HfFiles, every: Iterator[Parameter]) -> Iterator[Box]:
+def _boxes(files: HfFiles, every: Iterator[Parameter], dtype: torch.dtype) -> Iterator[Box]:
     for parameter in every:
         experts = (parameter.num_experts,) if parameter.num_experts else ()
-        whole = torch.empty((*experts, *parameter.shard_shape(1)), dtype=files.dtype())
+        whole = torch.empty((*experts, *parameter.shard_shape(1)), dtype=dtype)
         hf_weights.fill(files, parameter, whole, hf_weights.Sharing(0, 1))
         *_, key = _names(parameter.core[0])
         yield from _as_stored(key, parameter, whole)

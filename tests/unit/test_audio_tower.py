@@ -1,0 +1,129 @@
+"""The tower of Qwen3-Omni that hears gives the features and the gradients of Hugging Face's."""
+
+import pytest
+import torch
+
+from relax_hpc.media.extent import audio_tokens
+from relax_hpc.models import qwen3_omni_moe
+from relax_hpc.models.architecture import Architecture, Audio
+from relax_hpc.models.audio.tower import Tower
+from relax_hpc.models.audio.windows import Window, windows_of
+from relax_hpc.models.rope import Rope
+
+SHAPE = Audio(
+    num_layers=2, hidden_size=48, ffn_hidden_size=80, num_heads=2, bins=20, channels=6, chunks=2,
+    out_size=40,
+)  # fmt: skip
+LENGTHS = [3, 30, 99, 100, 101, 130, 200, 201, 407, 650]
+"""Mel frames: less than a chunk, whole ones, and parts of a chunk and of a window of two."""
+
+
+def theirs(shape):
+    from transformers import Qwen3OmniMoeAudioEncoderConfig
+    from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
+
+    torch.manual_seed(0)
+    config = Qwen3OmniMoeAudioEncoderConfig(
+        encoder_layers=shape.num_layers, d_model=shape.hidden_size, num_mel_bins=shape.bins,
+        encoder_ffn_dim=shape.ffn_hidden_size, encoder_attention_heads=shape.num_heads,
+        downsample_hidden_size=shape.channels, output_dim=shape.out_size,
+        n_window_infer=100 * shape.chunks,
+    )  # fmt: skip
+    model = Qwen3OmniMoeAudioEncoder(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.15)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1)
+    return model
+
+
+@pytest.fixture(scope="module")
+def towers():
+    other, own = theirs(SHAPE), Tower(SHAPE)
+    own.load_state_dict(other.state_dict())
+    return other, own
+
+
+def sound(frames):
+    return torch.randn(SHAPE.bins, frames, generator=torch.Generator().manual_seed(frames))
+
+
+def gradients_of(model):
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frames", LENGTHS)
+def test_features_of_a_sound_are_hugging_faces(towers, frames):
+    other, own = towers
+    expected = other(sound(frames), feature_lens=torch.tensor([frames])).last_hidden_state
+    found = own(sound(frames), windows_of(frames, SHAPE.chunks))
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_gradients_of_several_sounds_are_the_sums_of_hugging_faces(towers, recompute):
+    """Ours of all sounds at once, theirs of one after the other: a batch would pad short ones."""
+    other, own = towers
+    above = {frames: sound(audio_tokens(frames, 100) * 2).T for frames in LENGTHS}
+    other.zero_grad(), own.zero_grad()
+    for frames in LENGTHS:
+        features = other(sound(frames), feature_lens=torch.tensor([frames])).last_hidden_state
+        features.backward(above[frames].reshape(-1, SHAPE.out_size))
+    windows = [each for frames in LENGTHS for each in windows_of(frames, SHAPE.chunks)]
+    found = own(torch.cat([sound(n) for n in LENGTHS], 1), windows, recompute=recompute)
+    found.backward(torch.cat([above[n].reshape(-1, SHAPE.out_size) for n in LENGTHS]))
+    expected, gradients = gradients_of(other), gradients_of(own)
+    assert gradients.keys() == expected.keys()
+    for name, theirs_ in expected.items():
+        # What is added to all keys alike changes no attention: its gradient is rounding.
+        of = name.replace("k_proj.bias", "k_proj.weight")
+        scale = expected[of].abs().max()
+        assert (gradients[name] - theirs_).abs().max() < 3e-6 * scale, name
+
+
+def test_windows_by_hand():
+    assert windows_of(30, 2) == [Window(30, 30)]
+    assert windows_of(430, 2) == [Window(200, 100), Window(200, 100), Window(30, 100)]
+    # 30 frames are 15, 8, then 4 tokens; a chunk of 100 is 50, 25, 13.
+    assert [window.tokens for window in windows_of(430, 2)] == [26, 26, 4]
+    for frames in range(1, 400):
+        tokens = sum(window.tokens for window in windows_of(frames, 2))
+        assert tokens == audio_tokens(frames, 100), frames
+
+
+def test_a_window_is_heard_alone_whatever_lies_beside_it(towers):
+    _, own = towers
+    windows = windows_of(430, SHAPE.chunks)
+    together, begin = own(sound(430), windows), 0
+    for number, window in enumerate(windows):
+        mel = sound(430)[:, 200 * number :][:, : window.frames]
+        alone = own(mel, [window])
+        assert (together[begin : begin + window.tokens] - alone).abs().max() < 1e-6
+        begin += window.tokens
+
+
+def test_what_fills_up_a_chunk_is_heard_as_transformers_hears_it(towers):
+    """A part of a chunk behind whole ones is not what it is alone: convolutions see beyond it."""
+    _, own = towers
+    mel = sound(130)[:, 100:]
+    behind, alone = own(mel, [Window(30, 100)]), own(mel, [Window(30, 30)])
+    assert (behind - alone).abs().max() > 1e-3
+
+
+def test_the_table_of_names_is_the_modules():
+    shape = Architecture(
+        "qwen3_omni_moe", 2, 40, 80, 2, 2, 20, 64, 64, 1e-6, Rope("default", 1e4), False,
+        audio=SHAPE,
+    )  # fmt: skip
+    table = {
+        name: size
+        for parameter in qwen3_omni_moe.hearing(shape)
+        for name, size in parameter.hf.items()
+    }
+    expected = {
+        f"thinker.audio_tower.{name}": tuple(p.shape)
+        for name, p in theirs(SHAPE).named_parameters()
+    }
+    assert table == expected
