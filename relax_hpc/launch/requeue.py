@@ -110,12 +110,18 @@ def attempt_of(job_id: str) -> str:
     return f"{job_id}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def announce(job_id: str, run_dir: Path) -> bool:
-    """Says that the job is about to end; whether nobody had. After a refusal one may again."""
+def announce(job_id: str, run_dir: Path, **why: bool) -> bool:
+    """Says that the job is about to end; whether nobody had. After a refusal one may again.
+
+    Args:
+        job_id: of the leader.
+        run_dir: of the run.
+        why: goes into the record.
+    """
     record = RunPaths(run_dir).ending(attempt_of(job_id))
     if "refused" in (read_json(record) or {}):
         record.unlink(missing_ok=True)
-    return write_json_once(record, {"time": time.time()})
+    return write_json_once(record, {"time": time.time(), **why})
 
 
 def ask_in_time(job_id: str, run_dir: Path, *, left_s: float | None) -> None:
@@ -151,7 +157,9 @@ def is_unsaved(records: Iterable[Path]) -> bool:
     return any(each is not None and each["step"] is None for each in found)
 
 
-def ask(job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "") -> str:
+def ask(
+    job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "", hold_for: str = ""
+) -> str:
     """Has Slurm requeue a job; one that is not requeued ends all the same, and can be resumed.
 
     Args:
@@ -159,6 +167,8 @@ def ask(job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "") -> s
         run_dir: of the run.
         until: time.monotonic() up to which it is asked again where the controller is silent.
         saved: words for the verdict: what was saved for this, and what was not.
+        hold_for: why the job is to be held in the queue until somebody releases it; unset, it is
+            started again as soon as Slurm can.
 
     Returns:
         Why it was refused; empty if it was not.
@@ -167,28 +177,31 @@ def ask(job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "") -> s
     if restarts >= MAX_REQUEUES:
         said = f"the job is not requeued: it has been, {restarts} times; resume it"
         log.error(said)
-        _tell(job_id, run_dir, "refused", said)
+        tell(job_id, run_dir, "refused", said)
         return said
-    said = f"out of time or preempted{saved}: requeued, for the time number {restarts + 1}"
-    _tell(job_id, run_dir, "requeued", said)  # before: a job that is requeued is ended at once
-    answer = output_of(["scontrol", "requeue", job_id])
+    why = hold_for or f"out of time or preempted{saved}"
+    held = ", and held until the other side has made work" * bool(hold_for)
+    said = f"{why}: requeued, for the time number {restarts + 1}{held}"
+    tell(job_id, run_dir, "requeued", said)  # before: a job that is requeued is ended at once
+    command = ["scontrol", "requeuehold" if hold_for else "requeue", job_id]
+    answer = output_of(command)
     while answer.returncode and is_silent(answer) and time.monotonic() < until:
         time.sleep(_RETRY_S)
-        answer = output_of(["scontrol", "requeue", job_id])
+        answer = output_of(command)
     if answer.returncode:
         log.error(
             "the job is not requeued (%s): once it has ended, relax-hpc resume %s",
             words_of(answer), run_dir,
         )  # fmt: skip
-        said = f"out of time or preempted{saved}, and not requeued ({words_of(answer)}); resume it"
-        _tell(job_id, run_dir, "refused", said)
+        said = f"{why}, and not requeued ({words_of(answer)}){'' if hold_for else '; resume it'}"
+        tell(job_id, run_dir, "refused", said)
         return said
-    log.warning("requeued for the time number %d", restarts + 1)
+    log.warning("%s", said)
     return ""
 
 
-def _tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
-    """Leaves the verdict; `runs` is above this room."""
+def tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
+    """Leaves the verdict on a job; `runs` is above this room."""
     module = [sys.executable, "-m", "relax_hpc.runs.verdict", str(run_dir)]
     answer = output_of([*module, "--job-id", job_id, "--what", what, "--words", words])
     if answer.returncode:

@@ -292,7 +292,7 @@ EVENTS: dict[str, EventKind] = {
         _SAME_SYNC,
     ),
     "loaded": EventKind(
-        "actor",
+        "actor, or rollout where engines load by themselves",
         "an engine has ended to load a version from files",
         {
             "step": "",
@@ -307,7 +307,7 @@ EVENTS: dict[str, EventKind] = {
         _SAME_SYNC,
     ),
     "verify": EventKind(
-        "actor",
+        "actor, or rollout where engines load by themselves",
         "weights of engines and trainer were compared",
         {"version": "", "trainer": "digest", "members": "digests", "equal": ""},
     ),

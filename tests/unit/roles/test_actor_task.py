@@ -48,6 +48,7 @@ def test_the_sequencer_and_the_clients_of_engines_are_made_as_the_settings_say(
             resumed,
             "events",
             "is_ending",
+            "idle",
         )
 
     assert released == [rank0(resumed)]  # whoever saved that checkpoint may not have come to it
