@@ -62,6 +62,11 @@ def check_layout(config: "RunConfig") -> None:
         raise ValueError(
             f"launch.bootstrap = 'mpi_job': {apart} there is no step of all components; use 'mpi'"
         )
+    if config.prompts.retire_after:
+        raise ValueError(
+            f"prompts.retire_after = {config.prompts.retire_after}: {apart} the trainer may not be "
+            "there to tell which prompts are solved; use 0"
+        )
     if weights.quantize != "none":
         raise ValueError(
             f"weights.quantize = {weights.quantize!r}: {apart} engines begin before the trainer "

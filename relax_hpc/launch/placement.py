@@ -80,6 +80,11 @@ def _check_apart(config: JobConfig, component: Component) -> None:
             f"{component.key}.max_nodes = {held}: with launch.layout = 'separate' no engines are "
             "added; remove it, or set engines.rollout.count"
         )
+    if config.launch.layout == "separate" and "--no-requeue" in component.resources.sbatch:
+        raise ConfigError(
+            f"{component.key}.sbatch = {component.resources.sbatch}: with launch.layout = "
+            "'separate' an idle job is requeued, to give its nodes back; remove --no-requeue"
+        )
 
 
 def sides(config: JobConfig, components: Sequence[Component]) -> list[list[Component]]:

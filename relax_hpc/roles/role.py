@@ -19,7 +19,7 @@ from relax_hpc.telemetry.events import EventWriter
 Restart = Literal["step", "none"]
 """Restart of a component one of whose tasks failed. step: all its tasks are started again in place,
 up to `launch.max_restarts` times, then the job ends. none: the run goes on without that task."""
-Side = Literal["rollout", "training"]
+Side = Literal["sampling", "training"]
 """A part of a run that is a job of its own with `launch.layout` separate."""
 
 

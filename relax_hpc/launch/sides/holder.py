@@ -1,6 +1,6 @@
 """The process that gives the nodes of an idle side back.
 
-    python -m relax_hpc.launch.sides.holder RUN_DIR --side rollout --job-id ID --controller PID
+    python -m relax_hpc.launch.sides.holder RUN_DIR --side sampling --job-id ID --controller PID
 
 The script of each of the two jobs starts it beside the components, and again should it die. It
 holds its own job when that has nothing to do, and releases the other one.
@@ -36,6 +36,8 @@ LOOK_EVERY_S = 10.0
 _ENDED_LOOKS = 2
 """Looks in a row that find the other job ended before that is believed: it may have ended well a
 moment ago."""
+_REFUSED_S = 600.0
+"""Seconds that this job keeps its nodes after Slurm has refused to hold it."""
 _POLL_S = 0.2
 
 
@@ -65,6 +67,7 @@ class Holder:
         self._credits = CreditTail(paths.bus)
         self._other: str | None = None
         self._num_ended = 0
+        self._not_before = 0.0
 
     def tick(self) -> Move | None:
         """Looks whether there is something to do, and does what follows if there is not.
@@ -79,7 +82,8 @@ class Holder:
         if since is None or other is None or self.is_finished():
             self._lower()
             return None
-        if time.time() - since < self._config.launch.idle_s:
+        is_early = time.time() - since < self._config.launch.idle_s
+        if is_early or time.monotonic() < self._not_before:
             self._release_held(other)  # it has made what work it can
             return None
         return self._go(other)
@@ -133,6 +137,7 @@ class Holder:
             refused = requeue.ask(self._job_id, paths.root, until=until, hold_for=why)
         if refused:
             log.error("the nodes are kept: %s", refused)
+            self._not_before = time.monotonic() + _REFUSED_S
             write_json(paths.ending(attempt), {"time": time.time(), "refused": refused})
             self._lower()
 

@@ -33,7 +33,7 @@ class Seen(NamedTuple):
 
 
 def other_side(side: Side) -> Side:
-    return "training" if side == "rollout" else "rollout"
+    return "training" if side == "sampling" else "sampling"
 
 
 def next_move(side: Side, other: Seen, flag: str | None) -> Move:

@@ -46,5 +46,5 @@ ROLLOUT = Role(
     work="samples and scores what is trained on",
     profile="rollout",
     is_scalable=True,
-    side="rollout",
+    side="sampling",
 )
