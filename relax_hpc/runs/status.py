@@ -31,6 +31,11 @@ class ComponentStatus:
     """Slurm's word; locally the same words, and RESTARTING between two starts of a step."""
     nodes: str
 
+    @property
+    def leader(self) -> str:
+        """Id of its whole job."""
+        return self.job_id.partition("+")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -131,17 +136,9 @@ def collect(
         queue=shown.reason,
         start=shown.start,
         left_s=shown.left_s,
-        engines=_engines(paths, config, _of_rollout(shown), events),
+        engines=_engines(paths, config, _of_engines(shown), events),
         progress=summary.summed_up(paths, config, events),
     )
-
-
-def _of_rollout(shown: Launch) -> str:
-    """State of the job that the engines are in, the first one."""
-    if len(shown.record.leaders) == 1:
-        return shown.state
-    made = zip(shown.components, shown.record.components, strict=True)
-    return overall([each.state for each, by in made if by.leader == shown.record.leader])
 
 
 def _engines(
@@ -227,27 +224,13 @@ def _launches(newest: LaunchRecord, answer: states.Answer) -> list[Launch]:
     for each in newest.all:
         silence = answer.silence if each.controller is None else _elsewhere(each)
         components = tuple(_local(each) if each.controller else _slurm(each, answer))
-        state = of_jobs(
-            [
-                overall(
-                    [
-                        c.state
-                        for c, made in zip(components, each.components, strict=True)
-                        if made.leader == leader
-                    ]
-                )
-                for leader in each.leaders
-            ]
-        )
+        state = _of_jobs([_of_job(components, leader) for leader in each.leaders])
         if not states.is_alive(state) and not each.is_elsewhere and _lives(each):
             state = "COMPLETING"  # the script is still writing the summary
         silence *= state == states.UNREACHABLE
-        queue = (
-            _queue(each, answer)
-            if states.is_waiting(state) or each.controller
-            else ("", *_queue(each, answer)[1:])
-        )
-        found.append(Launch(each, components, state, silence, *queue))
+        reason, *times = _queue(each, answer)
+        reason *= states.is_waiting(state)
+        found.append(Launch(each, components, state, silence, reason, *times))
     return found
 
 
@@ -260,8 +243,10 @@ def _queue(launched: LaunchRecord, answer: states.Answer) -> tuple[str, float | 
     ]
     starts = [each.start for each in known if each.start is not None]
     left = [each.left_s for each in known if each.left_s is not None]
-    # Of a heterogeneous job one component may say why the others wait.
-    reason = next((each.reason for each in known if each.reason), "")
+    # Of a heterogeneous job one component may say why the others wait; of two jobs the one that is
+    # held waits for the other.
+    by_hold = sorted(known, key=lambda each: each.state == "REQUEUE_HOLD")
+    reason = next((each.reason for each in by_hold if each.reason), "")
     return reason, max(starts, default=None), min(left, default=None)
 
 
@@ -290,10 +275,20 @@ def overall(found: Sequence[str]) -> str:
     return next((state for state in found if state != "COMPLETED"), "COMPLETED")
 
 
-def of_jobs(found: Sequence[str]) -> str:
+def _of_jobs(found: Sequence[str]) -> str:
     """One word for the jobs of a run: it runs while one of them does, however the other waits."""
     at_work = [each for each in found if states.is_alive(each) and not states.is_waiting(each)]
     return overall(at_work or found)
+
+
+def _of_job(components: Sequence[ComponentStatus], leader: str) -> str:
+    return overall([each.state for each in components if each.leader == leader])
+
+
+def _of_engines(shown: Launch) -> str:
+    """State of the job that has the engines."""
+    is_one = len(shown.record.leaders) == 1
+    return shown.state if is_one else _of_job(shown.components, shown.record.leader)
 
 
 def _slurm(launched: LaunchRecord, answer: states.Answer) -> list[ComponentStatus]:

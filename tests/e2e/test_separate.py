@@ -116,3 +116,25 @@ def test_a_run_of_two_jobs_is_cancelled_and_resumed_whole(tiny, tmp_path, one_no
         assert planned(run_dir) == every_prompt_once(3, PROMPTS)
     finally:
         cli("cancel", run_dir)
+
+
+def test_on_one_machine_both_sides_are_one_job_and_engines_come_for_weights_all_the_same(
+    tiny, tmp_path
+):
+    small = {
+        "run_root": tmp_path, "launch.layout": "separate", "weights.transport": "files",
+        "schedule.num_steps": 6, "schedule.prompts_per_step": PROMPTS,
+        "schedule.max_staleness": 2, "rollout.samples_per_prompt": 4, "weights.checksum_every": 1,
+        "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    }  # fmt: skip
+    run_dir = submit("demo", tiny, local=True, **small).run_dir
+    try:
+        now = wait_until(run_dir, is_over, 100)
+        assert now["state"] == "COMPLETED" and now["engines"] == []
+        assert planned(run_dir) == every_prompt_once(6, PROMPTS)
+        loaded = [event["version"] for event in events_of(run_dir, "rollout", "loaded")]
+        assert loaded == sorted(loaded) and loaded[-1] == 6
+        assert not events_of(run_dir, "actor", "loaded")
+        assert now["progress"]["checksums_equal"] and now["progress"]["max_staleness_seen"] <= 2
+    finally:
+        cli("cancel", run_dir)

@@ -39,6 +39,8 @@ moment ago."""
 _REFUSED_S = 600.0
 """Seconds that this job keeps its nodes after Slurm has refused to hold it."""
 _POLL_S = 0.2
+_LEAVE_S, _RETRY_S = 600.0, 10.0
+"""Seconds in which a side that ends tries to release the other one; between two tries."""
 
 
 class Queue(Protocol):
@@ -144,8 +146,9 @@ class Holder:
     def leave(self) -> None:
         """Releases the other side at the end of this one: it has a last thing to do, or finds that
         nothing will come any more."""
-        if other := self.other_job():
-            self._release_held(other)
+        until, other = time.monotonic() + _LEAVE_S, self.other_job()
+        while other and not self._release_held(other) and time.monotonic() < until:
+            time.sleep(_RETRY_S)
 
     def idle_since(self) -> float | None:
         """Time since which no task of this side has anything to do; None if one has."""
@@ -179,9 +182,13 @@ class Holder:
         nodes = self._config.rollout_pool.nodes_per_engine
         return [f"rollout-{host * nodes}" for host in range(self._config.rollout_pool.num_hosts)]
 
-    def _release_held(self, other: str) -> None:
-        if self._slurm.look(other).queued == "held" and self._slurm.release(other):
-            log.info("%s has nothing to do: job %s, the other side, is released", self._side, other)
+    def _release_held(self, other: str) -> bool:
+        """Whether the other side is known not to be held, or not to be held any more."""
+        queued = self._slurm.look(other).queued
+        if queued != "held":
+            return queued != "unknown"
+        log.info("%s has nothing to do: job %s, the other side, is released", self._side, other)
+        return self._slurm.release(other)
 
     def _flag(self, side: Side) -> str | None:
         said = read_json(self._paths.away(side))

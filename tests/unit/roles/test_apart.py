@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import episode_fakes
@@ -14,13 +15,14 @@ from safetensors.torch import load_file
 
 from relax_hpc.bus.credits import Credit
 from relax_hpc.comm.bucket import BucketPlan, Spec, digest
+from relax_hpc.comm.orders import Receipt, receipt_file
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.errors import EngineError, SnapshotError
 from relax_hpc.fleet.members import Member
 from relax_hpc.paths import RunPaths
 from relax_hpc.prompts.source import Prompt
-from relax_hpc.records import read_json
+from relax_hpc.records import read_json, write_json
 from relax_hpc.roles.engine.hosting import Slot, hosting_of
 from relax_hpc.roles.engine.pulling import NewestVersion, Puller
 from relax_hpc.roles.idle import SETTLED_S, Idle
@@ -205,6 +207,28 @@ def test_what_was_loaded_is_compared_with_what_was_written_when_that_is_asked_fo
     pulls.pull_with(engine, MEMBER, due(pulls))
     [found] = pulls._events.of("verify")
     assert found["equal"] == is_equal and list(found["members"]) == ["rollout-0"]
+
+
+def test_the_ranks_of_an_engine_that_takes_orders_say_which_tokens_were_of_which_policy(paths):
+    publisher, pulls = trainer(paths), puller(paths)
+    publisher.publish(1, weights(1))
+    tasks = []
+
+    class Ordered(Engine):
+        def receive_weights(self, orders, *, version):
+            assert self.calls == ["pause", f"v{version}"], "while requests stand still"
+            for rank, order in enumerate(orders):
+                tasks.append(order.task)
+                path = receipt_file(order.folder, order.serial, rank)
+                write_json(path, asdict(Receipt(num_sampled={f"request {rank}": 5})))
+            publisher.publish(2, weights(2))  # which clears away what is old
+
+    member = MEMBER._replace(engine="sglang", num_ranks=2)
+    pulls.pull_with(Ordered(), member, due(pulls))
+    said = read_json(paths.switch(member.id, member.start, 1))
+    assert said == {"num_sampled": {"request 0": 5, "request 1": 5}}
+    assert tasks == ["count", "count"]
+    assert not [each for each in paths.weights.iterdir() if each.name.startswith(".receipt")]
 
 
 def test_only_engines_that_follow_the_policy_of_a_run_that_is_apart_come_for_weights():
