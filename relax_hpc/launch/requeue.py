@@ -97,12 +97,12 @@ def answer(job_id: str, run_dir: Path, *, is_sure: bool) -> None:
     """
     if is_sure and not announce(job_id, run_dir):
         return
-    left_s = _left_s(job_id)
+    seconds = left_s(job_id)
     if not is_sure:
-        is_near = left_s is not None and left_s <= SIGNAL_AHEAD_S
+        is_near = seconds is not None and seconds <= SIGNAL_AHEAD_S
         if not (is_near and announce(job_id, run_dir)):
             return
-    ask_in_time(job_id, run_dir, left_s=left_s)
+    ask_in_time(job_id, run_dir, left_s=seconds)
 
 
 def attempt_of(job_id: str) -> str:
@@ -212,6 +212,7 @@ def _go_on(_number: int, _frame: FrameType | None) -> None:
     """A handler, and not SIG_IGN, which children would inherit."""
 
 
-def _left_s(job_id: str) -> float | None:
+def left_s(job_id: str) -> float | None:
+    """Seconds of a running job's time limit that are left; None where nobody says."""
     known = [each for each in states.query([job_id]).known.values() if each.state == "RUNNING"]
     return min((each.left_s for each in known if each.left_s is not None), default=None)

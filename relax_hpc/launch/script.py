@@ -50,6 +50,7 @@ NO_LIMIT = sys.maxsize
 """Minutes of a time limit that is none."""
 
 _STOPPED = "the job was told to end: cancelled, preempted, or out of time"
+_NO_HOLDER = "the process that gives idle nodes back fails again and again; resume the run"
 _PMIX = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
 
 
@@ -202,7 +203,9 @@ def _assemble(
         module = [sys.executable, "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
         scaler = shlex.join([*module, *scaler_options])
         lines += [f'serve scaler {scaler} --job-id "$job_id" --controller "$$" & server=$!', ""]
-    lines += [f'serve holder {each} --controller "$$" & server=$!\n' for each in _holder(job)]
+    for each in _holder(job):  # without it nobody would start the other side
+        gone = f'tell ended --words {shlex.quote(_NO_HOLDER)}; kill -USR1 "$$"'
+        lines += [f'{{ serve holder {each} --controller "$$" || {{ {gone}; }}; }} & server=$!', ""]
     sums_up = job.has_summary and job.side != "training"  # rollout ends last
     if sums_up:
         module = [sys.executable, "-m", "relax_hpc.boards.follower", str(job.run_dir)]

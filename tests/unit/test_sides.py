@@ -18,6 +18,7 @@ from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.sides import queue
 from relax_hpc.launch.sides.holder import Holder
 from relax_hpc.launch.sides.turn import Seen, next_move, other_side
+from relax_hpc.launch.supervision import SUPERVISION
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 from relax_hpc.runs import logs, status
@@ -229,7 +230,7 @@ def test_a_side_with_work_asks_nobody_anything(run):
 
 def test_one_without_work_starts_the_other_at_once_and_goes_after_a_while(run):
     fake, paths, config = run
-    slurm, holder = Slurm("held", "8.1"), None
+    slurm = Slurm("held", "8.1")
     holder = Holder(config, paths, "sampling", "7", slurm)
     idle_for(paths, 5)
     assert holder.tick() is None and slurm.released == ["8"]
@@ -239,6 +240,8 @@ def test_one_without_work_starts_the_other_at_once_and_goes_after_a_while(run):
     assert fake.asked("scontrol") == ["scontrol requeuehold 7"]
     assert read_json(paths.away("sampling")) == {"attempt": "7.0"}
     assert read_json(paths.verdict)["what"] == "requeued"
+    assert holder.tick() == "stay", "until Slurm ends this process; it may be released by then"
+    assert len(fake.asked("scontrol")) == 1
 
 
 def test_it_raises_its_flag_before_it_looks_and_lowers_it_when_there_is_work(run):
@@ -380,6 +383,23 @@ def test_each_job_has_the_components_of_its_side_and_starts_a_holder(tmp_path):
     assert "boards.finish" in sampling and "boards.finish" not in training
     local = submit.plan("local", config, placement.place(config), 1)
     assert "sides.holder" not in local.script and "boards.finish" in local.script
+
+
+@pytest.mark.parametrize("ends", ["exit 3", "sleep 9 # TERM"])
+def test_a_job_whose_holder_is_given_up_fails_and_one_that_is_told_to_end_does_not(tmp_path, ends):
+    config = job(run_root=str(tmp_path))
+    text = submit.plan("slurm", config, placement.place(config), 1).script.split("#!/bin/bash")[1]
+    [line] = [each for each in text.splitlines() if "serve holder" in each]
+    line = line.replace(line[line.index("serve holder") : line.index(" || {")], "serve holder fake")
+    settings = "max_restarts=0 restart_delays_s=(0) restart_window_s=9 verdict=()"
+    lines = [
+        settings, SUPERVISION, f"fake() {{ {ends}\n}}", "trap 'echo failed' USR1", line,
+        'await_end "$server"',
+    ]  # fmt: skip
+    if "TERM" in ends:
+        lines.insert(-1, 'sleep 0.3; kill "$server"')
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert ("failed" in done.stdout) == (ends == "exit 3"), done
 
 
 def test_if_the_second_job_is_refused_the_first_is_cancelled(tmp_path, monkeypatch):

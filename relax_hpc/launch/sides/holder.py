@@ -11,7 +11,6 @@ import logging
 import math
 import signal
 import sys
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -109,9 +108,9 @@ class Holder:
 
     @property
     def is_announced(self) -> bool:
-        """Whether this attempt is to be held, and the tasks were told to save what they have."""
+        """Whether this attempt is to be held, and is not yet; its tasks were told to save."""
         said = read_json(self._paths.ending(self._attempt)) or {}
-        return bool(said.get("hold")) and "refused" not in said
+        return bool(said.get("hold")) and not said.keys() & {"refused", "held"}
 
     def raise_flag(self) -> None:
         """Says that this attempt is about to be held."""
@@ -126,22 +125,33 @@ class Holder:
     def hold(self) -> None:
         """Holds this job once what it has is saved; Slurm ends all of it then.
 
-        If Slurm refuses, or a save takes longer than `launch.peer_timeout_s`, all go on.
+        If Slurm refuses, or a save takes longer than `launch.peer_timeout_s`, all go on. The time
+        limit of the job is not waited for.
         """
         paths, attempt = self._paths, self._attempt
-        until = time.monotonic() + self._config.launch.peer_timeout_s
+        left_s, patience_s = requeue.left_s(self._job_id), self._config.launch.peer_timeout_s
+        limit_s = math.inf if left_s is None else left_s - requeue.MARGIN_S
+        until = time.monotonic() + min(patience_s, limit_s)
         records = [paths.saves(attempt), paths.critic_saves(attempt), *paths.all_keeps(attempt)]
         while requeue.is_unsaved(records) and time.monotonic() < until:
             time.sleep(_POLL_S)
         refused = "a save was not done in time"
-        if not requeue.is_unsaved(records):
-            why = f"{self._side} had nothing to do"
-            refused = requeue.ask(self._job_id, paths.root, until=until, hold_for=why)
-        if refused:
+        if not requeue.is_unsaved(records) or limit_s < patience_s:  # then or never
+            refused = requeue.ask(self._job_id, paths.root, until=until, hold_for=self._why())
+        said = {"time": time.time(), "hold": True}
+        if not refused:
+            # Not asked a second time: by then it may have been released.
+            write_json(paths.ending(attempt), said | {"held": True})
+        else:
             log.error("the nodes are kept: %s", refused)
             self._not_before = time.monotonic() + _REFUSED_S
-            write_json(paths.ending(attempt), {"time": time.time(), "refused": refused})
+            write_json(paths.ending(attempt), said | {"refused": refused})
             self._lower()
+
+    def _why(self) -> str:
+        step = (read_json(self._paths.saves(self._attempt)) or {}).get("step")
+        saved = "" if step is None else f", with step {step} saved"
+        return f"{self._side} had nothing to do{saved}"
 
     def leave(self) -> None:
         """Releases the other side at the end of this one: it has a last thing to do, or finds that
@@ -209,8 +219,6 @@ def main() -> None:
         datefmt="%Y-%m-%dT%H:%M:%S",
     )
     logging.getLogger("relax_hpc.launch").setLevel(logging.INFO)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
     paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
@@ -220,7 +228,8 @@ def main() -> None:
         return
     controller = ProcessId.of(args.controller)
     every_s = min(LOOK_EVERY_S, config.launch.idle_s / 3)
-    while not stop.wait(every_s) and (script := controller.find()):
+    while script := controller.find():
+        time.sleep(every_s)
         try:
             move = holder.tick()
         except (OSError, RelaxError) as error:
@@ -230,7 +239,7 @@ def main() -> None:
             words = f"the {other_side(args.side)} side has ended before the last step; resume it"
             requeue.tell(args.job_id, args.run_dir, "ended", words)
             script.send_signal(signal.SIGUSR1)
-            stop.wait(math.inf)
+            return
 
 
 def _parse() -> argparse.Namespace:

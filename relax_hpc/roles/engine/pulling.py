@@ -64,12 +64,9 @@ class Puller:
             return None
         self._next_look = time.monotonic() + LOOK_EVERY_S
         newest = Newest.read(self._paths)
-        has = (
-            self._loaded is not None
-            and newest is not None
-            and newest.folder == (self._loaded.folder)
-        )
-        return None if has else newest
+        if newest and self._loaded and newest.folder == self._loaded.folder:
+            return None
+        return newest
 
     def pull(self, member: Member, url: str, token: str, newest: Newest) -> Member:
         """Has the engine load a snapshot, or one that has taken its place meanwhile.

@@ -246,13 +246,14 @@ class Sampler:
     """Engines that hold a version until the test gives them another."""
 
     def __init__(self, journal):
-        self.now, self.journal = 0, journal
+        self.now, self.journal, self.gate = 0, journal, asyncio.Event()
 
     async def version(self):
         return self.now
 
     async def sample(self, given, draft, how, *, seed, homes):
         self.journal.note("sample", given[1] - 100)
+        await self.gate.wait()
         return answer(draft, [5], [-0.5], [(0, self.now)])
 
 
@@ -301,6 +302,9 @@ def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_has_nothing_to_do_
 
     async def story():
         running = asyncio.create_task(whole)
+        await asyncio.sleep(0.3)
+        assert {*end.said} == {(0, False)}, "it samples"
+        sampler.gate.set()
         for version, guids in ((0, 4), (3, 10), (4, 12)):  # (version + 1 + staleness) x 2
             sampler.now = version
             deadline = time.monotonic() + 20
