@@ -118,6 +118,24 @@ def test_a_run_of_two_jobs_is_cancelled_and_resumed_whole(tiny, tmp_path, one_no
         cli("cancel", run_dir)
 
 
+def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_is_resumed(
+    tiny, tmp_path, one_node
+):
+    hurried = {"schedule.num_steps": 4, "schedule.max_staleness": 1, "launch.max_restarts": 0}
+    run_dir = submit_apart(tiny, tmp_path, **hurried)
+    hurry(tmp_path)
+    try:
+        wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
+        os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+        assert wait_until(run_dir, is_over, 120)["state"] == "FAILED"
+        assert "the training side has ended before the last step" in verdict.read(run_dir).words
+        cli("resume", run_dir)
+        assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
+        assert planned(run_dir) == every_prompt_once(4, PROMPTS)
+    finally:
+        cli("cancel", run_dir)
+
+
 def test_on_one_machine_both_sides_are_one_job_and_engines_come_for_weights_all_the_same(
     tiny, tmp_path
 ):
