@@ -15,8 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from relax_hpc import user_files
 from relax_hpc.algorithms import table
-from relax_hpc.config.elsewhere import ELSEWHERE
-from relax_hpc.config.moved import refusal
+from relax_hpc.config.moved import ELSEWHERE, refusal
 from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.errors import ConfigError, shown

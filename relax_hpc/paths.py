@@ -243,6 +243,19 @@ class RunPaths:
         """Returns these records of all rollout tasks that have begun."""
         return sorted(self.control.glob(f"keeps-{attempt}-*.json"))
 
+    def idle(self, attempt: str, task: str) -> Path:
+        """Says since when a task has nothing to do, where its job gives nodes back for that."""
+        return self.control / f"idle-{attempt}-{task}.json"
+
+    def away(self, side: str) -> Path:
+        """Says in which attempt the job of a side is about to give its nodes back."""
+        return self.control / f"away-{side}.json"
+
+    @property
+    def snapshot(self) -> Path:
+        """The newest weights for engines that load them by themselves; written by the trainer."""
+        return self.control / "snapshot.json"
+
     @property
     def verdict(self) -> Path:
         """The last verdict on the run; written by whoever supervises its job."""

@@ -13,7 +13,6 @@ A group that teaches nothing is skipped as soon as it comes, so b P counts those
 Every decision is a record of the plan, so a replay is exact under each of them.
 """
 
-import itertools
 import logging
 import math
 import threading
@@ -25,7 +24,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditWriter, Owed
 from relax_hpc.bus.frames import FrameWriter
 from relax_hpc.bus.intake import Intake
-from relax_hpc.bus.lateness import owed_by
+from relax_hpc.bus.lateness import lacks_groups, owed_by, unplanned
 from relax_hpc.bus.plan import (
     AnyRecord,
     Chain,
@@ -192,16 +191,20 @@ class Sequencer:
                     deadline = time.monotonic() + timeout_s
                 if time.monotonic() > deadline:
                     owed = owed_by(self._intake, self._producers, self._num_wanted(step))
-                    raise PeerTimeoutError(
-                        f"step {step} lacks prompt groups after {timeout_s:g} s: {owed}; see their "
-                        "logs"
-                    )
+                    lacks = f"step {step} lacks prompt groups after {timeout_s:g} s: {owed}"
+                    raise PeerTimeoutError(f"{lacks}; see their logs")
                 if on_wait is not None:
                     on_wait()
                 time.sleep(POLL_S)
         self._cursor += 1
         self._returned = step
         return planned[self._cursor - 1]
+
+    def lacks_groups(self) -> bool:
+        """Whether the present step waits for groups that nobody has committed yet."""
+        with self._lock:
+            wanted, own = self._num_wanted(self._step), self._over_age == "wait"
+            return lacks_groups(self._intake, wanted, own=own)
 
     def look(self) -> None:
         """Takes note of what has been committed, and tells producers what of it is skipped.
@@ -312,9 +315,7 @@ class Sequencer:
     def _candidates(self, step: int, wanted: int) -> list[int]:
         """Guids that may be in the batch, lowest first."""
         if self._over_age == "wait":
-            unplanned = itertools.count(self._intake.planned.below)
-            free = (guid for guid in unplanned if guid not in self._intake.planned)
-            return list(itertools.islice(free, wanted))
+            return list(unplanned(self._intake, wanted))
         waiting = sorted(self._intake.waiting)
         if self._over_age == "drop":
             late = [guid for guid in waiting if self._is_over_age(guid, step)]

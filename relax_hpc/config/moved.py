@@ -1,4 +1,4 @@
-"""Keys of older jobs: refused, with the name that they have now or with what to do instead."""
+"""Keys of older jobs and of other trainers: refused, with what they are called here."""
 
 from collections.abc import Sequence
 
@@ -67,6 +67,74 @@ GONE: dict[str, str] = {
     "prompts.shuffle_seed": "the order of the prompts is drawn by seed; use that",
 }
 """Old dotted key -> why it is none any more, and what to do; <name> is any name of the user's."""
+
+ELSEWHERE: dict[str, str] = {
+    "train_batch_size": "schedule.prompts_per_step",
+    "rollout_batch_size": "schedule.prompts_per_step",
+    "num_prompts_per_step": "schedule.prompts_per_step",
+    "n": "rollout.samples_per_prompt",
+    "n_samples_per_prompt": "rollout.samples_per_prompt",
+    "num_generations": "rollout.samples_per_prompt",
+    "num_generations_per_prompt": "rollout.samples_per_prompt",
+    "rollouts_per_example": "rollout.samples_per_prompt",
+    "group_size": "rollout.samples_per_prompt",
+    "max_response_length": "rollout.max_new_tokens",
+    "rollout_max_response_len": "rollout.max_new_tokens",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_async_level": "schedule.max_staleness",
+    "async_level": "schedule.max_staleness",
+    "max_off_policy_steps": "schedule.max_staleness",
+    "max_head_offpolicyness": "schedule.max_staleness",
+    "staleness_threshold": "schedule.max_staleness",
+    "max_steps": "schedule.num_steps",
+    "total_training_steps": "schedule.num_steps",
+    "num_rollout": "schedule.num_steps",
+    "ppo_epochs": "algorithm.epochs_per_step",
+    "num_iterations": "algorithm.epochs_per_step",
+    "num_mini_batches": "algorithm.mini_batches",
+    "adv_estimator": "algorithm.advantage.name",
+    "advantage_estimator": "algorithm.advantage.name",
+    "loss_type": "algorithm.loss.name",
+    "policy_loss": "algorithm.loss.name",
+    "loss_agg_mode": "algorithm.aggregation",
+    "clip_ratio_low": "algorithm.loss.clip_low",
+    "clip_ratio_high": "algorithm.loss.clip_high",
+    "eps_clip": "algorithm.loss.clip_low",
+    "eps_clip_high": "algorithm.loss.clip_high",
+    "epsilon": "algorithm.loss.clip_low",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "beta": "algorithm.kl.coefficient",
+    "kl_coef": "algorithm.kl.coefficient",
+    "kl_loss_coef": "algorithm.kl.coefficient",
+    "kl_loss_type": "algorithm.kl.name",
+    "opd_kl_coef": "algorithm.distill.coefficient",
+    "use_tis": "algorithm.correction.name",
+    "tis_imp_ratio_cap": "algorithm.correction.cap",
+    "learning_rate": "actor.optimizer.lr",
+    "lr_warmup_steps": "actor.optimizer.warmup_steps",
+    "max_grad_norm": "actor.optimizer.clip_grad",
+    "max_tokens_per_gpu": "actor.tokens_per_micro_batch",
+    "ppo_max_token_len_per_gpu": "actor.tokens_per_micro_batch",
+    "tensor_model_parallel_size": "<component>.layout.tensor_parallel",
+    "pipeline_model_parallel_size": "<component>.layout.pipeline_parallel",
+    "context_parallel_size": "<component>.layout.context_parallel",
+    "expert_model_parallel_size": "<component>.layout.expert_parallel",
+    "save_freq": "actor.save_every",
+    "save_steps": "actor.save_every",
+    "save_interval": "actor.save_every",
+    "test_freq": "eval.<name>.every",
+    "eval_steps": "eval.<name>.every",
+    "eval_interval": "eval.<name>.every",
+    "gpu_memory_utilization": "engines.rollout.args.mem_fraction_static",
+    "hf_checkpoint": "model.path",
+    "model_name_or_path": "model.path",
+    "experiment_name": "name",
+    "run_name": "name",
+    "n_gpus_per_node": "<component>.resources.gpus_per_node",
+    "slurm_partition": "<component>.resources.partition",
+    "slurm_additional_parameters": "<component>.resources.sbatch",
+}
+"""Last part of a name in verl, slime, TRL, NeMo-RL, prime-rl, AReaL or submitit -> the key here."""
 
 
 def refusal(key: Sequence[int | str]) -> str | None:

@@ -16,6 +16,7 @@ from relax_hpc.config.actor import ActorConfig, ReferenceConfig
 from relax_hpc.config.boards import BoardsConfig, NotifyConfig
 from relax_hpc.config.critic import CriticConfig
 from relax_hpc.config.engines import ROLLOUT, EnginePool, Pools
+from relax_hpc.config.launch import LaunchConfig, check_layout
 from relax_hpc.config.layout import MegatronConfig
 from relax_hpc.config.model import ModelConfig
 from relax_hpc.config.prompts import PromptsConfig
@@ -99,29 +100,6 @@ class EvalConfig(Section):
     """Texts that end a response, which keeps them; an end of sequence does so, too."""
     max_new_tokens: Positive | None = None
     """Tokens of a response; unset is `rollout.max_new_tokens`."""
-
-
-class LaunchConfig(Section):
-    bootstrap: Literal["auto", "mpi", "mpi_job", "files"] = "auto"
-    """Way in which ranks of a component find each other; auto is mpi when `resources.mpi` is set.
-    mpi_job: all components are one step and one MPI world, so that a rank that dies restarts all of
-    them."""
-    profile: str | None = None
-    """Site profile: a name in ~/.config/relax-hpc, one that comes along (example, local), or a path
-    to a TOML file. Unset is `$RELAX_PROFILE`, then ~/.config/relax-hpc/default.toml."""
-    max_restarts: NonNegative = 3
-    """Times within half an hour that a component whose step failed is started again in place:
-    after half a second, then after twice as long each time, 30 s at most. What failed while Slurm's
-    controller did not answer is not counted."""
-    peer_timeout_s: Positive = 1800
-    """Seconds that a role waits for another before it gives up, naming it."""
-    hang_timeout_s: Positive = 300
-    """Seconds without a sign of life, or stopped, after which a task hangs and is ended. A phase
-    that takes longer may take 5 times as long as the longest that was seen, and one that is new
-    peer_timeout_s."""
-    share: Literal["none", "group"] = "none"
-    """Readers of the run directory besides you. group: your Unix group, tokens excepted. Nobody
-    else may ever write there, whatever your umask."""
 
 
 class JobConfig(Section):
@@ -240,6 +218,12 @@ class RunConfig(JobConfig):
         return [name for task in tasks for name in engines_of(task, size.engines_per_task)]
 
     @property
+    def rollout_patience_s(self) -> float:
+        """Seconds that the trainer waits for a batch; rollout that is a job of its own may be
+        absent for as long as it likes."""
+        return math.inf if self.launch.layout == "separate" else self.launch.peer_timeout_s
+
+    @property
     def reference_model(self) -> ModelConfig:
         """The model whose weights the reference has."""
         return self.reference.model(self.model)
@@ -333,6 +317,11 @@ class RunConfig(JobConfig):
                     f"engines.rollout.resources.{name} = {getattr(asked, name)!r}: with {key} "
                     f"it is actor.resources.{name} = {getattr(actors, name)!r}; remove it"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _sides_can_be_apart(self) -> Self:
+        check_layout(self)
         return self
 
     @model_validator(mode="after")

@@ -51,6 +51,15 @@ class SftRunConfig(JobConfig):
 
     sft: SftConfig
 
+    @model_validator(mode="after")
+    def _is_one_job(self) -> Self:
+        if self.launch.layout != "hetjob":
+            raise ValueError(
+                f"launch.layout = {self.launch.layout!r}: supervised fine-tuning has no rollout to "
+                "be apart from; use 'hetjob'"
+            )
+        return self
+
     @property
     def num_steps(self) -> int:
         assert self.sft.num_steps is not None, "submit counts the steps of the epochs"

@@ -37,6 +37,8 @@ class Member(NamedTuple):
     """The way in which weights get to it, if its pool follows the policy."""
     pool: str = "rollout"
     """Name of the pool in the job: its table is `[engines.NAME]`."""
+    version: int = -1
+    """Policy version that its owner has loaded; -1: none, or the trainer says which."""
 
     @property
     def takes_orders(self) -> bool:

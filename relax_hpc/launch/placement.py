@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import profiles
 from relax_hpc.roles import table
-from relax_hpc.roles.role import Place, Role
+from relax_hpc.roles.role import Place, Role, Side
 from relax_hpc.sections import Resources
 
 Bootstrap = Literal["mpi", "mpi_job", "files"]
@@ -31,6 +31,8 @@ class Component:
     """Environment of its tasks on GPUs, unless the submitter says otherwise."""
     is_scalable: bool = False
     """Whether it may hold nodes on which engines are added later."""
+    side: Side = "training"
+    """The job that it is in, where the sides of a run are two."""
 
     @property
     def key(self) -> str:
@@ -64,10 +66,32 @@ def place(config: JobConfig) -> list[Component]:
         if asked.beside is None:
             resources = profile.resources(role.profile, config.resources, asked.resources)
             found[asked.component] = _component(config, role, asked, resources)
+            _check_apart(config, found[asked.component])
         else:
             guest = _component(config, role, asked, _beside(found[asked.beside], asked))
             found[asked.component] = replace(guest, on=asked.beside, bootstrap="files")
     return list(found.values())
+
+
+def _check_apart(config: JobConfig, component: Component) -> None:
+    held = component.resources.max_nodes
+    if held is not None and config.launch.layout == "separate":
+        raise ConfigError(
+            f"{component.key}.max_nodes = {held}: with launch.layout = 'separate' no engines are "
+            "added; remove it, or set engines.rollout.count"
+        )
+    if config.launch.layout == "separate" and "--no-requeue" in component.resources.sbatch:
+        raise ConfigError(
+            f"{component.key}.sbatch = {component.resources.sbatch}: with launch.layout = "
+            "'separate' an idle job is requeued, to give its nodes back; remove --no-requeue"
+        )
+
+
+def sides(config: JobConfig, components: Sequence[Component]) -> list[list[Component]]:
+    """Returns the components of each job of a run, that of rollout first."""
+    if config.launch.layout == "hetjob":
+        return [list(components)]
+    return [[c for c in components if c.side == side] for side in get_args(Side)]
 
 
 def _beside(host: Component, asked: Place) -> Resources:
@@ -87,7 +111,7 @@ def groups(components: Sequence[Component]) -> list[int]:
 def _component(config: JobConfig, role: Role[Any], asked: Place, resources: Resources) -> Component:
     made = Component(
         asked.component, asked.tasks, resources, "files", None,
-        asked.section, role.environment, role.is_scalable,
+        asked.section, role.environment, role.is_scalable, role.side,
     )  # fmt: skip
     key, tasks = made.key, made.tasks
     if tasks % resources.nodes:

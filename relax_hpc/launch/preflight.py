@@ -10,7 +10,7 @@ from relax_hpc import user_files
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import interpreter, partitions, script
-from relax_hpc.launch.placement import Component
+from relax_hpc.launch.placement import Component, sides
 from relax_hpc.roles import table
 from relax_hpc.roles.training.check import check_first_weights, check_model, check_weights
 
@@ -58,8 +58,9 @@ def check(
         interpreter.check(component.key, component.resources, use_slurm=use_slurm, say=say)
     if use_slurm:
         hosts = [each for each in components if not each.on]
-        partitions.check_partitions(hosts, partitions.partitions())
-        partitions.check_limits(hosts)
+        for part in sides(config, hosts):
+            partitions.check_partitions(part, partitions.partitions())
+            partitions.check_limits(part)
         every = config.actor.save_every
         partitions.check_preemption(hosts, save_every=every, save_s=None, say=say)
     return config

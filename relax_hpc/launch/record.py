@@ -21,8 +21,14 @@ _CLAIM_S = 900
 class LaunchedComponent:
     name: str
     job_id: str
+    """Name of the component for `squeue`."""
     tasks: int
     folder: Path
+
+    @property
+    def leader(self) -> str:
+        """Id of its whole job, which names its files."""
+        return self.job_id.partition("+")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +37,7 @@ class LaunchRecord:
 
     mode: str
     leader: str
+    """Id of the job; of two, that of rollout."""
     components: tuple[LaunchedComponent, ...]
     time: float
     controller: ProcessId | None
@@ -41,6 +48,11 @@ class LaunchRecord:
     """The first is the one by `submit`."""
     earlier: tuple["LaunchRecord", ...] = ()
     """Launches before this one, oldest first."""
+
+    @property
+    def leaders(self) -> tuple[str, ...]:
+        """Ids of its jobs: two where the sides of the run are apart."""
+        return tuple(dict.fromkeys(each.leader for each in self.components))
 
     @property
     def folder(self) -> Path:

@@ -108,12 +108,12 @@ def answer(job_id: str, run_dir: Path, *, is_sure: bool) -> None:
     """
     if is_sure and not announce(job_id, run_dir):
         return
-    left_s = _left_s(job_id)
+    seconds = left_s(job_id)
     if not is_sure:
-        is_near = left_s is not None and left_s <= SIGNAL_AHEAD_S
+        is_near = seconds is not None and seconds <= SIGNAL_AHEAD_S
         if not (is_near and announce(job_id, run_dir)):
             return
-    ask_in_time(job_id, run_dir, left_s=left_s)
+    ask_in_time(job_id, run_dir, left_s=seconds)
 
 
 def attempt_of(job_id: str) -> str:
@@ -121,12 +121,18 @@ def attempt_of(job_id: str) -> str:
     return f"{job_id}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
 
 
-def announce(job_id: str, run_dir: Path) -> bool:
-    """Says that the job is about to end; whether nobody had. After a refusal one may again."""
+def announce(job_id: str, run_dir: Path, **why: bool) -> bool:
+    """Says that the job is about to end; whether nobody had. After a refusal one may again.
+
+    Args:
+        job_id: of the leader.
+        run_dir: of the run.
+        why: goes into the record.
+    """
     record = RunPaths(run_dir).ending(attempt_of(job_id))
     if "refused" in (read_json(record) or {}):
         record.unlink(missing_ok=True)
-    return write_json_once(record, {"time": time.time()})
+    return write_json_once(record, {"time": time.time(), **why})
 
 
 def ask_in_time(
@@ -165,7 +171,9 @@ def is_unsaved(records: Iterable[Path]) -> bool:
     return any(each is not None and each["step"] is None for each in found)
 
 
-def ask(job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "") -> str:
+def ask(
+    job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "", hold_for: str = ""
+) -> str:
     """Has Slurm requeue a job; one that is not requeued ends all the same, and can be resumed.
 
     Args:
@@ -173,6 +181,8 @@ def ask(job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "") -> s
         run_dir: of the run.
         until: time.monotonic() up to which it is asked again where the controller is silent.
         saved: words for the verdict: what was saved for this, and what was not.
+        hold_for: why the job is to be held in the queue until somebody releases it; unset, it is
+            started again as soon as Slurm can.
 
     Returns:
         Why it was refused; empty if it was not.
@@ -181,28 +191,31 @@ def ask(job_id: str, run_dir: Path, *, until: float = 0.0, saved: str = "") -> s
     if restarts >= MAX_REQUEUES:
         said = f"the job is not requeued: it has been, {restarts} times; resume it"
         log.error(said)
-        _tell(job_id, run_dir, "refused", said)
+        tell(job_id, run_dir, "refused", said)
         return said
-    said = f"out of time or preempted{saved}: requeued, for the time number {restarts + 1}"
-    _tell(job_id, run_dir, "requeued", said)  # before: a job that is requeued is ended at once
-    answer = output_of(["scontrol", "requeue", job_id])
+    why = hold_for or f"out of time or preempted{saved}"
+    held = ", and held until the other side has made work" * bool(hold_for)
+    said = f"{why}: requeued, for the time number {restarts + 1}{held}"
+    tell(job_id, run_dir, "requeued", said)  # before: a job that is requeued is ended at once
+    command = ["scontrol", "requeuehold" if hold_for else "requeue", job_id]
+    answer = output_of(command)
     while answer.returncode and is_silent(answer) and time.monotonic() < until:
         time.sleep(_RETRY_S)
-        answer = output_of(["scontrol", "requeue", job_id])
+        answer = output_of(command)
     if answer.returncode:
         log.error(
             "the job is not requeued (%s): once it has ended, relax-hpc resume %s",
             words_of(answer), run_dir,
         )  # fmt: skip
-        said = f"out of time or preempted{saved}, and not requeued ({words_of(answer)}); resume it"
-        _tell(job_id, run_dir, "refused", said)
+        said = f"{why}, and not requeued ({words_of(answer)}){'' if hold_for else '; resume it'}"
+        tell(job_id, run_dir, "refused", said)
         return said
-    log.warning("requeued for the time number %d", restarts + 1)
+    log.warning("%s", said)
     return ""
 
 
-def _tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
-    """Leaves the verdict; `runs` is above this room."""
+def tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
+    """Leaves the verdict on a job; `runs` is above this room."""
     module = [sys.executable, "-m", "relax_hpc.runs.verdict", str(run_dir)]
     answer = output_of([*module, "--job-id", job_id, "--what", what, "--words", words])
     if answer.returncode:
@@ -248,6 +261,7 @@ def _go_on(_number: int, _frame: FrameType | None) -> None:
     """A handler, and not SIG_IGN, which children would inherit."""
 
 
-def _left_s(job_id: str) -> float | None:
+def left_s(job_id: str) -> float | None:
+    """Seconds of a running job's time limit that are left; None where nobody says."""
     known = [each for each in states.query([job_id]).known.values() if each.state == "RUNNING"]
     return min((each.left_s for each in known if each.left_s is not None), default=None)

@@ -19,6 +19,7 @@ from relax_hpc.launch import interpreter, requeue
 from relax_hpc.launch.placement import Component, groups
 from relax_hpc.launch.supervision import SUPERVISION, WAIT
 from relax_hpc.paths import RunPaths
+from relax_hpc.roles.role import Side
 from relax_hpc.sections import Resources
 
 # Options that only mean something once in a heterogeneous job: component 0 says them.
@@ -49,6 +50,7 @@ NO_LIMIT = sys.maxsize
 """Minutes of a time limit that is none."""
 
 _STOPPED = "the job was told to end: cancelled, preempted, or out of time"
+_NO_HOLDER = "the process that gives idle nodes back fails again and again; resume the run"
 _PMIX = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
 
 
@@ -77,6 +79,8 @@ class Job:
     """Services that are sent the curves."""
     seen: Path | None = None
     """Folder that images see; unset is the one that the run directory is in."""
+    side: Side | None = None
+    """The side of the run that is this job; None where all of it is one."""
     next_claim: Path | None = None
     """Is there once the run has been started anew: a job that begins then must end at once."""
 
@@ -198,18 +202,24 @@ def _assemble(
     if job.has_summary and any(each.held_nodes > each.nodes for each in components):
         module = [sys.executable, "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
         scaler = shlex.join([*module, *scaler_options])
-        lines += [f'serve {scaler} --job-id "$job_id" --controller "$$" & scaler=$!', ""]
-    if job.has_summary:
+        lines += [f'serve scaler {scaler} --job-id "$job_id" --controller "$$" & server=$!', ""]
+    for each in _holder(job):  # without it nobody would start the other side
+        gone = f'tell ended --words {shlex.quote(_NO_HOLDER)}; kill -USR1 "$$"'
+        lines += [f'{{ serve holder {each} --controller "$$" || {{ {gone}; }}; }} & server=$!', ""]
+    sums_up = job.has_summary and job.side != "training"  # rollout ends last
+    if sums_up:
         module = [sys.executable, "-m", "relax_hpc.boards.follower", str(job.run_dir)]
         for board in ("tensorboard", *job.exports):
             follower = shlex.join([*module, "--to", board])
             lines.append(f'{follower} --job-id "$job_id" --controller "$$" & boards+=($!)')
         lines.append("")
     lines.append(WAIT)
+    lines += [f'[ -n "$stopping" ] || {each} --leave' for each in _holder(job)]
     if job.has_summary:
         finish = shlex.join([sys.executable, "-m", "relax_hpc.boards.finish", str(job.run_dir)])
         told = '--exit-code "$exit_code"'
         lines.append(f'[ -z "$stopping" ] || tell stopped --words {shlex.quote(_STOPPED)}')
+    if sums_up:
         lines.append(f'[ -n "$stopping" ] || {finish} {told} || exit_code=1')
     lines += [
         '[ -z "$stopping" ] || exit_code=143',
@@ -218,6 +228,14 @@ def _assemble(
         "",
     ]
     return "\n".join(lines)
+
+
+def _holder(job: Job) -> list[str]:
+    """The process that gives idle nodes back, if the job is one side of a run."""
+    if job.side is None:
+        return []
+    module = [sys.executable, "-m", "relax_hpc.launch.sides.holder", str(job.run_dir)]
+    return [f'{shlex.join([*module, "--side", job.side])} --job-id "$job_id"']
 
 
 def _verdict(job: Job) -> list[str]:

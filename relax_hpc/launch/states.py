@@ -44,6 +44,8 @@ UNKNOWN = "UNKNOWN"
 UNREACHABLE = "UNREACHABLE"
 """Slurm, or the machine that runs the job, was not asked or gave no answer."""
 
+_HELD = "job requeued in held state"
+"""Reason of a job that was requeued and starts when it is released; squeue says PENDING."""
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 _FORGOTTEN = "Invalid job id"
 
@@ -127,6 +129,8 @@ def _parse(lines: Iterable[str]) -> Iterable[SlurmState]:
         # sacct says who cancelled a job: "CANCELLED by 0".
         word = state.split()[0] if state else UNKNOWN
         why = reason.strip("()") if is_waiting(word) and reason not in ("", "None") else ""
+        if why == _HELD:
+            word, why = "REQUEUE_HOLD", "JobHeldUser"
         yield SlurmState(job_id, word, nodes, why, _time(start), _seconds(left))
 
 

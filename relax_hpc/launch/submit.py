@@ -22,7 +22,7 @@ from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.launch import known_runs, preflight, profiles, record, script, trial
 from relax_hpc.launch import local as local_job
 from relax_hpc.launch.jobs import StartedJob
-from relax_hpc.launch.placement import Component, place
+from relax_hpc.launch.placement import Component, place, sides
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.slurm import HetSlurmExecutor
 from relax_hpc.paths import RunPaths
@@ -123,8 +123,22 @@ def plan(mode: Mode, config: JobConfig, components: Sequence[Component], number:
     if mode == "local":  # MPI's ranks would need Slurm, or mpirun, to start them
         components = [replace(component, bootstrap="files") for component in components]
     job = _job(config, number)
-    text = (script.slurm_script if mode == "slurm" else script.local_script)(job, components)
+    if mode == "local":
+        text = script.local_script(job, components)
+    else:
+        text = "\n".join(
+            script.slurm_script(each, part) for each, part in jobs_of(config, job, components)
+        )
     return Submission(config.run_dir, mode, text, tuple(components), number, None)
+
+
+def jobs_of(
+    config: JobConfig, job: script.Job, components: Sequence[Component]
+) -> list[tuple[script.Job, list[Component]]]:
+    """The Slurm jobs of a run and the components of each; of two, rollout's comes first."""
+    if config.launch.layout == "hetjob":
+        return [(job, list(components))]
+    return [(replace(job, side=part[0].side), part) for part in sides(config, components)]
 
 
 def expected_start(config: JobConfig, components: Sequence[Component]) -> str:
@@ -133,7 +147,10 @@ def expected_start(config: JobConfig, components: Sequence[Component]) -> str:
     Raises:
         ConfigError: Slurm would refuse it.
     """
-    return trial.expected_start(_job(config, 1), components)
+    jobs = jobs_of(config, _job(config, 1), components)
+    said = [trial.expected_start(job, part) for job, part in jobs]
+    names = (f"{job.side}: " if job.side else "" for job, _ in jobs)
+    return "; ".join(f"{name}{each}" for name, each in zip(names, said, strict=True))
 
 
 def _job(config: JobConfig, number: int) -> script.Job:
@@ -279,18 +296,32 @@ def start(
     planned: Submission, config: JobConfig, paths: RunPaths, before: LaunchRecord | None = None
 ) -> Submission:
     """Starts a job of a run and records it; what cannot be recorded is ended again."""
-    started = start_job(planned, _job(config, planned.number), paths, before)
+    job = _job(config, planned.number)
+    jobs = jobs_of(config, job, planned.components) if planned.mode == "slurm" else None
+    started = start_job(planned, job, paths, before, jobs)
     known_runs.remember(paths.root)
     return started
 
 
 def start_job(
-    planned: Submission, job: script.Job, paths: RunPaths, before: LaunchRecord | None = None
+    planned: Submission,
+    job: script.Job,
+    paths: RunPaths,
+    before: LaunchRecord | None = None,
+    jobs: Sequence[tuple[script.Job, list[Component]]] | None = None,
 ) -> Submission:
-    """Does as `start`, with a job of any kind."""
+    """Does as `start`, with a job of any kind.
+
+    Args:
+        planned: what is to be started.
+        job: facts of it.
+        paths: of the run.
+        before: the launch before this one.
+        jobs: of Slurm, with the components of each; unset is one.
+    """
     components = planned.components
     if planned.mode == "slurm":
-        submitted = HetSlurmExecutor(job.folder).submit_het(job, components)
+        submitted = _queued(jobs or [(job, list(components))])
     else:
         submitted = local_job.start(job, components)
     launched = LaunchRecord(
@@ -314,6 +345,24 @@ def start_job(
         submitted.cancel()
         raise
     return replace(planned, job=submitted)
+
+
+def _queued(jobs: Sequence[tuple[script.Job, list[Component]]]) -> StartedJob:
+    """Queues all jobs of a run, or none."""
+    queued = list[StartedJob]()
+
+    def cancel() -> None:
+        for each in queued:
+            each.cancel()
+
+    try:
+        for job, components in jobs:
+            queued.append(HetSlurmExecutor(job.folder).submit_het(job, components))
+    except RelaxError:
+        cancel()
+        raise
+    ids = tuple(job_id for each in queued for job_id in each.component_ids)
+    return StartedJob(queued[0].job_id, ids, cancel)
 
 
 def _git_revision() -> str | None:

@@ -19,6 +19,8 @@ from relax_hpc.telemetry.events import EventWriter
 Restart = Literal["step", "none"]
 """Restart of a component one of whose tasks failed. step: all its tasks are started again in place,
 up to `launch.max_restarts` times, then the job ends. none: the run goes on without that task."""
+Side = Literal["sampling", "training"]
+"""A part of a run that is a job of its own with `launch.layout` separate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class Role(Generic[C]):
     """Table of site profiles with its resources; None: it takes those of the whole site."""
     is_scalable: bool = False
     """Whether it may hold nodes on which engines are added later."""
+    side: Side = "training"
+    """The side of a run that its components are on."""
     work: str = ""
     """The work that it does, in a few words."""
     joins: str | None = None

@@ -1,6 +1,6 @@
 """Ends a run: everything it started, and nothing else."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc.errors import LaunchError
@@ -27,7 +27,7 @@ def cancel(run_dir: Path, say: Callable[[str], None] = lambda _: None) -> None:
     found = status.launches(newest)
     failures = []
     for launch in found:
-        job = f"job {launch.record.leader}"
+        job = f"job {' and '.join(launch.record.leaders)}"
         try:
             say(f"{job}: {_end(launch)}")
         except LaunchError as error:
@@ -51,9 +51,21 @@ def _end(launch: Launch) -> str:
             folders += sorted((record.folder / name).glob(f"{name}-*"))
         local.cancel(record.controller, folders, record.leader)  # also what its script left
     elif states.is_alive(was):
-        slurm.cancel(record.leader)
+        _cancel(record.leaders)
     if was == "COMPLETED":
         return "is complete, nothing is cancelled"
     if was == states.UNKNOWN:
         return "Slurm does not know it any more"
     return f"cancelled, was {was}" if states.is_alive(was) else f"had ended before, {was}"
+
+
+def _cancel(leaders: Sequence[str]) -> None:
+    """Ends all jobs of a launch, also if one of them cannot be."""
+    failures = []
+    for leader in leaders:
+        try:
+            slurm.cancel(leader)
+        except LaunchError as error:
+            failures.append(str(error))
+    if failures:
+        raise LaunchError("; ".join(failures))

@@ -12,7 +12,7 @@ from relax_hpc.sections import Resources
 
 _FREE = re.compile(
     r"(.+\.)?resources\.\w+"
-    r"|launch\.(max_restarts|peer_timeout_s)"
+    r"|launch\.(max_restarts|peer_timeout_s|idle_s)"
     r"|\w+\.(save_every|keep_checkpoints|keep_every|save_hf_every)"
     r"|bus\.keep_steps|weights\.timeout_s|notify\.\w+"
     r"|engines\.[^.]+\.(start_timeout_s|hang_timeout_s)"

@@ -35,4 +35,4 @@ def on_run(run_dir: Path) -> str | None:
             f"{key}: is {launch.state}, so nothing would ever begin; resume it first, or leave "
             "--depend out"
         )
-    return f"afterok:{launch.record.leader}"
+    return f"afterok:{':'.join(launch.record.leaders)}"

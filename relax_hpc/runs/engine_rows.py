@@ -120,6 +120,8 @@ def _of_initial(paths: RunPaths, pool: str, engine: str, node: str, roster: Rost
     record, member = paths.member(engine), members.find(paths, engine)
     given = roster.members.get(engine) if roster else None
     version = given.version if given else None
+    if roster is None and member and member.version >= 0:  # it loads by itself
+        version = member.version
     return Row(
         pool,
         engine,

@@ -54,7 +54,9 @@ def found(run_dir: Path, launched: LaunchRecord, state: str) -> Failure:
     The script names the component that it gave up, or else the last one that failed; that
     component's newest `error` event, or else the end of what its tasks printed, says why.
     """
-    script_log = batch_log(launched.folder, launched.leader)
+    logs = [batch_log(launched.folder, leader) for leader in launched.leaders]
+    # Of two jobs, the one whose script gave a component up.
+    script_log = next((each for each in logs if _end(tail(each))), logs[0])
     lines = tail(script_log)
     if setup := next(filter(None, map(_SETUP.match, lines)), None):
         return Failure(setup["words"], str(script_log))
@@ -74,7 +76,7 @@ def _log_of(launched: LaunchRecord, task: str) -> Path | None:
     """Names the file of what a task printed, if it printed anything."""
     component, _, rank = task.rpartition("-")
     for each in launched.components:
-        path = ComponentPaths(each.folder, launched.leader).log(int(rank or 0), "err")
+        path = ComponentPaths(each.folder, each.leader).log(int(rank or 0), "err")
         if each.name == component and path.exists() and path.stat().st_size:
             return path
     return None
@@ -122,7 +124,7 @@ def last_words(launched: LaunchRecord, names: list[str]) -> tuple[str, str]:
         if component.name not in names:
             continue
         for task in range(component.tasks):
-            lines = tail(ComponentPaths(component.folder, launched.leader).log(task, "err"))
+            lines = tail(ComponentPaths(component.folder, component.leader).log(task, "err"))
             said = [line for line in lines if _ERROR.match(line)] or lines
             if said:
                 name = f"{component.name}-{task}"

@@ -117,13 +117,13 @@ def sources(run_dir: Path, component: str | None = None) -> list[tuple[str, Path
         raise ConfigError(
             f"--component {component}: this run has no such component; use {', '.join(known)}"
         )
-    script_log = ("job", batch_log(launched.folder, launched.leader))
-    found = [script_log] if component in (None, "job") else []
+    scripts = [("job", batch_log(launched.folder, leader)) for leader in launched.leaders]
+    found = scripts if component in (None, "job") else []
     for each in launched.components:
         if component not in (None, each.name):
             continue
         for task in range(each.tasks):
-            left = ComponentPaths(each.folder, launched.leader)
+            left = ComponentPaths(each.folder, each.leader)
             source = f"{each.name}-{task}"
             found += [(source, left.log(task, "out")), (source, left.log(task, "err"))]
     for name in joining() if component is None else {component} & set(joining()):

@@ -8,7 +8,7 @@ from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError, LaunchError, RelaxError
 from relax_hpc.job_file import read_resolved
 from relax_hpc.launch import partitions, preflight, record, submit
-from relax_hpc.launch.placement import Component, place
+from relax_hpc.launch.placement import Component, place, sides
 from relax_hpc.launch.slurm import MaybeQueuedError
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
@@ -53,7 +53,8 @@ def resume(
     _check_ended(run_dir, status.launches(newest), ended=ended)
     mode, components = submit.mode_of(local=local), place(config)
     if changes:
-        check_resources(components, mode)
+        for part in sides(config, components):
+            check_resources(part, mode)
     if mode == "slurm":
         partitions.check_preemption(
             [each for each in components if not each.on],

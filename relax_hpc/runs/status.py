@@ -31,6 +31,11 @@ class ComponentStatus:
     """Slurm's word; locally the same words, and RESTARTING between two starts of a step."""
     nodes: str
 
+    @property
+    def leader(self) -> str:
+        """Id of its whole job."""
+        return self.job_id.partition("+")[0]
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -131,7 +136,7 @@ def collect(
         queue=shown.reason,
         start=shown.start,
         left_s=shown.left_s,
-        engines=_engines(paths, config, shown.state, events),
+        engines=_engines(paths, config, _of_engines(shown), events),
         progress=summary.summed_up(paths, config, events),
     )
 
@@ -210,7 +215,8 @@ def decided(runs: Sequence[LaunchRecord]) -> list[Launch]:
 
 def _ask(runs: Sequence[LaunchRecord]) -> states.Answer:
     launched = [each for newest in runs for each in newest.all]
-    return states.query([each.leader for each in launched if each.controller is None])
+    leaders = [leader for each in launched if each.controller is None for leader in each.leaders]
+    return states.query(leaders)
 
 
 def _launches(newest: LaunchRecord, answer: states.Answer) -> list[Launch]:
@@ -218,11 +224,13 @@ def _launches(newest: LaunchRecord, answer: states.Answer) -> list[Launch]:
     for each in newest.all:
         silence = answer.silence if each.controller is None else _elsewhere(each)
         components = tuple(_local(each) if each.controller else _slurm(each, answer))
-        state = overall([component.state for component in components])
+        state = _of_jobs([_of_job(components, leader) for leader in each.leaders])
         if not states.is_alive(state) and not each.is_elsewhere and _lives(each):
             state = "COMPLETING"  # the script is still writing the summary
         silence *= state == states.UNREACHABLE
-        found.append(Launch(each, components, state, silence, *_queue(each, answer)))
+        reason, *times = _queue(each, answer)
+        reason *= states.is_waiting(state)
+        found.append(Launch(each, components, state, silence, reason, *times))
     return found
 
 
@@ -235,8 +243,10 @@ def _queue(launched: LaunchRecord, answer: states.Answer) -> tuple[str, float | 
     ]
     starts = [each.start for each in known if each.start is not None]
     left = [each.left_s for each in known if each.left_s is not None]
-    # Of a heterogeneous job one component may say why the others wait.
-    reason = next((each.reason for each in known if each.reason), "")
+    # Of a heterogeneous job one component may say why the others wait; of two jobs the one that is
+    # held waits for the other.
+    by_hold = sorted(known, key=lambda each: each.state == "REQUEUE_HOLD")
+    reason = next((each.reason for each in by_hold if each.reason), "")
     return reason, max(starts, default=None), min(left, default=None)
 
 
@@ -265,31 +275,51 @@ def overall(found: Sequence[str]) -> str:
     return next((state for state in found if state != "COMPLETED"), "COMPLETED")
 
 
+def _of_jobs(found: Sequence[str]) -> str:
+    """One word for the jobs of a run: it runs while one of them does, however the other waits."""
+    at_work = [each for each in found if states.is_alive(each) and not states.is_waiting(each)]
+    return overall(at_work or found)
+
+
+def _of_job(components: Sequence[ComponentStatus], leader: str) -> str:
+    return overall([each.state for each in components if each.leader == leader])
+
+
+def _of_engines(shown: Launch) -> str:
+    """State of the job that has the engines."""
+    is_one = len(shown.record.leaders) == 1
+    return shown.state if is_one else _of_job(shown.components, shown.record.leader)
+
+
 def _slurm(launched: LaunchRecord, answer: states.Answer) -> list[ComponentStatus]:
-    otherwise = _afterwards(launched, is_silent=bool(answer.silence))
+    otherwise = {
+        leader: _afterwards(launched, leader, is_silent=bool(answer.silence))
+        for leader in launched.leaders
+    }
     return [
         _status(launched, component, found.state, found.nodes)
         for component in launched.components
         for found in [
-            answer.known.get(component.job_id) or states.SlurmState(component.job_id, otherwise, "")
+            answer.known.get(component.job_id)
+            or states.SlurmState(component.job_id, otherwise[component.leader], "")
         ]
     ]
 
 
 def _local(launched: LaunchRecord) -> list[ComponentStatus]:
     if launched.is_elsewhere:
-        state = _afterwards(launched, is_silent=True)
+        state = _afterwards(launched, launched.leader, is_silent=True)
         return [_status(launched, each, state, launched.node or "") for each in launched.components]
-    running = _lives(launched)
+    running, otherwise = _lives(launched), _afterwards(launched, launched.leader, is_silent=False)
     components = []
     for component in launched.components:
-        alive = any(task.find() for task in processes(component.folder, launched.leader))
+        alive = any(task.find() for task in processes(component.folder, component.leader))
         if alive:
             state = "RUNNING"
-        elif _finished_tasks(launched, component) == component.tasks:
+        elif _finished_tasks(component) == component.tasks:
             state = "COMPLETED"
         else:
-            state = "RESTARTING" if running else _afterwards(launched, is_silent=False)
+            state = "RESTARTING" if running else otherwise
         components.append(_status(launched, component, state, "this machine"))
     return components
 
@@ -301,25 +331,25 @@ def _status(
         name=component.name,
         job_id=component.job_id,
         tasks=component.tasks,
-        finished_tasks=_finished_tasks(launched, component),
+        finished_tasks=_finished_tasks(component),
         state=state,
         nodes=nodes,
     )
 
 
-def _finished_tasks(launched: LaunchRecord, component: LaunchedComponent) -> int:
-    left = ComponentPaths(component.folder, launched.leader)
+def _finished_tasks(component: LaunchedComponent) -> int:
+    left = ComponentPaths(component.folder, component.leader)
     return sum(left.done(rank).exists() for rank in range(component.tasks))
 
 
-def _afterwards(launched: LaunchRecord, *, is_silent: bool) -> str:
-    """Returns how the job ended, by what its script left; a script that was killed leaves nothing.
+def _afterwards(launched: LaunchRecord, leader: str, *, is_silent: bool) -> str:
+    """Returns how a job ended, by what its script left; one that was killed leaves nothing.
 
     While nobody says that the job is over, only success counts: Slurm may have requeued it since,
     which ends the script as a cancel does.
     """
     try:
-        code = int(exit_code_file(launched.folder, launched.leader).read_text())
+        code = int(exit_code_file(launched.folder, leader).read_text())
     except (OSError, ValueError):
         if is_silent:
             return states.UNREACHABLE

@@ -63,7 +63,8 @@ class Watch:
         if launch.record.controller is not None:
             return True
         every_s = self._every_s
-        if exit_code_file(launch.record.folder, launch.record.leader).exists():
+        left = (exit_code_file(launch.record.folder, each) for each in launch.record.leaders)
+        if any(each.exists() for each in left):
             every_s = min(_ENDING_S, every_s)
         return time.monotonic() - self._asked >= every_s
 

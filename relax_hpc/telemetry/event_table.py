@@ -292,8 +292,8 @@ EVENTS: dict[str, EventKind] = {
         _SAME_SYNC,
     ),
     "loaded": EventKind(
-        "actor",
-        "an engine has ended to load a version from files",
+        "actor, rollout",
+        "an engine has ended to load a version from files; told by who had it do so",
         {
             "step": "",
             "version": "",
@@ -307,8 +307,8 @@ EVENTS: dict[str, EventKind] = {
         _SAME_SYNC,
     ),
     "verify": EventKind(
-        "actor",
-        "weights of engines and trainer were compared",
+        "actor, rollout",
+        "weights of engines and trainer were compared; likewise",
         {"version": "", "trainer": "digest", "members": "digests", "equal": ""},
     ),
     "engine_gap": EventKind(

@@ -1,40 +1,24 @@
 """Weights through the run directory: a snapshot that engines load, each by itself."""
 
-import itertools
 import time
-import uuid
 from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
 
-from relax_hpc.comm.orders import Order, Receipt, Task, receipt_file
 from relax_hpc.config.rollout import WeightsConfig
-from relax_hpc.errors import EngineError
 from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
-from relax_hpc.records import read_json
 from relax_hpc.telemetry.timers import Phase, Timers
+from relax_hpc.weights.loading import Load, load
 from relax_hpc.weights.loads import Loaded, Loads
 from relax_hpc.weights.ranks import Rest, TrainerRanks
 from relax_hpc.weights.snapshot import Snapshot
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.transport import Delivery, answers
 from relax_hpc.weights.verify import Sent, compare
-
-
-class Load(NamedTuple):
-    """A load of a snapshot by one member; times in seconds."""
-
-    pause: float
-    """Time until the member stood still."""
-    load: float
-    resume: float
-    receipts: list[Receipt]
-    """Receipts of the member's ranks, if they were asked and can tell."""
 
 
 class FileTransport:
@@ -129,7 +113,7 @@ class FileTransport:
     ) -> None:
         """The snapshot stays at least until its end; `sent` is what is to be compared."""
 
-        def load() -> Loaded:
+        def load_it() -> Loaded:
             start = time.time()
             with held:
                 done = self._load(member, engine, snapshot, check=sent is not None)
@@ -141,44 +125,14 @@ class FileTransport:
 
         held = ExitStack()
         held.enter_context(self._used(snapshot.folder))
-        loads.begin(member, snapshot.version, load)
+        loads.begin(member, snapshot.version, load_it)
 
     def _load(
         self, member: Member, engine: EngineControl, snapshot: Snapshot, *, check: bool
     ) -> Load:
-        receipts = list[Receipt]()
-        times = [time.perf_counter()]
-        with self._used(snapshot.folder):
-            engine.pause()
-            times.append(time.perf_counter())
-            engine.update_weights_from_disk(str(snapshot.folder), snapshot.version)
-            times.append(time.perf_counter())
-            if member.takes_orders:
-                task: Task = "compare" if check else "count"
-                receipts = self._receipts(task, member, engine, snapshot)
-            times.append(time.perf_counter())
-            engine.resume()
-        times.append(time.perf_counter())
-        pause, load, _, resume = (end - start for start, end in itertools.pairwise(times))
-        return Load(pause, load, resume, receipts)
-
-    def _receipts(
-        self, task: Task, member: Member, engine: EngineControl, snapshot: Snapshot
-    ) -> list[Receipt]:
-        """Makes the ranks of a paused member tell what they hold. Their answers come as files:
-        there need be no other way from them to here."""
-        serial, timeout_s = uuid.uuid4().hex[:8], self._config.timeout_s
-        order = Order(serial, "", task, timeout_s, folder=str(snapshot.folder))
-        engine.receive_weights([order] * member.num_ranks, version=snapshot.version)
-        receipts = []
-        for rank in range(member.num_ranks):
-            path = receipt_file(order.folder, order.serial, rank)
-            record = read_json(path)
-            if record is None:
-                raise EngineError(f"its rank {rank} left no {path}")
-            receipts.append(Receipt(**record))
-            path.unlink()
-        return receipts
+        folder, version = snapshot.folder, snapshot.version
+        with self._used(folder):
+            return load(member, engine, folder, version, self._config.timeout_s, check=check)
 
     @contextmanager
     def _used(self, folder: Path) -> Iterator[None]:

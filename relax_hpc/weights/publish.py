@@ -35,7 +35,7 @@ from relax_hpc.weights.verify import Sent, Verified, compare
 log = logging.getLogger(__name__)
 
 _BUFFERS = 2
-_RETRY_S = 30.0
+RETRY_S = 30.0
 """Pause after a transport was found to be of no use."""
 _THREADS = 1024
 """Limit; one thread waits for every engine during an update. They are started when needed."""
@@ -253,12 +253,12 @@ class Publisher:
             SnapshotError: it has failed for long, and no engine is left to sample.
         """
         now = time.monotonic()
-        self._not_before[way] = now + _RETRY_S
+        self._not_before[way] = now + RETRY_S
         since = self._failing_since.setdefault(way, now)
         register = self._register
         if now - since > self._config.timeout_s and register.version not in register.holds():
             raise problem
-        log.error("%s; engines keep what they have; tried again in %.0f s", problem, _RETRY_S)
+        log.error("%s; engines keep what they have; tried again in %.0f s", problem, RETRY_S)
         return str(problem)
 
     def _lacks(self, member: Member) -> bool:

@@ -5,8 +5,10 @@ complete, and is never changed afterwards.
 """
 
 import shutil
+import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +32,8 @@ from relax_hpc.weights.quantize import Quantizer
 _KEPT = 2
 _TORN = ".tmp"
 _RECEIPT = ".receipt"
+_READ_S = 3600.0
+"""Age of a receipt that nobody will read any more: an engine may be loading beside the trainer."""
 
 
 class Snapshot(NamedTuple):
@@ -166,9 +170,10 @@ class SnapshotWriter:
         complete = [path for path in found if path.name.startswith("v")]
         complete.sort(key=lambda path: (path / MANIFEST).stat().st_mtime_ns)
         torn = [path for path in found if path.name.endswith(_TORN)]
-        for path in found:
-            if path.name.startswith(_RECEIPT):
-                path.unlink()
+        for path in (each for each in found if each.name.startswith(_RECEIPT)):
+            with suppress(FileNotFoundError):  # its reader was here
+                if time.time() - path.stat().st_mtime > _READ_S:
+                    path.unlink()
         for path in [*torn, *complete[: 1 - _KEPT]]:
             if path not in in_use:
                 shutil.rmtree(path, ignore_errors=True)

@@ -24,6 +24,7 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.sequencer import Sequencer
 from relax_hpc.bus.staleness import may_start_batch, staleness
 from relax_hpc.errors import BusError, PeerTimeoutError
+from relax_hpc.paths import BusPaths
 from relax_hpc.records import write_json
 
 P = 4
@@ -161,6 +162,24 @@ def test_who_waits_can_be_interrupted(tmp_path):
     paths = make_bus(tmp_path)
     with sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
         whole_batch(seq, 1, timeout_s=60, on_wait=stop)
+
+
+@pytest.mark.parametrize("over_age", ["wait", "drop"])
+def test_groups_are_lacking_until_all_are_committed_though_a_column_is_missing(tmp_path, over_age):
+    paths, seen = BusPaths(tmp_path / "bus"), []
+    layout.create(paths, PRODUCERS, {"run": "test"}, sidecar_writers={"reference-0": "reference"})
+    settings = {"over_age": over_age, "needs": ("reference",), "position": None}
+    with Sequencer(paths, PRODUCERS, prompts_per_step=P, **settings) as seq:
+
+        def wait():
+            seen.append(seq.lacks_groups())
+            if len(seen) == 3:
+                raise KeyboardInterrupt
+            produce(paths, f"rollout-{len(seen) - 1}", [len(seen) - 1, len(seen) + 1])
+
+        with pytest.raises(KeyboardInterrupt):
+            seq.next_portion(1, timeout_s=60, on_wait=wait)
+    assert seen == [True, True, False]
 
 
 # exactly once, over restarts

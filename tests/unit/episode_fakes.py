@@ -61,7 +61,7 @@ def episodes(config, sampler, score, environment=None, conversation=None, max_to
     return Episodes(config, environment, sampler, conversation, scores, max_tokens=max_tokens)
 
 
-def run(config, task, prompts, heldout, sampler, score, producer, credits, events):
+def run(config, task, prompts, heldout, sampler, score, producer, credits, events, end=None):
     """The loop of a rollout task; the held-out prompts are those of its first set."""
     made = episodes(config, sampler, score)
     [name] = config.eval
@@ -69,4 +69,4 @@ def run(config, task, prompts, heldout, sampler, score, producer, credits, event
     group, evaluator = Grouper(config, prompts, made), Evaluator(
         config, shares, made, events, Board()
     )  # fmt: skip
-    return rollout.run(config, task, sampler, group, evaluator, producer, credits, events)
+    return rollout.run(config, task, sampler, group, evaluator, producer, credits, events, end)

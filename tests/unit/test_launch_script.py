@@ -197,7 +197,7 @@ def bash(*lines, settings="max_restarts=0 restart_delays_s=(0)"):
 def test_a_component_waits_longer_before_every_further_start():
     settings = "max_restarts=4 restart_delays_s=(0.5 1 2)"
     tell = 'sleep() { echo "sleep $1"; }'
-    for command in ("supervise actor 1 /nowhere -- false", "serve false"):
+    for command in ("supervise actor 1 /nowhere -- false", "serve scaler false"):
         done = bash(tell, f"({command})", settings=settings)
         slept = [line for line in done.stdout.splitlines() if line.startswith("sleep")]
         assert slept == ["sleep 0.5", "sleep 1", "sleep 2", "sleep 2"], done
@@ -301,7 +301,7 @@ def test_a_run_whose_component_gives_up_ends_though_a_board_goes_on(tmp_path):
 
 @pytest.mark.parametrize(
     ("assigned", "command"),
-    [("step", "supervise actor 1 /nowhere -- sleep 60"), ("child", "serve sleep 60")],
+    [("step", "supervise actor 1 /nowhere -- sleep 60"), ("child", "serve scaler sleep 60")],
 )
 def test_told_to_end_between_the_start_of_a_step_and_its_number_it_ends_the_step(assigned, command):
     tell = f"trap '[[ $BASH_COMMAND != {assigned}=* ]] || kill -TERM $BASHPID' DEBUG"

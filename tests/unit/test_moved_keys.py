@@ -4,8 +4,7 @@ import pytest
 
 from relax_hpc import job_file
 from relax_hpc.cli.keys import all_keys
-from relax_hpc.config.elsewhere import ELSEWHERE
-from relax_hpc.config.moved import GONE, MOVED
+from relax_hpc.config.moved import ELSEWHERE, GONE, MOVED
 from relax_hpc.errors import ConfigError
 
 TREE = {"name": "n", "model": {"path": "m"}, "prompts": {"train": "t", "heldout": "h"}}

@@ -20,17 +20,17 @@ from relax_hpc.roles.actor import loop
 from relax_hpc.roles.actor.engines import lease_of, register_of
 from relax_hpc.roles.actor.logprob_check import LogprobCheck
 from relax_hpc.roles.actor.other_ranks import OtherRank
-from relax_hpc.roles.actor.publishing import Publishing
+from relax_hpc.roles.actor.publishing import Publications, Publishing
 from relax_hpc.roles.actor.rank0 import Rank0
 from relax_hpc.roles.actor.reference import Reference
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.dealing.judging import judge_of, most_skipped
 from relax_hpc.roles.dealing.portions import check_errors
 from relax_hpc.roles.ending import Ending
+from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.training.build import trainer_of
 from relax_hpc.roles.training.last_save import LastSave
 from relax_hpc.telemetry.events import EventWriter
-from relax_hpc.weights.publish import Publisher
 
 
 def main(
@@ -61,12 +61,17 @@ def main(
     )  # fmt: skip
     rank0 = ending = None
     if world.rank == 0:
-        publisher = publishing.publisher(register, waits_for_loads=shares_gpus)
+        publisher: Publications = (
+            publishing.snapshots(paths)
+            if config.launch.layout == "separate"
+            else publishing.publisher(register, waits_for_loads=shares_gpus)
+        )
         every = [checkpoints, *others]
         ending = Ending(paths, context.attempt)
         rank0 = _rank0(
-            config, paths, reader, shards, publisher, every, resumed, events, ending.is_near
-        )
+            config, paths, reader, shards, publisher, every, resumed, events, ending.is_near,
+            Idle.of(config, paths, context),
+        )  # fmt: skip
     save = saving.Saving(
         config.actor, paths, world, trainer, checkpoints, rank0, events,
         num_steps=config.num_steps, source=config.model.path,
@@ -102,11 +107,12 @@ def _rank0(
     paths: RunPaths,
     reader: Reader,
     shards: OpenShards,
-    publisher: Publisher,
+    publisher: Publications,
     checkpoints: Sequence[Checkpoints[PlanPosition]],
     resumed: Checkpoint[PlanPosition] | None,
     events: EventWriter,
     is_ending: Callable[[], bool],
+    idle: Idle,
 ) -> Rank0:
     if config.reward.on_error == "mask":
         check_errors(config.algorithm)
@@ -124,7 +130,7 @@ def _rank0(
         judge=judge,
         most_skipped=most_skipped(config),
     )
-    rank0 = Rank0(config, sequencer, reader, publisher, checkpoints, events, is_ending)
+    rank0 = Rank0(config, sequencer, reader, publisher, checkpoints, events, is_ending, idle)
     if resumed:  # an earlier incarnation may have died before it did
         rank0.release()
     return rank0

@@ -1,20 +1,38 @@
 """Puts together what the ranks of a trainer publish with."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from relax_hpc.comm.world import World
 from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.engines.megatron.scorer import MegatronScorer
 from relax_hpc.fleet.register import Register
+from relax_hpc.paths import RunPaths
 from relax_hpc.weights import quantize
 from relax_hpc.weights.lanes import LaneGiver, LaneLink
-from relax_hpc.weights.publish import Publisher
+from relax_hpc.weights.leave import SnapshotPublisher
+from relax_hpc.weights.loads import Loaded
+from relax_hpc.weights.publish import Published, Publisher
 from relax_hpc.weights.quantize import Quantizer
 from relax_hpc.weights.ranks import TrainerRanks, WeightGiver
 from relax_hpc.weights.snapshot import SnapshotWriter
 from relax_hpc.weights.staging import Giver
+
+
+class Publications(Protocol):
+    """Rank 0's way to the engines: `publish.Publisher`, or `leave.SnapshotPublisher`."""
+
+    def publish(
+        self, version: int, tensors: Iterator[tuple[str, Tensor]], *, check: bool = False
+    ) -> Published: ...
+    def has_newcomers(self) -> bool: ...
+    def ended_loads(self) -> list[Loaded]: ...
+    def wait_for_loads(self) -> bool: ...
+    def close(self) -> None: ...
 
 
 class Publishing:
@@ -64,6 +82,10 @@ class Publishing:
             link=self._link,
             waits_for_loads=waits_for_loads,
         )
+
+    def snapshots(self, paths: RunPaths) -> SnapshotPublisher:
+        """Rank 0's, to engines that may be absent."""
+        return SnapshotPublisher(self._config, paths, self._plan, self.ranks)
 
     def _others(self) -> dict[str, WeightGiver]:
         if self._link:

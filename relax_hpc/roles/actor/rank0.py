@@ -17,14 +17,16 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.training_engine import Gap, Skip
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.actor.lookout import Lookout
+from relax_hpc.roles.actor.publishing import Publications
 from relax_hpc.roles.dealing.judging import with_skipped
 from relax_hpc.roles.dealing.portions import Batch, Portion
+from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.training import skips
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.pace import PaceMeter
 from relax_hpc.telemetry.progress import step_line
 from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights.publish import Published, Publisher
+from relax_hpc.weights.publish import Published
 from relax_hpc.weights.verify import Verified
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class Rank0:
     Args:
         checkpoints: of all who train on the rows of the plan.
         is_ending: whether the job is about to end.
+        idle: is told whether there is nothing to train on.
     """
 
     def __init__(
@@ -43,12 +46,14 @@ class Rank0:
         config: RunConfig,
         sequencer: Sequencer,
         reader: Reader,
-        publisher: Publisher,
+        publisher: Publications,
         checkpoints: Sequence[Checkpoints[PlanPosition]],
         events: EventWriter,
         is_ending: Callable[[], bool] = lambda: False,
+        idle: Idle | None = None,
     ) -> None:
         self._config, self._events, self._is_ending = config, events, is_ending
+        self._idle = idle or Idle(None)
         self.sequencer, self._publisher, self._checkpoints = sequencer, publisher, checkpoints
         self._reader, self._batch = reader, Batch(config, reader)
         refills = isinstance(config.algorithm.groups, Refill)
@@ -71,11 +76,12 @@ class Rank0:
                 record = self.sequencer.next_portion(
                     step,
                     min_tokens=self._config.tokens_per_portion,
-                    timeout_s=self._config.launch.peer_timeout_s,
+                    timeout_s=self._config.rollout_patience_s,
                     on_wait=self._look_up,
                 )
         except _Interrupted:
             return None
+        self._idle.note(idle=False)
         with timers("read"):
             self._note_shards(record)
             return self._batch.deal(record)
@@ -214,6 +220,7 @@ class Rank0:
             log.error("engines hold other weights than the trainer: %s", verified)
 
     def _look_up(self) -> None:
+        self._idle.note(idle=self.sequencer.lacks_groups())
         self._note_loads()
         if self._publisher.has_newcomers() or self._is_ending():
             raise _Interrupted

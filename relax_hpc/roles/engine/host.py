@@ -28,6 +28,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.roles.context import TaskContext
 from relax_hpc.roles.engine.hosting import Hosting
 from relax_hpc.roles.engine.parts import Parts
+from relax_hpc.roles.engine.pulling import Puller
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.telemetry.events import EventWriter
 
@@ -52,6 +53,7 @@ class EngineHost:
         self._announcing = threading.Lock()
         self._healthy, self._stopping = threading.Event(), threading.Event()
         self._draining = False
+        self._puller: Puller | None = None
         # A thread of its own, since the kernel ends the engine with the thread that started it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"host of {hosting.slot.id}")
         self._life: Future[None] | None = None
@@ -209,6 +211,10 @@ class EngineHost:
                 self._spec.args, flushes_paused=able.flushes_paused, version=able.version
             )
         self._member = self._member._replace(url=engine.url)
+        if self._hosting.loads_itself:
+            self._puller = Puller(self._hosting, self._paths, self._events)
+        if failed := self._pull(engine):
+            return failed
         self._announce("DRAINING" if self._draining else "HEALTHY")
         self._events.emit(
             "engine", url=engine.url, engine_pid=engine.pid, kind=able.engine,
@@ -242,6 +248,8 @@ class EngineHost:
                     pulse.excuse()
                 if why := _fenced(entry) or self._parts.end(self._member.start):
                     return why
+            if failed := self._pull(engine, pulse):
+                return failed
             if (silent_s := pulse.silent_s) > self._hosting.hang_timeout_s:
                 where = engine.whereabouts()
                 engine.stop(_HUNG_GRACE_S)
@@ -250,6 +258,24 @@ class EngineHost:
                     f"under way (engines.{self._spec.pool}.hang_timeout_s); {where}\n"
                     f"{engine.last_lines()}"
                 )
+        return None
+
+    def _pull(self, engine: EngineProcess, pulse: Pulse | None = None) -> str | None:
+        """Has it load the newest snapshot, if that is not the trainer's to do.
+
+        Returns:
+            Why its weights are undefined; None if they are not.
+        """
+        newest = self._puller.due() if self._puller else None
+        if self._puller is None or newest is None:
+            return None
+        try:
+            self._member = self._puller.pull(self._member, engine.url, engine.token, newest)
+        except EngineError as error:
+            return str(error)
+        if pulse:
+            pulse.excuse()
+            self._announce("DRAINING" if self._draining else "HEALTHY")
         return None
 
     def _entry(self, roster: Roster | None) -> RosterEntry | None:

@@ -1,5 +1,6 @@
 """The facts that a task needs of an engine that it keeps, and nothing else of the job."""
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +44,10 @@ class Hosting:
     """The way of weights to it."""
     recomputes: bool
     """An update throws the key-value cache away."""
+    loads_itself: bool = False
+    """Whether its task has it load the newest snapshot, and not the trainer."""
+    update_timeout_s: float = math.inf
+    """Limit of such a load."""
 
     @property
     def num_ranks(self) -> int:
@@ -86,6 +91,8 @@ def hosting_of(
         peer_timeout_s=config.launch.peer_timeout_s,
         transport=transport or config.weights.transport,
         recomputes=follows and config.weights.kv_cache == "recompute",
+        loads_itself=follows and config.launch.layout == "separate",
+        update_timeout_s=config.weights.timeout_s,
     )
 
 

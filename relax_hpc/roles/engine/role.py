@@ -42,4 +42,4 @@ def _main(
     main(config, paths, context, events)
 
 
-ENGINE = Role("engine", RunConfig, _main, _places, _check, joins=JOINS)
+ENGINE = Role("engine", RunConfig, _main, _places, _check, joins=JOINS, side="sampling")

@@ -25,6 +25,8 @@ from relax_hpc.roles.engine import parts as engine_parts
 from relax_hpc.roles.engine.host import EngineHost
 from relax_hpc.roles.engine.hosting import Slot, hosting_of, slots_of
 from relax_hpc.roles.engine.hosts import kept, while_kept
+from relax_hpc.roles.engine.pulling import NewestVersion
+from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout import prompt_check, row_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
@@ -87,7 +89,8 @@ def _host(
             spares=SPARES,
         ) as producer:
             ending = Ending(paths, context.attempt, paths.keeps(context.attempt, number))
-            loop = _loop(config, paths, number, own, sources, producer, events, ending)
+            idle = Idle.of(config, paths, context)
+            loop = _loop(config, paths, number, own, sources, producer, events, ending, idle)
             asyncio.run(while_kept(hosts, loop))
 
 
@@ -100,6 +103,7 @@ async def _loop(
     producer: Producer,
     events: EventWriter,
     ending: Ending,
+    idle: Idle,
 ) -> None:
     task = rollout.Task(number, config.rollout_pool.num_hosts)
     async with sampling(config, paths, own, sources, events) as (sampler, episodes):
@@ -117,7 +121,7 @@ async def _loop(
             producer,
             CreditTail(paths.bus, every_s=credits_every_s(config)),
             events,
-            AnnouncedEnd(ending, unfinished),
+            AnnouncedEnd(ending, unfinished, idle, NewestVersion(config, paths)),
         )
 
 

@@ -102,6 +102,11 @@ class Evaluator:
                 is_beside = trained > 0 or due.when == "during"
                 self._running[name] = asyncio.create_task(self._evaluate(due, beside=is_beside))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether an evaluation is under way."""
+        return bool(self._running)
+
     async def finish(self, version: int | None) -> None:
         """Waits for what is under way, and evaluates the last policy if it is there."""
         await asyncio.gather(*self._running.values())

@@ -44,6 +44,10 @@ class End(Protocol):
 
     def is_near(self) -> bool: ...
 
+    def note(self, version: int | None, *, idle: bool) -> None:
+        """Takes whether there is nothing to do with engines that hold `version`."""
+        ...
+
     def keep(self, guids: Collection[int]) -> None:
         """Keeps what there is of some groups; called again and again while the end is near."""
         ...
@@ -60,6 +64,7 @@ class NoEnd:
     def is_near(self) -> bool:
         return False
 
+    def note(self, version: int | None, *, idle: bool) -> None: ...
     def keep(self, guids: Collection[int]) -> None: ...
     def close(self) -> None: ...
 
@@ -116,6 +121,7 @@ async def run(
         outbox.send(rest=is_ending or pace.is_done(outbox.guids, running.values()))
         if is_ending and not outbox.guids:
             end.keep(owed)
+        end.note(version, idle=not (running or outbox.guids or evaluator.is_busy))
     for unneeded in running:
         unneeded.cancel()
     end.close()
@@ -123,9 +129,14 @@ async def run(
 
 
 async def _final_version(config: RunConfig, engines: Engines) -> int | None:
-    """The last policy, once the records say that the engines hold it."""
-    deadline = time.monotonic() + FINAL_VERSION_S
-    while (version := await engines.version()) is None and time.monotonic() < deadline:
+    """The last policy, once the records say that the engines hold it, or they have loaded it."""
+    loads_itself = config.launch.layout == "separate"
+    deadline = time.monotonic() + (config.weights.timeout_s if loads_itself else FINAL_VERSION_S)
+    version = None
+    while time.monotonic() < deadline:
+        version = await engines.version()
+        if version == config.schedule.num_steps or (version is not None and not loads_itself):
+            break
         await asyncio.sleep(POLL_S)
     return version if version == config.schedule.num_steps else None  # started after the update
 

@@ -46,4 +46,5 @@ ROLLOUT = Role(
     work="samples and scores what is trained on",
     profile="rollout",
     is_scalable=True,
+    side="sampling",
 )

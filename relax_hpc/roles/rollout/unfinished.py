@@ -6,7 +6,7 @@ environment is run again from its start, and its calls are answered from the rec
 
 import hashlib
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from relax_hpc.bus.durable import Space
@@ -17,6 +17,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.source import PromptSource
 from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.ending import Ending
+from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout.episodes import Episode, Grouper, rows_of, seed_of
 from relax_hpc.schema import PromptGroup
 from relax_hpc.telemetry.events import EventWriter
@@ -29,10 +30,24 @@ _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 class AnnouncedEnd:
-    """The end of the job as a rollout task meets it: the loop's `End`."""
+    """The end of the job as a rollout task meets it: the loop's `End`.
 
-    def __init__(self, ending: Ending, unfinished: "Unfinished") -> None:
+    Args:
+        ending: as it is announced.
+        unfinished: of the task.
+        idle: is told whether there is nothing to do.
+        newest_version: of the weights that engines can have now.
+    """
+
+    def __init__(
+        self,
+        ending: Ending,
+        unfinished: "Unfinished",
+        idle: Idle | None = None,
+        newest_version: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._ending, self._unfinished = ending, unfinished
+        self._idle, self._newest_version = idle or Idle(None), newest_version
         self._is_kept = False
 
     def begin(self, *, start: int) -> None:
@@ -45,6 +60,11 @@ class AnnouncedEnd:
             self._ending.will_save()
             self._is_kept = False
         return is_near
+
+    def note(self, version: int | None, *, idle: bool) -> None:
+        # With newer weights there may be something to do.
+        held = -1 if version is None else version
+        self._idle.note(idle=idle and held >= 0 and held >= self._newest_version())
 
     def keep(self, guids: Collection[int]) -> None:
         if not self._is_kept:

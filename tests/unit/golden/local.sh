@@ -204,9 +204,11 @@ supervise() {
   done
 }
 
-# serve COMMAND...: runs beside the components until it is told to end, and again when it fails.
+# serve NAME COMMAND...: runs beside the components until it is told to end, and again when it
+# fails.
 serve() {
-  local child='' starts=0 status stopping='' failures=()
+  local name=$1 child='' starts=0 status stopping='' failures=()
+  shift
   trap 'stopping=1; [ -z "$child" ] || kill "$child" 2>/dev/null' TERM
   while true; do
     "$@" &
@@ -214,7 +216,7 @@ serve() {
     [ -z "$stopping" ] || kill "$child" 2>/dev/null
     join "$child"
     [ -z "$stopping" ] && [ "$status" -ne 0 ] || return 0
-    echo "$(date +%FT%T) scaler: start $starts ended with exit code $status"
+    echo "$(date +%FT%T) $name: start $starts ended with exit code $status"
     count_failure
     [ "${#failures[@]}" -le "$max_restarts" ] || return 1
     pause "${#failures[@]}"
@@ -222,8 +224,8 @@ serve() {
   done
 }
 
-stopping='' components=() scaler='' boards=()
-end_all() { [ -z "${components[*]}$scaler" ] || kill "${components[@]}" $scaler 2>/dev/null; }
+stopping='' components=() server='' boards=()
+end_all() { [ -z "${components[*]}$server" ] || kill "${components[@]}" $server 2>/dev/null; }
 trap 'failed=1; end_all' USR1
 trap 'stopping=1; end_all' TERM INT HUP
 failed=''
@@ -242,7 +244,7 @@ component_1() {
 }
 component_1 & components+=($!)
 
-serve /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --local --job-id "$job_id" --controller "$$" & scaler=$!
+serve scaler /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --local --job-id "$job_id" --controller "$$" & server=$!
 
 /envs/submit/bin/python -m relax_hpc.boards.follower '/runs/it'"'"'s here' --to tensorboard --job-id "$job_id" --controller "$$" & boards+=($!)
 
@@ -254,9 +256,9 @@ for component in "${components[@]}"; do
   join "$component"
   [ "$status" -eq 0 ] || exit_code=$status
 done
-if [ -n "$scaler" ]; then
-  kill "$scaler" 2>/dev/null
-  join "$scaler"
+if [ -n "$server" ]; then
+  kill "$server" 2>/dev/null
+  join "$server"
 fi
 # They draw the rest, and how they fare is of no account.
 word=USR1

@@ -49,6 +49,9 @@ class FakeSequencer:
     def finish(self):
         self.journal.note("finish")
 
+    def lacks_groups(self):
+        return True
+
     def next_portion(self, step, *, on_wait, **settings):
         self.journal.note("next_portion", step, settings)
         on_wait()

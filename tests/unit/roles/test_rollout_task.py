@@ -16,6 +16,7 @@ from relax_hpc.prompts.conversation import Conversation
 from relax_hpc.prompts.order import VERSION
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.context import TaskContext
+from relax_hpc.roles.idle import Idle
 from relax_hpc.roles.rollout import build as rollout_task
 from relax_hpc.roles.rollout import prompt_check, row_check
 from relax_hpc.roles.rollout.loop import Task
@@ -78,7 +79,8 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     sources = prompt_check.sources_of(settings, Files("train", {"heldout": "heldout"}), Tokenizer())
     paths, producer = RunPaths(tmp_path), "the producer"
     ending = SimpleNamespace(is_near=lambda: False)
-    asyncio.run(rollout_task._loop(settings, paths, 1, own, sources, producer, Events(), ending))
+    parts = own, sources, producer, Events(), ending, Idle(None)
+    asyncio.run(rollout_task._loop(settings, paths, 1, *parts))
     each = {"settings": settings.prompts, "recipe": None}
     assert journal == [
         ("train", each | {"shuffle_seed": 5}),
@@ -175,7 +177,7 @@ def rolled_out(tmp_path, monkeypatch):
         def __exit__(self, *_):
             pass
 
-    async def loop(config, paths, number, own, sources, producer, events, ending):
+    async def loop(config, paths, number, own, sources, producer, events, ending, idle):
         made.update(number=number, own=own, sources=sources)
 
     def settle(config, paths, sources, share):

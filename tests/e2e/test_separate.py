@@ -1,0 +1,158 @@
+"""Two jobs that never run at the same time: a cluster that has room for one of them."""
+
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster import local_slurm
+from e2e_runs import (
+    cli,
+    events_of,
+    every_prompt_once,
+    hurry,
+    is_over,
+    planned,
+    status,
+    submit,
+    unhurried,
+    wait_for,
+    wait_until,
+)
+
+from relax_hpc.launch import record
+from relax_hpc.runs import verdict
+
+pytestmark = pytest.mark.long
+
+STEPS, PROMPTS, STALENESS = 20, 8, 6
+
+
+@pytest.fixture
+def one_node(tmp_path_factory):
+    """A Slurm of one node, which either side takes whole."""
+    folder = Path(tmp_path_factory.mktemp("s"))
+    with local_slurm(folder, "slurmctld", options=("--nodes", "1")) as variables:
+        yield variables
+
+
+def submit_apart(tiny, folder, **settings):
+    small = {
+        "run_root": folder, "launch.profile": "local", "reward.name": unhurried(folder),
+        "launch.layout": "separate", "launch.idle_s": 3, "weights.transport": "files",
+        "engines.rollout.resources.cpus_per_task": 8, "actor.resources.cpus_per_task": 8,
+        "schedule.num_steps": STEPS, "schedule.prompts_per_step": PROMPTS,
+        "schedule.max_staleness": STALENESS, "rollout.samples_per_prompt": 4,
+        "actor.save_every": 1000, "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    }  # fmt: skip
+    return submit("demo", tiny, local=False, **small | settings).run_dir
+
+
+def windows(run_dir, role):
+    """First and last sign of life of every attempt of a role's job."""
+    found = {}
+    for event in events_of(run_dir, role):
+        if event["event"] == "start":
+            attempt = event["attempt"]
+        first, _ = found.get(attempt, (event["time"], None))
+        found[attempt] = first, event["time"]
+    return [*found.values()]
+
+
+def kill_holder(run_dir, side):
+    asked = ["relax_hpc.launch.sides.holder", str(run_dir), side]
+    for process in psutil.process_iter(["cmdline"]):
+        if all(word in (process.info["cmdline"] or ()) for word in asked):
+            process.kill()
+            return True
+    return False
+
+
+def test_two_sides_that_never_meet_complete_though_each_is_killed_in_the_middle(
+    tiny, tmp_path, one_node
+):
+    run_dir = submit_apart(tiny, tmp_path)
+    try:
+        wait_for(lambda: events_of(run_dir, "rollout", "shard"), 60)
+        os.kill(events_of(run_dir, "rollout", "start")[-1]["pid"], signal.SIGKILL)
+        wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
+        assert kill_holder(run_dir, "training")
+        wait_for(lambda: events_of(run_dir, "actor", "step")[-1]["step"] > STALENESS + 1, 100)
+        os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+        hurry(tmp_path)
+        now = wait_until(run_dir, is_over, 200)
+        assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+        assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
+        done = now["progress"]
+        assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == STEPS
+        assert done["max_staleness_seen"] == STALENESS and done["checksums_equal"]
+        assert done["heldout_after"] is not None
+        assert done["weight_versions"] == {"trainer": STEPS, "rollout-0": STEPS}
+        turns = sorted(windows(run_dir, "rollout") + windows(run_dir, "actor"))
+        assert len(turns) >= 6, "they take turns"
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(turns))
+        saved = [event["step"] for event in events_of(run_dir, "actor", "checkpoint")]
+        assert saved[0] == STALENESS + 1, "before its nodes went back"
+    finally:
+        cli("cancel", run_dir)
+
+
+def test_a_run_of_two_jobs_is_cancelled_and_resumed_whole(tiny, tmp_path, one_node):
+    run_dir = submit_apart(tiny, tmp_path, **{"schedule.num_steps": 3})
+    try:
+        leaders = record.read(run_dir).leaders
+        assert len(leaders) == 2
+        wait_for(lambda: "REQUEUE_HOLD" in [c["state"] for c in status(run_dir)["components"]], 90)
+        assert "had nothing to do: requeued" in verdict.read(run_dir).words
+        assert status(run_dir)["state"] in ("RUNNING", "PENDING")
+        cli("cancel", run_dir)
+        wait_until(run_dir, is_over, 30)
+        hurry(tmp_path)
+        cli("resume", run_dir)
+        assert not {*leaders} & {*record.read(run_dir).leaders}
+        assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
+        assert planned(run_dir) == every_prompt_once(3, PROMPTS)
+    finally:
+        cli("cancel", run_dir)
+
+
+def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_is_resumed(
+    tiny, tmp_path, one_node
+):
+    hurried = {"schedule.num_steps": 4, "schedule.max_staleness": 1, "launch.max_restarts": 0}
+    run_dir = submit_apart(tiny, tmp_path, **hurried)
+    hurry(tmp_path)
+    try:
+        wait_for(lambda: events_of(run_dir, "actor", "step"), 100)
+        os.kill(events_of(run_dir, "actor", "start")[-1]["pid"], signal.SIGKILL)
+        assert wait_until(run_dir, is_over, 120)["state"] == "FAILED"
+        assert "the training side has ended before the last step" in verdict.read(run_dir).words
+        cli("resume", run_dir)
+        assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
+        assert planned(run_dir) == every_prompt_once(4, PROMPTS)
+    finally:
+        cli("cancel", run_dir)
+
+
+def test_on_one_machine_both_sides_are_one_job_and_engines_come_for_weights_all_the_same(
+    tiny, tmp_path
+):
+    small = {
+        "run_root": tmp_path, "launch.layout": "separate", "weights.transport": "files",
+        "schedule.num_steps": 6, "schedule.prompts_per_step": PROMPTS,
+        "schedule.max_staleness": 2, "rollout.samples_per_prompt": 4, "weights.checksum_every": 1,
+        "eval.heldout.every": 0, "eval.heldout.num_prompts": 8,
+    }  # fmt: skip
+    run_dir = submit("demo", tiny, local=True, **small).run_dir
+    try:
+        now = wait_until(run_dir, is_over, 100)
+        assert now["state"] == "COMPLETED" and now["engines"] == []
+        assert planned(run_dir) == every_prompt_once(6, PROMPTS)
+        loaded = [event["version"] for event in events_of(run_dir, "rollout", "loaded")]
+        assert loaded == sorted(loaded) and loaded[-1] == 6
+        assert not events_of(run_dir, "actor", "loaded")
+        assert now["progress"]["checksums_equal"] and now["progress"]["max_staleness_seen"] <= 2
+    finally:
+        cli("cancel", run_dir)

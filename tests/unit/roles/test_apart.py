@@ -1,0 +1,369 @@
+"""Rollout and trainer that need not be there at the same time: weights, pace and idleness."""
+
+import asyncio
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import episode_fakes
+import pytest
+import torch
+from episode_fakes import answer
+from role_fakes import Events, Journal, config
+from safetensors.torch import load_file
+
+from relax_hpc.bus.credits import Credit
+from relax_hpc.comm.bucket import BucketPlan, Spec, digest
+from relax_hpc.comm.orders import Receipt, receipt_file
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.config.rollout import WeightsConfig
+from relax_hpc.errors import EngineError, SnapshotError
+from relax_hpc.fleet.members import Member
+from relax_hpc.paths import RunPaths
+from relax_hpc.prompts.source import Prompt
+from relax_hpc.records import read_json, write_json
+from relax_hpc.roles.engine.hosting import Slot, hosting_of
+from relax_hpc.roles.engine.pulling import NewestVersion, Puller
+from relax_hpc.roles.idle import SETTLED_S, Idle
+from relax_hpc.roles.rollout import loop
+from relax_hpc.roles.rollout.unfinished import AnnouncedEnd
+from relax_hpc.weights import leave
+from relax_hpc.weights.leave import SnapshotPublisher
+from relax_hpc.weights.newest import Newest
+from relax_hpc.weights.ranks import TrainerRanks
+from relax_hpc.weights.snapshot import SnapshotWriter
+
+APART = {"launch__layout": "separate", "weights__transport": "files"}
+MEMBER = Member("rollout-0", "7.0-1-1", "", 1, "embedded", "STARTING")
+SPECS = [Spec("w", torch.float32, ())]
+
+
+def weights(value):
+    return iter([("w", torch.tensor(float(value)))])
+
+
+@pytest.fixture
+def paths(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    found = RunPaths(tmp_path / "run")
+    found.control.mkdir(parents=True)
+    return found
+
+
+def trainer(paths, timeout_s=300):
+    """What one start of the trainer publishes with."""
+    world = SoloWorld()
+    writer = SnapshotWriter(paths.weights, SPECS, world, paths.root.parent / "model")
+    ranks, plan = TrainerRanks(world, writer, {}), BucketPlan.of(SPECS, 1 << 30)
+    return SnapshotPublisher(WeightsConfig(timeout_s=timeout_s), paths, plan, ranks)
+
+
+class Engine:
+    """Loads what it is told to; `at_load` may do something first."""
+
+    def __init__(self, at_load=lambda: None):
+        self.calls, self.weight, self.at_load = [], None, at_load
+
+    def pause(self):
+        self.calls.append("pause")
+
+    def resume(self):
+        self.calls.append("resume")
+
+    def update_weights_from_disk(self, path, version):
+        self.at_load()
+        if not Path(path).exists():
+            raise EngineError(f"{path}: is gone")
+        [file] = Path(path).glob("*.safetensors")
+        self.weight = load_file(file)["w"].item()
+        self.calls.append(f"v{version}")
+
+    def checksum(self):
+        return digest([("w", torch.tensor(self.weight))])
+
+
+def puller(paths):
+    slot = Slot("rollout-0", 0, 0)
+    return Puller(hosting_of(config(**APART), slot), paths, Events())
+
+
+def due(each):
+    each._next_look = 0.0
+    return each.due()
+
+
+# weights
+
+
+def test_the_trainer_leaves_every_policy_but_the_first_and_waits_for_nobody(paths):
+    publisher = trainer(paths)
+    assert publisher.publish(0, weights(0)).transport is None and Newest.read(paths) is None
+    for version in (1, 2, 3):
+        published = publisher.publish(version, weights(version))
+        assert (published.members, published.again, published.transport) == ([], False, "files")
+        newest = Newest.read(paths)
+        assert newest.version == version and newest.folder.is_dir()
+    assert not publisher.has_newcomers() and not publisher.wait_for_loads()
+    assert sorted(path.name[:7] for path in paths.weights.iterdir()) == ["v000002", "v000003"]
+
+
+def test_a_policy_is_written_once_by_one_trainer_and_anew_by_the_next(paths):
+    publisher = trainer(paths)
+    publisher.publish(1, weights(1))
+    first = Newest.read(paths).folder
+    assert publisher.publish(1, weights(1)).transport is None
+    assert Newest.read(paths).folder == first
+    trainer(paths).publish(1, weights(1))
+    assert Newest.read(paths).folder != first
+
+
+def test_a_restarted_trainer_that_is_behind_leaves_engines_what_is_newer(paths):
+    trainer(paths).publish(3, weights(3))
+    restarted = trainer(paths)
+    for version in (1, 2):
+        restarted.publish(version, weights(-1))
+        assert Newest.read(paths).version == 3
+    restarted.publish(3, weights(30))
+    restarted.publish(4, weights(4))
+    assert Newest.read(paths).version == 4
+
+
+def test_what_cannot_be_written_is_tried_again_later_and_not_for_ever(paths, monkeypatch):
+    publisher, real = trainer(paths), SnapshotWriter.begin
+
+    def fail(*_args, **_kwargs):
+        raise SnapshotError("no room")
+
+    monkeypatch.setattr(SnapshotWriter, "begin", fail)
+    monkeypatch.setattr(leave, "RETRY_S", 0.0)
+    assert publisher.publish(1, weights(1)).error == "no room"
+    assert publisher.has_newcomers() and publisher.wait_for_loads()
+    monkeypatch.setattr(SnapshotWriter, "begin", real)
+    publisher.publish(1, weights(1))
+    assert Newest.read(paths).version == 1 and not publisher.has_newcomers()
+    monkeypatch.setattr(SnapshotWriter, "begin", fail)
+    short = trainer(paths, timeout_s=1)
+    short.publish(2, weights(2))
+    short._lacks_since -= 2
+    with pytest.raises(SnapshotError, match="no room"):
+        short.publish(2, weights(2))
+
+
+def test_an_engine_pauses_loads_the_newest_and_goes_on_and_does_so_once(paths):
+    publisher, engine, pulls = trainer(paths), Engine(), puller(paths)
+    assert due(pulls) is None
+    publisher.publish(1, weights(1))
+    publisher.publish(2, weights(2))
+    member = pulls.pull_with(engine, MEMBER, due(pulls))
+    assert engine.calls == ["pause", "v2", "resume"] and engine.weight == 2
+    assert member == MEMBER._replace(version=2)
+    assert due(pulls) is None
+    [loaded] = pulls._events.of("loaded")
+    assert (loaded["version"], loaded["members"], loaded["fenced"]) == (2, ["rollout-0"], [])
+    trainer(paths).publish(2, weights(20))  # made again, after a restart
+    pulls.pull_with(engine, MEMBER, due(pulls))
+    assert engine.weight == 20
+
+
+def test_a_load_whose_files_are_gone_meanwhile_is_of_the_newest(paths):
+    publisher = trainer(paths)
+    publisher.publish(1, weights(1))
+    pulls = puller(paths)
+    found = due(pulls)
+
+    def overtaken():
+        if not paths.weights.joinpath("done").exists():
+            for version in (2, 3):
+                publisher.publish(version, weights(version))
+            paths.weights.joinpath("done").touch()
+
+    engine = Engine(overtaken)
+    assert pulls.pull_with(engine, MEMBER, found).version == 3
+    assert engine.calls == ["pause", "pause", "v3", "resume"], "never resumed with half of one"
+
+
+def test_an_engine_that_loads_nothing_stays_paused_and_is_given_up(paths):
+    trainer(paths).publish(1, weights(1))
+
+    def broken():
+        raise EngineError("out of memory")
+
+    engine, pulls = Engine(broken), puller(paths)
+    with pytest.raises(EngineError, match="did not load v1: out of memory"):
+        pulls.pull_with(engine, MEMBER, due(pulls))
+    assert engine.calls == ["pause"]
+    [loaded] = pulls._events.of("loaded")
+    assert (loaded["members"], loaded["fenced"]) == ([], ["rollout-0"])
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_what_was_loaded_is_compared_with_what_was_written_when_that_is_asked_for(paths, is_equal):
+    trainer(paths).publish(1, weights(1), check=True)
+    engine, pulls = Engine(), puller(paths)
+    if not is_equal:
+        engine.checksum = lambda: "another"
+    pulls.pull_with(engine, MEMBER, due(pulls))
+    [found] = pulls._events.of("verify")
+    assert found["equal"] == is_equal and list(found["members"]) == ["rollout-0"]
+
+
+def test_the_ranks_of_an_engine_that_takes_orders_say_which_tokens_were_of_which_policy(paths):
+    publisher, pulls = trainer(paths), puller(paths)
+    publisher.publish(1, weights(1))
+    tasks = []
+
+    class Ordered(Engine):
+        def receive_weights(self, orders, *, version):
+            assert self.calls == ["pause", f"v{version}"], "while requests stand still"
+            for rank, order in enumerate(orders):
+                tasks.append(order.task)
+                path = receipt_file(order.folder, order.serial, rank)
+                write_json(path, asdict(Receipt(num_sampled={f"request {rank}": 5})))
+            publisher.publish(2, weights(2))  # which clears away what is old
+
+    member = MEMBER._replace(engine="sglang", num_ranks=2)
+    pulls.pull_with(Ordered(), member, due(pulls))
+    said = read_json(paths.switch(member.id, member.start, 1))
+    assert said == {"num_sampled": {"request 0": 5, "request 1": 5}}
+    assert tasks == ["count", "count"]
+    assert not [each for each in paths.weights.iterdir() if each.name.startswith(".receipt")]
+
+
+def test_only_engines_that_follow_the_policy_of_a_run_that_is_apart_come_for_weights():
+    slot = Slot("rollout-0", 0, 0)
+    assert not hosting_of(config(), slot).loads_itself
+    apart = config(engines__judge={"count": 1}, **APART)
+    assert hosting_of(apart, slot).loads_itself
+    assert not hosting_of(apart, slot, "judge").loads_itself
+
+
+# pace
+
+
+class Sampler:
+    """Engines that hold a version until the test gives them another."""
+
+    def __init__(self, journal):
+        self.now, self.journal, self.gate = 0, journal, asyncio.Event()
+
+    async def version(self):
+        return self.now
+
+    async def sample(self, given, draft, how, *, seed, homes):
+        self.journal.note("sample", given[1] - 100)
+        await self.gate.wait()
+        return answer(draft, [5], [-0.5], [(0, self.now)])
+
+
+class NoTrainer:
+    """Credits of a trainer that has never been there, until it has finished."""
+
+    def __init__(self):
+        self.credit = None
+
+    def latest(self):
+        return self.credit
+
+
+class Producer:
+    def __init__(self):
+        self.committed, self.guids = set(), []
+
+    def owe_again(self, again):
+        return []
+
+    def collect(self, retired_guid_below): ...
+    def put(self, groups):
+        self.guids += [group.guid for group in groups]
+
+
+class End(loop.NoEnd):
+    def __init__(self):
+        self.said = []
+
+    def note(self, version, *, idle):
+        self.said.append((version, idle))
+
+
+def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_has_nothing_to_do_till_it_comes():
+    journal, events = Journal(), Events()
+    made = config(
+        schedule__num_steps=6, schedule__prompts_per_step=2, schedule__max_staleness=1,
+        rollout__groups_per_shard=1, **APART,
+    )  # fmt: skip
+    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer="") for i in range(12)]
+    sampler, credits, producer, end = Sampler(journal), NoTrainer(), Producer(), End()
+    whole = episode_fakes.run(
+        made, loop.Task(0, 1), prompts, [], sampler, lambda *_: 1.0, producer, credits, events,
+        end=end,
+    )  # fmt: skip
+
+    async def story():
+        running = asyncio.create_task(whole)
+        await asyncio.sleep(0.3)
+        assert {*end.said} == {(0, False)}, "it samples"
+        sampler.gate.set()
+        for version, guids in ((0, 4), (3, 10), (4, 12)):  # (version + 1 + staleness) x 2
+            sampler.now = version
+            deadline = time.monotonic() + 20
+            while end.said[-1:] != [(version, True)]:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.02)
+            assert sorted(producer.guids) == [*range(guids)]
+        credits.credit = Credit(step=6, policy_version=6, finished=True)
+        await asyncio.sleep(0.2)
+        assert not running.done(), "the last policy is to be loaded and evaluated"
+        sampler.now = 6
+        await asyncio.wait_for(running, 20)
+
+    asyncio.run(story())
+
+
+def test_rollout_is_not_idle_while_its_engines_do_not_hold_the_newest_weights(paths):
+    trainer(paths).publish(2, weights(2))
+    said = []
+    idle = Idle(None)
+    idle.note = lambda *, idle: said.append(idle)
+    end = AnnouncedEnd(None, None, idle, NewestVersion(config(**APART), paths))
+    for version in (None, 0, 1, 2):
+        end.note(version, idle=True)
+    end.note(2, idle=False)
+    assert said == [False, False, False, True, False]
+    assert NewestVersion(config(), paths)() == 0
+
+
+def test_a_trainer_that_is_apart_waits_for_rollout_without_end():
+    assert config(**APART).rollout_patience_s == math.inf
+    assert config(launch__peer_timeout_s=7).rollout_patience_s == 7
+
+
+# idleness
+
+
+def test_a_task_says_since_when_it_has_nothing_to_do_once_that_has_settled(paths, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("relax_hpc.roles.idle.time.time", lambda: now[0])
+    path = paths.idle("7.0", "rollout-0")
+    idle = Idle(path)
+
+    def said():
+        return read_json(path)["since"]
+
+    assert said() is None
+    idle.note(idle=True)
+    now[0] += SETTLED_S / 2
+    idle.note(idle=True)
+    assert said() is None
+    idle.note(idle=False)  # a moment's work: it counts anew
+    idle.note(idle=True)
+    now[0] += 2 * SETTLED_S
+    idle.note(idle=True)
+    assert said() == 100.0 + SETTLED_S / 2
+    before = path.stat().st_ino
+    idle.note(idle=True)
+    assert path.stat().st_ino == before, "it is said once"
+    idle.note(idle=False)
+    assert said() is None
+    Idle(None).note(idle=True)  # nobody asks

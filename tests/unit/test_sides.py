@@ -1,0 +1,507 @@
+"""The two jobs of a run that are apart: who may give its nodes back, and what is refused."""
+
+import subprocess
+import time
+from collections import deque
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import fake_slurm
+import pytest
+
+from relax_hpc.bus import layout
+from relax_hpc.bus.credits import CreditWriter
+from relax_hpc.errors import ConfigError
+from relax_hpc.job_file import validate
+from relax_hpc.launch import placement, record, requeue, states, submit
+from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
+from relax_hpc.launch.sides import queue
+from relax_hpc.launch.sides.holder import Holder
+from relax_hpc.launch.sides.turn import Seen, next_move, other_side
+from relax_hpc.launch.supervision import SUPERVISION
+from relax_hpc.paths import RunPaths
+from relax_hpc.records import read_json, write_json
+from relax_hpc.runs import logs, status
+
+SIDES = ("sampling", "training")
+
+
+def job(**sections):
+    """A job whose sides are apart; `weights__transport="files"` sets weights.transport."""
+    tree = {
+        "name": "run", "model": {"path": "m"}, "prompts": {"train": "t"},
+        "schedule": {"num_steps": 4}, "weights": {"transport": "files"},
+        "launch": {"layout": "separate", "idle_s": 60},
+    }  # fmt: skip
+    for key, value in sections.items():
+        *path, name = key.split("__")
+        section = tree
+        for part in path:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return validate(tree, source="test")
+
+
+# who may give its nodes back: every order in which two holders can take their steps
+
+
+class Side(NamedTuple):
+    step: int = 0
+    """The next of its steps; after the last of them it is to be held."""
+    attempt: int = 0
+    is_held: bool = False
+    flag: int | None = None
+    """Attempt that its record names."""
+    read: int | None = None
+    """What it has read of the other's."""
+
+
+HOLD = 3
+
+
+def after(world, number, order):
+    """The worlds that one step of a side, or the end of its holder, can lead to."""
+    me, other = world[number], world[1 - number]
+    if me.is_held:
+        return
+    if me.step == HOLD:
+        yield me._replace(step=0, attempt=me.attempt + 1, is_held=True), other
+        return
+    if me.step:
+        yield me._replace(step=0, read=None), other  # killed; the next one begins anew
+    name = order[me.step]
+    if name == "raise":
+        me = me._replace(flag=me.attempt)
+    elif name == "read":
+        me = me._replace(read=other.flag)
+    else:
+        seen = Seen("held" if other.is_held else "active", str(other.attempt))
+        flag = None if me.read is None else str(me.read)
+        match next_move(SIDES[number], seen, flag):
+            case "hold":
+                yield me._replace(step=HOLD if order[2] == "look" else 2, read=None), other
+                return
+            case "release":
+                other = other._replace(is_held=False)
+            case "yield":
+                me = me._replace(flag=None)
+        yield me._replace(step=0, read=None), other
+        return
+    yield me._replace(step=me.step + 1 if me.step < 2 else HOLD), other
+
+
+def worlds(order=("raise", "read", "look"), most=3):
+    """Every world that can come to be, with those that come right after it."""
+    start = (Side(), Side())
+    found, left = {}, deque([start])
+    while left:
+        world = left.popleft()
+        if world in found:
+            continue
+        found[world] = []
+        for number in (0, 1):
+            for mine, other in after(world, number, order):
+                then = (mine, other) if number == 0 else (other, mine)
+                if max(each.attempt for each in then) <= most:
+                    found[world].append(then)
+                    left.append(then)
+    return found
+
+
+def test_two_sides_are_never_held_at_once_in_whatever_order_they_and_their_ends_come():
+    found = worlds()
+    assert len(found) > 300, "it does look"
+    assert not [world for world in found if all(each.is_held for each in world)]
+
+
+def test_a_flag_that_is_raised_after_the_look_would_let_both_be_held():
+    both = [w for w in worlds(("read", "look", "raise")) if all(each.is_held for each in w)]
+    assert both
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_from_everywhere_each_side_can_still_get_to_give_its_nodes_back(number):
+    found = worlds(most=4)
+    good = {w for w in found if w[number].is_held}
+    grown = True
+    while grown:
+        before = len(good)
+        good |= {w for w, then in found.items() if good.intersection(then)}
+        grown = len(good) > before
+    young = {w for w in found if max(each.attempt for each in w) <= 2}
+    assert young and young <= good
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_nobody_goes_for_one_that_slurm_says_nothing_of_or_that_has_ended(side):
+    assert other_side(other_side(side)) == side
+    assert next_move(side, Seen("unknown"), None) == "stay"
+    assert next_move(side, Seen("ended"), None) == "end"
+    assert next_move(side, Seen("held", "8.1"), "8.0") == "release"
+    assert next_move(side, Seen("active", "8.1"), "8.0") == "hold"  # a flag of long ago
+
+
+# what Slurm says
+
+
+HETJOB = (
+    "JobId=8 HetJobId=8 HetJobOffset=0 JobName=r Priority={priority} Nice=0 JobState={state} "
+    "Reason={reason} Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1\n"
+    "JobId=9 HetJobId=8 HetJobOffset=1 JobName=r Priority=5 JobState=RUNNING Restarts=0\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "priority", "reason", "queued"),
+    [
+        ("RUNNING", 0, "None", "active"),
+        ("PENDING", 0, "job_requeued_in_held_state", "held"),
+        ("PENDING", 0, "JobHeldUser", "held"),
+        ("PENDING", 4294901756, "Resources", "active"),
+        ("COMPLETING", 7, "None", "active"),
+        ("COMPLETED", 7, "None", "ended"),
+        ("CANCELLED", 7, "None", "ended"),
+        ("FAILED", 7, "NonZeroExitCode", "ended"),
+    ],
+)
+def test_a_job_is_held_if_it_waits_and_has_no_priority(state, priority, reason, queued):
+    text = HETJOB.format(state=state, priority=priority, reason=reason)
+    assert queue.parse("8", text) == Seen(queued, "8.2")
+
+
+def test_a_job_that_slurm_has_forgotten_has_ended_and_one_it_says_nothing_of_may_live(monkeypatch):
+    said = subprocess.CompletedProcess([], 1, "", "slurm_load_jobs error: Invalid job id specified")
+    monkeypatch.setattr(queue, "output_of", lambda _: said)
+    assert queue.look("8").queued == "ended"
+    said.stderr = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    assert queue.look("8").queued == "unknown"
+
+
+# the holder
+
+
+class Slurm:
+    """The other job, and what was asked of it."""
+
+    def __init__(self, queued="active", attempt="8.0"):
+        self.seen, self.released, self.looks = Seen(queued, attempt), [], []
+
+    def look(self, job_id):
+        assert job_id == "8"
+        self.looks.append(time.time())
+        return self.seen
+
+    def release(self, job_id):
+        self.released.append(job_id)
+        self.seen = Seen("active", self.seen.attempt)
+        return True
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run of job 7, which samples, and job 8, which trains; both in their first attempt."""
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    fake = fake_slurm.make(tmp_path, monkeypatch)
+    paths, config = RunPaths(fake.run_dir), job(run_root=str(fake.run_dir.parent))
+    write_json(paths.config, config.model_dump(mode="json"))
+    components = tuple(
+        LaunchedComponent(name, job_id, 1, paths.submission / name)
+        for name, job_id in (("rollout", "7"), ("actor", "8+0"), ("reference", "8+1"))
+    )
+    record.write(paths, LaunchRecord("slurm", "7", components, 1.0, None), {})
+    layout.create(paths.bus, ["rollout-0"], {})
+    yield fake, paths, config
+    states.has_accounting.cache_clear()
+
+
+def idle_for(paths, seconds, task="rollout-0", attempt="7.0"):
+    since = None if seconds is None else time.time() - seconds
+    write_json(paths.idle(attempt, task), {"since": since})
+
+
+def test_a_side_with_work_asks_nobody_anything(run):
+    _, paths, config = run
+    slurm = Slurm()
+    holder = Holder(config, paths, "sampling", "7", slurm)
+    assert holder.tick() is None  # no task has said anything yet
+    idle_for(paths, None)
+    assert holder.tick() is None and not slurm.looks
+
+
+def test_one_without_work_starts_the_other_at_once_and_goes_after_a_while(run):
+    fake, paths, config = run
+    slurm = Slurm("held", "8.1")
+    holder = Holder(config, paths, "sampling", "7", slurm)
+    idle_for(paths, 5)
+    assert holder.tick() is None and slurm.released == ["8"]
+    assert not fake.asked("scontrol"), "not as long as launch.idle_s"
+    idle_for(paths, 61)
+    assert holder.tick() == "hold"
+    assert fake.asked("scontrol") == ["scontrol requeuehold 7"]
+    assert read_json(paths.away("sampling")) == {"attempt": "7.0"}
+    assert read_json(paths.verdict)["what"] == "requeued"
+    assert holder.tick() == "stay", "until Slurm ends this process; it may be released by then"
+    assert len(fake.asked("scontrol")) == 1
+
+
+def test_it_raises_its_flag_before_it_looks_and_lowers_it_when_there_is_work(run):
+    _, paths, config = run
+
+    class Looks(Slurm):
+        def look(self, job_id):
+            assert paths.away("sampling").exists()
+            return super().look(job_id)
+
+    slurm = Looks()
+    holder = Holder(config, paths, "sampling", "7", slurm)
+    write_json(paths.away("training"), {"attempt": "8.0"})
+    idle_for(paths, 61)
+    assert holder.tick() == "stay" and slurm.looks
+    idle_for(paths, None)
+    assert holder.tick() is None and not paths.away("sampling").exists()
+
+
+def test_the_trainer_yields_to_a_side_that_is_about_to_go(run):
+    fake, paths, config = run
+    slurm = Slurm(attempt="8.0")
+    slurm.seen = Seen("active", "7.0")
+    trainer = Holder(config, paths, "training", "8", slurm)
+    slurm.look = lambda job_id: slurm.seen
+    write_json(paths.away("sampling"), {"attempt": "7.0"})
+    idle_for(paths, 61, "actor-0", "8.0")
+    assert trainer.tick() == "yield" and not paths.away("training").exists()
+    slurm.seen = Seen("held", "7.1")  # it has gone
+    assert trainer.tick() == "release" and slurm.released == ["7"]
+    slurm.seen = Seen("active", "7.1")
+    assert trainer.tick() == "hold" and fake.asked("scontrol") == ["scontrol requeuehold 8"]
+
+
+def test_it_is_held_only_once_the_trainer_has_saved(run, monkeypatch):
+    fake, paths, config = run
+    saves = [paths.saves("8.0"), paths.critic_saves("8.0")]
+    for each in saves:
+        write_json(each, {"step": None})
+    slept = []
+
+    def sleep(_):
+        assert not fake.asked("scontrol") and requeue.is_unsaved(saves)
+        assert read_json(paths.ending("8.0"))["hold"], "the tasks are told"
+        write_json(saves[len(slept)], {"step": 3})
+        slept.append(1)
+
+    clock = SimpleNamespace(sleep=sleep, time=time.time, monotonic=time.monotonic)
+    monkeypatch.setattr("relax_hpc.launch.sides.holder.time", clock)
+    holder = Holder(config, paths, "training", "8", Slurm())
+    holder._other, holder._slurm.look = "7", lambda _: Seen("active", "7.0")
+    idle_for(paths, 61, "actor-0", "8.0")
+    assert holder.tick() == "hold" and len(slept) == 2
+    assert fake.asked("scontrol") == ["scontrol requeuehold 8"]
+
+
+def test_a_holder_that_was_killed_on_the_way_is_followed_by_one_that_holds(run):
+    fake, paths, config = run
+    requeue.announce("7", paths.root, hold=True)
+    idle_for(paths, None)
+    assert Holder(config, paths, "sampling", "7", Slurm()).tick() == "hold"
+    assert fake.asked("scontrol") == ["scontrol requeuehold 7"]
+
+
+def test_an_end_for_another_reason_is_left_to_who_has_announced_it(run):
+    fake, paths, config = run
+    requeue.announce("7", paths.root)
+    idle_for(paths, 61)
+    assert Holder(config, paths, "sampling", "7", Slurm()).tick() == "stay"
+    assert not fake.asked("scontrol")
+
+
+def test_where_slurm_refuses_all_go_on_and_it_is_not_asked_again_at_once(run):
+    fake, paths, config = run
+    script = fake.folder / "scontrol"
+    script.write_text(f"{script.read_text()}echo 'Requested operation is disabled' >&2; exit 1\n")
+    holder = Holder(config, paths, "sampling", "7", Slurm())
+    idle_for(paths, 61)
+    holder.tick()
+    assert "refused" in read_json(paths.ending("7.0")) and not paths.away("sampling").exists()
+    assert holder.tick() is None and len(fake.asked("scontrol")) == 1
+
+
+def test_a_side_whose_other_side_has_ended_ends_and_not_at_the_first_look(run):
+    _, paths, config = run
+    holder = Holder(config, paths, "sampling", "7", Slurm("ended"))
+    idle_for(paths, 61)
+    assert [holder.tick(), holder.tick()] == ["stay", "end"]
+
+
+def test_nobody_is_held_once_nothing_more_will_be_trained(run):
+    fake, paths, config = run
+    writer = CreditWriter(paths.bus, 1)
+    holder = Holder(config, paths, "sampling", "7", Slurm())
+    idle_for(paths, 61)
+    writer.write(writer.inherited._replace(finished=True))
+    writer.close()
+    assert holder.tick() is None and not fake.asked("scontrol")
+
+
+def test_the_end_of_one_side_starts_the_other_if_it_is_held(run):
+    _, paths, config = run
+    for queued, released in (("held", ["8"]), ("active", []), ("ended", [])):
+        slurm = Slurm(queued)
+        Holder(config, paths, "sampling", "7", slurm).leave()
+        assert slurm.released == released
+
+
+def test_every_host_of_engines_has_to_be_idle_and_the_last_of_them_counts(run):
+    _, paths, _ = run
+    config = job(engines__rollout__count=2, engines__rollout__nodes_per_engine=2,
+                 engines__rollout__kind="sglang", engines__rollout__resources__nodes=4)  # fmt: skip
+    holder = Holder(config, paths, "sampling", "7", Slurm())
+    idle_for(paths, 100, "rollout-0")
+    assert holder.idle_since() is None
+    idle_for(paths, 30, "rollout-2")
+    assert time.time() - holder.idle_since() == pytest.approx(30, abs=5)
+
+
+# the two jobs
+
+
+def test_each_job_has_the_components_of_its_side_and_starts_a_holder(tmp_path):
+    config = job(
+        run_root=str(tmp_path), reference__placement="own", engines__judge={"count": 1},
+        algorithm__kl={"name": "k3", "coefficient": 0.1},
+    )  # fmt: skip
+    planned = submit.plan("slurm", config, placement.place(config), 1)
+    sampling, training = planned.script.split("#!/bin/bash\n")[1:]
+    for text, side, names in (
+        (sampling, "sampling", ["rollout", "judge"]),
+        (training, "training", ["actor", "reference"]),
+    ):
+        assert [n for n in ("rollout", "judge", "actor", "reference") if f": {n}\n" in text] == (
+            names
+        )
+        assert text.count("#SBATCH hetjob\n") == 1 and "--het-group=1" in text
+        assert f"--side {side} " in text and "--leave" in text
+    assert "boards.finish" in sampling and "boards.finish" not in training
+    local = submit.plan("local", config, placement.place(config), 1)
+    assert "sides.holder" not in local.script and "boards.finish" in local.script
+
+
+@pytest.mark.parametrize("ends", ["exit 3", "sleep 9 # TERM"])
+def test_a_job_whose_holder_is_given_up_fails_and_one_that_is_told_to_end_does_not(tmp_path, ends):
+    config = job(run_root=str(tmp_path))
+    text = submit.plan("slurm", config, placement.place(config), 1).script.split("#!/bin/bash")[1]
+    [line] = [each for each in text.splitlines() if "serve holder" in each]
+    line = line.replace(line[line.index("serve holder") : line.index(" || {")], "serve holder fake")
+    settings = "max_restarts=0 restart_delays_s=(0) restart_window_s=9 verdict=()"
+    lines = [
+        settings, SUPERVISION, f"fake() {{ {ends}\n}}", "trap 'echo failed' USR1", line,
+        'await_end "$server"',
+    ]  # fmt: skip
+    if "TERM" in ends:
+        lines.insert(-1, 'sleep 0.3; kill "$server"')
+    done = subprocess.run(["bash", "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert ("failed" in done.stdout) == (ends == "exit 3"), done
+
+
+def test_if_the_second_job_is_refused_the_first_is_cancelled(tmp_path, monkeypatch):
+    fake = fake_slurm.make(tmp_path, monkeypatch)
+    script = fake.folder / "sbatch"
+    text = script.read_text().replace("sleep 0.1", "[ $(grep -c ^sbatch asked) -eq 1 ] || exit 1")
+    script.write_text(text)
+    config = job(run_root=str(tmp_path))
+    paths = RunPaths(tmp_path / "run")
+    paths.submission.mkdir(parents=True)
+    planned = submit.plan("slurm", config, placement.place(config), 1)
+    with pytest.raises(Exception, match="sbatch"):
+        submit.start(planned, config, paths)
+    assert fake.asked("scancel") == ["scancel 9"]
+    states.has_accounting.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("lines", "state"),
+    [
+        (("7|RUNNING", "8+0|PENDING|||job requeued in held state|N/A|1:00", "8+1|PENDING"),
+         "RUNNING"),
+        (("7|PENDING", "8+0|PENDING", "8+1|PENDING"), "PENDING"),
+        (("7|RUNNING", "8+0|COMPLETED", "8+1|COMPLETED"), "RUNNING"),
+        (("7|COMPLETED", "8+0|COMPLETED", "8+1|COMPLETED"), "COMPLETED"),
+        (("7|FAILED", "8+0|RUNNING", "8+1|RUNNING"), "RUNNING"),
+        (("7|FAILED", "8+0|COMPLETED", "8+1|COMPLETED"), "FAILED"),
+    ],
+)  # fmt: skip
+def test_a_run_is_as_the_side_that_is_at_work(run, lines, state):
+    fake, paths, _ = run
+    fake.says(*lines)
+    [launch] = status.of_run(paths.root)
+    assert launch.state == state
+    names = [component.name for component in launch.components]
+    assert names == ["rollout", "actor", "reference"]
+    if "held" in "".join(lines):
+        assert launch.components[1].state == "REQUEUE_HOLD" and not launch.reason
+
+
+def test_each_side_is_over_by_what_its_own_script_has_left(run):
+    fake, paths, _ = run
+    fake.says("7|RUNNING")  # Slurm has forgotten the other
+    fake.leaves(0, "8")
+    [launch] = status.of_run(paths.root)
+    assert [each.state for each in launch.components] == ["RUNNING", "COMPLETED", "COMPLETED"]
+
+
+def test_cancel_ends_both_and_logs_are_of_both(run):
+    from relax_hpc.runs.cancel import cancel
+
+    fake, paths, _ = run
+    fake.says("7|RUNNING", "8+0|PENDING", "8+1|PENDING")
+    said = []
+    cancel(paths.root, said.append)
+    assert fake.asked("scancel") == ["scancel 7", "scancel 8"]
+    assert said == ["job 7 and 8: cancelled, was RUNNING"]
+    files = {path.name for _, path in logs.sources(paths.root)}
+    assert {"7_batch.log", "8_batch.log", "7_0_log.err", "8_0_log.err"} <= files
+
+
+# what cannot be apart
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weights__transport": "collective"}, "weights.transport = 'collective': .*'files'"),
+        ({"engines__rollout__placement": "actor", "schedule__max_staleness": 0},
+         "engines.rollout.placement = 'actor': .*use 'own'"),
+        ({"launch__bootstrap": "mpi_job"}, "launch.bootstrap = 'mpi_job': .*use 'mpi'"),
+        ({"weights__quantize": "fp8", "engines__rollout__kind": "sglang"},
+         "weights.quantize = 'fp8': .*use 'none'"),
+        ({"model__weights": "c"}, "model.weights = 'c': .*model.path"),
+        ({"prompts__retire_after": 2}, "prompts.retire_after = 2: .*use 0"),
+    ],
+)  # fmt: skip
+def test_what_needs_both_sides_at_once_is_refused_with_a_remedy(settings, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        job(**settings)
+    assert "launch.layout = 'separate'" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("resources", "message"),
+    [
+        ({"max_nodes": 3}, r"engines.rollout.resources.max_nodes = 3: .*remove it"),
+        ({"sbatch": ["--no-requeue"]}, r"engines.rollout.resources.sbatch = .*remove --no-requeue"),
+    ],
+)
+def test_resources_that_do_not_go_with_it_are_refused(resources, message):
+    config = job(engines__rollout__resources=resources)
+    with pytest.raises(ConfigError, match=message):
+        placement.place(config)
+    config = job(engines__rollout__resources=resources, launch__layout="hetjob")
+    assert placement.sides(config, placement.place(config)) == [placement.place(config)]
+
+
+def test_fine_tuning_has_no_sides():
+    with pytest.raises(ConfigError, match=r"launch.layout = 'separate': supervised fine-tuning"):
+        validate(
+            {"name": "r", "model": {"path": "m"}, "launch": {"layout": "separate"},
+             "sft": {"train": "t", "num_steps": 1, "batch_size": 1}},
+            source="test",
+        )  # fmt: skip
