@@ -241,19 +241,18 @@ class JobEnd:
     def announce(self) -> None:
         if not announce(self._job_id, self._run_dir):
             return
-        left_s = self.left_s()
         threading.Thread(
             target=ask_in_time,
             args=(self._job_id, self._run_dir),
-            kwargs={"left_s": left_s, "most_s": math.inf},
+            kwargs={"left_s": self.left_s(), "most_s": math.inf},
             daemon=True,
         ).start()
 
     def _follow(self) -> None:
         while True:
             asked = time.monotonic()
-            if (left_s := _left_s(self._job_id)) is not None:
-                self._at = asked + left_s
+            if (seconds := left_s(self._job_id)) is not None:
+                self._at = asked + seconds
             time.sleep(_LIMIT_EVERY_S)
 
 
