@@ -3,7 +3,10 @@
 import re
 import time
 
+COMPONENT_CANCELLED = "ComponentCancelled"
+"""Our word for a job that Slurm has requeued after one of its components was cancelled."""
 _WAITS = {
+    COMPONENT_CANCELLED: "never starts, since a component was cancelled; cancel it, then resume",
     "Resources": "waits for nodes to be free",
     "Priority": "others are before it in the queue",
     "Dependency": "waits for the jobs that it depends on",

@@ -9,7 +9,7 @@ from typing import Any
 from relax_hpc import job_file
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import record, states
+from relax_hpc.launch import pending, record, states
 from relax_hpc.launch.local import processes
 from relax_hpc.launch.record import LaunchedComponent, LaunchRecord
 from relax_hpc.launch.script import exit_code_file
@@ -247,6 +247,8 @@ def _queue(launched: LaunchRecord, answer: states.Answer) -> tuple[str, float | 
     # held waits for the other.
     by_hold = sorted(known, key=lambda each: each.state == "REQUEUE_HOLD")
     reason = next((each.reason for each in by_hold if each.reason), "")
+    if any(each.state == "CANCELLED" for each in known) and len(launched.leaders) == 1:
+        reason = pending.COMPONENT_CANCELLED
     return reason, max(starts, default=None), min(left, default=None)
 
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from relax_hpc.cli.main import app
 from relax_hpc.errors import ConfigError, LaunchError
 from relax_hpc.job_file import read_resolved
-from relax_hpc.launch import jobs, record, script, states
+from relax_hpc.launch import jobs, pending, record, script, states
 from relax_hpc.launch.placement import place
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
@@ -66,6 +66,16 @@ def test_from_every_state_in_which_a_job_has_ended_the_run_goes_on(slurm, word):
     assert resume(slurm.run_dir).job_id == "9"
     launched = record.read(slurm.run_dir)
     assert [(each.number, each.leader) for each in launched.all] == [(2, "9"), (1, "7")]
+
+
+def test_a_job_that_was_requeued_without_a_component_waits_for_somebody_to_cancel_it(slurm):
+    """Slurm never starts it, and gives no reason."""
+    slurm.says("7+0|PENDING|", "7+1|CANCELLED|n2")
+    found = status.collect(slurm.run_dir)
+    assert found.state == "PENDING"
+    assert pending.why(found.queue).startswith("never starts, since a component was cancelled")
+    slurm.says("7+0|PENDING|", "7+1|PENDING|")
+    assert pending.why(status.collect(slurm.run_dir).queue) == ""
 
 
 def test_a_word_that_is_not_known_counts_as_alive_until_somebody_says_otherwise(slurm):
