@@ -358,7 +358,7 @@ def _queued(jobs: Sequence[tuple[script.Job, list[Component]]]) -> StartedJob:
     try:
         for job, components in jobs:
             queued.append(HetSlurmExecutor(job.folder).submit_het(job, components))
-    except RelaxError:
+    except (OSError, RelaxError):
         cancel()
         raise
     ids = tuple(job_id for each in queued for job_id in each.component_ids)
