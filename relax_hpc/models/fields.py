@@ -160,6 +160,17 @@ FIELDS: Mapping[str, Field] = {
 }  # fmt: skip
 
 
+_OLDER = Inert("what transformers 4 wrote of every model")
+_NOWHERE = Inert("transformers reads it nowhere")
+_OF_4: Mapping[str, Field] = dict.fromkeys(
+    (
+        "add_cross_attention", "cross_attention_hidden_size", "decoder_start_token_id",
+        "finetuning_task", "is_decoder", "prefix", "pruned_heads", "sep_token_id",
+        "task_specific_params", "tf_legacy_loss", "tie_encoder_decoder", "use_bfloat16",
+    ),
+    _OLDER,
+)  # fmt: skip
+
 _TOWER = Obeyed("the shape of the tower")
 
 VISION_FIELDS: Mapping[str, Field] = {
@@ -185,6 +196,26 @@ VISION_FIELDS: Mapping[str, Field] = {
 }  # fmt: skip
 """The same of `vision_config`, of a model that sees."""
 
+OMNI_VISION_FIELDS: Mapping[str, Field] = {
+    **_OF_4,
+    **VISION_FIELDS,
+    "tie_word_embeddings": Inert("a tower has no words"),
+    **dict.fromkeys(
+        ("apply_vit_abs_pos_embed", "image_size", "in_chans", "spatial_patch_size",
+         "tokens_per_second"),
+        _NOWHERE,
+    ),
+}  # fmt: skip
+"""The same of a model that hears, too."""
+
+OMNI_TEXT_FIELDS: Mapping[str, Field] = {
+    **_OF_4,
+    **FIELDS,
+    "use_qk_norm": Only((True,), "queries and keys have norms"),
+    "shared_expert_intermediate_size": Only((0,), "no expert is of all tokens"),
+}
+"""The same of its `text_config`."""
+
 _TOKENS = Inert("the rollout says which tokens stand for media")
 
 WHOLE_FIELDS: Mapping[str, Field] = {
@@ -206,6 +237,8 @@ _OF_ALL: Mapping[str, Field] = {
 }
 
 AUDIO_FIELDS: Mapping[str, Field] = {
+    **_OF_4,
+    "tie_word_embeddings": Inert("a tower has no words"),
     **{name: field for name, field in FIELDS.items() if isinstance(field, Inert)},
     "model_type": Inert("the architecture decides it"),
     "encoder_layers": _TOWER,
@@ -281,8 +314,9 @@ def parts(config: ConfigJson) -> list[Part]:
     if "thinker_config" in config.record:
         thinker = config.table("thinker_config")
         return [
-            Part(config, OMNI_FIELDS), Part(thinker, THINKER_FIELDS), language,
-            Part(thinker.table("vision_config"), VISION_FIELDS),
+            Part(config, OMNI_FIELDS), Part(thinker, THINKER_FIELDS),
+            Part(language.table, OMNI_TEXT_FIELDS),
+            Part(thinker.table("vision_config"), OMNI_VISION_FIELDS),
             Part(thinker.table("audio_config"), AUDIO_FIELDS),
         ]  # fmt: skip
     if "vision_config" not in config.record:

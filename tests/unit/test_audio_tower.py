@@ -80,7 +80,7 @@ def test_gradients_of_several_sounds_are_the_sums_of_hugging_faces(towers, recom
         # What is added to all keys alike changes no attention: its gradient is rounding.
         of = name.replace("k_proj.bias", "k_proj.weight")
         scale = expected[of].abs().max()
-        assert (gradients[name] - theirs_).abs().max() < 3e-6 * scale, name
+        assert (gradients[name] - theirs_).abs().max() < 6e-6 * scale, name
 
 
 def test_windows_by_hand():

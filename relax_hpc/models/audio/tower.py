@@ -51,15 +51,10 @@ class Tower(nn.Module):
             [N, out_size]
         """
         again = recompute and torch.is_grad_enabled()
-        embedded, begin = [], 0
-        for window in windows:
-            part = mel.narrow(1, begin, window.frames)
-            begin += window.frames
-            if again:
-                embedded.append(checkpoint(self._embedded, part, window, use_reentrant=False))
-            else:
-                embedded.append(self._embedded(part, window))
-        hidden = torch.cat(embedded)
+        if again:
+            hidden = checkpoint(self._embedded, mel, windows, use_reentrant=False)
+        else:
+            hidden = self._embedded(mel, windows)
         lengths = Lengths.of([window.tokens for window in windows], hidden.device)
         for layer in self.layers:
             if again:
@@ -69,16 +64,30 @@ class Tower(nn.Module):
         feature: Tensor = self.proj2(functional.gelu(self.proj1(self.ln_post(hidden))))
         return feature
 
-    def _embedded(self, mel: Tensor, window: Window) -> Tensor:
-        """[bins, frames] of a window -> [tokens, hidden]."""
-        filled = functional.pad(mel, (0, -window.frames % window.room)).contiguous()
-        chunks = filled.view(len(filled), -1, window.room).transpose(0, 1)[:, None]
+    def _embedded(self, mel: Tensor, windows: Sequence[Window]) -> Tensor:
+        """[bins, frames] of windows -> [N, hidden]; chunks of one room are computed in one call."""
+        chunks, begin = list[Tensor](), 0
+        for window in windows:
+            part = mel.narrow(1, begin, window.frames)
+            filled = functional.pad(part, (0, -window.frames % window.room)).contiguous()
+            chunks.append(filled.view(len(filled), -1, window.room).transpose(0, 1))
+            begin += window.frames
+        found: list[Tensor] = [mel] * len(windows)
+        for room in sorted({window.room for window in windows}):
+            own = [number for number, window in enumerate(windows) if window.room == room]
+            made = self._convolved(torch.cat([chunks[number] for number in own]))
+            counts = [len(chunks[number]) for number in own]
+            for number, each in zip(own, torch.split(made, counts), strict=True):
+                found[number] = each.flatten(0, 1)[: windows[number].tokens]
+        return torch.cat(found)
+
+    def _convolved(self, chunks: Tensor) -> Tensor:
+        """[n, bins, room] -> [n, tokens, hidden]."""
+        hidden = chunks[:, None]
         for convolution in (self.conv2d1, self.conv2d2, self.conv2d3):
-            chunks = functional.gelu(convolution(chunks))
-        embedded = self.conv_out(chunks.permute(0, 3, 1, 2).flatten(2))
-        embedded = embedded + self.places[: embedded.shape[1]].to(embedded.dtype)
-        tokens: Tensor = embedded.flatten(0, 1)[: window.tokens]
-        return tokens
+            hidden = functional.gelu(convolution(hidden))
+        embedded: Tensor = self.conv_out(hidden.permute(0, 3, 1, 2).flatten(2))
+        return embedded + self.places[: embedded.shape[1]].to(embedded.dtype)
 
 
 class _Layer(nn.Module):

@@ -17,7 +17,7 @@ from transformers import (
 from relax_hpc.demo import hearing, make_tiny_vl, shapes, tones
 from relax_hpc.demo.warm_start import Sound, _loss
 from relax_hpc.errors import ConfigError
-from relax_hpc.models import qwen3_omni_moe, qwen3_vl
+from relax_hpc.models import fields, qwen3_omni_moe, qwen3_vl, registry
 from relax_hpc.models.config_json import ConfigJson
 from relax_hpc.prompts import tokenizer
 
@@ -103,6 +103,49 @@ def test_a_rotary_base_that_is_left_out_is_that_of_transformers(made, tmp_path):
     expected = Qwen3OmniMoeThinkerConfig(text_config=text).text_config.rope_parameters
     found = qwen3_omni_moe.read(ConfigJson(tmp_path)).rope
     assert found.base == expected["rope_theta"] != 1e4
+
+
+OF_EVERY_PART = {
+    "add_cross_attention": False, "cross_attention_hidden_size": None, "dtype": None,
+    "decoder_start_token_id": None, "finetuning_task": None, "is_decoder": False, "prefix": None,
+    "pruned_heads": {}, "sep_token_id": None, "task_specific_params": None, "torchscript": False,
+    "tf_legacy_loss": False, "tie_encoder_decoder": False, "use_bfloat16": False,
+    "tokenizer_class": None, "output_attentions": False, "bos_token_id": None,
+}  # fmt: skip
+PUBLISHED = {
+    "text_config": {
+        "use_qk_norm": True, "shared_expert_intermediate_size": 0, "tie_word_embeddings": False,
+        "rope_parameters": {
+            "interleaved": True, "mrope_interleaved": True, "mrope_section": [6, 5, 5],
+            "rope_theta": 1000000, "rope_type": "default", "type": "default",
+        },
+    },
+    "vision_config": {
+        "apply_vit_abs_pos_embed": True, "image_size": 768, "in_chans": 3, "tokens_per_second": 2,
+        "spatial_patch_size": 16, "tie_word_embeddings": True,
+    },
+    "audio_config": {"tie_word_embeddings": True, "max_source_positions": 1500},
+}  # fmt: skip
+"""Fields of the published Qwen3-Omni-30B-A3B that a folder of transformers 5 has otherwise."""
+
+
+def test_the_fields_of_the_published_model_leave_no_doubt(made, tmp_path):
+    record = json.loads((made / "model" / "config.json").read_text())
+    thinker = record["thinker_config"]
+    for part, said in PUBLISHED.items():
+        thinker[part] |= OF_EVERY_PART | said
+    thinker |= {"audio_end_token_id": 5, "seconds_per_chunk": 2, "user_token_id": 872}
+    record |= {"tts_bos_token_id": 6, "tts_eos_token_id": 7, "tts_pad_token_id": 8}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    shape = registry.read_architecture(tmp_path)
+    assert (shape.rope.base, shape.rope.sections) == (1e6, (6, 5, 5))
+    assert fields.doubts(ConfigJson(tmp_path)) == []
+    for key, value in (("use_qk_norm", False), ("shared_expert_intermediate_size", 64)):
+        kept, thinker["text_config"][key] = thinker["text_config"][key], value
+        (tmp_path / "config.json").write_text(json.dumps(record))
+        with pytest.raises(ConfigError, match=f"text_config.{key} = {value}: only"):
+            registry.read_architecture(tmp_path)
+        thinker["text_config"][key] = kept
 
 
 def test_only_the_medium_tells_the_answer(made):
