@@ -1,6 +1,7 @@
 """Where tasks begin: which role is built, with which world, and what is said when it fails."""
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -204,7 +205,8 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     fake(monkeypatch, sft_task, journal, "LastSave", LastSave=last_save)
     fake(monkeypatch, sft_task.loop, journal, "run")
     monkeypatch.setattr(sft_task.torch.distributed, "destroy_process_group", lambda: None)
-    sft_task.main(SFT, paths, World(rank, journal), context(), events)
+    task = replace(context(), end="the time limit")
+    sft_task.main(SFT, paths, World(rank, journal), task, events)
     assert journal.of("check_share")[0][1] == (SFT, files, "tokenizer", rank, 2)
     assert journal.of("checkpoints_of")[0][1][3] is DataPosition
     assert journal.of("resume")[0][1] == ("checkpoints_of", "trainer_of", events)
@@ -214,8 +216,9 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     [(_, (settings, _, trained, duties, save, stop), _)] = journal.of("run")
     assert (settings, trained, save, stop) == (SFT, "trainer_of", "Saving", last_save)
     assert len(journal.of("last save closed")) == 1
-    [(_, (_, saved, by, ending), _)] = journal.of("LastSave")
+    [(_, (_, saved, by, ending, end), _)] = journal.of("LastSave")
     assert (saved, by, ending is None) == ("trainer_of", "Saving", rank != 0)
+    assert end == "the time limit"
     if rank:
         assert isinstance(duties, sft_task.loop.OtherRank) and saves is None and not events.all
         return
