@@ -23,6 +23,7 @@ from relax_hpc.media.source import Source
 from relax_hpc.media.workers import MediaWorkers
 
 TOLERANCE = 2e-6  # nats, float32; another image of the same size is above 1e-2
+TOGETHER = 1e-5  # of requests that run together: sums are made in an order that the batch decides
 PAD = "<|vision_start|>{}<|vision_end|>"
 IMAGE, VIDEO = PAD.format("<|image_pad|>"), PAD.format("<|video_pad|>")
 AUDIO = "<|audio_start|><|audio_pad|><|audio_end|>"

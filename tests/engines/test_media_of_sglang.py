@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from seer import IMAGE, TOLERANCE, VIDEO, Seer, ask, clip, image, make, source
+from seer import IMAGE, TOGETHER, TOLERANCE, VIDEO, Seer, ask, clip, image, make, source
 from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc import job_file
@@ -79,7 +79,7 @@ def test_images_of_one_size_are_never_confused(seer, tmp_path):
     for _ in range(2):
         for prompt, made in zip(prompts, ask(seer, prompts, new=3), strict=True):
             reference = seer.logprobs(prompt, made.token_ids)
-            assert (torch.tensor(made.logprobs) - reference).abs().max() <= TOLERANCE
+            assert (torch.tensor(made.logprobs) - reference).abs().max() <= TOGETHER
     other = seer.logprobs(prompts[0], made.token_ids)
     assert (other - reference).abs().max() > 1e-2, "the image matters"
 
@@ -240,7 +240,7 @@ def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tm
             ids, response = tokens[: row.prompt_len], tokens[row.prompt_len :]
             reference = seer.logprobs_of(ids, media, spans, response)
             sampled = torch.from_numpy(row.columns["rollout_logprobs"][row.prompt_len :])
-            assert len(response) == 9 and (sampled - reference).abs().max() <= TOLERANCE
+            assert len(response) == 9 and (sampled - reference).abs().max() <= TOGETHER
             seen.add(media[0].digest)
     assert len(seen) == 2
 
