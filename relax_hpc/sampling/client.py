@@ -214,8 +214,9 @@ def client_of(
             f"a table [engines.{name}]"
         )
     pool = config.engines[name]
-    # Engines of other weights than the folder's begin without any.
-    serves_at_once = not follows_policy(name) or config.weights.quantize == "none"
+    # Policy 0 is not what an engine begins with where it has other weights than the folder's.
+    is_of_folder = config.weights.quantize == "none" and config.model.weights is None
+    serves_at_once = not follows_policy(name) or is_of_folder
     return PoolClient(
         paths,
         name,

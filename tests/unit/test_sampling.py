@@ -117,8 +117,17 @@ def test_a_task_asks_its_own_engines_and_those_that_were_added_but_not_its_neigh
     assert asyncio.run(sampler._look()) is False  # a neighbour's
 
 
-def test_an_engine_that_begins_without_weights_is_held_until_it_is_given_some(sampler_of):
-    sampler, paths = sampler_of(weights__quantize="fp8", engines__rollout__kind="sglang")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"weights__quantize": "fp8", "engines__rollout__kind": "sglang"},
+        {"model__weights": "another/checkpoint"},  # the trainer begins with these, not the folder's
+    ],
+)
+def test_an_engine_that_begins_without_the_policy_is_held_until_it_is_given_it(
+    sampler_of, settings
+):
+    sampler, paths = sampler_of(**settings)
     announce(paths, "rollout-0")
     asyncio.run(sampler._look())
     assert sampler._pool.states == {at("rollout-0"): "held"}
