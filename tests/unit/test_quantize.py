@@ -248,11 +248,12 @@ def test_what_engines_cannot_take_is_refused_before_anything_is_queued(tables, m
     assert message in str(refused.value)
 
 
-def test_engines_of_a_model_that_hears_take_plain_weights():
-    hears = replace(SHAPE, audio=Audio(1, 8, 8, 1, 8, 1, 1, 8))
-    with pytest.raises(ConfigError, match="a model that hears take plain weights only"):
-        quantized.check(job(), hears)
-    quantized.check(job(weights={}), hears)
+@pytest.mark.parametrize("sense", [{"audio": Audio(1, 8, 8, 1, 8, 1, 1, 8)}, {"vision": True}])
+def test_engines_of_a_model_that_sees_or_hears_take_plain_weights(sense):
+    able = replace(SHAPE, **sense)
+    with pytest.raises(ConfigError, match="that sees or hears take plain weights only"):
+        quantized.check(job(), able)
+    quantized.check(job(weights={}), able)
 
 
 def test_experts_are_cut_by_the_ranks_that_share_one():
