@@ -259,7 +259,7 @@ def test_engines_of_a_model_that_sees_or_hears_take_plain_weights(sense):
 def test_experts_are_cut_by_the_ranks_that_share_one():
     shape = SimpleNamespace(
         num_heads=8, num_kv_heads=4, head_dim=128, num_layers=2, ffn_hidden_size=1,
-        experts=Experts(8, 2, 192, True, (0, 1)), audio=None,
+        experts=Experts(8, 2, 192, True, (0, 1)), vision=None, audio=None,
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"has 96 rows of an expert's gate_proj"):
         quantized.check(job(), shape)
