@@ -152,12 +152,16 @@ class Ends:
         return f"and meanwhile {task}"
 
     def _out_of_time(self) -> str:
-        """Moves the limit so near that Slurm announces it at once."""
+        """Moves the limit so near that Slurm announces it at once, or ends the job at once."""
         leader = self._components()[0].partition("+")[0]
         self._limit(leader, "1")
         attempts = len(events_of(self._run_dir, "actor", "start"))
-        wait_for(lambda: len(events_of(self._run_dir, "actor", "start")) > attempts, 180)
-        self._limit(leader, "60")
+        deadline = time.monotonic() + 180
+        while len(events_of(self._run_dir, "actor", "start")) == attempts:
+            assert time.monotonic() < deadline, (self.done, self._kept_going(), self._log())
+            self._kept_going()
+            time.sleep(0.5)
+        self._limit(self._components()[0].partition("+")[0], "60")
         return leader
 
     def _limit(self, leader: str, minutes: str) -> None:
