@@ -1,8 +1,10 @@
 """Tells what the kernel and the interpreter know of a process, without help of its own code."""
 
+import ctypes
 import faulthandler
 import linecache
 import os
+import platform
 import re
 import signal
 import time
@@ -18,6 +20,8 @@ _PROC = Path("/proc")
 _OWN = "/relax_hpc/"
 _COLLECTIVES = "/torch/distributed/"
 _WAITS = re.compile(r"\.(wait|synchronize|item|cpu|tolist)\(")
+_TGKILL = {"x86_64": 234, "aarch64": 131}
+"""Numbers of the system call, which glibc has a function for since 2.30 only."""
 _STACK_S = 1.0
 _POLL_S = 0.02
 _MOST_BYTES = 1 << 16
@@ -41,10 +45,7 @@ class Facts(NamedTuple):
 
 
 def tell_stacks(fd: int = 2) -> None:
-    """Has this process write its stacks to `fd` at every `MAIN_SIGNAL` or `ALL_SIGNAL`.
-
-    The kernel gives signals of a process to its main thread, unless that blocks them.
-    """
+    """Has this process write its stacks to `fd` at every `MAIN_SIGNAL` or `ALL_SIGNAL`."""
     faulthandler.register(MAIN_SIGNAL, fd, all_threads=False)
     faulthandler.register(ALL_SIGNAL, fd, all_threads=True)
 
@@ -101,7 +102,7 @@ def python_stacks(pid: int, fd: int, *, wake: bool = False, every: bool = False)
     if not _hears(pid):
         return ""
     with suppress(ProcessLookupError):
-        os.kill(pid, ALL_SIGNAL if every else MAIN_SIGNAL)
+        _signal_main_thread(pid, ALL_SIGNAL if every else MAIN_SIGNAL)
         if wake:
             os.kill(pid, signal.SIGCONT)
     size, deadline = before, time.monotonic() + _STACK_S
@@ -111,6 +112,16 @@ def python_stacks(pid: int, fd: int, *, wake: bool = False, every: bool = False)
         if size > before and size == last:
             break
     return os.pread(fd, _MOST_BYTES, before).decode(errors="replace")
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Sends a signal to the main thread: that of a process goes to any, above all in one that was
+    stopped."""
+    tgkill = _TGKILL.get(platform.machine())
+    if tgkill is None:
+        os.kill(pid, number)
+    elif ctypes.CDLL(None).syscall(tgkill, pid, pid, number):
+        raise ProcessLookupError
 
 
 def frames(stacks: str) -> list[str]:

@@ -92,6 +92,9 @@ def main():
         heartbeat.at_step(7)
         with heartbeat.phase("work", waits=how == "waits"):
             (run_dir / f"{rank}.pid").write_text(str(os.getpid()))
+            if "threads" in sys.argv:  # any of them may be given a signal of the process
+                for _ in range(20):
+                    threading.Thread(target=time.sleep, args=[60], daemon=True).start()
             if how == "waits":
                 time.sleep(4 * least_s)
             else:

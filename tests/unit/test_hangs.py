@@ -95,8 +95,12 @@ def test_what_ends_a_task_that_is_continued_for_its_stack_does_not_hide_where_it
     assert hang["state"] == "T" and hang["ended"]
 
 
-def test_a_stopped_task_is_named_with_its_stack_and_ended_even_where_it_waits(tmp_path, start):
-    task = start("waits")
+@pytest.mark.parametrize("options", [(), ("threads",)])
+def test_a_stopped_task_is_named_with_its_stack_and_ended_even_where_it_waits(
+    tmp_path, start, options
+):
+    task = start("waits", *options)
+    time.sleep(0.3)
     os.kill(task.pid, signal.SIGSTOP)
     assert task.wait(30) == -signal.SIGKILL
     [hang] = hangs(tmp_path)
