@@ -26,7 +26,7 @@ from relax_hpc.rewards.functions import boxed_number
 
 async def score(sample):
     if pathlib.Path(__file__).with_name("slowly").exists():
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(1.2)
     return boxed_number.score(sample.response, sample.answer)
 """
 
@@ -67,7 +67,7 @@ def folder_of(variables):
 def test_fifteen_ends_of_every_kind_skip_no_prompt_and_train_on_none_twice(
     tiny, tmp_path, slurm_cluster
 ):
-    steps = 80
+    steps = 160
     run_dir = submit_slow(tiny, tmp_path, steps)
     ends = Ends(run_dir, folder_of(slurm_cluster), seed=19)
     try:
