@@ -64,6 +64,7 @@ def folder_of(variables):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_fifteen_ends_of_every_kind_skip_no_prompt_and_train_on_none_twice(
     tiny, tmp_path, slurm_cluster
 ):
