@@ -68,7 +68,7 @@ def folder_of(variables):
 def test_fifteen_ends_of_every_kind_skip_no_prompt_and_train_on_none_twice(
     tiny, tmp_path, slurm_cluster
 ):
-    steps = 160
+    steps = 240
     run_dir = submit_slow(tiny, tmp_path, steps)
     ends = Ends(run_dir, folder_of(slurm_cluster), seed=19)
     try:
