@@ -225,16 +225,19 @@ def tell(job_id: str, run_dir: Path, what: str, words: str) -> None:
 class JobEnd:
     """The end of a job by its time limit; see `roles.training.admission`.
 
-    Slurm is asked in a thread, now and then: whoever may do so can move the limit.
+    Slurm is asked in a thread, now and then: whoever may do so can move the limit. That begins when
+    somebody first wants to know, which of the tasks that may ask for a requeue only a trainer does.
     """
 
     def __init__(self, job_id: str, run_dir: Path) -> None:
         self._job_id, self._run_dir = job_id, run_dir
         self._at: float | None = None
         """Time of `time.monotonic()`."""
-        threading.Thread(target=self._follow, name="time limit", daemon=True).start()
+        self._follower = threading.Thread(target=self._follow, name="time limit", daemon=True)
 
     def left_s(self) -> float | None:
+        if self._follower.ident is None:
+            self._follower.start()
         at = self._at
         return None if at is None else at - time.monotonic()
 

@@ -27,7 +27,7 @@ class Shown(NamedTuple):
 
     modality: Modality
     content: bytes | Path
-    """Its file, or where that is."""
+    """Bytes of the file, or the path of it."""
 
 
 class DataSet(NamedTuple):

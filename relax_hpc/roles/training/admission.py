@@ -48,7 +48,7 @@ class Admission:
         now = time.monotonic()
         if step != self._step:
             if self._step >= 0:
-                self._step_times.append((now - self._begun) / max(step - self._step, 1))
+                self._step_times.append(now - self._begun)
             self._step, self._begun = step, now
         if self._has_announced or not self._step_times:
             return

@@ -1,5 +1,6 @@
 """Fakes beside a role, which note in one journal what they are given, in which order."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,3 +98,10 @@ class CheckpointPart:
 
     def write_names(self, folder, *, timeout_s, cancelled):
         return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def wait_for(condition, timeout_s=60):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

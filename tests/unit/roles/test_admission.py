@@ -4,6 +4,7 @@ import time
 
 import fake_slurm
 import pytest
+from role_fakes import wait_for
 
 from relax_hpc.comm.world import SoloWorld
 from relax_hpc.launch import requeue
@@ -119,9 +120,7 @@ def test_a_trainer_whose_next_step_does_not_fit_saves_and_has_the_job_requeued(
     run = fake_slurm.make(tmp_path, monkeypatch)
     run.says("7+0|RUNNING|n1|7|None|N/A|3:00", "7+1|RUNNING|n2|8|None|N/A|2:30")
     end = requeue.JobEnd("7", run.run_dir)
-    deadline = time.monotonic() + 60
-    while end.left_s() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: end.left_s() is not None)
     assert 140 < end.left_s() <= 150
     saves, paths = Saves(), RunPaths(run.run_dir)
     ending = Ending(paths, "7.0")
@@ -132,9 +131,7 @@ def test_a_trainer_whose_next_step_does_not_fit_saves_and_has_the_job_requeued(
     last._admission._step_times.append(130.0)
     monkeypatch.setattr(ending, "will_save", lambda: None)
     last()
-    while not run.asked("scontrol") and time.monotonic() < deadline:
-        time.sleep(0.05)
-        last()
+    wait_for(lambda: last() or run.asked("scontrol"))
     assert Trainer.step in saves.saved
     assert run.asked("scontrol") == ["scontrol requeue 7"]
 
@@ -145,15 +142,12 @@ def test_a_save_that_needs_more_than_slurms_notice_is_waited_for(tmp_path, monke
     run = fake_slurm.make(tmp_path, monkeypatch)
     run.says("7|RUNNING|n1|7|None|N/A|10:00")
     end = requeue.JobEnd("7", run.run_dir)
-    deadline = time.monotonic() + 60
-    while end.left_s() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: end.left_s() is not None)
     saving = Ending(RunPaths(run.run_dir), "7.0")
     saving.will_save()
     end.announce()
     time.sleep(1.5)
     assert run.asked("scontrol") == [], "far from the end of the allocation"
     saving.saved(3)
-    while not run.asked("scontrol") and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: run.asked("scontrol"))
     assert run.asked("scontrol") == ["scontrol requeue 7"]

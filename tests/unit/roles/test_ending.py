@@ -11,7 +11,7 @@ import time
 import fake_slurm
 import psutil
 import pytest
-from role_fakes import Journal
+from role_fakes import Journal, wait_for
 
 from relax_hpc import heartbeat
 from relax_hpc.comm.world import SoloWorld
@@ -143,13 +143,6 @@ def hearing(run, how):
     child = int(task.stdout.readline())
     assert task.stdout.readline() == "ready\n"
     return task, psutil.Process(child)
-
-
-def wait_for(condition, timeout_s=60):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_signals_that_come_twice_and_together_are_one_requeue_and_the_task_goes_on(run):
