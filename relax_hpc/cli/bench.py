@@ -108,16 +108,17 @@ def bench_sync(
     python: Python = None,
 ) -> None:
     """Update engines that are sampling: how long they stand still, by part, and GB/s."""
-    from relax_hpc.bench import sync, sync_figures
+    from relax_hpc.bench.sync import figures as reporting
+    from relax_hpc.bench.sync import trial
     from relax_hpc.bench.train_task import grid_of
 
     grid = grid_of(dp=dp, tp=tp, pp=pp, ep=ep)
-    figures = sync.measure(
+    figures = trial.measure(
         shape, grid, kind=engine, engines=engines, engine_tp=engine_tp,
         updates=updates, in_flight=in_flight, compare_logprobs=logprobs, every_s=every,
         compare_load=undisturbed, overrides=overrides, colocated=colocated, python=python,
     )  # fmt: skip
-    typer.echo(sync_figures.show(figures, json_file))
+    typer.echo(reporting.show(figures, json_file))
 
 
 @bench.command(

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from relax_hpc.bench.ranks import joined
-from relax_hpc.bench.sync_figures import Gap, Update
-from relax_hpc.bench.sync_task import ATTEMPT, LOGPROB_VERSIONS, Task
+from relax_hpc.bench.sync.figures import Gap, Update
+from relax_hpc.bench.sync.task import ATTEMPT, LOGPROB_VERSIONS, Task
 from relax_hpc.comm.world import World
 from relax_hpc.engines.client import EngineClient
 from relax_hpc.engines.generation import Generation, GenerationClient, Sampling

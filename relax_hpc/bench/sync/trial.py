@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from relax_hpc.bench import shapes, train, wire
-from relax_hpc.bench.steady_load import SteadyLoad
-from relax_hpc.bench.sync_figures import Figures, Gap, Update
-from relax_hpc.bench.sync_task import ATTEMPT, Task
+from relax_hpc.bench import shapes, train
+from relax_hpc.bench.sync import wire
+from relax_hpc.bench.sync.figures import Figures, Gap, Update
+from relax_hpc.bench.sync.steady_load import SteadyLoad
+from relax_hpc.bench.sync.task import ATTEMPT, Task
 from relax_hpc.bench.train_task import grid_name
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.child import EngineProcess
@@ -230,7 +231,7 @@ def _speeds(load: SteadyLoad, updates: Sequence[Update], every_s: float) -> _Spe
 
 
 def _run_ranks(task: Task) -> None:
-    from relax_hpc.bench import sync_rank
+    from relax_hpc.bench.sync import rank as sync_rank
 
     # As in a job: engines, which run already, could not release memory with it.
     os.environ.setdefault(_SEGMENTS, "expandable_segments:True")
