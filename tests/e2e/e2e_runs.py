@@ -23,7 +23,7 @@ import asyncio, pathlib
 
 async def score(response):
     if pathlib.Path(__file__).with_name("slowly").exists():
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(SECONDS)
     return float(len(response) % 2)
 """
 CLI = Path(sys.executable).with_name("relax-hpc")
@@ -61,12 +61,12 @@ def submit(job, model_folder, *, local, run=cli, **settings):
     return Submitted(Path(re.search(r"^run directory: (.*)$", said, re.MULTILINE)[1]), said)
 
 
-def unhurried(folder):
+def unhurried(folder, seconds=0.3):
     """A reward, as a job names it, that takes its time while the file `slowly` lies beside it.
 
     So a run lasts while something is done to it, and leaves the processor to that.
     """
-    (folder / "unhurried.py").write_text(UNHURRIED)
+    (folder / "unhurried.py").write_text(UNHURRIED.replace("SECONDS", str(seconds)))
     (folder / "slowly").touch()
     return f"{folder}/unhurried.py:score"
 

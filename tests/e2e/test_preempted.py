@@ -21,7 +21,9 @@ from e2e_runs import (
 
 pytestmark = pytest.mark.long
 
-STEPS, PROMPTS = 40, 8
+# Five steps may be sampled ahead, so a policy lasts five at the least: 1.2 steps a second at most,
+# of a run that has to last through three preemptions.
+STEPS, PROMPTS, SECONDS_A_REWARD = 160, 8, 4
 TIMES, EVERY_S = 3, 30
 
 
@@ -43,7 +45,8 @@ def test_rollout_that_is_preempted_every_30_s_loses_nothing_and_training_goes_on
     tiny, tmp_path, two_nodes
 ):
     settings = {
-        "run_root": tmp_path, "launch.profile": "local", "reward.name": unhurried(tmp_path),
+        "run_root": tmp_path, "launch.profile": "local",
+        "reward.name": unhurried(tmp_path, SECONDS_A_REWARD),
         "launch.layout": "separate", "launch.idle_s": 600, "weights.transport": "files",
         "engines.rollout.resources.cpus_per_task": 8, "actor.resources.cpus_per_task": 8,
         "engines.rollout.resources.partition": "low", "actor.resources.partition": "main",
@@ -65,10 +68,10 @@ def test_rollout_that_is_preempted_every_30_s_loses_nothing_and_training_goes_on
         for number in range(1, TIMES + 1):
             begun, before = time.monotonic(), len(steps())
             preempt()
+            assert len(steps()) < STEPS, "it is preempted while there is something to do"
             wait_for(lambda number=number: attempts() > number, 120)
             wait_for(lambda before=before: len(steps()) > before, 100)
             time.sleep(max(0.0, EVERY_S - (time.monotonic() - begun)) * (number < TIMES))
-        assert len(steps()) < STEPS, "it was preempted while there was something to do"
         hurry(tmp_path)
         now = wait_until(run_dir, is_over, 200)
         assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
