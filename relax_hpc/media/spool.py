@@ -42,10 +42,13 @@ class View(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """[16] identity of all that is shown, for the keys of caches."""
+        """[16] identity of all that is shown, for the keys of caches: arrays, and times of videos,
+        which positions depend on."""
         import xxhash
 
-        return xxhash.xxh3_128(b"".join(each.digest for each in self.media)).digest()
+        times = [repr(each.extent.seconds_per_grid).encode() for each in self.media]
+        parts = [each.digest + time for each, time in zip(self.media, times, strict=True)]
+        return xxhash.xxh3_128(b" ".join(parts)).digest()
 
 
 class Spool:

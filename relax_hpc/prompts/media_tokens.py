@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.media.canonical import Measured, measured
+from relax_hpc.media.canonical import Measured, measured_all
 from relax_hpc.media.expand import Expanded, Span, expand, with_times
 from relax_hpc.media.family import FAMILIES
 from relax_hpc.media.kinds import MODALITIES, Modality
@@ -101,8 +101,8 @@ class MediaTokens:
                 )
 
     def measured(self, media: Sequence[Source]) -> tuple[Measured, ...]:
-        """Reads the headers; raises ConfigError of the first that cannot be used."""
-        return tuple(measured(source, self.recipe) for source in media)
+        """Reads the headers; see `measured_all`."""
+        return measured_all(media, self.recipe)
 
     def expand(self, where: str, text: str, media: Sequence[Measured]) -> Expanded:
         """Makes the tokens of a rendered prompt.
@@ -116,7 +116,8 @@ class MediaTokens:
             ConfigError: the chat template left a medium out.
         """
         for modality, token in self.recipe.family.placeholders.items():
-            count = sum(1 for medium in media if medium.extent.modality == modality)
+            own = (e for _, _, e in media if not e.is_of_video)
+            count = sum(1 for extent in own if extent.modality == modality)
             if (places := text.count(token)) != count:
                 raise ConfigError(
                     f"{where}: the chat template writes {token} {places} times for {count} of "

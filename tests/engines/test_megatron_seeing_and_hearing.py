@@ -74,9 +74,9 @@ def test_each_medium_is_read_and_encoded_once_by_one_rank_of_a_replica(ranks, re
     pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
     read = pool.call(worker.read)
     shape = read_architecture(reference.folder)
-    grids = {1: (1, 4, 6), 2: (1, 8, 4), 3: (3, 4, 4)}
+    grids = {1: (1, 4, 6), 2: (1, 8, 4), 3: (3, 4, 4), 7: (2, 4, 6)}
     # 37 mel frames are 5 tokens; 230 are 13 + 13 + 4, 451 four times 13 and 7.
-    tokens = {37004: 5, 230005: 30, 451006: 59}
+    tokens = {37004: 5, 230005: 30, 451006: 59, 210008: 28, 120009: 16, 55010: 7}
     everything = grids.keys() | tokens.keys()
     seen = everything if grid != "dp2" else [number for rank in read for number in rank]
     flops = tower_flops(shape.vision, [grids[n] for n in seen if n in grids])

@@ -2,7 +2,20 @@
 
 import pytest
 import torch
-from seer import AUDIO, IMAGE, TOGETHER, TOLERANCE, VIDEO, Hearer, ask, clip, make, sound, source
+from seer import (
+    AUDIO,
+    IMAGE,
+    TOGETHER,
+    TOLERANCE,
+    VIDEO,
+    Hearer,
+    ask,
+    clip,
+    film,
+    make,
+    sound,
+    source,
+)
 from sglang_under_test import SGLANG_PYTHON
 
 from relax_hpc.engines import capabilities
@@ -35,6 +48,14 @@ CASES = {
     ]),
     "image and sound": (IMAGE + "and" + AUDIO + "?", lambda f: [source(f, 1), sound(f, 1)]),
     "video": (VIDEO + "what?", lambda f: [clip(f, 10)]),
+    "video at 3 frames a second": (VIDEO + "what?", lambda f: [
+        clip(f, 10)._replace(fps=3.0),
+    ]),
+    "video and its sound": (VIDEO + "what?", lambda f: [film(f, 20)]),
+    "sound that ends before": ("so" + VIDEO + "?", lambda f: [film(f, 21, rate=8, heard_s=0.3)]),
+    "two of them": (VIDEO + "or" + AUDIO + "or" + VIDEO + IMAGE + "?", lambda f: [
+        film(f, 22), sound(f, 1), film(f, 23, heard_s=3.1), source(f, 1),
+    ]),
     "all of it": (VIDEO + "a" + AUDIO + "b" + IMAGE + "?", lambda f: [
         clip(f, 10), sound(f, 2, 2.5), source(f, 1),
     ]),

@@ -98,9 +98,7 @@ class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has 
             video_token_id=self.mm_tokens.video_token_id,
             audio_token_id=self.mm_tokens.audio_token_id,
             mrope_positions=torch.from_numpy(found),
-            mrope_position_delta=torch.tensor([[next_position(found) - len(token_ids)]]).to(
-                torch.int64
-            ),
+            mrope_position_delta=torch.tensor([[next_position(found) - len(token_ids)]]),
         )
 
     async def _features(self, medium: Spooled, content: bytes) -> Tensor:
