@@ -32,6 +32,13 @@ class Spooled(NamedTuple):
     path: Path
     """File of `numpy.save`."""
 
+    def features_key(self, policy_version: int) -> int:
+        """Returns what an engine keeps features by, in 64 bits: other weights make others of the
+        same array."""
+        import xxhash
+
+        return xxhash.xxh3_64_intdigest(self.digest + policy_version.to_bytes(8, "big"))
+
 
 class View(NamedTuple):
     """The media among some tokens, as an engine is shown them."""

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import time
 
+import numpy as np
 import pytest
 import torch
 from seer import IMAGE, TOGETHER, TOLERANCE, VIDEO, Seer, ask, clip, image, make, source
@@ -26,6 +28,8 @@ from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+
+THOUSANDS = 10_000
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
 
@@ -70,6 +74,27 @@ def test_placeholders_in_a_draft_are_text(seer, tmp_path):
     got = torch.tensor(generation.logprobs)
     assert generation.token_ids[:6] == draft and len(got) == 18
     assert (got - reference)[6:].abs().max() <= TOLERANCE
+
+
+@pytest.mark.soak
+def test_thousands_of_images_of_one_size_are_never_confused(seer, tmp_path):
+    """Each is asked once, all in turn, then a part again, from the caches."""
+    began = time.monotonic()
+    prompts = [seer.prompt(IMAGE + "what?", source(tmp_path, n)) for n in range(THOUSANDS)]
+    references, worst = {}, 0.0
+    order = [*range(THOUSANDS), *range(0, THOUSANDS, 10)]
+    for first in range(0, len(order), 250):
+        numbers = order[first : first + 250]
+        done = ask(seer, [prompts[n] for n in numbers], new=1)
+        for number, made in zip(numbers, done, strict=True):
+            key = number, made.token_ids[0]
+            if key not in references:
+                references[key] = float(seer.logprobs(prompts[number], made.token_ids)[0])
+            worst = max(worst, abs(made.logprobs[0] - references[key]))
+    values = np.array(list(references.values()))
+    apart = np.abs(values - np.roll(values, 1))
+    print(f"\n{THOUSANDS} images: {worst:.1e} nats, {time.monotonic() - began:.0f} s")
+    assert worst <= TOGETHER and np.median(apart) > 1e-2
 
 
 def test_images_of_one_size_are_never_confused(seer, tmp_path):
