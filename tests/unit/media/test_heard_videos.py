@@ -8,6 +8,7 @@ import pytest
 from bus_fixtures import PRODUCERS, make_bus, trajectory
 from media_files import clip, film, model_folder, photo, recipe_of, source, tokenizer
 from test_media_prompts import TEMPLATE
+from test_media_stored import changed, put, read
 
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.reader import Reader
@@ -17,7 +18,7 @@ from relax_hpc.bus.tools import media as tool
 from relax_hpc.bus.tools import selection
 from relax_hpc.config.media import MediaConfig
 from relax_hpc.config.prompts import PromptsConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, DamagedError
 from relax_hpc.media import sounds
 from relax_hpc.media.canonical import canonical, measured_all
 from relax_hpc.media.expand import Span
@@ -25,6 +26,7 @@ from relax_hpc.media.kinds import modality_of
 from relax_hpc.media.positions import positions
 from relax_hpc.media.recipe import read_recipe
 from relax_hpc.media.spool import Spooled, View
+from relax_hpc.media.stored import DECODERS
 from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.prompts.records import Records
 from relax_hpc.prompts.source import PromptSource
@@ -213,3 +215,20 @@ def test_views_of_the_same_frames_at_other_times_are_not_the_same(recipe, tmp_pa
         made.append(Spooled(video.extent, canonical(video, recipe).digest, tmp_path / "a"))
     assert made[0].digest == made[1].digest
     assert View((made[0],), ()).digest != View((made[1],), ()).digest
+
+
+def test_damage_to_bytes_that_two_media_have_is_named_by_the_one_that_is_read(
+    prompt, recipe, tmp_path
+):
+    made, _ = shown_by(prompt, recipe)
+    drifted = made[1]._replace(canonical_xxh3=bytes(range(16)))
+    rows = [trajectory(0, 0, prompt=90)._replace(media=(made[0], drifted))]
+    paths, path = put(tmp_path, [PromptGroup(0, rows)], **{DECODERS: "av 9"})
+    message = r"medium 1 \(MP4\): is decoded to .*, not 0001.*0f: stored by av 9, read by pillow"
+    with pytest.raises(DamagedError, match=message):
+        read(paths, place=1).canonical(recipe)
+    changed(path, media.BYTES, len(made[0].data) // 2)
+    for place in (0, 1):
+        message = rf"{path}: is corrupt: medium {place} \(MP4, {len(made[0].data):,} bytes"
+        with pytest.raises(DamagedError, match=message):
+            read(paths, place=place)
