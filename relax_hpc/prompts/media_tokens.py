@@ -12,6 +12,7 @@ from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.source import Source
 from relax_hpc.prompts.parts import text_of
 from relax_hpc.prompts.record import Record, as_messages
+from relax_hpc.prompts.template import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,20 +80,28 @@ class MediaTokens:
         Raises:
             ConfigError: there is such.
         """
-        text = "".join(text_of(message["content"]) for message in as_messages(record.prompt))
-        for token in self.recipe.family.placeholders.values():
-            if token in text:
-                raise ConfigError(
-                    f"{where}: the text holds {token}, which stands for a medium; write <image>, "
-                    "<video> or <audio> and give the medium, or remove it"
-                )
+        self.check_text(where, as_messages(record.prompt))
         if record.num_unfilled:
             raise ConfigError(
                 f"{where}: the text has {record.num_unfilled} places for media, and the row has "
                 "none; give them, "
                 'or write the content in parts, {"type": "text", ...}, where it is text'
             )
-        for source in record.media:
+        self.check_taken(record.media)
+
+    def check_text(self, where: str, messages: Sequence[Message]) -> None:
+        """Refuses text that would be taken for media; raises ConfigError."""
+        text = "".join(text_of(message["content"]) for message in messages)
+        for token in self.recipe.family.placeholders.values():
+            if token in text:
+                raise ConfigError(
+                    f"{where}: the text holds {token}, which stands for a medium; write <image>, "
+                    "<video> or <audio> and give the medium, or remove it"
+                )
+
+    def check_taken(self, media: Sequence[Source]) -> None:
+        """Refuses media that the model cannot take; raises ConfigError."""
+        for source in media:
             if source.modality not in self.recipe.family.placeholders:
                 takes = ", ".join(self.recipe.family.placeholders)
                 raise source.refused(
