@@ -3,11 +3,14 @@
 A medium's array is drawn from the number that its digest is.
 """
 
+import copy
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from megatron_reference import hub_layout
+from torch.overrides import TorchFunctionMode
 
 from relax_hpc.config.media import MediaConfig
 from relax_hpc.demo import hearing, seeing
@@ -21,11 +24,17 @@ START, END, IMAGE, VIDEO, AUDIO_START, AUDIO_END, AUDIO = range(259, 266)
 """Ids of the tiny models' tokens."""
 
 
-def make(folder, *, kind="vl", seed=0):
+def make(folder, *, kind="vl", seed=0, deeper=False):
     """A tiny model that sees, with weights that matter: those of the demo are small.
 
-    Of "omni" the thinker is given back.
+    Of "omni" the thinker is given back. A deeper one has 8 layers, and features in 2 of them.
     """
+    if deeper:
+        with (
+            patch.dict(seeing.TEXT, num_hidden_layers=8),
+            patch.dict(seeing.VISION, deepstack_visual_indexes=[0, 1]),
+        ):
+            return make(folder, kind=kind, seed=seed)
     if kind == "omni":
         tokens = hearing.tokenizer()
         whole = hearing.model(tokens, seed=seed)
@@ -225,6 +234,9 @@ def logprobs_of(model, row, folder):
     given = inputs_of(row, folder)
     if "attention_mask" in given:  # positions as SGLang looks them up, without what is fractional
         given["position_ids"] = _positions(model, given).floor()
+    dtype = next(model.parameters()).dtype
+    for name in ("pixel_values", "pixel_values_videos", "input_features"):
+        given |= {name: given[name].to(dtype)} if name in given else {}
     values = model(**given).logits[0].log_softmax(-1)[:-1]
     ids = given["input_ids"][0, 1:, None]
     return torch.cat([torch.zeros(1), values.gather(1, ids)[:, 0]])
@@ -255,6 +267,40 @@ def _of_thinker(name):
     return "thinker." + name.replace("model.language_model.", "model.")
 
 
+class _Double(TorchFunctionMode):
+    """transformers computes norms, routes and softmax in float32, whatever a model is in."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype is torch.float64:
+            if function is torch.Tensor.float:
+                return args[0]
+            if function is torch.Tensor.to:
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def exact(model, rows, advantages, folder):
+    """Logprobs and gradients of the mean loss in float64; only the angles of positions are not."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._experts_implementation = "eager"
+    with _Double():
+        values = [logprobs_of(model, each, folder) for each in rows]
+        sampled = (
+            v[torch.from_numpy(r.loss_mask) > 0].sum() for v, r in zip(values, rows, strict=True)
+        )
+        loss = -sum(float(a) * each for a, each in zip(advantages, sampled, strict=True))
+        (loss / int(sum(each.loss_mask.sum() for each in rows))).backward()
+    gradients = _hub_layout(model, {n: p.grad for n, p in model.named_parameters()})
+    return SimpleNamespace(logprobs=[v.detach().numpy() for v in values], gradients=gradients)
+
+
 def reference(folder, model, rows, advantages, num_steps=2, frozen=()):
     """Logprobs, gradients of the mean loss and weights of updates by torch's AdamW.
 
@@ -275,7 +321,7 @@ def reference(folder, model, rows, advantages, num_steps=2, frozen=()):
     )
     found = SimpleNamespace(
         folder=folder, rows=rows, advantages=advantages, logprobs=[], gradients=[], steps=[],
-        norms=[],
+        norms=[], exact=exact(model, rows, advantages, folder),
     )  # fmt: skip
     for step in range(num_steps):
         model.zero_grad()
