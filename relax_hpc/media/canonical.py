@@ -45,8 +45,7 @@ def measured(source: Source, recipe: Recipe) -> Measured:
         facts = _facts(source, recipe)
     except ImportError as error:
         raise _missing(error) from None
-    limits.check(source, facts, recipe)
-    return Measured(source, facts, extent_of(facts, recipe))
+    return _checked(source, facts, recipe)
 
 
 def measured_all(sources: Sequence[Source], recipe: Recipe) -> tuple[Measured, ...]:
@@ -107,9 +106,13 @@ def _sound_of(medium: Measured, recipe: Recipe) -> Measured | None:
     source, facts, _ = medium
     if not recipe.audio_in_video or facts.modality != "video" or source.frames:
         return None
-    if not sounds.read_facts(source.its_sound).sampling_rate:
-        return None
-    return measured(source.its_sound, recipe)
+    heard = sounds.read_facts(source.its_sound)
+    return _checked(source.its_sound, heard, recipe) if heard.sampling_rate else None
+
+
+def _checked(source: Source, facts: Facts, recipe: Recipe) -> Measured:
+    limits.check(source, facts, recipe)
+    return Measured(source, facts, extent_of(facts, recipe))
 
 
 def _facts(source: Source, recipe: Recipe) -> Facts:
