@@ -217,12 +217,12 @@ class Half:
         return Outcome({"half": 0.5})
 
 
-def groups(seer, folder, environment, count):
-    """The first prompt groups of the data in a folder, of three siblings."""
+def groups(seer, folder, environment, count, **media):
+    """The first prompt groups of the data in a folder, of three siblings; `media` are settings."""
     settings = job_file.validate(
         {
             "name": "t", "model": {"path": str(seer.folder)},
-            "prompts": {"train": str(folder / "train.jsonl")},
+            "prompts": {"train": str(folder / "train.jsonl"), "media": media},
             "rollout": {"samples_per_prompt": 3, "max_new_tokens": 9},
             "engines": {"rollout": {"kind": "sglang"}}, "schedule": {"num_steps": 1},
         },
