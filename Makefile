@@ -5,6 +5,7 @@
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards
 # make soak-run   end a whole run a hundred times, in every way; its curve is that of one that was left alone
+# make soak-sglang   ten thousand images of one size, each by itself
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
 # make demo-sglang   the main job with SGLang as the engine, on CPU
 # make test-sglang   what the tests say of SGLang on CPU; what its versions differ in, of two of them
@@ -21,7 +22,7 @@ WORKERS ?= 2
 # One thread a process: the demo's processes share the cores among themselves.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-long docs check soak soak-run mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
+.PHONY: demo test test-long docs check soak soak-run soak-sglang mutants setup setup-packages setup-sglang setup-sglang-old demo-sglang test-sglang clean
 
 demo: setup
 	$(BIN)/relax-hpc make-tiny models/tiny
@@ -42,6 +43,9 @@ soak: setup
 
 soak-run: setup setup-packages
 	$(BIN)/pytest -m soak -s tests/e2e/test_random_ends.py
+
+soak-sglang: setup setup-sglang
+	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m soak -s tests/engines
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS)
@@ -71,9 +75,9 @@ demo-sglang: setup setup-sglang
 	$(SGLANG)/bin/relax-hpc submit jobs/demo.toml --local --follow --set engines.rollout.kind=sglang --set schedule.num_steps=20 --set name=$$($(BIN)/python tests/free_name.py runs demo-sglang)
 
 test-sglang: setup setup-sglang setup-sglang-old
-	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m sglang $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py media_of_sglang.py sounds_of_sglang.py)
-	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m sglang tests/engines/test_weights_sync.py -k "ten_updates or keys_of"
-	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m sglang tests/engines
+	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m "sglang and not soak" $(addprefix tests/engines/test_,engine_contract.py engine_process.py routed_experts.py media_of_sglang.py sounds_of_sglang.py)
+	RELAX_SGLANG_PYTHON=$(SGLANG_OLD)/bin/python $(BIN)/pytest -m "sglang and not soak" tests/engines/test_weights_sync.py -k "ten_updates or keys_of"
+	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m "sglang and not soak" tests/engines
 
 setup-sglang: $(SGLANG)/.ready
 

@@ -32,6 +32,9 @@ class MediaConfig(Section):
     video_tokens_per_frame: Bounds | None = None
     """Fewest and most tokens that a frame of a video has room for; two frames share their tokens.
     """
+    audio_in_video: bool = False
+    """Whether a model that hears is given the sound of a video, too, interleaved with its frames by
+    time. A video without sound is seen only."""
     audio_max_s: Annotated[Number, Field(gt=0, le=86400)] | None = None
     """Longest sound, in seconds; a longer one cannot be used."""
     broken: Literal["error", "skip"] = "error"

@@ -6,8 +6,10 @@ from typing import Protocol
 
 from relax_hpc.engines.generation import Draft, Generation
 from relax_hpc.environments.record import Call, Record
+from relax_hpc.environments.turn_media import Given, TurnMedia
 from relax_hpc.errors import RelaxError
 from relax_hpc.prompts.conversation import Conversation
+from relax_hpc.prompts.parts import plain
 from relax_hpc.prompts.source import Prompt
 from relax_hpc.prompts.template import Message
 from relax_hpc.sampling.how import How
@@ -41,17 +43,18 @@ class Sampler(Protocol):
 class Reply:
     """An answer of the policy."""
 
-    __slots__ = ("_conversation", "_text", "asked", "before", "call")
+    __slots__ = ("_conversation", "_given", "_text", "asked", "before", "call")
 
     def __init__(
         self,
         call: Call,
         conversation: Conversation,
         asked: Sequence[Message],
+        given: Given,
         before: "Reply | None",
     ) -> None:
-        """`asked` is what it answers, `before` the reply that came before it."""
-        self.call, self._conversation = call, conversation
+        """`asked` is what it answers, in tokens `given`, `before` the reply before it."""
+        self.call, self._conversation, self._given = call, conversation, given
         self.asked, self.before = asked, before
         self._text: str | None = None
 
@@ -70,6 +73,11 @@ class Reply:
     def messages(self) -> list[Message]:
         """The conversation that it is the end of."""
         return [*self.asked, self.message]
+
+    @property
+    def known(self) -> Given:
+        """All tokens up to its end, and their media."""
+        return self._given._replace(token_ids=self.call.token_ids)
 
     @property
     def finish(self) -> FinishReason:
@@ -94,6 +102,7 @@ class Session:
         "_reply",
         "_sampler",
         "_seed",
+        "_turn_media",
     )
 
     def __init__(
@@ -107,6 +116,7 @@ class Session:
         group: Hashable,
         episode: Hashable,
         seed: int,
+        turn_media: TurnMedia | None = None,
     ) -> None:
         """Asks nobody before `chat`.
 
@@ -117,10 +127,12 @@ class Session:
             group: episodes of one group begin with the same tokens.
             episode: of this session; differs between all that run at a time.
             seed: of the first call; those of the others follow from it.
+            turn_media: takes media that the environment adds; None of a model of text.
         """
         self._prompt, self._record, self._sampler = prompt, record, sampler
         self._conversation, self._how, self._seed = conversation, how, seed
         self._homes = episode, group
+        self._turn_media = turn_media
         self._reply: Reply | None = None
         """The newest."""
         self._num_calls = 0
@@ -139,6 +151,9 @@ class Session:
         is, token by token, and only what is new is rendered and appended. Any other history is
         rendered as a whole, and begins a sequence of its own.
 
+        Messages that are new may show media, as prompts in parts do: `{"type": "image", "image":
+        ...}`, with `{"bytes": ...}`, a path or a data: URL.
+
         Args:
             messages: the whole conversation so far; None is the prompt.
             max_new_tokens: of the reply; None is the run's limit.
@@ -148,9 +163,10 @@ class Session:
             as it may become.
         """
         asked = self._prompt.messages if messages is None else list(messages)
-        given, how = self._given(asked), self._how
+        found, how = await self._given(asked), self._how
+        given = found.token_ids
         left = min(max_new_tokens or how.max_new_tokens, how.max_tokens - len(given))
-        call = self._begin(given) if left > 0 else self._call(given, FinishReason.LENGTH)
+        call = self._begin(found) if left > 0 else _call(found, FinishReason.LENGTH)
         if call.finish is None and call.is_over:
             is_cut = len(call.draft.token_ids) >= left
             call.finish = FinishReason.LENGTH if is_cut else FinishReason.STOP
@@ -158,59 +174,57 @@ class Session:
             done = await self._sampler.sample(
                 given,
                 call.draft,
-                how._replace(max_new_tokens=left, view=self._prompt.view),
+                how._replace(max_new_tokens=left, view=found.view),
                 seed=seed_of_call(self._seed, self._num_calls - 1),
                 homes=self._homes,
             )
             call.finish, call.routed_experts = done.finish, done.routed_experts
-        self._reply = Reply(call, self._conversation, asked, self._reply)
+        self._reply = Reply(call, self._conversation, asked, found, self._reply)
         return self._reply
 
-    def _given(self, asked: list[Message]) -> Sequence[int]:
-        """The token ids of a conversation that the policy is to go on with."""
+    async def _given(self, asked: list[Message]) -> Given:
+        """The tokens of a conversation that the policy is to go on with."""
         prompt, reply = self._prompt, self._reply
         while reply:
             known = len(reply.asked) + 1
             if len(asked) >= known and asked[:known] == reply.messages:
-                sampled = reply.call.token_ids
-                more = self._conversation.following(
-                    prompt.where, asked, known, sampled, prompt.tools, prompt.template_args
-                )
-                if more is not None:
-                    self._refuse_media(asked[known:])
-                    return [*sampled, *more]
+                shown = prompt.where, plain(asked), known, reply.call.token_ids
+                rest = self._conversation.following(*shown, prompt.tools, prompt.template_args)
+                if rest is not None:
+                    return await self._going_on(reply.known, asked[known:], rest)
             reply = reply.before
         if asked == prompt.messages:
-            return prompt.token_ids
-        self._refuse_media(asked)
-        return self._conversation.encode(prompt.where, asked, prompt.tools, prompt.template_args)
+            return Given(prompt.token_ids, prompt.media, prompt.view)
+        self._refuse_media(asked, "in a history that it wrote anew; go on from a reply")
+        return Given(
+            self._conversation.encode(prompt.where, asked, prompt.tools, prompt.template_args)
+        )
 
-    def _refuse_media(self, messages: Sequence[Message]) -> None:
-        """Only what goes on from a prompt shows its media: elsewhere nobody has expanded them."""
+    async def _going_on(self, before: Given, new: list[Message], text: str) -> Given:
+        if self._turn_media is None:
+            self._refuse_media(new, "to a model that reads text only; use one that takes them")
+            return before.going_on(self._conversation.plain(text) if text else [])
+        return await self._turn_media.added(before, self._prompt.where, new, text)
+
+    def _refuse_media(self, messages: Sequence[Message], where: str) -> None:
         if any(not isinstance(message["content"], str) for message in messages):
-            raise RelaxError(
-                f"{self._prompt.where}: an environment shows media in a message of its own, or in "
-                "a history that it wrote anew; go on from the prompt's messages, with text"
-            )
+            raise RelaxError(f"{self._prompt.where}: an environment shows media {where}")
 
-    def _begin(self, given: Sequence[int]) -> Call:
+    def _begin(self, given: Given) -> Call:
         """The call of these tokens: the record's next one, if it is of them, or a new one."""
         calls, number = self._record.calls, self._num_calls
         self._num_calls += 1
         if number < len(calls):
-            if list(calls[number].given) == list(given):
-                again = self._call(given)
-                calls[number].media, calls[number].spans = again.media, again.spans
+            if list(calls[number].given) == list(given.token_ids):
+                calls[number].media, calls[number].spans = given.media, given.spans
                 return calls[number]
             del calls[number:]  # from the first difference on it is another episode
-        calls.append(self._call(given))
+        calls.append(_call(given))
         return calls[number]
 
-    def _call(self, given: Sequence[int], finish: FinishReason | None = None) -> Call:
-        prompt = self._prompt
-        shows = bool(prompt.media) and list(given[: len(prompt.token_ids)]) == prompt.token_ids
-        media, spans = (prompt.media, prompt.spans) if shows else ((), ())
-        return Call(given, media, spans, finish=finish)
+
+def _call(given: Given, finish: FinishReason | None = None) -> Call:
+    return Call(given.token_ids, given.media, given.spans, finish=finish)
 
 
 def seed_of_call(seed: int, number: int) -> int:

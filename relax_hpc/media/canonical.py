@@ -1,12 +1,13 @@
 """The canonical form of a medium: the array that engine and trainer make a model's input of."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from relax_hpc.errors import ConfigError
 from relax_hpc.media import images, limits, sounds, videos
-from relax_hpc.media.extent import Extent, extent_of
+from relax_hpc.media.extent import Extent, extent_of, interleaved
 from relax_hpc.media.facts import Facts
 from relax_hpc.media.mel import mel
 from relax_hpc.media.recipe import Recipe
@@ -44,8 +45,26 @@ def measured(source: Source, recipe: Recipe) -> Measured:
         facts = _facts(source, recipe)
     except ImportError as error:
         raise _missing(error) from None
-    limits.check(source, facts, recipe)
-    return Measured(source, facts, extent_of(facts, recipe))
+    return _checked(source, facts, recipe)
+
+
+def measured_all(sources: Sequence[Source], recipe: Recipe) -> tuple[Measured, ...]:
+    """Reads the headers of media; the sound of a video, if videos are heard, is one of its own, and
+    comes after it.
+
+    Raises:
+        ConfigError: as `measured`, of the first that cannot be used.
+    """
+    found = list[Measured]()
+    for source in sources:
+        medium = measured(source, recipe)
+        sound = _sound_of(medium, recipe)
+        if sound is None:
+            found.append(medium)
+            continue
+        extents = interleaved(medium.extent, sound.extent, recipe.positions_per_s)
+        found += [m._replace(extent=e) for m, e in zip((medium, sound), extents, strict=True)]
+    return tuple(found)
 
 
 def canonical(medium: Measured, recipe: Recipe) -> Canonical:
@@ -80,6 +99,20 @@ def digest_of(array: Array) -> bytes:
     digest = xxhash.xxh3_128(f"{array.dtype.str} {array.shape}".encode())
     digest.update(np.ascontiguousarray(array).data)
     return digest.digest()
+
+
+def _sound_of(medium: Measured, recipe: Recipe) -> Measured | None:
+    """The sound of a video; None of other media, and where there is none."""
+    source, facts, _ = medium
+    if not recipe.audio_in_video or facts.modality != "video" or source.frames:
+        return None
+    heard = sounds.read_facts(source.its_sound)
+    return _checked(source.its_sound, heard, recipe) if heard.sampling_rate else None
+
+
+def _checked(source: Source, facts: Facts, recipe: Recipe) -> Measured:
+    limits.check(source, facts, recipe)
+    return Measured(source, facts, extent_of(facts, recipe))
 
 
 def _facts(source: Source, recipe: Recipe) -> Facts:

@@ -16,7 +16,8 @@ class Extent(NamedTuple):
 
     modality: Modality
     tokens: tuple[int, ...]
-    """Tokens of each stretch that it is written in: one, or one for each pair of frames."""
+    """Tokens of each stretch that it is written in: one, or one for each pair of frames, or as the
+    sound of a video cuts it; see `interleaved`."""
     size: tuple[int, int] = (0, 0)
     """Height and width in pixels, after it was resized; zeros of sound."""
     grid: tuple[int, int, int] = (0, 0, 0)
@@ -28,6 +29,8 @@ class Extent(NamedTuple):
     seconds_per_grid: float = 0.0
     """Seconds from one patch of a video to the next in time."""
     mel_frames: int = 0
+    is_of_video: bool = False
+    """Whether it is the sound of the medium before it."""
 
 
 def extent_of(facts: Facts, recipe: Recipe) -> Extent:
@@ -41,6 +44,36 @@ def extent_of(facts: Facts, recipe: Recipe) -> Extent:
     assert recipe.audio is not None
     frames = mel_frames(facts, recipe.audio)
     return Extent("audio", (audio_tokens(frames, recipe.audio.chunk),), mel_frames=frames)
+
+
+def interleaved(video: Extent, sound: Extent, per_s: float) -> tuple[Extent, Extent]:
+    """Writes a video and its sound in turns, each pair of frames where its time comes.
+
+    A pair of frames goes before the first token of sound whose position is not before its own, so
+    the first stretch is of the video; a stretch of the one follows each of the other.
+
+    Args:
+        video: in one stretch.
+        sound: in one stretch.
+        per_s: positions of a second, and so tokens of sound.
+
+    Source: `replace_video_with_audio_token` of transformers' Qwen3-Omni processor.
+    """
+    frames, (total,) = video.grid[0], sound.tokens
+    of_pair = video.tokens[0] // frames
+    shown, heard, done = [0], list[int](), 0
+    for number in range(frames):
+        before = min(math.ceil(number * video.seconds_per_grid * per_s), total)
+        if before > done:
+            heard.append(before - done)
+            shown.append(0)
+            done = before
+        shown[-1] += of_pair
+    heard += [total - done] if total > done else []
+    return (
+        video._replace(tokens=tuple(shown)),
+        sound._replace(tokens=tuple(heard), is_of_video=True),
+    )
 
 
 def extent_of_array(

@@ -18,8 +18,6 @@ class Family(NamedTuple):
     """Whether bounds of a video are of all its pixels; else of each frame's."""
     is_even: bool = False
     """Whether as many frames are taken as two can be merged of."""
-    is_timed: bool = False
-    """Whether positions of a video's tokens count time, not its frames."""
 
 
 _VISION = "<|vision_start|>{}<|vision_end|>"
@@ -38,7 +36,6 @@ QWEN3_OMNI = Family(
     {"image": _IMAGE, "video": _VIDEO, "audio": _AUDIO},
     _SEEN | {"audio": f"<|audio_start|>{_AUDIO}<|audio_end|>"},
     is_even=True,
-    is_timed=True,
 )
 FAMILIES: dict[str, Family] = {
     "qwen3_vl": QWEN3_VL,

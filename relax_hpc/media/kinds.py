@@ -42,6 +42,8 @@ _ENCODINGS: tuple[tuple[int, bytes, Encoding], ...] = (
     (0, b"\xff\xf3", Encoding("MP3", _M.MP3, "audio")),
     (0, b"\xff\xf2", Encoding("MP3", _M.MP3, "audio")),
 )
+VIDEOS = (_M.MP4, _M.WEBM)
+"""Encodings that may have sound beside their frames."""
 UNKNOWN = Encoding("none of the encodings that are known")
 
 
@@ -63,7 +65,7 @@ def named(modality: Modality) -> str:
 
 
 def modality_of(medium: Medium) -> Modality:
-    """Returns what a medium is.
+    """Returns what a medium is. The file of a video that has no grid is the video's sound.
 
     Raises:
         ValueError: of no kind that is decoded here.
@@ -74,6 +76,8 @@ def modality_of(medium: Medium) -> Modality:
         return "video" if medium.frames else still
     if kind is MediaKind.FRAMES:
         return "video"
+    if kind in VIDEOS and not any(medium.grid_thw):
+        return "audio"
     for _, _, encoding in _ENCODINGS:
         if encoding.kind is kind and encoding.modality:
             return encoding.modality

@@ -72,7 +72,9 @@ class Recipe(NamedTuple):
     video: Video
     audio: Audio | None
     positions_per_s: float
-    """Positions of a second of video, of a family that is timed."""
+    """Positions of a second of video, of a family that does not write frames one by one."""
+    audio_in_video: bool = False
+    """Whether videos are heard, too."""
 
 
 def is_shown_media(folder: Path) -> bool:
@@ -95,7 +97,8 @@ def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
         None for a model of text only.
 
     Raises:
-        ConfigError: the folder has no preprocessor, or one that cannot be followed.
+        ConfigError: the folder has no preprocessor, or one that cannot be followed, or the job asks
+            for the sound of videos and the model does not hear.
     """
     config = read_json(folder / "config.json") or {}
     family = _family_in(config)
@@ -105,6 +108,11 @@ def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
     image = files.table("image_processor", _IMAGE)
     video = files.table("video_processor", _VIDEO, _IMAGE)
     has_sound = "audio" in family.placeholders
+    if settings.audio_in_video and not has_sound:
+        raise ConfigError(
+            f"prompts.media.audio_in_video = true: the model in {folder}, of {family.name}, does "
+            "not hear; remove it, or use a model of model_type qwen3_omni_moe"
+        )
     sound = files.table("feature_extractor", _IMAGE) if has_sound else None
     thinker = config.get("thinker_config", config)
     chunk = 2 * int(thinker.get("audio_config", {}).get("n_window", 50))
@@ -114,6 +122,7 @@ def read_recipe(folder: Path, settings: MediaConfig) -> Recipe | None:
         _video(family, video, settings),
         _audio(sound, settings, chunk) if sound else None,
         float(thinker.get("position_id_per_seconds", 13)),
+        settings.audio_in_video,
     )
 
 

@@ -38,10 +38,17 @@ class Source(NamedTuple):
     """Images that are the frames of a video."""
     fps: float | None = None
     """Frames per second of `frames`, where the row says it."""
+    is_of_video: bool = False
+    """Whether it is the sound of a video, of which the bytes are."""
 
     @property
     def label(self) -> str:
         return f"{self.place} ({self.given})" if self.given else self.place
+
+    @property
+    def its_sound(self) -> "Source":
+        """The sound of this video."""
+        return self._replace(place=f"{self.place}, its sound", modality="audio", is_of_video=True)
 
     def refused(self, said: str) -> MediumError:
         """Makes the error of a medium that cannot be used.
@@ -87,6 +94,8 @@ class Source(NamedTuple):
             ConfigError: it is empty, of another modality, or none that can be decoded.
         """
         found = encoding_of(file)
+        if self.is_of_video and found.modality == "video":
+            return found
         if found.modality == self.modality and found.kind is not None:
             return found
         if not file.read(1):

@@ -32,6 +32,13 @@ class Spooled(NamedTuple):
     path: Path
     """File of `numpy.save`."""
 
+    def features_key(self, policy_version: int) -> int:
+        """Returns what an engine keeps features by, in 64 bits: other weights make others of the
+        same array."""
+        import xxhash
+
+        return xxhash.xxh3_64_intdigest(self.digest + policy_version.to_bytes(8, "big"))
+
 
 class View(NamedTuple):
     """The media among some tokens, as an engine is shown them."""
@@ -42,10 +49,13 @@ class View(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """[16] identity of all that is shown, for the keys of caches."""
+        """[16] identity of all that is shown, for the keys of caches: arrays, and times of videos,
+        which positions depend on."""
         import xxhash
 
-        return xxhash.xxh3_128(b"".join(each.digest for each in self.media)).digest()
+        times = [repr(each.extent.seconds_per_grid).encode() for each in self.media]
+        parts = [each.digest + time for each, time in zip(self.media, times, strict=True)]
+        return xxhash.xxh3_128(b" ".join(parts)).digest()
 
 
 class Spool:

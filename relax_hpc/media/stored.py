@@ -10,7 +10,7 @@ import numpy as np
 from relax_hpc.errors import ConfigError, DamagedError
 from relax_hpc.media.canonical import Canonical, Measured, canonical, digest_of, measured
 from relax_hpc.media.extent import extent_of_array
-from relax_hpc.media.kinds import modality_of
+from relax_hpc.media.kinds import VIDEOS, modality_of
 from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.source import Source
 from relax_hpc.schema import Array, MediaKind, Medium
@@ -90,7 +90,8 @@ class Stored(NamedTuple):
         data = self.medium.data.tobytes()
         source = Source(self.place, modality_of(self.medium))
         if self.medium.kind is not MediaKind.FRAMES:
-            return source._replace(data=data)
+            is_of_video = source.modality == "audio" and self.medium.kind in VIDEOS
+            return source._replace(data=data, is_of_video=is_of_video)
         frames, fps = _unpacked(data)
         named = enumerate(frames, start=1)
         each = (Source(f"{self.place}, frame {n}", "image", data=frame) for n, frame in named)

@@ -28,7 +28,7 @@ def read_facts(source: Source, recipe: Recipe) -> Facts:
     """
     if source.frames:
         return _of_list(source, recipe)
-    with _opened(source) as (container, stream, kind):
+    with opened(source) as (container, stream, kind):
         first = next(container.decode(stream), None)
         if first is None:
             return Facts("video", kind, 2, 2)
@@ -80,7 +80,7 @@ def _frames(source: Source, facts: Facts, wanted: Sequence[int]) -> Iterator[npt
     """Yields the frames that are wanted, in order: [height, width, 3]."""
     apart_s = facts.num_frames / facts.fps / len(wanted)
     chosen, start_s, seen = frozenset(wanted), 0.0, 0
-    with _opened(source) as (container, stream, _):
+    with opened(source) as (container, stream, _):
         for number, frame in enumerate(container.decode(stream)):
             start_s = start_s if number else frame.time or 0.0
             seen = number + 1
@@ -110,7 +110,12 @@ def _check_time(
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[tuple["InputContainer", "VideoStream", MediaKind]]:
+def opened(source: Source) -> Iterator[tuple["InputContainer", "VideoStream", MediaKind]]:
+    """Opens a video with its first stream of frames.
+
+    Raises:
+        ConfigError: it is none, or has no frames.
+    """
     import av
 
     with source.opened() as file:

@@ -111,8 +111,8 @@ class Conversation:
         token_ids: Sequence[int],
         tools: Sequence[Message] | None = None,
         template_args: Mapping[str, Any] | None = None,
-    ) -> list[int] | None:
-        """Token ids of what comes after a reply, up to where the policy is to go on.
+    ) -> str | None:
+        """The text of what comes after a reply, up to where the policy is to go on.
 
         The tokens of the reply and before it stay what they are: only what the template writes
         after a reply is tokenized. A reply that was cut off gets its end of turn.
@@ -142,5 +142,4 @@ class Conversation:
             if end and token_ids and token_ids[-1] == self._tokenizer.eos_token_id:
                 before, _, after = rest.partition(end)
                 rest = rest if before.strip() else after
-        rest += self._prefix
-        return list(self._tokenizer.encode(rest, add_special_tokens=False)) if rest else []
+        return rest + self._prefix

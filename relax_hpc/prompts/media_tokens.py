@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.media.canonical import Measured, measured
+from relax_hpc.media.canonical import Measured, measured_all
 from relax_hpc.media.expand import Expanded, Span, expand, with_times
 from relax_hpc.media.family import FAMILIES
 from relax_hpc.media.kinds import MODALITIES, Modality
@@ -12,6 +12,7 @@ from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.source import Source
 from relax_hpc.prompts.parts import text_of
 from relax_hpc.prompts.record import Record, as_messages
+from relax_hpc.prompts.template import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,20 +80,28 @@ class MediaTokens:
         Raises:
             ConfigError: there is such.
         """
-        text = "".join(text_of(message["content"]) for message in as_messages(record.prompt))
-        for token in self.recipe.family.placeholders.values():
-            if token in text:
-                raise ConfigError(
-                    f"{where}: the text holds {token}, which stands for a medium; write <image>, "
-                    "<video> or <audio> and give the medium, or remove it"
-                )
+        self.check_text(where, as_messages(record.prompt))
         if record.num_unfilled:
             raise ConfigError(
                 f"{where}: the text has {record.num_unfilled} places for media, and the row has "
                 "none; give them, "
                 'or write the content in parts, {"type": "text", ...}, where it is text'
             )
-        for source in record.media:
+        self.check_taken(record.media)
+
+    def check_text(self, where: str, messages: Sequence[Message]) -> None:
+        """Refuses text that would be taken for media; raises ConfigError."""
+        text = "".join(text_of(message["content"]) for message in messages)
+        for token in self.recipe.family.placeholders.values():
+            if token in text:
+                raise ConfigError(
+                    f"{where}: the text holds {token}, which stands for a medium; write <image>, "
+                    "<video> or <audio> and give the medium, or remove it"
+                )
+
+    def check_taken(self, media: Sequence[Source]) -> None:
+        """Refuses media that the model cannot take; raises ConfigError."""
+        for source in media:
             if source.modality not in self.recipe.family.placeholders:
                 takes = ", ".join(self.recipe.family.placeholders)
                 raise source.refused(
@@ -101,8 +110,8 @@ class MediaTokens:
                 )
 
     def measured(self, media: Sequence[Source]) -> tuple[Measured, ...]:
-        """Reads the headers; raises ConfigError of the first that cannot be used."""
-        return tuple(measured(source, self.recipe) for source in media)
+        """Reads the headers; see `measured_all`."""
+        return measured_all(media, self.recipe)
 
     def expand(self, where: str, text: str, media: Sequence[Measured]) -> Expanded:
         """Makes the tokens of a rendered prompt.
@@ -116,7 +125,8 @@ class MediaTokens:
             ConfigError: the chat template left a medium out.
         """
         for modality, token in self.recipe.family.placeholders.items():
-            count = sum(1 for medium in media if medium.extent.modality == modality)
+            own = (e for _, _, e in media if not e.is_of_video)
+            count = sum(1 for extent in own if extent.modality == modality)
             if (places := text.count(token)) != count:
                 raise ConfigError(
                     f"{where}: the chat template writes {token} {places} times for {count} of "

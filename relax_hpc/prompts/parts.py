@@ -42,7 +42,7 @@ def text_of(content: str | Sequence[Part]) -> str:
     """The text of a content, without its media."""
     if isinstance(content, str):
         return content
-    return "".join(part.get("text", "") for part in content if part["type"] == "text")
+    return "".join(part.get("text", "") for part in content)
 
 
 def around(content: str | list[Part], text: str) -> str | list[Part]:
@@ -89,13 +89,55 @@ def shown_in(row: Row, messages: Sequence[Message], settings: PromptsConfig) -> 
                 modality = part["type"]
                 value = part.get(modality)
                 placed.append((modality, next(rest[modality], None) if value is None else value))
-        plain = [
-            {"type": "text", "text": part["text"]} if part["type"] == "text" else
-            {"type": part["type"]} for part in content
-        ]  # fmt: skip
-        made.append(message | {"content": _joined(plain)})
+        made.append(message | {"content": _joined([_plain(part) for part in content])})
     _check_counts(row, columns, placed, settings, rest)
     return Shown(made, tuple(_sources(row, placed, settings)))
+
+
+def plain(messages: Sequence[Message]) -> list[Message]:
+    """Messages as a template takes them: parts say what a medium is, and not which."""
+    return [
+        message
+        if isinstance(message["content"], str)
+        else message | {"content": [_plain(part) for part in message["content"]]}
+        for message in messages
+    ]
+
+
+def added_by(
+    where: str, messages: Sequence[Message], settings: PromptsConfig
+) -> tuple[Source, ...]:
+    """The media in messages that an environment adds; text is text there, and has no markers.
+
+    Args:
+        where: file and line of the prompt, for messages.
+        messages: with contents of text, or of parts that hold their media.
+        settings: of the job, with the folder of files.
+
+    Raises:
+        ConfigError: a part holds no medium, or one is named in no known way.
+    """
+    placed = [
+        (part["type"], part.get(part["type"]))
+        for message in messages
+        if not isinstance(message["content"], str)
+        for part in message["content"]
+        if part.get("type") in MODALITIES
+    ]
+    row = Row(f"{where}, a message of the environment", {})
+    for modality, value in placed:
+        if value is None:
+            raise ConfigError(
+                f"{row.where}: a part of {modality} holds none; write "
+                f'{{"type": "{modality}", "{modality}": ...}}, with bytes or a path'
+            )
+    return tuple(_sources(row, placed, settings))
+
+
+def _plain(part: Part) -> Part:
+    if part.get("type") in MODALITIES:
+        return {"type": part["type"]}
+    return {"type": "text", "text": part["text"]}
 
 
 def _values(row: Row, modality: Modality, settings: PromptsConfig) -> list[Any]:

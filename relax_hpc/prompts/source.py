@@ -102,6 +102,11 @@ class PromptSource:
         self._order = self._drawn(graded=False)
         self._is_graded = not self.records.graded_by
 
+    @property
+    def media_tokens(self) -> MediaTokens | None:
+        """The way in which media become tokens; None of a model that reads text only."""
+        return self._media
+
     def __len__(self) -> int:
         """Prompts of an epoch."""
         return len(self._kept)

@@ -6,7 +6,7 @@ from relax_hpc.bus import layout
 from relax_hpc.bus.producer import Producer
 from relax_hpc.bus.skips import Verdict
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import FinishReason, PromptGroup, Trajectory
+from relax_hpc.schema import FinishReason, MediaKind, Medium, PromptGroup, Trajectory
 
 SIBLINGS = 2
 PRODUCERS = ["rollout-0", "rollout-1"]
@@ -35,6 +35,22 @@ def trajectory(guid, sibling, *, segment=0, version=0, prompt=3, response=4, rew
 
 def group(guid, **kwargs):
     return PromptGroup(guid, [trajectory(guid, s, **kwargs) for s in range(SIBLINGS)])
+
+
+def with_media(made):
+    """A group whose prompts show an image and a video with its sound, which neighbours have in
+    common; the sound is the same bytes as the video."""
+    number = made.guid // 2
+    rng = np.random.default_rng([7, number])
+    photo, film = (rng.integers(0, 256, size + number).astype(np.uint8) for size in (3000, 2000))
+    media = (
+        Medium(MediaKind.JPEG, photo, (1, 4, number), bytes([number + 1] * 16)),
+        Medium(MediaKind.MP4, film, (2, 2, number), bytes([number + 2] * 16), (0, 3, 7, 9), 0.75),
+        Medium(MediaKind.MP4, film.copy(), (0, 0, 0), bytes([number + 3] * 16)),
+    )
+    spans = np.array([[0, 0, 1], [1, 1, 1], [2, 2, 1]], np.int32)
+    rows = [row._replace(media=media, media_spans=spans) for row in made.trajectories]
+    return made._replace(trajectories=rows)
 
 
 def judge(index):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from bus_fixtures import SIBLINGS, group, judge
+from bus_fixtures import SIBLINGS, group, judge, with_media
 
 from relax_hpc.bus import layout
 from relax_hpc.bus.credits import Credit, CreditTail
@@ -26,7 +26,6 @@ from relax_hpc.bus.sidecar import SidecarWriter
 from relax_hpc.bus.staleness import mask_over_age
 from relax_hpc.errors import BusError, DamagedError
 from relax_hpc.paths import BusPaths
-from relax_hpc.schema import MediaKind, Medium
 
 PRODUCERS = ["rollout-0", "rollout-1"]
 WRITERS = {"reference-0": "reference", "reference-1": "reference"}
@@ -50,7 +49,7 @@ class Setup(NamedTuple):
     refill: bool = False
     """Two groups of five have no spread, and are skipped."""
     media: bool = False
-    """Prompts show an image, which two neighbours have in common."""
+    """Prompts show an image and a video with its sound, which two neighbours have in common."""
     per_shard: int = 2
     save_every: int = 1
     keep: int = 2
@@ -114,13 +113,7 @@ class World(NamedTuple):
 
     def group(self, guid, **kwargs):
         made = group(guid, reward=1.0 if self.is_flat(guid) else None, **kwargs)
-        if not self.setup.media:
-            return made
-        rows = [
-            row._replace(media=(image(guid // 2),), media_spans=np.array([[0, 1, 2]], np.int32))
-            for row in made.trajectories
-        ]
-        return made._replace(trajectories=rows)
+        return with_media(made) if self.setup.media else made
 
     @property
     def checkpoints(self):
@@ -339,8 +332,11 @@ def train_step(world, me, sequencer, reader, state, step):
         me.points.stage = "read"
         for number, row in enumerate(reader.rows(record, range(record.num_trajectories))):
             if world.setup.media:
-                [single] = reader.media(record, [(number, 0)])
-                assert np.array_equal(single.medium.data, row.media[0].data)
+                order = (2, 0, 1)
+                several = reader.media(record, [(number, place) for place in order])
+                for place, each in zip(order, several, strict=True):
+                    assert each.medium[2:] == row.media[place][2:]
+                    assert np.array_equal(each.medium.data, row.media[place].data)
             assert ("ref_logprobs" in row.columns) == world.setup.sidecars
             if world.setup.over_age == "mask":
                 row = mask_over_age(row, step=step, max_staleness=MAX_STALENESS)
@@ -359,12 +355,6 @@ def digest(seen, row):
     for medium in row.media:
         seen.update(f"{medium.kind} {medium[2:]} {row.media_spans.tolist()}".encode())
         seen.update(medium.data.tobytes())
-
-
-def image(number):
-    """A few kilobytes, each different from all others."""
-    data = np.random.default_rng([7, number]).integers(0, 256, 3000 + number).astype(np.uint8)
-    return Medium(MediaKind.JPEG, data, (1, 4, number), bytes([number + 1] * 16))
 
 
 def expected_chain(world):

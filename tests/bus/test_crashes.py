@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from bus_fixtures import group, make_bus, whole_batch
+from bus_fixtures import group, make_bus, whole_batch, with_media
 from file_systems import small_tmpfs
 
 from relax_hpc.bus.audit import audit
@@ -57,8 +57,8 @@ def killed_at(monkeypatch, nth):
 class Run:
     """One producer and a trainer whose state is a hash over all it was trained on."""
 
-    def __init__(self, root):
-        self.paths = make_bus(root, ["rollout-0"])
+    def __init__(self, root, group):
+        self.paths, self.group = make_bus(root, ["rollout-0"]), group
         self.checkpoint = (None, [])
 
     def produce(self):
@@ -66,7 +66,7 @@ class Run:
         producer.collect(self.retired())
         for guid in range(self.retired(), P * STEPS):
             if guid not in producer.committed:
-                producer.put([group(guid)])
+                producer.put([self.group(guid)])
 
     def retired(self):
         credit = CreditTail(self.paths).latest()
@@ -81,6 +81,11 @@ class Run:
             record = whole_batch(seq, step, timeout_s=0)
             rows = reader.rows(record, range(record.num_trajectories))
             seen = "".join(f"{t.guid}/{t.sibling}:{t.token_ids.tobytes()}" for t in rows)
+            media = [(n, place) for n, t in enumerate(rows) for place in range(len(t.media))]
+            for (number, place), each in zip(media, reader.media(record, media), strict=True):
+                assert each.medium.data.tobytes() == rows[number].media[place].data.tobytes()
+                spans = rows[number].media_spans.tolist()
+                seen += f"{each.medium[2:]} {spans} {each.medium.data.tobytes()}"
             state.append(hashlib.sha256(seen.encode()).hexdigest())
             seq.advance(step=step, policy_version=step)
             if step % SAVE_EVERY == 0:
@@ -91,23 +96,29 @@ class Run:
         return sorted(self.paths.producer("rollout-0").glob("f*/*"))
 
 
-def undisturbed(root):
-    run = Run(root)
+def undisturbed(root, group):
+    run = Run(root, group)
     run.produce()
     run.train()
     return run.checkpoint[1]
 
 
+GROUPS = {"text": group, "media": lambda guid: with_media(group(guid))}
+
+
+@pytest.mark.parametrize("shown", GROUPS)
 @pytest.mark.parametrize("role", ["produce", "train", "collect"])
-def test_killing_a_role_at_any_system_call_loses_and_doubles_nothing(tmp_path, monkeypatch, role):
+def test_killing_a_role_at_any_system_call_loses_and_doubles_nothing(
+    tmp_path, monkeypatch, role, shown
+):
     """`collect` is a producer that comes back after the trainer released shards."""
     (tmp_path / "undisturbed").mkdir()
-    expected = undisturbed(tmp_path / "undisturbed")
+    expected = undisturbed(tmp_path / "undisturbed", GROUPS[shown])
     monkeypatch.setattr("relax_hpc.bus.log_writer.BALLAST_BYTES", 16)
     nth, survived = 0, False
     while not survived:
         nth += 1
-        run = Run(tmp_path / str(nth))
+        run = Run(tmp_path / str(nth), GROUPS[shown])
         if role != "produce":
             run.produce()
         if role == "collect":

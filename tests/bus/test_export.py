@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from bus_fixtures import PRODUCERS, trajectory, whole_batch
+from bus_fixtures import PRODUCERS, group, make_bus, trajectory, whole_batch, with_media
 from bus_steps import P, bus_with_steps, flip, widen
 
 from relax_hpc.bus import layout
@@ -88,6 +88,24 @@ def test_every_value_that_was_put_is_exported_sidecars_media_and_experts_include
         assert row["step"] is None
         assert row["producer"] == PRODUCERS[put.guid % 2]
     assert [row["shard_row"] for row in found[:6]] == list(range(6))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_a_video_and_its_sound_are_exported_whole_with_their_spans(tmp_path, ending):
+    """The bus has their bytes once, and the second group has none of its own."""
+    paths = make_bus(tmp_path)
+    groups = [with_media(group(guid)) for guid in range(2)]
+    with Producer(paths, PRODUCERS[0], {}) as producer:
+        producer.put(groups)
+    found = write_out(paths, tmp_path / f"out.{ending}", ["media", "media_spans"])
+    rows = [row for each in groups for row in each.trajectories]
+    for line, row in zip(found, rows, strict=True):
+        assert line["media_spans"] == row.media_spans.tolist()
+        for medium, put in zip(line["media"], row.media, strict=True):
+            data = base64.b64decode(medium["data"]) if ending == "jsonl" else medium["data"]
+            assert data == put.data.tobytes()
+            assert medium["canonical_xxh3"] == put.canonical_xxh3.hex()
+            assert medium["grid_thw"] == list(put.grid_thw)
 
 
 def test_a_step_is_exported_as_the_trainer_saw_it_whatever_was_restarted_since(tmp_path):

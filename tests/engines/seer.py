@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 
+import av
 import numpy as np
 import soundfile
 import torch
@@ -15,7 +16,7 @@ from transformers import (
 from relax_hpc.config.media import MediaConfig
 from relax_hpc.demo import hearing, seeing, tones
 from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
-from relax_hpc.media.canonical import canonical, measured
+from relax_hpc.media.canonical import canonical, measured_all
 from relax_hpc.media.expand import expand, with_times
 from relax_hpc.media.patches import patches
 from relax_hpc.media.recipe import read_recipe
@@ -43,6 +44,24 @@ def source(folder, seed, **size):
 def clip(folder, seed):
     frames = tuple(source(folder, seed + n) for n in range(4))
     return Source(f"clip {seed}", "video", frames=frames, fps=2.0)
+
+
+def film(folder, seed, seconds=2.0, rate=3, heard_s=2.0):
+    """A video file of noise, with its sound; `rate` is of frames."""
+    path = folder / f"{seed}.mp4"
+    frames = [np.asarray(image(seed + n)) for n in range(int(seconds * rate))]
+    wave = np.random.default_rng(seed).normal(0, 0.1, (1, int(heard_s * tones.RATE)))
+    with av.open(str(path), "w") as container:
+        shown = container.add_stream("libx264", rate=rate)
+        shown.height, shown.width, shown.pix_fmt = *frames[0].shape[:2], "yuv420p"
+        heard = container.add_stream("aac", rate=tones.RATE)
+        for frame in frames:
+            container.mux(shown.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        block = av.AudioFrame.from_ndarray(wave.astype(np.float32), "fltp", "mono")
+        block.sample_rate = tones.RATE
+        container.mux(heard.encode(block))
+        container.mux([*shown.encode(), *heard.encode()])
+    return Source(f"film {seed}", "video", path=path)
 
 
 def sound(folder, seed, seconds=1.2):
@@ -90,7 +109,7 @@ class Seer:
 
     def prompt(self, text, *sources):
         """Token ids, media with their room, and spans."""
-        media = tuple(measured(each, self.recipe) for each in sources)
+        media = measured_all(sources, self.recipe)
         extents = [each.extent for each in media]
         written = with_times(text, extents, self.recipe.family)
         ids = self.tokens.encode(written, add_special_tokens=False)
@@ -150,11 +169,13 @@ class Seer:
 
 
 class Hearer(Seer):
-    """The same of the tiny model that hears, too."""
+    """The same of the tiny model that hears, too, also videos."""
 
     def __init__(self, folder):
         self.folder, self.tokens = folder, hearing.tokenizer()
-        self.recipe = read_recipe(folder, MediaConfig())
+        self.recipe = read_recipe(
+            folder, MediaConfig(audio_in_video=True, video_tokens_per_frame=(2, 24))
+        )
         kind = Qwen3OmniMoeThinkerForConditionalGeneration
         self.model = kind.from_pretrained(folder, dtype=torch.float32).eval()
         ids = self.tokens.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>", "<|audio_pad|>"])
@@ -169,22 +190,19 @@ class Hearer(Seer):
         mask, deep = torch.zeros(1, tokens.shape[1], dtype=torch.bool), []
         with torch.no_grad():
             embeddings = self.model.get_input_embeddings()(tokens)
+            encoded, done = [self._encoded(medium, parts) for medium in media], [0] * len(media)
             for span in spans:
-                medium = media[span.medium]
-                array, kind = torch.tensor(medium.array), medium.extent.modality
+                features, levels = encoded[span.medium]
+                begin = done[span.medium]
+                end = done[span.medium] = begin + span.tokens
                 place = slice(span.first, span.first + span.tokens)
-                if kind == "audio":
-                    length = torch.tensor([array.shape[1]])
-                    made = parts["audio_tower"](array, feature_lens=length)
-                    embeddings[0, place] = made.last_hidden_state
-                    continue
-                vision = self.recipe.image if kind == "image" else self.recipe.video.vision
-                grid = torch.tensor([medium.extent.grid])
-                made = parts["visual"](patches(array, vision, torch.float32), grid_thw=grid)
-                embeddings[0, place], mask[0, place] = made.pooler_output, True
-                deep.append(made.deepstack_features)
+                embeddings[0, place] = features[begin:end]
+                if levels is not None:
+                    mask[0, place] = True
+                    deep.append([level[begin:end] for level in levels])
+            assert done == [len(features) for features, _ in encoded]
             positions = self._positions(ids, [each.extent for each in media])
-            after = positions.max() + 1 + torch.arange(len(response))
+            after = positions[..., -1].max() + 1 + torch.arange(len(response))
             positions = torch.cat([positions, after.expand(3, 1, -1)], -1)
             levels = [torch.cat(level) for level in zip(*deep, strict=True)]
             hidden = language(
@@ -196,7 +214,20 @@ class Hearer(Seer):
         found = logits[len(ids) - 1 : -1].log_softmax(-1)
         return found.gather(1, torch.tensor(response)[:, None])[:, 0]
 
+    def _encoded(self, medium, parts):
+        """Features, and those of further levels of what is seen."""
+        array, kind = torch.tensor(medium.array), medium.extent.modality
+        if kind == "audio":
+            made = parts["audio_tower"](array, feature_lens=torch.tensor([array.shape[1]]))
+            return made.last_hidden_state, None
+        vision = self.recipe.image if kind == "image" else self.recipe.video.vision
+        grid = torch.tensor([medium.extent.grid])
+        made = parts["visual"](patches(array, vision, torch.float32), grid_thw=grid)
+        return made.pooler_output, made.deepstack_features
+
     def _positions(self, ids, extents):
+        """Cut off, as SGLang does."""
+
         def of(modality, what):
             found = [getattr(each, what) for each in extents if each.modality == modality]
             return torch.tensor(found) if found else None
@@ -204,10 +235,11 @@ class Hearer(Seer):
         ids = torch.tensor([ids])
         index = getattr(self.model.model, "get_rope_index", None) or self.model.get_rope_index
         found, _ = index(
-            ids, of("image", "grid"), of("video", "grid"), torch.ones_like(ids), False,
-            of("audio", "mel_frames"), of("video", "seconds_per_grid"),
+            ids, of("image", "grid"), of("video", "grid"), torch.ones_like(ids),
+            any(each.is_of_video for each in extents), of("audio", "mel_frames"),
+            of("video", "seconds_per_grid"),
         )  # fmt: skip
-        return found
+        return found.floor()
 
 
 def ask(seer, prompts, new=12, draft=None, before=lambda view: view, **sampling):

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import time
 
+import numpy as np
 import pytest
 import torch
 from seer import IMAGE, TOGETHER, TOLERANCE, VIDEO, Seer, ask, clip, image, make, source
@@ -21,11 +23,13 @@ from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.environments.base import Outcome
 from relax_hpc.errors import EngineError
 from relax_hpc.media.expand import Span
-from relax_hpc.media.stored import DECODERS, decoders
+from relax_hpc.media.stored import DECODERS, Stored, decoders
 from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles.rollout import prompt_check
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
+
+THOUSANDS = 10_000
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
 
@@ -70,6 +74,27 @@ def test_placeholders_in_a_draft_are_text(seer, tmp_path):
     got = torch.tensor(generation.logprobs)
     assert generation.token_ids[:6] == draft and len(got) == 18
     assert (got - reference)[6:].abs().max() <= TOLERANCE
+
+
+@pytest.mark.soak
+def test_thousands_of_images_of_one_size_are_never_confused(seer, tmp_path):
+    """Each is asked once, all in turn, then a part again, from the caches."""
+    began = time.monotonic()
+    prompts = [seer.prompt(IMAGE + "what?", source(tmp_path, n)) for n in range(THOUSANDS)]
+    references, worst = {}, 0.0
+    order = [*range(THOUSANDS), *range(0, THOUSANDS, 10)]
+    for first in range(0, len(order), 250):
+        numbers = order[first : first + 250]
+        done = ask(seer, [prompts[n] for n in numbers], new=1)
+        for number, made in zip(numbers, done, strict=True):
+            key = number, made.token_ids[0]
+            if key not in references:
+                references[key] = float(seer.logprobs(prompts[number], made.token_ids)[0])
+            worst = max(worst, abs(made.logprobs[0] - references[key]))
+    values = np.array(list(references.values()))
+    apart = np.abs(values - np.roll(values, 1))
+    print(f"\n{THOUSANDS} images: {worst:.1e} nats, {time.monotonic() - began:.0f} s")
+    assert worst <= TOGETHER and np.median(apart) > 1e-2
 
 
 def test_images_of_one_size_are_never_confused(seer, tmp_path):
@@ -192,20 +217,12 @@ class Half:
         return Outcome({"half": 0.5})
 
 
-def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tmp_path):
-    """Engine and trainer: logprobs of what was sampled are Hugging Face's of what is stored."""
-    rows = []
-    for number in range(2):
-        names = [f"{number}-{place}.png" for place in range(1 + number)]
-        for place, name in enumerate(names):
-            image(200 + 10 * number + place, 100, 150).save(tmp_path / name)
-        prompt = f"{'<image>' * len(names)} which?"
-        rows.append({"prompt": prompt, "images": names, "answer": "1"})
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def groups(seer, folder, environment, count, **media):
+    """The first prompt groups of the data in a folder, of three siblings; `media` are settings."""
     settings = job_file.validate(
         {
             "name": "t", "model": {"path": str(seer.folder)},
-            "prompts": {"train": str(tmp_path / "train.jsonl")},
+            "prompts": {"train": str(folder / "train.jsonl"), "media": media},
             "rollout": {"samples_per_prompt": 3, "max_new_tokens": 9},
             "engines": {"rollout": {"kind": "sglang"}}, "schedule": {"num_steps": 1},
         },
@@ -219,16 +236,73 @@ def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tm
             GenerationClient(seer.process.url, seer.process.token) as client,
         ):
             episodes = Episodes(
-                settings, Half(), Client(client), sources.train.conversation, None,
+                settings, environment, Client(client), sources.train.conversation, None,
                 max_tokens=1000, workers=workers,
+                media_tokens=sources.train.media_tokens,
             )  # fmt: skip
             group = Grouper(settings, sources.train, episodes)
-            return await asyncio.gather(group(0, 0), group(1, 0))
+            return await asyncio.gather(*(group(guid, 0) for guid in range(count)))
 
+    return asyncio.run(run())
+
+
+class Shows:
+    """Shows an image of its own in the second turn, and says something in the third."""
+
+    def __init__(self, folder):
+        self._path = str(folder / "more.png")
+        image(301, 64, 64).save(self._path)
+
+    async def rollout(self, prompt, session):
+        await session.chat(max_new_tokens=5)
+        more = [{"type": "text", "text": "and "}, {"type": "image", "image": self._path}]
+        for content in (more, "so?"):
+            user = {"role": "user", "content": content}
+            await session.chat([*session.messages, user], max_new_tokens=6)
+        return Outcome({"all": 1.0})
+
+
+def test_an_image_that_an_environment_adds_is_seen_from_its_turn_on(seer, tmp_path):
+    """Each turn has the logprobs that Hugging Face has of all that was shown before it."""
+    image(300, 100, 150).save(tmp_path / "a.png")
+    row = {"prompt": "<image> which?", "images": ["a.png"], "answer": "1"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    [group] = groups(seer, tmp_path, Shows(tmp_path), 1)
+    others = []
+    for row in group.trajectories:
+        assert [m.kind.name for m in row.media] == ["PNG", "PNG"] and row.segment == 0
+        media = [Stored(m, "a row").canonical(seer.recipe) for m in row.media]
+        spans = [Span(*map(int, span)) for span in row.media_spans]
+        tokens, starts = row.token_ids.tolist(), [int(s) for s, kind in row.turns if kind == 1]
+        assert len(starts) == 3 and starts[0] < spans[1].first < starts[1]
+        for start, size in zip(starts, (5, 6, 6), strict=True):
+            sampled = torch.from_numpy(row.columns["rollout_logprobs"][start : start + size])
+            shown = [span for span in spans if span.first < start]
+            there = media[: len(shown)]
+            reference = seer.logprobs_of(tokens[:start], there, shown, tokens[start:][:size])
+            assert (sampled - reference).abs().max() <= TOGETHER
+            if len(shown) == 2:
+                swapped = [media[0], media[1]._replace(array=255 - media[1].array)]
+                other = seer.logprobs_of(tokens[:start], swapped, shown, tokens[start:][:size])
+                others.append(float((sampled - other).abs().max()))
+    assert min(others) > 1e-2, "the image of the second turn matters"
+
+
+def test_from_a_row_of_data_to_the_bus_and_back_it_is_one_set_of_pixels(seer, tmp_path):
+    """Engine and trainer: logprobs of what was sampled are Hugging Face's of what is stored."""
+    rows = []
+    for number in range(2):
+        names = [f"{number}-{place}.png" for place in range(1 + number)]
+        for place, name in enumerate(names):
+            image(200 + 10 * number + place, 100, 150).save(tmp_path / name)
+        prompt = f"{'<image>' * len(names)} which?"
+        rows.append({"prompt": prompt, "images": names, "answer": "1"})
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = groups(seer, tmp_path, Half(), 2)
     paths = BusPaths(tmp_path / "bus")
     layout.create(paths, ["rollout-0"], {"run": "test"})
     with Producer(paths, "rollout-0", {DECODERS: decoders()}) as producer:
-        producer.put(asyncio.run(run()))
+        producer.put(made)
     reader, seen = Reader(paths), set()
     for guid in range(2):
         record = selection.of_guid(paths, guid)

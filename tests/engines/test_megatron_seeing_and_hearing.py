@@ -37,11 +37,25 @@ MORE_GRIDS = {
     "dp2": (2, {"data_parallel": 2}, {}),
     "cp2": (2, {"context_parallel": 2}, {}),
     "tp2_pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}, {}),
+    "tp2_etp2": (2, {"tensor_parallel": 2, "expert_tensor_parallel": 2}, {}),
+    "etp2": (2, {"data_parallel": 2, "expert_tensor_parallel": 2}, {}),
+    "cp2_ep2": (2, {"context_parallel": 2, "expert_parallel": 2}, {}),
+    "cp2_ep2, recomputed": (2, {"context_parallel": 2, "expert_parallel": 2},
+                            {"transformer": FULL}),
+    "tp2_etp2, recomputed": (2, {"tensor_parallel": 2, "expert_tensor_parallel": 2},
+                             {"transformer": FULL}),
     "tp2_ep2": (2, {"tensor_parallel": 2, "expert_parallel": 2}, {}),
     "tp2_cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}, {}),
     "dp2, overlapped": (2, {"data_parallel": 2}, {"optimizer": {"ddp": {
         "overlap_grad_reduce": True, "bucket_size": 40_000}}}),
 }  # fmt: skip
+DEEPER_GRIDS = {
+    "pp2_vpp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}, {}),
+    "pp2_vpp2, recomputed": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2},
+                             {"transformer": FULL}),
+    "tp2_pp2_vpp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}, {}),
+}  # fmt: skip
+"""Those that a model of 6 layers, 3 of which take features, is too shallow for."""
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +65,16 @@ def reference(tmp_path_factory):
     return hugging_face(folder, make(folder, kind="omni"), *mixed_rows_heard())
 
 
+@pytest.fixture(scope="module")
+def deeper(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("deeper")
+    model = make(folder, kind="omni", deeper=True)
+    return hugging_face(folder, model, *mixed_rows_heard())
+
+
 def open_grid(ranks, reference, grid, frozen=(), **more):
-    size, layout, options = (GRIDS | MORE_GRIDS)[grid]
+    size, layout, options = (GRIDS | MORE_GRIDS | DEEPER_GRIDS)[grid]
     options = {"optimizer": {}, **options}
     options["actor"] = {"frozen": list(frozen), **options.get("actor", {})}
     options["optimizer"] = {"weight_decay": 0.1} | options["optimizer"]
@@ -68,15 +90,21 @@ def test_a_grid_equals_hugging_face(ranks, reference, grid):
     assert_equal_to(reference, lambda: open_grid(ranks, reference, grid))
 
 
+@pytest.mark.parametrize("grid", ["pp2_vpp2", *long("pp2_vpp2, recomputed", "tp2_pp2_vpp2")])
+def test_a_grid_of_virtual_stages_equals_hugging_face(ranks, deeper, grid):
+    assert read_architecture(deeper.folder).num_layers == 8
+    assert_equal_to(deeper, lambda: open_grid(ranks, deeper, grid))
+
+
 @pytest.mark.parametrize("grid", ["one", "tp2", "pp2", *long("dp2", "cp2")])
 def test_each_medium_is_read_and_encoded_once_by_one_rank_of_a_replica(ranks, reference, grid):
     pool = open_grid(ranks, reference, grid)
     pool.call(worker.train, rows=reference.rows, advantages=reference.advantages)
     read = pool.call(worker.read)
     shape = read_architecture(reference.folder)
-    grids = {1: (1, 4, 6), 2: (1, 8, 4), 3: (3, 4, 4)}
+    grids = {1: (1, 4, 6), 2: (1, 8, 4), 3: (3, 4, 4), 7: (2, 4, 6)}
     # 37 mel frames are 5 tokens; 230 are 13 + 13 + 4, 451 four times 13 and 7.
-    tokens = {37004: 5, 230005: 30, 451006: 59}
+    tokens = {37004: 5, 230005: 30, 451006: 59, 210008: 28, 120009: 16, 55010: 7}
     everything = grids.keys() | tokens.keys()
     seen = everything if grid != "dp2" else [number for rank in read for number in rank]
     flops = tower_flops(shape.vision, [grids[n] for n in seen if n in grids])

@@ -1,13 +1,33 @@
 """SGLang hears canonical spectra beside what it sees, and computes what Hugging Face computes."""
 
+import json
+
 import pytest
 import torch
-from seer import AUDIO, IMAGE, TOGETHER, TOLERANCE, VIDEO, Hearer, ask, clip, make, sound, source
+from seer import (
+    AUDIO,
+    IMAGE,
+    TOGETHER,
+    TOLERANCE,
+    VIDEO,
+    Hearer,
+    ask,
+    clip,
+    film,
+    make,
+    sound,
+    source,
+)
 from sglang_under_test import SGLANG_PYTHON
+from test_media_of_sglang import Half, groups
 
+from relax_hpc.bus.shards.encode import from_columns, to_columns
 from relax_hpc.engines import capabilities
+from relax_hpc.engines.megatron.vision.stretches import position_ids
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.spec import EngineSpec
+from relax_hpc.media.expand import Span
+from relax_hpc.media.stored import Stored
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")]
 
@@ -35,6 +55,14 @@ CASES = {
     ]),
     "image and sound": (IMAGE + "and" + AUDIO + "?", lambda f: [source(f, 1), sound(f, 1)]),
     "video": (VIDEO + "what?", lambda f: [clip(f, 10)]),
+    "video at 3 frames a second": (VIDEO + "what?", lambda f: [
+        clip(f, 10)._replace(fps=3.0),
+    ]),
+    "video and its sound": (VIDEO + "what?", lambda f: [film(f, 20)]),
+    "sound that ends before": ("so" + VIDEO + "?", lambda f: [film(f, 21, rate=8, heard_s=0.3)]),
+    "two of them": (VIDEO + "or" + AUDIO + "or" + VIDEO + IMAGE + "?", lambda f: [
+        film(f, 22), sound(f, 1), film(f, 23, heard_s=3.1), source(f, 1),
+    ]),
     "all of it": (VIDEO + "a" + AUDIO + "b" + IMAGE + "?", lambda f: [
         clip(f, 10), sound(f, 2, 2.5), source(f, 1),
     ]),
@@ -91,6 +119,39 @@ def test_an_update_of_the_tower_that_hears_is_heard_at_once(hearer, tmp_path):
     finally:
         client.update_weights_from_disk(str(hearer.folder), 2)
         client.close()
+
+
+def heard(medium):
+    """As Hugging Face is told: all sounds are of videos."""
+    is_of_video = medium.extent.modality == "audio"
+    return medium._replace(extent=medium.extent._replace(is_of_video=is_of_video))
+
+
+def test_a_video_of_the_data_is_heard_by_engine_and_trainer_alike(hearer, tmp_path):
+    """What was sampled has Hugging Face's logprobs of what the bus has; so have positions."""
+    names = [
+        film(tmp_path, seed, heard_s=seconds).path.name for seed, seconds in ((30, 2.0), (31, 0.9))
+    ]
+    rows = [
+        {"prompt": "<video> or <video>?", "videos": names, "answer": "1"},
+        {"prompt": "what is <video>?", "videos": names[1:], "answer": "1"},
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = {"audio_in_video": True, "video_tokens_per_frame": [2, 24]}
+    for group in groups(hearer, tmp_path, Half(), 2, **settings):
+        for row in from_columns(to_columns([group])):
+            assert len(row.media) == 2 * len(rows[row.prompt_index]["videos"])
+            media = [heard(Stored(m, "a row").canonical(hearer.recipe)) for m in row.media]
+            spans = [Span(*map(int, span)) for span in row.media_spans]
+            tokens = row.token_ids.tolist()
+            ids, response = tokens[: row.prompt_len], tokens[row.prompt_len :]
+            reference = hearer.logprobs_of(ids, media, spans, response)
+            sampled = torch.from_numpy(row.columns["rollout_logprobs"][row.prompt_len :])
+            assert len(response) == 9 and (sampled - reference).abs().max() <= TOGETHER
+            expected = hearer._positions(ids, [m.extent for m in media])[:, 0]
+            found = position_ids([row], 0, hearer.recipe).T
+            assert torch.equal(found[:, : len(ids)].float(), expected)
+            assert (found[:, len(ids) :] == expected[:, -1].max() + 1 + torch.arange(9)).all()
 
 
 def test_an_engine_that_hears_passes_its_probe(hearer):

@@ -202,8 +202,8 @@ def test_without_a_template_what_is_said_is_appended_as_it_is(tokens):
     plain = Conversation(tokens, chat_template=False)
     known = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
     more = [*known, {"role": "user", "content": "7+5="}]
-    assert tokens.decode(plain.following("a test", more, 2, [5])) == "7+5="
-    assert plain.following("a test", known, 2, [5]) == []
+    assert plain.following("a test", more, 2, [5]) == "7+5="
+    assert plain.following("a test", known, 2, [5]) == ""
 
 
 def test_a_template_that_leaves_replies_out_has_no_place_to_go_on_from(tokens):

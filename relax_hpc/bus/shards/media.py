@@ -1,6 +1,6 @@
 """Media: encoded bytes, each stored once in a shard however many rows show it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -55,11 +55,11 @@ def gather(rows: Sequence[Trajectory]) -> ColumnPieces:
     columns: dict[str, Array | Sequence[Array]] = {
         OFFSETS["media_ref"]: _ends([len(t.media) for t in rows]),
         REFS: np.array(refs, np.int32),
-        OFFSETS["media_byte"]: _ends([len(medium.data) for medium in found]),
+        OFFSETS["media_byte"]: _ends([len(data) for data in seen.data]),
         _KIND: np.array([medium.kind for medium in found], np.uint8),
         _GRID: np.array([medium.grid_thw for medium in found], np.int32),
         DIGEST: np.frombuffer(b"".join(seen.digests), np.uint8).reshape(-1, 16),
-        BYTES: [medium.data for medium in found],
+        BYTES: seen.data,
     }
     if any(medium.canonical_xxh3 for medium in found):
         known = b"".join(medium.canonical_xxh3 or _UNKNOWN for medium in found)
@@ -82,6 +82,25 @@ def of_rows(columns: Columns) -> list[tuple[Medium, ...]]:
     media = _of(columns, range(len(columns[_KIND])))
     refs, bounds = columns[REFS].tolist(), columns[OFFSETS["media_ref"]].tolist()
     return [tuple(media[ref] for ref in refs[bounds[i] : bounds[i + 1]]) for i in range(rows)]
+
+
+def owners(digests: Array, ends: Array) -> npt.NDArray[np.int64]:
+    """[m] the medium that has the bytes of each: the first of its digest that has any.
+
+    Args:
+        digests: [m, 16] of the bytes.
+        ends: [m + 1] offsets of the bytes.
+    """
+    first: dict[bytes, int] = {}
+    sizes = np.diff(ends)
+    for number, value in enumerate(digests):
+        if sizes[number]:
+            first.setdefault(value.tobytes(), number)
+    own: Iterator[int] = (
+        number if sizes[number] else first.get(value.tobytes(), number)
+        for number, value in enumerate(digests)
+    )
+    return np.fromiter(own, np.int64, len(digests))
 
 
 def spans_of(columns: Columns) -> list[npt.NDArray[np.int32]]:
@@ -115,9 +134,11 @@ def read(shard: "Shard", numbers: Sequence[int]) -> list[Medium]:
             facts[OFFSETS[axis]] = shard.read(OFFSETS[axis])
     found = _of(facts, numbers)
     ends = facts[OFFSETS["media_byte"]].tolist()
+    has_bytes = owners(facts[DIGEST], facts[OFFSETS["media_byte"]]).tolist()
     whole = []
     for number, medium in zip(numbers, found, strict=True):
-        data: Any = shard.read_raw(BYTES, ends[number], ends[number + 1])
+        owner = has_bytes[number]
+        data: Any = shard.read_raw(BYTES, ends[owner], ends[owner + 1])
         if digest(data) != facts[DIGEST][number].tobytes():
             raise shard.corrupt(
                 f"medium {number} ({medium.kind.name}, {len(data):,} bytes of {BYTES}) does not "
@@ -159,15 +180,19 @@ def _of(columns: Columns, numbers: Sequence[int]) -> list[Medium]:
     """Makes media of the columns; they have no data where there are no bytes among these."""
     held: dict[str, Any] = dict(columns)
     data, ends = held.get(BYTES), held[OFFSETS["media_byte"]].tolist() if BYTES in held else []
+    has_bytes = range(len(ends))
+    if DIGEST in held and data is not None:
+        has_bytes = owners(held[DIGEST], held[OFFSETS["media_byte"]]).tolist()
     bounds = held[OFFSETS["media_frame"]].tolist() if FRAMES in held else []
     found = []
     for m in numbers:
         canonical = held[_CANONICAL][m].tobytes() if _CANONICAL in held else _UNKNOWN
         t, y, x = held[_GRID][m].tolist()
+        of = has_bytes[m] if ends else m
         found.append(
             Medium(
                 MediaKind(int(held[_KIND][m])),
-                np.empty(0, np.uint8) if data is None else data[ends[m] : ends[m + 1]],
+                np.empty(0, np.uint8) if data is None else data[ends[of] : ends[of + 1]],
                 (t, y, x),
                 b"" if canonical == _UNKNOWN else canonical,
                 tuple(held[FRAMES][bounds[m] : bounds[m + 1]].tolist()) if bounds else (),
@@ -198,10 +223,17 @@ def _check_spans(t: Trajectory) -> None:
 
 
 class _Distinct:
-    """Numbers media by content; the same array again is recognised without reading it."""
+    """Numbers media by content; the same array again is recognised without reading it.
+
+    Of media that are the same bytes seen in several ways, as a video and its sound, the first has
+    them.
+    """
 
     def __init__(self) -> None:
         self.media: list[Medium] = []
+        self.data: list[npt.NDArray[np.uint8]] = []
+        """Bytes as they are stored: none of what is stored already."""
+        self._owners: dict[bytes, int] = {}
         self.digests: list[bytes] = []
         self._by_array: dict[tuple[object, ...], int] = {}
         self._by_content: dict[tuple[object, ...], int] = {}
@@ -222,7 +254,10 @@ class _Distinct:
         # 128 bits that anybody can compute: two media are the same only if their bytes are.
         if known is not None and np.array_equal(self.media[known].data, medium.data):
             return known
+        owner = self._owners.setdefault(value, len(self.media))
+        is_stored = owner < len(self.media) and np.array_equal(self.media[owner].data, medium.data)
         self.media.append(medium)
+        self.data.append(medium.data[:0] if is_stored else medium.data)
         self.digests.append(value)
         self._by_content[content] = len(self.media) - 1
         return len(self.media) - 1

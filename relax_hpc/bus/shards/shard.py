@@ -206,7 +206,11 @@ class Shard:
         read."""
         bounds = self._offsets(OFFSETS["media_ref"])[lo : hi + 1]
         shown = self._items(media.REFS, int(bounds[0]), int(bounds[-1]))
-        wanted, refs = np.unique(shown, return_inverse=True)
+        wanted = np.unique(shown)
+        if media.BYTES in names:  # of a medium whose bytes another one has, that one comes along
+            owners = media.owners(self.read(media.DIGEST), self._offsets(OFFSETS["media_byte"]))
+            wanted = np.unique(np.concatenate([wanted, owners[wanted]]))
+        refs = np.searchsorted(wanted, shown)
         runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1) if len(wanted) else []
         span: Columns = {
             media.REFS: refs.astype(np.int32),

@@ -165,7 +165,7 @@ async def sampling(
         def episodes(max_tokens: int) -> Episodes:
             return Episodes(
                 config, environment, sampler, conversation, scorer.score,
-                max_tokens=max_tokens, workers=workers,
+                max_tokens=max_tokens, workers=workers, media_tokens=sources.train.media_tokens,
             )  # fmt: skip
 
         yield sampler, episodes

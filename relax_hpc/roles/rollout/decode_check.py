@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from relax_hpc.config.run import RunConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.media.canonical import canonical, measured
+from relax_hpc.media.canonical import canonical, measured_all
 from relax_hpc.media.recipe import Recipe, read_recipe
 from relax_hpc.media.source import Source
 from relax_hpc.prompts.records import Records
@@ -137,7 +137,8 @@ def _refused(recipe: Recipe, media: tuple[Source, ...]) -> list[str]:
     found = []
     for source in media:
         try:
-            canonical(measured(source, recipe), recipe)
+            for medium in measured_all([source], recipe):
+                canonical(medium, recipe)
         except ConfigError as error:
             found.append(str(error))
     return found

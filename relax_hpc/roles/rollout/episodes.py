@@ -11,7 +11,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -20,9 +20,11 @@ from relax_hpc.config.run import EvalConfig, RunConfig
 from relax_hpc.environments.base import Environment, Outcome
 from relax_hpc.environments.record import Call, Record, sequences
 from relax_hpc.environments.session import Sampler, Session
+from relax_hpc.environments.turn_media import TurnMedia
 from relax_hpc.errors import RelaxError
 from relax_hpc.media.workers import MediaWorkers
 from relax_hpc.prompts.conversation import Conversation
+from relax_hpc.prompts.media_tokens import MediaTokens
 from relax_hpc.prompts.source import Prompt, PromptSource
 from relax_hpc.rewards.contract import Sample, Score
 from relax_hpc.rewards.limit import ErrorLimit
@@ -64,6 +66,7 @@ class Episodes:
         *,
         max_tokens: int,
         workers: MediaWorkers | None = None,
+        media_tokens: MediaTokens | None = None,
     ) -> None:
         """Runs none yet.
 
@@ -74,11 +77,12 @@ class Episodes:
             conversation: how messages become tokens.
             score: the job's reward.
             max_tokens: as long as a conversation may become.
-            workers: decode the media of prompts; None of a model that reads text only.
+            workers: decode media; None of a model that reads text only.
+            media_tokens: how media of environments become tokens; None of such a model.
         """
         self._config, self._environment, self._sampler = config, environment, sampler
         self._conversation, self._score, self._max_tokens = conversation, score, max_tokens
-        self._workers = workers
+        self._workers, self._media_tokens = workers, media_tokens
 
     def how(self, temperature: float, min_version: int = 0) -> How:
         """The run's settings; `min_version` is the oldest policy that may sample a token."""
@@ -112,8 +116,13 @@ class Episodes:
             group: their name, among all that run at a time.
             seeds: of each.
         """
-        async with self._with_media(prompt) as shown:
-            rollout, begin = self._environment.rollout, partial(self._session, shown, how, group)
+        async with self._with_media(prompt) as shown, AsyncExitStack() as opened:
+            turns = None
+            if self._workers is not None and self._media_tokens is not None:
+                made = TurnMedia(self._media_tokens, self._workers, self._config.prompts)
+                turns = await opened.enter_async_context(made)
+            begin = partial(self._session, shown, how, group, turns)
+            rollout = self._environment.rollout
             async with asyncio.TaskGroup() as running:
                 tasks = [
                     running.create_task(rollout(shown, begin(record, seed)))
@@ -133,7 +142,13 @@ class Episodes:
             yield replace(prompt, media=made.media, view=made.view)
 
     def _session(
-        self, prompt: Prompt, how: How, group: Hashable, record: Record, seed: int
+        self,
+        prompt: Prompt,
+        how: How,
+        group: Hashable,
+        turn_media: TurnMedia | None,
+        record: Record,
+        seed: int,
     ) -> Session:
         return Session(
             prompt,
@@ -144,6 +159,7 @@ class Episodes:
             group=group,
             episode=(group, seed),
             seed=seed,
+            turn_media=turn_media,
         )
 
     async def _scored(

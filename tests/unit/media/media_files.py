@@ -102,6 +102,31 @@ def clip(times, height=48, width=64, form="mp4", rate=10, turned=0):
     return made.getvalue()
 
 
+def film(seconds=2.0, rate=10, heard_s=None, channels=1, later_s=0.0, form="mp4"):
+    """A video with a tone of 440 Hz as long as `heard_s`, which begins `later_s` after it."""
+    import av
+
+    made, sampling = io.BytesIO(), 48000 if form == "webm" else 16000
+    t = np.arange(int((seconds if heard_s is None else heard_s) * sampling)) / sampling
+    wave = np.tile(0.3 * np.sin(2 * np.pi * 440 * t), (channels, 1)).astype(np.float32)
+    layout = {1: "mono", 2: "stereo", 6: "5.1"}[channels]
+    with av.open(made, "w", format=form) as container:
+        shown = container.add_stream("libx264" if form == "mp4" else "libvpx-vp9", rate=rate)
+        shown.width, shown.height, shown.pix_fmt = 64, 48, "yuv420p"
+        heard = container.add_stream("aac" if form == "mp4" else "libopus", rate=sampling)
+        heard.layout = layout
+        for number in range(int(seconds * rate)):
+            grey = np.full((48, 64, 3), 20 + 20 * (number % 11), np.uint8)
+            container.mux(shown.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+        resampler = av.AudioResampler(heard.format, layout, sampling, frame_size=960)
+        block = av.AudioFrame.from_ndarray(wave, "fltp", layout)
+        block.sample_rate, block.pts = sampling, int(later_s * sampling)
+        for part in [*resampler.resample(block), *resampler.resample(None)]:
+            container.mux(heard.encode(part))
+        container.mux([*shown.encode(), *heard.encode()])
+    return made.getvalue()
+
+
 def tone(seconds=1.0, rate=16000, channels=1, form="WAV", loud=0.3):
     import soundfile
 

@@ -1,6 +1,9 @@
 """Images: what transformers makes of them, turned, over white, of every mode."""
 
 import io
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +11,15 @@ import torch
 from media_files import encoded, photo, pixels, recipe_of, source
 from PIL import Image
 
-from relax_hpc.media.canonical import canonical, measured
-from relax_hpc.media.extent import fitted
+from relax_hpc.media.canonical import canonical, digest_of, measured
+from relax_hpc.media.expand import Span
+from relax_hpc.media.extent import Extent, fitted
 from relax_hpc.media.images import decoded
 from relax_hpc.media.patches import patches, table
+from relax_hpc.media.spool import Spooled, View
+from relax_hpc.schema import MediaKind, Medium, key_of_medium
+
+EMPTY = np.empty(0, np.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -139,3 +147,25 @@ def test_the_digest_is_of_pixels_and_shape_and_nothing_else(recipe):
     assert found.digest != found._replace(array=found.array.transpose(0, 2, 1, 3)).digest
     assert found.digest != found._replace(array=found.array.reshape(1, 32, 128, 3)).digest
     assert found.digest != seen(photo(64, 64, seed=1), recipe).digest
+
+
+def test_ten_thousand_images_of_one_size_have_keys_of_their_own():
+    """They differ in one level of one pixel. Digest, key of features, of prefixes, and on the bus;
+    the features of other weights, and the same images the other way round."""
+    base = np.random.default_rng(0).integers(0, 250, (1, 32, 32, 3)).astype(np.uint8)
+    extent = Extent("image", (1,), (32, 32), (1, 2, 2))
+    spooled = []
+    for number in range(10_000):
+        array = base.copy()
+        array.reshape(-1)[number % base.size] += 1 + number // base.size
+        spooled.append(Spooled(extent, digest_of(array), Path("a")))
+    assert len({each.digest for each in spooled}) == 10_000
+    assert len({each.features_key(version) for each in spooled for version in (0, 1)}) == 20_000
+    spans = (Span(0, 3, 1), Span(1, 9, 1))
+    views = [View((each,), spans[:1]) for each in spooled]
+    views += [
+        View(pair, spans) for a, b in itertools.pairwise(spooled) for pair in ((a, b), (b, a))
+    ]
+    assert len({view.digest for view in views}) == len(views) == 29_998
+    media = [Medium(MediaKind.PNG, EMPTY, extent.grid, each.digest) for each in spooled]
+    assert len({key_of_medium(SimpleNamespace(media=(m,), guid=0), 0) for m in media}) == 10_000

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import stat
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from roles.role_fakes import config
 from relax_hpc.bus.shards.encode import from_columns, to_columns
 from relax_hpc.config.prompts import PromptsConfig
 from relax_hpc.environments.base import Outcome
+from relax_hpc.environments.record import Record, record_of
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.media import wire
 from relax_hpc.media.canonical import canonical, measured
@@ -56,13 +58,14 @@ class Engine:
         self.seen, self.files = [], []
 
     async def sample(self, given, draft, how, *, seed, homes):
-        self.files.append([each.path for each in how.view.media])
-        self.seen.append((list(given), how.view, [np.load(m.path) for m in how.view.media]))
+        media = how.view.media if how.view else ()
+        self.files.append([each.path for each in media])
+        self.seen.append((list(given), how.view, [np.load(m.path) for m in media]))
         return answer(draft, [5, 6], [-1.0, -0.5], [(0, 3)])
 
 
 class Talk:
-    """Asks the prompt, and says some more things."""
+    """Asks the prompt, and says some more things; of None it forgets what there was."""
 
     def __init__(self, *more):
         self._more = more
@@ -70,20 +73,24 @@ class Talk:
     async def rollout(self, prompt, session):
         await session.chat()
         for content in self._more:
-            await session.chat([*session.messages, {"role": "user", "content": content}])
+            before = [] if content is None else session.messages
+            said = "anew" if content is None else content
+            await session.chat([*before, {"role": "user", "content": said}])
         return Outcome({"all": 1.0})
 
 
-def group_of(prompts, engine, spool, *more):
+def group_of(prompts, engine, spool, *more, records=None):
     settings = config(rollout__samples_per_prompt=3)
 
     async def run():
         async with MediaWorkers(prompts._media.recipe, 2, spool) as workers:
             made = Episodes(
                 settings, Talk(*more), engine, prompts.conversation, None,
-                max_tokens=1000, workers=workers,
+                max_tokens=1000, workers=workers, media_tokens=prompts.media_tokens,
             )  # fmt: skip
-            group = await Grouper(settings, prompts, made)(0, 0)
+            grouper = Grouper(settings, prompts, made)
+            grouper.running = {} if records is None else {0: records}
+            group = await grouper(0, 0)
             await asyncio.sleep(0)
             return group, [path for path in spool.rglob("*") if path.is_file()]
 
@@ -130,12 +137,107 @@ def test_a_turn_that_goes_on_in_text_keeps_the_media_of_the_prompt(prompts, tmp_
         assert row.segment == 0 and row.loss_mask.sum() == 4
 
 
-def test_media_of_an_environment_are_refused(prompts, tmp_path):
-    shown = [{"type": "image"}, {"type": "text", "text": "and this?"}]
+def said(text, **image):
+    return [{"type": "image", **image}, {"type": "text", "text": text}]
+
+
+def test_media_that_an_environment_adds_are_shown_from_that_turn_on(prompts, tmp_path):
+    """By hand: the prompt's images have 6 and 2 tokens, that of the second turn 4."""
+    engine, spool = Engine(), tmp_path / "spool"
+    spool.mkdir()
+    data = photo(64, 64, seed=7)
+    more = [said("and this?", image={"bytes": data}), "and now?"]
+    group, left = group_of(prompts, engine, spool, *more)
+    assert left == [] and list(spool.iterdir()) == []
+    turns = [engine.seen[n : n + 3] for n in (0, 3, 6)]
+    assert [[len(view.media) for _, view, _ in turn] for turn in turns] == [
+        [2] * 3,
+        [3] * 3,
+        [3] * 3,
+    ]
+    recipe = prompts._media.recipe
+    expected = canonical(measured(source(data), recipe), recipe)
+    pad = prompts.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    for given, view, arrays in (*turns[1], *turns[2]):
+        assert np.array_equal(arrays[2], expected.array)
+        assert view.media[2].digest == expected.digest
+        assert [(s.medium, s.tokens) for s in view.spans] == [(0, 6), (1, 2), (2, 4)]
+        for span in view.spans:
+            stretch = given[span.first - 1 : span.first + span.tokens + 1]
+            assert stretch[1:-1] == [pad] * span.tokens and pad not in (stretch[0], stretch[-1])
+        assert given[: len(prompts[0].token_ids)] == prompts[0].token_ids
+    for row in from_columns(to_columns([group])):
+        assert (row.segment, int(row.loss_mask.sum()), len(row.media)) == (0, 6, 3)
+        assert row.media_spans.tolist() == [list(span) for span in turns[1][0][1].spans]
+        assert row.media[2].data.tobytes() == data
+        assert row.media[2].canonical_xxh3 == expected.digest
+
+
+def test_an_episode_that_goes_on_elsewhere_shows_the_same_media(prompts, tmp_path):
+    """What was recorded is answered from the record; the turn that broke off is shown them."""
+    more = [said("and this?", image={"bytes": photo(64, 64, seed=7)})]
+    whole, _ = group_of(prompts, Engine(), tmp_path, *more)
+    records = [record_of([row]) for row in whole.trajectories]
+    for record in records:
+        record.calls[-1].finish, record.calls[-1].is_over = None, False
+        record.calls[-1].draft.cut(1)
+    engine = Engine()
+    again, _ = group_of(prompts, engine, tmp_path, *more, records=records)
+    assert [len(view.media) for _, view, _ in engine.seen] == [3] * 3
+    for row, before in zip(again.trajectories, whole.trajectories, strict=True):
+        assert row.media_spans.tolist() == before.media_spans.tolist()
+        assert [m.canonical_xxh3 for m in row.media] == [m.canonical_xxh3 for m in before.media]
+
+
+def test_a_history_in_text_that_an_environment_writes_anew_is_shown_nothing(prompts, tmp_path):
+    engine = Engine()
+    group, _ = group_of(prompts, engine, tmp_path, None)
+    assert sorted(0 if view is None else 2 for _, view, _ in engine.seen) == [0] * 3 + [2] * 3
+    assert [len(row.media) for row in group.trajectories] == [2, 0] * 3
+
+
+BAD_TURNS = {
+    "no medium": (said("?"), r'a part of image holds none; write {"type": "image", "image": '),
+    "of another kind": (said("?", image={"bytes": b"RIFF0000WAVE"}), "image 1: is WAV, of audio;"),
+    "not a file": (said("?", image="/nowhere/a.png"), "image 1: /nowhere/a.png: "),
+    "in no folder": (said("?", image="a.png"), "image 1 is 'a.png': its data are in no folder;"),
+    "not taken": (
+        [{"type": "audio", "audio": {"bytes": b""}}],
+        "audio 1: is audio, which qwen3_vl",
+    ),
+    "a placeholder": ("<|image_pad|>", "the text holds <|image_pad|>, which stands for a medium"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TURNS)
+def test_media_of_an_environment_that_cannot_be_shown_are_named(prompts, tmp_path, case):
+    content, message = BAD_TURNS[case]
     with pytest.raises(ExceptionGroup) as caught:
-        group_of(prompts, Engine(), tmp_path, shown)
+        group_of(prompts, Engine(), tmp_path, content)
     [error, *_] = caught.value.exceptions
-    assert isinstance(error, RelaxError) and "x.jsonl, line 1: " in str(error)
+    assert isinstance(error, RelaxError) and "\n" not in str(error)
+    assert "x.jsonl, line 1, a message of the environment: " in str(error)
+    assert message in str(error)
+
+
+def test_media_in_a_history_that_is_written_anew_or_for_a_model_of_text_are_refused(
+    prompts, tmp_path
+):
+    class Anew:
+        async def rollout(self, prompt, session):
+            await session.chat([{"role": "user", "content": said("?", image={"bytes": b""})}])
+
+    for is_text, message in ((False, "in a history that it wrote anew"), (True, "reads text only")):
+        environment = Talk(said("?", image={"bytes": photo()})) if is_text else Anew()
+        made = Episodes(
+            config(rollout__samples_per_prompt=2), environment, Engine(), prompts.conversation,
+            None, max_tokens=1000,
+        )  # fmt: skip
+        shown = replace(prompts[0], measured=())
+        with pytest.raises(ExceptionGroup) as caught:
+            asyncio.run(made.run(shown, [Record()], made.how(1.0), 0, [1]))
+        [error] = caught.value.exceptions
+        assert isinstance(error, RelaxError) and message in str(error)
 
 
 def test_a_medium_that_cannot_be_decoded_is_named_and_leaves_nothing(prompts, tmp_path):

@@ -8,7 +8,7 @@ import torch
 from media_files import of_transformers, recipe_of, tokenizer
 
 from relax_hpc.media.expand import Span, expand, with_times
-from relax_hpc.media.extent import extent_of
+from relax_hpc.media.extent import extent_of, interleaved
 from relax_hpc.media.facts import Facts
 from relax_hpc.media.positions import next_position, positions
 from relax_hpc.schema import MediaKind
@@ -27,6 +27,17 @@ CASES = {
     "audio": [SOUND],
     "mixed": [WIDE, VIDEO, SOUND, IMAGE, SHORT],
 }
+TALL = Facts("video", MediaKind.MP4, 1200, 90, 31, 10.0)
+LONG = Facts("audio", MediaKind.MP4, num_samples=441001, sampling_rate=44100)
+BRIEF = Facts("audio", MediaKind.MP4, num_samples=7000, sampling_rate=16000)
+HEARD = {
+    "video and its sound": [(VIDEO, SOUND)],
+    "sound that lasts longer": [(SHORT, LONG)],
+    "sound that ends before": [(VIDEO, BRIEF)],
+    "frames higher than their sound is long": [(TALL, BRIEF)],
+    "all of it": [IMAGE, (VIDEO, LONG), SOUND, (SHORT, BRIEF), WIDE, (SHORT, SOUND)],
+}
+"""Cases with videos that are heard, all of them."""
 SETTINGS = {"image_tokens": [4, 60], "video_frames": [2, 12]}
 
 
@@ -45,9 +56,14 @@ def tokens():
 
 def row(name, case, recipes, tokens):
     recipe = recipes[name]
-    facts = [f for f in CASES[case] if f.modality in recipe.family.placeholders]
-    extents = [extent_of(each, recipe) for each in facts]
-    parts = [f"part {n}" + recipe.family.wrapped[f.modality] for n, f in enumerate(facts)]
+    extents, parts = [], []
+    for number, facts in enumerate((CASES | HEARD)[case]):
+        pair = facts if type(facts) is tuple else (facts,)
+        if pair[0].modality not in recipe.family.placeholders:
+            continue
+        made = [extent_of(each, recipe) for each in pair]
+        extents += interleaved(*made, recipe.positions_per_s) if made[1:] else made
+        parts.append(f"part {number}" + recipe.family.wrapped[pair[0].modality])
     text = "<|im_start|>user\n" + "".join(parts) + "what?<|im_end|>\n"
     ids = {recipe.family.placeholders[m]: m for m in recipe.family.placeholders}
     placeholders = {tokens.convert_tokens_to_ids(token): m for token, m in ids.items()}
@@ -68,6 +84,7 @@ def processor(name, recipe, tokens):
     for modality, token in recipe.family.placeholders.items():
         setattr(made, f"{modality}_token", token)
     made.vision_start_token, made.vision_end_token = "<|vision_start|>", "<|vision_end|>"
+    made.audio_bos_token, made.audio_eos_token = "<|audio_start|>", "<|audio_end|>"
     made.image_processor = SimpleNamespace(merge_size=2)
     made.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
     return made
@@ -77,22 +94,26 @@ def ids_of_transformers(name, recipe, text, extents, tokens):
     made = processor(name, recipe, tokens)
     grids = {m: np.array([e.grid for e in extents if e.modality == m]) for m in ("image", "video")}
     videos = [e for e in extents if e.modality == "video"]
-    sounds = [e.mel_frames for e in extents if e.modality == "audio"]
+    sounds = [e for e in extents if e.modality == "audio"]
     metadata = [SimpleNamespace(frames_indices=list(v.frames), fps=fps_of(v)) for v in videos]
     seen = {"image_grid_thw": grids["image"], "video_grid_thw": grids["video"],
-            "video_metadata": metadata}  # fmt: skip
+            "video_metadata": metadata,
+            "video_second_per_grid": [v.seconds_per_grid for v in videos]}  # fmt: skip
     images = [made.replace_image_token(seen, n) for n in range(len(grids["image"]))]
-    films = [
-        made.replace_video_token(seen, n, load_audio_from_video=False) for n in range(len(videos))
-    ]
-    heard = []
+    heard, counts = [], {}
     if sounds:
         from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
             _get_feat_extract_output_lengths,
         )
 
-        counts = {"num_audio_tokens": _get_feat_extract_output_lengths(np.array(sounds))}
-        heard = [made.replace_audio_token(counts, n) for n in range(len(sounds))]
+        lengths = np.array([each.mel_frames for each in sounds])
+        counts = {"num_audio_tokens": _get_feat_extract_output_lengths(lengths)}
+        alone = [n for n, each in enumerate(sounds) if not each.is_of_video]
+        heard = [made.replace_audio_token(counts, n) for n in alone]
+    of_videos = [n for n, each in enumerate(sounds) if each.is_of_video]
+    given = (counts, of_videos) if of_videos else ()
+    options = {"load_audio_from_video": bool(of_videos), "position_id_per_seconds": 13.0}
+    films = [made.replace_video_token(seen, n, *given, **options) for n in range(len(videos))]
     written = {"image": images, "video": films, "audio": heard}
     [text], _ = type(made).get_text_with_replacements(
         SimpleNamespace(
@@ -110,8 +131,11 @@ def fps_of(extent):
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_omni_moe"])
+NAMED = [("qwen3_vl", case) for case in CASES]
+NAMED += [("qwen3_omni_moe", case) for case in CASES | HEARD]
+
+
+@pytest.mark.parametrize(("name", "case"), NAMED)
 def test_token_ids_are_those_of_transformers(name, case, recipes, tokens):
     recipe, text, extents, found = row(name, case, recipes, tokens)
     assert found.token_ids == ids_of_transformers(name, recipe, text, extents, tokens)
@@ -154,19 +178,22 @@ def positions_of_transformers(name, recipe, ids, extents, tokens):
     made.get_llm_pos_ids_for_vision = lambda *a, **k: vision(made, *a, **k)
     sounds = torch.tensor([e.mel_frames for e in extents if e.modality == "audio"])
     seconds = torch.tensor([e.seconds_per_grid for e in extents if e.modality == "video"])
-    return index(made, here, image, video, torch.ones_like(here), False, sounds, seconds)
+    hears = any(each.is_of_video for each in extents)
+    return index(made, here, image, video, torch.ones_like(here), hears, sounds, seconds)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_omni_moe"])
+@pytest.mark.parametrize(("name", "case"), NAMED)
 def test_positions_are_those_of_transformers(name, case, recipes, tokens):
     recipe, _, extents, row_ = row(name, case, recipes, tokens)
     ids = row_.token_ids
     found = positions(len(ids), row_.spans, extents, recipe)
     expected, delta = positions_of_transformers(name, recipe, ids, extents, tokens)
-    assert found.dtype == (np.float32 if name == "qwen3_omni_moe" else np.int64)
-    assert np.array_equal(found, expected[:, 0].numpy())
-    assert next_position(found) == pytest.approx(float(delta.squeeze()) + len(ids), abs=1e-5)
+    assert found.dtype == np.int64
+    assert np.array_equal(found, np.floor(expected[:, 0].numpy()))
+    if case != "frames higher than their sound is long":  # there transformers has two answers
+        assert next_position(found) == int(delta.squeeze() + len(ids) + 1e-5)
+    following = positions_of_transformers(name, recipe, [*ids, 65, 66], extents, tokens)[0]
+    assert next_position(found) + 1 == int(following[0, 0, -1])
 
 
 def test_a_placeholder_that_was_sampled_is_text(recipes, tokens):

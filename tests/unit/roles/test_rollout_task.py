@@ -36,6 +36,8 @@ def test_a_rollout_task_samples_the_training_prompts_shuffled_and_scores_by_the_
     journal, given = Journal(), {}
 
     class Source:
+        media_tokens = None
+
         def __init__(self, path, tokenizer, **settings):
             self.path, self.tokenizer = str(path), tokenizer
             self.conversation = Conversation(tokenizer, chat_template=False)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from sglang.srt.managers.schedule_batch import (
     Modality,
     MultimodalDataItem,
@@ -80,9 +79,7 @@ class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has 
             )
             own = [span for span in sent.view.spans if span.medium == number]
             item.offsets = [(span.first, span.first + span.tokens - 1) for span in own]
-            # A tower's features are kept by this; other weights make others of the same pixels.
-            seen = medium.digest + sent.policy_version.to_bytes(8, "big")
-            item.set_hash(xxhash.xxh3_64_intdigest(seen))
+            item.set_hash(medium.features_key(sent.policy_version))
             items.append(item)
         if hasattr(self, "_prepare_mm_items_for_transport"):
             items = self._prepare_mm_items_for_transport(items)
@@ -98,9 +95,7 @@ class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has 
             video_token_id=self.mm_tokens.video_token_id,
             audio_token_id=self.mm_tokens.audio_token_id,
             mrope_positions=torch.from_numpy(found),
-            mrope_position_delta=torch.tensor([[next_position(found) - len(token_ids)]]).to(
-                torch.int64
-            ),
+            mrope_position_delta=torch.tensor([[next_position(found) - len(token_ids)]]),
         )
 
     async def _features(self, medium: Spooled, content: bytes) -> Tensor:

@@ -1,0 +1,234 @@
+"""Videos that are heard: from the file to the bus and back, and what cannot be."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+from bus_fixtures import PRODUCERS, make_bus, trajectory
+from media_files import clip, film, model_folder, photo, recipe_of, source, tokenizer
+from test_media_prompts import TEMPLATE
+from test_media_stored import changed, put, read
+
+from relax_hpc.bus.producer import Producer
+from relax_hpc.bus.reader import Reader
+from relax_hpc.bus.shards import media
+from relax_hpc.bus.shards.shard import Shard
+from relax_hpc.bus.tools import media as tool
+from relax_hpc.bus.tools import selection
+from relax_hpc.config.media import MediaConfig
+from relax_hpc.config.prompts import PromptsConfig
+from relax_hpc.errors import ConfigError, DamagedError
+from relax_hpc.media import sounds
+from relax_hpc.media.canonical import canonical, measured_all
+from relax_hpc.media.expand import Span
+from relax_hpc.media.kinds import modality_of
+from relax_hpc.media.positions import positions
+from relax_hpc.media.recipe import read_recipe
+from relax_hpc.media.spool import Spooled, View
+from relax_hpc.media.stored import DECODERS
+from relax_hpc.media.workers import MediaWorkers
+from relax_hpc.prompts.records import Records
+from relax_hpc.prompts.source import PromptSource
+from relax_hpc.roles.rollout.decode_check import _refused
+from relax_hpc.schema import PromptGroup
+
+SETTINGS = {"video_tokens_per_frame": [2, 16], "audio_in_video": True}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return recipe_of(tmp_path_factory.mktemp("models"), "qwen3_omni_moe", **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("how", "lasts_s", "is_heard"),
+    [
+        ({}, 2.0, (0.0, 2.0)),
+        ({"heard_s": 0.7}, 0.7, (0.0, 0.7)),
+        ({"heard_s": 3.3}, 3.3, (0.0, 3.3)),
+        ({"heard_s": 1.0, "later_s": 0.5}, 1.5, (0.5, 1.5)),
+        ({"channels": 2}, 2.0, (0.0, 2.0)),
+        ({"form": "webm", "heard_s": 0.7}, 2.0, (0.0, 0.7)),  # that of the longer stream is known
+        ({"form": "webm", "heard_s": 1.0, "later_s": 0.5}, 2.0, (0.5, 1.5)),
+    ],
+)
+def test_a_sound_begins_with_the_first_frame_and_lasts_as_long_as_the_header_says(
+    recipe, how, lasts_s, is_heard
+):
+    heard = source(film(**how), "video").its_sound
+    facts = sounds.read_facts(heard)
+    assert facts.num_samples / facts.sampling_rate == pytest.approx(lasts_s, abs=0.01)
+    samples = sounds.decoded(heard, recipe.audio)
+    assert len(samples) == facts.num_samples * 16000 // facts.sampling_rate
+    loud = np.flatnonzero(np.abs(samples) > 0.1) / 16000
+    assert (loud[0], loud[-1]) == pytest.approx(is_heard, abs=0.005)
+    strength = np.abs(np.fft.rfft(samples))
+    assert strength.argmax() * 16000 / len(samples) == pytest.approx(440, abs=2)
+
+
+def test_frames_and_sound_take_turns_by_time(recipe):
+    """2 s of 10 frames a second give 4 frames, two pairs a second apart; 13 tokens a second."""
+    video, sound = measured_all([source(film(), "video")], recipe)
+    assert (video.extent.modality, sound.extent.modality) == ("video", "audio")
+    assert video.extent.grid[0] == 2 and video.extent.seconds_per_grid == 1.0
+    per_pair = video.extent.grid[1] * video.extent.grid[2] // 4
+    assert video.extent.tokens == (per_pair, per_pair)
+    assert sound.extent.mel_frames == 200 and sound.extent.tokens == (13, 13)
+    assert sound.extent.is_of_video and not video.extent.is_of_video
+
+
+def test_a_video_without_sound_is_seen_only_and_a_silent_one_is_heard(recipe):
+    frames = source(None, "video")._replace(frames=(source(photo(48, 64)),) * 4, fps=2.0)
+    for given in (source(clip(range(20)), "video"), frames):
+        assert [m.extent.modality for m in measured_all([given], recipe)] == ["video"]
+    assert [m.extent.modality for m in measured_all([source(film(), "video")], recipe)] == [
+        "video", "audio",
+    ]  # fmt: skip
+    silent = measured_all([source(film(heard_s=1.0, later_s=1.0), "video")], recipe)
+    assert canonical(silent[1], recipe).array.shape == (128, 200)
+    deaf = recipe._replace(audio_in_video=False)
+    assert len(measured_all([source(film(), "video")], deaf)) == 1
+
+
+def test_what_cannot_be_heard_is_named_with_its_video_and_what_to_do(recipe):
+    for given, most_s, message in (
+        (film(channels=6), 300, "3: video 1, its sound: has 6 channels; mix it down to one or two"),
+        (film(heard_s=3.0), 2.5, "its sound: has 3.0 s of sound, prompts.media.audio_max_s = 2.5;"),
+        (film(heard_s=0.02), 300, "its sound: has 0.02 s of sound, fewer than 0.025; replace it"),
+    ):
+        short = recipe._replace(audio=recipe.audio._replace(max_s=most_s))
+        with pytest.raises(ConfigError) as caught:
+            measured_all([source(given, "video")], short)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+        assert _refused(short, (source(given, "video"),)) == [str(caught.value)]
+
+
+def test_a_model_without_ears_refuses_it_by_name(tmp_path):
+    for model in ("qwen3_vl", "qwen3_omni_moe"):
+        folder = model_folder(tmp_path / model, model)
+        if model == "qwen3_vl":
+            with pytest.raises(ConfigError, match=r"audio_in_video = true: .* qwen3_vl, does not"):
+                read_recipe(folder, MediaConfig(audio_in_video=True))
+        else:
+            assert read_recipe(folder, MediaConfig(audio_in_video=True)).audio_in_video
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    tokens = tokenizer()
+    tokens.chat_template = TEMPLATE
+    (tmp_path / "a.mp4").write_bytes(film())
+    (tmp_path / "b.mp4").write_bytes(film(heard_s=0.7))
+    (tmp_path / "s.mp4").write_bytes(clip(range(20)))
+    row = {"prompt": "<video><video>or<video>?", "videos": ["a.mp4", "s.mp4", "b.mp4"],
+           "answer": "1"}  # fmt: skip
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    settings = PromptsConfig(train=file, media=SETTINGS, max_prompt_tokens=4000)
+    made = read_recipe(model_folder(tmp_path / "model", "qwen3_omni_moe"), settings.media)
+    records = Records(settings.mixture, settings)
+    return PromptSource(records, tokens, shuffle_seed=None, settings=settings, recipe=made)[0]
+
+
+def test_a_prompt_is_written_with_both(prompt):
+    """Two videos have sound, each a pair of media; the one between is seen alone."""
+    kinds = [each.extent.modality for each in prompt.measured]
+    assert kinds == ["video", "audio", "video", "video", "audio"]
+    assert [span.medium for span in prompt.spans] == [0, 1, 0, 1, 2, 3, 4, 3]
+    of = tokenizer().convert_tokens_to_ids
+    start, end = of("<|audio_start|>"), of("<|audio_end|>")
+    ids = prompt.token_ids
+    assert (ids.count(start), ids.count(end)) == (2, 2)
+    first = prompt.spans[0].first
+    assert ids[first - 2 : first] == [of("<|vision_start|>"), start]
+    assert ids.count(of("<|audio_pad|>")) == 26 + 9  # 0.7 s are 70 mel frames
+
+
+def shown_by(prompt, recipe, **options):
+    async def run():
+        async with (
+            MediaWorkers(recipe, 1, **options) as workers,
+            workers.prepared(prompt.measured, prompt.spans) as made,
+        ):
+            return made.media, [np.load(each.path) for each in made.view.media]
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("store", ["source", "canonical"])
+def test_the_bus_has_the_bytes_of_a_video_once_and_gives_back_both(prompt, recipe, tmp_path, store):
+    made, arrays = shown_by(prompt, recipe, store=store)
+    spans = np.array(prompt.spans, np.int32)
+    size = max(span.first + span.tokens for span in prompt.spans) + 5
+    rows = [trajectory(0, n, prompt=size)._replace(media=made, media_spans=spans) for n in range(2)]
+    # Another group hears only: of the first video, whose bytes the first group has.
+    alone = trajectory(1, 0, prompt=40)._replace(
+        media=made[1:2], media_spans=np.array([[0, 3, 26]], np.int32)
+    )
+    paths = make_bus(tmp_path / "bus")
+    with Producer(paths, PRODUCERS[0], {}) as producer:
+        producer.put([PromptGroup(0, rows), PromptGroup(1, [alone])])
+    reader, record = Reader(paths), selection.of_guid(paths, 0)
+    [row] = reader.rows(record, [1], media.FACTS)
+    assert [modality_of(each) for each in row.media] == [
+        "video", "audio", "video", "video", "audio",
+    ]  # fmt: skip
+    for wanted in (range(5), [4], [1]):
+        found = reader.media(record, [(1, n) for n in wanted])
+        for number, each in zip(wanted, found, strict=True):
+            assert np.array_equal(each.canonical(recipe).array, arrays[number])
+    [whole] = reader.rows(record, [0])
+    assert [m.data.tobytes() for m in whole.media] == [m.data.tobytes() for m in made]
+    [hears] = reader.rows(selection.of_guid(paths, 1), [0])
+    assert hears.media[0].data.tobytes() == made[1].data.tobytes()
+    if store == "source":
+        with Shard(next(paths.root.glob("p/*/f*/*.h5"))) as shard:
+            videos = sum(len(made[n].data) for n in (0, 2, 3))
+            assert shard.fields["ragged/media_bytes"].shape == (videos,)
+        files = tool.write(paths, 0, tmp_path / "out")
+        assert [each.kind for each in files] == ["MP4"] * 5
+
+
+def test_trainers_find_the_positions_that_the_engine_was_given(prompt, recipe):
+    """By what the bus has: kinds, grids and seconds of media, and spans."""
+    from relax_hpc.engines.megatron.vision.stretches import position_ids, stretches
+
+    made, _ = shown_by(prompt, recipe)
+    spans = np.array(prompt.spans, np.int32)
+    row = trajectory(0, 0, prompt=len(prompt.token_ids))._replace(media=made, media_spans=spans)
+    length = len(row.token_ids)
+    extents = [each.extent for each in prompt.measured]
+    given = positions(length, [Span(*s) for s in spans.tolist()], extents, recipe)
+    assert np.array_equal(position_ids([row], 0, recipe).numpy().T, given)
+    assert [s.offset for s in stretches([row], recipe)][:4] == [0, 0, *[
+        span.tokens for span in prompt.spans[:2]
+    ]]  # fmt: skip
+
+
+def test_views_of_the_same_frames_at_other_times_are_not_the_same(recipe, tmp_path):
+    """The key of cached prefixes: what is cached depends on positions."""
+    made = []
+    for fps in (2.0, 3.0):
+        frames = (source(photo(48, 64)),) * 4
+        [video] = measured_all([source(None, "video")._replace(frames=frames, fps=fps)], recipe)
+        made.append(Spooled(video.extent, canonical(video, recipe).digest, tmp_path / "a"))
+    assert made[0].digest == made[1].digest
+    assert View((made[0],), ()).digest != View((made[1],), ()).digest
+
+
+def test_damage_to_bytes_that_two_media_have_is_named_by_the_one_that_is_read(
+    prompt, recipe, tmp_path
+):
+    made, _ = shown_by(prompt, recipe)
+    drifted = made[1]._replace(canonical_xxh3=bytes(range(16)))
+    rows = [trajectory(0, 0, prompt=90)._replace(media=(made[0], drifted))]
+    paths, path = put(tmp_path, [PromptGroup(0, rows)], **{DECODERS: "av 9"})
+    message = r"medium 1 \(MP4\): is decoded to .*, not 0001.*0f: stored by av 9, read by pillow"
+    with pytest.raises(DamagedError, match=message):
+        read(paths, place=1).canonical(recipe)
+    changed(path, media.BYTES, len(made[0].data) // 2)
+    for place in (0, 1):
+        message = rf"{path}: is corrupt: medium {place} \(MP4, {len(made[0].data):,} bytes"
+        with pytest.raises(DamagedError, match=message):
+            read(paths, place=place)
