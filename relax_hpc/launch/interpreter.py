@@ -46,6 +46,15 @@ def command(resources: Resources, run_root: Path, python: str) -> list[str]:
     return ["apptainer", "exec", *gpus, "--bind", str(run_root), image, inside]
 
 
+def found_anywhere(resources: Resources) -> Resources:
+    """The same interpreter wherever a process is started: a relative path counts from here. One
+    without a slash is looked up on the nodes, one in an image is the image's."""
+    python = resources.python or ""
+    if resources.container is not None or "/" not in python or " " in python:
+        return resources
+    return resources.model_copy(update={"python": str(Path(python).absolute())})
+
+
 def srun_options(resources: Resources, run_root: Path) -> list[str]:
     """Options of srun for an image that pyxis runs."""
     image = resources.container

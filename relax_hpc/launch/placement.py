@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import profiles
+from relax_hpc.launch import interpreter, profiles
 from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role, Side
 from relax_hpc.sections import Resources
@@ -65,6 +65,7 @@ def place(config: JobConfig) -> list[Component]:
         assert role.restart == "step", "the script starts failed steps again"
         if asked.beside is None:
             resources = profile.resources(role.profile, config.resources, asked.resources)
+            resources = interpreter.found_anywhere(resources)
             found[asked.component] = _component(config, role, asked, resources)
             _check_apart(config, found[asked.component])
         else:

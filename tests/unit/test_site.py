@@ -190,6 +190,28 @@ def test_an_interpreter_is_looked_at(tmp_path):
     assert "is looked up on the nodes, after `setup`" in later[0]
 
 
+def test_an_interpreter_named_from_here_is_the_same_from_anywhere(tmp_path, monkeypatch):
+    own = metadata.version("relax-hpc")
+    (tmp_path / "env" / "bin").mkdir(parents=True)
+    (tmp_path / "env" / "bin" / "python").write_text(f"#!/bin/sh\necho '\"{own}\"'\n")
+    (tmp_path / "env" / "bin" / "python").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    asked = Resources(python="env/bin/python")
+    found = interpreter.found_anywhere(asked)
+    assert found.python == str(tmp_path / "env" / "bin" / "python")
+    assert look(python=found.python) == []
+    assert interpreter.command(found, tmp_path, "unused") == [found.python]
+    for kept in (
+        Resources(),
+        Resources(python="python3.11"),
+        Resources(python="bin/python", container="docker://image"),
+        Resources(python="apptainer exec ./image.sif python"),
+    ):
+        assert interpreter.found_anywhere(kept) == kept
+    config = job(rollout={"python": "env/bin/python"})
+    assert place(config)[0].resources.python == found.python
+
+
 def test_an_image_is_run_by_apptainer_which_sees_the_run_directory(tmp_path):
     image = tmp_path / "relax.sif"
     image.touch()

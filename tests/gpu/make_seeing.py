@@ -1,0 +1,102 @@
+"""`make_seeing.py FOLDER SHAPE [SIDE]`: a model that sees or hears with random weights, and prompts.
+
+SHAPE is qwen3-vl-4b, or qwen3-omni-30b-a3b with four layers of its thinker, or tiny. Images have
+SIDE pixels a side (1024 if left out), which is a token of every 32 x 32; sounds last a second. The
+tokenizers are the tiny ones: their ids are the first of the vocabulary, which is all that prompts
+need. reward.py beside them gives a reward that differs within a group, whatever is answered.
+"""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    Qwen3OmniMoeForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from relax_hpc.demo import hearing, seeing, shapes, tones
+from relax_hpc.records import read_json, write_json
+
+VOCAB = 151936
+ROPE = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+TEXT_4B = {
+    "vocab_size": VOCAB, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 262144, "rope_parameters": ROPE | {"rope_theta": 5e6},
+    "tie_word_embeddings": True,
+}  # fmt: skip
+TOWER_4B = {
+    "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16,
+    "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 2560,
+    "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
+}  # fmt: skip
+TEXT_OMNI = {
+    "vocab_size": 152064, "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "max_position_embeddings": 65536, "rope_parameters": ROPE | {"rope_theta": 1e6},
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+}  # fmt: skip
+TOWER_OMNI = TOWER_4B | {
+    "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 2048,
+    "deepstack_visual_indexes": [8, 16, 24],
+}  # fmt: skip
+EARS_OMNI = {
+    "num_mel_bins": 128, "d_model": 1280, "encoder_layers": 32, "encoder_attention_heads": 20,
+    "encoder_ffn_dim": 5120, "output_dim": 2048, "downsample_hidden_size": 480, "n_window": 50,
+    "n_window_infer": 800,
+}  # fmt: skip
+LARGEST = 16384 * 32 * 32
+"""Pixels of an image at most; job files bound it further."""
+
+
+def vl_4b(tokens: Any) -> Any:
+    tiny = seeing.model("vl", tokens, seed=0).config.to_dict()
+    tiny["text_config"] |= TEXT_4B
+    tiny["vision_config"] |= TOWER_4B
+    config = Qwen3VLConfig(**tiny)
+    return Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+
+
+def omni(tokens: Any) -> Any:
+    config = hearing.model(tokens, seed=0).config
+    made = config.to_dict()
+    thinker = made["thinker_config"]
+    thinker["text_config"] |= TEXT_OMNI
+    thinker["vision_config"] |= TOWER_OMNI
+    thinker["audio_config"] |= EARS_OMNI
+    made["talker_config"]["thinker_hidden_size"] = TEXT_OMNI["hidden_size"]
+    return Qwen3OmniMoeForConditionalGeneration._from_config(
+        type(config)(**made), dtype=torch.bfloat16
+    )
+
+
+folder, shape = Path(sys.argv[1]), sys.argv[2]
+side = int(sys.argv[3]) if len(sys.argv) > 3 else 1024
+hears = "omni" in shape
+kind = hearing if hears else seeing
+tokens = kind.tokenizer()
+torch.manual_seed(0)
+with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    if shape == "tiny":
+        made = seeing.model("vl", tokens, seed=0)
+    else:
+        made = omni(tokens) if hears else vl_4b(tokens)
+folder.mkdir(parents=True, exist_ok=True)
+(tones if hears else shapes).write(folder, 256, 16, 0)
+draws = random.Random(0)
+for file in sorted((folder / "images").iterdir()):
+    drawn = Image.open(file).resize((side, side), Image.Resampling.BILINEAR)
+    grain = Image.effect_noise((side, side), 40).convert("RGB")  # what a photo has, and PNG keeps
+    Image.blend(drawn, grain, 0.2).save(file, compress_level=1)
+kind.save(folder / "model", made, tokens)
+file = folder / "model" / "preprocessor_config.json"
+bounds = {"min_pixels": 64 * 64, "max_pixels": LARGEST}
+size = {"size": {"shortest_edge": 64 * 64, "longest_edge": LARGEST}}
+write_json(file, read_json(file) | (bounds if hears else size))
+(folder / "reward.py").write_text("def score(response):\n    return float(len(response) % 2)\n")

@@ -1,0 +1,50 @@
+#!/usr/bin/env bash
+# run_media.sh PACK JOB SHAPE [ARGUMENTS] - a job whose model sees or hears, with random weights, on a
+# machine without a network: on two GPUs or more as a hetjob on a real Slurm, engine and trainer on one
+# each; on one GPU without Slurm, in turn; without a GPU the same with a tiny model.
+#
+#   run_media.sh PACK jobs/qwen3-vl-4b-openr1mm.toml qwen3-vl-4b
+#   run_media.sh PACK jobs/qwen3-omni-30b-a3b-avqa.toml qwen3-omni-30b-a3b
+#
+# PACK is as for run_hetjob.sh. OUT gets the run's events and logs, and figures.txt. LIMIT: seconds.
+# SIDE: pixels of an image's side.
+set -euo pipefail
+pack=$(cd "$1" && pwd) job=$2 shape=$3
+out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
+work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX")
+if [ -f "$pack/setup.sh" ]; then source tests/gpu/unpack.sh; fi
+python3 tests/gpu/make_seeing.py "$work/model" "$shape" "${SIDE:-1024}"
+echo "model made after $SECONDS s"
+gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l) place=(--local)
+one_each=(--set engines.rollout.count=1 --set engines.rollout.engines_per_task=1
+  --set engines.rollout.args.tp_size=1 --set engines.rollout.resources.gpus_per_node=1
+  --set engines.rollout.resources.cpus_per_task=8 --set engines.rollout.resources.mem=100G
+  --set engines.rollout.resources.mpi=pmix --set actor.resources.mpi=pmix
+  --set actor.resources.gpus_per_node=1 --set actor.resources.cpus_per_task=8
+  --set actor.resources.mem=100G --set actor.layout.tensor_parallel=1
+  --set actor.layout.context_parallel=1 --set actor.layout.expert_parallel=1)
+if ((gpus >= 2)); then
+  tar -C "$work" -xJf "$pack/slurm.tar.xz"
+  env=$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
+    --nodes 2 --gpus-per-node 1 --gpu-prefix /dev/nvidia --isolate none --cpus 16 --mem 200000)
+  eval "$env"
+  trap 'bash "$pack/local_slurm.sh" down --dir "$work/slurm"' EXIT
+  export OMPI_MCA_btl=self,tcp OMP_NUM_THREADS=4
+  place=("${one_each[@]}")
+elif ((gpus == 1)); then
+  place=(--local "${one_each[@]}" --set engines.rollout.placement=actor
+    --set schedule.max_staleness=0 --set engines.rollout.args.mem_fraction_static=0.35)
+fi
+status=0
+timeout "${LIMIT:-400}" python3 -m relax_hpc submit "$job" --follow "${place[@]}" \
+  --set name=media --set run_root="$work/runs" --set model.path="$work/model/model" \
+  --set prompts.train="$work/model/train.jsonl" --set eval.heldout.path="$work/model/heldout.jsonl" \
+  --set reward.name="$work/model/reward.py:score" --set eval.heldout.every=0 \
+  --set eval.heldout.num_prompts=8 --set schedule.num_steps=5 --set schedule.prompts_per_step=16 \
+  --set rollout.max_new_tokens=256 --set actor.save_every=1000 --set weights.checksum_every=1 \
+  --set launch.max_restarts=0 "${@:4}" || status=$?
+run="$work/runs/media"
+python3 tests/gpu/media_figures.py "$run" | tee "$out/figures.txt" || true
+((status == 0)) || tail -n 30 "$run"/logs/*.log || true
+tar -C "$run" -cJf "$out/run.tar.xz" events logs || true
+exit "$status"
