@@ -18,6 +18,7 @@ from e2e_runs import (
     status,
     submit,
     unhurried,
+    wait_for,
     wait_until,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,6 +29,14 @@ from relax_hpc.launch.local import processes
 pytestmark = pytest.mark.long
 
 STEPS, PROMPTS, SIBLINGS = 24, 8, 4
+SLOW_AT_LAST = """
+import asyncio, pathlib
+
+async def score(response):
+    if pathlib.Path(__file__).with_name("slowly").exists():
+        await asyncio.sleep(2)
+    return float(len(response) % 2)
+"""
 
 
 def submit_small(tiny, run_root, *, local, **settings):
@@ -101,6 +110,49 @@ def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path)
         after = wait_until(run_dir, is_over, 150)
         assert newest(run_dir, "rollout", "start")["pid"] == rollout
         assert_complete(run_dir, after)
+    finally:
+        cli("cancel", run_dir)
+
+
+def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_during_it(
+    tiny, tmp_path
+):
+    """The held-out prompts are answered slowly, so the last step is long over meanwhile."""
+    (tmp_path / "at_last.py").write_text(SLOW_AT_LAST)
+    slow = {
+        "reward.name": f"{tmp_path}/at_last.py:score", "schedule.num_steps": 2,
+        "eval.heldout.num_prompts": 24, "actor.save_every": 1,
+        "engines.rollout.max_running_requests": 2,
+    }  # fmt: skip
+    run_dir = submit_small(tiny, tmp_path, local=True, **slow)
+
+    def part():
+        """Prompts that are scored of the last evaluation; none before it has begun."""
+        [*found] = (run_dir / "eval" / "heldout").glob("after-0.0.part")
+        return len(found[0].read_text().splitlines()) if found else 0
+
+    try:
+        wait_until(run_dir, has_done(1), 100)
+        (tmp_path / "slowly").touch()
+        wait_for(lambda: part() >= 2, 60)
+        kill_rollout(run_dir)
+        starts = len(events_of(run_dir, "rollout", "start"))
+        wait_for(lambda: len(events_of(run_dir, "rollout", "start")) > starts, 60)
+        before = part()
+        wait_for(lambda: part() > before, 90)
+        cli("cancel", run_dir)
+        assert not events_of(run_dir, "rollout", "eval")[1:]
+        (tmp_path / "slowly").unlink()
+        cli("resume", run_dir, "--local")
+        after = wait_until(run_dir, is_over, 150)
+        assert after["state"] == "COMPLETED"
+        assert after["progress"]["heldout_after"] is not None
+        [last] = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
+        assert (last["version"], last["version_max"], last["num_samples"]) == (2, 2, 24)
+        [file] = (run_dir / "eval" / "heldout").glob("*-after-0.0.jsonl")
+        assert len(file.read_text().splitlines()) == 24
+        steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
+        assert steps == [1, 2]
     finally:
         cli("cancel", run_dir)
 
