@@ -193,6 +193,7 @@ def _assemble(
         f"look_every_s={job.look_every_s}",
         f"verdict=({shlex.join(_verdict(job)) if job.has_summary else ''})", "",
         SUPERVISION,
+        '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || tell requeued --before',
     ]  # fmt: skip
     groups = [[index] for index in range(len(components))]
     if components[0].bootstrap == "mpi_job":

@@ -230,6 +230,7 @@ trap 'failed=1; end_all' USR1
 trap 'stopping=1; end_all' TERM INT HUP
 failed=''
 
+[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || tell requeued --before
 component_0() {
   { module load cuda
   } || setup_failed rollout "$?" 'module load cuda'
