@@ -13,6 +13,7 @@ from e2e_runs import (
     events_of,
     every_prompt_once,
     has_done,
+    hurry,
     is_over,
     planned,
     status,
@@ -25,6 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from relax_hpc.launch import record
 from relax_hpc.launch.local import processes
+from relax_hpc.runs import verdict
 
 pytestmark = pytest.mark.long
 
@@ -219,6 +221,38 @@ def test_a_killed_rollout_step_and_a_judge_go_on_under_slurm_while_the_trainer_s
         assert len(events_of(run_dir, "rollout", "start")) == 2 and shards_since(run_dir, 2)
         assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
         assert_complete(run_dir, after)
+    finally:
+        cli("cancel", run_dir)
+
+
+@pytest.mark.usefixtures("slurm_cluster")
+def test_a_killed_rollout_task_starts_again_alone_while_those_on_other_nodes_go_on(tiny, tmp_path):
+    two = {
+        "launch.profile": "local", "reward.name": unhurried(tmp_path),
+        "engines.rollout.count": 2, "engines.rollout.resources.nodes": 2,
+    }  # fmt: skip
+    run_dir = submit_small(tiny, tmp_path, local=False, **two)
+
+    def starts(rank):
+        return [e for e in events_of(run_dir, "rollout", "start") if e["rank"] == rank]
+
+    try:
+        wait_until(run_dir, has_done(2), 200)
+        os.kill(starts(1)[-1]["pid"], signal.SIGKILL)
+        wait_until(run_dir, lambda _: len(starts(1)) == 2, 100)
+        assert verdict.read(run_dir).component == "rollout"
+        assert psutil.pid_exists(starts(0)[0]["pid"])
+        hurry(tmp_path)
+        after = wait_until(run_dir, is_over, 300)
+        assert [e["start"] for e in starts(0)] == [1] and [e["start"] for e in starts(1)] == [1, 2]
+        assert len({e["node"] for e in (starts(0)[0], starts(1)[0])}) == 2
+        engines = [e["id"] for e in events_of(run_dir, "rollout", "engine")]
+        assert sorted(engines) == ["rollout-0", "rollout-1", "rollout-1"]
+        assert_complete(run_dir, after, ("rollout-0", "rollout-1"))
+        [component] = [c for c in after["components"] if c["name"] == "rollout"]
+        assert (component["finished_tasks"], component["tasks"]) == (2, 2)
+        for rank in range(2):
+            assert list((run_dir / "submission" / "rollout").glob(f"*_{rank}_log.out"))
     finally:
         cli("cancel", run_dir)
 
