@@ -34,6 +34,8 @@ class Folder:
         """Nothing is opened before it is asked."""
         self._path, self._lock = path, threading.Lock()
         self._fd: int | None = None
+        self._is_parent = False
+        """Whether the folder that is held is the one in which it is missing."""
         self._count = 0
         self._stamp: _Stamp | None = None
         self._again_at = float("inf")
@@ -65,12 +67,23 @@ class Folder:
 
     def _look(self) -> _Stamp | None:
         try:
-            if self._fd is None:
-                self._fd = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            return _changed_at(self._fd)
-        except OSError:  # it is not there yet, or the server has forgotten it
+            stamp = None if self._fd is None else _changed_at(self._fd)
+            if self._fd is None or (self._is_parent and stamp != self._stamp):
+                self._let_go()
+                self._fd = self._opened()
+                stamp = _changed_at(self._fd)
+        except OSError:  # the server has forgotten it
             self._let_go()
             return None
+        return stamp
+
+    def _opened(self) -> int:
+        flags, self._is_parent = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, False
+        try:
+            return os.open(self._path, flags)
+        except FileNotFoundError:  # it comes later
+            self._is_parent = True
+            return os.open(self._path.parent, flags)
 
     def _let_go(self) -> None:
         if self._fd is not None:

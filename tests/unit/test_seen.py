@@ -88,7 +88,7 @@ def test_changes_that_one_tick_of_the_servers_clock_hides_are_seen_soon_after(tm
         seen._changed_at = hidden
 
 
-def test_a_folder_that_never_tells_is_read_now_and_then_and_one_that_is_not_there_always(
+def test_a_folder_that_never_tells_is_read_now_and_then_and_one_that_comes_is_seen(
     tmp_path, clock, monkeypatch
 ):
     followed = follow(tmp_path)
@@ -102,8 +102,13 @@ def test_a_folder_that_never_tells_is_read_now_and_then_and_one_that_is_not_ther
     assert followed.get("a") == [1]
     clock[0] += 1
     assert followed.get("a") == [2]
+    monkeypatch.undo()
     late = follow(tmp_path / "late")
     assert late.get("a") == [None]
+    with counted(tmp_path) as opened:
+        assert [late.get("a") for _ in range(9)] == [[None]] * 9
+    assert opened == []
+    time.sleep(0.02)
     (tmp_path / "late").mkdir()
     write_json(tmp_path / "late" / "a", 3)
     assert late.get("a") == [3]
