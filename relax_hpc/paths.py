@@ -310,8 +310,12 @@ class RunPaths:
         """Folder of the snapshots that engines load."""
         return self.root / "weights"
 
+    @property
+    def members(self) -> Path:
+        return self.root / "members"
+
     def member(self, member: str) -> Path:
-        return self.root / "members" / f"{member}.json"
+        return self.members / f"{member}.json"
 
     @property
     def events_folder(self) -> Path:

@@ -185,19 +185,19 @@ class Sequencer:
         if self._cursor == len(planned):
             assert not planned or not planned[-1].last, f"step {step} has no further portion"
             assert step == self.num_planned + 1, f"step {step} of a plan of {self.num_planned}"
-            deadline = time.monotonic() + timeout_s
+            looks_at, deadline = 0.0, time.monotonic() + timeout_s
             while not self._plan_ready(step, min_tokens):
-                if is_short():  # producers hold, too
-                    deadline = time.monotonic() + timeout_s
-                if time.monotonic() > deadline:
+                if (now := time.monotonic()) >= looks_at:
+                    looks_at = now + timeout_s / 100
+                    deadline = now + timeout_s if is_short() else deadline  # producers hold, too
+                if now > deadline:
                     owed = owed_by(self._intake, self._producers, self._num_wanted(step))
                     lacks = f"step {step} lacks prompt groups after {timeout_s:g} s: {owed}"
                     raise PeerTimeoutError(f"{lacks}; see their logs")
                 if on_wait is not None:
                     on_wait()
                 time.sleep(POLL_S)
-        self._cursor += 1
-        self._returned = step
+        self._cursor, self._returned = self._cursor + 1, step
         return planned[self._cursor - 1]
 
     def lacks_groups(self) -> bool:

@@ -55,6 +55,11 @@ class EnginePool(Section):
     def num_tasks(self) -> int:
         return self.num_hosts * self.nodes_per_engine
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether no engine is on two nodes."""
+        return self.nodes_per_engine == 1
+
 
 def check(name: str, pool: EnginePool) -> None:
     """Checks a pool for itself.

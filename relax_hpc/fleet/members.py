@@ -1,13 +1,18 @@
 """Engines that can receive weights: each is a record that its owner writes, and nobody else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 from relax_hpc.config.rollout import Transport
+from relax_hpc.fleet.seen import Seen, folder_at
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
 State = Literal["WAITING", "STARTING", "HEALTHY", "DRAINING", "GONE", "FAILED"]
+
+_REFRESH_S = 60.0
+"""There are many."""
 
 
 class Member(NamedTuple):
@@ -53,12 +58,13 @@ def attempt_of(member: Member) -> str:
 
 def announce(paths: RunPaths, member: Member) -> None:
     write_json(paths.member(member.id), member._asdict())
+    folder_at(paths.members).note()
 
 
-def read(paths: RunPaths, ids: Sequence[str]) -> list[Member]:
-    """The healthy members among `ids`, in the order of `ids`."""
-    found = (find(paths, member) for member in ids)
-    return [member for member in found if member is not None and member.state == "HEALTHY"]
+def follow(paths: RunPaths) -> Seen[Member | None]:
+    """Members by id, in whatever state, for who looks again and again; None of those that were
+    never announced."""
+    return Seen(paths.members, partial(find, paths), refresh_s=_REFRESH_S)
 
 
 def find(paths: RunPaths, member: str) -> Member | None:
@@ -79,3 +85,9 @@ def extras(paths: RunPaths) -> list[str]:
     """The ids last announced. A file of known name: listings of a folder can be stale for long."""
     record = read_json(paths.extras)
     return [] if record is None else list(record["ids"])
+
+
+def follow_extras(paths: RunPaths) -> Callable[[], list[str]]:
+    """Does as `extras`, for who asks again and again."""
+    seen = Seen(paths.extras.parent, lambda _: extras(paths))
+    return lambda: seen.get("")[0]

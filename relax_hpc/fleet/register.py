@@ -40,6 +40,7 @@ class Register:
             connect: makes the client of a member.
         """
         self.paths, self._ids, self._connect = paths, ids, connect
+        self._members = members.follow(paths)
         self.version = -1
         """The newest that engines were given, or are being given."""
         self._entries: dict[Key, RosterEntry] = {}
@@ -69,12 +70,11 @@ class Register:
 
     def known(self) -> list[Member]:
         """Returns the members that are healthy, as their owners say."""
-        return members.read(self.paths, self._ids())
+        return [member for member in self.announced() if member.state == "HEALTHY"]
 
     def announced(self) -> list[Member]:
         """Returns the members that there are records of, in whatever state."""
-        found = (members.find(self.paths, member) for member in self._ids())
-        return [member for member in found if member is not None]
+        return [member for member in self._members.get(*self._ids()) if member is not None]
 
     def live(
         self, threads: ThreadPoolExecutor, *, without: Callable[[Member], bool] = lambda _: False

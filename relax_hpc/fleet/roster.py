@@ -1,8 +1,11 @@
 """The roster: every engine's weights as the trainer knows them, in a record it alone writes."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Literal, Self
 
+from relax_hpc.fleet.seen import Seen, folder_at
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
@@ -45,12 +48,20 @@ class Roster:
 
     def write(self, paths: RunPaths) -> None:
         write_json(paths.roster, asdict(self))
+        folder_at(paths.control).note()
 
     @classmethod
     def read(cls, paths: RunPaths) -> Self | None:
-        """None before the first update. Poll it at most once a second."""
+        """None before the first update."""
         record = read_json(paths.roster)
         if record is None:
             return None
         members = {name: RosterEntry(**entry) for name, entry in record["members"].items()}
         return cls(record["version"], members)
+
+
+@lru_cache(8)
+def follow(paths: RunPaths) -> Callable[[], Roster | None]:
+    """Does as `Roster.read`, for all of a process who look again and again."""
+    seen = Seen(paths.control, lambda _: Roster.read(paths))
+    return lambda: seen.get("")[0]

@@ -48,11 +48,14 @@ def main(run: TaskMain | None = None) -> None:
     context = _context(args)
     left = ComponentPaths(folder, job_id)
     if args.tasks is not None:
-        _leave_step(left, context.rank)
+        _leave_step(left, context.rank, is_followed=args.apart_from is None)
     # All ranks or none: one that had finished must take part again when its peers start over. They
     # agree on which, since nobody removes a mark unless one is missing.
     storage.settle(PATIENCE_S)
-    if patiently(folder, lambda: all(left.done(rank).exists() for rank in range(context.size))):
+    peers = range(context.size)
+    if args.apart_from is not None:
+        peers = range(args.apart_from, args.apart_from + JobEnvironment().num_tasks)
+    if patiently(folder, lambda: all(left.done(rank).exists() for rank in peers)):
         log.info("finished before the job was requeued: nothing to do")
         return
     mine = left.done(context.rank)
@@ -93,7 +96,7 @@ def _context(args: argparse.Namespace) -> TaskContext:
     restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     return TaskContext(
         component=args.component,
-        rank=environment.global_rank - args.first_rank,
+        rank=environment.global_rank - args.first_rank + (args.apart_from or 0),
         size=args.tasks or environment.num_tasks,
         local_rank=environment.local_rank,
         attempt=f"{environment.job_id}.{restarts}",
@@ -102,14 +105,14 @@ def _context(args: argparse.Namespace) -> TaskContext:
     )
 
 
-def _leave_step(left: ComponentPaths, rank: int) -> None:
-    """Corrects what Slurm does not know of a component that is part of a step.
+def _leave_step(left: ComponentPaths, rank: int, *, is_followed: bool) -> None:
+    """Corrects what Slurm does not know of a component that is part of a step, or has several.
 
     Slurm names logs by ranks of the step: what is printed from here on goes to those that are named
     by ranks of the component, where everybody looks. The job's script is told which step it is,
     since it looks after that.
     """
-    if JobEnvironment().global_rank == 0:
+    if is_followed and JobEnvironment().global_rank == 0:
         step = f"{left.job_id}.{os.environ['SLURM_STEP_ID']} {os.getpid()}\n"
         left.step.write_text(step)
     for stream, path in ((sys.stdout, left.log(rank, "out")), (sys.stderr, left.log(rank, "err"))):
@@ -125,7 +128,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--bootstrap", default="files", help="how its tasks find each other")
     parser.add_argument("--requeues", action="store_true", help="may ask Slurm to requeue the job")
     parser.add_argument("--first-rank", type=int, default=0, help="of several in one step")
-    parser.add_argument("--tasks", type=int, help="of this component, of several in one step")
+    parser.add_argument("--apart-from", type=int, help="rank of the first in this step of several")
+    parser.add_argument("--tasks", type=int, help="of this component, if its step has others")
     return parser.parse_args()
 
 

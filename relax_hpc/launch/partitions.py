@@ -3,15 +3,37 @@ becomes of a job there that is preempted."""
 
 import difflib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import requeue, script
+from relax_hpc.launch import requeue
 from relax_hpc.launch.jobs import output_of, words_of
 from relax_hpc.launch.placement import Component
 
+NO_LIMIT = sys.maxsize
+"""Minutes of a time limit that is none."""
+
 _SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%G")
+
+
+def minutes(limit: str) -> int:
+    """Whole minutes of a Slurm time limit: "90", "90:00", "1:30:00", "1-2", "1-2:30:00";
+    "UNLIMITED" is `NO_LIMIT`.
+
+    Raises:
+        ValueError: it is none of Slurm's spellings.
+    """
+    if limit.upper() in ("UNLIMITED", "INFINITE", "-1"):
+        return NO_LIMIT
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
+    if match is None:
+        raise ValueError(f"{limit!r} is not a Slurm time limit")
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is not None or match[4] is not None:  # [days-]hours[:minutes[:seconds]]
+        return days * 1440 + first * 60 + second + (third > 0)
+    return first + (second > 0)
 
 
 class Partitions(dict[str, dict[str, int]]):
@@ -153,7 +175,7 @@ def over_limit(component: Component, limits: dict[str, str], flags: str = "") ->
     nodes_key = "max_nodes" if asked.max_nodes else "nodes"
     longest = limits.get("MaxTime")
     limited = asked.time and longest and "PartitionTimeLimit" not in flags
-    if limited and script.minutes(str(asked.time)) > script.minutes(str(longest)):
+    if limited and minutes(str(asked.time)) > minutes(str(longest)):
         return Limit("time", asked.time, f"lets jobs run for {longest}; ask for less")
     most, least = limits.get("MaxNodes"), limits.get("MinNodes", "0")
     if most and nodes > int(most) and "PartitionMaxNodes" not in flags:

@@ -1,5 +1,6 @@
 """The components of a run, and the requests of each to Slurm. Pure: nothing is looked up."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -11,6 +12,8 @@ from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role, Side
 from relax_hpc.sections import Resources
 
+MOST_STEPS = 128
+"""Steps of one component, each an srun on the first node; of more nodes several are in a step."""
 Bootstrap = Literal["mpi", "mpi_job", "files"]
 
 
@@ -33,6 +36,8 @@ class Component:
     """Whether it may hold nodes on which engines are added later."""
     side: Side = "training"
     """The job that it is in, where the sides of a run are two."""
+    is_apart: bool = False
+    """Whether its tasks on one node know nothing of those on others."""
 
     @property
     def key(self) -> str:
@@ -51,6 +56,18 @@ class Component:
     @property
     def tasks_per_node(self) -> int:
         return self.tasks // self.nodes
+
+    @property
+    def nodes_of_steps(self) -> list[range]:
+        """Nodes of each of its Slurm steps, by their places among its own."""
+        places, size = range(self.nodes), self.nodes
+        if self.is_apart and self.bootstrap == "files" and self.on is None:
+            size = math.ceil(self.nodes / MOST_STEPS)
+        return [places[first : first + size] for first in places[::size]]
+
+    def ranks_on(self, nodes: range) -> range:
+        """Ranks of its tasks on some of its nodes."""
+        return range(nodes.start * self.tasks_per_node, nodes.stop * self.tasks_per_node)
 
 
 def place(config: JobConfig) -> list[Component]:
@@ -112,7 +129,7 @@ def groups(components: Sequence[Component]) -> list[int]:
 def _component(config: JobConfig, role: Role[Any], asked: Place, resources: Resources) -> Component:
     made = Component(
         asked.component, asked.tasks, resources, "files", None,
-        asked.section, role.environment, role.is_scalable, role.side,
+        asked.section, role.environment, role.is_scalable, role.side, asked.is_apart,
     )  # fmt: skip
     key, tasks = made.key, made.tasks
     if tasks % resources.nodes:
@@ -131,6 +148,7 @@ def _component(config: JobConfig, role: Role[Any], asked: Place, resources: Reso
             f"launch.bootstrap = 'mpi_job': {key}.mpi = {resources.mpi!r}; one world "
             "over several components needs 'pmix'"
         )
-    if wanted == "auto":
-        wanted = "files" if resources.mpi is None else "mpi"
+    if wanted == "auto":  # who has a step per node has no world over them
+        is_apart = asked.is_apart and resources.nodes > 1
+        wanted = "files" if resources.mpi is None or is_apart else "mpi"
     return replace(made, bootstrap=wanted)

@@ -9,7 +9,7 @@ from pathlib import Path
 from relax_hpc import user_files
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import interpreter, partitions, script
+from relax_hpc.launch import interpreter, partitions
 from relax_hpc.launch.placement import Component, sides
 from relax_hpc.roles import table
 from relax_hpc.roles.training.check import check_first_weights, check_model, check_weights
@@ -129,7 +129,7 @@ def check_component(component: Component) -> None:
     key, resources = component.key, component.resources
     if resources.time is not None:
         try:
-            script.minutes(resources.time)
+            partitions.minutes(resources.time)
         except ValueError:
             raise ConfigError(
                 f'{key}.time = {resources.time!r}: is not a time limit; '

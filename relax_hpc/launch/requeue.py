@@ -36,6 +36,8 @@ KEEP_S = 20.0
 """Seconds for rollout to keep what it has, once the trainer has saved."""
 _LIMIT_EVERY_S = 120.0
 _RETRY_S = 2.0
+_LOOK_S = 10.0
+"""Seconds for squeue to answer a job that is being ended, which Slurm kills after `KillWait`."""
 _POLL_S = 0.2
 
 
@@ -202,7 +204,8 @@ def ask(
     while answer.returncode and is_silent(answer) and time.monotonic() < until:
         time.sleep(_RETRY_S)
         answer = output_of(command)
-    if answer.returncode:
+    # What asked may have been ended by the requeue that it asked for, or Slurm was quicker.
+    if answer.returncode and not was_requeued(job_id):
         log.error(
             "the job is not requeued (%s): once it has ended, relax-hpc resume %s",
             words_of(answer), run_dir,
@@ -212,6 +215,16 @@ def ask(
         return said
     log.warning("%s", said)
     return ""
+
+
+def was_requeued(job_id: str) -> bool:
+    """Whether Slurm has requeued the job since this attempt of it began."""
+    command = ["squeue", "-h", "--states=all", "-j", job_id, "-O", "RestartCnt"]
+    answer = output_of(command, _LOOK_S)
+    if answer.returncode and is_silent(answer):
+        answer = output_of(command, _LOOK_S)
+    count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    return any(word.isdigit() and int(word) > count for word in answer.stdout.split())
 
 
 def tell(job_id: str, run_dir: Path, what: str, words: str) -> None:

@@ -46,9 +46,6 @@ _INHERITED = (
 # The tree of fences of Slurm 22.05 lets ranks out of the fence that ends MPI_Init before all are in
 # it, and Open MPI crashes on the message of one that is ahead: up to one start in ten over TCP and
 # three nodes. The ring does not.
-NO_LIMIT = sys.maxsize
-"""Minutes of a time limit that is none."""
-
 _STOPPED = "the job was told to end: cancelled, preempted, or out of time"
 _NO_HOLDER = "the process that gives idle nodes back fails again and again; resume the run"
 _PMIX = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
@@ -116,8 +113,9 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
     several = max(group_of) > 0
     before = itertools.accumulate((component.tasks for component in components), initial=0)
     steps = [
-        _srun(job, k, component, first_rank, group=group_of[k] if several else None)
-        for k, (component, first_rank) in enumerate(zip(components, before, strict=False))
+        (k, nodes, _srun(job, k, each, first_rank, nodes, group=group_of[k] if several else None))
+        for k, (each, first_rank) in enumerate(zip(components, before, strict=False))
+        for nodes in each.nodes_of_steps
     ]
     pmix = any(each.bootstrap != "files" and each.resources.mpi == "pmix" for each in components)
     prepare = [
@@ -139,29 +137,11 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
             first[component.name] = first_gpu
             first_gpu += component.resources.gpus_per_node
     steps = [
-        _local_step(job, component, first[component.on or component.name])
-        for component in components
+        (k, range(each.nodes), _local_step(job, each, first[each.on or each.name]))
+        for k, each in enumerate(components)
     ]
     prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1", "ask_controller=(true)"]
     return _assemble(["#!/bin/bash"], prepare, job, components, steps, ["--local"])
-
-
-def minutes(limit: str) -> int:
-    """Whole minutes of a Slurm time limit: "90", "90:00", "1:30:00", "1-2", "1-2:30:00";
-    "UNLIMITED" is `NO_LIMIT`.
-
-    Raises:
-        ValueError: it is none of Slurm's spellings.
-    """
-    if limit.upper() in ("UNLIMITED", "INFINITE", "-1"):
-        return NO_LIMIT
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", limit)
-    if match is None:
-        raise ValueError(f"{limit!r} is not a Slurm time limit")
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] is not None or match[4] is not None:  # [days-]hours[:minutes[:seconds]]
-        return days * 1440 + first * 60 + second + (third > 0)
-    return first + (second > 0)
 
 
 def batch_log(folder: Path, job_id: str) -> Path:
@@ -179,7 +159,7 @@ def _assemble(
     prepare: list[str],
     job: Job,
     components: Sequence[Component],
-    steps: list[str],
+    steps: Sequence[tuple[int, range, str]],
     scaler_options: list[str],
 ) -> str:
     code = f'{shlex.quote(str(job.folder))}/"$job_id"_exit_code'
@@ -193,12 +173,14 @@ def _assemble(
         f"look_every_s={job.look_every_s}",
         f"verdict=({shlex.join(_verdict(job)) if job.has_summary else ''})", "",
         SUPERVISION,
+        '[ "${SLURM_RESTART_COUNT:-0}" = 0 ] || tell requeued --before',
     ]  # fmt: skip
-    groups = [[index] for index in range(len(components))]
     if components[0].bootstrap == "mpi_job":
-        groups, steps = [[*range(len(components))]], [" : ".join(steps)]
-    for group, step in zip(groups, steps, strict=True):
-        lines += _supervised(job, {index: components[index] for index in group}, step)
+        whole = " : ".join(step for _, _, step in steps)
+        lines += _supervised(job, dict(enumerate(components)), steps[0][1], whole)
+    else:
+        for index, nodes, step in steps:
+            lines += _supervised(job, {index: components[index]}, nodes, step)
     if job.has_summary and any(each.held_nodes > each.nodes for each in components):
         module = [sys.executable, "-m", "relax_hpc.scale.scaler_main", str(job.run_dir)]
         scaler = shlex.join([*module, *scaler_options])
@@ -249,16 +231,31 @@ def _superseded(job: Job) -> list[str]:
     return [f'[ ! -e {claim} ] || {{ echo "the run was resumed meanwhile: ending"; exit 1; }}']
 
 
-def _supervised(job: Job, components: Mapping[int, Component], step: str) -> list[str]:
-    """A function that keeps one step going, and a line that begins it."""
+def _supervised(
+    job: Job, components: Mapping[int, Component], nodes: range, step: str
+) -> list[str]:
+    """A function that keeps one step going, and a line that begins it.
+
+    Args:
+        job: of the script.
+        components: whose tasks are in the step, by their places in the job.
+        nodes: of the step, by their places among those of the component.
+        step: the command of it.
+    """
     names = "+".join(component.name for component in components.values())
     tasks = sum(component.tasks for component in components.values())
     folders = [str(job.component_folder(component)) for component in components.values()]
     setup = [line for each in components.values() for line in set_up(names, each.resources.setup)]
-    name = f"component_{min(components)}"
+    name, ranks = f"component_{min(components)}", list[str]()
+    first, *others = components.values()
+    if not others and len(nodes) < first.nodes:
+        own = first.ranks_on(nodes)
+        tasks, name = len(own), f"{name}_{nodes.start}"
+        ranks = [f"  local ranks=({' '.join(map(str, own))})"]
     return [
         f"{name}() {{",
         *(f"  {line}" for line in setup),
+        *ranks,
         f"  supervise {shlex.join([names, str(tasks), *folders])} -- {step}",
         "}",
         f"{name} & components+=($!)",
@@ -334,17 +331,20 @@ def _quoted(option: str) -> str:
     return f'{name}="{escaped}"'
 
 
-def _srun(job: Job, index: int, component: Component, first_rank: int, *, group: int | None) -> str:
-    resources = component.resources
+def _srun(
+    job: Job, index: int, component: Component, first_rank: int, nodes: range, *, group: int | None
+) -> str:
+    resources, is_part = component.resources, len(nodes) < component.nodes
+    # Its own nodes are the first; the others are for engines that are added later.
+    is_placed = is_part or component.held_nodes > component.nodes
     options = [
         *(["srun"] if component.bootstrap != "mpi_job" or not index else []),
         *([] if group is None else [f"--het-group={group}"]),
         *(["--overlap"] if component.on else []),
-        f"--nodes={component.nodes}",
-        f"--ntasks={component.tasks}",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(component.ranks_on(nodes))}",
         f"--ntasks-per-node={component.tasks_per_node}",
-        # Its own nodes are the first; the others are for engines that are added later.
-        *(["--relative=0"] if component.held_nodes > component.nodes else []),
+        *([f"--relative={nodes.start}"] if is_placed else []),
         *([f"--cpus-per-task={resources.cpus_per_task}"] if resources.cpus_per_task else []),
         *([f"--gpus-per-node={gpus}"] if (gpus := _gpus(resources)) else []),
         f"--mpi={'none' if component.bootstrap == 'files' else resources.mpi}",
@@ -355,8 +355,9 @@ def _srun(job: Job, index: int, component: Component, first_rank: int, *, group:
         *interpreter.srun_options(resources, job.seen_folder),
         *resources.srun,
     ]
-    command = _entry(job, component, first_rank, requeues=True)
-    return f"{shlex.join(options)} {_logs(job, component)} {command}"
+    own = component.ranks_on(nodes) if is_part else None
+    command = _entry(job, component, first_rank, own, requeues=True)
+    return f"{shlex.join(options)} {_logs(job, component, own)} {command}"
 
 
 def _local_step(job: Job, component: Component, first_gpu: int) -> str:
@@ -370,14 +371,18 @@ def _local_step(job: Job, component: Component, first_gpu: int) -> str:
     return f"{shlex.join(options)} {process} {_logs(job, component)} -- {_entry(job, component)}"
 
 
-def _logs(job: Job, component: Component) -> str:
+def _logs(job: Job, component: Component, ranks: range | None = None) -> str:
     # Not %j: in a step of component k that is the component's own id, while tasks name their files
-    # by SLURM_JOB_ID, which is the leader's everywhere.
-    prefix = f'{shlex.quote(str(job.component_folder(component)))}/"$job_id"_%t_log'
+    # by SLURM_JOB_ID, which is the leader's everywhere. %t counts the tasks of the step.
+    task = "%t" if ranks is None else str(ranks.start)
+    prefix = f'{shlex.quote(str(job.component_folder(component)))}/"$job_id"_{task}_log'
     return f"--output={prefix}.out --error={prefix}.err"
 
 
-def _entry(job: Job, component: Component, first_rank: int = 0, *, requeues: bool = False) -> str:
+def _entry(
+    job: Job, component: Component, first_rank: int = 0, ranks: range | None = None,
+    *, requeues: bool = False,
+) -> str:  # fmt: skip
     command = [
         *interpreter.command(component.resources, job.seen_folder, sys.executable),
         *("-u", *job.task),
@@ -387,4 +392,6 @@ def _entry(job: Job, component: Component, first_rank: int = 0, *, requeues: boo
     ]
     if component.bootstrap == "mpi_job":
         command += ["--first-rank", str(first_rank), "--tasks", str(component.tasks)]
+    if ranks is not None:
+        command += ["--apart-from", str(ranks.start), "--tasks", str(component.tasks)]
     return " ".join([*_environment(component), shlex.join(command)])

@@ -13,12 +13,23 @@ join() { # join CHILD: sets `status`
   [ "$status" -ge 0 ] || status=1
 }
 
+# Tasks that know nothing of the others of their component have a step of their own: `ranks` are
+# those of this one; unset, all of them.
+# left_by KIND FOLDER: sets `marks` to the names of the marks that these leave there.
+left_by() {
+  local rank
+  marks=()
+  for rank in "${ranks[@]}"; do marks+=("$2/${job_id}_${rank}_$1"); done
+  [ -n "${ranks[*]}" ] || marks=("$2/$job_id"_*_"$1")
+}
+
 # srun has been seen to say 0 after a node failed; a task that has returned leaves a mark.
 all_done() { # all_done TASKS FOLDER...
-  local count=0 tasks=$1 folder mark
+  local count=0 tasks=$1 folder mark marks
   shift
   for folder in "$@"; do
-    for mark in "$folder/$job_id"_*_done; do
+    left_by done "$folder"
+    for mark in "${marks[@]}"; do
       [ ! -e "$mark" ] || count=$((count + 1))
     done
   done
@@ -48,10 +59,10 @@ end_deaf() {
 
 # A task leaves a mark if it ended with an error that a restart does not cure.
 is_final() { # is_final FOLDER...
-  local folder marks
+  local folder mark marks
   for folder in "$@"; do
-    marks=("$folder/$job_id"_*_final)
-    [ ! -e "${marks[0]}" ] || return 0
+    left_by final "$folder"
+    for mark in "${marks[@]}"; do [ ! -e "$mark" ] || return 0; done
   done
   return 1
 }
@@ -133,13 +144,16 @@ count_failure() {
 # again when it fails. @start@ in the command becomes the number of the start.
 supervise() {
   local name=$1 tasks=$2 folders=() folder start=1 step='' status stopping='' watch=''
-  local failures=() failed_as=() began often telling part
+  local failures=() failed_as=() began often telling part marks
   shift 2
   while [ "$1" != -- ]; do folders+=("$1"); shift; done
   shift
   trap 'stopping=1; [ -z "$step" ] || kill "$step" 2>/dev/null' TERM
   local its_step="${folders[0]}/${job_id}_step"
-  for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_final; done # of another attempt
+  for folder in "${folders[@]}"; do # of another attempt
+    left_by final "$folder"
+    rm -f "${marks[@]}"
+  done
   while true; do
     rm -f "$its_step"
     began=$(date +%s)
@@ -186,7 +200,10 @@ supervise() {
     [ -z "$stopping" ] || exit "$status"
     start=$((start + 1))
     # A rank that had finished takes part again: a slow one must not find all marks there.
-    for folder in "${folders[@]}"; do rm -f "$folder/$job_id"_*_done; done
+    for folder in "${folders[@]}"; do
+      left_by done "$folder"
+      rm -f "${marks[@]}"
+    done
     often=$((${#failures[@]} > 0 ? ${#failures[@]} : 1))
     tell restarted "${failed_as[@]}" --next "$(delay "$often")" & telling=$!
     pause "$often"
@@ -215,7 +232,7 @@ serve() {
   done
 }
 
-stopping='' components=() server='' boards=()
+ranks=() stopping='' components=() server='' boards=()
 end_all() { [ -z "${components[*]}$server" ] || kill "${components[@]}" $server 2>/dev/null; }
 trap 'failed=1; end_all' USR1
 trap 'stopping=1; end_all' TERM INT HUP

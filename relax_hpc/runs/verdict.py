@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from relax_hpc import permissions
 from relax_hpc.errors import ConfigError
-from relax_hpc.launch import record
+from relax_hpc.launch import record, requeue
 from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
@@ -100,15 +100,50 @@ def give(run_dir: Path, job_id: str, what: What, words: str, **facts: Any) -> No
         words: for people, without what was done about it.
         facts: further fields of `Verdict`.
     """
-    attempt = f"{job_id}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
-    last = read(run_dir)
+    attempt, last = f"{job_id}.{_restarts()}", read(run_dir)
     if last and last.attempt == attempt and last.what in _STAYS.get(what, ()):
         return
     if last and last.job_id == job_id and (last.what, what) == ("cancelled", "restarted"):
         return
-    new = Verdict(time.time(), attempt, what, words, **facts)
+    _write(run_dir, Verdict(time.time(), attempt, what, words, **facts))
+
+
+def give_end(run_dir: Path, job_id: str, words: str) -> None:
+    """Gives the verdict on a job that was told to end: Slurm may have requeued it.
+
+    Args:
+        run_dir: of the run.
+        job_id: of its leader.
+        words: for people, where it was not.
+    """
+    last = read(run_dir)
+    if last and (last.attempt, last.what) == (f"{job_id}.{_restarts()}", "requeued"):
+        return
+    if requeue.was_requeued(job_id):
+        give(run_dir, job_id, "requeued", _requeued(_restarts() + 1))
+    else:
+        give(run_dir, job_id, "stopped", words)
+
+
+def give_requeue(run_dir: Path, job_id: str) -> None:
+    """Gives the verdict on the attempt before this one, which ended without one that says so."""
+    last, before, now = read(run_dir), f"{job_id}.{_restarts() - 1}", f"{job_id}.{_restarts()}"
+    if last and (last.attempt == now or (last.attempt, last.what) == (before, "requeued")):
+        return
+    _write(run_dir, Verdict(time.time(), before, "requeued", _requeued(_restarts())))
+
+
+def _requeued(times: int) -> str:
+    return f"requeued by Slurm, for the time number {times}"
+
+
+def _restarts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def _write(run_dir: Path, verdict: Verdict) -> None:
     with permissions.masked(permissions.umask_of(run_dir)):  # a command has its user's umask
-        write_json(RunPaths(run_dir).verdict, asdict(new))
+        write_json(RunPaths(run_dir).verdict, asdict(verdict))
 
 
 def judge(run_dir: Path, job_id: str, what: What, failed: Failed, done: str = "") -> None:
@@ -181,6 +216,12 @@ def _node(run_dir: Path, job_id: str, names: Sequence[str], task: str) -> str:
 def main() -> None:
     args = _parse()
     permissions.adopt(args.run_dir)
+    if args.before:
+        give_requeue(args.run_dir, args.job_id)
+        return
+    if args.component is None and args.what == "stopped":
+        give_end(args.run_dir, args.job_id, args.words)
+        return
     if args.component is None:
         give(args.run_dir, args.job_id, args.what, args.words)
         return
@@ -196,6 +237,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--job-id", required=True)
     parser.add_argument("--what", required=True, help="see What")
+    parser.add_argument("--before", action="store_true", help="of the attempt before this one")
     parser.add_argument("--words", default="", help="of a verdict on the whole job")
     parser.add_argument("--component", help="that failed; the others are of it")
     for name in ("start", "code", "failures", "max-restarts"):

@@ -16,7 +16,7 @@ from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Sampling
 from relax_hpc.engines.pool import Endpoint, EngineState, Pool
 from relax_hpc.errors import ConfigError, PeerTimeoutError
-from relax_hpc.fleet import members
+from relax_hpc.fleet import members, roster
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Roster
 from relax_hpc.fleet.switches import Switches
@@ -61,6 +61,7 @@ class PoolClient:
             events: get the load of the engines now and then.
         """
         self._paths, self._name, self._ids, self._stop_token = paths, name, ids, stop_token
+        self._roster, self._members = roster.follow(paths), members.follow(paths)
         self._follows, self._serves_at_once = follows_policy(name), serves_at_once
         self._patience_s, self._secret = patience_s, RunSecret.read(paths.secret)
 
@@ -159,27 +160,27 @@ class PoolClient:
 
     async def _look(self) -> bool:
         """Brings the pool up to date. Returns whether its engines will soon serve again."""
-        roster = await asyncio.to_thread(Roster.read, self._paths) if self._follows else None
-        self._pool.enlist(await asyncio.to_thread(self._engine_states, roster))
-        if roster is None:
+        held = await asyncio.to_thread(self._roster) if self._follows else None
+        self._pool.enlist(await asyncio.to_thread(self._engine_states, held))
+        if held is None:
             return False
-        states = {roster.members[name].state for name in self._ids if name in roster.members}
+        states = {held.members[name].state for name in self._ids if name in held.members}
         if "ASLEEP" in states:
             self._served_at = time.monotonic()  # the trainer has its GPUs, and gives them back
         return not states.isdisjoint({"ASLEEP", "SYNCING"})
 
-    def _engine_states(self, roster: Roster | None) -> dict[Endpoint, EngineState]:
-        added = [name for name in (roster.members if roster else ()) if name.startswith(_ADDED)]
-        found = [members.find(self._paths, name) for name in (*self._ids, *added)]
+    def _engine_states(self, held: Roster | None) -> dict[Endpoint, EngineState]:
+        added = [name for name in (held.members if held else ()) if name.startswith(_ADDED)]
+        found = self._members.get(*self._ids, *added)
         return {
-            self._endpoint(member): self._state_of(member, roster)
+            self._endpoint(member): self._state_of(member, held)
             for member in found
             if member is not None and member.url and member.pool == self._name
         }
 
-    def _state_of(self, member: Member, roster: Roster | None) -> EngineState:
+    def _state_of(self, member: Member, held: Roster | None) -> EngineState:
         own = member.id in self._ids and self._serves_at_once
-        return engine_state(member, roster, own=own)
+        return engine_state(member, held, own=own)
 
     def _endpoint(self, member: Member) -> Endpoint:
         token = self._secret.engine_token(member.id, member.start)

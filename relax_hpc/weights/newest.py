@@ -1,8 +1,11 @@
 """The newest snapshot of a run, for engines that load it by themselves, whenever they are there."""
 
+from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from relax_hpc.fleet.seen import Seen, folder_at
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
@@ -25,11 +28,19 @@ class Newest(NamedTuple):
 
     def write(self, paths: RunPaths) -> None:
         write_json(paths.snapshot, self._asdict() | {"folder": self.folder.name})
+        folder_at(paths.control).note()
 
     @classmethod
     def read(cls, paths: RunPaths) -> Self | None:
-        """None before the first was written. Look once a second at most."""
+        """None before the first was written."""
         record = read_json(paths.snapshot)
         if record is None:
             return None
         return cls(**record | {"folder": paths.weights / record["folder"]})
+
+
+@lru_cache(8)
+def follow(paths: RunPaths) -> Callable[[], Newest | None]:
+    """Does as `Newest.read`, for all of a process who look again and again."""
+    seen = Seen(paths.control, lambda _: Newest.read(paths))
+    return lambda: seen.get("")[0]

@@ -37,8 +37,9 @@ log = logging.getLogger(__name__)
 _BUFFERS = 2
 RETRY_S = 30.0
 """Pause after a transport was found to be of no use."""
-_THREADS = 1024
-"""Limit; one thread waits for every engine during an update. They are started when needed."""
+_THREADS = 1 << 14
+"""Limit; one thread waits for every engine during an update, and engines for each other. They are
+started when needed."""
 
 
 class Published(NamedTuple):

@@ -7,6 +7,7 @@ import pytest
 from bus_fixtures import PRODUCERS, SIBLINGS, group, make_bus, produce, same, whole_batch
 
 from relax_hpc.bus import layout
+from relax_hpc.bus import sequencer as sequencing
 from relax_hpc.bus.audit import BusAudit, audit
 from relax_hpc.bus.credits import Credit, CreditTail, CreditWriter
 from relax_hpc.bus.frames import FrameWriter, encode, read_frames
@@ -153,6 +154,26 @@ def test_waiting_ends_at_the_deadline_and_names_who_owes_what(tmp_path):
     assert "rollout-1 owes [1, 3]" in str(error.value)
     assert "rollout-0" not in str(error.value)
     assert polls
+
+
+def test_who_waits_asks_seldom_whether_there_is_room_and_has_patience_while_there_is_none(
+    tmp_path, monkeypatch
+):
+    answers = [True] * 40
+    monkeypatch.setattr(sequencing, "is_short", lambda: bool(answers) and answers.pop())
+    paths, polls = make_bus(tmp_path), []
+
+    def poll():
+        polls.append(1)
+        if len(polls) == 20:
+            raise KeyboardInterrupt
+
+    with sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
+        whole_batch(seq, 1, timeout_s=1800, on_wait=poll)
+    assert len(answers) == 39
+    polls.clear()
+    with sequencer(paths) as seq, pytest.raises(KeyboardInterrupt):
+        whole_batch(seq, 1, timeout_s=0.05, on_wait=poll)  # twenty polls take longer
 
 
 def test_who_waits_can_be_interrupted(tmp_path):

@@ -13,21 +13,32 @@ from e2e_runs import (
     events_of,
     every_prompt_once,
     has_done,
+    hurry,
     is_over,
     planned,
     status,
     submit,
     unhurried,
+    wait_for,
     wait_until,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_hpc.launch import record
 from relax_hpc.launch.local import processes
+from relax_hpc.runs import verdict
 
 pytestmark = pytest.mark.long
 
 STEPS, PROMPTS, SIBLINGS = 24, 8, 4
+SLOW_AT_LAST = """
+import asyncio, pathlib
+
+async def score(response):
+    if pathlib.Path(__file__).with_name("slowly").exists():
+        await asyncio.sleep(2)
+    return float(len(response) % 2)
+"""
 
 
 def submit_small(tiny, run_root, *, local, **settings):
@@ -105,6 +116,49 @@ def test_a_killed_engine_rollout_and_actor_go_on_where_they_were(tiny, tmp_path)
         cli("cancel", run_dir)
 
 
+def test_the_last_evaluation_is_made_once_though_the_run_ends_and_rollout_dies_during_it(
+    tiny, tmp_path
+):
+    """The held-out prompts are answered slowly, so the last step is long over meanwhile."""
+    (tmp_path / "at_last.py").write_text(SLOW_AT_LAST)
+    slow = {
+        "reward.name": f"{tmp_path}/at_last.py:score", "schedule.num_steps": 2,
+        "eval.heldout.num_prompts": 24, "actor.save_every": 1,
+        "engines.rollout.max_running_requests": 2,
+    }  # fmt: skip
+    run_dir = submit_small(tiny, tmp_path, local=True, **slow)
+
+    def part():
+        """Prompts that are scored of the last evaluation; none before it has begun."""
+        [*found] = (run_dir / "eval" / "heldout").glob("after-0.0.part")
+        return len(found[0].read_text().splitlines()) if found else 0
+
+    try:
+        wait_until(run_dir, has_done(1), 100)
+        (tmp_path / "slowly").touch()
+        wait_for(lambda: part() >= 2, 60)
+        kill_rollout(run_dir)
+        starts = len(events_of(run_dir, "rollout", "start"))
+        wait_for(lambda: len(events_of(run_dir, "rollout", "start")) > starts, 60)
+        before = part()
+        wait_for(lambda: part() > before, 90)
+        cli("cancel", run_dir)
+        assert not events_of(run_dir, "rollout", "eval")[1:]
+        (tmp_path / "slowly").unlink()
+        cli("resume", run_dir, "--local")
+        after = wait_until(run_dir, is_over, 150)
+        assert after["state"] == "COMPLETED"
+        assert after["progress"]["heldout_after"] is not None
+        [last] = [e for e in events_of(run_dir, "rollout", "eval") if e["when"] == "after"]
+        assert (last["version"], last["version_max"], last["num_samples"]) == (2, 2, 24)
+        [file] = (run_dir / "eval" / "heldout").glob("*-after-0.0.jsonl")
+        assert len(file.read_text().splitlines()) == 24
+        steps = [event["step"] for event in events_of(run_dir, "actor", "step")]
+        assert steps == [1, 2]
+    finally:
+        cli("cancel", run_dir)
+
+
 def test_of_several_engines_in_a_task_one_is_killed_and_the_others_go_on(tiny, tmp_path):
     several = {"engines.rollout.count": 3, "engines.rollout.engines_per_task": 3}
     run_dir = submit_small(tiny, tmp_path, local=True, **several)
@@ -167,6 +221,38 @@ def test_a_killed_rollout_step_and_a_judge_go_on_under_slurm_while_the_trainer_s
         assert len(events_of(run_dir, "rollout", "start")) == 2 and shards_since(run_dir, 2)
         assert [start["pid"] for start in events_of(run_dir, "actor", "start")] == [actor]
         assert_complete(run_dir, after)
+    finally:
+        cli("cancel", run_dir)
+
+
+@pytest.mark.usefixtures("slurm_cluster")
+def test_a_killed_rollout_task_starts_again_alone_while_those_on_other_nodes_go_on(tiny, tmp_path):
+    two = {
+        "launch.profile": "local", "reward.name": unhurried(tmp_path),
+        "engines.rollout.count": 2, "engines.rollout.resources.nodes": 2,
+    }  # fmt: skip
+    run_dir = submit_small(tiny, tmp_path, local=False, **two)
+
+    def starts(rank):
+        return [e for e in events_of(run_dir, "rollout", "start") if e["rank"] == rank]
+
+    try:
+        wait_until(run_dir, has_done(2), 200)
+        os.kill(starts(1)[-1]["pid"], signal.SIGKILL)
+        wait_until(run_dir, lambda _: len(starts(1)) == 2, 100)
+        assert verdict.read(run_dir).component == "rollout"
+        assert psutil.pid_exists(starts(0)[0]["pid"])
+        hurry(tmp_path)
+        after = wait_until(run_dir, is_over, 300)
+        assert [e["start"] for e in starts(0)] == [1] and [e["start"] for e in starts(1)] == [1, 2]
+        assert len({e["node"] for e in (starts(0)[0], starts(1)[0])}) == 2
+        engines = [e["id"] for e in events_of(run_dir, "rollout", "engine")]
+        assert sorted(engines) == ["rollout-0", "rollout-1", "rollout-1"]
+        assert_complete(run_dir, after, ("rollout-0", "rollout-1"))
+        [component] = [c for c in after["components"] if c["name"] == "rollout"]
+        assert (component["finished_tasks"], component["tasks"]) == (2, 2)
+        for rank in range(2):
+            assert list((run_dir / "submission" / "rollout").glob(f"*_{rank}_log.out"))
     finally:
         cli("cancel", run_dir)
 

@@ -14,6 +14,7 @@ from e2e_runs import (
     every_prompt_once,
     hurry,
     is_over,
+    next_that_teach,
     planned,
     status,
     submit,
@@ -28,6 +29,12 @@ from relax_hpc.runs import verdict
 pytestmark = pytest.mark.long
 
 STEPS, PROMPTS, STALENESS = 20, 8, 6
+FLAT = """
+def score(group):
+    flat = sum(map(ord, str(group[0].prompt))) % 5 < 2
+    return [1.0 if flat else float(number % 2) for number, _ in enumerate(group)]
+"""
+"""Two groups of five are without spread, whoever samples them."""
 
 
 @pytest.fixture
@@ -132,6 +139,31 @@ def test_where_one_side_gives_up_the_other_ends_and_the_run_has_failed_until_it_
         cli("resume", run_dir)
         assert wait_until(run_dir, is_over, 150)["state"] == "COMPLETED"
         assert planned(run_dir) == every_prompt_once(4, PROMPTS)
+    finally:
+        cli("cancel", run_dir)
+
+
+def test_two_sides_that_never_meet_refill_every_batch_with_the_next_groups_that_teach(
+    tiny, tmp_path, one_node
+):
+    steps, staleness = 4, 3
+    (tmp_path / "flat.py").write_text(FLAT)
+    refilled = {
+        "algorithm.groups.name": "refill", "reward.name": f"{tmp_path}/flat.py:score",
+        "schedule.num_steps": steps, "schedule.max_staleness": staleness, "launch.idle_s": 1,
+    }  # fmt: skip
+    run_dir = submit_apart(tiny, tmp_path, **refilled)
+    try:
+        now = wait_until(run_dir, is_over, 600)
+        assert now["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+        taught = planned(run_dir)
+        assert taught == next_that_teach(run_dir, steps, PROMPTS)
+        assert taught[-1][1][-1] >= steps * PROMPTS, "some were skipped, and replaced"
+        done = now["progress"]
+        assert done["trajectories"]["trained_twice"] == 0 and done["steps_done"] == steps
+        assert done["max_staleness_seen"] <= staleness and done["heldout_after"] is not None
+        turns = sorted(windows(run_dir, "rollout") + windows(run_dir, "actor"))
+        assert all(end < start for (_, end), (start, _) in itertools.pairwise(turns))
     finally:
         cli("cancel", run_dir)
 

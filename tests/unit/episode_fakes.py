@@ -8,7 +8,7 @@ from relax_hpc.rewards.contract import Score
 from relax_hpc.roles.rollout import loop as rollout
 from relax_hpc.roles.rollout.episodes import Episodes, Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
-from relax_hpc.roles.rollout.heldout import Begun
+from relax_hpc.roles.rollout.heldout import Begun, Due
 from relax_hpc.schema import FinishReason
 
 
@@ -31,13 +31,13 @@ class Numbers:
 
 
 class Board:
-    """Keeps what evaluations leave, and knows of nothing before."""
+    """Keeps what evaluations leave; of those before it knows none, or the last one."""
 
-    def __init__(self):
-        self.added = []
+    def __init__(self, *, is_over=False):
+        self.added, self.is_over = [], is_over
 
     def begun(self, name):
-        return Begun([], [])
+        return Begun([Due(name, "after", 0)] * self.is_over, [])
 
     def begin(self, due):
         return []
@@ -67,6 +67,6 @@ def run(config, task, prompts, heldout, sampler, score, producer, credits, event
     [name] = config.eval
     shares = {name: heldout[task.rank :: task.size]}
     group, evaluator = Grouper(config, prompts, made), Evaluator(
-        config, shares, made, events, Board()
+        config, shares, made, events, Board(is_over=not heldout)
     )  # fmt: skip
     return rollout.run(config, task, sampler, group, evaluator, producer, credits, events, end)

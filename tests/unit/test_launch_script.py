@@ -3,16 +3,19 @@
 import os
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from relax_hpc.launch import script
+from relax_hpc.launch import partitions, script
 from relax_hpc.launch.placement import Component
 from relax_hpc.launch.supervision import SUPERVISION, WAIT
 from relax_hpc.roles.training.environment import TRAINER_ENVIRONMENT
 from relax_hpc.sections import Resources
 
+FOLDER = "/runs/r/submission/rollout"
+ONCE = "max_restarts=1 restart_delays_s=(0)"
 GOLDEN = Path(__file__).parent / "golden"
 COMPONENTS = [
     Component(
@@ -88,13 +91,13 @@ def test_components_on_one_machine_get_different_gpus():
      ("1-02:30", 1590), ("2-00:00:00", 2880)],
 )  # fmt: skip
 def test_slurms_time_limits_are_read(limit, minutes):
-    assert script.minutes(limit) == minutes
+    assert partitions.minutes(limit) == minutes
 
 
 @pytest.mark.parametrize("limit", ["", "soon", "1:2:3:4", "-5", "1-"])
 def test_what_slurm_would_not_read_is_no_time_limit(limit):
     with pytest.raises(ValueError, match="time limit"):
-        script.minutes(limit)
+        partitions.minutes(limit)
 
 
 @pytest.mark.parametrize("mode", ["slurm", "local"])
@@ -307,3 +310,51 @@ def test_told_to_end_between_the_start_of_a_step_and_its_number_it_ends_the_step
     tell = f"trap '[[ $BASH_COMMAND != {assigned}=* ]] || kill -TERM $BASHPID' DEBUG"
     done = bash("set -o functrace", tell, command)
     assert done.returncode == (143 if assigned == "step" else 0), done
+
+
+def apart(**settings):
+    resources = Resources(nodes=2, gpus_per_node=4)
+    return Component("rollout", 4, resources, is_apart=True, **settings)
+
+
+def test_tasks_that_know_nothing_of_those_on_other_nodes_have_a_step_per_node():
+    text = script.slurm_script(job("/runs/r"), [apart(), COMPONENTS[1]])
+    steps = [line.split() for line in text.splitlines() if line.startswith("  supervise rollout")]
+    assert [line[:4] for line in steps] == [["supervise", "rollout", "2", FOLDER]] * 2
+    for place, line in enumerate(steps):
+        assert {"--nodes=1", "--ntasks=2", f"--relative={place}"} <= {*line}
+        assert f'--output={FOLDER}/"$job_id"_{2 * place}_log.out' in line
+        assert line[line.index("--apart-from") :] == [
+            "--apart-from", str(2 * place), "--tasks", "4"
+        ]  # fmt: skip
+    assert "  local ranks=(0 1)\n" in text and "  local ranks=(2 3)\n" in text
+    assert text.count("component_0_0 &") == text.count("component_0_1 &") == 1
+    for whole in (apart(on="actor"), replace(apart(), is_apart=False), apart(bootstrap="mpi")):
+        assert whole.nodes_of_steps == [range(2)]
+
+
+def test_of_very_many_nodes_several_are_in_a_step():
+    many = Component("rollout", 600, Resources(nodes=300), is_apart=True)
+    assert len(many.nodes_of_steps) == 100 and {*map(len, many.nodes_of_steps)} == {3}
+    assert many.ranks_on(many.nodes_of_steps[1]) == range(6, 12)
+
+
+def test_a_step_of_some_tasks_looks_at_and_removes_the_marks_of_these_alone(tmp_path):
+    for name in ("7_0_done", "7_3_final"):
+        (tmp_path / name).touch()
+    step = f"echo start; touch {tmp_path}/7_2_done; [ -e {tmp_path}/again ] || "
+    step += f"{{ touch {tmp_path}/again; exit 1; }}"
+    done = bash(
+        f"one() {{ local ranks=(2); supervise rollout 1 {tmp_path} -- bash -c '{step}'; }}; (one)",
+        settings=ONCE,
+    )
+    assert done.stdout.count("start\n") == 2 and "start 2 ended with exit code 0" in done.stdout
+    assert (tmp_path / "7_0_done").exists() and (tmp_path / "7_3_final").exists()
+    (tmp_path / "7_2_final").touch()
+    failing = f"touch {tmp_path}/7_2_final; exit 1"
+    done = bash(
+        f"one() {{ local ranks=(2); supervise rollout 1 {tmp_path} -- bash -c '{failing}'; }};"
+        "trap '' USR1; (one)",
+        settings=ONCE,
+    )
+    assert "would fail again in the same way" in done.stdout

@@ -65,9 +65,9 @@ def config(**schedule):
     )
 
 
-def start(paths, producer, sampler, settings):
+def start(paths, producer, sampler, settings, *, heldout=()):
     prompts = [Prompt(index=i, token_ids=[7], answer="1") for i in range(PROMPTS)]
-    arguments = (prompts, prompts[:1], sampler, lambda response, prompt: 1.0, producer)
+    arguments = (prompts, heldout, sampler, lambda response, prompt: 1.0, producer)
     loop = episode_fakes.run(settings, rollout.Task(0, 1), *arguments, CreditTail(paths), Events())
     thread = threading.Thread(target=asyncio.run, args=(loop,), daemon=True)
     thread.start()
@@ -113,8 +113,9 @@ def test_routed_experts_reach_the_bus_and_are_asked_for_only_where_something_is_
         Producer(paths, "rollout-0", {}) as producer,
         Sequencer(paths, ["rollout-0"], prompts_per_step=PROMPTS, position=None) as sequencer,
     ):
-        thread = start(paths, producer, sampler, settings)
+        thread = start(paths, producer, sampler, settings, heldout=[Prompt(0, [7], "1")])
         record = sequencer.next_portion(1, timeout_s=20)
+        sampler.now = 1
         sequencer.finish()
         thread.join(timeout=20)
         assert not thread.is_alive()

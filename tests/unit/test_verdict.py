@@ -91,6 +91,67 @@ def test_a_refused_requeue_says_so(run):
     assert words(run).startswith("out of time or preempted, and not requeued (scontrol: Requested")
 
 
+def restarts(run, *counts):
+    """squeue knows how often each component was requeued."""
+    answer = "".join(f"echo '{count}   '\n" for count in counts)
+    (run.folder / "squeue").write_text(f"#!/bin/bash\n[[ $* = *RestartCnt* ]] || exit 2\n{answer}")
+
+
+def dying_scontrol(run):
+    """As its requeue ends all processes of the job, and it is one of them."""
+    (run.folder / "scontrol").write_text("#!/bin/bash\nkill -TERM $$\nsleep 5\n")
+
+
+def test_a_requeue_that_ends_who_asks_for_it_is_one_and_no_refusal(run):
+    dying_scontrol(run)
+    restarts(run, 1, 1)
+    assert requeue.ask("7", run.run_dir) == ""
+    assert words(run) == "out of time or preempted: requeued, for the time number 1"
+    restarts(run, 0, 0)
+    assert requeue.ask("7", run.run_dir)
+    assert verdict.read(run.run_dir).what == "refused"
+
+
+@pytest.mark.parametrize(
+    ("counts", "what", "said"),
+    [((3, 3), "requeued", "requeued by Slurm, for the time number 3"), ((2, 2), "stopped", "told")],
+)
+def test_a_job_that_is_told_to_end_was_requeued_where_slurm_counts_so(
+    run, monkeypatch, counts, what, said
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    restarts(run, *counts)
+    verdict.give(run.run_dir, "7", "restarted", "a node died")
+    tell(monkeypatch, run, "--what", "stopped", "--words", "told")
+    assert (verdict.read(run.run_dir).what, words(run)) == (what, said)
+    verdict.give(run.run_dir, "7", "requeued", "with step 4 saved: requeued")
+    tell(monkeypatch, run, "--what", "stopped", "--words", "told")
+    assert words(run) == "with step 4 saved: requeued"
+
+
+def tell(monkeypatch, run, *options):
+    """As the script does."""
+    monkeypatch.setattr(sys, "argv", ["verdict", str(run.run_dir), "--job-id", "7", *options])
+    verdict.main()
+
+
+def test_an_attempt_that_ended_without_a_word_was_requeued_as_the_next_one_says(run, monkeypatch):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    tell(monkeypatch, run, "--what", "requeued", "--before")
+    assert words(run) == "requeued by Slurm, for the time number 1"  # a node died
+    assert verdict.read(run.run_dir).attempt == "7.0"
+    verdict.give(run.run_dir, "7", "restarted", "of this attempt")
+    tell(monkeypatch, run, "--what", "requeued", "--before")
+    assert words(run) == "of this attempt"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    tell(monkeypatch, run, "--what", "requeued", "--before")
+    assert words(run) == "requeued by Slurm, for the time number 2"
+    verdict.give(run.run_dir, "7", "requeued", "out of time")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "3")
+    tell(monkeypatch, run, "--what", "requeued", "--before")
+    assert words(run) == "out of time"
+
+
 def test_status_has_it_in_words_and_as_json_and_only_its_owner_may_read_it(run):
     command = [sys.executable, "-m", "relax_hpc.runs.verdict", str(run.run_dir), "--job-id", "7"]
     run.run_dir.chmod(0o700)

@@ -151,7 +151,8 @@ def _compare(task: Task, world: World, scorer: MegatronScorer, version: int) -> 
     """Samples from the first engine, scores with the trainer; collective."""
     found = None
     if world.rank == 0:
-        [member] = members.read(task.paths, task.config.producers[:1])
+        [member] = members.follow(task.paths).get(*task.config.producers[:1])
+        assert member
         found = asyncio.run(_sample(task, member))
     rows = [_trajectory(*pair) for pair in world.bcast(found)]
     budget = task.config.actor.tokens_per_micro_batch // (_PROMPT + _RESPONSE)

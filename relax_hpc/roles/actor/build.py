@@ -16,7 +16,7 @@ from relax_hpc.comm.world import World
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.paths import RunPaths
-from relax_hpc.roles.actor import loop
+from relax_hpc.roles.actor import last_policy, loop
 from relax_hpc.roles.actor.engines import lease_of, register_of
 from relax_hpc.roles.actor.logprob_check import LogprobCheck
 from relax_hpc.roles.actor.other_ranks import OtherRank
@@ -59,13 +59,14 @@ def main(
         config.weights, world, trainer, device, folder=paths.weights, source=config.model.path,
         shares_gpus=shares_gpus,
     )  # fmt: skip
-    rank0 = ending = None
+    rank0 = ending = last = None
     if world.rank == 0:
         publisher: Publications = (
             publishing.snapshots(paths)
             if config.launch.layout == "separate"
             else publishing.publisher(register, waits_for_loads=shares_gpus)
         )
+        last = last_policy.LastPolicy(config, paths, publisher)
         every = [checkpoints, *others]
         ending = Ending(paths, context.attempt)
         rank0 = _rank0(
@@ -84,6 +85,7 @@ def main(
         trainer.warm_up()
     loop.run(config, world, trainer, reader, duties, stages)
     stop.close()
+    last_policy.serve(world, trainer, duties, last)
     duties.close()
     lease.close()
     world.barrier()

@@ -19,9 +19,10 @@ from relax_hpc.weights.transport import call_timeout_s
 
 def register_of(config: RunConfig, paths: RunPaths) -> Register:
     """Registers the engines that the run starts with, and those that were added."""
+    extras = members.follow_extras(paths)
     return Register(
         paths,
-        lambda: [*config.rollout_engines, *members.extras(paths)],
+        lambda: [*config.rollout_engines, *extras()],
         partial(_connect, config, RunSecret.read(paths.secret)),
     )
 

@@ -73,7 +73,7 @@ def run(
     batches = _Batches(config, world, trainer, reader, duties, stages.stop)
     objective = objective_in(config)
     stages.lease.to_engines(trainer)
-    _publish(world, trainer, duties)
+    publish(world, trainer, duties)
     while trainer.step < config.schedule.num_steps:
         stages.stop()
         step = trainer.step + 1
@@ -97,7 +97,7 @@ def run(
         stop_or_go_on(duties, step, trainer.skip)
         stages.lease.to_engines(trainer)
         with timers("publish", waits=True):
-            _publish(world, trainer, duties)
+            publish(world, trainer, duties)
         for source in stages.columns:
             source.end_step(step)
         with timers("save"):
@@ -137,7 +137,7 @@ class _Batches:
                 portion: Portion | None = self._world.bcast(dealt)
             if portion is None:
                 with timers("publish", waits=True):
-                    _publish(self._world, self._trainer, self._duties)
+                    publish(self._world, self._trainer, self._duties)
                 self._stop()
                 continue
             with timers("read"):
@@ -176,7 +176,7 @@ def _update(trainer: TrainingEngine, *, learns: bool) -> dict[str, float]:
     return {}
 
 
-def _publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:
+def publish(world: World, trainer: TrainingEngine, duties: Duties) -> None:
     """Gives the engines the current policy. Bringing tensors together needs every rank."""
     again = True
     while again:

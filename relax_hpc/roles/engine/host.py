@@ -21,7 +21,7 @@ from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.pulse import Pulse
 from relax_hpc.engines.sglang.launch import check_recompute
 from relax_hpc.errors import EngineError
-from relax_hpc.fleet import lease, members
+from relax_hpc.fleet import lease, members, roster
 from relax_hpc.fleet.members import Member, State
 from relax_hpc.fleet.roster import Roster, RosterEntry
 from relax_hpc.paths import RunPaths
@@ -47,6 +47,7 @@ class EngineHost:
     ) -> None:
         self._hosting, self._paths, self._context = hosting, paths, context
         self._slot, self._spec, self._events = hosting.slot, hosting.spec, events
+        self._roster = roster.follow(paths)
         self._parts = Parts(paths, hosting.slot.id, self._spec.nodes)
         self._secret = RunSecret.read(paths.secret)
         self._member = self._new_member(0)
@@ -242,8 +243,7 @@ class EngineHost:
                 return f"{end} while serving{error}\n{engine.last_lines()}"
             if time.monotonic() >= read_roster:
                 read_roster = time.monotonic() + _ROSTER_S
-                roster = Roster.read(self._paths)
-                entry = self._entry(roster)
+                entry = self._entry(self._roster())
                 if entry and entry.state == "SYNCING":  # it need not answer
                     pulse.excuse()
                 if why := _fenced(entry) or self._parts.end(self._member.start):
@@ -278,9 +278,9 @@ class EngineHost:
             self._announce("DRAINING" if self._draining else "HEALTHY")
         return None
 
-    def _entry(self, roster: Roster | None) -> RosterEntry | None:
+    def _entry(self, held: Roster | None) -> RosterEntry | None:
         """Returns the roster's entry of this very start."""
-        entry = roster.members.get(self._slot.id) if roster else None
+        entry = held.members.get(self._slot.id) if held else None
         return entry if entry and entry.start == self._member.start else None
 
     def _new_member(self, start: int) -> Member:

@@ -20,7 +20,7 @@ from relax_hpc.roles.engine.hosting import Hosting
 from relax_hpc.telemetry.events import EventWriter
 from relax_hpc.telemetry.timers import Phase
 from relax_hpc.weights.loading import Load, load
-from relax_hpc.weights.newest import Newest
+from relax_hpc.weights.newest import Newest, follow
 from relax_hpc.weights.verify import Sent, compare
 
 log = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ class NewestVersion:
 
     def __init__(self, config: RunConfig, paths: RunPaths) -> None:
         """Where the trainer brings weights to engines, it is 0 for ever."""
-        self._paths, self._version = paths, 0
+        self._newest, self._version = follow(paths), 0
         self._next_look = 0.0 if config.launch.layout == "separate" else math.inf
 
     def __call__(self) -> int:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_EVERY_S
-            newest = Newest.read(self._paths)
+            newest = self._newest()
             self._version = newest.version if newest else 0
         return self._version
 
@@ -55,6 +55,7 @@ class Puller:
 
     def __init__(self, hosting: Hosting, paths: RunPaths, events: EventWriter) -> None:
         self._hosting, self._paths, self._events = hosting, paths, events
+        self._newest = follow(paths)
         self._loaded: Newest | None = None
         self._next_look = 0.0
 
@@ -63,7 +64,7 @@ class Puller:
         if time.monotonic() < self._next_look:
             return None
         self._next_look = time.monotonic() + LOOK_EVERY_S
-        newest = Newest.read(self._paths)
+        newest = self._newest()
         if newest and self._loaded and newest.folder == self._loaded.folder:
             return None
         return newest

@@ -20,7 +20,7 @@ JOINS = "extra"
 
 def _places(config: RunConfig) -> Sequence[Place]:
     return [
-        Place(name, pool.num_tasks, pool.resources, f"engines.{name}")
+        Place(name, pool.num_tasks, pool.resources, f"engines.{name}", is_apart=pool.is_apart)
         for name, pool in config.engines.items()
         if name != ROLLOUT
     ]

@@ -65,10 +65,11 @@ class Evaluator:
         """
         self._config, self._shares, self._episodes = config, shares, episodes
         self._events, self._board, self._also = events, board, also
+        self._last = [Due(name, "after", 0) for name in config.eval]
         self._numbers: dict[str, int] = {}
         """Number of the last evaluation during training, or 0, of each set that was looked at."""
         self._left: dict[str, list[Due]] = {}
-        """Evaluations that an earlier start did not complete."""
+        """Evaluations that an earlier start did not complete, but for those of the last policy."""
         self._done = set[Due]()
         """Evaluations that it did."""
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -80,7 +81,7 @@ class Evaluator:
         self._room_beside = Room(min(places, in_flight) // PLACES)
         for name in config.eval:
             begun = board.begun(name)
-            self._left[name] = begun.left
+            self._left[name] = [due for due in begun.left if due not in self._last]
             self._done |= {*begun.done}
             if both := [*begun.done, *begun.left]:
                 self._numbers[name] = max(due.number for due in both)
@@ -107,13 +108,17 @@ class Evaluator:
         """Whether an evaluation is under way."""
         return bool(self._running)
 
+    @property
+    def owes_last(self) -> bool:
+        """Whether the last policy is still to be evaluated."""
+        return any(due not in self._done for due in self._last)
+
     async def finish(self, version: int | None) -> None:
         """Waits for what is under way, and evaluates the last policy if it is there."""
         await asyncio.gather(*self._running.values())
         if version is not None:
-            last = [Due(name, "after", 0) for name in self._config.eval]
-            left = [due for each in self._left.values() for due in each if due not in last]
-            dues = [due for due in (*left, *last) if due not in self._done]
+            left = [due for each in self._left.values() for due in each]
+            dues = [due for due in (*left, *self._last) if due not in self._done]
             await asyncio.gather(*(self._evaluate(due, beside=False) for due in dues))
 
     def _due(self, name: str, version: int, trained: int) -> Due | None:

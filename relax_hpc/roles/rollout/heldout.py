@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -28,6 +29,10 @@ class Due(NamedTuple):
     """before, during or after training."""
     number: int
     """Number among those of `when`: tasks may get to it at other policies."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}/{self.when}/{self.number}"
 
 
 class Row(NamedTuple):
@@ -126,6 +131,20 @@ class Board:
         found = [Due(name, when, int(number)) for when, number in map(_when_of, parts)]
         return Begun(done, [due for due in found if due not in done and self._lines(due)])
 
+    def kept_last(self, names: Sequence[str]) -> int | None:
+        """Returns the bytes of samples that are kept of the last evaluations under way, of some
+        sets; None if all of these are complete. For whoever waits for them."""
+        shares = read_json(self._paths.heldout_shares(self._rank)) or {}
+        dues = [due for name in names if (due := Due(name, "after", 0)).key not in shares]
+        if not dues:
+            return None
+        num_bytes = 0
+        for due in dues:
+            with suppress(FileNotFoundError):
+                part = self._part(due)
+                num_bytes += patiently(part, part.stat).st_size
+        return num_bytes
+
     def begin(self, due: Due) -> list[Row]:
         """Opens an evaluation. Returns the samples that were kept of it before."""
         lines = self._lines(due)
@@ -151,13 +170,12 @@ class Board:
         if rows:
             path = self._paths.eval_rows(due.name, share.version, due.when, due.number, self._rank)
             write_text(path, "".join(f"{json.dumps(row._asdict())}\n" for row in rows))
-        key = f"{due.name}/{due.when}/{due.number}"
         own = self._paths.heldout_shares(self._rank)
         with self._of_all:
-            write_json(own, (read_json(own) or {}) | {key: share})
+            write_json(own, (read_json(own) or {}) | {due.key: share})
         part = self._part(due)
         patiently(part, lambda: part.unlink(missing_ok=True))
-        found = [share, *self._others(key)]
+        found = [share, *self._others(due.key)]
         if len(found) == self._size:
             log.info("%s", _line(due, found), extra=OF_ALL)
 

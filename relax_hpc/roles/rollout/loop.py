@@ -23,8 +23,6 @@ from relax_hpc.telemetry.events import EventWriter
 POLL_S = 0.05
 READY_S = 1.0
 """A finished group waits no longer for others to fill its shard."""
-FINAL_VERSION_S = 5.0
-"""Seconds after the run's end for the records to say that the engines hold the last policy."""
 
 
 class Engines(Protocol):
@@ -101,8 +99,8 @@ async def run(
     pace, end = Pace(config), end or NoEnd()
     end.begin(start=retired)
     running = dict[asyncio.Task[PromptGroup], int]()
-    while not ((credit := credits.latest()) and credit.finished):
-        version = await engines.version()
+    while not await _is_over(config, engines, evaluator, credits, running):
+        credit, version = credits.latest(), await engines.version()
         evaluator.consider(version, trained=credit.step if credit else 0)
         owed.extendleft(reversed(producer.owe_again(credit.owed if credit else ())))
         pace.follow(credit or Credit())
@@ -122,23 +120,30 @@ async def run(
         if is_ending and not outbox.guids:
             end.keep(owed)
         end.note(version, idle=not (running or outbox.guids or evaluator.is_busy))
-    for unneeded in running:
-        unneeded.cancel()
     end.close()
-    await evaluator.finish(await _final_version(config, engines))
+    await evaluator.finish(config.schedule.num_steps)
 
 
-async def _final_version(config: RunConfig, engines: Engines) -> int | None:
-    """The last policy, once the records say that the engines hold it, or they have loaded it."""
-    loads_itself = config.launch.layout == "separate"
-    deadline = time.monotonic() + (config.weights.timeout_s if loads_itself else FINAL_VERSION_S)
-    version = None
-    while time.monotonic() < deadline:
-        version = await engines.version()
-        if version == config.schedule.num_steps or (version is not None and not loads_itself):
-            break
+async def _is_over(
+    config: RunConfig,
+    engines: Engines,
+    evaluator: Evaluator,
+    credits: CreditTail,
+    running: "dict[asyncio.Task[PromptGroup], int]",
+) -> bool:
+    """Whether nothing more is to be trained on, and the engines hold what is to be evaluated last.
+
+    In between it waits: for the records to say so, or for a trainer that starts again after the
+    last step. One that has lost that step may want what is `running`, and more.
+    """
+    while (credit := credits.latest()) and credit.finished:
+        for unneeded in running:
+            unneeded.cancel()
+        running.clear()
+        if not evaluator.owes_last or await engines.version() == config.schedule.num_steps:
+            return True
         await asyncio.sleep(POLL_S)
-    return version if version == config.schedule.num_steps else None  # started after the update
+    return False
 
 
 class Pace:

@@ -15,7 +15,9 @@ from relax_hpc.telemetry.events import EventWriter
 
 def _places(config: RunConfig) -> Sequence[Place]:
     pool = config.rollout_pool
-    place = Place("rollout", pool.num_tasks, pool.resources, "engines.rollout")
+    place = Place(
+        "rollout", pool.num_tasks, pool.resources, "engines.rollout", is_apart=pool.is_apart
+    )
     if pool.placement == "own":
         return [place]
     return [replace(place, beside="actor", own_beside=OWN_UNDER_LEASE)]

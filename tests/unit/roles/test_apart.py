@@ -296,8 +296,8 @@ def test_rollout_without_a_trainer_goes_as_far_as_it_may_then_has_nothing_to_do_
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer="") for i in range(12)]
     sampler, credits, producer, end = Sampler(journal), NoTrainer(), Producer(), End()
     whole = episode_fakes.run(
-        made, loop.Task(0, 1), prompts, [], sampler, lambda *_: 1.0, producer, credits, events,
-        end=end,
+        made, loop.Task(0, 1), prompts, prompts[:1], sampler, lambda *_: 1.0, producer, credits,
+        events, end=end,
     )  # fmt: skip
 
     async def story():

@@ -347,7 +347,7 @@ class Busy:
         self.looks = 0
 
     async def version(self):
-        return 0
+        return 2 if len(self.published) >= self.num_groups else 0
 
     async def sample(self, given, draft, how, *, seed, homes):
         while how.temperature == 0 and len(self.published) < self.num_groups:
@@ -382,4 +382,4 @@ def test_groups_go_on_being_started_and_published_while_held_out_prompts_are_sam
     asyncio.run(asyncio.wait_for(loop, 20))
     assert len(busy.published) == 8  # all before the first score
     assert busy.looks > 1
-    assert [event["when"] for event in events.of("eval")] == ["before"]
+    assert [event["when"] for event in events.of("eval")] == ["before", "after"]

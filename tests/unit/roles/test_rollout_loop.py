@@ -15,6 +15,8 @@ from relax_hpc.roles.rollout.loop import Task, owned_guids, publish
 from relax_hpc.sampling.how import How
 from relax_hpc.schema import PromptGroup
 
+STEPS = 3
+
 
 def owned_below(end, task, committed, start):
     guids = owned_guids(task, committed, start=start)
@@ -76,31 +78,29 @@ class Producer:
 
 
 class Credits:
-    """A trainer that has finished once `count` groups are there."""
+    """A trainer that has finished once `count` groups are there, and gave engines its weights."""
 
-    def __init__(self, journal, count, credit):
-        self.journal, self.count, self.credit = journal, count, credit
+    def __init__(self, sampler, count, credit):
+        self.sampler, self.count, self.credit = sampler, count, credit
 
     def latest(self):
-        put = sum(len(guids) for _, guids in self.journal.of("put"))
+        put = sum(len(guids) for _, guids in self.sampler.journal.of("put"))
+        if put >= self.count:
+            self.sampler.now = STEPS
         return self.credit._replace(finished=put >= self.count) if self.credit else None
 
 
 def run(*, version=2, committed=(), again=(), credit=None, count=4, rank=1, **settings):
     journal, events = Journal(), Events()
     made = config(
-        seed=3, schedule__num_steps=3, schedule__prompts_per_step=4, schedule__max_staleness=1,
+        seed=3, schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
         engines__rollout__count=2, rollout__temperature=0.6, rollout__groups_per_shard=1, **settings
     )  # fmt: skip
     prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
-    arguments = (
-        prompts,
-        [Prompt(0, [8], "h"), Prompt(1, [9], "h")],
-        Sampler(version, journal),
-        lambda *_: 1.0,
-    )
+    sampler = Sampler(version, journal)
+    arguments = (prompts, [Prompt(0, [8], "h"), Prompt(1, [9], "h")], sampler, lambda *_: 1.0)
     credit = credit or Credit(step=version, policy_version=version)
-    credits = Credits(journal, count, credit)
+    credits = Credits(sampler, count, credit)
     producer = Producer(journal, committed, again)
     loop = episode_fakes.run(made, Task(rank, 2), *arguments, producer, credits, events)
     asyncio.run(asyncio.wait_for(loop, 20))
@@ -116,14 +116,15 @@ def asked(journal):
 def test_every_prompt_of_the_task_is_asked_for_with_the_settings_of_the_run():
     journal, events = run(count=6)
     assert asked(journal) == [1, 3, 5, 7, 9, 11]
-    for number, (_, given, seed, how) in enumerate(journal.of("sample")):
+    sampled = [each for each in journal.of("sample") if each[1] != [9]]
+    for number, (_, given, seed, how) in enumerate(sampled):
         guid = given[1] - 100
         assert given == [7, 100 + guid]
         assert seed == seed_of(3, guid, number % 2)
         # batch guid // 4 + 1 wants policy guid // 4, and takes the one before
         assert how == How(0.6, 256, 1 << 20, min_version=max(guid // 4 - 1, 0))
     assert sum(event["num_groups"] for event in events.of("shard")) == 6
-    assert not events.of("eval")  # the engine was not there from the start, nor at the end
+    assert [e["when"] for e in events.of("eval")] == ["after"]  # not there from the start
 
 
 def test_nothing_beyond_the_staleness_bound_is_started():
@@ -152,10 +153,70 @@ def test_a_task_that_starts_late_begins_where_nothing_is_retired_and_deletes_wha
 
 def test_the_first_policy_and_the_last_are_evaluated_and_no_other():
     journal, events = run(version=0, credit=Credit(), count=4)
-    assert [e["when"] for e in events.of("eval")] == ["before"]  # the last policy never came
+    assert [e["when"] for e in events.of("eval")] == ["before", "after"]
     journal, events = run(version=3, credit=Credit(step=3, policy_version=3), count=6)
     assert [(e["when"], e["version"]) for e in events.of("eval")] == [("after", 3)]
     assert journal[-1][1] == [9] and journal[-1][3] == How(0.0, 256, 1 << 20)
+
+
+def test_a_start_that_finds_training_over_waits_for_the_last_policy_and_evaluates_it_once():
+    journal, events = Journal(), Events()
+
+    class Late(Sampler):
+        """An engine of which the trainer hears only after a while."""
+
+        async def version(self):
+            self.journal.note("version")
+            return STEPS if len(self.journal.of("version")) > 5 else None
+
+    class Over:
+        """The trainer before had finished; the one of now has to give engines the last policy."""
+
+        def latest(self):
+            return Credit(step=STEPS, policy_version=STEPS, finished=True)
+
+    made = config(schedule__num_steps=STEPS)
+    loop = episode_fakes.run(
+        made, Task(0, 1), [], [Prompt(0, [9], "h")], Late(STEPS, journal), lambda *_: 1.0,
+        Producer(journal), Over(), events,
+    )  # fmt: skip
+    asyncio.run(asyncio.wait_for(loop, 20))
+    assert [(e["when"], e["version"]) for e in events.of("eval")] == [("after", STEPS)]
+    assert [given for _, given, *_ in journal.of("sample")] == [[9]]
+
+
+def test_a_task_goes_on_if_a_trainer_comes_back_that_has_lost_the_last_step():
+    journal, events = Journal(), Events()
+    sampler = Sampler(1, journal)
+
+    class Back:
+        """Finished at first; then a trainer that wants a shard again, which was not whole."""
+
+        looks = 0
+
+        def latest(self):
+            self.looks += 1
+            is_back, put = self.looks > 2, journal.of("put")
+            if put:
+                sampler.now = STEPS
+            return Credit(
+                step=2, policy_version=2, finished=not is_back or bool(put),
+                owed=[Owed(5, "u5")] * is_back,
+            )  # fmt: skip
+
+    made = config(
+        schedule__num_steps=STEPS, schedule__prompts_per_step=4, schedule__max_staleness=1,
+        rollout__groups_per_shard=1,
+    )  # fmt: skip
+    prompts = [Prompt(index=i, token_ids=[7, 100 + i], answer=str(i)) for i in range(12)]
+    producer = Producer(journal, committed=range(12), again=[5])
+    loop = episode_fakes.run(
+        made, Task(0, 1), prompts, [Prompt(0, [9], "h")], sampler, lambda *_: 1.0,
+        producer, Back(), events,
+    )  # fmt: skip
+    asyncio.run(asyncio.wait_for(loop, 20))
+    assert journal.of("put") == [("put", [5])]
+    assert [e["when"] for e in events.of("eval")] == ["after"]
 
 
 def test_the_event_of_a_shard_says_what_is_in_it():

@@ -1,0 +1,95 @@
+"""The last policy stays there for engines until rollout has evaluated it.
+
+An engine that starts again after the last step, alone or with the whole job, has the weights that
+the model began with: without a trainer the last evaluation could not be made.
+"""
+
+import time
+from typing import Literal, Protocol
+
+from relax_hpc import heartbeat
+from relax_hpc.comm.world import World
+from relax_hpc.config.run import RunConfig
+from relax_hpc.engines.training_engine import TrainingEngine
+from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.actor import loop
+from relax_hpc.roles.rollout.heldout import Board
+
+LOOK_EVERY_S = 2.0
+TURN_S = 30.0
+"""The other ranks hear from rank 0 so often."""
+
+Wanted = Literal["publish", "nothing", "end"]
+
+
+class Newcomers(Protocol):
+    def has_newcomers(self) -> bool: ...
+
+
+class LastPolicy:
+    """Rank 0's look at who still owes an evaluation of the last policy.
+
+    Args:
+        config: of the run; rollout that is a job of its own loads the last policy by itself.
+        paths: of the run.
+        publisher: knows whether an engine has come.
+    """
+
+    def __init__(self, config: RunConfig, paths: RunPaths, publisher: Newcomers) -> None:
+        self._publisher, self._patience_s = publisher, config.launch.peer_timeout_s
+        size, names = config.rollout_pool.num_hosts, tuple(config.eval)
+        tasks = range(size) if config.launch.layout != "separate" else ()
+        self._owing = {rank: Board(paths, rank, size) for rank in tasks}
+        self._names = names
+        self._kept, self._since = dict[int, int | None](), time.monotonic()
+
+    def wanted(self) -> Wanted:
+        """Waits for an engine or for the last score, for a while.
+
+        Raises:
+            PeerTimeoutError: nobody has scored a prompt for `launch.peer_timeout_s`.
+        """
+        until = time.monotonic() + TURN_S
+        while self._look():
+            if self._publisher.has_newcomers():
+                return "publish"
+            if time.monotonic() >= until:
+                return "nothing"
+            time.sleep(LOOK_EVERY_S)
+        return "end"
+
+    def _look(self) -> bool:
+        """Whether somebody owes an evaluation."""
+        kept = {rank: board.kept_last(self._names) for rank, board in self._owing.items()}
+        now = time.monotonic()
+        if kept != self._kept:
+            self._kept, self._since = kept, now
+        self._owing = {rank: b for rank, b in self._owing.items() if kept[rank] is not None}
+        if self._owing and now - self._since > self._patience_s:
+            tasks = ", ".join(f"rollout-{rank}" for rank in self._owing)
+            raise PeerTimeoutError(
+                f"the last policy: {tasks} scored no held-out prompt for {self._patience_s:g} s; "
+                "see their logs"
+            )
+        return bool(self._owing)
+
+
+def serve(
+    world: World, trainer: TrainingEngine, duties: loop.Duties, last: LastPolicy | None
+) -> None:
+    """Gives engines that come the last policy, until it is evaluated. Collective.
+
+    Args:
+        world: the ranks of the trainer.
+        trainer: holds the last policy.
+        duties: of this rank.
+        last: rank 0's, which decides for all; None on the other ranks.
+    """
+    while True:
+        with heartbeat.phase("last evaluation", waits=True):
+            wanted = world.bcast(last.wanted() if last else None)
+        if wanted == "end":
+            return
+        if wanted == "publish":
+            loop.publish(world, trainer, duties)

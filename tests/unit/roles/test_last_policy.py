@@ -1,0 +1,105 @@
+"""A trainer that is done stays for engines until the last policy has been evaluated."""
+
+from types import SimpleNamespace
+
+import pytest
+from role_fakes import Journal, config
+
+from relax_hpc.comm.world import SoloWorld
+from relax_hpc.errors import PeerTimeoutError
+from relax_hpc.paths import RunPaths
+from relax_hpc.roles.actor import last_policy
+from relax_hpc.roles.rollout.heldout import Board, Due, Row, Share
+
+ROW = Row(0, 0, 1.0, {}, 3, 3, "stop", 1, ["a"])
+
+
+class Engines:
+    """Some come at the given looks; at each look something may happen first."""
+
+    def __init__(self, *, newcomers=(), at_look=None):
+        self.looks, self.newcomers, self.at_look = 0, newcomers, at_look or {}
+
+    def has_newcomers(self):
+        self.looks += 1
+        self.at_look.get(self.looks, lambda: None)()
+        return self.looks in self.newcomers
+
+
+class Duties:
+    def __init__(self, journal):
+        self.journal = journal
+
+    def publish(self, version, tensors):
+        self.journal.note("publish", version)
+        return False
+
+
+class Trainer:
+    step = 3
+
+    def named_weights(self):
+        return iter(())
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Time passes by sleeping alone."""
+    now = [0.0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(last_policy, "time", clock)
+    return clock
+
+
+def evaluated(paths, rank, *, when="after"):
+    board, due = Board(paths, rank, 2), Due("heldout", when, 0)
+    board.begin(due)
+    board.keep(due, [ROW])
+    board.add(due, Share.of([ROW]), [ROW])
+
+
+def served(paths, engines, **settings):
+    made = config(engines__rollout__count=2, **settings)
+    journal = Journal()
+    last = last_policy.LastPolicy(made, paths, engines)
+    last_policy.serve(SoloWorld(), Trainer(), Duties(journal), last)
+    return journal
+
+
+def test_engines_that_come_after_the_last_step_are_given_its_weights_until_all_have_evaluated(
+    tmp_path,
+):
+    paths = RunPaths(tmp_path)
+    evaluated(paths, 1, when="before")
+    done = {2: lambda: evaluated(paths, 0), 7: lambda: evaluated(paths, 1)}
+    engines = Engines(newcomers=(1, 4), at_look=done)
+    assert served(paths, engines) == [("publish", 3), ("publish", 3)]
+    assert engines.looks == 7
+    assert served(paths, Engines(newcomers=(1,))) == []  # a later start finds it done
+
+
+def test_who_scores_nothing_for_long_is_named_and_who_does_is_waited_for(tmp_path):
+    paths = RunPaths(tmp_path)
+    evaluated(paths, 0)
+    board, due = Board(paths, 1, 2), Due("heldout", "after", 0)
+    board.begin(due)
+    slow = {look: lambda: board.keep(due, [ROW]) for look in range(1, 60)}
+    engines = Engines(at_look=slow)
+    with pytest.raises(PeerTimeoutError, match=r"policy: rollout-1 scored no held-out"):
+        served(paths, engines, launch__peer_timeout_s=20)
+    assert 59 + 10 <= engines.looks <= 59 + 13  # one every two seconds, and one a turn
+
+
+@pytest.mark.parametrize("settings", [
+    {"eval": {}}, {"launch__layout": "separate", "weights__transport": "files"},
+])  # fmt: skip
+def test_nobody_is_waited_for_without_held_out_sets_or_where_rollout_is_a_job_of_its_own(
+    tmp_path, settings
+):
+    engines = Engines(newcomers=(1,))
+    assert served(RunPaths(tmp_path), engines, **settings) == []
+    assert engines.looks == 0
