@@ -1,4 +1,4 @@
-"""`make_seeing.py FOLDER SHAPE [SIDE]`: a model that sees or hears with random weights, and prompts.
+"""`make_seeing.py FOLDER SHAPE [SIDE]`: a model that sees or hears, of random weights, and prompts.
 
 SHAPE is qwen3-vl-4b, or qwen3-omni-30b-a3b with four layers of its thinker, or tiny. Images have
 SIDE pixels a side (1024 if left out), which is a token of every 32 x 32; sounds last a second. The

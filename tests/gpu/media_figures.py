@@ -1,4 +1,4 @@
-"""`media_figures.py RUN`: what a run whose model sees says of its media, one line for each figure."""
+"""`media_figures.py RUN`: what a run whose model sees says of its media, one line a figure."""
 
 import json
 import sys
