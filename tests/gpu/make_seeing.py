@@ -3,7 +3,7 @@
 SHAPE is qwen3-vl-4b, or qwen3-omni-30b-a3b with four layers of its thinker, or tiny. Images have
 SIDE pixels a side (1024 if left out), which is a token of every 32 x 32; sounds last a second. The
 tokenizers are the tiny ones: their ids are the first of the vocabulary, which is all that prompts
-need. reward.py beside them gives a reward that differs within a group, whatever is answered.
+need.
 """
 
 import random
@@ -99,4 +99,3 @@ file = folder / "model" / "preprocessor_config.json"
 bounds = {"min_pixels": 64 * 64, "max_pixels": LARGEST}
 size = {"size": {"shortest_edge": 64 * 64, "longest_edge": LARGEST}}
 write_json(file, read_json(file) | (bounds if hears else size))
-(folder / "reward.py").write_text("def score(response):\n    return float(len(response) % 2)\n")

@@ -22,7 +22,13 @@ one_each=(--set engines.rollout.count=1 --set engines.rollout.engines_per_task=1
   --set engines.rollout.resources.mpi=pmix --set actor.resources.mpi=pmix
   --set actor.resources.gpus_per_node=1 --set actor.resources.cpus_per_task=8
   --set actor.resources.mem=100G --set actor.layout.tensor_parallel=1
-  --set actor.layout.context_parallel=1 --set actor.layout.expert_parallel=1)
+  --set actor.layout.context_parallel=1 --set actor.layout.expert_parallel=1
+  --set actor.optimizer.moments=bfloat16 --set actor.optimizer.ddp.grad_reduce_in_fp32=false
+  --set actor.tokens_per_micro_batch=8192 --set engines.rollout.args.mem_fraction_static=0.6
+  --set engines.rollout.args.attention_backend=triton --set engines.rollout.args.sampling_backend=pytorch
+  --set engines.rollout.args.mm_attention_backend=triton_attn
+  --set engines.rollout.args.cuda_graph_max_bs=64
+  --set engines.rollout.args.cuda_graph_backend_prefill=disabled)
 if ((gpus >= 2)); then
   tar -C "$work" -xJf "$pack/slurm.tar.xz"
   env=$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
@@ -39,7 +45,8 @@ status=0
 timeout "${LIMIT:-400}" python3 -m relax_hpc submit "$job" --follow "${place[@]}" \
   --set name=media --set run_root="$work/runs" --set model.path="$work/model/model" \
   --set prompts.train="$work/model/train.jsonl" --set eval.heldout.path="$work/model/heldout.jsonl" \
-  --set reward.name="$work/model/reward.py:score" --set eval.heldout.every=0 \
+  --set reward.name=random --set algorithm.groups.name=as_sampled \
+  --set algorithm.groups.truncated=keep --set launch.profile=local --set eval.heldout.every=0 \
   --set eval.heldout.num_prompts=8 --set schedule.num_steps=5 --set schedule.prompts_per_step=16 \
   --set rollout.max_new_tokens=256 --set actor.save_every=1000 --set weights.checksum_every=1 \
   --set launch.max_restarts=0 "${@:4}" || status=$?
