@@ -6,8 +6,8 @@ tokenizers are the tiny ones: their ids are the first of the vocabulary, which i
 need.
 """
 
-import random
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,17 @@ with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
     else:
         made = omni(tokens) if hears else vl_4b(tokens)
 folder.mkdir(parents=True, exist_ok=True)
-(tones if hears else shapes).write(folder, 256, 16, 0)
-draws = random.Random(0)
-for file in sorted((folder / "images").iterdir()):
+(tones if hears else shapes).write(folder, 96, 16, 0)
+
+
+def enlarge(file: Path) -> None:
     drawn = Image.open(file).resize((side, side), Image.Resampling.BILINEAR)
     grain = Image.effect_noise((side, side), 40).convert("RGB")  # what a photo has, and PNG keeps
     Image.blend(drawn, grain, 0.2).save(file, compress_level=1)
+
+
+with ThreadPoolExecutor(16) as threads:
+    list(threads.map(enlarge, (folder / "images").iterdir()))
 kind.save(folder / "model", made, tokens)
 file = folder / "model" / "preprocessor_config.json"
 bounds = {"min_pixels": 64 * 64, "max_pixels": LARGEST}

@@ -7,13 +7,14 @@
 #   run_media.sh PACK jobs/qwen3-omni-30b-a3b-avqa.toml qwen3-omni-30b-a3b
 #
 # PACK is as for run_hetjob.sh. OUT gets the run's events and logs, and figures.txt. LIMIT: seconds.
-# SIDE: pixels of an image's side.
+# SIDE: pixels of an image's side. MODEL: folder for the model and its prompts.
 set -euo pipefail
 pack=$(cd "$1" && pwd) job=$2 shape=$3
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX")
 if [ -f "$pack/setup.sh" ]; then source tests/gpu/unpack.sh; fi
-python3 tests/gpu/make_seeing.py "$work/model" "$shape" "${SIDE:-1024}"
+model=${MODEL:-$work/model} # one that was made before is taken
+[ -d "$model/model" ] || python3 tests/gpu/make_seeing.py "$model" "$shape" "${SIDE:-1024}"
 echo "model made after $SECONDS s"
 gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l) place=(--local)
 one_each=(--set engines.rollout.count=1 --set engines.rollout.engines_per_task=1
@@ -43,8 +44,8 @@ elif ((gpus == 1)); then
 fi
 status=0
 timeout "${LIMIT:-400}" python3 -m relax_hpc submit "$job" --follow "${place[@]}" \
-  --set name=media --set run_root="$work/runs" --set model.path="$work/model/model" \
-  --set prompts.train="$work/model/train.jsonl" --set eval.heldout.path="$work/model/heldout.jsonl" \
+  --set name=media --set run_root="$work/runs" --set model.path="$model/model" \
+  --set prompts.train="$model/train.jsonl" --set eval.heldout.path="$model/heldout.jsonl" \
   --set reward.name=random --set algorithm.groups.name=as_sampled \
   --set algorithm.groups.truncated=keep --set launch.profile=local --set eval.heldout.every=0 \
   --set eval.heldout.num_prompts=8 --set schedule.num_steps=5 --set schedule.prompts_per_step=16 \
