@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# run_media.sh PACK WHAT... - measures images and sound on a machine with GPUs and no network: random
+# weights, SGLang, Megatron-core.
+#
+#   towers   1 GPU    the tower of Qwen3-VL-4B's shape: patches/s, against Hugging Face, memory
+#   step     1 GPU    the towers' share of a step of that shape
+#   engine   1 GPU    requests with images against SGLang's own way
+#   cpu      none     what media cost on processors
+#   vl       a job of Qwen3-VL-4B's shape: engine and trainer on a GPU each, by a real Slurm of two
+#            virtual nodes; colocated, without Slurm, where there is one GPU
+#   omni     2 GPUs   likewise the thinker of Qwen3-Omni-30B-A3B with LAYERS layers (6), image and sound
+#
+# PACK is a folder as for run_hetjob.sh. OUT gets WHAT.json and WHAT.log, of jobs events and logs.
+# LIMIT: seconds for each; STEPS of a job; WORK: where models go, /dev/shm is quick. ARGS: further
+# arguments to `relax-hpc submit`. MODEL=tiny: tiny shapes, and what is installed in place of PACK's
+# packages; jobs then without Slurm, on processors, with the engine of ENGINE_PYTHON.
+set -uo pipefail
+pack=$(cd "$1" && pwd) steps=${STEPS:-4}
+out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
+cd "$(dirname "$0")/../.."
+work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX")
+gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+if [ "${MODEL:-}" = tiny ]; then
+  export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1
+else
+  source tests/gpu/unpack.sh
+fi
+export OMPI_MCA_btl=self,tcp OMP_NUM_THREADS=4
+
+engine=(--set engines.rollout.start_timeout_s=240)
+if ((gpus)); then
+  for arg in attention_backend=triton sampling_backend=pytorch cuda_graph_backend_prefill=disabled \
+    enforce_disable_flashinfer_allreduce_fusion=true "cuda_graph_bs_decode=[1,8,32,64]"; do
+    engine+=(--set "engines.rollout.args.$arg")
+  done
+fi
+[ -z "${ENGINE_PYTHON:-}" ] || engine+=(--set "engines.rollout.resources.python=$ENGINE_PYTHON")
+
+model() { # SHAPE PROMPTS SIDE [LAYERS]: made once
+  local shape=$1
+  [ "${MODEL:-}" != tiny ] || { [[ $1 == *omni* ]] && shape=tiny-omni || shape=tiny-vl; set -- "$shape" 16 128; }
+  folder="$work/$shape"
+  [ -d "$folder" ] || python3 tests/gpu/make_media.py "$folder" "$shape" "${@:2}"
+  echo "== $shape made after $SECONDS s"
+}
+
+bench() { # PART ARGUMENTS
+  TMPDIR="$work" timeout "${LIMIT:-240}" python3 -m relax_hpc bench media --part "$1" "${@:2}" \
+    --json "$out/$1.json" >"$out/$1.log" 2>&1
+  echo "== $1: exit code $? after $SECONDS s"
+  grep -vi warn "$out/$1.log" | tail -n 30 | cut -c 1-180
+  cp "$work"/relax-bench*/engine*.log "$out/" 2>/dev/null
+}
+
+slurm_up() {
+  [ -z "${SLURM_UP:-}" ] || return 0
+  tar -C "$work" -xJf "$pack/slurm.tar.xz"
+  eval "$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
+    --nodes 2 --gpus-per-node $((gpus / 2)) --gpu-prefix /dev/nvidia --isolate none \
+    --cpus 16 --mem 200000)"
+  trap 'bash "$pack/local_slurm.sh" down --dir "$work/slurm"' EXIT
+  SLURM_UP=1
+}
+
+number_of() { # EVENT RUN
+  cat "$2"/events/actor-0.jsonl 2>/dev/null | grep -c "\"event\": *\"$1\""
+}
+
+job() { # NAME JOB ARGUMENTS: runs until STEPS updates were sent and compared, or one side failed
+  local name=$1 run="$work/runs/$1" began=$SECONDS where=(--local) state=""
+  if ((gpus >= 2)); then
+    slurm_up
+    where=(--set engines.rollout.resources.mpi=pmix --set actor.resources.mpi=pmix
+      --set engines.rollout.resources.mem=60G --set actor.resources.mem=60G
+      --set engines.rollout.resources.time=30 --set actor.resources.time=30
+      --set engines.rollout.resources.gpus_per_node=1 --set engines.rollout.count=1
+      --set engines.rollout.engines_per_task=1)
+  elif ((gpus)); then
+    where+=(--set engines.rollout.placement=actor --set schedule.max_staleness=0
+      --set actor.optimizer.offload=0.9 --set engines.rollout.args.mem_fraction_static=0.35)
+  fi
+  # shellcheck disable=SC2086
+  python3 -m relax_hpc submit "$2" "${where[@]}" --set name="$name" --set run_root="$work/runs" \
+    --set model.path="$folder/model" --set prompts.train="$folder/train.jsonl" \
+    --set eval.heldout.path="$folder/heldout.jsonl" --set eval.heldout.every=0 \
+    --set eval.heldout.num_prompts=2 --set reward.name=random --set reward.args={} \
+    --set algorithm.groups.name=as_sampled --set algorithm.groups.truncated=keep \
+    --set rollout.max_new_tokens=128 --set schedule.num_steps=100 --set schedule.prompts_per_step=8 \
+    --set weights.checksum_every=1 --set launch.max_restarts=0 --set actor.save_every=0 \
+    --set actor.optimizer.moments=bfloat16 --set actor.optimizer.ddp.grad_reduce_in_fp32=false \
+    --set actor.tower_patches=4096 --set actor.tokens_per_micro_batch=4096 \
+    "${engine[@]}" "${@:3}" ${ARGS:-} >"$out/$name.log" 2>&1 || state="not submitted"
+  while [ -z "$state" ] && ((SECONDS - began < ${LIMIT:-300})); do
+    sleep 3
+    (($(number_of verify "$run") < steps + 1)) || state="done"
+    ! grep -qs '"event": *"error"' "$run"/events/*.jsonl || state="failed"
+  done
+  echo "== $name: ${state:-out of time} after $((SECONDS - began)) s, $SECONDS s in all"
+  python3 tests/gpu/media_figures.py "$run" 2>&1 | cut -c 1-600
+  if [ "$state" != "done" ]; then
+    tail -n 12 "$out/$name.log" | cut -c 1-300
+    tail -qn 15 "$run"/logs/*.log "$run"/submission/*/*.err 2>/dev/null | cut -c 1-300
+  fi
+  python3 -m relax_hpc timeline "$run" --out "$out/$name.png" >"$out/$name-timeline.txt" 2>&1
+  python3 -m relax_hpc cancel "$run" >>"$out/$name.log" 2>&1
+  tar -C "$work/runs" --exclude checkpoints --exclude '*.h5' --exclude snapshots \
+    -cJf "$out/$name.tar.xz" "$name" 2>/dev/null
+  sleep 5 # until the GPUs are free
+  rm -rf "$run" "$folder"
+}
+
+for what in "${@:2}"; do
+  case $what in
+    cpu) bench cpu ;;
+    towers | step | engine)
+      model qwen3-vl-4b 64 1024
+      sized=(--shape "$folder/model")
+      [ "${MODEL:-}" != tiny ] || sized+=(--tiny)
+      [ "$what" != engine ] || sized+=("${engine[@]}" --set engines.rollout.args.mem_fraction_static=0.8)
+      bench "$what" "${sized[@]}"
+      ;;
+    vl)
+      model qwen3-vl-4b 64 1024
+      job vl jobs/qwen3-vl-4b-openr1mm.toml
+      ;;
+    omni)
+      model qwen3-omni 64 512 "${LAYERS:-6}"
+      job omni jobs/qwen3-omni-30b-a3b-avqa.toml --set actor.layout.tensor_parallel=1 \
+        --set actor.layout.context_parallel=1 --set actor.layout.expert_parallel=1 \
+        --set actor.optimizer.offload=0.3 --set 'actor.frozen=[]' \
+        --set actor.resources.gpus_per_node=1 --set engines.rollout.args.tp_size=1
+      ;;
+    *) echo "run_media.sh: what is $what? see its head" >&2 && exit 2 ;;
+  esac
+done
