@@ -2,10 +2,9 @@
 # run_media.sh PACK WHAT... - measures images and sound on a machine with GPUs and no network: random
 # weights, SGLang, Megatron-core.
 #
+#   prepare  no GPU   what media cost on processors
 #   towers   1 GPU    the tower of Qwen3-VL-4B's shape: patches/s, against Hugging Face, memory
-#   step     1 GPU    the towers' share of a step of that shape
 #   engine   1 GPU    requests with images against SGLang's own way
-#   cpu      none     what media cost on processors
 #   vl       a job of Qwen3-VL-4B's shape: engine and trainer on a GPU each, by a real Slurm of two
 #            virtual nodes; colocated, without Slurm, where there is one GPU
 #   omni     2 GPUs   likewise the thinker of Qwen3-Omni-30B-A3B with LAYERS layers (6), image and sound
@@ -34,7 +33,6 @@ if ((gpus)); then
     engine+=(--set "engines.rollout.args.$arg")
   done
 fi
-[ -z "${ENGINE_PYTHON:-}" ] || engine+=(--set "engines.rollout.resources.python=$ENGINE_PYTHON")
 
 model() { # SHAPE PROMPTS SIDE [LAYERS]: made once
   local shape=$1
@@ -45,11 +43,20 @@ model() { # SHAPE PROMPTS SIDE [LAYERS]: made once
 }
 
 bench() { # PART ARGUMENTS
-  TMPDIR="$work" timeout "${LIMIT:-240}" python3 -m relax_hpc bench media --part "$1" "${@:2}" \
-    --json "$out/$1.json" >"$out/$1.log" 2>&1
-  echo "== $1: exit code $? after $SECONDS s"
+  local shape=qwen3-vl-4b tmp="$work/$1"
+  [ "${MODEL:-}" != tiny ] || shape=tiny
+  mkdir -p "$tmp"
+  TMPDIR="$tmp" timeout "${LIMIT:-240}" python3 -m relax_hpc bench media --part "$1" --shape "$shape" \
+    "${@:2}" --json "$out/$1.json" >"$out/$1.log" 2>&1 &
+  local pid=$! status=0
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 2
+    cp "$tmp"/*/engine.log "$out/$1-engine.log" 2>/dev/null
+  done
+  wait "$pid" || status=$?
+  echo "== $1: exit code $status after $SECONDS s"
   grep -vi warn "$out/$1.log" | tail -n 30 | cut -c 1-180
-  cp "$work"/relax-bench*/engine*.log "$out/" 2>/dev/null
+  ((status == 0)) || tail -n 20 "$out/$1-engine.log" 2>/dev/null | cut -c 1-300
 }
 
 slurm_up() {
@@ -73,20 +80,23 @@ job() { # NAME JOB ARGUMENTS: runs until STEPS updates were sent and compared, o
     where=(--set engines.rollout.resources.mpi=pmix --set actor.resources.mpi=pmix
       --set engines.rollout.resources.mem=60G --set actor.resources.mem=60G
       --set engines.rollout.resources.time=30 --set actor.resources.time=30
-      --set engines.rollout.resources.gpus_per_node=1 --set engines.rollout.count=1
-      --set engines.rollout.engines_per_task=1)
-  elif ((gpus)); then
-    where+=(--set engines.rollout.placement=actor --set schedule.max_staleness=0
+      --set engines.rollout.resources.gpus_per_node=1)
+  elif ((!gpus)); then
+    where+=(${ENGINE_PYTHON:+--set "engines.rollout.resources.python=$ENGINE_PYTHON"} --set model.dtype=float32 --set engines.rollout.args.mem_fraction_static=0.1)
+  else
+    where+=(--set engines.rollout.placement=actor
       --set actor.optimizer.offload=0.9 --set engines.rollout.args.mem_fraction_static=0.35)
   fi
   # shellcheck disable=SC2086
   python3 -m relax_hpc submit "$2" "${where[@]}" --set name="$name" --set run_root="$work/runs" \
     --set model.path="$folder/model" --set prompts.train="$folder/train.jsonl" \
     --set eval.heldout.path="$folder/heldout.jsonl" --set eval.heldout.every=0 \
-    --set eval.heldout.num_prompts=2 --set reward.name=random --set reward.args={} \
+    --set eval.heldout.num_prompts=2 --set engines.rollout.count=1 \
+    --set engines.rollout.engines_per_task=1 --set reward.name=random --set reward.args={} \
     --set algorithm.groups.name=as_sampled --set algorithm.groups.truncated=keep \
     --set rollout.max_new_tokens=128 --set schedule.num_steps=100 --set schedule.prompts_per_step=8 \
-    --set weights.checksum_every=1 --set launch.max_restarts=0 --set actor.save_every=0 \
+    --set schedule.max_staleness=0 \
+    --set weights.checksum_every=1 --set launch.max_restarts=0 --set actor.save_every=1000 \
     --set actor.optimizer.moments=bfloat16 --set actor.optimizer.ddp.grad_reduce_in_fp32=false \
     --set actor.tower_patches=4096 --set actor.tokens_per_micro_batch=4096 \
     "${engine[@]}" "${@:3}" ${ARGS:-} >"$out/$name.log" 2>&1 || state="not submitted"
@@ -111,13 +121,10 @@ job() { # NAME JOB ARGUMENTS: runs until STEPS updates were sent and compared, o
 
 for what in "${@:2}"; do
   case $what in
-    cpu) bench cpu ;;
-    towers | step | engine)
-      model qwen3-vl-4b 64 1024
-      sized=(--shape "$folder/model")
-      [ "${MODEL:-}" != tiny ] || sized+=(--tiny)
-      [ "$what" != engine ] || sized+=("${engine[@]}" --set engines.rollout.args.mem_fraction_static=0.8)
-      bench "$what" "${sized[@]}"
+    prepare | towers) bench "$what" ;;
+    engine)
+      ((!gpus)) || engine+=(--set engines.rollout.args.mem_fraction_static=0.8)
+      bench engine "${engine[@]}" ${ENGINE_PYTHON:+--python "$ENGINE_PYTHON"}
       ;;
     vl)
       model qwen3-vl-4b 64 1024

@@ -160,13 +160,17 @@ class _Bench:
         for count in self._work.memory:
             batch = self._batch(count)
             found = self._features(encoder, wrapped, batch)  # the first ones allocate
+            assert found.gradient is not None, "the tower learns"
+            known = found.values.nbytes + found.gradient.nbytes
+            del found
+            before = self._restart_peak()
             seconds = statistics.median(
                 self._timed(lambda: self._features(encoder, wrapped, batch), 2, False)  # noqa: B023
             )
             name = f"{count} x {height} x {width}, features, then gradients"
             yield Row(name, count / seconds, "images/s")
             if self._on_gpu:
-                above = self._peak_above(lambda: self._features(encoder, wrapped, batch), found)  # noqa: B023
+                above = (torch.cuda.max_memory_allocated() - before - known) / 2**30
                 yield Row(f"{name}: peak above both", above, "GiB", aim=_MEMORY_AIM_GIB)
         yield from self._share(seconds / self._work.memory[-1])
 
@@ -180,16 +184,13 @@ class _Bench:
         encoder.learn(found, wrapped)
         return found
 
-    def _peak_above(self, act: Callable[[], object], found: Features) -> float:
-        """GiB above what is there before, the features and their gradient."""
-        assert found.gradient is not None, "the tower learns"
-        known = found.values.nbytes + found.gradient.nbytes
+    def _restart_peak(self) -> int:
+        """Bytes that are there now; the peak counts from here on."""
+        if not self._on_gpu:
+            return 0
         torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        act()
-        torch.cuda.synchronize()
-        return float((torch.cuda.max_memory_allocated() - before - known) / 2**30)
+        return torch.cuda.memory_allocated()
 
     def _batch(self, count: int) -> packing.MicroBatch:
         side = self._shape.patch
