@@ -9,16 +9,18 @@
 #            virtual nodes; colocated, without Slurm, where there is one GPU
 #   omni     2 GPUs   likewise the thinker of Qwen3-Omni-30B-A3B with LAYERS layers (6), image and sound
 #
-# PACK is a folder as for run_hetjob.sh. OUT gets WHAT.json and WHAT.log, of jobs events and logs.
-# LIMIT: seconds for each; STEPS of a job; WORK: where models go, /dev/shm is quick. ARGS: further
-# arguments to `relax-hpc submit`. MODEL=tiny: tiny shapes, and what is installed in place of PACK's
-# packages; jobs then without Slurm, on processors, with the engine of ENGINE_PYTHON.
+# PACK is a folder as for run_hetjob.sh. OUT gets one file for each, WHAT.tar.xz: figures and logs, of
+# a job its events. LIMIT: seconds for each; STEPS of a job; WORK: where models go, /dev/shm is quick.
+# ARGS: further arguments to `relax-hpc submit`. MODEL=tiny: tiny shapes on processors, what is
+# installed in place of PACK's packages, SGLang of ENGINE_PYTHON; Slurm only with SLURM=1.
 set -uo pipefail
 pack=$(cd "$1" && pwd) steps=${STEPS:-4}
-out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
+results=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 cd "$(dirname "$0")/../.."
 work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX")
+out="$work/out" && mkdir "$out"
 gpus=$(nvidia-smi --list-gpus 2>/dev/null | wc -l)
+((gpus < 2)) || SLURM=1
 if [ "${MODEL:-}" = tiny ]; then
   export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1
 else
@@ -55,8 +57,12 @@ bench() { # PART ARGUMENTS
   done
   wait "$pid" || status=$?
   echo "== $1: exit code $status after $SECONDS s"
-  grep -vi warn "$out/$1.log" | tail -n 30 | cut -c 1-180
-  ((status == 0)) || tail -n 20 "$out/$1-engine.log" 2>/dev/null | cut -c 1-300
+  if ((status == 0)); then
+    python3 tests/gpu/media_figures.py "$out/$1.json"
+  else
+    tail -qn 25 "$out/$1.log" "$out/$1-engine.log" 2>/dev/null | cut -c 1-300
+  fi
+  tar -C "$out" -cJf "$results/$1.tar.xz" .
 }
 
 slurm_up() {
@@ -64,7 +70,7 @@ slurm_up() {
   tar -C "$work" -xJf "$pack/slurm.tar.xz"
   eval "$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
     --nodes 2 --gpus-per-node $((gpus / 2)) --gpu-prefix /dev/nvidia --isolate none \
-    --cpus 16 --mem 200000)"
+    --cpus "${CPUS:-16}" --mem "${MEMORY:-200000}")"
   trap 'bash "$pack/local_slurm.sh" down --dir "$work/slurm"' EXIT
   SLURM_UP=1
 }
@@ -75,18 +81,20 @@ number_of() { # EVENT RUN
 
 job() { # NAME JOB ARGUMENTS: runs until STEPS updates were sent and compared, or one side failed
   local name=$1 run="$work/runs/$1" began=$SECONDS where=(--local) state=""
-  if ((gpus >= 2)); then
+  if [ -n "${SLURM:-}" ]; then
     slurm_up
-    where=(--set engines.rollout.resources.mpi=pmix --set actor.resources.mpi=pmix
-      --set engines.rollout.resources.mem=60G --set actor.resources.mem=60G
-      --set engines.rollout.resources.time=30 --set actor.resources.time=30
-      --set engines.rollout.resources.gpus_per_node=1)
-  elif ((!gpus)); then
-    where+=(${ENGINE_PYTHON:+--set "engines.rollout.resources.python=$ENGINE_PYTHON"} --set model.dtype=float32 --set engines.rollout.args.mem_fraction_static=0.1)
-  else
-    where+=(--set engines.rollout.placement=actor
-      --set actor.optimizer.offload=0.9 --set engines.rollout.args.mem_fraction_static=0.35)
+    where=()
+    for side in engines.rollout actor; do
+      where+=(--set "$side.resources.gpus_per_node=$((gpus / 2))" --set "$side.resources.time=30"
+        --set "$side.resources.mem=${SIDE_MEMORY:-80G}" --set "$side.resources.cpus_per_task=${SIDE_CPUS:-8}")
+      ((!gpus)) || where+=(--set "$side.resources.mpi=pmix")
+    done
+  elif ((gpus)); then
+    where+=(--set engines.rollout.placement=actor --set actor.optimizer.offload=0.9
+      --set engines.rollout.args.mem_fraction_static=0.35)
   fi
+  ((gpus)) || where+=(--set model.dtype=float32 --set engines.rollout.args.mem_fraction_static=0.1
+    ${ENGINE_PYTHON:+--set "engines.rollout.resources.python=$ENGINE_PYTHON"})
   # shellcheck disable=SC2086
   python3 -m relax_hpc submit "$2" "${where[@]}" --set name="$name" --set run_root="$work/runs" \
     --set model.path="$folder/model" --set prompts.train="$folder/train.jsonl" \
@@ -106,15 +114,15 @@ job() { # NAME JOB ARGUMENTS: runs until STEPS updates were sent and compared, o
     ! grep -qs '"event": *"error"' "$run"/events/*.jsonl || state="failed"
   done
   echo "== $name: ${state:-out of time} after $((SECONDS - began)) s, $SECONDS s in all"
-  python3 tests/gpu/media_figures.py "$run" 2>&1 | cut -c 1-600
+  python3 tests/gpu/media_figures.py "$run" 2>&1 | cut -c 1-900
   if [ "$state" != "done" ]; then
     tail -n 12 "$out/$name.log" | cut -c 1-300
     tail -qn 15 "$run"/logs/*.log "$run"/submission/*/*.err 2>/dev/null | cut -c 1-300
   fi
   python3 -m relax_hpc timeline "$run" --out "$out/$name.png" >"$out/$name-timeline.txt" 2>&1
   python3 -m relax_hpc cancel "$run" >>"$out/$name.log" 2>&1
-  tar -C "$work/runs" --exclude checkpoints --exclude '*.h5' --exclude snapshots \
-    -cJf "$out/$name.tar.xz" "$name" 2>/dev/null
+  tar -C "$work" --exclude checkpoints --exclude '*.h5' --exclude snapshots --exclude model \
+    -cJf "$results/$name.tar.xz" "runs/$name" out 2>/dev/null
   sleep 5 # until the GPUs are free
   rm -rf "$run" "$folder"
 }
@@ -128,7 +136,8 @@ for what in "${@:2}"; do
       ;;
     vl)
       model qwen3-vl-4b 64 1024
-      job vl jobs/qwen3-vl-4b-openr1mm.toml
+      job vl jobs/qwen3-vl-4b-openr1mm.toml --set actor.transformer.recompute_granularity=selective \
+        --set 'actor.transformer.recompute_modules=["mlp"]'
       ;;
     omni)
       model qwen3-omni 64 512 "${LAYERS:-6}"
