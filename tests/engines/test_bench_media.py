@@ -6,7 +6,7 @@ import time
 import pytest
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.bench.media import engine, parts, prepare, towers
+from relax_hpc.bench.media import engine, parts, prepare, tower_task, towers
 from relax_hpc.bench.media.folder import SHAPES, model_folder, recipe_of
 from relax_hpc.bench.media.photos import encoded, pixels
 from relax_hpc.models.registry import read_architecture
@@ -79,7 +79,7 @@ def test_a_sample_has_a_png_of_its_own_and_siblings_share_an_image_on_the_bus(mo
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_towers_compute_the_same_and_every_row_is_there():
-    work = towers.Work(
+    work = tower_task.Work(
         large=((2, (64, 96)),), small=(5, (64, 64)), memory=(1, 3), memory_size=(64, 64),
         tower_patches=32, repeats=1,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def test_options_go_to_the_parts_that_they_are_of():
     works = parts.works_of("qwen3-vl-4b", tower_patches=8192, mfu=0.5, workers=3, repeats=2)
     assert (works.towers.tower_patches, works.towers.mfu) == (8192, 0.5)
     assert works.prepare[-2:] == (2, 3) and works.engine[-2:] == (2, 3)
-    assert works.towers.repeats == 2 and works.towers.large == towers.Work().large
+    assert works.towers.repeats == 2 and works.towers.large == tower_task.Work().large
 
 
 @pytest.mark.sglang

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from relax_hpc.bench.media import engine, prepare, towers
+from relax_hpc.bench.media import engine, prepare, tower_task, towers
 from relax_hpc.bench.report import Row
 from relax_hpc.errors import ConfigError
 
@@ -14,13 +14,13 @@ class Works(NamedTuple):
     """The work of each part."""
 
     prepare: prepare.Work
-    towers: towers.Work
+    towers: tower_task.Work
     engine: engine.Work
 
 
 _TINY = Works(
     prepare.Work(side=256, images=6, repeats=2),
-    towers.Work(
+    tower_task.Work(
         large=((4, (256, 256)), (1, (512, 512))), small=(16, (128, 128)), memory=(2, 4),
         memory_size=(256, 256), tower_patches=512, repeats=2,
     ),
@@ -45,7 +45,7 @@ def works_of(
         workers: processes that decode; None is one for each core, eight at most.
         repeats: of every measurement; None is what each part has.
     """
-    found = _TINY if shape == "tiny" else Works(prepare.Work(), towers.Work(), engine.Work())
+    found = _TINY if shape == "tiny" else Works(prepare.Work(), tower_task.Work(), engine.Work())
     tower = found.towers._replace(mfu=mfu)
     if tower_patches is not None:
         tower = tower._replace(tower_patches=tower_patches)

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from relax_hpc.bench.media.folder import recipe_of
-from relax_hpc.bench.media.towers import Size, Task
+from relax_hpc.bench.media.tower_task import Size, Task
 from relax_hpc.bench.ranks import joined
 from relax_hpc.bench.report import Row
 from relax_hpc.config.layout import Layout

@@ -6,54 +6,14 @@ Hugging Face's tower has the same weights and is given the same patches.
 
 import json
 import multiprocessing
-from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
 
 from relax_hpc.bench.media.folder import model_folder, recipe_of
+from relax_hpc.bench.media.tower_task import Task, Work
 from relax_hpc.bench.report import Row
 from relax_hpc.bench.train import run_to_end
 from relax_hpc.errors import ConfigError
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.scratch import scratch_folder
-
-Size = tuple[int, int]
-"""Height and width of an image in pixels."""
-
-
-class Work(NamedTuple):
-    """The images that go through the tower."""
-
-    large: Sequence[tuple[int, Size]] = ((8, (1024, 1024)), (1, (4096, 2048)))
-    """(images, their size) whose forward is timed."""
-    small: tuple[int, Size] = (256, (256, 256))
-    """Images whose forward and backward is compared with Hugging Face's."""
-    memory: Sequence[int] = (8, 16, 32, 64)
-    """Numbers of images whose peak memory is measured."""
-    memory_size: Size = (1024, 1024)
-    tower_patches: int = 16384
-    """Patches that go through the tower at once; see `actor.tower_patches`."""
-    repeats: int = 5
-    sampled_tokens: int = 1000
-    """Tokens of a response, for the share of a step."""
-    mfu: float = 0.45
-    """Share of the GPU's peak that the language model trains at, for the share of a step."""
-
-
-class Task(NamedTuple):
-    """The work of a process that has the device."""
-
-    work: Work
-    model: Path
-    folder: Path
-
-    @property
-    def secret(self) -> Path:
-        return self.folder / "secret"
-
-    @property
-    def results(self) -> Path:
-        return self.folder / "rows.json"
 
 
 def measure(shape: str, work: Work) -> list[Row]:
