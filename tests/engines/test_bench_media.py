@@ -77,7 +77,6 @@ def test_a_sample_has_a_png_of_its_own_and_siblings_share_an_image_on_the_bus(mo
     assert 1 < one.value < 1.5 and 1 < four.value < 1.1, "of the bytes of the files"
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_the_towers_compute_the_same_and_every_row_is_there():
     work = tower_task.Work(
         large=((2, (64, 96)),), small=(5, (64, 64)), memory=(1, 3), memory_size=(64, 64),
@@ -93,6 +92,15 @@ def test_the_towers_compute_the_same_and_every_row_is_there():
     ]
     apart = found["largest difference from Hugging Face's features"].value
     assert 0 < apart < 2e-6, "two computations of the same"
+
+
+def test_the_share_of_the_tower_is_of_a_group_of_eight_rows(tmp_path):
+    """Qwen3-VL-4B's language model has 4.02e9 weights in products, and attends 36 x 4,096 wide."""
+    shape = read_architecture(model_folder("qwen3-vl-4b", tmp_path))
+    flops = 6 * 4.02e9 * 8 * 2124 + 6 * 36 * 4096 * 8 * 2124**2
+    seconds = tower_task.language_seconds(shape, 2124, 0.45 * 989e12)
+    assert seconds == pytest.approx(flops / (0.45 * 989e12), rel=1e-2)
+    assert tower_task.share(1.0, 4.0) == 0.2
 
 
 def test_the_ratio_of_requests_is_the_median_of_those_within_a_turn():

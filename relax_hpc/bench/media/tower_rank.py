@@ -14,17 +14,16 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from relax_hpc.bench.media.folder import recipe_of
-from relax_hpc.bench.media.tower_task import Size, Task
+from relax_hpc.bench.media.tower_task import SIBLINGS, Size, Task, language_seconds, share
 from relax_hpc.bench.ranks import joined
 from relax_hpc.bench.report import Row
 from relax_hpc.config.layout import Layout
 from relax_hpc.engines.megatron import grid, packing
-from relax_hpc.engines.megatron.flops import PEAK, peak_of, training_flops
+from relax_hpc.engines.megatron.flops import PEAK, peak_of
 from relax_hpc.engines.megatron.vision.encoder import Encoder
 from relax_hpc.engines.megatron.vision.features import Features
 from relax_hpc.engines.megatron.vision.senses import senses_of
 from relax_hpc.media.patches import patches
-from relax_hpc.models.architecture import Architecture
 from relax_hpc.models.registry import read_architecture
 from relax_hpc.models.vision.frames import Frame, Places
 from relax_hpc.models.vision.tower import Tower
@@ -32,7 +31,7 @@ from relax_hpc.records import read_json
 from relax_hpc.schema import FinishReason, MediaKind, Medium, Trajectory
 
 _SPEED_AIM, _RATIO_AIM, _MEMORY_AIM_GIB, _SHARE_AIM = 290e3, 1.8, 8.0, 0.08
-_SIBLINGS, _TEXT_TOKENS = 8, 100
+_TEXT_TOKENS = 100
 
 
 def run(task: Task) -> None:
@@ -208,7 +207,7 @@ class _Bench:
         peak = peak_of(torch.cuda.get_device_name()) or PEAK
         tokens = image + _TEXT_TOKENS + self._work.sampled_tokens
         language_s = language_seconds(self._architecture, tokens, self._work.mfu * peak)
-        once, each = (share(times * tower_s, language_s) for times in (1, _SIBLINGS))
+        once, each = (share(times * tower_s, language_s) for times in (1, SIBLINGS))
         yield Row("the tower's time for a group", 1e3 * tower_s, "ms")
         said = f"the language model's, computed at {self._work.mfu:.0%} MFU"
         yield Row(said, 1e3 * language_s, "ms")
@@ -234,17 +233,6 @@ class _Bench:
         if self._on_gpu:
             torch.cuda.synchronize()
         return time.perf_counter()
-
-
-def language_seconds(shape: Architecture, tokens: int, flops_per_s: float) -> float:
-    """Seconds of the language model for the forward and backward of a group of 8 rows of so many
-    tokens, at so many operations per second."""
-    return training_flops(shape, [tokens] * _SIBLINGS) / flops_per_s
-
-
-def share(tower_s: float, language_s: float) -> float:
-    """Returns the part of both that the tower takes."""
-    return tower_s / (tower_s + language_s)
 
 
 def _row(number: int, grid_thw: tuple[int, int, int], tokens: int) -> Trajectory:

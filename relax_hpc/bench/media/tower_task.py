@@ -4,6 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from relax_hpc.engines.megatron.flops import training_flops
+from relax_hpc.models.architecture import Architecture
+
+SIBLINGS = 8
+"""Rows of a prompt group, which are shown one image."""
 Size = tuple[int, int]
 """Height and width of an image in pixels."""
 
@@ -41,3 +46,14 @@ class Task(NamedTuple):
     @property
     def results(self) -> Path:
         return self.folder / "rows.json"
+
+
+def language_seconds(shape: Architecture, tokens: int, flops_per_s: float) -> float:
+    """Seconds of the language model for the forward and backward of a group of rows of so many
+    tokens, at so many operations per second."""
+    return training_flops(shape, [tokens] * SIBLINGS) / flops_per_s
+
+
+def share(tower_s: float, language_s: float) -> float:
+    """Returns the part of both that the tower takes."""
+    return tower_s / (tower_s + language_s)
