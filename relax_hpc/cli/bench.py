@@ -153,6 +153,42 @@ def bench_generate(
 
 
 @bench.command(
+    "media",
+    epilog="Example:  relax-hpc bench media --part towers --part engine --json media.json",
+)
+def bench_media(
+    part: Annotated[
+        list[str], typer.Option(help="prepare, towers or engine; repeatable; all unless given.")
+    ] = [],  # noqa: B006
+    shape: Shape = "qwen3-vl-4b",
+    tower_patches: Annotated[
+        int | None, typer.Option(help="Patches at once, as actor.tower_patches.", min=1)
+    ] = None,
+    mfu: Annotated[
+        float, typer.Option(help="Of the language model, for the towers' share.", min=0.01, max=1)
+    ] = 0.45,
+    workers: Annotated[int | None, typer.Option(help="Processes that decode.", min=1)] = None,
+    repeats: Annotated[int | None, typer.Option(help="Of every measurement.", min=1)] = None,
+    overrides: Overrides = [],  # noqa: B006
+    json_file: JsonFile = None,
+    python: Python = None,
+) -> None:
+    """Images from file to engine and trainer: CPU seconds, towers, requests with images."""
+    from relax_hpc.bench.media import parts
+    from relax_hpc.bench.report import Row, machine, show
+
+    before = machine()
+    works = parts.works_of(
+        shape, tower_patches=tower_patches, mfu=mfu, workers=workers, repeats=repeats
+    )
+    rows = list[Row]()
+    try:
+        rows.extend(parts.measure(part, shape, works, overrides=overrides, python=python))
+    finally:  # what was measured before an error is not lost
+        show(rows, console, json_file, before)
+
+
+@bench.command(
     "algorithms",
     epilog="Example:  relax-hpc bench algorithms --plot docs/algorithms.png > table.md",
 )
