@@ -223,7 +223,7 @@ def bench_modes(
     typer.echo(figures.markdown(results))
     if json_file is not None:
         figures.save(json_file, results, work, before)
-    if plot is not None:
+    if plot is not None and not all(each.failure for each in results):
         runs.plot(results, work, folder, plot)
     if any(each.failure for each in results):
         raise typer.Exit(1)

@@ -72,7 +72,7 @@ def _draw(axes: "Axes", timeline: Timeline, engines: dict[str, list[Rate]]) -> N
     axes.set_ylim(rows - 0.4, -0.75)
     axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
-    _draw_legend(axes, timeline)
+    _draw_legend(axes, timeline, rows)
 
 
 def _draw_phases(axes: "Axes", row: int, phases: list[Phase], timeline: Timeline) -> None:
@@ -86,8 +86,9 @@ def _curve(rates: list[Rate], timeline: Timeline) -> tuple[list[float], list[flo
     changes: dict[float, float] = {}
     for rate in rates:
         speed, start = rate.num_tokens / rate.seconds, rate.start - timeline.begin
+        end = min(start + rate.seconds, timeline.seconds)
         changes[start] = changes.get(start, 0.0) + speed
-        changes[start + rate.seconds] = changes.get(start + rate.seconds, 0.0) - speed
+        changes[end] = changes.get(end, 0.0) - speed
     times, height, heights = sorted(changes), 0.0, []
     for time in times:
         height += changes[time]
@@ -126,7 +127,7 @@ def _draw_steps(axes: "Axes", timeline: Timeline, rows: int) -> None:
             axes.text(at, -0.5, f"{event['step']}", ha="center", va="bottom", fontsize=8)
 
 
-def _draw_legend(axes: "Axes", timeline: Timeline) -> None:
+def _draw_legend(axes: "Axes", timeline: Timeline, rows: int) -> None:
     from matplotlib.patches import Patch
 
     seen = dict.fromkeys(p.name for phases in timeline.phases.values() for p in phases)
@@ -136,6 +137,6 @@ def _draw_legend(axes: "Axes", timeline: Timeline) -> None:
     if timeline.pauses:
         patches.append(Patch(color=PAUSE, label="update of weights"))
     axes.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(patches),
+        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.5 / (0.5 + 0.55 * rows)), ncols=len(patches),
         frameon=False, fontsize=8,
     )  # fmt: skip

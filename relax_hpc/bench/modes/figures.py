@@ -30,7 +30,7 @@ class Figures:
     trained_per_s: float = 0.0
     """Tokens per second."""
     sampled_per_s: float = 0.0
-    """Tokens per second of all engines."""
+    """Tokens per second, of the responses that were trained on."""
     wait_data_s: float = 0.0
     """The trainer waits for a batch."""
     wait_update_s: float = 0.0
@@ -41,8 +41,6 @@ class Figures:
     """All that may be sampled is, or engines sleep: they wait for the trainer's next policy."""
     engines_paused_s: float = 0.0
     """Engines that sample stand still for new weights."""
-    in_flight: float = 0.0
-    """Requests of all engines."""
     first_step_s: float = 0.0
     """From the first sign of a task to the end of step 1."""
     failure: str = ""
@@ -59,13 +57,11 @@ def read(mode: Mode, work: Work, prompts_per_step: int, run_dir: Path) -> Figure
     gaps = [ends[event["step"]] - ends[event["step"] - 1] for event in steps]
 
     def mean(name: str) -> float:
-        return sum(event.get(f"time/{name}", 0.0) for event in steps) / count
+        spent: list[float] = [event.get(f"time/{name}", 0.0) for event in steps]
+        return sum(spent) / count
 
     seen = timeline.read(run_dir, first=work.warm_up + 1, last=work.last)
-    rates = [rate for engine in seen.engines.values() for rate in engine]
-    shares = [_overlap((r.start, r.start + r.seconds), (begin, end)) / r.seconds for r in rates]
-    sampled = sum(r.num_tokens * share for r, share in zip(rates, shares, strict=True))
-    in_flight = sum(r.in_flight * r.seconds * part for r, part in zip(rates, shares, strict=True))
+    sampled = sum(event["response/mean"] * event["num_trajectories"] for event in steps)
     idle = list(_idle(events, mode.lag, prompts_per_step, end))
     pauses = [[(p.start, p.start + p.seconds) for p in each] for each in seen.pauses.values()]
     paused = sum(_overlap(pause, (begin, end)) - _overlaps(pause, idle)
@@ -84,7 +80,6 @@ def read(mode: Mode, work: Work, prompts_per_step: int, run_dir: Path) -> Figure
         wait_lease_s=mean("lease"),
         engines_idle_s=_overlaps((begin, end), idle) / count,
         engines_paused_s=max(paused, 0.0) / max(len(pauses), 1) / count,
-        in_flight=in_flight / seconds,
         first_step_s=ends[1] - events[0]["time"],
     )
 
@@ -138,13 +133,13 @@ def markdown(results: Sequence[Figures]) -> str:
     lines = [
         "| mode | s/step, median | mean | x colocate | tokens/s trained | sampled "
         "| trainer waits for data [s] | update | lease | engines wait for the trainer [s] | update "
-        "| in flight | first step [s] | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| first step [s] | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     work = next((each.num_tokens for each in results if not each.failure), 0)
     for each in results:
         if each.failure:
-            cells = [""] * 12 + [f"failed: {each.failure.replace('|', '/')}"]
+            cells = [""] * 11 + [f"failed: {each.failure.replace('|', '/')}"]
         else:
             factor = speedup(each, results)
             cells = [
@@ -153,7 +148,7 @@ def markdown(results: Sequence[Figures]) -> str:
                 f"{each.trained_per_s:,.0f}", f"{each.sampled_per_s:,.0f}",
                 f"{each.wait_data_s:.2f}", f"{each.wait_update_s:.2f}", f"{each.wait_lease_s:.2f}",
                 f"{each.engines_idle_s:.2f}", f"{each.engines_paused_s:.2f}",
-                f"{each.in_flight:.0f}", f"{each.first_step_s:.0f}",
+                f"{each.first_step_s:.0f}",
                 "" if each.num_tokens == work else f"other work: {each.num_tokens:,} tokens",
             ]  # fmt: skip
         lines.append(f"| {each.mode} | {' | '.join(cells)} |")
