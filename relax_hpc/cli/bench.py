@@ -186,18 +186,17 @@ def bench_algorithms(
 
 @bench.command(
     "modes",
-    epilog="Example:  relax-hpc bench modes --job jobs/qwen3-4b.toml --mean 768 --plot modes.png",
+    epilog="Example:  relax-hpc bench modes jobs/qwen3-4b.toml --mean 768 --p99 4096 --plot m.png",
 )
 def bench_modes(
+    job: Annotated[Path, typer.Argument(help="Its engines and trainer have GPUs of their own.")],
     mode: Annotated[
         list[str], typer.Option(help="colocate or staleness-N; repeatable; N up to 2 unless given.")
     ] = [],  # noqa: B006
-    job: Annotated[
-        Path, typer.Option(help="Its engines and trainer have GPUs of their own.")
-    ] = Path("jobs/demo.toml"),
-    mean: Annotated[
-        float, typer.Option(help="Tokens of a response; the longest has 16/3 of it.", min=1)
-    ] = 3072.0,
+    mean: Annotated[float, typer.Option(help="Tokens of a response.", min=1)] = 3072.0,
+    p99: Annotated[
+        int, typer.Option(help="Their 99th percentile, at which they are cut.", min=2)
+    ] = 16384,
     warm_up: Annotated[int, typer.Option(help="Steps that are not measured.", min=1)] = 3,
     steps: Annotated[int, typer.Option(help="Steps that are measured.", min=1)] = 5,
     folder: Annotated[
@@ -213,9 +212,10 @@ def bench_modes(
     Lengths of responses are drawn from a distribution with a long tail, the same in each mode.
     """
     from relax_hpc.bench.modes import figures, jobs, runs
+    from relax_hpc.bench.modes.long_tail import Lengths
     from relax_hpc.bench.report import machine
 
-    before, work = machine(), jobs.Work(mean, warm_up, steps)
+    before, work = machine(), jobs.Work(Lengths(mean, p99), warm_up, steps)
     results = runs.measure(
         jobs.modes(mode), work, job, folder, overrides=overrides, limit_s=60 * limit,
         say=lambda text: typer.echo(text, err=True),

@@ -147,11 +147,6 @@ class Session:
         """Number of the episode: the same for the same seed of the run, guid and sibling."""
         return self._seed
 
-    @property
-    def max_new_tokens(self) -> int:
-        """The run's limit of a reply."""
-        return self._how.max_new_tokens
-
     async def chat(
         self,
         messages: Sequence[Message] | None = None,

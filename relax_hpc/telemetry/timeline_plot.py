@@ -136,7 +136,8 @@ def _draw_legend(axes: "Axes", timeline: Timeline, rows: int) -> None:
         patches.append(Patch(color=ENGINE, label="tokens/s"))
     if timeline.pauses:
         patches.append(Patch(color=PAUSE, label="update of weights"))
+    below = (0.5, -0.5 / (0.5 + 0.55 * rows))
     axes.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.5 / (0.5 + 0.55 * rows)), ncols=len(patches),
+        handles=patches, loc="upper center", bbox_to_anchor=below, ncols=len(patches),
         frameon=False, fontsize=8,
     )  # fmt: skip

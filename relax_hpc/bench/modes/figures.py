@@ -1,4 +1,4 @@
-"""What a mode took, from the events of its run: steps, and what both sides waited for."""
+"""Figures of a mode, from the events of its run: steps, and what both sides waited for."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from relax_hpc.bench.modes.jobs import COLOCATE, Mode, Work
-from relax_hpc.bench.modes.long_tail import limit_of
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry import history, timeline
@@ -159,7 +158,7 @@ def save(path: Path, results: Sequence[Figures], work: Work, machine: str) -> No
     """Writes `{"machine", "work", "modes"}`, ratios included."""
     shown: dict[str, Any] = {
         "machine": machine,
-        "work": work._asdict() | {"limit": limit_of(work.mean)},
+        "work": work._asdict() | {"lengths": work.lengths._asdict()},
         "modes": [asdict(each) | {"times_colocate": speedup(each, results)} for each in results],
     }
     write_json(path, shown)

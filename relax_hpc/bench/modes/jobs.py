@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_hpc import job_file
-from relax_hpc.bench.modes import long_tail
+from relax_hpc.bench.modes.long_tail import Lengths
 from relax_hpc.config.run import OWN_UNDER_LEASE, RunConfig
 from relax_hpc.engines.sglang.launch import size_of
 from relax_hpc.errors import ConfigError
 
 COLOCATE = "colocate"
 MODES = (COLOCATE, "staleness-0", "staleness-1", "staleness-2")
-_ENVIRONMENT = f"{long_tail.__name__}:{long_tail.LongTail.__name__}"
 
 
 class Mode(NamedTuple):
@@ -32,10 +31,10 @@ class Mode(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is done in every mode."""
+    """Work that is the same in every mode."""
 
-    mean: float
-    """Tokens of a response before the longest are cut, see `long_tail`."""
+    lengths: Lengths
+    """Of responses, in tokens."""
     warm_up: int
     """Steps before those that are measured."""
     steps: int
@@ -66,7 +65,7 @@ def job(mode: Mode, work: Work, path: Path, folder: Path, overrides: Sequence[st
         mode: that it runs in.
         work: what it does.
         path: of a job whose engines and trainer have GPUs of their own.
-        folder: its run directory is made there.
+        folder: its run directory is made there, and the file of its environment.
         overrides: further settings, which hold in all modes.
 
     Raises:
@@ -83,8 +82,8 @@ def job(mode: Mode, work: Work, path: Path, folder: Path, overrides: Sequence[st
     tree = base.model_dump(mode="json")
     tree |= {"name": mode.name, "run_root": str(folder.absolute()), "eval": {}}
     tree["rollout"] |= {
-        "environment": _ENVIRONMENT,
-        "max_new_tokens": long_tail.limit_of(work.mean),
+        "environment": work.lengths.write(folder),
+        "max_new_tokens": work.lengths.p99,
         "over_sampling": 0.0,
     }
     # Sampling goes on beside the last step that is measured, as it does beside all before.

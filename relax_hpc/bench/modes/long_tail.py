@@ -1,40 +1,76 @@
-"""Responses whose lengths are drawn from one distribution, the same for who samples when.
-
-Log-normal, with sigma 0.89 as of reasoning at 16k tokens: the 99th percentile is 16/3 of the mean,
-and that is the run's limit, at which the longest are cut. So a limit of 16,384 has a mean of 3,072
-(3,004 once cut).
-"""
+"""Responses whose lengths are drawn from one distribution, the same for who samples when."""
 
 import hashlib
 import math
+from pathlib import Path
 from statistics import NormalDist
+from typing import ClassVar, NamedTuple
 
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.session import Session
+from relax_hpc.errors import ConfigError
 from relax_hpc.prompts.source import Prompt
 
-SIGMA = 0.89
-LIMIT_IN_MEANS = 16 / 3
-"""Limit of a response, which is the 99th percentile, in means."""
+_P99 = NormalDist().inv_cdf(0.99)
 _BITS = 52
+_FILE = '''"""Written by `relax-hpc bench modes`: log-normal with sigma {sigma:.3f}."""
+
+from relax_hpc.bench.modes.long_tail import Lengths, LongTail
 
 
-def limit_of(mean: float) -> int:
-    """Returns `rollout.max_new_tokens` for lengths of that mean."""
-    return max(1, round(mean * LIMIT_IN_MEANS))
+class Drawn(LongTail):
+    lengths = Lengths(mean={mean!r}, p99={p99!r})
+'''
 
 
-def draw(seed: int, limit: int) -> int:
-    """The tokens of a response, 1 to `limit`.
+class Lengths(NamedTuple):
+    """Log-normal numbers of tokens, cut at their 99th percentile, which is the run's limit.
 
-    Args:
-        seed: of the episode, which follows from the run's seed, guid and sibling.
-        limit: of any response.
+    A mean of 3,072 and a percentile of 16,384 have sigma 0.89; cut, their mean is 3,004.
     """
-    digest = hashlib.sha256(f"length/{seed}".encode()).digest()
-    share = ((int.from_bytes(digest[:8]) >> (64 - _BITS)) + 0.5) / 2**_BITS
-    median = limit / LIMIT_IN_MEANS * math.exp(-(SIGMA**2) / 2)
-    return min(limit, max(1, round(median * math.exp(SIGMA * NormalDist().inv_cdf(share)))))
+
+    mean: float
+    """Of the distribution before it is cut."""
+    p99: int
+    """The 99th percentile, and the longest response."""
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the logarithm.
+
+        Raises:
+            ConfigError: no distribution has these two.
+        """
+        spread = math.log(self.p99 / self.mean)
+        if not 0 < spread <= _P99**2 / 2:
+            most = math.floor(self.mean * math.exp(_P99**2 / 2))
+            raise ConfigError(
+                f"--p99 {self.p99}: no log-normal distribution has it with --mean {self.mean:g}; "
+                f"use one above the mean, up to {most}"
+            )
+        return _P99 - math.sqrt(_P99**2 - 2 * spread)
+
+    def quantile(self, share: float) -> int:
+        """The length that this share of the responses, above 0 and below 1, is below."""
+        sigma = self.sigma
+        found = self.mean * math.exp(sigma * NormalDist().inv_cdf(share) - sigma**2 / 2)
+        return min(self.p99, max(1, round(found)))
+
+    def draw(self, seed: int) -> int:
+        """The length of the episode with this seed, which the run's seed, guid and sibling give."""
+        digest = hashlib.sha256(f"length/{seed}".encode()).digest()
+        return self.quantile(((int.from_bytes(digest[:8]) >> (64 - _BITS)) + 0.5) / 2**_BITS)
+
+    def write(self, folder: Path) -> str:
+        """Writes the environment of these lengths there; returns `rollout.environment`.
+
+        Raises:
+            ConfigError: there are no such lengths.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder.absolute() / "lengths.py"
+        path.write_text(_FILE.format(mean=self.mean, p99=self.p99, sigma=self.sigma))
+        return f"{path}:Drawn"
 
 
 class LongTail:
@@ -43,7 +79,9 @@ class LongTail:
     What is longer has more reward: so siblings differ, and no group is left out of a batch.
     """
 
+    lengths: ClassVar[Lengths]
+
     async def rollout(self, prompt: Prompt, session: Session) -> Outcome:
-        length = draw(session.seed, session.max_new_tokens)
+        length = self.lengths.draw(session.seed)
         await session.chat(max_new_tokens=length, ignore_eos=True)
-        return Outcome({"length": length / session.max_new_tokens})
+        return Outcome({"length": length / self.lengths.p99})
