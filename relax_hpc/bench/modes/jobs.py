@@ -34,7 +34,7 @@ class Work(NamedTuple):
     """Work that is the same in every mode."""
 
     lengths: Lengths
-    """Of responses, in tokens."""
+    """How many tokens responses have."""
     warm_up: int
     """Steps before those that are measured."""
     steps: int

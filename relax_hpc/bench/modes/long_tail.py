@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
     """
 
     mean: float
-    """Of the distribution before it is cut."""
+    """The mean before the longest are cut."""
     p99: int
     """The 99th percentile, and the longest response."""
 
