@@ -218,3 +218,48 @@ def bench_algorithms(
     typer.echo(algorithms.markdown(results))
     if plot is not None:
         algorithms.plot(results, plot, f"{job.name}, {steps} steps; {machine()}")
+
+
+@bench.command(
+    "modes",
+    epilog="Example:  relax-hpc bench modes jobs/qwen3-4b.toml --mean 768 --p99 4096 --plot m.png",
+)
+def bench_modes(
+    job: Annotated[Path, typer.Argument(help="Its engines and trainer have GPUs of their own.")],
+    mode: Annotated[
+        list[str], typer.Option(help="colocate or staleness-N; repeatable; N up to 2 unless given.")
+    ] = [],  # noqa: B006
+    mean: Annotated[float, typer.Option(help="Tokens of a response.", min=1)] = 3072.0,
+    p99: Annotated[
+        int, typer.Option(help="Their 99th percentile, at which they are cut.", min=2)
+    ] = 16384,
+    warm_up: Annotated[int, typer.Option(help="Steps that are not measured.", min=1)] = 3,
+    steps: Annotated[int, typer.Option(help="Steps that are measured.", min=1)] = 5,
+    folder: Annotated[
+        Path, typer.Option(help="Results; what is done there is not done again.")
+    ] = Path("runs/bench-modes"),
+    limit: Annotated[float, typer.Option(help="Minutes of a mode.", min=0.1)] = 30.0,
+    overrides: Overrides = [],  # noqa: B006
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the timelines to this PNG.")] = None,
+) -> None:
+    """The same job colocated and at several lags, on this machine: steps, and who waits for what.
+
+    Lengths of responses are drawn from a distribution with a long tail, the same in each mode.
+    """
+    from relax_hpc.bench.modes import figures, jobs, runs
+    from relax_hpc.bench.modes.long_tail import Lengths
+    from relax_hpc.bench.report import machine
+
+    before, work = machine(), jobs.Work(Lengths(mean, p99), warm_up, steps)
+    results = runs.measure(
+        jobs.modes(mode), work, job, folder, overrides=overrides, limit_s=60 * limit,
+        say=lambda text: typer.echo(text, err=True),
+    )  # fmt: skip
+    typer.echo(figures.markdown(results))
+    if json_file is not None:
+        figures.save(json_file, results, work, before)
+    if plot is not None and not all(each.failure for each in results):
+        runs.plot(results, work, folder, plot)
+    if any(each.failure for each in results):
+        raise typer.Exit(1)

@@ -132,7 +132,7 @@ def timeline(
     typer.echo(
         json.dumps(numbers._asdict(), allow_nan=False) if as_json else timelines.text(numbers)
     )
-    picture = timeline_plot.plot(found, out or RunPaths(run_dir).timeline)
+    picture = timeline_plot.plot([found], out or RunPaths(run_dir).timeline)
     typer.echo(f"picture: {picture}", err=as_json)
 
 

@@ -142,8 +142,17 @@ class Session:
         """The conversation so far, the newest reply included."""
         return self._reply.messages if self._reply else list(self._prompt.messages)
 
+    @property
+    def seed(self) -> int:
+        """Number of the episode: the same for the same seed of the run, guid and sibling."""
+        return self._seed
+
     async def chat(
-        self, messages: Sequence[Message] | None = None, *, max_new_tokens: int | None = None
+        self,
+        messages: Sequence[Message] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        ignore_eos: bool = False,
     ) -> Reply:
         """Samples the policy's next message.
 
@@ -157,6 +166,7 @@ class Session:
         Args:
             messages: the whole conversation so far; None is the prompt.
             max_new_tokens: of the reply; None is the run's limit.
+            ignore_eos: nothing but this limit ends the reply.
 
         Returns:
             The reply; without a token, and finished by LENGTH, where the conversation is as long
@@ -174,7 +184,7 @@ class Session:
             done = await self._sampler.sample(
                 given,
                 call.draft,
-                how._replace(max_new_tokens=left, view=found.view),
+                how._replace(max_new_tokens=left, view=found.view, ignore_eos=ignore_eos),
                 seed=seed_of_call(self._seed, self._num_calls - 1),
                 homes=self._homes,
             )

@@ -120,7 +120,8 @@ class PoolClient:
         sampling = Sampling(
             how.temperature,
             how.max_new_tokens,
-            (self._stop_token,),
+            () if how.ignore_eos else (self._stop_token,),
+            ignore_eos=how.ignore_eos,
             routed_experts=how.routed_experts,
             top_p=how.top_p,
             top_k=how.top_k,

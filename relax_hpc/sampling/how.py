@@ -25,5 +25,7 @@ class How(NamedTuple):
     """Tokens that are sampled from; 0 is all."""
     end: End | None = None
     """Tells the end of a reply by its tokens."""
+    ignore_eos: bool = False
+    """Nothing but the limits ends a reply."""
     view: View | None = None
     """Media among the tokens that are given."""

@@ -1,5 +1,6 @@
 """The picture of a timeline: who worked, who waited, and what engines sampled meanwhile."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,16 +29,34 @@ _THINNEST = 1 / 800
 """Fraction of the width, so that an update of milliseconds can be seen."""
 
 
-def plot(timeline: Timeline, path: Path) -> Path:
-    """Draws it as a PNG: a row per process, and one per engine with its tokens per second."""
-    engines = timeline.engines
-    if len(engines) > _ENGINES:
-        engines = {f"{len(engines)} engines": [r for rates in engines.values() for r in rates]}
-    rows = len(timeline.phases) + len(engines)
-    figure = picture.figure(12, 1.6 + 0.55 * rows)
-    axes = figure.subplots()
-    figure.suptitle(timeline.name)
-    labels = []
+def plot(timelines: Sequence[Timeline], path: Path) -> Path:
+    """Draws them as a PNG, one above the other on the same scale of time.
+
+    Each has a row per process, and one per engine with its tokens per second.
+    """
+    engines = [_shown(timeline.engines) for timeline in timelines]
+    rows = [len(t.phases) + len(e) for t, e in zip(timelines, engines, strict=True)]
+    figure = picture.figure(12, sum(1.6 + 0.55 * count for count in rows))
+    places = figure.subplots(
+        len(timelines),
+        squeeze=False,
+        gridspec_kw={"height_ratios": [1.6 + count for count in rows]},
+    )
+    longest = max(timeline.seconds for timeline in timelines)
+    for axes, timeline, shown in zip(places[:, 0], timelines, engines, strict=True):
+        _draw(axes, timeline, shown)
+        axes.set_xlim(0, longest)
+    return picture.save(figure, path)
+
+
+def _shown(engines: dict[str, list[Rate]]) -> dict[str, list[Rate]]:
+    if len(engines) <= _ENGINES:
+        return engines
+    return {f"{len(engines)} engines": [r for rates in engines.values() for r in rates]}
+
+
+def _draw(axes: "Axes", timeline: Timeline, engines: dict[str, list[Rate]]) -> None:
+    rows, labels = len(timeline.phases) + len(engines), []
     for row, (name, phases) in enumerate(timeline.phases.items()):
         _draw_phases(axes, row, phases, timeline)
         labels.append(name)
@@ -48,13 +67,12 @@ def plot(timeline: Timeline, path: Path) -> Path:
         _draw_pauses(axes, row, timeline.pauses.get(name, _all_pauses(timeline, engines)), timeline)
         labels.append(f"{name}\nto {most:,.0f} tok/s")
     _draw_steps(axes, timeline, rows)
+    axes.set_title(timeline.name)
     axes.set_yticks(range(rows), labels)
     axes.set_ylim(rows - 0.4, -0.75)
-    axes.set_xlim(0, timeline.seconds)
     axes.set_xlabel("seconds")
     axes.spines[["top", "right"]].set_visible(False)
-    _draw_legend(axes, timeline)
-    return picture.save(figure, path)
+    _draw_legend(axes, timeline, rows)
 
 
 def _draw_phases(axes: "Axes", row: int, phases: list[Phase], timeline: Timeline) -> None:
@@ -68,8 +86,9 @@ def _curve(rates: list[Rate], timeline: Timeline) -> tuple[list[float], list[flo
     changes: dict[float, float] = {}
     for rate in rates:
         speed, start = rate.num_tokens / rate.seconds, rate.start - timeline.begin
+        end = min(start + rate.seconds, timeline.seconds)
         changes[start] = changes.get(start, 0.0) + speed
-        changes[start + rate.seconds] = changes.get(start + rate.seconds, 0.0) - speed
+        changes[end] = changes.get(end, 0.0) - speed
     times, height, heights = sorted(changes), 0.0, []
     for time in times:
         height += changes[time]
@@ -108,7 +127,7 @@ def _draw_steps(axes: "Axes", timeline: Timeline, rows: int) -> None:
             axes.text(at, -0.5, f"{event['step']}", ha="center", va="bottom", fontsize=8)
 
 
-def _draw_legend(axes: "Axes", timeline: Timeline) -> None:
+def _draw_legend(axes: "Axes", timeline: Timeline, rows: int) -> None:
     from matplotlib.patches import Patch
 
     seen = dict.fromkeys(p.name for phases in timeline.phases.values() for p in phases)
@@ -117,7 +136,8 @@ def _draw_legend(axes: "Axes", timeline: Timeline) -> None:
         patches.append(Patch(color=ENGINE, label="tokens/s"))
     if timeline.pauses:
         patches.append(Patch(color=PAUSE, label="update of weights"))
+    below = (0.5, -0.5 / (0.5 + 0.55 * rows))
     axes.legend(
-        handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=len(patches),
+        handles=patches, loc="upper center", bbox_to_anchor=below, ncols=len(patches),
         frameon=False, fontsize=8,
     )  # fmt: skip

@@ -72,6 +72,9 @@ def test_engines_are_asked_as_the_episode_says_and_the_draft_is_the_callers(samp
     [(*found, given)] = sampler._pool.asked
     wanted = Sampling(0.7, 17, (99,), False, True, top_p=0.9, top_k=5, end=max)
     assert found == [[1, 2], 8, wanted, 4, ("episode", 3)] and given is draft
+    endless = how._replace(ignore_eos=True)
+    asyncio.run(sampler.sample([1, 2], draft, endless, seed=8, homes=()))
+    assert sampler._pool.asked[-1][2] == wanted._replace(stop_token_ids=(), ignore_eos=True)
 
 
 def test_a_task_gives_up_when_for_too_long_no_engine_had_the_newest_weights(

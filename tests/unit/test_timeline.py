@@ -118,7 +118,7 @@ def test_the_rates_of_all_tasks_at_an_engine_add_up(run_dir):
 
 def test_the_picture_shows_phases_in_their_colours(run_dir, tmp_path):
     found = timeline.read(run_dir)
-    path = timeline_plot.plot(found, tmp_path / "t.png")
+    path = timeline_plot.plot([found], tmp_path / "t.png")
     pixels = (imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3).tolist()
     shown = {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in pixels}
     names = {"wait", "publish", "score", "train"}
@@ -132,7 +132,7 @@ def test_many_engines_are_drawn_as_one(run_dir, tmp_path):
     rates = few.engines["a"]
     many = few._replace(engines={f"e{number}": rates for number in range(17)})
     heights = [
-        imread(timeline_plot.plot(each, tmp_path / "t.png")).shape[0] for each in (few, many)
+        imread(timeline_plot.plot([each], tmp_path / "t.png")).shape[0] for each in (few, many)
     ]
     assert heights[1] < heights[0]
 
