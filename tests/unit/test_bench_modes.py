@@ -115,5 +115,5 @@ def test_the_factor_is_of_equal_work_only():
 @pytest.mark.parametrize(("mode", "steps"), [("staleness-1", 3), ("staleness-2", 4)])
 def test_a_part_of_the_batches_that_are_ready_at_a_time_is_not_measured(mode, steps, tmp_path):
     path = tmp_path / "no.toml"  # refused before it is read
-    with pytest.raises(ConfigError, match=rf"--steps {steps}: in mode {mode} .* e\.g\. 6"):
+    with pytest.raises(ConfigError, match=rf"--steps {steps}: in {mode} .* e\.g\. 6"):
         jobs.job(Mode(mode), Work(LENGTHS, 1, steps), path, tmp_path, [])

@@ -74,7 +74,7 @@ def job(mode: Mode, work: Work, path: Path, folder: Path, overrides: Sequence[st
     """
     if work.steps % (mode.lag + 1):
         raise ConfigError(
-            f"--steps {work.steps}: in mode {mode.name} {mode.lag + 1} batches are ready at a time, "
+            f"--steps {work.steps}: in {mode.name} {mode.lag + 1} batches are ready at a time, "
             "and a part of these would look faster or slower than it is; use a multiple, e.g. "
             f"{6 if mode.lag < 3 else 2 * (mode.lag + 1)}"
         )
