@@ -233,8 +233,8 @@ def bench_modes(
     p99: Annotated[
         int, typer.Option(help="Their 99th percentile, at which they are cut.", min=2)
     ] = 16384,
-    warm_up: Annotated[int, typer.Option(help="Steps that are not measured.", min=1)] = 3,
-    steps: Annotated[int, typer.Option(help="Steps that are measured.", min=1)] = 5,
+    warm_up: Annotated[int, typer.Option(help="Steps that are not measured.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Steps that are measured.", min=1)] = 6,
     folder: Annotated[
         Path, typer.Option(help="Results; what is done there is not done again.")
     ] = Path("runs/bench-modes"),

@@ -5,7 +5,7 @@
 #
 #   run_modes.sh PACK                                  all modes, Qwen3-4B's shape
 #   run_modes.sh PACK qwen3-4b staleness-1             one mode; what FOLDER has of others is shown, too
-#   run_modes.sh PACK qwen3-0.6b colocate -- --mean 384 --p99 2048
+#   run_modes.sh PACK qwen3-0.6b colocate -- --mean 768 --p99 4096
 #
 # PACK is a folder with setup.sh and wheels/, as for run_hetjob.sh; without setup.sh the interpreter has
 # all, and SHAPE tiny runs without a GPU. OUT gets SHAPE.json, SHAPE.md, SHAPE.png, and of each mode its
@@ -25,7 +25,7 @@ work=${FOLDER:-/tmp/relax-modes}/$shape
 mkdir -p "$work"
 if [ -f "$pack/setup.sh" ]; then source tests/gpu/unpack.sh; fi
 job=jobs/qwen3-4b.toml model=$work/model
-sizes=(--mean 768 --p99 4096 --warm-up 1 --steps 3
+sizes=(--mean 384 --p99 2048 --warm-up 1 --steps 6
   --set schedule.prompts_per_step=16 --set rollout.samples_per_prompt=8
   --set engines.rollout.count=1 --set engines.rollout.engines_per_task=1
   --set engines.rollout.resources.gpus_per_node=1 --set engines.rollout.args.mem_fraction_static=0.75
@@ -37,7 +37,7 @@ sizes=(--mean 768 --p99 4096 --warm-up 1 --steps 3
   --set actor.transformer.recompute_num_layers=1)
 if [ "$shape" = tiny ]; then
   job=jobs/demo.toml
-  sizes=(--mean 12 --p99 64 --warm-up 1 --steps 3
+  sizes=(--mean 12 --p99 64 --warm-up 1 --steps 6
     --set schedule.prompts_per_step=16 --set rollout.samples_per_prompt=4)
   [ -d "$model/model" ] || python3 -m relax_hpc make-tiny "$model" >/dev/null
 elif [ ! -d "$model/model" ]; then

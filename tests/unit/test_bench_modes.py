@@ -65,7 +65,7 @@ def test_the_environment_that_is_written_has_the_lengths(tmp_path):
 def made(mode, tmp_path):
     path = tmp_path / "job.toml"
     path.write_text(JOB)
-    return jobs.job(Mode(mode), Work(LENGTHS, 1, 3), path, tmp_path, [])
+    return jobs.job(Mode(mode), Work(LENGTHS, 1, 6), path, tmp_path, [])
 
 
 def test_modes_differ_in_lag_and_gpus_only(tmp_path):
@@ -96,7 +96,7 @@ def test_a_job_that_is_colocated_already_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="use 'own'"):
         shared = ["schedule.max_staleness=0"]
         assert job_file.load(path, shared)
-        jobs.job(Mode("staleness-1"), Work(LENGTHS, 1, 3), path, tmp_path, shared)
+        jobs.job(Mode("staleness-1"), Work(LENGTHS, 1, 6), path, tmp_path, shared)
 
 
 def test_the_factor_is_of_equal_work_only():
@@ -110,3 +110,10 @@ def test_the_factor_is_of_equal_work_only():
     assert "failed: ended / early" in table[3]
     assert "other work: 101 tokens" in table[5]
     assert {line.count("|") for line in table} == {table[0].count("|")}
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("staleness-1", 3), ("staleness-2", 4)])
+def test_a_part_of_the_batches_that_are_ready_at_a_time_is_not_measured(mode, steps, tmp_path):
+    path = tmp_path / "no.toml"  # refused before it is read
+    with pytest.raises(ConfigError, match=rf"--steps {steps}: in {mode} .* e\.g\. 6"):
+        jobs.job(Mode(mode), Work(LENGTHS, 1, steps), path, tmp_path, [])

@@ -38,7 +38,8 @@ class Work(NamedTuple):
     warm_up: int
     """Steps before those that are measured."""
     steps: int
-    """Steps that are measured."""
+    """Steps that are measured: a multiple of lag + 1, since so many batches are sampled at a time,
+    and ready at about the same."""
 
     @property
     def last(self) -> int:
@@ -71,6 +72,12 @@ def job(mode: Mode, work: Work, path: Path, folder: Path, overrides: Sequence[st
     Raises:
         ConfigError: it is another job, or cannot be run in this mode.
     """
+    if work.steps % (mode.lag + 1):
+        raise ConfigError(
+            f"--steps {work.steps}: in {mode.name} {mode.lag + 1} batches are ready at a time, "
+            "and a part of these would look faster or slower than it is; use a multiple, e.g. "
+            f"{6 if mode.lag < 3 else 2 * (mode.lag + 1)}"
+        )
     base = job_file.load(path, overrides)
     if not isinstance(base, RunConfig):
         raise ConfigError(f"{path}: a job with [sft] samples nothing; name one of another kind")
