@@ -9,8 +9,8 @@
 #            virtual nodes; colocated, without Slurm, where there is one GPU
 #   omni     2 GPUs   likewise the thinker of Qwen3-Omni-30B-A3B with LAYERS layers (6), image and sound
 #
-# PACK is a folder as for run_hetjob.sh. OUT gets one file for each, WHAT.tar.xz: figures and logs, of
-# a job its events. LIMIT: seconds for each; STEPS of a job; WORK: where models go, /dev/shm is quick.
+# PACK is a folder as for run_hetjob.sh, with sacct_shim.py, too. OUT gets one file for each,
+# WHAT.tar.xz: figures and logs, of a job its events. LIMIT: seconds for each; STEPS of a job; WORK: where models go, /dev/shm is quick.
 # ARGS: further arguments to `relax-hpc submit`. MODEL=tiny: tiny shapes on processors, what is
 # installed in place of PACK's packages, SGLang of ENGINE_PYTHON; Slurm only with SLURM=1.
 set -uo pipefail
@@ -29,9 +29,9 @@ fi
 export OMPI_MCA_btl=self,tcp OMP_NUM_THREADS=4
 
 engine=(--set engines.rollout.start_timeout_s=240)
-if ((gpus)); then
+if ((gpus)); then # what needs no compiler and no multicast at start, and is in the pack (no FA3)
   for arg in attention_backend=triton sampling_backend=pytorch cuda_graph_backend_prefill=disabled \
-    enforce_disable_flashinfer_allreduce_fusion=true "cuda_graph_bs_decode=[1,8,32,64]"; do
+    enforce_disable_flashinfer_allreduce_fusion=true mm_attention_backend=triton_attn "cuda_graph_bs_decode=[1,8,32,64]"; do
     engine+=(--set "engines.rollout.args.$arg")
   done
 fi
@@ -67,10 +67,13 @@ bench() { # PART ARGUMENTS
 
 slurm_up() {
   [ -z "${SLURM_UP:-}" ] || return 0
+  local shared=(--gpus-per-node $((gpus / 2))) env
+  ((!gpus)) || shared+=(--gpu-prefix /dev/nvidia)
   tar -C "$work" -xJf "$pack/slurm.tar.xz"
-  eval "$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
-    --nodes 2 --gpus-per-node $((gpus / 2)) --gpu-prefix /dev/nvidia --isolate none \
-    --cpus "${CPUS:-16}" --mem "${MEMORY:-200000}")"
+  env=$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
+    --nodes 2 "${shared[@]}" --isolate none \
+    --cpus "${CPUS:-16}" --mem "${MEMORY:-200000}") || exit 1
+  eval "$env"
   trap 'bash "$pack/local_slurm.sh" down --dir "$work/slurm"' EXIT
   SLURM_UP=1
 }
