@@ -81,7 +81,7 @@ class MegatronConfig(BaseModel):
     a dense layer for 1 % of the time. What else is recomputed, `transformer` says."""
     kept_logits_gib: Annotated[Number, Field(ge=0)] = 0.0
     """Logits of this size are kept for the gradient; what is beyond is computed a second time."""
-    tower_patches: Positive = 16384
+    tower_patches: Positive = 8192
     """Patches of images and videos that a tower encodes at a time; what it keeps for the gradient
     is of so many. A token of sound counts as a token of pixels does, 4 of Qwen's."""
     transformer: PassThrough = {}

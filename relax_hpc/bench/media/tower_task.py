@@ -23,7 +23,7 @@ class Work(NamedTuple):
     memory: Sequence[int] = (8, 16, 32, 64)
     """Numbers of images whose peak memory is measured."""
     memory_size: Size = (1024, 1024)
-    tower_patches: int = 16384
+    tower_patches: int = 8192
     """Patches that go through the tower at once; see `actor.tower_patches`."""
     repeats: int = 5
     sampled_tokens: int = 1000
