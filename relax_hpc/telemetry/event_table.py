@@ -120,7 +120,7 @@ EVENTS: dict[str, EventKind] = {
             "policy_version_max": "",
             "reward/...": "mean over episodes",
             "parts/...": "mean over episodes of each part of the reward",
-            "rollout/...": "mean over episodes of each metric of the environment",
+            "rollout/...": "mean over episodes of the environment's metrics; media/...",
         },
         {"parts/...": "reward/parts/...", "rollout/...": "rollout/..."},
     ),
@@ -232,9 +232,9 @@ EVENTS: dict[str, EventKind] = {
             "moe/...": "experts: max_load and the losses that are on",
             "routing/...": "routing replay: differs, missing, parts of the choices of experts; "
             "mixed, part of the rows; every tenth step gap, gap_without, nats",
-            "train/...": "tokens_per_s_per_gpu, mfu, padding; tower_tflops of media",
+            "train/...": "tokens_per_s_per_gpu, mfu, padding; tower_tflops; media/... encoded",
             "memory/...": "peak_gib of the fullest rank",
-            "time/...": "seconds",
+            "time/...": "seconds; towers encode media",
         },
         {
             "eta_s": "time/eta_s",

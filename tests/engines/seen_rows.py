@@ -4,6 +4,7 @@ A medium's array is drawn from the number that its digest is.
 """
 
 import copy
+from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -16,7 +17,7 @@ from relax_hpc.config.media import MediaConfig
 from relax_hpc.demo import hearing, seeing
 from relax_hpc.media.extent import Extent, audio_tokens, interleaved
 from relax_hpc.media.kinds import modality_of
-from relax_hpc.media.patches import patches
+from relax_hpc.media.patches import patches, table
 from relax_hpc.media.recipe import read_recipe
 from relax_hpc.schema import FinishReason, MediaKind, Medium, Trajectory
 
@@ -267,6 +268,20 @@ def _of_thinker(name):
     return "thinker." + name.replace("model.language_model.", "model.")
 
 
+def tokens_of(rows):
+    """Tokens of all rows that stand for features, by modality."""
+    found = Counter()
+    for row in rows:
+        for medium, _, tokens in row.media_spans.tolist():
+            found[f"{modality_of(row.media[medium])}_tokens"] += tokens
+    return dict(found)
+
+
+def counted(costs):
+    """What the costs of a step say of media."""
+    return {k.removeprefix("train/media/"): v for k, v in costs.items() if "/media/" in k}
+
+
 class _Double(TorchFunctionMode):
     """transformers computes norms, routes and softmax in float32, whatever a model is in."""
 
@@ -290,6 +305,7 @@ def exact(model, rows, advantages, folder):
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._experts_implementation = "eager"
+    table.cache_clear()
     with _Double():
         values = [logprobs_of(model, each, folder) for each in rows]
         sampled = (
@@ -297,6 +313,7 @@ def exact(model, rows, advantages, folder):
         )
         loss = -sum(float(a) * each for a, each in zip(advantages, sampled, strict=True))
         (loss / int(sum(each.loss_mask.sum() for each in rows))).backward()
+    table.cache_clear()  # it is in float64 now
     gradients = _hub_layout(model, {n: p.grad for n, p in model.named_parameters()})
     return SimpleNamespace(logprobs=[v.detach().numpy() for v in values], gradients=gradients)
 

@@ -11,7 +11,7 @@ from megatron_reference import clear_gradient, collect
 from megatron_worker import job
 from safetensors.torch import load_file
 from seeing_grids import assert_equal_to, assert_refused, long
-from seen_rows import IMAGE, logprobs_of, make, mixed_rows
+from seen_rows import IMAGE, counted, logprobs_of, make, mixed_rows, tokens_of
 from seen_rows import reference as hugging_face
 from transformers import AutoModelForImageTextToText
 
@@ -79,8 +79,11 @@ def test_each_medium_is_read_and_encoded_once_by_one_rank_of_a_replica(ranks, re
     shape = read_architecture(reference.folder).vision
     grids = {1: (1, 4, 6), 2: (1, 8, 4), 3: (3, 4, 4), 5: (1, 4, 4), 6: (1, 6, 4)}
     seen = grids.values() if grid != "dp2" else [grids[n] for rank in read for n in rank]
+    videos = sum(each[0] > 1 for each in seen)
+    expected = tokens_of(reference.rows) | {"videos": videos, "images": len(seen) - videos}
     for rank in costs:
         assert rank["train/tower_tflops"] == pytest.approx(tower_flops(shape, seen) / 1e12)
+        assert counted(rank) == expected
         assert rank["time/towers"] > 0
     everything = {
         int.from_bytes(medium.canonical_xxh3, "little")

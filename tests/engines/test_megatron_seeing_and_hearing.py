@@ -11,7 +11,16 @@ from megatron_reference import clear_gradient, collect
 from megatron_worker import job
 from safetensors.torch import load_file, save_file
 from seeing_grids import assert_equal_to, long
-from seen_rows import AUDIO, logprobs_of, make, mixed_rows_heard, row, sound
+from seen_rows import (
+    AUDIO,
+    counted,
+    logprobs_of,
+    make,
+    mixed_rows_heard,
+    row,
+    sound,
+    tokens_of,
+)
 from seen_rows import reference as hugging_face
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
@@ -111,6 +120,8 @@ def test_each_medium_is_read_and_encoded_once_by_one_rank_of_a_replica(ranks, re
     flops += hearing_flops(shape.audio, [tokens[n] for n in seen if n in tokens])
     for rank in pool.call(megatron_worker.costs):
         assert rank["train/tower_tflops"] == pytest.approx(flops / 1e12)
+        assert counted(rank).items() >= tokens_of(reference.rows).items()
+        assert rank["train/media/audios"] == sum(number in tokens for number in seen)
         assert rank["time/towers"] > 0
     assert {number for rank in read for number in rank} == everything
     for rank in read:

@@ -1,8 +1,10 @@
 """The costs of a step: seconds, memory, how well the hardware was used."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -10,9 +12,14 @@ from megatron.core import parallel_state as mpu
 
 from relax_hpc.engines.megatron.flops import hearing_flops, peak_of, tower_flops, training_flops
 from relax_hpc.engines.megatron.work import Work
+from relax_hpc.media.kinds import Modality, modality_of
 from relax_hpc.models.architecture import Architecture
 
 _Mark = float | torch.cuda.Event
+_MEDIA = tuple(
+    f"train/media/{kind}{what}" for kind in get_args(Modality) for what in ("s", "_tokens")
+)
+"""How many media of a modality were encoded, and tokens that stood for features of them."""
 
 
 class Costs:
@@ -28,6 +35,7 @@ class Costs:
         self._phases: dict[str, list[tuple[_Mark, _Mark]]] = {}
         self._tokens = self._padded = 0
         self._flops = self._tower_flops = 0.0
+        self._media = Counter[str]()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -55,6 +63,15 @@ class Costs:
             flops = self._of_towers(works) / (3 if is_forward else 1)
             self._tower_flops += flops
             self._flops += flops
+            if not is_forward:
+                self._count_media(works)
+
+    def _count_media(self, works: Sequence[Work]) -> None:
+        every = [stretch for work in works for stretch in work.micro_batch.stretches]
+        kinds = {each.key: modality_of(each.row.media[each.medium]) for each in every}
+        self._media.update(f"train/media/{kind}s" for kind in kinds.values())
+        for each in every:
+            self._media[f"train/media/{kinds[each.key]}_tokens"] += each.tokens
 
     def _of_towers(self, works: Sequence[Work]) -> float:
         every = [stretch for work in works for stretch in work.micro_batch.stretches]
@@ -70,8 +87,10 @@ class Costs:
         Returns:
             `time/...` of every phase [s], of the slowest rank; `train/tokens_per_s_per_gpu` and, on
             a GPU whose peak is known, `train/mfu` while in them; of a model that sees
-            `train/tower_tflops`, of all replicas; `train/padding`, the share of
-            computed tokens that are none; on GPUs `memory/peak_gib`, of the fullest, since start.
+            `train/tower_tflops`, of all replicas, and `train/media/...`: media encoded, one
+            once for each replica and portion, and tokens that stood for features, by modality;
+            `train/padding`, the share of computed tokens that are none; on GPUs
+            `memory/peak_gib`, of the fullest, since start.
         """
         names = sorted(self._phases)
         on_gpu = self._device.type == "cuda"
@@ -80,8 +99,9 @@ class Costs:
             torch.cuda.synchronize(self._device)
         spent = [sum(_between(*pair) for pair in self._phases[name]) for name in names]
         *slowest, fullest = self._reduced([*spent, memory], dist.ReduceOp.MAX)
-        tokens, padded, flops, of_towers = self._reduced(
-            [self._tokens, self._padded, self._flops, self._tower_flops], dist.ReduceOp.SUM
+        media = [float(self._media[name]) for name in _MEDIA]
+        tokens, padded, flops, of_towers, *media = self._reduced(
+            [self._tokens, self._padded, self._flops, self._tower_flops, *media], dist.ReduceOp.SUM
         )
         self._begin()
         ranks = dist.get_world_size()
@@ -92,6 +112,7 @@ class Costs:
         found["train/padding"] = padded / max(tokens + padded, 1)
         if self._shape.vision is not None:
             found["train/tower_tflops"] = of_towers / replica / 1e12
+            found |= {n: count / replica for n, count in zip(_MEDIA, media, strict=True) if count}
         if self._peak:
             found["train/mfu"] = flops / replica / ranks / seconds / self._peak
         return found | ({"memory/peak_gib": fullest} if on_gpu else {})

@@ -17,7 +17,7 @@ from relax_hpc.bus.staleness import may_start_batch
 from relax_hpc.config.run import RunConfig
 from relax_hpc.roles.rollout.episodes import Grouper
 from relax_hpc.roles.rollout.evaluation import Evaluator
-from relax_hpc.schema import FinishReason, PromptGroup
+from relax_hpc.schema import FinishReason, PromptGroup, Trajectory, key_of_medium
 from relax_hpc.telemetry.events import EventWriter
 
 POLL_S = 0.05
@@ -263,7 +263,21 @@ def publish(producer: Producer, groups: Sequence[PromptGroup], events: EventWrit
         **{"reward/mean": float(np.mean([row.reward for row in first]))},
         **means_of("parts", [row.parts for row in first]),
         **means_of("rollout", [metrics for group in groups for metrics in group.metrics]),
+        **_of_media(rows),
     )
+
+
+def _of_media(rows: Sequence[Trajectory]) -> dict[str, float]:
+    """`rollout/media/...` of what is committed; nothing of text."""
+    known = {key_of_medium(row, at): m.data.size for row in rows for at, m in enumerate(row.media)}
+    if not known:
+        return {}
+    tokens = sum(int(row.media_spans[:, 2].sum()) for row in rows)
+    return {
+        "rollout/media/number": len(known),
+        "rollout/media/bytes": sum(known.values()),
+        "rollout/media/tokens": tokens,
+    }
 
 
 def means_of(area: str, episodes: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 
 import episode_fakes
+import numpy as np
 import pytest
 from episode_fakes import answer
 from role_fakes import Events, Journal, config, row
@@ -13,7 +14,7 @@ from relax_hpc.prompts.source import Prompt
 from relax_hpc.roles.rollout.episodes import seed_of
 from relax_hpc.roles.rollout.loop import Task, owned_guids, publish
 from relax_hpc.sampling.how import How
-from relax_hpc.schema import PromptGroup
+from relax_hpc.schema import MediaKind, Medium, PromptGroup
 
 STEPS = 3
 
@@ -217,6 +218,21 @@ def test_a_task_goes_on_if_a_trainer_comes_back_that_has_lost_the_last_step():
     asyncio.run(asyncio.wait_for(loop, 20))
     assert journal.of("put") == [("put", [5])]
     assert [e["when"] for e in events.of("eval")] == ["after"]
+
+
+def test_the_event_of_a_shard_counts_media_once_and_tokens_of_every_row():
+    shown = Medium(MediaKind.PNG, np.zeros(700, np.uint8), (1, 4, 4), b"a" * 16)
+    other = Medium(MediaKind.WAV, np.zeros(90, np.uint8), canonical_xxh3=b"b" * 16)
+    spans = np.array([[0, 0, 2], [1, 2, 1]], np.int32)
+    rows = [row(5, n)._replace(media=(shown, other), media_spans=spans) for n in range(2)]
+    rows.append(row(5, 2)._replace(media=(shown,), media_spans=spans[:1]))
+    journal, events = Journal(), Events()
+    publish(Producer(journal), [PromptGroup(5, rows)], events)
+    [shard] = events.of("shard")
+    found = {key: shard[key] for key in shard if "media/" in key}
+    assert found == {
+        "rollout/media/number": 2, "rollout/media/bytes": 790, "rollout/media/tokens": 3 + 3 + 2,
+    }  # fmt: skip
 
 
 def test_the_event_of_a_shard_says_what_is_in_it():
