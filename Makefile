@@ -5,7 +5,7 @@
 # make check   lint, types and the direction of imports only
 # make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards
 # make soak-run   end a whole run a hundred times, in every way; its curve is that of one that was left alone
-# make soak-sglang   ten thousand images of one size, each by itself
+# make soak-sglang   ten thousand images of one size, each by itself; colours learned from pixels in whole runs
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten
 # make demo-sglang   the main job with SGLang as the engine, on CPU
 # make test-sglang   what the tests say of SGLang on CPU; what its versions differ in, of two of them
@@ -44,8 +44,9 @@ soak: setup
 soak-run: setup setup-packages
 	$(BIN)/pytest -m soak -s tests/e2e/test_random_ends.py
 
-soak-sglang: setup setup-sglang
+soak-sglang: setup setup-packages setup-sglang
 	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m soak -s tests/engines
+	RELAX_SGLANG_PYTHON=$(SGLANG)/bin/python $(BIN)/pytest -m sglang -s tests/e2e/test_colours.py
 
 mutants: setup
 	$(BIN)/python tests/mutants/run.py --jobs $(WORKERS)
