@@ -4,7 +4,17 @@ import os
 import signal
 
 import pytest
-from e2e_runs import cli, events_of, has_done, is_over, submit, wait_for, wait_until
+from e2e_runs import (
+    cli,
+    events_of,
+    has_done,
+    hurry,
+    is_over,
+    submit,
+    unhurried,
+    wait_for,
+    wait_until,
+)
 from test_faults import newest
 
 from relax_hpc.fleet.roster import Roster
@@ -59,15 +69,17 @@ def assert_complete(run_dir, after, steps):
 def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_and_comes_back(
     tiny, tmp_path
 ):
-    # Several epochs, or else the run may be over before the engine is back.
+    # Rewards take their time, or else the run may be over before the engine is back.
     steps = 8
-    several = {"engines.rollout.engines_per_task": 2, "algorithm.epochs_per_step": 4}
+    several = {"engines.rollout.engines_per_task": 2, "reward.name": unhurried(tmp_path, 4)}
     run_dir = submit_colocated(tiny, tmp_path, local=True, steps=steps, **several)
     try:
         wait_until(run_dir, has_done(1), 100)
         started = {event["id"]: event for event in events_of(run_dir, "rollout", "engine")}
         assert sorted(started) == ["rollout-0.0", "rollout-0.1"]
         kill(started["rollout-0.1"], "engine_pid")
+        wait_for(lambda: len(events_of(run_dir, "rollout", "engine")) > 2, 100)
+        hurry(tmp_path)
         after = wait_until(run_dir, is_over, 150)
     finally:
         cli("cancel", run_dir)
