@@ -7,7 +7,6 @@ once, so that the same command goes on where it was broken off.
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from relax_hpc import job_file
 from relax_hpc.algorithms import presets as known
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.distill import COLUMN
+from relax_hpc.bench import local_run
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import ConfigError, RelaxError, first_line
 from relax_hpc.launch import states, submit
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
-from relax_hpc.runs import cancel, status
+from relax_hpc.runs import status
 from relax_hpc.telemetry import history, picture
 from relax_hpc.telemetry.events import Event, read_events
 
@@ -139,10 +139,7 @@ def task(trial: Trial, job: Path, folder: Path, overrides: Sequence[str] = ()) -
 
 def _run(trial: Trial, job: Path, folder: Path, overrides: Sequence[str], limit_s: float) -> Result:
     run_dir = folder.absolute() / trial.name
-    if run_dir.exists():  # this command was broken off
-        with suppress(ConfigError):
-            cancel.cancel(run_dir)
-        shutil.rmtree(run_dir)
+    local_run.clear(run_dir)
     try:
         submit.submit(task(trial, job, folder, overrides), local=True)
         return _followed(trial, run_dir, limit_s)
@@ -153,14 +150,11 @@ def _run(trial: Trial, job: Path, folder: Path, overrides: Sequence[str], limit_
 def _followed(trial: Trial, run_dir: Path, limit_s: float) -> Result:
     """Waits until a run is over; one that is not when we have to go is ended."""
     start = time.monotonic()
-    try:
+    with local_run.followed(run_dir):
         while not states.is_over(status.job_state(run_dir)):
             if time.monotonic() - start > limit_s:
                 return Result(**asdict(trial), failure=f"did not end within {limit_s / 60:g} min")
             time.sleep(_LOOK_S)
-    finally:
-        if not states.is_over(status.job_state(run_dir)):
-            cancel.cancel(run_dir)
     found = status.collect(run_dir)
     if found.state != "COMPLETED":
         said = " ".join(found.reason.split()) or found.state

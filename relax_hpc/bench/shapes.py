@@ -1,6 +1,7 @@
 """Shapes of models that can be measured without their weights."""
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,24 @@ SHAPES: dict[str, dict[str, Any]] = {
 """config.json of what can be measured; `tiny` is for machines without a GPU."""
 
 
-def model_folder(shape: str, folder: Path) -> Path:
-    """Returns the folder of the model's config.json: one of the user's, or written to `folder`."""
+def users_folder(shape: str, shapes: Collection[str]) -> Path | None:
+    """Returns the folder of the user's model; None where `shape` is one of `shapes`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     if (Path(shape) / "config.json").is_file():
         return Path(shape)
-    if shape not in SHAPES:
+    if shape not in shapes:
         raise ConfigError(
-            f"--shape {shape}: is none of {', '.join(SHAPES)}, nor a folder with a config.json"
+            f"--shape {shape}: is none of {', '.join(shapes)}, nor a folder with a config.json"
         )
+    return None
+
+
+def model_folder(shape: str, folder: Path) -> Path:
+    """Returns the folder of the model's config.json: one of the user's, or written to `folder`."""
+    if found := users_folder(shape, SHAPES):
+        return found
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     return folder

@@ -94,13 +94,14 @@ def main() -> None:
 def _teller(paths: "RunPaths", config: "JobConfig", job_id: str) -> "Callable[[list[Event]], None]":
     """A function of new events that has the owner told of them, in a thread of its own."""
     from relax_hpc.boards import notify
+    from relax_hpc.launch import requeue
 
     watch = notify.Watch(notify.Notifier(paths, config), config.notify.plateau_steps)
     comment = notify.Comment(job_id)
     to_come: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
 
     def work() -> None:
-        watch.begin(notify.num_restarts())
+        watch.begin(requeue.num_restarts())
         while True:
             events = to_come.get()
             watch.take(events)

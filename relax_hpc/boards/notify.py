@@ -7,7 +7,6 @@ webhook's URL is stands in no log.
 import json
 import logging
 import math
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -176,8 +175,3 @@ class Comment:
             f"Comment={_MARK}{', '.join(said)}",
         ]
         self._is_ours = output_of(update, _ANSWER_S).returncode == 0
-
-
-def num_restarts() -> int:
-    """Times that Slurm has started this job again."""
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))

@@ -22,6 +22,7 @@ TensorParallel = Annotated[int, typer.Option("--tp", help="Tensor-parallel ranks
 PipelineStages = Annotated[int, typer.Option("--pp", help="Pipeline stages.", min=1)]
 ExpertParallel = Annotated[int, typer.Option("--ep", help="Ranks that share the experts.", min=1)]
 
+Results = Annotated[Path, typer.Option(help="Results; what is done there is not done again.")]
 Lags = Annotated[list[int], typer.Option(help="Of schedule.max_staleness; repeatable.", min=0)]
 
 
@@ -199,9 +200,7 @@ def bench_algorithms(
     lag: Lags = [1, 4],  # noqa: B006
     steps: Annotated[int, typer.Option(help="Of every run.", min=1)] = 100,
     job: Annotated[Path, typer.Option(help="The task.")] = Path("jobs/demo.toml"),
-    folder: Annotated[
-        Path, typer.Option(help="Results; what is done there is not done again.")
-    ] = Path("runs/bench-algorithms"),
+    folder: Results = Path("runs/bench-algorithms"),
     limit: Annotated[float, typer.Option(help="Minutes of a run.", min=0.1)] = 30.0,
     overrides: Overrides = [],  # noqa: B006
     plot: Annotated[Path | None, typer.Option(help="Also draw the rewards to this PNG.")] = None,
@@ -235,9 +234,7 @@ def bench_modes(
     ] = 16384,
     warm_up: Annotated[int, typer.Option(help="Steps that are not measured.", min=1)] = 1,
     steps: Annotated[int, typer.Option(help="Steps that are measured.", min=1)] = 6,
-    folder: Annotated[
-        Path, typer.Option(help="Results; what is done there is not done again.")
-    ] = Path("runs/bench-modes"),
+    folder: Results = Path("runs/bench-modes"),
     limit: Annotated[float, typer.Option(help="Minutes of a mode.", min=0.1)] = 30.0,
     overrides: Overrides = [],  # noqa: B006
     json_file: JsonFile = None,

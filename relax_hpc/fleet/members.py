@@ -5,7 +5,8 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from relax_hpc.config.rollout import Transport
-from relax_hpc.fleet.seen import Seen, folder_at
+from relax_hpc.fleet import seen
+from relax_hpc.fleet.seen import Seen
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
@@ -58,7 +59,7 @@ def attempt_of(member: Member) -> str:
 
 def announce(paths: RunPaths, member: Member) -> None:
     write_json(paths.member(member.id), member._asdict())
-    folder_at(paths.members).note()
+    seen.folder_at(paths.members).note()
 
 
 def follow(paths: RunPaths) -> Seen[Member | None]:
@@ -89,5 +90,4 @@ def extras(paths: RunPaths) -> list[str]:
 
 def follow_extras(paths: RunPaths) -> Callable[[], list[str]]:
     """Does as `extras`, for who asks again and again."""
-    seen = Seen(paths.extras.parent, lambda _: extras(paths))
-    return lambda: seen.get("")[0]
+    return seen.follow(paths.extras, partial(extras, paths))

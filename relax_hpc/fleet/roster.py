@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, Self
 
-from relax_hpc.fleet.seen import Seen, folder_at
+from relax_hpc.fleet import seen
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
@@ -48,7 +48,7 @@ class Roster:
 
     def write(self, paths: RunPaths) -> None:
         write_json(paths.roster, asdict(self))
-        folder_at(paths.control).note()
+        seen.folder_at(paths.control).note()
 
     @classmethod
     def read(cls, paths: RunPaths) -> Self | None:
@@ -63,5 +63,4 @@ class Roster:
 @lru_cache(8)
 def follow(paths: RunPaths) -> Callable[[], Roster | None]:
     """Does as `Roster.read`, for all of a process who look again and again."""
-    seen = Seen(paths.control, lambda _: Roster.read(paths))
-    return lambda: seen.get("")[0]
+    return seen.follow(paths.roster, partial(Roster.read, paths))

@@ -93,13 +93,12 @@ def _role(run_dir: Path, context: TaskContext, bootstrap: str) -> None:
 def _context(args: argparse.Namespace) -> TaskContext:
     """Tells who this task is, from what Slurm or `local_step` tells submitit."""
     environment = JobEnvironment()
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "0")
     return TaskContext(
         component=args.component,
         rank=environment.global_rank - args.first_rank + (args.apart_from or 0),
         size=args.tasks or environment.num_tasks,
         local_rank=environment.local_rank,
-        attempt=f"{environment.job_id}.{restarts}",
+        attempt=requeue.attempt_of(environment.job_id),
         start=args.start,
         node=environment.hostname,
     )

@@ -120,7 +120,12 @@ def answer(job_id: str, run_dir: Path, *, is_sure: bool) -> None:
 
 def attempt_of(job_id: str) -> str:
     """Name of this attempt of a job, as `TaskContext` has it."""
-    return f"{job_id}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    return f"{job_id}.{num_restarts()}"
+
+
+def num_restarts() -> int:
+    """Times that Slurm has started this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def announce(job_id: str, run_dir: Path, **why: bool) -> bool:
@@ -189,7 +194,7 @@ def ask(
     Returns:
         Why it was refused; empty if it was not.
     """
-    restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+    restarts = num_restarts()
     if restarts >= MAX_REQUEUES:
         said = f"the job is not requeued: it has been, {restarts} times; resume it"
         log.error(said)
@@ -223,8 +228,7 @@ def was_requeued(job_id: str) -> bool:
     answer = output_of(command, _LOOK_S)
     if answer.returncode and is_silent(answer):
         answer = output_of(command, _LOOK_S)
-    count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    return any(word.isdigit() and int(word) > count for word in answer.stdout.split())
+    return any(word.isdigit() and int(word) > num_restarts() for word in answer.stdout.split())
 
 
 def tell(job_id: str, run_dir: Path, what: str, words: str) -> None:

@@ -6,11 +6,11 @@ has done and waits for the end. If the job is not requeued, the record says so, 
 """
 
 import time
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from relax_hpc import heartbeat
-from relax_hpc.fleet.seen import Seen
+from relax_hpc.fleet import seen
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
@@ -29,14 +29,14 @@ class Ending:
 
     def __init__(self, paths: RunPaths, attempt: str, saves: Path | None = None) -> None:
         self._saves, record = saves or paths.saves(attempt), paths.ending(attempt)
-        self._seen = Seen[Any](record.parent, lambda _: read_json(record))
+        self._read = seen.follow(record, partial(read_json, record))
         self._is_near, self._looked = False, -LOOK_EVERY_S
 
     def is_near(self) -> bool:
         """Whether the job is about to end; looks once a second at most."""
         now = time.monotonic()
         if now - self._looked >= LOOK_EVERY_S:
-            [record] = self._seen.get("")
+            record = self._read()
             self._is_near, self._looked = record is not None and "refused" not in record, now
         return self._is_near
 

@@ -7,7 +7,6 @@ The job's script tells it here as it supervises, and so do who requeues, cancels
 
 import argparse
 import json
-import os
 import re
 import signal
 import time
@@ -100,7 +99,7 @@ def give(run_dir: Path, job_id: str, what: What, words: str, **facts: Any) -> No
         words: for people, without what was done about it.
         facts: further fields of `Verdict`.
     """
-    attempt, last = f"{job_id}.{_restarts()}", read(run_dir)
+    attempt, last = requeue.attempt_of(job_id), read(run_dir)
     if last and last.attempt == attempt and last.what in _STAYS.get(what, ()):
         return
     if last and last.job_id == job_id and (last.what, what) == ("cancelled", "restarted"):
@@ -117,28 +116,25 @@ def give_end(run_dir: Path, job_id: str, words: str) -> None:
         words: for people, where it was not.
     """
     last = read(run_dir)
-    if last and (last.attempt, last.what) == (f"{job_id}.{_restarts()}", "requeued"):
+    if last and (last.attempt, last.what) == (requeue.attempt_of(job_id), "requeued"):
         return
     if requeue.was_requeued(job_id):
-        give(run_dir, job_id, "requeued", _requeued(_restarts() + 1))
+        give(run_dir, job_id, "requeued", _requeued(requeue.num_restarts() + 1))
     else:
         give(run_dir, job_id, "stopped", words)
 
 
 def give_requeue(run_dir: Path, job_id: str) -> None:
     """Gives the verdict on the attempt before this one, which ended without one that says so."""
-    last, before, now = read(run_dir), f"{job_id}.{_restarts() - 1}", f"{job_id}.{_restarts()}"
+    last, times, now = read(run_dir), requeue.num_restarts(), requeue.attempt_of(job_id)
+    before = f"{job_id}.{times - 1}"
     if last and (last.attempt == now or (last.attempt, last.what) == (before, "requeued")):
         return
-    _write(run_dir, Verdict(time.time(), before, "requeued", _requeued(_restarts())))
+    _write(run_dir, Verdict(time.time(), before, "requeued", _requeued(times)))
 
 
 def _requeued(times: int) -> str:
     return f"requeued by Slurm, for the time number {times}"
-
-
-def _restarts() -> int:
-    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def _write(run_dir: Path, verdict: Verdict) -> None:

@@ -6,7 +6,6 @@ allocation, and ends with the job and not with anybody's login.
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from relax_hpc import job_file, permissions
 from relax_hpc.comm.process_id import ProcessId
 from relax_hpc.config.run import RunConfig
+from relax_hpc.launch import requeue
 from relax_hpc.paths import RunPaths
 from relax_hpc.scale.scaler import Scaler
 from relax_hpc.scale.steps import LocalSteps, SlurmSteps
@@ -38,7 +38,7 @@ def main() -> None:
     paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
     assert isinstance(config, RunConfig)
-    attempt = f"{args.job_id}.{os.environ.get('SLURM_RESTART_COUNT', '0')}"
+    attempt = requeue.attempt_of(args.job_id)
     steps = (
         LocalSteps(config, paths, args.controller, attempt)
         if args.local

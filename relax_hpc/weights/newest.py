@@ -1,11 +1,11 @@
 """The newest snapshot of a run, for engines that load it by themselves, whenever they are there."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from relax_hpc.fleet.seen import Seen, folder_at
+from relax_hpc.fleet import seen
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
 
@@ -28,7 +28,7 @@ class Newest(NamedTuple):
 
     def write(self, paths: RunPaths) -> None:
         write_json(paths.snapshot, self._asdict() | {"folder": self.folder.name})
-        folder_at(paths.control).note()
+        seen.folder_at(paths.control).note()
 
     @classmethod
     def read(cls, paths: RunPaths) -> Self | None:
@@ -42,5 +42,4 @@ class Newest(NamedTuple):
 @lru_cache(8)
 def follow(paths: RunPaths) -> Callable[[], Newest | None]:
     """Does as `Newest.read`, for all of a process who look again and again."""
-    seen = Seen(paths.control, lambda _: Newest.read(paths))
-    return lambda: seen.get("")[0]
+    return seen.follow(paths.snapshot, partial(Newest.read, paths))

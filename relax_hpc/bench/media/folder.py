@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.bench.shapes import users_folder
 from relax_hpc.config.media import MediaConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.media.recipe import Recipe, read_recipe
@@ -77,12 +78,8 @@ def model_folder(shape: str, folder: Path) -> Path:
     Raises:
         ConfigError: no such shape.
     """
-    if (Path(shape) / "config.json").is_file():
-        return Path(shape)
-    if shape not in SHAPES:
-        raise ConfigError(
-            f"--shape {shape}: is none of {', '.join(SHAPES)}, nor a folder with a config.json"
-        )
+    if found := users_folder(shape, SHAPES):
+        return found
     write_json(folder / "config.json", SHAPES[shape])
     write_json(folder / "preprocessor_config.json", _IMAGES)
     write_json(folder / "video_preprocessor_config.json", _VIDEOS)

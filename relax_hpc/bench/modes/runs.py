@@ -7,20 +7,20 @@ that the same command goes on where it was broken off.
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from relax_hpc.bench import local_run
 from relax_hpc.bench.modes import figures, jobs
 from relax_hpc.bench.modes.figures import Figures
 from relax_hpc.bench.modes.jobs import Mode, Work
 from relax_hpc.config.run import RunConfig
-from relax_hpc.errors import ConfigError, RelaxError, first_line
+from relax_hpc.errors import RelaxError, first_line
 from relax_hpc.launch import states, submit
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json
-from relax_hpc.runs import cancel, status
+from relax_hpc.runs import status
 from relax_hpc.telemetry import history, picture, timeline, timeline_plot
 from relax_hpc.telemetry.events import read_events
 
@@ -77,10 +77,7 @@ def _run(
     mode: Mode, work: Work, job: Path, folder: Path, overrides: Sequence[str], limit_s: float
 ) -> Figures:
     run_dir = folder.absolute() / mode.name
-    if run_dir.exists():  # this command was broken off
-        with suppress(ConfigError):
-            cancel.cancel(run_dir)
-        shutil.rmtree(run_dir)
+    local_run.clear(run_dir)
     try:
         config = jobs.job(mode, work, job, folder, overrides)
         submit.submit(config, local=True)
@@ -94,7 +91,7 @@ def _run(
 def _failure(work: Work, run_dir: Path, limit_s: float) -> str:
     """Waits until the steps are done, and ends the run. Says why they are not; or nothing."""
     start = time.monotonic()
-    try:
+    with local_run.followed(run_dir):
         while True:
             is_over = states.is_over(status.job_state(run_dir))
             events = read_events(RunPaths(run_dir).events_folder)
@@ -106,9 +103,6 @@ def _failure(work: Work, run_dir: Path, limit_s: float) -> str:
             if time.monotonic() - start > limit_s:
                 return f"step {work.last} was not done within {limit_s / 60:g} min"
             time.sleep(_LOOK_S)
-    finally:
-        if not states.is_over(status.job_state(run_dir)):
-            cancel.cancel(run_dir)
 
 
 def _kept(mode: Mode, work: Work, config: RunConfig, run_dir: Path) -> Figures:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from relax_hpc.engines.megatron.flops import hearing_flops, peak_of, tower_flops, training_flops
+from relax_hpc.engines.megatron.vision.stretches import Stretch
 from relax_hpc.engines.megatron.work import Work
 from relax_hpc.media.kinds import Modality, modality_of
 from relax_hpc.models.architecture import Architecture
@@ -60,21 +61,20 @@ class Costs:
             self._padded += sum(work.micro_batch.lengths) - sum(lengths)
             self._flops += flops
         if self._shape.vision is not None:
-            flops = self._of_towers(works) / (3 if is_forward else 1)
+            stretches = [each for work in works for each in work.micro_batch.stretches]
+            flops = self._of_towers(stretches) / (3 if is_forward else 1)
             self._tower_flops += flops
             self._flops += flops
             if not is_forward:
-                self._count_media(works)
+                self._count_media(stretches)
 
-    def _count_media(self, works: Sequence[Work]) -> None:
-        every = [stretch for work in works for stretch in work.micro_batch.stretches]
+    def _count_media(self, every: Sequence[Stretch]) -> None:
         kinds = {each.key: modality_of(each.row.media[each.medium]) for each in every}
         self._media.update(f"train/media/{kind}s" for kind in kinds.values())
         for each in every:
             self._media[f"train/media/{kinds[each.key]}_tokens"] += each.tokens
 
-    def _of_towers(self, works: Sequence[Work]) -> float:
-        every = [stretch for work in works for stretch in work.micro_batch.stretches]
+    def _of_towers(self, every: Sequence[Stretch]) -> float:
         seen = {s.key: s.row.media[s.medium].grid_thw for s in every if not s.is_heard}
         heard = {s.key: s.features for s in every if s.is_heard}
         shape = self._shape
