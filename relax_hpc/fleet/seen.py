@@ -10,6 +10,7 @@ import os
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -34,14 +35,12 @@ class Folder:
         """Nothing is opened before it is asked."""
         self._path, self._lock = path, threading.Lock()
         self._fd: int | None = None
+        self._close: weakref.finalize[..., Folder] | None = None
         self._is_parent = False
         """Whether the folder that is held is the one in which it is missing."""
         self._count = 0
         self._stamp: _Stamp | None = None
         self._again_at = float("inf")
-
-    def __del__(self) -> None:
-        self._let_go()
 
     def count(self) -> int:
         """A number that is another one if names may have changed since it was last asked.
@@ -71,6 +70,7 @@ class Folder:
             if self._fd is None or (self._is_parent and stamp != self._stamp):
                 self._let_go()
                 self._fd = self._opened()
+                self._close = weakref.finalize(self, os.close, self._fd)
                 stamp = _changed_at(self._fd)
         except OSError:  # the server has forgotten it
             self._let_go()
@@ -86,9 +86,9 @@ class Folder:
             return os.open(self._path.parent, flags)
 
     def _let_go(self) -> None:
-        if self._fd is not None:
-            fd, self._fd = self._fd, None
-            os.close(fd)
+        if self._close is not None:
+            self._close()
+        self._fd = self._close = None
 
 
 class Seen(Generic[T]):

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,16 @@ def test_changes_that_one_tick_of_the_servers_clock_hides_are_seen_soon_after(tm
         assert followed.get("a") == [2]
     finally:
         seen._changed_at = hidden
+
+
+def test_a_folder_is_let_go_with_its_owner(tmp_path):
+    held = Path("/proc/self/fd")
+    before = set(held.iterdir())
+    folder = seen.Folder(tmp_path)
+    folder.count()
+    assert set(held.iterdir()) - before
+    del folder
+    assert set(held.iterdir()) <= before
 
 
 def test_a_folder_that_never_tells_is_read_now_and_then_and_one_that_comes_is_seen(
