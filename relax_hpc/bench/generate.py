@@ -21,9 +21,11 @@ from relax_hpc.bench import plain_load
 from relax_hpc.bench.report import Row
 from relax_hpc.bench.shapes import SHAPES, model_folder
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.generation import GenerationClient, Sampling
-from relax_hpc.engines.pool import Endpoint, Pool
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.pool import Pool
+from relax_hpc.engines.pool_engine import Endpoint
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Sampling
 from relax_hpc.errors import EngineError
 from relax_hpc.job_file import with_overrides
 from relax_hpc.roles.engine.hosting import Slot, spec_of

@@ -11,84 +11,29 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Coroutine, Hashable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Load, Sampling
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.leads import Computed, Leads
+from relax_hpc.engines.pool_engine import (
+    Endpoint,
+    EngineLoad,
+    EngineState,
+    PoolEngine,
+    next_limit,
+)
+from relax_hpc.engines.response import Draft, Generation, Sampling
 from relax_hpc.errors import EngineError, EngineLostError
 from relax_hpc.schema import FinishReason
 
 log = logging.getLogger(__name__)
 
-_VERSION_AGE_S = 0.05
-"""Age up to which what is known of an engine's version is believed."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 """An engine that failed is left alone, each time twice as long."""
 _HOMES = 1 << 16
 """Episodes and prompts whose engine is remembered."""
-
-
-class Endpoint(NamedTuple):
-    """One start of one engine."""
-
-    id: str
-    start: str
-    url: str
-    token: str
-
-
-EngineState = Literal["serving", "held", "lost"]
-"""States of an engine for this pool. serving: gets requests. held: finishes those it has. lost: its
-requests go on elsewhere at once."""
-
-
-class EngineLoad(NamedTuple):
-    """The work of an engine for this pool."""
-
-    id: str
-    num_tokens: int
-    """Tokens sampled since it was enlisted."""
-    in_flight: int
-    version: int
-    """Policy version when last seen; -1 if it never said."""
-    kv_used: float | None
-    """Fraction of the key-value cache in use, by whomever; None if it does not say."""
-
-
-@dataclass(eq=False, slots=True)
-class _Engine:
-    endpoint: Endpoint
-    client: GenerationClient
-    limit: int
-    """Requests that may be in flight."""
-    state: EngineState = "held"
-    version: int = -1
-    """-1: not known yet."""
-    asked_at: float = 0.0
-    serves_since: float = 0.0
-    """Time from which answers count, by `time.monotonic`: the policy may have changed before."""
-    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    failures: int = 0
-    not_before: float = 0.0
-    in_flight: set[str] = field(default_factory=set)
-    """Rids of the requests under way."""
-    kv_used: float | None = None
-
-    @property
-    def usable(self) -> bool:
-        return self.state == "serving" and time.monotonic() >= self.not_before
-
-    def is_known(self) -> bool:
-        """Whether its version is: asked for lately, or said by its replies."""
-        client = self.client
-        if client.heard_at > self.asked_at:
-            self.version, self.asked_at = client.heard_version, client.heard_at
-        return self.asked_at > max(self.serves_since, time.monotonic() - _VERSION_AGE_S)
-
-    def takes(self, min_version: int) -> bool:
-        return (
-            self.usable and len(self.in_flight) < self.limit and self.version >= max(min_version, 0)
-        )
+_LONG = 1024
+"""Tokens of a prompt that siblings wait for; with media, all do."""
 
 
 class _Waiting(NamedTuple):
@@ -98,7 +43,23 @@ class _Waiting(NamedTuple):
     homes: Sequence[Hashable]
     """Keys of its prefixes: requests with a key in common have a prefix in common."""
     min_version: int
-    granted: "asyncio.Future[_Engine]"
+    granted: "asyncio.Future[PoolEngine]"
+
+
+class _Request(NamedTuple):
+    """A response that is wanted, by whichever engines."""
+
+    asked: tuple[Sequence[int], int, Sampling]
+    """Prompt, seed, and how."""
+    min_version: int
+    homes: Sequence[Hashable]
+
+    @property
+    def prefix(self) -> Hashable | None:
+        """The key of what its siblings wait for, if that takes an engine long."""
+        prompt, _, how = self.asked
+        is_long = how.view is not None or len(prompt) >= _LONG
+        return self.homes[-1] if self.homes and is_long else None
 
 
 class Pool:
@@ -119,9 +80,10 @@ class Pool:
             patience_s: how long a sample may get nowhere before that is an error.
         """
         self._connect, self._most, self._patience_s = connect, max_in_flight, patience_s
-        self._engines: dict[tuple[str, str], _Engine] = {}
-        self._homes: OrderedDict[Hashable, _Engine] = OrderedDict()
+        self._engines: dict[tuple[str, str], PoolEngine] = {}
+        self._homes: OrderedDict[Hashable, PoolEngine] = OrderedDict()
         self._queue: deque[_Waiting] = deque()
+        self._leads = Leads(self._homes.__contains__)
         self._name, self._numbers = uuid.uuid4().hex, itertools.count()
         """Make the rids, which no other pool of an engine has."""
         self._chores = set[asyncio.Task[None]]()
@@ -133,8 +95,8 @@ class Pool:
         known = {(at.id, at.start): (at, state) for at, state in states.items()}
         for key, (endpoint, state) in known.items():
             if key not in self._engines and state != "lost":
-                self._engines[key] = _Engine(endpoint, self._connect(endpoint), self._most)
-        ready = list[_Engine]()
+                self._engines[key] = PoolEngine(endpoint, self._connect(endpoint), self._most)
+        ready = list[PoolEngine]()
         for key, engine in list(self._engines.items()):
             before, engine.state = engine.state, known[key][1] if key in known else "lost"
             if engine.state == "lost":
@@ -154,7 +116,7 @@ class Pool:
     def loads(self) -> list[EngineLoad]:
         """The work of every engine for this pool."""
         return [
-            EngineLoad(e.endpoint.id, e.client.num_tokens, len(e.in_flight), e.version, e.kv_used)
+            EngineLoad(e.endpoint.id, e.client.counts, len(e.in_flight), e.version, e.kv_used)
             for e in self._engines.values()
         ]
 
@@ -170,7 +132,7 @@ class Pool:
         Not every engine says how full it is; those get `max_in_flight`.
         """
 
-        async def fit(engine: _Engine) -> None:
+        async def fit(engine: PoolEngine) -> None:
             try:
                 load = await engine.client.load()
             except EngineError as error:
@@ -208,50 +170,61 @@ class Pool:
             sampling: how.
             min_version: oldest policy that may sample a token of it.
             homes: whose prefixes it shares, an episode's or a prompt's, the longest first; while
-                it has room it goes to the engine that has served one of them.
+                it has room it goes to the engine that has served one of them. If the last one is
+                long, or has media, it waits until that has been computed for one request.
             draft: what there is already; it grows while the response arrives.
 
         Raises:
             EngineError: refused, or got nowhere for `patience_s`.
         """
         draft, since = Draft() if draft is None else draft, time.monotonic()
+        request = _Request((prompt, seed, sampling), min_version, homes)
         while True:
-            held, rid = len(draft.token_ids), f"{self._name}-{next(self._numbers)}"
-            # Where nobody waits, nobody is passed over.
-            engine = None if self._queue else self._choose(rid, homes, min_version)
-            if engine is None:
-                waiting = self._line_up(rid, homes, min_version, first=held > 0)
-                engine = await self._wait(waiting, since)
-            try:
-                if not engine.is_known():
-                    await self._look(engine)
-                done = await engine.client.sample(
-                    prompt, seed, sampling, version=engine.version, draft=draft, rid=rid
-                )
-            except EngineLostError as error:
-                self._failed(engine, error)
-            else:
-                engine.failures = 0
-                if done.finish is not FinishReason.ABORT:
-                    return done
-            finally:
-                engine.in_flight.discard(rid)
-                self._grant()
+            held = len(draft.token_ids)
+            async with self._leads.turn(request.prefix) as computed:
+                done = await self._try(request, draft, since, computed)
+            if done is not None:
+                return done
             if len(draft.token_ids) >= sampling.max_new_tokens:
                 return draft.finished(FinishReason.LENGTH)
             if len(draft.token_ids) > held:
                 since = time.monotonic()
 
+    async def _try(
+        self, request: _Request, draft: Draft, since: float, computed: Computed
+    ) -> Generation | None:
+        """Samples what one engine gives. Returns None if that is not all of it."""
+        homes, rid = request.homes, f"{self._name}-{next(self._numbers)}"
+        # Where nobody waits, nobody is passed over.
+        engine = None if self._queue else self._choose(rid, homes, request.min_version)
+        if engine is None:
+            waiting = self._line_up(rid, homes, request.min_version, first=bool(draft.token_ids))
+            engine = await self._wait(waiting, since)
+        try:
+            if not engine.is_known():
+                await self._look(engine)
+            done = await engine.client.sample(
+                *request.asked, version=engine.version, draft=draft, rid=rid, computed=computed
+            )
+        except EngineLostError as error:
+            self._failed(engine, error)
+            return None
+        finally:
+            engine.in_flight.discard(rid)
+            self._grant()
+        engine.failures = 0
+        return None if done.finish is FinishReason.ABORT else done
+
     def _line_up(
         self, rid: str, homes: Sequence[Hashable], min_version: int, *, first: bool
     ) -> _Waiting:
         """Takes a place in the queue; who has something to lose goes first."""
-        granted: asyncio.Future[_Engine] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[PoolEngine] = asyncio.get_running_loop().create_future()
         waiting = _Waiting(rid, homes, min_version, granted)
         (self._queue.appendleft if first else self._queue.append)(waiting)
         return waiting
 
-    async def _wait(self, waiting: _Waiting, since: float) -> _Engine:
+    async def _wait(self, waiting: _Waiting, since: float) -> PoolEngine:
         try:
             self._grant()
             while not waiting.granted.done():
@@ -283,7 +256,7 @@ class Pool:
                 kept.append(waiting)
         self._queue.extendleft(reversed(kept))
 
-    def _choose(self, rid: str, homes: Sequence[Hashable], min_version: int) -> _Engine | None:
+    def _choose(self, rid: str, homes: Sequence[Hashable], min_version: int) -> PoolEngine | None:
         """Gives a place in an engine to a request, if there is one."""
         for home in homes:
             best = self._homes.get(home)
@@ -298,7 +271,7 @@ class Pool:
         best.in_flight.add(rid)
         return best
 
-    def _settle(self, homes: Sequence[Hashable], engine: _Engine) -> None:
+    def _settle(self, homes: Sequence[Hashable], engine: PoolEngine) -> None:
         """A home is an engine as long as that can be used: others only help out.
 
         Who is at home with a shorter prefix needs no entry for the longer one.
@@ -316,7 +289,7 @@ class Pool:
                     self._homes.popitem(last=False)
             at = settled or at
 
-    def _consider(self, *engines: _Engine) -> None:
+    def _consider(self, *engines: PoolEngine) -> None:
         """Gives engines that serve now, or again, to those who wait for one of their version.
 
         Together, for the first one whose version is known would get all of them.
@@ -335,7 +308,7 @@ class Pool:
         self._chores.add(task)
         task.add_done_callback(self._chores.discard)
 
-    async def _look(self, engine: _Engine) -> None:
+    async def _look(self, engine: PoolEngine) -> None:
         """Brings what is known of an engine's version up to date."""
         async with engine.asking:
             if engine.is_known():
@@ -346,7 +319,7 @@ class Pool:
                 self._failed(engine, error)
             engine.asked_at = time.monotonic()
 
-    def _failed(self, engine: _Engine, error: EngineError) -> None:
+    def _failed(self, engine: PoolEngine, error: EngineError) -> None:
         if engine.state == "lost" or time.monotonic() < engine.not_before:
             return  # what ended with it is no further failure
         pause = min(_PAUSE_S * 2**engine.failures, _LONGEST_PAUSE_S)
@@ -355,14 +328,14 @@ class Pool:
         log.warning("engine %s: %s; leaving it alone for %g s", engine.endpoint.id, error, pause)
         asyncio.get_running_loop().call_later(pause, self._consider, engine)
 
-    def _forget(self, engine: _Engine) -> None:
+    def _forget(self, engine: PoolEngine) -> None:
         engine.state = "lost"
         self._begin(engine.client.aclose())
         del self._engines[engine.endpoint.id, engine.endpoint.start]
         for home in [home for home, at in self._homes.items() if at is engine]:
             del self._homes[home]
 
-    def _usable(self) -> list[_Engine]:
+    def _usable(self) -> list[PoolEngine]:
         return [engine for engine in self._engines.values() if engine.usable]
 
     def _explain(self, min_version: int) -> str:
@@ -374,16 +347,3 @@ class Pool:
             f"no engine took a request for {self._patience_s:g} s that wants policy version "
             f"{min_version} or newer: {states or 'there is none'}"
         )
-
-
-def next_limit(limit: int, load: Load, in_flight: int, most: int) -> int:
-    """Returns how many requests may be in flight at an engine.
-
-    An engine whose cache is full throws requests out and computes them again. So their number falls
-    by a tenth while it is nearly full, and grows by an eighth while there is space and no queue.
-    """
-    if load.kv_used > 0.95:
-        return max(1, min(limit, in_flight) * 9 // 10)
-    if load.kv_used < 0.85 and load.waiting == 0:
-        return min(most, limit + max(1, limit // 8))
-    return min(limit, most)

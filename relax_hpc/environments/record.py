@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from relax_hpc.engines.generation import Draft
+from relax_hpc.engines.response import Draft
 from relax_hpc.media.expand import Span
 from relax_hpc.schema import NO_SPANS, FinishReason, Medium, Trajectory, TurnKind
 

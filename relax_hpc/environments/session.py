@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Hashable, Sequence
 from typing import Protocol
 
-from relax_hpc.engines.generation import Draft, Generation
+from relax_hpc.engines.response import Draft, Generation
 from relax_hpc.environments.record import Call, Record
 from relax_hpc.environments.turn_media import Given, TurnMedia
 from relax_hpc.errors import RelaxError

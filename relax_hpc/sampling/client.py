@@ -13,8 +13,10 @@ from typing import Any, Self
 
 from relax_hpc.config.engines import ROLLOUT, EnginePool, follows_policy
 from relax_hpc.config.run import RunConfig
-from relax_hpc.engines.generation import Draft, Generation, GenerationClient, Sampling
-from relax_hpc.engines.pool import Endpoint, EngineState, Pool
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.pool import Pool
+from relax_hpc.engines.pool_engine import Endpoint, EngineState
+from relax_hpc.engines.response import Draft, Generation, Sampling
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.fleet import members, roster
 from relax_hpc.fleet.members import Member

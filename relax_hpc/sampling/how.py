@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from relax_hpc.engines.generation import End
+from relax_hpc.engines.response import End
 from relax_hpc.media.spool import View
 
 

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from relax_hpc.engines.pool import EngineLoad
+from relax_hpc.engines.pool_engine import EngineLoad
+from relax_hpc.engines.response import Counts
 from relax_hpc.telemetry.events import EventWriter
 
 LOAD_EVERY_S = 5.0
@@ -16,7 +17,7 @@ class LoadMeter:
     def __init__(self, events: EventWriter, *, every_s: float = LOAD_EVERY_S) -> None:
         self._events, self._every_s = events, every_s
         self._since = time.monotonic()
-        self._num_tokens: dict[str, int] = {}
+        self._counts: dict[str, Counts] = {}
 
     def note(self, loads: Sequence[EngineLoad], *, last: bool = False) -> None:
         """Writes a `load` event per engine, if it is time to or there is no other time."""
@@ -25,8 +26,11 @@ class LoadMeter:
             return
         for load in loads:
             # An engine that was started again counts from 0.
-            before = self._num_tokens.get(load.id, 0)
-            new = load.num_tokens - (before if before <= load.num_tokens else 0)
-            self._events.emit("load", seconds=seconds, **load._asdict() | {"num_tokens": new})
-        self._num_tokens = {load.id: load.num_tokens for load in loads}
+            before = self._counts.get(load.id, Counts())
+            if before.num_tokens > load.counts.num_tokens:
+                before = Counts()
+            fields = load._asdict() | load.counts.minus(before)._asdict()
+            del fields["counts"]
+            self._events.emit("load", seconds=seconds, **fields)
+        self._counts = {load.id: load.counts for load in loads}
         self._since = time.monotonic()

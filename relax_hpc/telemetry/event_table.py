@@ -3,23 +3,9 @@
 `docs/events.md` is made of this table, and `EventWriter` writes nothing that is not in it.
 """
 
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
-from typing import NamedTuple
+from collections.abc import Iterable
 
-
-class EventKind(NamedTuple):
-    """One kind of line in `events/*.jsonl`."""
-
-    by: str
-    """Components that write it; "all" is every task."""
-    meaning: str
-    fields: Mapping[str, str] = MappingProxyType({})
-    """Field -> meaning, "" where the name says it; "area/..." stands for all that begin so."""
-    tags: Mapping[str, str] = MappingProxyType({})
-    """Field -> tag of its curve in TensorBoard and elsewhere; <name> stands for a value of that
-    field. A number without one is not drawn."""
-
+from relax_hpc.telemetry.event_kind import EventKind
 
 _PHASES = "`[name, start, seconds]` each, start in seconds since 1970"
 _SYNC = "seconds of the parts of an update, see docs/architecture.md"
@@ -97,12 +83,18 @@ EVENTS: dict[str, EventKind] = {
             "id": "",
             "seconds": "",
             "num_tokens": "sampled",
+            "num_given": "tokens of prompts and of responses that went on",
+            "num_cached": "those of them that it did not compute",
+            "num_media": "media among them",
+            "num_media_cached": "media that it did not encode, for it computed nothing of them",
             "in_flight": "requests now",
             "version": "of its weights now",
             "kv_used": "part of its cache, whoever uses it; null if it does not say",
         },
         {
             "num_tokens": "rollout/engines/<id>/tokens_per_s",
+            "num_cached": "rollout/engines/<id>/cached",
+            "num_media_cached": "rollout/engines/<id>/media_cached",
             "in_flight": "rollout/engines/<id>/in_flight",
             "kv_used": "rollout/engines/<id>/kv_used",
         },

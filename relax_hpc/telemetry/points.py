@@ -5,7 +5,7 @@ All are over the steps of training; what engines and producers say between two s
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from relax_hpc.telemetry import history
@@ -141,12 +141,21 @@ def _of_engines(loads: Sequence[Event]) -> Iterator[tuple[str, float]]:
         caches = [load["kv_used"] for load in newest if load["kv_used"] is not None]
         numbers = {
             "num_tokens": sum(_rate(noted) for noted in tasks.values()),
+            "num_cached": _share(tasks, "num_cached", "num_given"),
+            "num_media_cached": _share(tasks, "num_media_cached", "num_media"),
             "in_flight": sum(load["in_flight"] for load in newest),
             "kv_used": caches[-1] if caches else None,
         }
         for field, value in numbers.items():
             if value is not None and (name := tag("load", field, id=id)):
                 yield name, value
+
+
+def _share(tasks: Mapping[int, Sequence[Event]], part: str, whole: str) -> float | None:
+    """Part of the whole over all tasks; runs of before that do not say have none."""
+    loads = [load for noted in tasks.values() for load in noted]
+    of = sum(load.get(whole, 0) for load in loads)
+    return sum(load[part] for load in loads if whole in load) / of if of else None
 
 
 def _rate(loads: Sequence[Event]) -> float:

@@ -109,7 +109,8 @@ class Parts(NamedTuple):
 
 def _parts(num_given: int, num_sampled: int, steps: str, **further: Any) -> Parts:
     from relax_hpc import job_file
-    from relax_hpc.engines.pool import Endpoint, Pool
+    from relax_hpc.engines.pool import Pool
+    from relax_hpc.engines.pool_engine import Endpoint
     from relax_hpc.prompts.source import Prompt
 
     tree = {

@@ -17,7 +17,8 @@ from relax_hpc.comm.torch_store import open_store
 from relax_hpc.engines.capabilities import Capabilities
 from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.response import Generation, Sampling
 
 VOCAB, EOS = 128, 2
 

@@ -15,7 +15,8 @@ from transformers import (
 
 from relax_hpc.config.media import MediaConfig
 from relax_hpc.demo import hearing, seeing, tones
-from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.response import Draft, Sampling
 from relax_hpc.media.canonical import canonical, measured_all
 from relax_hpc.media.expand import expand, with_times
 from relax_hpc.media.patches import patches

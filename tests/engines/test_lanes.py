@@ -7,7 +7,8 @@ import torch
 from engine_fixtures import EOS, prompt_of, reference_logprobs
 from houses import at_that_moment, freeze, house_of, kill, publish, trainer
 
-from relax_hpc.engines.generation import GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.response import Sampling
 
 pytestmark = pytest.mark.long
 

@@ -17,8 +17,9 @@ from relax_hpc.bus.reader import Reader
 from relax_hpc.bus.tools import selection
 from relax_hpc.demo import seeing
 from relax_hpc.engines import capabilities
-from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Draft, Sampling
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.environments.base import Outcome
 from relax_hpc.errors import EngineError

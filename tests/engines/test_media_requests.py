@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from relax_hpc.engines import capabilities
-from relax_hpc.engines.generation import GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Sampling
 from relax_hpc.engines.sglang import features
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError

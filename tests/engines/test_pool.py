@@ -10,9 +10,12 @@ import pytest
 import torch
 from engine_fixtures import prompt_of, reference_logprobs
 
-from relax_hpc.engines.generation import Draft, GenerationClient, Load, Sampling, _Reply
-from relax_hpc.engines.pool import Endpoint, Pool, next_limit
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.pool import Pool
+from relax_hpc.engines.pool_engine import Endpoint, next_limit
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.reply import Reply
+from relax_hpc.engines.response import Draft, Load, Sampling
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import EngineError, EngineLostError
 from relax_hpc.schema import FinishReason
@@ -156,9 +159,9 @@ def test_replies_tell_the_version_so_that_a_busy_engine_is_not_asked(
         )
         pool.enlist({endpoint(engine, "e"): "serving"})
         assert await pool.version() == 0
-        monkeypatch.setattr("relax_hpc.engines.pool._VERSION_AGE_S", 3600)
+        monkeypatch.setattr("relax_hpc.engines.pool_engine._VERSION_AGE_S", 3600)
         long = asyncio.create_task(pool.sample(prompt_of(6), 1, LONG))
-        await until(lambda: pool.loads[0].num_tokens > 20)
+        await until(lambda: pool.loads[0].counts.num_tokens > 20)
         await asyncio.to_thread(control.pause)
         await asyncio.to_thread(control.update_weights_from_disk, str(checkpoints[1]), 1)
         await asyncio.to_thread(control.resume)
@@ -357,7 +360,7 @@ def chunk(tokens, completion, version="0", finish=None, **meta):
 
 
 def test_chunks_of_what_is_new_and_of_everything_so_far_are_the_same_response():
-    new, whole = _Reply("x", Draft(), 3), _Reply("x", Draft(), 3)
+    new, whole = Reply("x", Draft(), 3), Reply("x", Draft(), 3)
     for part, so_far, count in (([5], [5], 1), ([6, 7], [5, 6, 7], 3), ([8], [5, 6, 7, 8], 4)):
         new.add(chunk(part, count, finish="length" if count == 4 else None))
         whole.add(chunk(so_far, count, finish="length" if count == 4 else None))
@@ -368,7 +371,7 @@ def test_chunks_of_what_is_new_and_of_everything_so_far_are_the_same_response():
 
 def test_a_reply_that_breaks_off_is_lost_and_its_draft_keeps_what_came():
     draft = Draft()
-    reply = _Reply("x", draft, 3)
+    reply = Reply("x", draft, 3)
     reply.add(chunk([5], 1))
     with pytest.raises(EngineLostError, match="broke off"):
         reply.finish()
@@ -377,7 +380,7 @@ def test_a_reply_that_breaks_off_is_lost_and_its_draft_keeps_what_came():
 
 def test_tokens_are_counted_to_the_policy_that_sampled_them_where_the_changes_are_known():
     draft, ours = Draft(), {"rid": 5}
-    reply = _Reply("x", draft, 3)
+    reply = Reply("x", draft, 3)
     reply.add(chunk([5] * 4, 4))
     reply.add(chunk([5] * 16, 20, version="3"))  # in which policy 1, 2 and 3 came
     assert draft.version_runs == [(0, 0)]  # the oldest, until they are known
@@ -389,7 +392,7 @@ def test_tokens_are_counted_to_the_policy_that_sampled_them_where_the_changes_ar
     expected = [(0, 0), (5, 1), (19, 2), (20, 3)]
     assert draft.finished(reply.finish()).version_runs == expected
 
-    goes_on = _Reply("x", draft, 28, version=3)
+    goes_on = Reply("x", draft, 28, version=3)
     goes_on.add(chunk([5], 1, version="4"))
     goes_on.settle("another", {4: {}})  # the engine had not begun with it
     assert draft.version_runs == [*expected, (25, 4)]
@@ -409,11 +412,11 @@ def test_experts_of_a_response_in_two_pieces_are_those_of_every_token_once():
         return base64.b64encode(values.tobytes()).decode()
 
     draft = Draft()
-    reply = _Reply("x", draft, 3)
+    reply = Reply("x", draft, 3)
     reply.add(chunk([5, 6], 2, finish="abort", routed_experts=encoded(0, 4)))
     assert reply.finish() is FinishReason.ABORT
     assert sum(map(len, draft.experts)) == 4  # the last token has not been through the model
-    reply = _Reply("x", draft, 5, version=1)
+    reply = Reply("x", draft, 5, version=1)
     reply.add(chunk([7, 8], 2, version="1", finish="stop", routed_experts=encoded(4, 2)))
     generation = draft.finished(reply.finish())
     expected = np.arange(12).reshape(6, 2)

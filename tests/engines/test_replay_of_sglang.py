@@ -10,8 +10,9 @@ from megatron_reference import collect
 from megatron_worker import job
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.engines.generation import GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Sampling
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.schema import FinishReason, Trajectory
 

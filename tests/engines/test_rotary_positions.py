@@ -10,8 +10,9 @@ from tiny_models import SAVED, YARN, by_transformers, check, distance, linked, w
 
 from relax_hpc.config.engines import EnginePool
 from relax_hpc.engines.embedded.model import Shape
-from relax_hpc.engines.generation import GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Sampling
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.errors import ConfigError
 from relax_hpc.models.config_json import ConfigJson

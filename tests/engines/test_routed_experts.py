@@ -8,9 +8,10 @@ import pytest
 import torch
 from sglang_under_test import SGLANG_PYTHON
 
-from relax_hpc.engines.generation import Draft, GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.http import Http
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Draft, Sampling
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.schema import FinishReason
 

@@ -9,8 +9,8 @@ from relax_hpc.algorithms.composition import objective_of
 from relax_hpc.bus.reader import BatchIndex
 from relax_hpc.bus.shards.encode import from_columns, to_columns
 from relax_hpc.demo import checkpoint
-from relax_hpc.engines.generation import Draft
 from relax_hpc.engines.megatron import packing
+from relax_hpc.engines.response import Draft
 from relax_hpc.environments.record import Call, Record, sequences
 from relax_hpc.roles.dealing.portions import values_of
 from relax_hpc.schema import FinishReason, PromptGroup, Trajectory

@@ -11,10 +11,12 @@ from engine_fixtures import reference_logprobs
 from relax_hpc import job_file
 from relax_hpc.bus.shards.encode import from_columns, to_columns
 from relax_hpc.demo import checkpoint
-from relax_hpc.engines.generation import GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.megatron import packing
-from relax_hpc.engines.pool import Endpoint, Pool
+from relax_hpc.engines.pool import Pool
+from relax_hpc.engines.pool_engine import Endpoint
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Sampling
 from relax_hpc.engines.spec import EngineSpec
 from relax_hpc.environments.base import Outcome
 from relax_hpc.prompts.conversation import Conversation

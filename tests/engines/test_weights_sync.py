@@ -20,7 +20,7 @@ from houses import (
 )
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from relax_hpc.engines.generation import Draft, Sampling
+from relax_hpc.engines.response import Draft, Sampling
 from relax_hpc.schema import FinishReason
 
 pytestmark = pytest.mark.long

@@ -10,7 +10,7 @@ from roles.role_fakes import config
 
 from relax_hpc.bus.shards.encode import to_columns
 from relax_hpc.demo import checkpoint
-from relax_hpc.engines.generation import Draft
+from relax_hpc.engines.response import Draft
 from relax_hpc.environments import registry
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record, sequences

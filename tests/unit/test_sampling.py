@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from roles.role_fakes import Events, config
 
-from relax_hpc.engines.generation import Draft, Sampling
-from relax_hpc.engines.pool import Endpoint, EngineLoad
+from relax_hpc.engines.pool_engine import Endpoint, EngineLoad
+from relax_hpc.engines.response import Counts, Draft, Sampling
 from relax_hpc.errors import ConfigError, PeerTimeoutError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
@@ -152,9 +152,12 @@ def test_loads_are_noted_now_and_then_as_what_came_since_also_after_a_restart(mo
     monkeypatch.setattr(load.time, "monotonic", lambda: clock.now)
     meter = LoadMeter(events)
 
+    def counts_of(num_tokens):
+        return Counts(num_tokens, 10 * num_tokens, 8 * num_tokens, 6, 5)
+
     def note(seconds, num_tokens, **kwargs):
         clock.now = seconds
-        meter.note([EngineLoad("rollout-0", num_tokens, 2, 7, 0.5)], **kwargs)
+        meter.note([EngineLoad("rollout-0", counts_of(num_tokens), 2, 7, 0.5)], **kwargs)
 
     note(4.9, 90)
     assert events.all == []
@@ -166,9 +169,12 @@ def test_loads_are_noted_now_and_then_as_what_came_since_also_after_a_restart(mo
     found = [(event["seconds"], event["num_tokens"]) for event in events.of("load")]
     assert found == [(6.0, 100), (6.0, 60), (5.0, 40), (1.0, 5)]
     assert events.of("load")[0] == {
-        "seconds": 6.0, "id": "rollout-0", "num_tokens": 100, "in_flight": 2, "version": 7,
+        "seconds": 6.0, "id": "rollout-0", "num_tokens": 100, "num_given": 1000,
+        "num_cached": 800, "num_media": 6, "num_media_cached": 5, "in_flight": 2, "version": 7,
         "kv_used": 0.5,
     }  # fmt: skip
+    assert [event["num_given"] for event in events.of("load")] == [1000, 600, 400, 50]
+    assert [event["num_media"] for event in events.of("load")] == [6, 0, 6, 0]
 
 
 def test_a_fixed_pool_serves_as_it_was_loaded_and_no_roster_or_other_pool_counts(sampler_of):

@@ -116,9 +116,9 @@ def test_what_engines_and_producers_say_between_two_steps_is_one_point(run):
         event("load", 1.0, "rollout", 0, seconds=5.0, num_tokens=40, in_flight=3, kv_used=0.5,
               **engine),
         event("load", 2.0, "rollout", 0, seconds=5.0, num_tokens=60, in_flight=1, kv_used=0.25,
-              **engine),
+              num_given=30, num_cached=20, num_media=0, num_media_cached=0, **engine),
         event("load", 2.0, "rollout", 1, seconds=4.0, num_tokens=8, in_flight=2, kv_used=None,
-              **engine),
+              num_given=10, num_cached=5, num_media=8, num_media_cached=2, **engine),
         event("shard", 1.0, "rollout", num_trajectories=1, **{"parts/a": 1.0, "rollout/x": None}),
         event("shard", 1.5, "rollout", num_trajectories=3, **{"parts/a": 0.0, "rollout/y": 2.0}),
         event("shard", 1.6, "rollout", num_trajectories=0, **{"parts/a": None}),
@@ -130,6 +130,8 @@ def test_what_engines_and_producers_say_between_two_steps_is_one_point(run):
     assert curves(read(paths.tensorboard)) == {
         "reward/mean": [(1, 0.5), (2, 0.5)],
         "rollout/engines/rollout-0/tokens_per_s": [(1, 12.0)],  # 100 in 10 s and 8 in 4 s
+        "rollout/engines/rollout-0/cached": [(1, 0.625)],  # 25 of 40
+        "rollout/engines/rollout-0/media_cached": [(1, 0.25)],
         "rollout/engines/rollout-0/in_flight": [(1, 3.0)],
         "rollout/engines/rollout-0/kv_used": [(1, 0.25)],
         "reward/parts/a": [(1, 0.25)],

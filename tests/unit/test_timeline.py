@@ -5,7 +5,8 @@ import pytest
 from matplotlib.image import imread
 from test_telemetry import event, step, write
 
-from relax_hpc.engines.pool import EngineLoad
+from relax_hpc.engines.pool_engine import EngineLoad
+from relax_hpc.engines.response import Counts
 from relax_hpc.errors import ConfigError
 from relax_hpc.sampling.load import LoadMeter
 from relax_hpc.telemetry import timeline, timeline_plot
@@ -154,7 +155,7 @@ def test_timers_note_when_phases_were_and_leave_out_what_nobody_sees():
 
 def test_the_load_of_an_engine_is_what_came_since_the_last_note(tmp_path):
     def states(tokens, id="rollout-0"):
-        return [EngineLoad(id, tokens, 3, 2, None)]
+        return [EngineLoad(id, Counts(tokens), 3, 2, None)]
 
     with EventWriter(tmp_path / "rollout-0.jsonl", "rollout", 0) as events:
         meter = LoadMeter(events, every_s=1e-9)
@@ -165,5 +166,5 @@ def test_the_load_of_an_engine_is_what_came_since_the_last_note(tmp_path):
         rare.note(states(4), last=True)
     noted = read_events(tmp_path)
     assert [e["num_tokens"] for e in noted] == [10, 15, 7, 4]
-    fields = {"id", "seconds", "num_tokens", "in_flight", "version", "kv_used"}
+    fields = {"id", "seconds", "num_tokens", "in_flight", "version", "kv_used", "num_media_cached"}
     assert fields <= set(json.loads((tmp_path / "rollout-0.jsonl").read_text().splitlines()[0]))

@@ -24,9 +24,11 @@ from relax_hpc.bench.report import Row
 from relax_hpc.config.run import RunConfig
 from relax_hpc.engines.async_http import AsyncHttp
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import GenerationClient, Sampling
-from relax_hpc.engines.pool import Endpoint, Pool
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.pool import Pool
+from relax_hpc.engines.pool_engine import Endpoint
 from relax_hpc.engines.process import start_engine
+from relax_hpc.engines.response import Sampling
 from relax_hpc.errors import EngineError
 from relax_hpc.job_file import with_overrides
 from relax_hpc.media.canonical import canonical, measured

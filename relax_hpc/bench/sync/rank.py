@@ -16,8 +16,9 @@ from relax_hpc.bench.sync.figures import Gap, Update
 from relax_hpc.bench.sync.task import ATTEMPT, LOGPROB_VERSIONS, Task
 from relax_hpc.comm.world import World
 from relax_hpc.engines.client import EngineClient
-from relax_hpc.engines.generation import Generation, GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
 from relax_hpc.engines.megatron.scorer import MegatronScorer
+from relax_hpc.engines.response import Generation, Sampling
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.register import Register

@@ -10,7 +10,8 @@ from typing import Self
 
 import numpy as np
 
-from relax_hpc.engines.generation import GenerationClient, Sampling
+from relax_hpc.engines.generation import GenerationClient
+from relax_hpc.engines.response import Sampling
 from relax_hpc.errors import EngineError
 
 _PROMPT_TOKENS = 64
@@ -71,7 +72,8 @@ class SteadyLoad:
 
         async def look() -> None:
             while not self._ended.is_set():
-                self._seen.append((time.time(), sum(client.num_tokens for client in clients)))
+                sampled = sum(client.counts.num_tokens for client in clients)
+                self._seen.append((time.time(), sampled))
                 await asyncio.sleep(_LOOK_S)
 
         # First responses end one after the other: else all would grow old together, and the

@@ -3,8 +3,9 @@
 import asyncio
 from types import SimpleNamespace
 
-from relax_hpc.engines.generation import Sampling
-from relax_hpc.engines.pool import Endpoint, Pool
+from relax_hpc.engines.pool import Pool
+from relax_hpc.engines.pool_engine import Endpoint
+from relax_hpc.engines.response import Sampling
 from relax_hpc.errors import EngineLostError
 from relax_hpc.schema import FinishReason
 
@@ -22,7 +23,7 @@ class Client:
     async def version(self):
         return self.now
 
-    async def sample(self, prompt, seed, sampling, *, version, draft, rid):
+    async def sample(self, prompt, seed, sampling, *, version, draft, rid, computed):
         self.asked.append((self.at.id, prompt, seed, sampling, version, list(draft.token_ids)))
         draft.token_ids += [self.now] * 2
         if len(self.asked) == 1:

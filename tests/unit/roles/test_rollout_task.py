@@ -7,7 +7,7 @@ import pytest
 from role_fakes import Events, Journal, config
 
 from relax_hpc.bus import layout
-from relax_hpc.engines.generation import Draft
+from relax_hpc.engines.response import Draft
 from relax_hpc.environments.base import Outcome
 from relax_hpc.environments.record import Call, Record
 from relax_hpc.errors import EngineError
