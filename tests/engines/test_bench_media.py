@@ -104,10 +104,10 @@ def test_the_share_of_the_tower_is_of_a_group_of_eight_rows(tmp_path):
 
 
 def test_the_ratio_of_requests_is_the_median_of_those_within_a_turn():
-    figures = engine.Figures([1.0, 2.0, 4.0], [6.0, 10.0, 28.0], [3.0, 3.0, 3.0])
-    both, ours, png = engine.rows(figures, engine.Work(images=5, siblings=2))
+    figures = engine.Figures([1.0, 2.0, 4.0], [6.0, 10.0, 28.0], [3.0, 3.0, 3.0], [1, 1.2, 1])
+    both, encoded, ours, png = engine.rows(figures, engine.Work(images=5, siblings=2))
     assert (both.value, both.baseline, both.ratio) == (5.0, 1.0, 6.0)
-    assert (ours.value, png.value) == (2.0, 3.0)
+    assert (encoded.value, ours.value, png.value) == (1.2, 2.0, 3.0)
 
 
 def test_what_nobody_knows_is_named():
@@ -129,6 +129,7 @@ def test_options_go_to_the_parts_that_they_are_of():
 @pytest.mark.skipif(not SGLANG_PYTHON, reason="needs SGLang")
 def test_both_ways_get_their_tokens_of_a_real_engine():
     work = engine.Work(images=2, siblings=2, side=64, repeats=1, workers=1)
-    both, ours, png = engine.measure("tiny", work, python=SGLANG_PYTHON)
+    both, encoded, ours, png = engine.measure("tiny", work, python=SGLANG_PYTHON)
+    assert encoded.value == 1, "the sibling waited, and found the image in the engine's cache"
     assert both.ratio == pytest.approx(both.value / both.baseline)
     assert both.value == pytest.approx(4 / ours.value) and png.value > 0

@@ -75,6 +75,9 @@ def environment(device: Literal["cpu", "cuda"], model_path: Path) -> dict[str, s
     hooks = {
         "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _PROCESSORS,
         "SGLANG_EXTERNAL_MODEL_PACKAGE": _MODELS,
+        # Features of the longest videos fit: one that is prefilled in chunks is encoded once. By
+        # default it is 100, and 0 for Qwen3-VL on large Hopper GPUs (0.5.23).
+        "SGLANG_VLM_CACHE_SIZE_MB": "512",
     }
     return ENVIRONMENT[device] | (hooks if is_shown_media(model_path) else {})
 

@@ -1,0 +1,51 @@
+"""`prepare.py JOB OUT MEAN P99 [section.key=value ...]`: prompts for verl, in the order in
+which the job takes them, and the length of each sibling's response.
+
+OUT gets train.json and heldout.json as verl reads them, lengths.json (token ids of a prompt ->
+a length per sibling), and lengths.py, the environment with which the job draws the very same.
+MEAN 0 is no distribution: every response has P99 tokens.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from relax_hpc import job_file
+from relax_hpc.bench.modes.long_tail import Lengths
+from relax_hpc.prompts import tokenizer
+from relax_hpc.roles.rollout import prompt_check
+from relax_hpc.roles.rollout.episodes import seed_of
+
+job, out = Path(sys.argv[1]), Path(sys.argv[2])
+mean, p99 = float(sys.argv[3]), int(sys.argv[4])
+config = job_file.load(job, sys.argv[5:])
+out.mkdir(parents=True, exist_ok=True)
+source = prompt_check.sources_of(
+    config, prompt_check.open_files(config), tokenizer.load(config.model.path)
+).train
+lengths, rows = {}, []
+for guid in range(len(source)):
+    prompt = source[guid]
+    seeds = [seed_of(config.seed, guid, n) for n in range(config.rollout.samples_per_prompt)]
+    key = ",".join(map(str, prompt.token_ids))
+    assert key not in lengths, "two prompts are alike: verl's could not be told apart"
+    if mean:
+        lengths[key] = [Lengths(mean, p99).draw(seed) for seed in seeds]
+    else:
+        lengths[key] = [p99] * len(seeds)
+    rows.append(
+        {
+            "data_source": "random",
+            "prompt": prompt.messages,
+            "ability": "math",
+            "agent_name": "single_turn_agent",
+            "reward_model": {"style": "rule", "ground_truth": prompt.answer},
+            "extra_info": {"index": guid},
+        }
+    )
+if mean:
+    Lengths(mean, p99).write(out)
+(out / "lengths.json").write_text(json.dumps(lengths))
+for name, some in (("train", rows), ("heldout", rows[:16])):
+    (out / f"{name}.json").write_text("".join(json.dumps(row) + "\n" for row in some))
+print(f"{len(rows)} prompts, {sum(map(sum, lengths.values())):,} tokens in an epoch")
