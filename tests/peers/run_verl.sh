@@ -10,7 +10,7 @@ source "$(dirname "$0")/work.sh"
 if [ -n "${PEER:-}" ]; then export PYTHONPATH="$PEER/shim:$PEER/site${PYTHONPATH:+:$PYTHONPATH}"; fi
 ckpt=${CKPT:-False} bypass=${BYPASS:-True} agents=${AGENTS:-8}
 export VERL_POLL_INTERVAL=${POLL:-0.05} VERL_LENGTHS=$data/lengths.json
-export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 TOKENIZERS_PARALLELISM=true
+export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=true
 # SGLang's engine needs NCCL_CUMEM_ENABLE=0 on both ends of a broadcast.
 export NCCL_NVLS_ENABLE=0 NCCL_CUMEM_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
 # Ray's monitor kills workers where memory grows; nothing is to leave the machine.

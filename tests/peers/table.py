@@ -32,7 +32,7 @@ def steps(path, kind):
 
 
 def show(path):
-    name, kind = path.name.split(".")[:2]
+    name, kind, _ = path.name.rsplit(".", 2)
     found = steps(path, kind)
     warm = list(zip(found[WARM_UP - 1 :], found[WARM_UP:], strict=False))
     if not warm:

@@ -70,11 +70,11 @@ def test_the_table_counts_from_end_to_end_and_leaves_out_the_first_two_steps(tmp
                                    "timing_s/gen": 2.0}}
         for end in ends
     ]  # fmt: skip
-    for name, rows in (("w.relax", ours), ("w.verl", theirs)):
+    for name, rows in (("1.7b.relax", ours), ("1.7b.verl", theirs)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     table = script("table.py", tmp_path).splitlines()
-    assert table[2] == "| w | relax | 2 | 3.00 (2.00 to 4.00) | 200 | wait 0.50 |"
-    assert table[3] == "| w | verl | 2 | 3.00 (2.00 to 4.00) | 100 | gen 2.00 |"
+    assert table[2] == "| 1.7b | relax | 2 | 3.00 (2.00 to 4.00) | 200 | wait 0.50 |"
+    assert table[3] == "| 1.7b | verl | 2 | 3.00 (2.00 to 4.00) | 100 | gen 2.00 |"
 
 
 def test_the_change_to_verl_gives_each_sibling_its_length(tmp_path, monkeypatch):
