@@ -1,6 +1,7 @@
 """Distillation as its user sees it: a student comes near to a teacher that knows more."""
 
 import json
+import random
 from statistics import mean
 
 import pytest
@@ -36,18 +37,50 @@ def examples(path):
         yield Example(prompt, [*answered, tokens.eos_token_id])
 
 
-def make_teacher(student, folder):
-    """The student after further supervision; how many sums it gets right when it samples."""
+def make_teacher(student, folder, **how):
+    """The student after further supervision; how many prompts it gets right when it samples."""
     model = AutoModelForCausalLM.from_pretrained(student / "model", dtype="float32")
     shown, asked = (list(examples(student / f"{name}.jsonl")) for name in ("train", "heldout"))
-    how = {"target": 0.95, "seed": 1, "progress": print}
-    outcome = warm_start(model, shown, asked[:128], **how)
+    outcome = warm_start(model, shown, asked[:256], seed=1, progress=print, **how)
     checkpoint.save(folder, model, checkpoint.tokenizer())
     return outcome
 
 
+def make_mostly(folder):
+    """A model with random weights, and prompts that ask which of six digits is there most often."""
+    tokens = checkpoint.tokenizer()
+    checkpoint.save(folder / "model", checkpoint.model(tokens, seed=0), tokens)
+    asked = {}
+    draws = random.Random(1)
+    while len(asked) < 12_700:
+        digit, often = draws.choice("0123456789"), draws.choice((4, 4, 4, 5))
+        word = [digit] * often + draws.choices("0123456789", k=6 - often)
+        draws.shuffle(word)
+        asked["".join(word)] = digit
+    lines = [
+        json.dumps(
+            {
+                "prompt": [{"role": "user", "content": f"mostly {word}="}],
+                "answer": digit,
+                "completion": f"\\boxed{{{digit}}}",
+            }
+        )
+        + "\n"
+        for word, digit in asked.items()
+    ]
+    (folder / "train.jsonl").write_text("".join(lines[:-512]))
+    (folder / "heldout.jsonl").write_text("".join(lines[-512:]))
+
+
+def scores_of(run_dir):
+    return {
+        each["when"]: each["correct"] / each["num_samples"]
+        for each in events_of(run_dir, "rollout", "eval")
+    }
+
+
 def test_a_student_comes_near_to_its_teacher_without_any_reward(tiny, tmp_path):
-    teacher = make_teacher(tiny, tmp_path / "teacher")
+    teacher = make_teacher(tiny, tmp_path / "teacher", target=0.95)
     assert teacher.greedy >= 0.95
     settings = SETTINGS | {"run_root": tmp_path, "teachers.sums.path": tmp_path / "teacher"}
     run_dir = submit("tiny/arithmetic_distill", tiny, local=True, **settings).run_dir
@@ -60,10 +93,31 @@ def test_a_student_comes_near_to_its_teacher_without_any_reward(tiny, tmp_path):
     assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
     steps = events_of(run_dir, "actor", "step")
     first, last = (mean(step["distill/kl"] for step in part) for part in (steps[:5], steps[-5:]))
-    scores = {
-        each["when"]: each["correct"] / each["num_samples"]
-        for each in events_of(run_dir, "rollout", "eval")
-    }
+    scores = scores_of(run_dir)
     print(f"teacher {teacher}, divergence {first:.3f} to {last:.3f}, held-out {scores}")
     assert last <= 0.6 * first
     assert scores["after"] >= scores["before"] + 0.1
+
+
+def test_a_student_with_random_weights_reaches_its_teacher(tmp_path):
+    """Nothing it says at first is what its teacher would say."""
+    make_mostly(tmp_path)
+    teacher = make_teacher(tmp_path, tmp_path / "teacher", target=1.1, max_steps=100)
+    settings = SETTINGS | {
+        "run_root": tmp_path, "teachers.sums.path": tmp_path / "teacher",
+        "prompts.train": tmp_path / "train.jsonl",
+        "schedule.num_steps": 300, "rollout.samples_per_prompt": 8,
+        "actor.optimizer.lr": 5e-4, "actor.optimizer.warmup_steps": 20,
+        "actor.save_every": 300, "bus.keep_steps": 300,
+    }  # fmt: skip
+    run_dir = submit("tiny/arithmetic_distill", tmp_path, local=True, **settings).run_dir
+    try:
+        after = wait_until(run_dir, is_over, 900)
+    finally:
+        cli("cancel", run_dir)
+    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    assert planned(run_dir) == every_prompt_once(300, PROMPTS)
+    scores = scores_of(run_dir)
+    print(f"teacher {teacher}, held-out {scores}")
+    assert scores["before"] <= 0.02
+    assert scores["after"] >= teacher.greedy - 0.02

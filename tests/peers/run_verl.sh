@@ -60,9 +60,21 @@ half=$((gpus > 1 ? gpus / 2 : 1))
   trainer.n_gpus_per_node="$half" $rollout.nnodes=1 $rollout.n_gpus_per_node="$half"
   $rollout.checkpoint_engine.backend=nccl
 )
+# Ray's processes leave the session, and some their names; by this they are found, and no others.
+export RELAX_PEER_RUN=$$-$RANDOM
+end_all() {
+  for each in /proc/[0-9]*; do
+    pid=${each#/proc/}
+    if [ "$pid" != $$ ] && grep -qz "^RELAX_PEER_RUN=$RELAX_PEER_RUN\$" "$each/environ" 2>/dev/null; then
+      kill -9 "$pid" 2>/dev/null
+    fi
+  done
+  true
+}
 cd "$folder"
 timeout "${LIMIT:-540}" python3 -m verl.trainer.main_ppo "${args[@]}" "$@" >"$out/$name.verl.log" 2>&1
 status=$?
+end_all 2>/dev/null
 ((status == 0)) || {
   grep -vE 'INFO|Warning|warn' "$out/$name.verl.log" | tail -n 40 | cut -c 1-300
   echo "exit $status"

@@ -73,8 +73,8 @@ class Figures(NamedTuple):
     encode: list[float]
     """CPU seconds to encode the images of a turn as PNG, each for every sibling."""
     encoded: list[float]
-    """Times that an image was encoded, our way, at most: requests for which the engine computed some
-    token of it, by images."""
+    """Times that an image was encoded, our way, at most: the requests for which the engine
+    computed some token of it, by images."""
 
 
 def measure(

@@ -20,6 +20,7 @@ from sglang.srt.managers.schedule_batch import (
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 from torch import Tensor
 
+from relax_hpc.engines.sglang.pixels import carried
 from relax_hpc.media import wire
 from relax_hpc.media.canonical import digest_of
 from relax_hpc.media.extent import Extent
@@ -75,7 +76,7 @@ class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has 
             item = MultimodalDataItem(
                 modality=_MODALITIES[medium.extent.modality],
                 feature=feature,
-                model_specific_data=_facts(medium.extent, feature),
+                model_specific_data=self._facts(medium.extent, feature),
             )
             own = [span for span in sent.view.spans if span.medium == number]
             item.offsets = [(span.first, span.first + span.tokens - 1) for span in own]
@@ -99,7 +100,8 @@ class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has 
         )
 
     async def _features(self, medium: Spooled, content: bytes) -> Tensor:
-        """Returns the input of a tower, made once for requests that come close together."""
+        """Returns the input of a tower, or the pixels of an image, made once for requests that come
+        close together."""
         known = self._kept.get(medium.digest)
         if known is None:
             made = asyncio.to_thread(self._made, medium, content)
@@ -128,13 +130,15 @@ class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has 
             )
         if medium.extent.modality == "audio":
             return torch.from_numpy(array)[None]
-        is_image = medium.extent.modality == "image"
-        vision = self._recipe.image if is_image else self._recipe.video.vision
-        return patches(torch.from_numpy(array), vision, self._dtype)
+        pixels = torch.from_numpy(array)
+        if medium.extent.modality == "image":
+            return pixels
+        # SGLang cuts the rows of a video itself, which is written in several stretches.
+        return patches(pixels, self._recipe.video.vision, self._dtype)
 
-
-def _facts(extent: Extent, feature: Tensor) -> dict[str, Tensor]:
-    if extent.modality == "audio":
-        mask = torch.ones(1, feature.shape[-1], dtype=torch.long)
-        return {"feature_attention_mask": mask}
-    return {f"{extent.modality}_grid_thw": torch.tensor([extent.grid])}
+    def _facts(self, extent: Extent, feature: Tensor) -> dict[str, Any]:
+        if extent.modality == "audio":
+            mask = torch.ones(1, feature.shape[-1], dtype=torch.long)
+            return {"feature_attention_mask": mask}
+        facts = {f"{extent.modality}_grid_thw": torch.tensor([extent.grid])}
+        return facts | (carried(self._recipe.image) if extent.modality == "image" else {})
