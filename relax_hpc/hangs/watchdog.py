@@ -8,7 +8,6 @@ it waits for others, and one that somebody has stopped. What is known of it is w
 storage that stands still holds that up as well, and a task that goes on afterwards is left alone.
 """
 
-import ctypes
 import json
 import math
 import mmap
@@ -27,12 +26,12 @@ from relax_hpc import permissions
 from relax_hpc.hangs import process, recorder
 from relax_hpc.hangs.process import Facts
 from relax_hpc.heartbeat import BYTES, Beat
+from relax_hpc.parentage import end_with_parent
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry.events import EventWriter
 
 _POLL_S = 1.0
-_PR_SET_PDEATHSIG = 1
 _SETTLE_S = 10.0
 """Longest time that the other ranks have to say that they hang, too."""
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -178,11 +177,11 @@ class Watchdog:
     @contextmanager
     def _outliving_it(self) -> Iterator[None]:
         """Does not end with the task for the length of the block."""
-        _end_with_parent(0)
+        end_with_parent(0)
         try:
             yield
         finally:
-            _end_with_parent(signal.SIGKILL)
+            end_with_parent(signal.SIGKILL)
 
     def _is_culprit(self, mine: Suspicion) -> bool:
         """Whether this rank is to be ended: it waits for nobody, and no other is guiltier."""
@@ -236,17 +235,12 @@ class Watchdog:
         return found
 
 
-def _end_with_parent(number: int) -> None:
-    """Gets this signal when the task ends; 0 is none."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
 def main() -> None:
     """Runs until the task has ended."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     orders = Orders(**json.loads(sys.argv[1]))
-    _end_with_parent(signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != orders.pid:  # it died before the call above
         return
     paths = RunPaths(Path(orders.run_dir))

@@ -9,7 +9,6 @@ failed first.
 """
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from relax_hpc.comm.process_id import ProcessId
+from relax_hpc.parentage import adopt_orphans, end_with_parent
 from relax_hpc.records import write_json
 
 _POLL_S = 0.05
@@ -30,9 +30,6 @@ _GRACE_S = 5.0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 """Signals that this process waits for. They are blocked, so nothing happens between two lines of
 it."""
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None)
 
 
 @dataclass
@@ -96,7 +93,7 @@ def _ended(options: int = 0) -> int | None:
 def main() -> None:
     args = _parse()
     controller = ProcessId.of(args.controller)
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what outlives the task that started it is our child
+    adopt_orphans()  # what outlives the task that started it is our child
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     step = Step()
     for rank in range(args.tasks):
@@ -174,7 +171,7 @@ def _gpus(first: int, count: int) -> list[str]:
 
 def _begin(signals: Iterable[int]) -> None:
     """Runs in a task, before its command: dies with its parent, and hears what others hear."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.pthread_sigmask(signal.SIG_SETMASK, signals)
 
 

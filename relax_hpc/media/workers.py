@@ -1,11 +1,8 @@
 """Processes that make media canonical, so that the loop that feeds the engines does not wait."""
 
 import asyncio
-import ctypes
 import multiprocessing
 import os
-import signal
-import sys
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -20,11 +17,11 @@ from relax_hpc.media.expand import Span
 from relax_hpc.media.recipe import Recipe
 from relax_hpc.media.spool import Spool, Spooled, View, opened_spool, write
 from relax_hpc.media.stored import stored, stored_as_array
+from relax_hpc.parentage import end_with
 from relax_hpc.schema import Medium
 
 MOST_WORKERS = 8
 """Processes of a task, if the job does not say how many."""
-_SET_PDEATHSIG = 1
 _Task = asyncio.Task[tuple[Medium, Spooled]]
 
 
@@ -143,14 +140,7 @@ class MediaWorkers:
 
 def _new_pool(size: int) -> ProcessPoolExecutor:
     spawn = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(size, spawn, initializer=_begin, initargs=(os.getpid(),))
-
-
-def _begin(owner: int) -> None:
-    """Ties this process to the one that started it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != owner:  # it ended before the call above
-        sys.exit(1)
+    return ProcessPoolExecutor(size, spawn, initializer=end_with, initargs=(os.getpid(),))
 
 
 def _make(medium: Measured, recipe: Recipe, file: Path, store: Store) -> tuple[Medium, bytes]:

@@ -7,7 +7,6 @@ unpickled, on either side.
 """
 
 import asyncio
-import ctypes
 import fcntl
 import gc
 import json
@@ -25,11 +24,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from relax_hpc.errors import ConfigError, first_line
+from relax_hpc.parentage import adopt_orphans, end_with
 from relax_hpc.rewards import registry
 from relax_hpc.rewards.contract import Sample
 from relax_hpc.rewards.reward import Reward, Weighted
 
-_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _SEAL_FUTURE_WRITE = 0x10
 PROGRESS = struct.Struct("qd")
 """Shared with the owner: the sample under way and the monotonic second when it was begun."""
@@ -152,12 +151,12 @@ def _go_on_below(given: Arguments) -> None:
     What is below it stays below it until then: orphans return to it, whatever their session.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _tie(given.owner, signal.SIGTERM)
-    _prctl(_SET_CHILD_SUBREAPER, 1)
+    end_with(given.owner, signal.SIGTERM)
+    adopt_orphans()
     above = os.getpid()
     child = os.fork()
     if child == 0:
-        _tie(above, signal.SIGKILL)
+        end_with(above)
         return
     os.close(given.socket)
     os.close(given.progress)
@@ -171,17 +170,6 @@ def _go_on_below(given: Arguments) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         _end_children()
         _end_likewise(status)
-
-
-def _tie(owner: int, end: signal.Signals) -> None:
-    """Gets a signal when its parent ends."""
-    _prctl(_SET_PDEATHSIG, end)
-    if os.getppid() != owner:  # it ended before the call above
-        os._exit(1)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def _end_children() -> None:
