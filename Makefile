@@ -3,7 +3,8 @@
 # make test-long   the other tests: further whole runs and their ends, all layouts, other file systems
 # make docs    the pages of keys, events, columns and commands, made of what the code declares
 # make check   lint, types and the direction of imports only
-# make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards
+# make soak    kill the bus's processes more than a thousand times, wherever that can hurt; read 10 GB; hostile rewards; a
+#              student from random weights
 # make soak-run   end a whole run a hundred times, in every way; its curve is that of one that was left alone
 # make soak-sglang   ten thousand images of one size, each by itself; colours learned from pixels in whole runs
 # make mutants   before a release: plant mistakes one by one; the tests have to notice nine in ten

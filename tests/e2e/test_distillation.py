@@ -99,6 +99,7 @@ def test_a_student_comes_near_to_its_teacher_without_any_reward(tiny, tmp_path):
     assert scores["after"] >= scores["before"] + 0.1
 
 
+@pytest.mark.soak
 def test_a_student_with_random_weights_reaches_its_teacher(tmp_path):
     """Nothing it says at first is what its teacher would say."""
     make_mostly(tmp_path)
@@ -106,17 +107,17 @@ def test_a_student_with_random_weights_reaches_its_teacher(tmp_path):
     settings = SETTINGS | {
         "run_root": tmp_path, "teachers.sums.path": tmp_path / "teacher",
         "prompts.train": tmp_path / "train.jsonl",
-        "schedule.num_steps": 300, "rollout.samples_per_prompt": 8,
+        "schedule.num_steps": 400, "schedule.prompts_per_step": 128, "rollout.samples_per_prompt": 8,
         "actor.optimizer.lr": 5e-4, "actor.optimizer.warmup_steps": 20,
-        "actor.save_every": 300, "bus.keep_steps": 300,
+        "actor.save_every": 400, "bus.keep_steps": 400,
     }  # fmt: skip
     run_dir = submit("tiny/arithmetic_distill", tmp_path, local=True, **settings).run_dir
     try:
-        after = wait_until(run_dir, is_over, 900)
+        after = wait_until(run_dir, is_over, 3600)
     finally:
         cli("cancel", run_dir)
     assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
-    assert planned(run_dir) == every_prompt_once(300, PROMPTS)
+    assert planned(run_dir) == every_prompt_once(400, 128)
     scores = scores_of(run_dir)
     print(f"teacher {teacher}, held-out {scores}")
     assert scores["before"] <= 0.02
