@@ -107,7 +107,8 @@ def test_a_student_with_random_weights_reaches_its_teacher(tmp_path):
     settings = SETTINGS | {
         "run_root": tmp_path, "teachers.sums.path": tmp_path / "teacher",
         "prompts.train": tmp_path / "train.jsonl",
-        "schedule.num_steps": 400, "schedule.prompts_per_step": 128, "rollout.samples_per_prompt": 8,
+        "schedule.num_steps": 400, "schedule.prompts_per_step": 128,
+        "rollout.samples_per_prompt": 8,
         "actor.optimizer.lr": 5e-4, "actor.optimizer.warmup_steps": 20,
         "actor.save_every": 400, "bus.keep_steps": 400,
     }  # fmt: skip
