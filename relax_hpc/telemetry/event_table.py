@@ -112,7 +112,8 @@ EVENTS: dict[str, EventKind] = {
             "policy_version_max": "",
             "reward/...": "mean over episodes",
             "parts/...": "mean over episodes of each part of the reward",
-            "rollout/...": "mean over episodes of the environment's metrics; media/...",
+            "rollout/...": "mean over episodes of the environment's metrics; media/number, bytes, "
+            "tokens, and prepare_s, seconds that a prompt waited for its media",
         },
         {"parts/...": "reward/parts/...", "rollout/...": "rollout/..."},
     ),

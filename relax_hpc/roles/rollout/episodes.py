@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -116,8 +117,9 @@ class Episodes:
             group: their name, among all that run at a time.
             seeds: of each.
         """
+        begun, turns = time.perf_counter(), None
         async with self._with_media(prompt) as shown, AsyncExitStack() as opened:
-            turns = None
+            prepare_s = time.perf_counter() - begun
             if self._workers is not None and self._media_tokens is not None:
                 made = TurnMedia(self._media_tokens, self._workers, self._config.prompts)
                 turns = await opened.enter_async_context(made)
@@ -129,7 +131,8 @@ class Episodes:
                     for record, seed in zip(records, seeds, strict=True)
                 ]
         outcomes = [task.result() for task in tasks]
-        return await self._scored(prompt, records, outcomes)
+        metrics = {"media/prepare_s": prepare_s} if prompt.measured else {}
+        return await self._scored(prompt, records, outcomes, metrics)
 
     @asynccontextmanager
     async def _with_media(self, prompt: Prompt) -> AsyncIterator[Prompt]:
@@ -163,9 +166,14 @@ class Episodes:
         )
 
     async def _scored(
-        self, prompt: Prompt, records: Sequence[Record], outcomes: Sequence[Outcome]
+        self,
+        prompt: Prompt,
+        records: Sequence[Record],
+        outcomes: Sequence[Outcome],
+        metrics: Mapping[str, float],
     ) -> list[Episode]:
-        """The rewards of environments; of the others the job's, for what was said last."""
+        """The rewards of environments; of the others the job's, for what was said last. All have
+        these metrics."""
         left = [n for n, outcome in enumerate(outcomes) if not outcome.rewards]
         scores: dict[int, Score] = {}
         if left:
@@ -175,7 +183,7 @@ class Episodes:
             Episode(
                 record,
                 scores.get(n) or Score(sum(outcome.rewards.values()), outcome.rewards),
-                _numbers(prompt, outcome.metrics),
+                {**_numbers(prompt, outcome.metrics), **metrics},
             )
             for n, (record, outcome) in enumerate(zip(records, outcomes, strict=True))
         ]

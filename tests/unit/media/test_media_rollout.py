@@ -124,6 +124,9 @@ def test_siblings_are_shown_the_canonical_arrays_and_the_bus_gets_bytes_and_dige
         assert [m.kind for m in row.media] == [MediaKind.PNG, MediaKind.JPEG]
         assert [m.canonical_xxh3 for m in row.media] == [each.digest for each in arrays]
         assert row.media[0].data.tobytes() == (tmp_path / "a.png").read_bytes()
+    assert len(group.metrics) == 3, "how long a prompt waited for its media is told of each episode"
+    assert all(0 < each["media/prepare_s"] < 60 for each in group.metrics)
+    assert len({each["media/prepare_s"] for each in group.metrics}) == 1
     rows = group.trajectories
     assert all(row.media[0] is rows[0].media[0] for row in rows), "siblings share them"
 
