@@ -1,4 +1,4 @@
-"""What Linux does with a process whose parent ends, and with processes that are left without one.
+"""Tells Linux what to do with this process when its parent ends, and with orphans below it.
 
 `engines/leash.py` and `rewards/sandbox_stage.py` say it themselves: they run as programs of their
 own, with the standard library alone.

@@ -42,6 +42,9 @@ class EnginePool(Section):
     """An engine that is not healthy after this many seconds has failed to start."""
     hang_timeout_s: Positive = 120
     """An engine that says nothing for this many seconds, outside an update, is started again."""
+    drain_slow: bool = False
+    """A task gives an engine nothing new for ten minutes if that samples less than half as fast as
+    the median of its engines, of three or more."""
     args: PassThrough = {}
     """Passed to the engine's own parser, e.g. mem_fraction_static = 0.8 for SGLang."""
     resources: Resources = Resources()

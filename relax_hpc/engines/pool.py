@@ -10,7 +10,7 @@ import logging
 import time
 import uuid
 from collections import OrderedDict, deque
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from relax_hpc.engines.generation import GenerationClient
@@ -105,6 +105,14 @@ class Pool:
                 engine.serves_since = time.monotonic()
                 ready.append(engine)
         self._consider(*ready)
+        self._grant()
+
+    def rest(self, ids: Collection[str]) -> None:
+        """Gives these engines nothing new from now on, as long as there are others: those may be
+        held for an update."""
+        others = any(each.endpoint.id not in ids for each in self._engines.values())
+        for engine in self._engines.values():
+            engine.rests = others and engine.endpoint.id in ids
         self._grant()
 
     @property

@@ -31,7 +31,7 @@ class EngineLoad(NamedTuple):
 
     id: str
     counts: Counts
-    """What was asked and came since it was enlisted."""
+    """Tokens and media that it was asked for and gave, since it was enlisted."""
     in_flight: int
     version: int
     """Policy version when last seen; -1 if it never said."""
@@ -59,6 +59,8 @@ class PoolEngine:
     in_flight: set[str] = field(default_factory=set)
     """Rids of the requests under way."""
     kv_used: float | None = None
+    rests: bool = False
+    """Gets nothing new for now."""
 
     @property
     def usable(self) -> bool:
@@ -72,9 +74,8 @@ class PoolEngine:
         return self.asked_at > max(self.serves_since, time.monotonic() - _VERSION_AGE_S)
 
     def takes(self, min_version: int) -> bool:
-        return (
-            self.usable and len(self.in_flight) < self.limit and self.version >= max(min_version, 0)
-        )
+        has_room = not self.rests and len(self.in_flight) < self.limit
+        return self.usable and has_room and self.version >= max(min_version, 0)
 
 
 def next_limit(limit: int, load: Load, in_flight: int, most: int) -> int:

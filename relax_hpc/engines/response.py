@@ -54,14 +54,14 @@ class Generation(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What an engine was asked for, and what came, so far. It adds up."""
+    """The tokens and media that an engine was asked for and gave, so far; they add up."""
 
     num_tokens: int = 0
     """Sampled."""
     num_given: int = 0
     """Tokens of prompts whose reply is complete; a response that goes on is part of its prompt."""
     num_cached: int = 0
-    """Those of them that it did not have to compute."""
+    """Tokens of these that it did not have to compute."""
     num_media: int = 0
     """Media among them."""
     num_media_cached: int = 0

@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Literal
 
 from relax_hpc.config.engines import ROLLOUT, follows_policy
@@ -14,9 +13,10 @@ from relax_hpc.fleet.scaling import Extra, ScaleState
 from relax_hpc.fleet.standing import ENDED, Standing, standing
 from relax_hpc.launch import states
 from relax_hpc.paths import RunPaths
+from relax_hpc.sampling.slow import slow as slow_of
 from relax_hpc.telemetry.events import Event
 
-_SLOW, _FEWEST, _RECENT_S = 0.5, 3, 60.0
+_RECENT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +76,17 @@ def slow(events: Sequence[Event]) -> dict[str, str]:
             tokens[event["id"]] += event["num_tokens"]
             seconds[event["id"]] += event["seconds"] * event["in_flight"]
     rates = {name: tokens[name] / spent for name, spent in seconds.items() if spent}
-    if len(rates) < _FEWEST:
-        return {}
-    middle = median(rates.values())
-    return {
+    said = {
         name: f"slow: {rate:.3g} tokens/s per request, the median engine {middle:.3g}"
-        for name, rate in rates.items()
-        if rate < _SLOW * middle
+        for name, rate, middle in slow_of(rates)
+    }
+    rests = [each for each in events if each["event"] == "rests"]
+    now = max((event["time"] for event in events), default=0.0)
+    return said | {
+        each["id"]: f"slow: {each['rate']:.3g} tokens/s per request, the median engine "
+        f"{each['median']:.3g}; a task asks nothing new of it"
+        for each in rests
+        if each["time"] + each["seconds"] > now
     }
 
 

@@ -6,6 +6,7 @@ roster, which says who holds the newest version. Other pools serve as soon as th
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Hashable, Sequence
 from pathlib import Path
@@ -27,7 +28,10 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.run_secret import RunSecret
 from relax_hpc.sampling.how import How
 from relax_hpc.sampling.load import LoadMeter
+from relax_hpc.sampling.slow import REST_S, SlowEngines
 from relax_hpc.telemetry.events import EventWriter
+
+log = logging.getLogger(__name__)
 
 _LOOK_S, _LOOK_DURING_UPDATE_S = 1.0, 0.25
 _ADDED = "extra-"
@@ -75,6 +79,8 @@ class PoolClient:
 
         self._pool = Pool(connect, max_in_flight=pool.max_running_requests, patience_s=patience_s)
         self._meter = LoadMeter(events) if events else None
+        self._slow = SlowEngines() if pool.drain_slow else None
+        self._events = events
         self._watch: asyncio.Task[None] | None = None
         self._served_at = time.monotonic()
 
@@ -160,6 +166,21 @@ class PoolClient:
             await self._pool.adapt()
             if self._meter:
                 self._meter.note(self._pool.loads)
+            if self._slow:
+                self._rest(self._slow)
+
+    def _rest(self, engines: SlowEngines) -> None:
+        """Asks nothing new of those that are slow."""
+        for found in engines.look(self._pool.loads):
+            log.warning(
+                "engine %s samples %.3g tokens/s per request, the median engine %.3g: it is asked "
+                "nothing new for %.0f s",
+                *found,
+                REST_S,
+            )
+            if self._events:
+                self._events.emit("rests", seconds=REST_S, **found._asdict())
+        self._pool.rest(engines.resting)
 
     async def _look(self) -> bool:
         """Brings the pool up to date. Returns whether its engines will soon serve again."""

@@ -1,4 +1,4 @@
-"""What is declared of an event."""
+"""The declaration of an event."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

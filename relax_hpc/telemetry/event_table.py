@@ -99,6 +99,11 @@ EVENTS: dict[str, EventKind] = {
             "kv_used": "rollout/engines/<id>/kv_used",
         },
     ),
+    "rests": EventKind(
+        "rollout",
+        "an engine is slow: this task asks nothing new of it for a while",
+        {"id": "", "rate": "tokens/s of a request", "median": "of all engines", "seconds": ""},
+    ),
     "shard": EventKind(
         "rollout",
         "prompt groups are committed to the bus",

@@ -18,7 +18,7 @@ VISION = "relax_vision"
 
 
 def carried(vision: Vision) -> dict[str, Vision]:
-    """What an item needs beside its pixels."""
+    """The facts that an item needs beside its pixels."""
     return {VISION: vision}
 
 
