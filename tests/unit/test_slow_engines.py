@@ -98,6 +98,14 @@ def test_a_bit_more_than_half_the_median_is_not_slow_nor_are_two_engines_or_an_i
         assert engines.look(busy) == []
 
 
+def test_one_that_has_fewer_requests_is_not_slow(clock):
+    engines, requests = SlowEngines(), {"a": 8, "b": 8, "c": 2}
+    for second in range(90):
+        clock.now = float(second)
+        loads = [EngineLoad(n, Counts(50 * k * second), k, 1, None) for n, k in requests.items()]
+        assert engines.look(loads) == []
+
+
 def test_one_that_is_started_again_begins_anew(clock):
     engines = SlowEngines()
     assert sampled(engines, clock, 25, a=50.0, b=50.0, c=10.0) == []
