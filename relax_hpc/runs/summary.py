@@ -1,12 +1,12 @@
 """A run in one dictionary: the events joined with the bus's own account of its trajectories."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from relax_hpc import job_file
 from relax_hpc.bus.audit import BusAudit, audit
-from relax_hpc.config.run import JobConfig
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.config.sft import SftRunConfig
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
@@ -39,7 +39,7 @@ def summarize(run_dir: Path) -> dict[str, Any]:
 def summed_up(paths: RunPaths, config: JobConfig, events: Sequence[Event]) -> dict[str, Any]:
     """Does as `summarize`, for who has read the job and its events."""
     done = history.steps(events)
-    progress = _progress(events, config.num_steps)
+    progress = _progress(events, config.num_steps, _apart(config))
     if isinstance(config, SftRunConfig):
         return progress | _of_sft(paths, events, done, config.num_steps)
     last = done[-1] if done else None
@@ -79,7 +79,13 @@ def _rows_left_out(paths: RunPaths) -> int:
         return 0
 
 
-def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
+def _apart(config: JobConfig) -> Set[str]:
+    """Components that have a step of their own on each of several nodes."""
+    pools = config.engines.items() if isinstance(config, RunConfig) else ()
+    return {name for name, pool in pools if pool.is_apart and pool.resources.nodes > 1}
+
+
+def _progress(events: Sequence[Event], num_steps: int, apart: Set[str]) -> dict[str, Any]:
     """Tells how far the run is: after a resume, behind the highest step that it has done."""
     last = history.present_step(events)
     done = [event for event in history.steps(events) if event["step"] <= last]
@@ -91,7 +97,7 @@ def _progress(events: Sequence[Event], num_steps: int) -> dict[str, Any]:
         "tokens_per_s": _mean([e["tokens_per_s"] for e in done[-20:] if "tokens_per_s" in e]),
         "eta_s": None if pace is None else pace * (num_steps - last),
         "redone": _redone(events),
-        "restarts": _restarts(events),
+        "restarts": _restarts(events, apart),
         "requeues": _requeues(events),
     }
 
@@ -114,15 +120,16 @@ def _redone(events: Sequence[Event]) -> dict[str, int]:
     }
 
 
-def _restarts(events: Sequence[Event]) -> dict[str, int]:
-    """Counts by component how often its step was started again within an attempt of a job."""
-    starts: dict[tuple[str, str], int] = {}
+def _restarts(events: Sequence[Event], apart: Set[str]) -> dict[str, int]:
+    """Counts by component how often a step of it was started again within an attempt of a job."""
+    starts: dict[tuple[str, str, str], int] = {}
     for event in events:
         if event["event"] == "start":
-            key = (event["role"], str(event.get("attempt")))
+            node = str(event.get("node")) if event["role"] in apart else ""
+            key = (event["role"], str(event.get("attempt")), node)
             starts[key] = max(starts.get(key, 1), int(event.get("start", 1)))
     found: dict[str, int] = {}
-    for (component, _), start in starts.items():
+    for (component, _, _), start in starts.items():
         if start > 1:
             found[component] = found.get(component, 0) + start - 1
     return found

@@ -19,7 +19,7 @@ from relax_hpc.engines import optional_packages
 from relax_hpc.errors import ConfigError, RelaxError
 from relax_hpc.launch import known_runs, states, submit
 from relax_hpc.paths import RunPaths
-from relax_hpc.runs import depend, log_text, report, resume, screen, watching
+from relax_hpc.runs import depend, log_text, report, resume, screen, summary, watching
 from relax_hpc.runs import logs as run_logs
 from relax_hpc.telemetry.events import EventWriter
 
@@ -257,6 +257,15 @@ def test_restarts_and_requeues_are_counted(run, row):
                 events.emit("start", attempt=attempt, start=start, node="n1")
     run.says("7+0|RUNNING", "7+1|RUNNING")
     assert "  started again actor 3, the job 2 (requeued)\n" in cli("status", "run").output
+
+
+def test_restarts_of_steps_on_several_nodes_add_up_and_of_one_over_several_do_not():
+    starts = [
+        {"event": "start", "role": role, "attempt": "7.0", "start": start, "node": node}
+        for role in ("rollout", "actor")
+        for node, start in (("n1", 1), ("n1", 3), ("n2", 1), ("n2", 2))
+    ]
+    assert summary._restarts(starts, {"rollout"}) == {"rollout": 3, "actor": 2}
 
 
 @row("--follow while pending: silent")
