@@ -103,7 +103,7 @@ async def scores(group, answer, said):
     """The job's reward for responses."""
     prompt, outcomes = Prompt(0, [1], answer), [Outcome()] * len(said)
     records = [Record([Call([1], draft=Draft(tokens))]) for tokens in said]
-    made = await group._episodes._scored(prompt, records, outcomes)
+    made = await group._episodes._scored(prompt, records, outcomes, {})
     return [episode.score.value for episode in made]
 
 
