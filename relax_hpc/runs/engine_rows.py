@@ -76,18 +76,17 @@ def slow(events: Sequence[Event]) -> dict[str, str]:
             tokens[event["id"]] += event["num_tokens"]
             seconds[event["id"]] += event["seconds"] * event["in_flight"]
     rates = {name: tokens[name] / spent for name, spent in seconds.items() if spent}
-    said = {
-        name: f"slow: {rate:.3g} tokens/s per request, the median engine {middle:.3g}"
-        for name, rate, middle in slow_of(rates)
-    }
-    rests = [each for each in events if each["event"] == "rests"]
+    found = {name: _how_slow(rate, middle) for name, rate, middle in slow_of(rates)}
     now = max((event["time"] for event in events), default=0.0)
-    return said | {
-        each["id"]: f"slow: {each['rate']:.3g} tokens/s per request, the median engine "
-        f"{each['median']:.3g}; a task asks nothing new of it"
-        for each in rests
-        if each["time"] + each["seconds"] > now
-    }
+    for event in events:
+        if event["event"] == "rests" and event["time"] + event["seconds"] > now:
+            said = _how_slow(event["rate"], event["median"])
+            found[event["id"]] = f"{said}; a task asks nothing new of it"
+    return found
+
+
+def _how_slow(rate: float, middle: float) -> str:
+    return f"slow: {rate:.3g} tokens/s per request, the median engine {middle:.3g}"
 
 
 def _nodes(events: Sequence[Event]) -> dict[str, str]:

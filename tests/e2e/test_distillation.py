@@ -72,6 +72,17 @@ def make_mostly(folder):
     (folder / "heldout.jsonl").write_text("".join(lines[-512:]))
 
 
+def distilled(student, settings, *, limit_s):
+    """A run that came to its end, and its status then."""
+    run_dir = submit("tiny/arithmetic_distill", student, local=True, **settings).run_dir
+    try:
+        after = wait_until(run_dir, is_over, limit_s)
+    finally:
+        cli("cancel", run_dir)
+    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    return run_dir, after
+
+
 def scores_of(run_dir):
     return {
         each["when"]: each["correct"] / each["num_samples"]
@@ -83,12 +94,7 @@ def test_a_student_comes_near_to_its_teacher_without_any_reward(tiny, tmp_path):
     teacher = make_teacher(tiny, tmp_path / "teacher", target=0.95)
     assert teacher.greedy >= 0.95
     settings = SETTINGS | {"run_root": tmp_path, "teachers.sums.path": tmp_path / "teacher"}
-    run_dir = submit("tiny/arithmetic_distill", tiny, local=True, **settings).run_dir
-    try:
-        after = wait_until(run_dir, is_over, 220)
-    finally:
-        cli("cancel", run_dir)
-    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    run_dir, after = distilled(tiny, settings, limit_s=220)
     assert {each["name"] for each in after["components"]} == {"rollout", "actor", "teacher-sums"}
     assert planned(run_dir) == every_prompt_once(STEPS, PROMPTS)
     steps = events_of(run_dir, "actor", "step")
@@ -112,12 +118,7 @@ def test_a_student_with_random_weights_reaches_its_teacher(tmp_path):
         "actor.optimizer.lr": 5e-4, "actor.optimizer.warmup_steps": 20,
         "actor.save_every": 400, "bus.keep_steps": 400,
     }  # fmt: skip
-    run_dir = submit("tiny/arithmetic_distill", tmp_path, local=True, **settings).run_dir
-    try:
-        after = wait_until(run_dir, is_over, 3600)
-    finally:
-        cli("cancel", run_dir)
-    assert after["state"] == "COMPLETED", cli("logs", run_dir)[-4000:]
+    run_dir, _ = distilled(tmp_path, settings, limit_s=3600)
     assert planned(run_dir) == every_prompt_once(400, 128)
     scores = scores_of(run_dir)
     print(f"teacher {teacher}, held-out {scores}")
