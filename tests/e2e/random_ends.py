@@ -131,17 +131,23 @@ class Ends:
         node = self._random.choice(nodes) if nodes else "n1"
         self._local_slurm("node-crash", node)
         try:
-            wait_for(lambda: self._is_down(node), 60)
+            wait_for(lambda: self._is_down(node), 180)  # later where the controller began anew
+        except AssertionError as error:
+            raise AssertionError(f"{node} is {self._state_of(node)}") from error
         finally:
             self._local_slurm("node-start", node)
             subprocess.run(["scontrol", "update", f"NodeName={node}", "State=RESUME"], check=False)
         return node
 
     def _is_down(self, node: str) -> bool:
+        """Also where it is drained at once: its job's processes were still there at their end."""
+        return "DOWN" in self._state_of(node)
+
+    def _state_of(self, node: str) -> str:
         said = subprocess.run(
-            ["sinfo", "-h", "-n", node, "-o", "%t"], capture_output=True, text=True, check=True
-        )
-        return "down" in said.stdout
+            ["scontrol", "show", "node", "-o", node], capture_output=True, text=True, check=False
+        )  # the controller may be about to start
+        return next((each for each in said.stdout.split() if each.startswith("State=")), "unknown")
 
     def _controller_lost(self) -> str:
         self._local_slurm("ctld-kill")

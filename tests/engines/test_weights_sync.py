@@ -113,6 +113,8 @@ def test_ten_updates_under_load_lose_nothing_and_every_token_names_its_policy(ho
         generation = sampled[number]
         expected = recomputed(house, prompt_of(6, number), generation)
         assert torch.tensor(generation.logprobs).sub(expected).abs().max() <= 1e-4
+    for engine in house.engines:  # of its requests, while they stand still
+        assert "cannot be told" not in engine.log_path.read_text()
 
 
 @pytest.mark.parametrize("recompute", [False, True])

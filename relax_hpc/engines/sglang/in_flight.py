@@ -1,9 +1,8 @@
-"""Runs inside SGLang: how many tokens each of its requests has sampled.
+"""Runs inside SGLang: its requests, looked at while they stand still.
 
 SGLang 0.5.17 does not say which weights sampled a token. Later versions do, but where steps overlap
-they count one token too many as new: the result of the step before a pause is booked after it. So
-the requests are looked at while they stand still. SGLang has no call for that: its scheduler is
-found as the caller of this code; it is read, and left as it is.
+they count one token too many as new: the result of the step before a pause is booked after it.
+SGLang has no call for any of this: its scheduler is found as the caller of this code.
 """
 
 import inspect
@@ -12,6 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 log = logging.getLogger(__name__)
+
+_TOP_K_ALL = 1 << 30
+"""SGLang's `top_k` of a request that has none."""
 
 
 def num_sampled() -> dict[str, int] | None:
@@ -26,6 +28,25 @@ def num_sampled() -> dict[str, int] | None:
     except (AttributeError, LookupError) as error:
         log.warning("how far requests are cannot be told: %r", error)
         return None
+
+
+def renew_filters() -> None:
+    """Asks again which filters the next steps need; to be called by a weight loader.
+
+    SGLang (0.5.17, 0.5.23) sorts the vocabulary for the whole batch once a request with `top_k` or
+    `top_p` has joined it, a greedy one too, and goes on with that when the request has long ended,
+    until the batch is empty: which it never is while a trainer and its engines run side by side.
+    """
+    try:
+        batch = _scheduler().running_batch
+        wanted = [req.sampling_params for req in batch.reqs if not req.finished()]
+        if not wanted:
+            return
+        batch.sampling_info.need_top_k_sampling &= any(each.top_k != _TOP_K_ALL for each in wanted)
+        batch.sampling_info.need_top_p_sampling &= any(each.top_p != 1.0 for each in wanted)
+        batch.sampling_info.need_min_p_sampling &= any(each.min_p > 0 for each in wanted)
+    except (AttributeError, LookupError) as error:
+        log.warning("what requests sample with cannot be told: %r", error)
 
 
 def _scheduler() -> Any:  # noqa: ANN401

@@ -45,7 +45,7 @@ from relax_hpc.engines.sglang.copies import (
     scales_are_converted,
     uncovered,
 )
-from relax_hpc.engines.sglang.in_flight import num_sampled
+from relax_hpc.engines.sglang.in_flight import num_sampled, renew_filters
 from relax_hpc.records import write_json
 
 log = logging.getLogger(__name__)
@@ -76,6 +76,7 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
         if order.task != "prepare":
             receipt.num_sampled = num_sampled()
             features.forget()
+            renew_filters()
     except (RuntimeError, OSError, ValueError, KeyError, AssertionError) as error:
         log.exception("weights of the trainer were not received")
         _receivers.pop(key, None)
@@ -92,6 +93,7 @@ def _report(model: nn.Module, order: Order) -> None:
     try:
         receipt = compare(model, Path(order.folder)) if order.task == "compare" else Receipt()
         receipt.num_sampled = num_sampled()
+        renew_filters()
     except (RuntimeError, ValueError, OSError) as error:
         log.exception("weights could not be compared with %s", order.folder)
         receipt = Receipt(error=f"{type(error).__name__}: {error}")
