@@ -5,8 +5,10 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from sglang_under_test import SGLANG_PYTHON
@@ -149,6 +151,26 @@ def test_an_engine_that_takes_too_long_is_stopped_and_named(checkpoints, tmp_pat
         start(checkpoints[0], tmp_path, start_timeout_s=0.1)
     pid = int(str(error.value).split("(pid ")[1].split(")")[0])
     assert not psutil.pid_exists(pid)
+
+
+def test_an_engine_that_is_told_to_end_does_not_wait_for_what_it_is_paused_in(
+    checkpoints, tmp_path
+):
+    """Slurm tells all that runs in a step, in the midst of an update, too; whose trainer waits."""
+    with start(checkpoints[0], tmp_path) as engine:
+        engine.client().pause()
+        body = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 4}}
+        head = {"Authorization": "Bearer secret"}
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(
+                httpx.post, f"{engine.url}/generate", json=body, headers=head, timeout=60
+            )
+            time.sleep(1)
+            assert not asked.done()
+            psutil.Process(engine.pid).terminate()
+            wait_until(lambda: not engine.alive, 10)
+            assert asked.exception() or asked.result().is_error
+        assert engine.end() == "was killed by SIGTERM"
 
 
 def test_neither_the_command_line_nor_a_left_file_shows_the_token(checkpoints, tmp_path):

@@ -37,6 +37,9 @@ from relax_hpc.hangs.process import tell_stacks
 
 Body = dict[str, Any]
 
+_SHUTDOWN_S = 1
+"""Seconds for what it still does when it is told to end."""
+
 
 class Endpoints:
     """The endpoints; `routes` gives them their paths."""
@@ -263,7 +266,12 @@ def serve(model_path: Path, host: str, options: Body) -> None:
         routes=endpoints.routes(),
         middleware=[Middleware(_BearerToken, token=options["token"])],
     )
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    # What it is in the midst of, or paused in, may wait for a trainer that waits for its end.
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, timeout_graceful_shutdown=_SHUTDOWN_S
+        )
+    )
 
     def run_scheduler() -> None:
         try:
