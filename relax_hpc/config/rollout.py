@@ -8,6 +8,8 @@ from relax_hpc.sections import Bytes, NonNegative, Number, Positive, Section
 
 FP8_BLOCK = 128
 """Rows and columns of a weight that share a scale."""
+TOWERS = ["visual", "audio_tower"]
+"""Modules that see or hear, which engines keep in 16 bits."""
 Transport = Literal["collective", "files"]
 
 
@@ -46,9 +48,10 @@ class WeightsConfig(Section):
     again, which takes a prefill of all of them."""
     quantize: Literal["none", "fp8"] = "none"
     """`fp8` gives SGLang engines linear layers in 8 bits, with a scale per block of 128 x 128: the
-    trainer quantises what it sends, which is half as much, and trains as before."""
+    trainer quantises what it sends, which is half as much, and trains as before. Towers that see
+    or hear stay as they are."""
     modules_to_not_convert: list[str] = []
-    """Modules that engines keep as they are with `quantize`, e.g. "model.layers.0" or "o_proj"."""
+    """Further modules that do with `quantize`, e.g. "model.layers.0" or "o_proj"."""
     bucket_bytes: Bytes = 1 << 30
     """Tensors are sent in flat buckets of at most this size."""
     checksum_every: NonNegative = 10
@@ -71,5 +74,5 @@ class WeightsConfig(Section):
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
-            "modules_to_not_convert": self.modules_to_not_convert,
+            "modules_to_not_convert": [*self.modules_to_not_convert, *TOWERS],
         }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from relax_hpc.comm.bucket import BucketPlan, Spec, views
-from relax_hpc.config.rollout import FP8_BLOCK, WeightsConfig
+from relax_hpc.config.rollout import FP8_BLOCK, TOWERS, WeightsConfig
 from relax_hpc.weights.staging import Gather
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max  # 448
@@ -46,7 +46,7 @@ class Quantizer:
     """The quantisation of a model: of tensors one by one, of a stream, and of buckets."""
 
     def __init__(self, config: WeightsConfig) -> None:
-        self._kept = config.modules_to_not_convert
+        self._kept = [*config.modules_to_not_convert, *TOWERS]
         self.config_json = config.quantization_config
 
     @classmethod
@@ -55,7 +55,9 @@ class Quantizer:
         return None if config.quantize == "none" else cls(config)
 
     def applies_to(self, spec: Spec) -> bool:
-        """Whether it is a linear layer's; embeddings, output matrix, norms and routers are not."""
+        """Whether it is a linear layer's; embeddings, output matrix, norms, routers and towers are
+        not.
+        """
         module = spec.name.removesuffix(".weight")
         kept = any(f".{name.strip('.')}." in f".{module}." for name in self._kept)
         return spec.name.endswith(_LINEAR) and len(spec.shape) == 2 and not kept

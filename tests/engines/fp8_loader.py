@@ -1,4 +1,4 @@
-"""Runs inside SGLang's environment: its own Qwen3 with FP8 weights, on CPU, as far as loading goes.
+"""Runs inside SGLang's environment: its models with FP8 weights, on CPU, as far as loading goes.
 
 No layer is computed, which SGLang's FP8 needs a GPU for. Prints, as JSON, what our receiver
 notes of the model's loader, and whether the copies put everything where the loader does.
@@ -45,7 +45,7 @@ def build(folder, config):
     model_config = ModelConfig.from_server_args(args)
     if len(inspect.signature(initialize_dp_attention).parameters) == 1:  # newer
         get_parallel().override_permanently(
-            tp_rank=0, pp_rank=0, moe_ep_rank=0, moe_tp_rank=0, moe_dp_rank=0
+            tp_rank=0, pp_rank=0, moe_ep_rank=0, moe_tp_rank=0, moe_dp_rank=0, attn_tp_rank=0
         )
         initialize_dp_attention(args)
     else:
@@ -58,7 +58,7 @@ def build(folder, config):
 def buckets(folder, quantizer):
     """Yields what the trainer would send, in a few buckets: flat bytes and their specs."""
     [file] = folder.glob("*.safetensors")
-    tensors = load_file(file)
+    tensors = dict(as_sent(load_file(file)))
     source = BucketPlan.of(
         [Spec(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()], 150_000
     )
@@ -72,8 +72,23 @@ def buckets(folder, quantizer):
         yield flat, plan.buckets[index]
 
 
+def as_sent(tensors):
+    """Names and shapes that the trainer has: every expert by itself, and no talker."""
+    for name, tensor in tensors.items():
+        place, _, kind = name.rpartition(".experts.")
+        if name.startswith(("talker.", "code2wav.")):
+            continue
+        if kind not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        parts = kind.removesuffix("_proj").split("_")
+        for expert, matrix in enumerate(tensor):  # [columns, rows of all parts]
+            for part, rows in zip(parts, matrix.T.chunk(len(parts)), strict=True):
+                yield f"{place}.experts.{expert}.{part}_proj.weight", rows.contiguous()
+
+
 def main(folder):
-    config = WeightsConfig(quantize="fp8", modules_to_not_convert=["model.layers.1"])
+    config = WeightsConfig(quantize="fp8", modules_to_not_convert=["layers.1"])
     model = build(folder, config)
     noted, wrong = [], []
     for flat, bucket in buckets(folder, Quantizer(config)):

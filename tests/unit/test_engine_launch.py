@@ -138,7 +138,8 @@ def test_an_engine_that_is_sent_8_bits_is_told_so_and_reads_no_weights(tmp_path)
     said = json.loads(argv[argv.index("--json-model-override-args") + 1])["quantization_config"]
     assert said == {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "visual", "audio_tower"],
     }  # fmt: skip
     assert WeightsConfig().quantization_config is None
 

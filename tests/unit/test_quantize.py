@@ -249,11 +249,16 @@ def test_what_engines_cannot_take_is_refused_before_anything_is_queued(tables, m
 
 
 @pytest.mark.parametrize("sense", [{"audio": Audio(1, 8, 8, 1, 8, 1, 1, 8)}, {"vision": True}])
-def test_engines_of_a_model_that_sees_or_hears_take_plain_weights(sense):
-    able = replace(SHAPE, **sense)
-    with pytest.raises(ConfigError, match="that sees or hears take plain weights only"):
-        quantized.check(job(), able)
-    quantized.check(job(weights={}), able)
+def test_towers_are_sent_as_they_are(sense):
+    quantized.check(job(), replace(SHAPE, **sense))
+    quantizer = Quantizer(WeightsConfig(quantize="fp8"))
+    for name in (
+        "thinker.audio_tower.layers.0.self_attn.q_proj.weight",
+        "model.visual.blocks.0.mlp.gate_proj.weight",
+    ):
+        assert not quantizer.applies_to(Spec(name, torch.bfloat16, (256, 256)))
+    name = "thinker.model.layers.0.self_attn.q_proj.weight"
+    assert quantizer.applies_to(Spec(name, torch.bfloat16, (256, 256)))
 
 
 def test_experts_are_cut_by_the_ranks_that_share_one():

@@ -32,11 +32,6 @@ def check(config: RunConfig, shape: Architecture) -> None:
             f"weights.quantize = {weights.quantize!r}: the {pool.kind} engine takes plain "
             "weights only; use engines.rollout.kind = 'sglang', or 'none'"
         )
-    if shape.vision or shape.audio:  # SGLang would want towers in 8 bits as well
-        raise ConfigError(
-            f"weights.quantize = {weights.quantize!r}: engines of a model that sees or hears take "
-            "plain weights only; use 'none'"
-        )
     if config.model.dtype == "float32":
         raise ConfigError(
             f"weights.quantize = {weights.quantize!r}: such engines compute in 16 bits; set "

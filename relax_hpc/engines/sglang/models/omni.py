@@ -5,10 +5,13 @@ that; and it fills a part of a chunk up to the longest, which its tower hears. S
 heard as would depend on the others.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.models import qwen3_omni_moe as theirs
 from torch import Tensor
 
@@ -20,8 +23,8 @@ class Qwen3OmniMoeForConditionalGeneration(
 ):
     """SGLang's, under its name, which config.json has."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        super().__init__(*args, **kwargs)
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:  # noqa: ANN401
+        super().__init__(config, quant_config and _of_language(quant_config), prefix)
         alone = self.thinker.get_audio_feature
 
         def get_audio_feature(items: Sequence[Any]) -> Tensor:
@@ -30,6 +33,19 @@ class Qwen3OmniMoeForConditionalGeneration(
         self.thinker.get_audio_feature = get_audio_feature
         seen = seen_by(self.thinker.get_image_feature, self.thinker.visual)
         self.thinker.get_image_feature = seen
+
+
+def _of_language(quantization: Any) -> Any:  # noqa: ANN401
+    """Returns a quantisation that leaves towers as they are; SGLang names no layer of theirs."""
+    made = copy.copy(quantization)
+
+    def get_quant_method(layer: Any, prefix: str) -> Any:  # noqa: ANN401
+        if "model" in prefix.split("."):
+            return quantization.get_quant_method(layer, prefix)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+    made.get_quant_method = get_quant_method
+    return made
 
 
 EntryClass = Qwen3OmniMoeForConditionalGeneration
