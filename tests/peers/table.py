@@ -1,7 +1,8 @@
 """`table.py OUT`: of all runs in OUT seconds a step, tokens/s and what the steps are made of.
 
 Ours leave OUT/NAME.relax.jsonl (the trainer's events), verl's OUT/NAME.verl.jsonl (its own log
-of metrics). Steps are from the end of one to the end of the next; the first two do not count.
+of metrics). Steps are from the end of one to the end of the next, without the save that ours has
+at its end, since verl is told to save nothing; the first two do not count.
 """
 
 import json
@@ -37,7 +38,7 @@ def show(path):
     warm = list(zip(found[WARM_UP - 1 :], found[WARM_UP:], strict=False))
     if not warm:
         return f"| {name} | {kind} | {len(found)} steps | | | |"
-    walls = [after[0] - before[0] for before, after in warm]
+    walls = [after[0] - before[0] - (after[2].get("save") or 0.0) for before, after in warm]
     tokens = [after[1] for _, after in warm]
     parts = {
         part: statistics.median(values)
