@@ -67,6 +67,12 @@ def put(root, groups, **attributes):
     return paths, next(paths.root.glob("p/*/f*/*.h5"))
 
 
+def bytes_read():
+    """That this process has asked the kernel for."""
+    with open("/proc/self/io") as counters:
+        return int(counters.readline().split()[1])
+
+
 def read(paths, guid=0, place=0):
     reader = Reader(paths)
     [found] = reader.media(selection.of_guid(paths, guid), [(0, place)])
@@ -89,6 +95,22 @@ def test_media_of_every_kind_come_back_and_are_decoded_to_the_same_array(tmp_pat
     assert [m[2:] for m in row.media] == [m[2:] for m in shown]
     assert row.media[2].frames
     assert row.media_spans.tolist() == [[n, 1 + 3 * n, 2] for n in range(5)]
+
+
+def test_ranks_of_a_replica_read_hardly_more_than_its_distinct_media(tmp_path, recipe):
+    """Each of two has read the facts of eight rows, and reads its half of what they all show."""
+    photos = [source(photo(700, 1000, "JPEG", seed=seed, quality=90)) for seed in range(8)]
+    paths, _ = put(tmp_path, [group_of(0, [made(photo, recipe) for photo in photos])])
+    record, total = selection.of_guid(paths, 0), 0
+    for first in (0, 1):
+        reader = Reader(paths)
+        reader.rows(record, range(8), media.FACTS)
+        before = bytes_read()
+        reader.media(record, [(row, n) for n in range(first, 8, 2) for row in range(8)])
+        total += bytes_read() - before
+        reader.close()
+    sizes = sum(len(photo.data) for photo in photos)
+    assert sizes < total <= 1.01 * sizes
 
 
 def test_a_list_of_frames_is_stored_as_the_same_bytes_each_time(recipe):
