@@ -80,7 +80,7 @@ def test_a_sample_has_a_png_of_its_own_and_siblings_share_an_image_on_the_bus(mo
 def test_the_towers_compute_the_same_and_every_row_is_there():
     work = tower_task.Work(
         large=((2, (64, 96)),), small=(5, (64, 64)), memory=(1, 3), memory_size=(64, 64),
-        tower_patches=32, repeats=1,
+        tower_patches=32, repeats=1, shared=True,
     )  # fmt: skip
     found = by_name(towers.measure("tiny", work))
     assert list(found) == [
@@ -89,7 +89,10 @@ def test_the_towers_compute_the_same_and_every_row_is_there():
         "largest difference from Hugging Face's features",
         "1 x 64 x 64, features, then gradients",
         "3 x 64 x 64, features, then gradients",
+        "3 x 64 x 64, features, then gradients, TP2",
     ]
+    shared, alone = (found[f"3 x 64 x 64, features, then gradients{of}"] for of in (", TP2", ""))
+    assert (shared.baseline, shared.ratio) == (alone.value, shared.value / alone.value)
     apart = found["largest difference from Hugging Face's features"].value
     assert 0 < apart < 2e-6, "two computations of the same"
 

@@ -26,6 +26,8 @@ class Work(NamedTuple):
     tower_patches: int = 8192
     """Patches that go through the tower at once; see `actor.tower_patches`."""
     repeats: int = 5
+    shared: bool = False
+    """Two ranks are measured without a second GPU, too."""
     sampled_tokens: int = 1000
     """Tokens of a response, for the share of a step."""
     mfu: float = 0.45

@@ -7,6 +7,8 @@ Hugging Face's tower has the same weights and is given the same patches.
 import json
 import multiprocessing
 
+import torch
+
 from relax_hpc.bench.media.folder import model_folder, recipe_of
 from relax_hpc.bench.media.tower_task import Task, Work
 from relax_hpc.bench.report import Row
@@ -17,7 +19,8 @@ from relax_hpc.scratch import scratch_folder
 
 
 def measure(shape: str, work: Work) -> list[Row]:
-    """Measures in a process of its own, whose memory is free afterwards.
+    """Measures in processes of their own, whose memory is free afterwards: of one rank and, where
+    there is a second GPU, of two that share the images out.
 
     Args:
         shape: a name of `folder.SHAPES`, or a model's folder, of which config.json and the
@@ -31,17 +34,21 @@ def measure(shape: str, work: Work) -> list[Row]:
         task = Task(work, model_folder(shape, folder), folder)
         recipe_of(task.model)
         RunSecret.create(task.secret)
-        run_to_end([multiprocessing.get_context("spawn").Process(target=_run, args=(task,))])
-        if not task.results.exists():
-            raise ConfigError("the process of the towers failed; its error is above")
+        spawn = multiprocessing.get_context("spawn")
+        for ranks in (1, 2) if work.shared or torch.cuda.device_count() > 1 else (1,):
+            run_to_end(
+                [spawn.Process(target=_run, args=(task, rank, ranks)) for rank in range(ranks)]
+            )
+            if not task.results.exists():
+                raise ConfigError("the process of the towers failed; its error is above")
         return [Row(*row) for row in json.loads(task.results.read_text())]
 
 
-def _run(task: Task) -> None:
+def _run(task: Task, rank: int, ranks: int) -> None:
     """Imports Megatron-core as a task of a run does, and only here."""
     from relax_hpc.engines.megatron import cpu
 
     cpu.install()
     from relax_hpc.bench.media import tower_rank
 
-    tower_rank.run(task)
+    tower_rank.run(task, rank, ranks)
