@@ -58,7 +58,7 @@ class Passes:
         self._encoder.pixels = lambda wanted: [array] * len(wanted)
 
     def name(self, count: int) -> str:
-        """Of what `seconds` measures."""
+        """Names what `seconds` measures."""
         height, width = self._work.memory_size
         return f"{count} x {height} x {width}, features, then gradients"
 
