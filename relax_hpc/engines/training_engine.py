@@ -3,7 +3,7 @@
 Every rank has one. Methods are collective over its ranks, properties are not, unless it says so.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from relax_hpc.algorithms.composition import Objective
 from relax_hpc.schema import Row
 
-Pixels = Callable[[Sequence[tuple[Row, int]]], Sequence[npt.NDArray[np.uint8]]]
-"""Reads media of rows, by (row, place of the medium): [frames, height, width, 3], canonical."""
+Pixels = Callable[[Sequence[tuple[Row, int]]], Iterable[npt.NDArray[np.uint8]]]
+"""Reads media of rows, by (row, place of the medium): [frames, height, width, 3], canonical; each
+once it is decoded."""
 
 
 class Sample(NamedTuple):

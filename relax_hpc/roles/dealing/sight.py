@@ -1,7 +1,7 @@
 """The media of rows that a rank computes: read from their shards when a tower asks for them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -76,8 +76,10 @@ class Sight:
                 place = _Place(record, number, medium)
                 self._places.setdefault(key_of_medium(row, medium), place)
 
-    def pixels(self, wanted: Sequence[tuple[Row, int]]) -> list[Pixels]:
-        """Returns the canonical pixels [frames, height, width, 3] of media of rows.
+    def pixels(self, wanted: Sequence[tuple[Row, int]]) -> Iterator[Pixels]:
+        """Yields the canonical pixels [frames, height, width, 3] of media of rows.
+
+        All are decoded at once, in threads, while the first are made use of.
 
         Args:
             wanted: (row that was noted, place of the medium in it).
@@ -87,15 +89,19 @@ class Sight:
                 was shown.
         """
         keys = [key_of_medium(row, medium) for row, medium in wanted]
+        missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
         found = {key: self._kept[key] for key in keys if key in self._kept}
-        found |= self._read([key for key in dict.fromkeys(keys) if key not in found])
-        return [found[key] for key in keys]
+        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), max(len(missing), 1))
+        with ThreadPoolExecutor(threads) as pool:  # decoders let other threads run
+            stored = self._read(missing)
+            decoded = {key: pool.submit(self._decode, stored[key]) for key in missing}
+            for key in keys:
+                if key not in found:
+                    found[key] = decoded[key].result()
+                    self._keep(key, found[key])
+                yield found[key]
 
-    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Pixels]:
-        if not keys:
-            return {}
-        recipe = self._recipe
-        assert recipe is not None, "a model of text has no tower"
+    def _read(self, keys: Sequence[bytes]) -> dict[bytes, Stored]:
         by_record: dict[int, list[bytes]] = {}
         for key in keys:
             by_record.setdefault(id(self._places[key].record), []).append(key)
@@ -104,23 +110,18 @@ class Sight:
             places = [self._places[key] for key in several]
             read = self._reader.media(places[0].record, [(row, at) for _, row, at in places])
             stored.update(zip(several, read, strict=True))
-        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), len(keys))
-        with ThreadPoolExecutor(threads) as pool:  # decoders let other threads run
-            arrays: Any = pool.map(lambda key: stored[key].canonical(recipe).array, keys)
-            # Those of decoders cannot be written, which torch does not like.
-            found: dict[bytes, Pixels] = {
-                key: np.require(array, requirements="W")
-                for key, array in zip(keys, arrays, strict=True)
-            }
-        self._keep(found)
+        return stored
+
+    def _decode(self, medium: Stored) -> Pixels:
+        assert self._recipe is not None, "a model of text has no tower"
+        # Those of decoders cannot be written, which torch does not like.
+        array: Any = medium.canonical(self._recipe).array
+        found: Pixels = np.require(array, requirements="W")
         return found
 
-    def _keep(self, found: dict[bytes, Pixels]) -> None:
-        room = MOST_KEPT_BYTES - sum(array.nbytes for array in self._kept.values())
-        for key, array in found.items():
-            if array.nbytes <= room:
-                self._kept[key] = array
-                room -= array.nbytes
+    def _keep(self, key: bytes, array: Pixels) -> None:
+        if array.nbytes <= MOST_KEPT_BYTES - sum(each.nbytes for each in self._kept.values()):
+            self._kept[key] = array
 
 
 def sight_of(config: RunConfig, reader: Reader) -> Sight:

@@ -1,5 +1,7 @@
 """From the bus to a tower: the pixels that the policy was shown, each medium read once."""
 
+import os
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +21,7 @@ from relax_hpc.errors import DamagedError
 from relax_hpc.media.canonical import canonical, measured
 from relax_hpc.media.kinds import modality_of
 from relax_hpc.media.recipe import read_recipe, read_view
-from relax_hpc.media.stored import stored, stored_as_array
+from relax_hpc.media.stored import Stored, stored, stored_as_array
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles.actor import loop as actor
 from relax_hpc.roles.dealing import sight as sights
@@ -99,6 +101,7 @@ def shown(bus, rows):
 
 
 def same(found, expected):
+    found = list(found)
     return len(found) == len(expected) and all(
         a.dtype == np.uint8 and a.flags.writeable and np.array_equal(a, b)
         for a, b in zip(found, expected, strict=True)
@@ -143,12 +146,30 @@ def test_of_what_other_ranks_encode_no_byte_is_read(bus, monkeypatch):
     assert numbers == [[1]], "the second medium of its shard"
 
 
+def test_the_first_is_made_use_of_while_the_others_are_decoded(bus, monkeypatch):
+    may_end, real = threading.Event(), Stored.canonical
+
+    def slowly(self, recipe):
+        if modality_of(self.medium) == "video":
+            assert may_end.wait(30)
+        return real(self, recipe)
+
+    monkeypatch.setattr(Stored, "canonical", slowly)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    sight = Sight(Reader(bus.paths), bus.recipe)
+    rows = bus.noted(sight, bus.portion(1, 0, [0, 1]))
+    found = sight.pixels(everything(rows))
+    early = [next(found) for _ in range(3)]
+    may_end.set()
+    assert same([*early, *found], shown(bus, rows))
+
+
 def test_other_bounds_than_those_of_the_run_are_named(tmp_path):
     bus = Bus(tmp_path)
     sight = Sight(Reader(bus.paths), read_recipe(tmp_path / "qwen3_vl", MediaConfig()))
     rows = bus.noted(sight, bus.portion(1, 0, [0]))
     with pytest.raises(DamagedError, match=r"1 x 4 x 6 patches, and .* by prompts.media and the"):
-        sight.pixels(everything(rows))
+        list(sight.pixels(everything(rows)))
 
 
 def test_a_medium_that_is_an_array_says_what_it_is(bus):
@@ -183,10 +204,10 @@ class Tower:
         self.pixels = pixels
 
     def accumulate(self, rows, micro_batches, objective, *, last, mini_batches):
-        self.seen.append((rows, self.pixels(everything(rows))))
+        self.seen.append((rows, list(self.pixels(everything(rows)))))
 
     def forward_logprobs(self, rows, micro_batches):
-        self.seen.append((rows, self.pixels(everything(rows))))
+        self.seen.append((rows, list(self.pixels(everything(rows)))))
         return [np.zeros(len(each.token_ids), np.float32) for each in rows]
 
     def update(self):

@@ -14,7 +14,7 @@ token that they are added to, and whose gradient nobody asks for.
 Source: towers apart from the pipeline are GradCache's (arXiv:2101.06983) two passes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -114,14 +114,15 @@ class Encoder:
             return None
         group = mpu.get_tensor_and_context_parallel_group()
         plan = _shared_out(found, group.size(), group.rank())
-        self._chunks = self._cut(plan.own, self._read(plan.own))
+        self._chunks = []
         self.num_encoded += len(plan.own)
         towers = [sense.tower for sense in self._senses.values()]
         dtype = next(towers[0].parameters()).dtype
         width = self._shape.levels * self._shape.out_size
         mine = torch.zeros(plan.room, width, dtype=dtype, device=self._device)
         with torch.no_grad():
-            for chunk in self._chunks:
+            for chunk in self._cut(plan.own, self._read(plan.own)):  # the next ones are decoded
+                self._chunks.append(chunk)
                 made = torch.cat(chunk.sense.features(chunk.runs), dim=1)
                 mine[chunk.tokens(self._area), : made.shape[1]] = made
         values = mine
@@ -164,12 +165,11 @@ class Encoder:
     def _area(self) -> int:
         return self._shape.merge**2
 
-    def _read(self, own: Sequence[Stretch]) -> list[Tensor]:
-        """Canonical arrays of media, in host memory."""
+    def _read(self, own: Sequence[Stretch]) -> Iterator[Tensor]:
+        """Canonical arrays of media, in host memory, as they are decoded."""
         if not own:
-            return []
+            return
         assert self.pixels is not None, "nobody said where pixels come from"
-        found = []
         for stretch, read in zip(own, self.pixels([(s.row, s.medium) for s in own]), strict=True):
             row, medium, array = (
                 stretch.row,
@@ -180,26 +180,27 @@ class Encoder:
                 raise TrainingError(
                     f"guid {row.guid}, sibling {row.sibling}: medium {stretch.medium} {misfit}"
                 )
-            found.append(array)
-        return found
+            yield array
 
-    def _cut(self, own: Sequence[Stretch], arrays: Sequence[Tensor]) -> list[_Chunk]:
+    def _cut(self, own: Sequence[Stretch], arrays: Iterable[Tensor]) -> Iterator[_Chunk]:
         """Chunks of as many parts as there may be patches of, each for one tower."""
-        chunks, begin = list[_Chunk](), 0
+        last, begin = None, 0
         for stretch, array in zip(own, arrays, strict=True):
             medium = stretch.row.media[stretch.medium]
             sense = self._senses[modality_of(medium)]
             for number, patches in enumerate(sense.sizes(medium, array)):
-                last = chunks[-1] if chunks else None
                 if (
                     last is None
                     or last.sense is not sense
                     or last.patches + patches > self._patches_at_once
                 ):
-                    chunks.append(last := _Chunk(sense, begin))
+                    if last is not None:
+                        yield last
+                    last = _Chunk(sense, begin)
                 last.add(medium, array, number, patches)
                 begin += patches
-        return chunks
+        if last is not None:
+            yield last
 
 
 def _learns(sense: Sense) -> bool:
