@@ -252,6 +252,10 @@ class JobEnd:
         """Time of `time.monotonic()`."""
         self._follower = threading.Thread(target=self._follow, name="time limit", daemon=True)
 
+    @property
+    def ahead_s(self) -> float:
+        return SIGNAL_AHEAD_S
+
     def left_s(self) -> float | None:
         if self._follower.ident is None:
             self._follower.start()

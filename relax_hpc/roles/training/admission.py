@@ -18,6 +18,11 @@ _QUANTILE = 0.95
 class JobEnd(Protocol):
     """The end of the allocation that a task runs in."""
 
+    @property
+    def ahead_s(self) -> float:
+        """Seconds before it at which Slurm announces it, and a step that is not done is cut off."""
+        ...
+
     def left_s(self) -> float | None:
         """Seconds until the first of the job's components ends; None while nobody has said."""
         ...
@@ -53,14 +58,15 @@ class Admission:
         if self._has_announced or not self._step_times:
             return
         step_s, save_s = high(self._step_times), high(self._save_times())
-        needed_s = max(step_s - (now - self._begun), 0.0) + save_s + MARGIN_S
+        after_s = max(save_s + MARGIN_S, self._end.ahead_s)
+        needed_s = max(step_s - (now - self._begun), 0.0) + after_s
         left_s = self._end.left_s()
         if left_s is None or left_s >= needed_s:
             return
         log.info(
-            "%.0f s of the job are left, and step %d with its save would take %.0f s "
-            "(%.0f + %.0f + %.0f): ending before it",
-            left_s, step + 1, needed_s, step_s, save_s, MARGIN_S,
+            "%.0f s of the job are left, and step %d would take %.0f s, with %.0f s for its save "
+            "and the end: ending before it",
+            left_s, step + 1, step_s, after_s,
         )  # fmt: skip
         self._has_announced = True
         self._end.announce()

@@ -24,6 +24,8 @@ class Clock:
 class End:
     """An allocation that ends at a time of the clock."""
 
+    ahead_s = 0.0
+
     def __init__(self, clock, at):
         self.clock, self.at, self.announced = clock, at, []
 
@@ -70,6 +72,19 @@ def test_while_a_batch_is_waited_for_what_has_gone_by_counts(clock):
         clock.now += 10
     assert end.announced == []
     clock.now += 6  # late, and time for the save and the rest is short now
+    found.consider(2)
+    assert end.announced == [clock.now]
+
+
+def test_a_step_that_the_announcement_would_cut_off_is_not_begun(clock):
+    """Slurm announces the end, and rollout stops then, whatever would still fit."""
+    end = End(clock, None)
+    end.ahead_s = 90.0
+    found = trained(clock, end, seconds=[100.0, 100.0], saves=[2.0])
+    end.at = clock.now + 100 + 90 + 0.5
+    found.consider(2)
+    assert end.announced == []
+    end.at -= 1
     found.consider(2)
     assert end.announced == [clock.now]
 
