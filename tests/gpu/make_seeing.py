@@ -1,11 +1,14 @@
-"""`make_seeing.py FOLDER SHAPE [SIDE]`: a model that sees or hears, of random weights, and prompts.
+"""`make_seeing.py FOLDER SHAPE [SIDE [SECONDS]]`: a model that sees or hears, of random weights,
+and prompts.
 
 SHAPE is qwen3-vl-4b, or qwen3-omni-30b-a3b with four layers of its thinker, or tiny. Images have
-SIDE pixels a side (1024 if left out), which is a token of every 32 x 32; sounds last a second. The
+SIDE pixels a side (1024 if left out), which is a token of every 32 x 32; sounds last a second. With
+SECONDS, images become videos of 1,280 x 720 that last so long, 30 frames a second. The
 tokenizers are the tiny ones: their ids are the first of the vocabulary, which is all that prompts
 need.
 """
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -78,6 +81,7 @@ def omni(tokens: Any) -> Any:
 
 folder, shape = Path(sys.argv[1]), sys.argv[2]
 side = int(sys.argv[3]) if len(sys.argv) > 3 else 1024
+seconds = int(sys.argv[4]) if len(sys.argv) > 4 else 0
 hears = "omni" in shape
 kind = hearing if hears else seeing
 tokens = kind.tokenizer()
@@ -97,8 +101,33 @@ def enlarge(file: Path) -> None:
     Image.blend(drawn, grain, 0.2).save(file, compress_level=1)
 
 
+def film(file: Path) -> None:
+    """The image, moving on by a few pixels a frame, with grain of its own in each."""
+    import av
+    import numpy as np
+
+    drawn = np.asarray(Image.open(file).resize((1280, 720), Image.Resampling.BILINEAR))
+    random = np.random.default_rng(int(re.sub(r"\D", "", file.stem)))
+    with av.open(str(file.with_suffix(".mp4")), "w") as container:
+        stream = container.add_stream("libx264", rate=30, options={"preset": "ultrafast", "crf": "34"})
+        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
+        for number in range(30 * seconds):
+            grain = random.integers(0, 12, drawn.shape, np.uint8)
+            moved = np.roll(drawn, (3 * number, 5 * number), (0, 1)) // 2 + grain
+            frame = av.VideoFrame.from_ndarray(moved.astype(np.uint8), format="rgb24")
+            for packet in stream.encode(frame):
+                container.mux(packet)
+        for packet in stream.encode():
+            container.mux(packet)
+    file.unlink()
+
+
 with ThreadPoolExecutor(16) as threads:
-    list(threads.map(enlarge, (folder / "images").iterdir()))
+    list(threads.map(film if seconds else enlarge, (folder / "images").iterdir()))
+if seconds:
+    for file in folder.glob("*.jsonl"):
+        text = file.read_text().replace("<image>", "<video>").replace('"images":', '"videos":')
+        file.write_text(text.replace(".png", ".mp4"))
 kind.save(folder / "model", made, tokens)
 file = folder / "model" / "preprocessor_config.json"
 bounds = {"min_pixels": 64 * 64, "max_pixels": LARGEST}

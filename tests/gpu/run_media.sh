@@ -7,14 +7,14 @@
 #   run_media.sh PACK jobs/qwen3-omni-30b-a3b-avqa.toml qwen3-omni-30b-a3b
 #
 # PACK is as for run_hetjob.sh. OUT gets the run's events and logs, and figures.txt. LIMIT: seconds.
-# SIDE: pixels of an image's side. MODEL: folder for the model and its prompts.
+# SIDE: pixels of an image's side. SECONDS_EACH: videos instead, which last so long. MODEL: folder for the model and its prompts.
 set -euo pipefail
 pack=$(cd "$1" && pwd) job=$2 shape=$3
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX")
 if [ -f "$pack/setup.sh" ]; then source tests/gpu/unpack.sh; fi
 model=${MODEL:-$work/model} # one that was made before is taken
-[ -d "$model/model" ] || python3 tests/gpu/make_seeing.py "$model" "$shape" "${SIDE:-1024}"
+[ -d "$model/model" ] || python3 tests/gpu/make_seeing.py "$model" "$shape" "${SIDE:-1024}" "${SECONDS_EACH:-0}"
 echo "model made after $SECONDS s"
 gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l) place=(--local)
 one_each=(--set engines.rollout.count=1 --set engines.rollout.engines_per_task=1
