@@ -109,7 +109,8 @@ def film(file: Path) -> None:
     drawn = np.asarray(Image.open(file).resize((1280, 720), Image.Resampling.BILINEAR))
     random = np.random.default_rng(int(re.sub(r"\D", "", file.stem)))
     with av.open(str(file.with_suffix(".mp4")), "w") as container:
-        stream = container.add_stream("libx264", rate=30, options={"preset": "ultrafast", "crf": "34"})
+        how = {"preset": "ultrafast", "crf": "34"}
+        stream = container.add_stream("libx264", rate=30, options=how)
         stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
         for number in range(30 * seconds):
             grain = random.integers(0, 12, drawn.shape, np.uint8)
