@@ -96,8 +96,19 @@ def _listen(heard: SimpleQueue[bool]) -> None:
 
 
 def _act(job_id: str, run_dir: Path, heard: SimpleQueue[bool]) -> None:
+    take_over(job_id, run_dir)
     while True:
         answer(job_id, run_dir, is_sure=heard.get())
+
+
+def take_over(job_id: str, run_dir: Path) -> None:
+    """Asks for the requeue of an end that was announced before this process began.
+
+    Whoever announced it may have been killed before it asked, and then nobody would.
+    """
+    record = read_json(RunPaths(run_dir).ending(attempt_of(job_id)))
+    if record is not None and "refused" not in record:
+        ask_in_time(job_id, run_dir, left_s=left_s(job_id))
 
 
 def answer(job_id: str, run_dir: Path, *, is_sure: bool) -> None:

@@ -166,3 +166,22 @@ def test_a_save_that_needs_more_than_slurms_notice_is_waited_for(tmp_path, monke
     saving.saved(3)
     wait_for(lambda: run.asked("scontrol"))
     assert run.asked("scontrol") == ["scontrol requeue 7"]
+
+
+def test_who_starts_after_an_announcement_asks_in_place_of_who_was_killed(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    run = fake_slurm.make(tmp_path, monkeypatch)
+    run.says("7|RUNNING|n1|7|None|N/A|10:00")
+    requeue.take_over("7", run.run_dir)
+    assert run.asked("scontrol") == [], "nothing was announced"
+    assert requeue.announce("7", run.run_dir)
+    requeue.take_over("7", run.run_dir)
+    assert run.asked("scontrol") == ["scontrol requeue 7"]
+
+
+def test_an_end_that_was_refused_is_not_asked_for_again(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    run = fake_slurm.make(tmp_path, monkeypatch)
+    assert requeue.announce("7", run.run_dir, refused=True)
+    requeue.take_over("7", run.run_dir)
+    assert run.asked("scontrol") == []
