@@ -32,7 +32,14 @@ SHAPES: dict[str, dict[str, Any]] = {
                       "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
                       "num_attention_heads": 4},
 }  # fmt: skip
-"""config.json of what can be measured; `tiny` is for machines without a GPU."""
+"""config.json of what can be measured; the tiny ones are for machines without a GPU."""
+
+_EXPERTS = ("architectures", "model_type", "num_experts_per_tok", "norm_topk_prob",
+            "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef")  # fmt: skip
+SHAPES["tiny-moe"] = SHAPES["tiny"] | {
+    **{key: SHAPES["qwen3-30b-a3b"][key] for key in _EXPERTS},
+    "moe_intermediate_size": 64, "num_experts": 16, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def users_folder(shape: str, shapes: Collection[str]) -> Path | None:

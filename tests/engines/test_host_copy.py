@@ -1,6 +1,7 @@
 """Copies for a checkpoint: where they lie, who waits, and what a node has too little of."""
 
 import threading
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -70,7 +71,7 @@ def test_a_copy_that_fails_is_told_to_those_who_would_write_it(monkeypatch):
 
 def test_too_little_memory_is_refused_and_asked_for_again(monkeypatch):
     class Memory:
-        available = (2 << 30) + 100
+        total, available = 24 << 30, (2 << 30) + 100
 
     with monkeypatch.context() as patched:
         patched.setattr(psutil, "virtual_memory", Memory)
@@ -81,6 +82,18 @@ def test_too_little_memory_is_refused_and_asked_for_again(monkeypatch):
     (copy,), wait = host.of([torch.ones(100)])
     wait()
     assert copy.all()
+
+
+def test_a_twentieth_of_a_large_node_is_left_to_others(monkeypatch):
+    node = SimpleNamespace(total=400 << 30, available=50 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: node)
+    monkeypatch.setattr(host_blocks, "_left_to_job", lambda own: [33 << 30])
+    host_blocks.check_room(30 << 30, of=1)
+    with pytest.raises(CheckpointError, match=r"50.0 GiB are free, of which 20 are left"):
+        host_blocks.check_room((30 << 30) + 1, of=1)
+    monkeypatch.setattr(host_blocks, "_left_to_job", lambda own: [31 << 30])
+    with pytest.raises(CheckpointError, match=r"31.0 GiB are free, of which 2 are left"):
+        host_blocks.check_room((29 << 30) + 1, of=1)
 
 
 def test_the_limit_of_the_job_counts(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@
 #
 # PACK is as for run_hetjob.sh. OUT gets the run's events and logs, and figures.txt. LIMIT: seconds.
 # SIDE: pixels of an image's side. SECONDS_EACH: videos instead, which last so long. MODEL: folder for the model and its prompts.
+# LOCAL=1: without Slurm on the first two GPUs of CUDA_VISIBLE_DEVICES, so that several can run beside each other.
 set -euo pipefail
 pack=$(cd "$1" && pwd) job=$2 shape=$3
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
@@ -30,7 +31,9 @@ one_each=(--set engines.rollout.count=1 --set engines.rollout.engines_per_task=1
   --set engines.rollout.args.mm_attention_backend=triton_attn
   --set engines.rollout.args.cuda_graph_max_bs=64
   --set engines.rollout.args.cuda_graph_backend_prefill=disabled)
-if ((gpus >= 2)); then
+if ((gpus >= 2)) && [ -n "${LOCAL:-}" ]; then
+  place=(--local "${one_each[@]}")
+elif ((gpus >= 2)); then
   tar -C "$work" -xJf "$pack/slurm.tar.xz"
   env=$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
     --nodes 2 --gpus-per-node 1 --gpu-prefix /dev/nvidia --isolate none --cpus 16 --mem 200000)
@@ -52,7 +55,7 @@ timeout "${LIMIT:-400}" python3 -m relax_hpc submit "$job" --follow "${place[@]}
   --set rollout.max_new_tokens=256 --set actor.save_every=1000 --set weights.checksum_every=1 \
   --set launch.max_restarts=0 "${@:4}" || status=$?
 run="$work/runs/media"
-python3 tests/gpu/media_figures.py "$run" | tee "$out/figures.txt" || true
+python3 tests/gpu/run_figures.py "$run" | tee "$out/figures.txt" || true
 ((status == 0)) || tail -n 30 "$run"/logs/*.log || true
 tar -C "$run" -cJf "$out/run.tar.xz" events logs || true
 exit "$status"

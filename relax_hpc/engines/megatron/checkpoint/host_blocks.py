@@ -12,7 +12,7 @@ from torch import Tensor
 from relax_hpc.errors import CheckpointError
 
 _LEFT_FREE = 2 << 30
-"""Bytes that others find free afterwards."""
+"""Bytes that others find free afterwards, or a twentieth of the node's where that is more."""
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -26,11 +26,14 @@ def check_room(size: int, *, of: int, own: Path = Path("/proc/self/cgroup")) -> 
     Raises:
         CheckpointError: says how much there is.
     """
-    free = min([psutil.virtual_memory().available, *_left_to_job(own)])
-    if size + _LEFT_FREE > free:
+    node = psutil.virtual_memory()
+    places = [(node.available, max(_LEFT_FREE, node.total // 20))]
+    places += [(free, _LEFT_FREE) for free in _left_to_job(own)]
+    free, left = min(places, key=lambda place: place[0] - place[1])
+    if size + left > free:
         raise CheckpointError(
             f"{of / 2**30:.1f} GiB of host memory for a copy of what is to be saved are not to be "
-            f"had: {free / 2**30:.1f} GiB are free, of which {_LEFT_FREE / 2**30:.0f} are left to "
+            f"had: {free / 2**30:.1f} GiB are free, of which {left / 2**30:.0f} are left to "
             "others; ask for more memory (resources.mem)"
         )
 

@@ -1,4 +1,4 @@
-"""`media_figures.py RUN`: what a run whose model sees says of its media, one line a figure."""
+"""`run_figures.py RUN`: what a run says of its steps, updates and comparisons, one line a figure."""
 
 import json
 import sys
@@ -10,7 +10,10 @@ events = [
     json.loads(line) for file in sorted((run / "events").iterdir()) for line in file.open()
 ]  # fmt: skip
 steps = [each for each in events if each["event"] == "step" and each["role"] == "actor"]
-shown = ("time/", "media", "tower", "logprob_gap", "engine_gap", "mfu", "sync/", "num_tokens")
+shown = (
+    "time/", "media", "tower", "logprob_gap", "engine_gap", "mfu", "sync/", "num_tokens", "tokens",
+    "memory", "routing", "loss", "grad_norm",
+)  # fmt: skip
 print(f"{len(steps)} steps; from the second on, medians:")
 for key in sorted({key for each in steps for key in each}):
     values = [each[key] for each in steps[1:] if isinstance(each.get(key), int | float)]
