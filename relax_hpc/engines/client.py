@@ -44,7 +44,7 @@ class EngineClient:
         self.url = url
         self._http = Http(url, token, timeout_s=timeout_s)
         self._load_s = min(timeout_s, _LOAD_S)
-        self._session_open = False
+        self._session_open, self._has_sessions = False, True
         self._recompute, self._has_prefix_cache = recompute, has_prefix_cache
 
     def close(self) -> None:
@@ -220,38 +220,35 @@ class EngineClient:
 
     def _in_session(self, endpoint: str, body: dict[str, Any], *, last: bool) -> None:
         """Posts within an update session, opened before and with `last` closed after it."""
-        if not self._session_open:
-            self._begin_session()
-            self._session_open = True
+        if self._has_sessions and not self._session_open:
+            self._session_open = self._has_sessions = self._begin_session()
         try:
             self._post(endpoint, body)
         except EngineError:
             self._session_open = False
             raise
-        if last:
+        if last and self._session_open:
             self._session_open = False
-            self._post("/end_weight_update", {}, optional=True)
+            self._post("/end_weight_update", {})
 
-    def _begin_session(self) -> None:
-        """Opens an update session where the server has them (404 is the protocol before them)."""
+    def _begin_session(self) -> bool:
+        """Opens an update session; returns whether the server has them. Earlier ones have not."""
+        ask = "/begin_weight_update"
         try:
-            self._post("/begin_weight_update", {}, optional=True)
+            return self._http.ask("POST", ask, {}, optional=True) is not None
         except EngineError:  # a sender that died has left its session open
             self._post("/end_weight_update", {})
-            self._post("/begin_weight_update", {})
+            self._post(ask, {})
+            return True
 
     def _get(self, endpoint: str) -> dict[str, Any]:
-        return self._request("GET", endpoint, None, optional=False)
+        return self._request("GET", endpoint, None)
 
-    def _post(
-        self, endpoint: str, body: dict[str, Any], *, optional: bool = False
-    ) -> dict[str, Any]:
-        return self._request("POST", endpoint, body, optional=optional)
+    def _post(self, endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        return self._request("POST", endpoint, body)
 
-    def _request(
-        self, method: str, endpoint: str, body: dict[str, Any] | None, *, optional: bool
-    ) -> dict[str, Any]:
-        reply = self._http.ask(method, endpoint, body, optional=optional)
+    def _request(self, method: str, endpoint: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        reply = self._http.ask(method, endpoint, body)
         return reply if isinstance(reply, dict) else {}
 
 

@@ -1,4 +1,4 @@
-"""`few_steps.py JOB STEPS [section.key=value ...]`: STEPS steps of a run on this machine, and its figures.
+"""`few_steps.py JOB STEPS [section.key=value ...]`: some steps of a run here, and its figures.
 
 The run is cancelled after them, without a checkpoint: one of 30 billion weights and what their
 optimizer knows has 300 GB.

@@ -1,4 +1,4 @@
-"""`run_figures.py RUN`: what a run says of its steps, updates and comparisons, one line a figure."""
+"""`run_figures.py RUN`: what a run says of its steps, updates and comparisons, a line a figure."""
 
 import json
 import sys

@@ -50,7 +50,7 @@ for mode in colocate staleness-0 staleness-1 staleness-2; do
   [[ " ${modes[*]} " == *" $mode "* || -e $work/runs/$mode.json ]] && wanted+=(--mode "$mode")
 done
 minutes=$(awk "BEGIN { print ${LIMIT:-330} / 60 }")
-python3 -m relax_hpc bench modes "$job" "${wanted[@]}" --folder "$work/runs" --limit "$minutes" \
+python3 -X faulthandler -m relax_hpc bench modes "$job" "${wanted[@]}" --folder "$work/runs" --limit "$minutes" \
   --json "$out/$shape.json" --plot "$out/$shape.png" --set model.path="$model/model" \
   --set prompts.train="$model/train.jsonl" "${sizes[@]}" "${arguments[@]:1}" \
   >"$out/$shape.md" || status=$?

@@ -7,7 +7,7 @@ import socket
 import httpx
 import pytest
 
-from relax_hpc.comm.orders import LOADER
+from relax_hpc.comm.orders import LOADER, Order
 from relax_hpc.config import engines as pools
 from relax_hpc.config.engines import EnginePool
 from relax_hpc.config.rollout import WeightsConfig
@@ -162,16 +162,22 @@ def test_the_token_of_an_engine_is_in_its_file_of_options(tmp_path):
     assert json.loads((tmp_path / "options").read_text()) == {"api-key": "secret"}
 
 
-def test_a_version_is_named_with_the_bucket_that_completes_it():
+def client_of(answer):
+    """A client of a server that answers so, and what it is asked."""
     asked = []
 
-    def answer(request):
+    def serve(request):
         asked.append((request.url.path, json.loads(request.content)))
-        return httpx.Response(200, json={"success": True})
+        return answer(request.url.path)
 
     client = EngineClient("http://engine", "t")
-    transport = httpx.MockTransport(answer)
+    transport = httpx.MockTransport(serve)
     client._http._http = httpx.Client(base_url="http://engine", transport=transport)
+    return client, asked
+
+
+def test_a_version_is_named_with_the_bucket_that_completes_it():
+    client, asked = client_of(lambda path: httpx.Response(200, json={"success": True}))
     for name, last in (("a", False), ("b", True)):
         client.update_weights([name], ["bfloat16"], [(2, 3)], group="g", version=7, last=last)
     bucket = {"dtypes": ["bfloat16"], "shapes": [[2, 3]], "group_name": "g",
@@ -182,6 +188,27 @@ def test_a_version_is_named_with_the_bucket_that_completes_it():
         ("/update_weights_from_distributed", bucket | {"names": ["b"], "weight_version": "7"}),
         ("/end_weight_update", {}),
     ]
+
+
+def test_a_server_without_sessions_is_asked_for_one_once():
+    order = Order("s", "g", "receive", 1.0)
+    client, asked = client_of(
+        lambda path: httpx.Response(404 if "begin" in path else 200, json={"success": True})
+    )
+    for version in (1, 2):
+        client.receive_weights([order], version=version)
+    update = "/update_weights_from_tensor"
+    assert [path for path, _ in asked] == ["/begin_weight_update", update, update]
+    assert [body.get("weight_version") for _, body in asked[1:]] == ["1", "2"]
+
+
+def test_a_session_that_a_dead_sender_left_open_is_closed_first():
+    replies = iter([400, 200, 200, 200, 200])
+    client, asked = client_of(lambda path: httpx.Response(next(replies), json={"success": True}))
+    client.receive_weights([Order("s", "g", "receive", 1.0)], version=1)
+    begin, end = "/begin_weight_update", "/end_weight_update"
+    paths = [path for path, _ in asked]
+    assert paths == [begin, end, begin, "/update_weights_from_tensor", end]
 
 
 def context(rank, local_rank):

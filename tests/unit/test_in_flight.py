@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from relax_hpc.engines.sglang.in_flight import renew_filters
+from relax_hpc.engines.sglang.in_flight import let_step_end, renew_filters
 
 ALL = 1 << 30
 
@@ -54,3 +55,40 @@ def test_an_sglang_that_keeps_its_requests_in_another_way_is_left_alone(caplog):
     del scheduler.running_batch.sampling_info.need_top_k_sampling
     scheduler.load_weights()
     assert "cannot be told" in caplog.text
+
+
+class Stream:
+    """Of a GPU; knows whom it waits for."""
+
+    def __init__(self):
+        self.awaited = []
+
+    def wait_stream(self, other):
+        self.awaited.append(other)
+
+
+@pytest.fixture
+def current(monkeypatch):
+    made = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: made)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: made.awaited.append("all"))
+    return made
+
+
+def test_copies_come_after_the_step_that_was_begun(current):
+    scheduler = Scheduler()
+    scheduler.forward_stream = Stream()
+    scheduler.load_weights = lambda self=scheduler: let_step_end()
+    scheduler.load_weights()
+    assert current.awaited == [scheduler.forward_stream]
+
+
+@pytest.mark.parametrize("known", [{}, {"forward_stream": None}])
+def test_without_the_stream_of_steps_all_are_waited_for(current, known):
+    scheduler = Scheduler()
+    vars(scheduler).update(known)
+    scheduler.load_weights = lambda self=scheduler: let_step_end()
+    scheduler.load_weights()
+    let_step_end()  # no scheduler among the callers
+    assert current.awaited == ["all", "all"]

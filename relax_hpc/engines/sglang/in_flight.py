@@ -10,6 +10,8 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 log = logging.getLogger(__name__)
 
 _TOP_K_ALL = 1 << 30
@@ -47,6 +49,19 @@ def renew_filters() -> None:
         batch.sampling_info.need_min_p_sampling &= any(each.min_p > 0 for each in wanted)
     except (AttributeError, LookupError) as error:
         log.warning("what requests sample with cannot be told: %r", error)
+
+
+def let_step_end() -> None:
+    """Orders what the current stream does next after the step that was begun, which still reads the
+    weights; to be called by a weight loader. Where it is not known who runs it, waits for all."""
+    try:
+        running = _scheduler().forward_stream
+    except (AttributeError, LookupError):
+        running = None
+    if isinstance(running, torch.cuda.Stream):
+        torch.cuda.current_stream().wait_stream(running)
+    else:
+        torch.cuda.synchronize()
 
 
 def _scheduler() -> Any:  # noqa: ANN401

@@ -45,7 +45,7 @@ from relax_hpc.engines.sglang.copies import (
     scales_are_converted,
     uncovered,
 )
-from relax_hpc.engines.sglang.in_flight import num_sampled, renew_filters
+from relax_hpc.engines.sglang.in_flight import let_step_end, num_sampled, renew_filters
 from relax_hpc.records import write_json
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Receiver:
         self.source = source
         self._model = model
         self._load_weights: LoadWeights = getattr(model, "load_weights")  # noqa: B009
-        self._is_cuda = next(model.parameters()).is_cuda
+        self._beside = new_stream(next(model.parameters()).device)
         if scales_are_converted(model):
             raise ValueError(
                 "SGLang keeps scales of FP8 as powers of two for DeepGEMM; "
@@ -252,7 +252,7 @@ class Receiver:
         if self._places != self._addresses():  # parameters were made anew
             self._loads, self._fallback = self._recorded()
             self._places = self._addresses()
-        clock, skipped = _Clock(self._is_cuda), set(order.skipped)
+        clock, skipped = _Clock(self._beside), set(order.skipped)
         coming = [n for n in range(len(self.source.plan.buckets)) if n not in skipped]
         with self._abort_on_error():
             for index in coming:
@@ -317,16 +317,20 @@ class Receiver:
 
 
 class _Clock:
-    """Times an update on the host or, where copies are asynchronous, on the GPU."""
+    """Times an update on the host or, where copies are asynchronous, on the GPU.
 
-    def __init__(self, is_cuda: bool) -> None:
-        start = time.perf_counter()
-        if is_cuda:
-            torch.cuda.synchronize()  # a step that was begun still reads the weights
-            self._first = self._last = mark(timed=True)
-        self._is_cuda = is_cuda
-        self._start, self._idle = time.perf_counter(), time.perf_counter() - start
-        self._received = self._start
+    What the current stream does after its making comes after the step that the engine was in; the
+    first buckets arrive meanwhile.
+    """
+
+    def __init__(self, beside: torch.cuda.Stream | None) -> None:
+        """`beside` is a stream of the GPU that has nothing to do, if there is a GPU."""
+        self._start = self._received = time.perf_counter()
+        self._is_cuda = beside is not None
+        if beside is not None:
+            self._first = mark(beside, timed=True)
+            let_step_end()
+            self._free = self._last = mark(timed=True)
 
     def received(self) -> None:
         """The last bucket is there for what the current stream does next."""
@@ -338,14 +342,15 @@ class _Clock:
         """Waits for the end. A peer's death leaves the GPU waiting, until the source is aborted."""
         if not self._is_cuda:
             wire, load = self._received - self._start, time.perf_counter() - self._received
-            return Receipt("", self._idle, wire, load, fallback)
+            return Receipt("", 0.0, wire, load, fallback)
         end = mark(timed=True)
         while not has_happened(end):
             patience.check()
             time.sleep(1e-4)
         wire = self._first.elapsed_time(self._last) / 1e3
         load = self._last.elapsed_time(end) / 1e3
-        return Receipt("", self._idle, wire, load, fallback)
+        idle = self._first.elapsed_time(self._free) / 1e3
+        return Receipt("", idle, wire, load, fallback)
 
 
 def _find(name: str) -> tuple[dist.ProcessGroup, dist.Store]:
