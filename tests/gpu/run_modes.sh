@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # run_modes.sh PACK [SHAPE [MODE... [-- ARGUMENTS]]] - `relax-hpc bench modes` on a machine with two GPUs
 # and no network, without Slurm: a model of SHAPE with random weights, colocated on both GPUs (two
-# engines, a trainer of two replicas), or one GPU for the engine and one for the trainer.
+# engines, a trainer of two replicas), or one GPU for the engine and one for the trainer. GPUS=4: twice
+# as many of all, and of the work.
 #
 #   run_modes.sh PACK                                  all modes, Qwen3-4B's shape
 #   run_modes.sh PACK qwen3-4b staleness-1             one mode; what FOLDER has of others is shown, too
@@ -24,21 +25,20 @@ cd "$(dirname "$0")/../.."
 work=${FOLDER:-/tmp/relax-modes}/$shape
 mkdir -p "$work"
 if [ -f "$pack/setup.sh" ]; then source tests/gpu/unpack.sh; fi
-job=jobs/qwen3-4b.toml model=$work/model
-sizes=(--mean 384 --p99 2048 --warm-up 1 --steps 6
-  --set schedule.prompts_per_step=16 --set rollout.samples_per_prompt=8
-  --set engines.rollout.count=1 --set engines.rollout.engines_per_task=1
-  --set engines.rollout.resources.gpus_per_node=1 --set engines.rollout.args.mem_fraction_static=0.75
+job=jobs/qwen3-4b.toml model=$work/model half=$((${GPUS:-2} / 2))
+sides=(--set schedule.prompts_per_step=$((16 * half)) --set engines.rollout.count=$half
+  --set engines.rollout.engines_per_task=$half --set actor.layout.data_parallel=$half)
+sizes=(--mean 384 --p99 2048 --warm-up 1 --steps 6 --set rollout.samples_per_prompt=8 "${sides[@]}"
+  --set engines.rollout.resources.gpus_per_node=$half --set engines.rollout.args.mem_fraction_static=0.75
   --set "engines.rollout.args.cuda_graph_bs_decode=[1,16,64,128,256]"
-  --set actor.layout.tensor_parallel=1 --set actor.resources.gpus_per_node=1
+  --set actor.layout.tensor_parallel=1 --set actor.resources.gpus_per_node=$half
   --set actor.tokens_per_micro_batch=8192 --set actor.optimizer.moments=bfloat16
   --set actor.optimizer.ddp.grad_reduce_in_fp32=false
   --set actor.transformer.recompute_granularity=full --set actor.transformer.recompute_method=uniform
   --set actor.transformer.recompute_num_layers=1)
 if [ "$shape" = tiny ]; then
   job=jobs/demo.toml
-  sizes=(--mean 12 --p99 64 --warm-up 1 --steps 6
-    --set schedule.prompts_per_step=16 --set rollout.samples_per_prompt=4)
+  sizes=(--mean 12 --p99 64 --warm-up 1 --steps 6 --set rollout.samples_per_prompt=4 "${sides[@]}")
   [ -d "$model/model" ] || python3 -m relax_hpc make-tiny "$model" >/dev/null
 elif [ ! -d "$model/model" ]; then
   python3 tests/gpu/make_qwen3.py "$model" "$shape"
