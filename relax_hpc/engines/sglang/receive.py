@@ -69,8 +69,10 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
         return
     try:
         if receiver is None:
+            known = list(_receivers.values())
             _receivers.clear()  # there is one trainer
-            receiver = _receivers[key] = Receiver(model, source)
+            followed = next((each for each in known if each.follow(source)), None)
+            receiver = _receivers[key] = followed or Receiver(model, source)
         run = {"prepare": receiver.prepare, "receive": receiver.receive, "check": receiver.check}
         receipt = run[order.task](order, Patience(order, source.store))
         if order.task != "prepare":
@@ -116,6 +118,10 @@ class Source(Protocol):
         """[size] uint8, where bucket `index` is once it has arrived."""
         ...
 
+    def take_over(self, other: "Source") -> bool:
+        """Goes on in the buffers of another one, if the same arrives in them; returns whether."""
+        ...
+
     def warm_up(self, patience: Patience) -> None:
         """Does once what takes longer the first time."""
         ...
@@ -147,6 +153,12 @@ class BroadcastSource:
 
     def bucket(self, index: int) -> Tensor:
         return self._flat[index % len(self._flat)][: self.plan.sizes[index]]
+
+    def take_over(self, other: Source) -> bool:
+        if not isinstance(other, BroadcastSource) or other.plan != self.plan:
+            return False
+        self._flat = other._flat
+        return True
 
     def warm_up(self, patience: Patience) -> None:
         """Uses the wire once, so that the first update is as fast as the others."""
@@ -188,6 +200,10 @@ class LaneSource:
     def bucket(self, index: int) -> Tensor:
         return self._taker.bucket(index)
 
+    def take_over(self, other: Source) -> bool:
+        """Never: the memory is another trainer's."""
+        return False
+
     def warm_up(self, patience: Patience) -> None:
         """The memory is mapped already."""
 
@@ -223,6 +239,17 @@ class Receiver:
             )
         self._loads, self._fallback = self._recorded()
         self._places = self._addresses()
+
+    def follow(self, source: Source) -> bool:
+        """Goes on with another source, if what is known of the places holds; returns whether.
+
+        To find them takes seconds where there are thousands of experts, and all engines stand still
+        for it. A trainer that came back, or a group that an engine has joined, sends the same.
+        """
+        if not source.take_over(self.source):
+            return False
+        self.source = source
+        return True
 
     def prepare(self, order: Order, patience: Patience) -> Receipt:
         """Does once what takes longer the first time."""
