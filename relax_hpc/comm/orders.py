@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Task = Literal["prepare", "receive", "check", "compare", "count"]
+Task = Literal["learn", "prepare", "receive", "check", "compare", "count"]
 
 LOADER = "relax_hpc.engines.sglang.receive.receive"
 """Name of our receiver for SGLang's `--custom-weight-loader` and `load_format`."""
@@ -27,8 +27,9 @@ class Order:
     group: str
     """A group that the engine has joined by /init_weights_update_group; "" where there is none."""
     task: Task
-    """check: receive, and then read back what was received. compare: receive nothing, and tell
-    whether the weights are those of a folder. count: nothing but what every receipt says."""
+    """learn: find the places of what will be sent. prepare: that, and use the wire once. check:
+    receive, and then read back what was received. compare: receive nothing, and tell whether the
+    weights are those of a folder. count: nothing but what every receipt says."""
     timeout_s: float
     store: str = ""
     """"host:port" of a store, where it is not that of the group; see `comm.lanes`."""

@@ -195,7 +195,7 @@ class EngineClient:
             orders: for each rank of the engine's tensor parallelism; the same task and serial.
             version: policy version of the weights; noted where the orders change them.
         """
-        is_update = orders[0].task != "prepare"
+        is_update = orders[0].task not in ("learn", "prepare")
         body: dict[str, Any] = {
             "serialized_named_tensors": [_as_tensors(order) for order in orders],
             "load_format": LOADER,

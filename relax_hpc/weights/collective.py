@@ -12,7 +12,7 @@ from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
 from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import MemberError
-from relax_hpc.weights.group import MemberGroup
+from relax_hpc.weights.group import MemberGroup, Start
 from relax_hpc.weights.ranks import Serve, TrainerRanks
 from relax_hpc.weights.staging import Outgoing
 from relax_hpc.weights.transport import Delivery, behind
@@ -34,6 +34,7 @@ class CollectiveTransport:
         self._config, self._paths, self._threads = config, paths, threads
         self._ranks, self._plan, self._backend = ranks, plan, backend
         self._group: MemberGroup | None = None
+        self._taught = set[Start]()
 
     def leaves_receipts(self, member: Member) -> bool:
         return member.takes_orders
@@ -84,6 +85,8 @@ class CollectiveTransport:
             self._group = None
 
     def _form(self, live: dict[Member, EngineControl]) -> MemberGroup:
-        group = MemberGroup.form(live, self._plan, self._config, self._backend, self._threads)
+        group = MemberGroup.form(
+            live, self._plan, self._config, self._backend, self._threads, self._taught
+        )
         write_json(self._paths.rendezvous("weights"), group.record())
         return group

@@ -19,6 +19,9 @@ from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders, raise_refusals
 from relax_hpc.weights.staging import Outgoing
 
+Start = tuple[str, str]
+"""A member and its start: what is said of an engine until it is started again."""
+
 
 class MemberGroup:
     """A communicator of the trainer, rank 0, and members, in the order of `receivers`."""
@@ -30,9 +33,11 @@ class MemberGroup:
         group: BroadcastGroup,
         config: WeightsConfig,
         threads: ThreadPoolExecutor,
+        taught: set[Start],
     ) -> None:
+        """`taught` are those who know where weights go; it is kept up to date."""
         self.receivers, self.name, self._group = receivers, name, group
-        self._config, self._threads = config, threads
+        self._config, self._threads, self._taught = config, threads, taught
         self._exchange = Exchange(config.timeout_s)
         self._is_prepared = False
         self.is_served = False
@@ -46,6 +51,7 @@ class MemberGroup:
         config: WeightsConfig,
         backend: Transport,
         threads: ThreadPoolExecutor,
+        taught: set[Start],
     ) -> "MemberGroup":
         """Joins trainer and members. The engines block while they join, so all are asked at once.
 
@@ -75,7 +81,7 @@ class MemberGroup:
         wait(joins.values(), timeout=timeout_s)
         raise_refusals(joins)
         group.put(PLAN, plan.to_json())
-        return cls(receivers, name, group, config, threads)
+        return cls(receivers, name, group, config, threads, taught)
 
     def record(self) -> dict[str, object]:
         """The topology, for whoever reads the run directory."""
@@ -96,7 +102,7 @@ class MemberGroup:
         Args:
             version: of the policy.
             outgoing: nothing of it was sent yet.
-            timers: get `pause`, `prepare` (once) and `wire`.
+            timers: get `learn` (if somebody has joined others), `pause`, `prepare` (once), `wire`.
             check: whether receivers tell what they hold afterwards, where they can.
 
         Returns:
@@ -106,13 +112,16 @@ class MemberGroup:
             MemberError: who failed, or did not answer by the deadline. The group is of no use then.
         """
         deadline = time.monotonic() + self._config.timeout_s
-        with timers("pause"):
-            pauses = {m: self._threads.submit(r.pause) for m, r in self.receivers.items()}
-            self._exchange.run(pauses, lambda _: None, deadline)
         direct = {m: r for m, r in self.receivers.items() if m.takes_orders}
+        ready = set[Member]()
+        if not self._is_prepared:
+            ready = self._teach_newcomers(direct, version, timers, deadline)
+        with timers("pause"):
+            self._pause({m: r for m, r in self.receivers.items() if m not in ready}, deadline)
         if direct and not self._is_prepared:
             with timers("prepare"):
                 self._order("prepare", direct, version, outgoing.warm_up, deadline)
+            self._taught |= set(map(_start, direct))
             self._is_prepared = True
         with timers("wire"):
             receipts = dict[Member, list[Receipt]]()
@@ -130,6 +139,30 @@ class MemberGroup:
         for receiver in self.receivers.values():
             self._threads.submit(receiver.destroy_weights_group, self.name)
         self._group.close()
+
+    def _teach_newcomers(
+        self,
+        direct: dict[Member, EngineControl],
+        version: int,
+        timers: Timers,
+        deadline: float,
+    ) -> set[Member]:
+        """Lets those find the places of weights who do not know them, while others sample on.
+
+        Returns:
+            Whom it has paused for that.
+        """
+        newcomers = {m: r for m, r in direct.items() if _start(m) not in self._taught}
+        if not 0 < len(newcomers) < len(direct):
+            return set()
+        with timers("learn"):
+            self._pause(newcomers, deadline)
+            self._order("learn", newcomers, version, lambda wire: iter(()), deadline)
+        return set(newcomers)
+
+    def _pause(self, receivers: dict[Member, EngineControl], deadline: float) -> None:
+        pauses = {m: self._threads.submit(r.pause) for m, r in receivers.items()}
+        self._exchange.run(pauses, lambda _: None, deadline)
 
     def _send_by_name(self, version: int, outgoing: Outgoing, deadline: float) -> None:
         sending, buckets = outgoing.send(self._group), outgoing.buckets
@@ -152,10 +185,12 @@ class MemberGroup:
         order = Order(uuid.uuid4().hex[:8], self.name, task, timeout_s, skipped=skipped)
 
         def transfer(give_up: Callable[[], None]) -> None:
+            sent = None
             for sent in send(self._group):
                 if not self._group.is_asynchronous:
                     sent.wait(deadline, give_up)
-            sent.wait(deadline, give_up)
+            if sent:
+                sent.wait(deadline, give_up)
 
         orders = {member: [order] * member.num_ranks for member in receivers}
         replies = give_orders(self._threads, receivers, orders, version)
@@ -182,3 +217,7 @@ class MemberGroup:
         """Members and the first of their ranks."""
         offsets = itertools.accumulate((m.num_ranks for m in self.receivers), initial=1)
         return list(zip(self.receivers, offsets, strict=False))
+
+
+def _start(member: Member) -> Start:
+    return member.id, member.start

@@ -165,6 +165,19 @@ def test_a_trainer_killed_in_an_update_leaves_engines_that_the_next_one_can_upda
     assert all(engine.client().health(5) for engine in house.engines)
 
 
+def test_an_engine_that_joins_learns_its_places_before_the_other_stands_still(house):
+    with trainer(house) as ranks:
+        first = publish(ranks, house, 0)
+        house.announce(ids=house.ids[1:])  # as if it had been started again
+        done = publish(ranks, house, 1, check=True)
+        later = publish(ranks, house, 2, check=True)
+    assert done["members"] == later["members"] == house.ids
+    assert done["verified"]["equal"] and later["verified"]["equal"]
+    learns = ["learn" in each["seconds"] for each in (first, done, later)]
+    assert learns == [False, house.kind == "sglang", False]
+    assert house.versions == [2, 2]
+
+
 def test_a_tensor_of_another_shape_fences_the_engines_and_names_what_is_wrong(house):
     fenced, again = [], True
     with trainer(house, timeout_s=20, bend="shape") as ranks:

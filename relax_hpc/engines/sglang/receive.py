@@ -61,7 +61,8 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
         _report(model, order)
         return
     key = order.group or order.store
-    receiver = _receivers.get(key) if order.task != "prepare" else None
+    begins = order.task in ("learn", "prepare")
+    receiver = None if begins else _receivers.get(key)
     try:
         source = receiver.source if receiver else _source(order, model)
     except (RuntimeError, StopIteration):  # nobody to tell; the trainer misses the receipt
@@ -73,9 +74,8 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
             _receivers.clear()  # there is one trainer
             followed = next((each for each in known if each.follow(source)), None)
             receiver = _receivers[key] = followed or Receiver(model, source)
-        run = {"prepare": receiver.prepare, "receive": receiver.receive, "check": receiver.check}
-        receipt = run[order.task](order, Patience(order, source.store))
-        if order.task != "prepare":
+        receipt = receiver.do(order, Patience(order, source.store))
+        if not begins:
             receipt.num_sampled = num_sampled()
             features.forget()
             renew_filters()
@@ -250,6 +250,13 @@ class Receiver:
             return False
         self.source = source
         return True
+
+    def do(self, order: Order, patience: Patience) -> Receipt:
+        """Carries an order out; what is to be learnt was learnt when this was made."""
+        tasks = {"prepare": self.prepare, "receive": self.receive, "check": self.check}
+        if task := tasks.get(order.task):
+            return task(order, patience)
+        return Receipt(fallback=self._fallback)
 
     def prepare(self, order: Order, patience: Patience) -> Receipt:
         """Does once what takes longer the first time."""
