@@ -40,6 +40,11 @@ class Order:
     skipped: tuple[int, ...] = ()
     """Buckets that are not sent: the rank has them, and nothing in them learns."""
 
+    @property
+    def begins(self) -> bool:
+        """Whether it comes before weights of its sender, and changes none."""
+        return self.task in ("learn", "prepare")
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

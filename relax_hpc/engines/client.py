@@ -195,7 +195,6 @@ class EngineClient:
             orders: for each rank of the engine's tensor parallelism; the same task and serial.
             version: policy version of the weights; noted where the orders change them.
         """
-        is_update = orders[0].task not in ("learn", "prepare")
         body: dict[str, Any] = {
             "serialized_named_tensors": [_as_tensors(order) for order in orders],
             "load_format": LOADER,
@@ -203,7 +202,7 @@ class EngineClient:
         }
         if orders[0].task in ("receive", "check"):
             body["weight_version"] = str(version)
-        self._in_session("/update_weights_from_tensor", body, last=is_update)
+        self._in_session("/update_weights_from_tensor", body, last=not orders[0].begins)
 
     def update_weights_from_disk(self, path: str, version: int) -> None:
         """Makes a paused engine load a Hugging Face folder that it can see."""

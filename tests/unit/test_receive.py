@@ -1,6 +1,7 @@
 """What runs inside SGLang at an update, with a model and a trainer of this process."""
 
 import uuid
+import weakref
 
 import pytest
 import torch
@@ -47,8 +48,7 @@ class Trainer:
         serial = uuid.uuid4().hex
         order = Order(serial, self.name, task, 10.0)
         receive.receive(model, [(order.to_json(), None)])
-        receipt = Receipt.from_json(self.group.take(key_of(serial, 0), timeout_s=1))
-        assert receipt.error == "", receipt.error
+        return Receipt.from_json(self.group.take(key_of(serial, 0), timeout_s=1)).error
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +61,10 @@ def _forgotten():
 def test_another_trainer_that_sends_the_same_finds_the_places_known():
     model, plan = Model(), BucketPlan.of(SPECS, 24)
     for trainer, offset in ((Trainer(plan), 1.0), (Trainer(plan), 20.0)):
-        trainer.give(model, "prepare")
+        assert trainer.give(model, "prepare") == ""
         assert model.loaded == 2  # a bucket each, by the first alone
         a, b = torch.arange(6.0) + offset, torch.arange(4.0) - offset
-        trainer.give(model, "receive", [a, b])
+        assert trainer.give(model, "receive", [a, b]) == ""
         assert torch.equal(model.a, a.view(2, 3)) and torch.equal(model.b, b)
     assert model.loaded == 2
 
@@ -72,18 +72,35 @@ def test_another_trainer_that_sends_the_same_finds_the_places_known():
 def test_one_that_sends_other_buckets_is_watched_anew():
     model = Model()
     first, other = Trainer(BucketPlan.of(SPECS, 24)), Trainer(BucketPlan.of(SPECS, 100))
-    first.give(model, "prepare")
-    other.give(model, "prepare")
+    assert first.give(model, "prepare") == ""
+    assert other.give(model, "prepare") == ""
     assert model.loaded == 3  # one bucket more
-    other.give(model, "receive", [torch.arange(10.0)])
+    assert other.give(model, "receive", [torch.arange(10.0)]) == ""
     assert torch.equal(model.b, torch.arange(6.0, 10.0))
 
 
 def test_parameters_that_were_made_anew_are_found_again():
     model, plan = Model(), BucketPlan.of(SPECS, 100)
-    Trainer(plan).give(model, "prepare")
+    assert Trainer(plan).give(model, "prepare") == ""
     model.b.data = torch.zeros(4)
     other = Trainer(plan)
-    other.give(model, "prepare")
-    other.give(model, "receive", [torch.arange(10.0)])
+    assert other.give(model, "prepare") == ""
+    assert other.give(model, "receive", [torch.arange(10.0)]) == ""
     assert torch.equal(model.b, torch.arange(6.0, 10.0)) and model.loaded == 2
+
+
+def test_buffers_of_another_plan_are_gone_before_new_ones_are_made(monkeypatch):
+    model, first = Model(), Trainer(BucketPlan.of(SPECS, 24))
+    assert first.give(model, "learn") == ""
+    before = weakref.ref(receive._receivers[first.name])
+    made = receive.Receiver
+    seen = []
+    monkeypatch.setattr(receive, "Receiver", lambda *of: seen.append(before()) or made(*of))
+    assert Trainer(BucketPlan.of(SPECS, 100)).give(model, "learn") == ""
+    assert seen == [None]
+
+
+def test_a_task_that_it_does_not_know_is_an_error_and_not_done():
+    model, trainer = Model(), Trainer(BucketPlan.of(SPECS, 24))
+    assert trainer.give(model, "learn") == ""
+    assert "KeyError" in trainer.give(model, "dance")

@@ -2,9 +2,8 @@
 
 SGLang calls `receive` as a `--custom-weight-loader`, in every rank of an engine, between two
 steps. What is to be done stands in the name of the one "tensor" it is given; what is to be
-received, the trainer has left in a store, and there the answer goes, too. Buckets come by broadcast
-or, from a trainer on the same GPU, through memory that both map. Two buffers: while one is copied
-to its places, the next bucket arrives.
+received, the trainer has left in a store, and there the answer goes, too. Where buckets come from
+is in `sources`.
 
 No exception leaves it, for that would end the engine: a failure is told to the trainer, which then
 fences the engine.
@@ -16,20 +15,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _world
 
-from relax_hpc.comm.broadcast import Transfer, start_broadcast
-from relax_hpc.comm.bucket import BucketPlan, Spec, fingerprint
-from relax_hpc.comm.lanes import Taker
-from relax_hpc.comm.orders import PLAN, Order, Receipt, key_of, receipt_file
+from relax_hpc.comm.bucket import Spec, fingerprint
+from relax_hpc.comm.orders import Order, Receipt, key_of, receipt_file
 from relax_hpc.comm.patience import Patience
 from relax_hpc.comm.streams import has_happened, mark, new_stream
 from relax_hpc.engines.sglang import features
@@ -46,11 +40,10 @@ from relax_hpc.engines.sglang.copies import (
     uncovered,
 )
 from relax_hpc.engines.sglang.in_flight import let_step_end, num_sampled, renew_filters
+from relax_hpc.engines.sglang.sources import Source, source_of
 from relax_hpc.records import write_json
 
 log = logging.getLogger(__name__)
-
-_BUFFERS = 2
 
 
 def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
@@ -61,21 +54,17 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
         _report(model, order)
         return
     key = order.group or order.store
-    begins = order.task in ("learn", "prepare")
-    receiver = None if begins else _receivers.get(key)
+    receiver = None if order.begins else _receivers.get(key)
     try:
-        source = receiver.source if receiver else _source(order, model)
+        source = receiver.source if receiver else source_of(order, model)
     except (RuntimeError, StopIteration):  # nobody to tell; the trainer misses the receipt
         log.exception("the trainer that gives orders is not to be found")
         return
     try:
         if receiver is None:
-            known = list(_receivers.values())
-            _receivers.clear()  # there is one trainer
-            followed = next((each for each in known if each.follow(source)), None)
-            receiver = _receivers[key] = followed or Receiver(model, source)
+            receiver = _receivers[key] = _receiver_of(source, model)
         receipt = receiver.do(order, Patience(order, source.store))
-        if not begins:
+        if not order.begins:
             receipt.num_sampled = num_sampled()
             features.forget()
             renew_filters()
@@ -103,125 +92,6 @@ def _report(model: nn.Module, order: Order) -> None:
         write_json(receipt_file(order.folder, order.serial, dist.get_rank()), asdict(receipt))
     except OSError:
         log.exception("the trainer is not told")
-
-
-class Source(Protocol):
-    """The sender of buckets."""
-
-    store: dist.Store
-    """Store for messages besides the buckets."""
-    rank: int
-    """Number under which this rank leaves receipts."""
-    plan: BucketPlan
-
-    def bucket(self, index: int) -> Tensor:
-        """[size] uint8, where bucket `index` is once it has arrived."""
-        ...
-
-    def take_over(self, other: "Source") -> bool:
-        """Goes on in the buffers of another one, if the same arrives in them; returns whether."""
-        ...
-
-    def warm_up(self, patience: Patience) -> None:
-        """Does once what takes longer the first time."""
-        ...
-
-    def fetch(self, index: int, order: Order, patience: Patience) -> None:
-        """Bucket `index` is there for what the current stream is given from here on."""
-        ...
-
-    def free(self, index: int, order: Order) -> None:
-        """Nothing that the current stream is given from here on reads bucket `index`."""
-        ...
-
-    def abort(self) -> None:
-        """Ends what the GPU, or the trainer, waits for."""
-        ...
-
-
-class BroadcastSource:
-    """A weight group that SGLang has joined."""
-
-    def __init__(self, order: Order, device: torch.device) -> None:
-        self._group, self.store = _find(order.group)
-        self.rank = self._group.rank()
-        self.store.wait([PLAN], timedelta(seconds=order.timeout_s))
-        self.plan = BucketPlan.from_json(self.store.get(PLAN).decode())
-        self._device, self._stream = device, new_stream(device)
-        self._free = dict[int, torch.cuda.Event]()
-        """Buffer -> when what was in it has been made use of."""
-
-    def bucket(self, index: int) -> Tensor:
-        return self._flat[index % len(self._flat)][: self.plan.sizes[index]]
-
-    def take_over(self, other: Source) -> bool:
-        if not isinstance(other, BroadcastSource) or other.plan != self.plan:
-            return False
-        self._flat = other._flat
-        return True
-
-    def warm_up(self, patience: Patience) -> None:
-        """Uses the wire once, so that the first update is as fast as the others."""
-        self._wait(start_broadcast(self._group, self.bucket(0)), patience)
-
-    def fetch(self, index: int, order: Order, patience: Patience) -> None:
-        if self._stream is None:
-            self._wait(start_broadcast(self._group, self.bucket(index)), patience)
-            return
-        if free := self._free.get(index % len(self._flat)):
-            self._stream.wait_event(free)
-        with torch.cuda.stream(self._stream):
-            start_broadcast(self._group, self.bucket(index)).order_after()
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-    def free(self, index: int, order: Order) -> None:
-        if self._stream:
-            self._free[index % len(self._flat)] = mark()
-
-    def abort(self) -> None:
-        self._group.abort()
-
-    @cached_property
-    def _flat(self) -> list[Tensor]:
-        return self.plan.buffers(min(_BUFFERS, len(self.plan.buckets)), self._device)
-
-    def _wait(self, transfer: Transfer, patience: Patience) -> None:
-        transfer.wait(patience.deadline, patience.check)
-
-
-class LaneSource:
-    """Memory of the trainer's rank on this GPU."""
-
-    def __init__(self, order: Order, device: torch.device) -> None:
-        self._taker = Taker(order, device)
-        self.store, self.rank = self._taker.store.shelf, order.lane
-        self.plan, self._serial = self._taker.plan, ""
-
-    def bucket(self, index: int) -> Tensor:
-        return self._taker.bucket(index)
-
-    def take_over(self, other: Source) -> bool:
-        """Never: the memory is another trainer's."""
-        return False
-
-    def warm_up(self, patience: Patience) -> None:
-        """The memory is mapped already."""
-
-    def fetch(self, index: int, order: Order, patience: Patience) -> None:
-        self._serial = order.serial
-        self._taker.wait_for(index, order, patience)
-
-    def free(self, index: int, order: Order) -> None:
-        self._taker.give_back(index, order)
-
-    def abort(self) -> None:
-        """The trainer's rank waits for this one, and all of the trainer for that rank."""
-        self._taker.give_up(self._serial)
-
-
-def _source(order: Order, model: nn.Module) -> Source:
-    device = next(model.parameters()).device
-    return BroadcastSource(order, device) if order.group else LaneSource(order, device)
 
 
 class Receiver:
@@ -252,17 +122,28 @@ class Receiver:
         return True
 
     def do(self, order: Order, patience: Patience) -> Receipt:
-        """Carries an order out; what is to be learnt was learnt when this was made."""
-        tasks = {"prepare": self.prepare, "receive": self.receive, "check": self.check}
-        if task := tasks.get(order.task):
-            return task(order, patience)
+        """Carries an order out.
+
+        Raises:
+            KeyError: it is none for a receiver.
+        """
+        tasks = {
+            "learn": self.learn,
+            "prepare": self.prepare,
+            "receive": self.receive,
+            "check": self.check,
+        }
+        return tasks[order.task](order, patience)
+
+    def learn(self, order: Order, patience: Patience) -> Receipt:
+        """Says how it will load: the places were found when this was made."""
         return Receipt(fallback=self._fallback)
 
     def prepare(self, order: Order, patience: Patience) -> Receipt:
         """Does once what takes longer the first time."""
         with self._abort_on_error():
             self.source.warm_up(patience)
-        return Receipt(fallback=self._fallback)
+        return self.learn(order, patience)
 
     def receive(self, order: Order, patience: Patience) -> Receipt:
         """Receives all buckets and puts their contents where they belong."""
@@ -387,10 +268,14 @@ class _Clock:
         return Receipt("", idle, wire, load, fallback)
 
 
-def _find(name: str) -> tuple[dist.ProcessGroup, dist.Store]:
-    """The group that SGLang joined under `name`, and its store."""
-    group = next(group for group, known in _world.pg_names.items() if known == name)
-    return group, _world.pg_map[group][1]
+def _receiver_of(source: Source, model: nn.Module) -> Receiver:
+    """Returns that of the trainer before, if it can go on, or makes one: there is one trainer."""
+    if _receivers:
+        _, before = _receivers.popitem()
+        if before.follow(source):
+            return before
+        del before  # with its buffers, before there are others
+    return Receiver(model, source)
 
 
 _receivers: dict[str, Receiver] = {}
