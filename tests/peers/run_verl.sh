@@ -10,6 +10,8 @@ source "$(dirname "$0")/work.sh"
 if [ -n "${PEER:-}" ]; then export PYTHONPATH="$PEER/shim:$PEER/site${PYTHONPATH:+:$PYTHONPATH}"; fi
 ckpt=${CKPT:-False} bypass=${BYPASS:-True} agents=${AGENTS:-8}
 export VERL_POLL_INTERVAL=${POLL:-0.05} VERL_LENGTHS=$data/lengths.json
+export VERL_ASKED=$data/asked # which siblings have their lengths
+rm -rf "$VERL_ASKED" && mkdir "$VERL_ASKED"
 export HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=true
 # SGLang's engine needs NCCL_CUMEM_ENABLE=0 on both ends of a broadcast.
 export NCCL_NVLS_ENABLE=0 NCCL_CUMEM_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1
