@@ -16,6 +16,7 @@ settings+=(name="$name" run_root="$folder/runs" schedule.num_steps="$steps" sche
 if [ "$mode" = sync ]; then
   settings+=(engines.rollout.placement=actor schedule.max_staleness=0
     engines.rollout.count="$gpus" engines.rollout.engines_per_task="$gpus"
+    engines.rollout.resources.gpus_per_node="$gpus"
     actor.layout.data_parallel="$gpus" actor.resources.gpus_per_node="$gpus")
 else
   settings+=(schedule.max_staleness=1 engines.rollout.count="$half"
