@@ -130,7 +130,9 @@ def _start_sglang(wanted: _Wanted) -> EngineProcess:
             argv = [*sglang.command(wanted.python), "--config", str(options), *argv]
             if gate:
                 argv += [sglang.GATE, str(gate)]
-            environment = sglang.environment(device, spec.model_path)
+            environment = sglang.environment(
+                device, spec.model_path, is_quantized=spec.quantization is not None
+            )
             engine = spawn(argv, wanted.log_path, environment)
             engine.token, engine.url = wanted.token, f"http://{wanted.host}:{port}"
             try:

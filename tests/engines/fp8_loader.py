@@ -20,6 +20,7 @@ from sglang.srt.distributed.parallel_state import (
     init_distributed_environment,
     initialize_model_parallel,
 )
+from sglang.srt.environ import envs
 from sglang.srt.layers.dp_attention import initialize_dp_attention
 from sglang.srt.model_loader import loader
 from sglang.srt.runtime_context import get_parallel
@@ -102,7 +103,17 @@ def main(folder):
         wrong += [spec.name for spec in bucket] if not all(same) or copies.differing() else []
         noted += copies.targets
     types = {name: str(parameter.dtype) for name, parameter in model.named_parameters()}
-    print(json.dumps({"types": types, "wrong": wrong, "uncovered": uncovered(model, noted)}))
+    compiles_first = envs.SGLANG_JIT_DEEPGEMM_PRECOMPILE.get()
+    print(
+        json.dumps(
+            {
+                "types": types,
+                "wrong": wrong,
+                "uncovered": uncovered(model, noted),
+                "compiles_first": compiles_first,
+            }
+        )
+    )
 
 
 def bits(tensor):

@@ -58,11 +58,12 @@ def test_every_tensor_has_a_place_of_its_type_and_loading_is_nothing_but_copying
     script = Path(__file__).with_name("fp8_loader.py")
     answer = subprocess.run(
         [os.environ["RELAX_SGLANG_PYTHON"], script, tmp_path], capture_output=True, text=True,
-        timeout=120, env=os.environ | launch.environment("cpu", tmp_path),
+        timeout=120, env=os.environ | launch.environment("cpu", tmp_path, is_quantized=True),
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr[-2000:]
     found = json.loads(answer.stdout.splitlines()[-1])
     assert (found["wrong"], found["uncovered"]) == ([], [])
+    assert found["compiles_first"] is False
     types = {name: dtype.removeprefix("torch.") for name, dtype in found["types"].items()}
     kept = {name for name, dtype in types.items() if dtype == "bfloat16"}
     towers = {name for name in types if any(tower in name for tower in TOWERS)}
