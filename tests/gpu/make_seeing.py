@@ -1,11 +1,11 @@
-"""`make_seeing.py FOLDER SHAPE [SIDE [SECONDS]]`: a model that sees or hears, of random weights,
-and prompts.
+"""`make_seeing.py FOLDER SHAPE [SIDE [SECONDS [LAYERS]]]`: a model that sees or hears, of random
+weights, and prompts.
 
-SHAPE is qwen3-vl-4b, or qwen3-omni-30b-a3b with four layers of its thinker, or tiny. Images have
-SIDE pixels a side (1024 if left out), which is a token of every 32 x 32; sounds last a second. With
-SECONDS, images become videos of 1,280 x 720 that last so long, 30 frames a second. The
-tokenizers are the tiny ones: their ids are the first of the vocabulary, which is all that prompts
-need.
+SHAPE is qwen3-vl-4b; qwen3-vl-30b-a3b or qwen3-omni-30b-a3b (its thinker) with LAYERS of their
+language model, four if left out; or tiny. Images have SIDE pixels a side (1024 if left out), which
+is a token of every 32 x 32; sounds last a second. With SECONDS, images become videos of 1,280 x 720
+that last so long, 30 frames a second. The tokenizers are the tiny ones: their ids are the first of
+the vocabulary, which is all that prompts need.
 """
 
 import re
@@ -20,6 +20,8 @@ from transformers import (
     Qwen3OmniMoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from relax_hpc.demo import hearing, seeing, shapes, tones
@@ -38,14 +40,21 @@ TOWER_4B = {
     "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 2560,
     "num_position_embeddings": 2304, "deepstack_visual_indexes": [5, 11, 17],
 }  # fmt: skip
-TEXT_OMNI = {
-    "vocab_size": 152064, "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 4,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "max_position_embeddings": 65536, "rope_parameters": ROPE | {"rope_theta": 1e6},
+TEXT_30B = {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
     "norm_topk_prob": True,
 }  # fmt: skip
-TOWER_OMNI = TOWER_4B | {
+TEXT_VL_30B = TEXT_30B | {
+    "num_local_experts": 128,
+    "vocab_size": VOCAB, "intermediate_size": 6144, "max_position_embeddings": 262144,
+    "rope_parameters": ROPE | {"rope_theta": 5e6}, "tie_word_embeddings": False,
+}  # fmt: skip
+TEXT_OMNI = TEXT_30B | {
+    "vocab_size": 152064, "intermediate_size": 768, "max_position_embeddings": 65536,
+    "rope_parameters": ROPE | {"rope_theta": 1e6},
+}  # fmt: skip
+TOWER_30B = TOWER_4B | {
     "depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 2048,
     "deepstack_visual_indexes": [8, 16, 24],
 }  # fmt: skip
@@ -66,12 +75,20 @@ def vl_4b(tokens: Any) -> Any:
     return Qwen3VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
 
 
-def omni(tokens: Any) -> Any:
+def vl_30b(tokens: Any, layers: int) -> Any:
+    tiny = seeing.model("vl-moe", tokens, seed=0).config.to_dict()
+    tiny["text_config"] |= TEXT_VL_30B | {"num_hidden_layers": layers}
+    tiny["vision_config"] |= TOWER_30B
+    config = Qwen3VLMoeConfig(**(tiny | {"tie_word_embeddings": False}))
+    return Qwen3VLMoeForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
+
+
+def omni(tokens: Any, layers: int) -> Any:
     config = hearing.model(tokens, seed=0).config
     made = config.to_dict()
     thinker = made["thinker_config"]
-    thinker["text_config"] |= TEXT_OMNI
-    thinker["vision_config"] |= TOWER_OMNI
+    thinker["text_config"] |= TEXT_OMNI | {"num_hidden_layers": layers}
+    thinker["vision_config"] |= TOWER_30B
     thinker["audio_config"] |= EARS_OMNI
     made["talker_config"]["thinker_hidden_size"] = TEXT_OMNI["hidden_size"]
     return Qwen3OmniMoeForConditionalGeneration._from_config(
@@ -82,6 +99,7 @@ def omni(tokens: Any) -> Any:
 folder, shape = Path(sys.argv[1]), sys.argv[2]
 side = int(sys.argv[3]) if len(sys.argv) > 3 else 1024
 seconds = int(sys.argv[4]) if len(sys.argv) > 4 else 0
+layers = int(sys.argv[5]) if len(sys.argv) > 5 else 4
 hears = "omni" in shape
 kind = hearing if hears else seeing
 tokens = kind.tokenizer()
@@ -89,8 +107,10 @@ torch.manual_seed(0)
 with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
     if shape == "tiny":
         made = seeing.model("vl", tokens, seed=0)
+    elif hears:
+        made = omni(tokens, layers)
     else:
-        made = omni(tokens) if hears else vl_4b(tokens)
+        made = vl_30b(tokens, layers) if "30b" in shape else vl_4b(tokens)
 folder.mkdir(parents=True, exist_ok=True)
 (tones if hears else shapes).write(folder, 96, 16, 0)
 

@@ -4,27 +4,30 @@
 # each; on one GPU without Slurm, in turn; without a GPU the same with a tiny model.
 #
 #   run_media.sh PACK jobs/qwen3-vl-4b-openr1mm.toml qwen3-vl-4b
-#   run_media.sh PACK jobs/qwen3-omni-30b-a3b-avqa.toml qwen3-omni-30b-a3b
+#   GPUS=4 LAYERS=8 run_media.sh PACK jobs/qwen3-vl-30b-a3b-geometry3k.toml qwen3-vl-30b-a3b
 #
 # PACK is as for run_hetjob.sh. OUT gets the run's events and logs, and figures.txt. LIMIT: seconds.
-# SIDE: pixels of an image's side. SECONDS_EACH: videos instead, which last so long. MODEL: folder for the model and its prompts.
-# LOCAL=1: without Slurm on the first two GPUs of CUDA_VISIBLE_DEVICES, so that several can run beside each other.
+# SIDE: pixels of an image's side. SECONDS_EACH: videos instead, which last so long. LAYERS: of a model with experts. MODEL: folder for
+# the model and its prompts. LOCAL=1: without Slurm on the first two GPUs of CUDA_VISIBLE_DEVICES, so that several can run beside
+# each other. GPUS=4: two for the engine (TP2) and two for the trainer (TP2, experts on both).
 set -euo pipefail
 pack=$(cd "$1" && pwd) job=$2 shape=$3
 out=$(mkdir -p "${OUT:-out}" && cd "${OUT:-out}" && pwd)
 work=$(mktemp -d "${WORK:-/tmp}/relax-gpu.XXXX")
 if [ -f "$pack/setup.sh" ]; then source tests/gpu/unpack.sh; fi
 model=${MODEL:-$work/model} # one that was made before is taken
-[ -d "$model/model" ] || python3 tests/gpu/make_seeing.py "$model" "$shape" "${SIDE:-1024}" "${SECONDS_EACH:-0}"
+[ -d "$model/model" ] || python3 tests/gpu/make_seeing.py "$model" "$shape" "${SIDE:-1024}" "${SECONDS_EACH:-0}" "${LAYERS:-4}"
 echo "model made after $SECONDS s"
+half=$((${GPUS:-2} / 2)) experts=1
+[[ $shape != *a3b ]] || experts=$half
 gpus=$( (nvidia-smi --list-gpus 2>/dev/null || true) | wc -l) place=(--local)
 one_each=(--set engines.rollout.count=1 --set engines.rollout.engines_per_task=1
-  --set engines.rollout.args.tp_size=1 --set engines.rollout.resources.gpus_per_node=1
+  --set engines.rollout.args.tp_size=$half --set engines.rollout.resources.gpus_per_node=$half
   --set engines.rollout.resources.cpus_per_task=8 --set engines.rollout.resources.mem=100G
   --set engines.rollout.resources.mpi=pmix --set actor.resources.mpi=pmix
-  --set actor.resources.gpus_per_node=1 --set actor.resources.cpus_per_task=8
-  --set actor.resources.mem=100G --set actor.layout.tensor_parallel=1
-  --set actor.layout.context_parallel=1 --set actor.layout.expert_parallel=1
+  --set actor.resources.gpus_per_node=$half --set actor.resources.cpus_per_task=8
+  --set actor.resources.mem=100G --set actor.layout.tensor_parallel=$half
+  --set actor.layout.context_parallel=1 --set actor.layout.expert_parallel=$experts
   --set actor.optimizer.moments=bfloat16 --set actor.optimizer.ddp.grad_reduce_in_fp32=false
   --set actor.tokens_per_micro_batch=8192 --set engines.rollout.args.mem_fraction_static=0.6
   --set engines.rollout.args.attention_backend=triton --set engines.rollout.args.sampling_backend=pytorch
@@ -36,7 +39,7 @@ if ((gpus >= 2)) && [ -n "${LOCAL:-}" ]; then
 elif ((gpus >= 2)); then
   tar -C "$work" -xJf "$pack/slurm.tar.xz"
   env=$(bash "$pack/local_slurm.sh" up --dir "$work/slurm" --prefix "$work/prefix" --auth none \
-    --nodes 2 --gpus-per-node 1 --gpu-prefix /dev/nvidia --isolate none --cpus 16 --mem 200000)
+    --nodes 2 --gpus-per-node $half --gpu-prefix /dev/nvidia --isolate none --cpus 16 --mem 200000)
   eval "$env"
   trap 'bash "$pack/local_slurm.sh" down --dir "$work/slurm"' EXIT
   export OMPI_MCA_btl=self,tcp OMP_NUM_THREADS=4
