@@ -97,7 +97,7 @@ def patiently(
         wait.note(error)
 
     def attempt() -> T:
-        if not small and is_short() and not restore_reserve():
+        if not small and is_short():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return call()
 
@@ -159,8 +159,13 @@ def names(folder: Path) -> list[str]:
 
 
 def is_short() -> bool:
-    """Whether a process of this run found no room, and there was none for the reserve since."""
-    return _terms.reserve is not None and not _terms.reserve.exists()
+    """Whether there is no room: a process of this run gave the reserve back, and there is too
+    little to make it anew, which this tries."""
+    try:
+        is_whole = _terms.reserve is None or _terms.reserve.exists()
+    except OSError:  # storage fails in another way, which says nothing of room
+        return False
+    return not is_whole and not restore_reserve()
 
 
 def give_reserve_back() -> None:

@@ -48,7 +48,7 @@ class Producer(Owner):
         self._source: dict[int, str] = {}
         """guid -> uuid of the live shard that it is committed in."""
         self._partial_in: dict[str, set[int]] = {}
-        """uuid of a live shard of unfinished groups -> their guids."""
+        """uuid of a live shard of unfinished groups -> guids of those not finished since."""
         self.partial: dict[int, PromptGroup] = {}
         """Unfinished groups by guid: what an earlier incarnation had of them."""
         self.partial_origin: dict[int, Mapping[str, object]] = {}
@@ -59,8 +59,6 @@ class Producer(Owner):
             except DamagedError as error:
                 log.error("%s; its prompt groups are sampled again", error)
                 self._forget_shard(record)
-        for guid in self._source:
-            self.partial.pop(guid, None)
 
     @property
     def committed(self) -> set[int]:
@@ -85,9 +83,7 @@ class Producer(Owner):
                 f"{self.name}: prompt groups {known} are committed already, or twice here"
             )
         record = self._commit(RecordKind.BASE, groups)
-        self._source.update(dict.fromkeys(guids, record.uuid))
-        for guid in guids:
-            self.partial.pop(guid, None)
+        self._finish(guids, record.uuid)
         return record.seq
 
     def put_partial(self, groups: Sequence[PromptGroup]) -> int:
@@ -138,7 +134,7 @@ class Producer(Owner):
         Returns:
             Shards deleted.
         """
-        done = {u for u, guids in self._partial_in.items() if guids <= self._source.keys()}
+        done = {uuid for uuid, guids in self._partial_in.items() if not guids}
         for uuid in done:
             del self._partial_in[uuid]
         deleted = self._delete(lambda r: r.guid_max < retired_guid_below or r.uuid in done)
@@ -173,8 +169,7 @@ class Producer(Owner):
             if shard.uuid != record.uuid:
                 raise DamagedError(f"{shard.path}: is not the shard that was committed")
             if record.kind is RecordKind.BASE:
-                guids = np.unique(shard.read("row/guid")).tolist()
-                self._source.update(dict.fromkeys(guids, shard.uuid))
+                self._finish(np.unique(shard.read("row/guid")).tolist(), shard.uuid)
                 return
             groups: dict[int, PromptGroup] = {}
             for row in from_columns(shard.read_span(0, shard.rows), shard.part_names):
@@ -182,6 +177,17 @@ class Producer(Owner):
             self.partial_origin.update({key: dict(shard.attributes) for key in groups})
         self._partial_in[record.uuid] = set(groups)
         self.partial.update(groups)
+
+    def _finish(self, guids: Sequence[int], uuid: str) -> None:
+        """Notes that groups are committed as a whole; what was kept of them before is of no use.
+
+        What is kept later stays: it is of a group that the trainer dropped, sampled once more.
+        """
+        self._source.update(dict.fromkeys(guids, uuid))
+        for guid in guids:
+            self.partial.pop(guid, None)
+        for unfinished in self._partial_in.values():
+            unfinished.difference_update(guids)
 
 
 def _version_range(columns: ColumnPieces) -> tuple[int, int]:

@@ -144,7 +144,10 @@ class Sequencer:
 
     @property
     def position(self) -> PlanPosition:
-        """The end of the step of the last returned portion; goes into the checkpoint."""
+        """The end of the last step that was returned as a whole; goes into the checkpoint.
+
+        Between two portions of a batch that is the step before: it is what a checkpoint has.
+        """
         place = self._places.get(self._returned)
         return PlanPosition(self.fence, place.records if place else 0, self._returned)
 
@@ -197,8 +200,11 @@ class Sequencer:
                 if on_wait is not None:
                     on_wait()
                 time.sleep(POLL_S)
-        self._cursor, self._returned = self._cursor + 1, step
-        return planned[self._cursor - 1]
+        record = planned[self._cursor]
+        self._cursor += 1
+        if record.last:
+            self._returned = step
+        return record
 
     def lacks_groups(self) -> bool:
         """Whether the present step waits for groups that nobody has committed yet."""

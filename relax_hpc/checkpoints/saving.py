@@ -121,7 +121,7 @@ class Saving(Generic[P]):
         self._events, self._num_steps, self._source = events, num_steps, source
         self._is_due = False
         self._begun = trainer.step
-        """Step of the save that was begun last, or that the run was resumed from."""
+        """Step of the save that was begun last, or that the run was resumed from; -1: it failed."""
         self.times: list[float] = []
         """Seconds that each save took, from its begin until it was on disk."""
         trainer.expect_saves()
@@ -154,6 +154,15 @@ class Saving(Generic[P]):
         if config.save_hf_every and step % config.save_hf_every == 0:
             self._save_hf(step)
 
+    def make_up(self) -> None:
+        """Exports the step that was resumed from, if it was to be and is not there: who exported
+        it was killed. Collective."""
+        step, every = self._trainer.step, self._config.save_hf_every
+        if not every or not step or step % every:
+            return
+        if not self._world.bcast(self._paths.hf(step).exists()):
+            self._save_hf(step)
+
     def now(self) -> bool:
         """Saves the step that was trained last, unless that was done, and waits for it.
 
@@ -163,11 +172,12 @@ class Saving(Generic[P]):
             Whether it is on disk.
         """
         step = self._trainer.step
-        done = self._begin() if step != self._begun and self._trainer.skip is None else []
-        done += self._checkpoints.wait()
-        for saved in done:
+        for saved in self._checkpoints.wait():  # one of this step may fail
             self._note(saved)
-        return self._begun == step and not (done and done[-1].failure)
+        if step != self._begun and self._trainer.skip is None:
+            for saved in [*self._begin(), *self._checkpoints.wait()]:
+                self._note(saved)
+        return self._begun == step
 
     def _begin(self) -> list[Saved]:
         self._is_due, self._begun = False, self._trainer.step
@@ -179,6 +189,8 @@ class Saving(Generic[P]):
             )
 
     def _note(self, saved: Saved) -> None:
+        if saved.failure and saved.step == self._begun:
+            self._begun = -1
         if self._rank0 is None:
             return
         if saved.failure:

@@ -20,7 +20,7 @@ from relax_hpc.comm.world import SoloWorld, World
 from relax_hpc.engines.training_engine import TrainingEngine
 from relax_hpc.errors import BusError, CheckpointError, FencedError
 from relax_hpc.records import read_json, sync, write_json
-from relax_hpc.storage import names, patiently
+from relax_hpc.storage import DAMAGE_S, names, patiently
 
 log = logging.getLogger(__name__)
 
@@ -256,6 +256,13 @@ class Checkpoints(Generic[P]):
         self._refuse_to_replace_newer(folder, position)
         # One of this step is torn, or of a superseded trainer: else the run had resumed from it.
         patiently(folder, lambda: _replace(folder, draft))
+        try:
+            patiently(self._root, self._rotate, small=True, damage_s=DAMAGE_S)
+        except OSError as error:  # the new one is there all the same, and the next will try again
+            log.warning("%s: an old checkpoint cannot be removed: %s", self._root, error)
+
+    def _rotate(self) -> None:
+        """Removes what is older than the `keep` newest, and what is left of earlier attempts."""
         for old in self.complete()[: -self._keep]:
             if self._keep_every and old.step % self._keep_every == 0:
                 kept = self._root / _KEPT / old.folder.name
@@ -264,6 +271,8 @@ class Checkpoints(Generic[P]):
                 old.folder.rename(kept)
             else:
                 _delete(old.folder)
+        for doomed in self._listed(".step_*.old"):
+            shutil.rmtree(doomed)
 
     def _refuse_to_replace_newer(self, folder: Path, position: P) -> None:
         if progress := read_json(folder / _PROGRESS):

@@ -80,16 +80,24 @@ def test_a_superseded_trainer_is_not_even_given_what_was_planned(tmp_path):
         portion(zombie, 1, TOKENS)
 
 
-def test_a_trainer_killed_between_portions_has_no_position_inside_the_step(tmp_path):
+def test_between_two_portions_the_position_is_that_of_the_step_before(tmp_path):
     paths = make_bus(tmp_path)
     produce(paths, "rollout-0", [0, 2])
     with sequencer(paths) as seq:
-        portion(seq, 1, TOKENS)
-        assert seq.position.step == 1
-        assert seq.position.records == 0  # cannot be taken for a position behind step 1
-        torn = seq.position
-    with pytest.raises(BusError, match="plan position"):
-        sequencer(paths, torn)
+        begun = seq.position
+        assert begun[1:] == (0, 0)
+        assert not portion(seq, 1, TOKENS).last
+        assert seq.position == begun
+        produce(paths, "rollout-1", [1, 3, 5])
+        assert portion(seq, 1, TOKENS).last
+        saved = seq.position
+        assert saved.step == 1
+        first = portion(seq, 2, TOKENS)
+        assert not first.last
+        assert seq.position == saved  # of the step that a trainer saves that is told to end here
+    with sequencer(paths, saved) as seq:
+        assert seq.position == saved._replace(fence=seq.fence)
+        assert portion(seq, 2, TOKENS) == first
 
 
 def test_drop_has_groups_that_come_too_late_sampled_again(tmp_path):
@@ -231,6 +239,23 @@ def test_a_partial_group_is_kept_for_its_owner_and_never_planned(tmp_path):
         with sequencer(paths) as seq:
             assert whole_batch(seq, 1, timeout_s=0).guids == [0, 1, 2, 3]
     assert audit(paths).committed == P * SIBLINGS
+
+
+def test_what_is_kept_of_a_dropped_group_that_is_sampled_again_outlives_a_restart(tmp_path):
+    paths = make_bus(tmp_path)
+    with Producer(paths, "rollout-0", {}) as producer:
+        producer.put_partial([group(2, response=1)])
+        producer.put([group(0), group(2)])
+        assert producer.owe_again([Owed(0, producer._source[0])]) == [0]  # it came too late
+        producer.put_partial([group(0, response=2)])
+    with Producer(paths, "rollout-0", {}) as producer:
+        assert producer.committed == {0, 2}  # the shard is there until the trainer releases it
+        assert set(producer.partial) == {0}
+        assert producer.collect(0) == 1  # what was kept of group 2 before it was finished
+        assert producer.owe_again([Owed(0, producer._source[0])]) == [0]
+        assert len(producer.partial[0].trajectories[0].token_ids) == 3 + 2
+        producer.put([group(0)])
+        assert producer.partial == {} and producer.collect(0) == 1
 
 
 def test_a_restart_from_a_snapshot_goes_on_as_one_from_the_whole_plan(tmp_path, monkeypatch):

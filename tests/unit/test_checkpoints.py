@@ -11,6 +11,7 @@ import pytest
 from fake_part import NAMES, FakePart
 
 from relax_hpc.bus.plan import PlanPosition
+from relax_hpc.checkpoints import store
 from relax_hpc.checkpoints.store import MAX_FAILURES, Checkpoints, find
 from relax_hpc.comm.star import StarWorld
 from relax_hpc.comm.world import SoloWorld
@@ -315,3 +316,20 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all_of_them(tmp_path):
     assert answers[0] == answers[1]
     assert "weight0: cannot be written: No space left on device" in answers[0]
     assert list(tmp_path.glob("step_*")) == []
+
+
+def test_an_old_one_that_cannot_be_removed_does_not_fail_the_new_one(tmp_path, monkeypatch, caplog):
+    for step in (1, 2):
+        save(tmp_path, step)
+    monkeypatch.setattr(store.shutil, "rmtree", _refuse)
+    (saved,) = save(tmp_path, 3)
+    assert saved.failure is None and "an old checkpoint cannot be removed" in caplog.text
+    assert [c.step for c in checkpoints_in(tmp_path).complete()] == [2, 3]
+    monkeypatch.undo()
+    (saved,) = save(tmp_path, 4)
+    assert saved.failure is None
+    assert steps_in(tmp_path) == ["step_00000003", "step_00000004"], "and what was left is gone"
+
+
+def _refuse(*_, **__):
+    raise OSError(errno.EIO, os.strerror(errno.EIO))

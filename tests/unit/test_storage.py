@@ -205,3 +205,23 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path, monkeypatc
     assert storage.names(tmp_path) == ["a", "b"]
     assert len(calls) == 2
     assert storage.names(tmp_path / "none") == []
+
+
+def test_room_that_was_short_for_a_moment_is_not_short_for_good(tmp_path):
+    """A small record found room by itself: nobody writes a large one that would look again."""
+    reserve = tmp_path / "control" / "reserve"
+    storage.settle(60.0, reserve=reserve)
+    assert storage.patiently(tmp_path, Call(errno.ENOSPC), small=True) == "done"
+    assert not reserve.exists()
+    assert not storage.is_short()
+    assert reserve.stat().st_size == storage.RESERVE_BYTES
+
+
+def test_a_reserve_that_cannot_be_looked_at_says_nothing_of_room(tmp_path, monkeypatch):
+    storage.settle(60.0, reserve=tmp_path / "control" / "reserve")
+
+    def exists(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert not storage.is_short()

@@ -70,13 +70,14 @@ def main(
         every = [checkpoints, *others]
         ending = Ending(paths, context.attempt)
         rank0 = _rank0(
-            config, paths, reader, shards, publisher, every, resumed, events, ending.is_near,
+            config, paths, reader, shards, publisher, every, resumed, events, lambda: stop.is_due(),
             Idle.of(config, paths, context),
         )  # fmt: skip
     save = saving.Saving(
         config.actor, paths, world, trainer, checkpoints, rank0, events,
         num_steps=config.num_steps, source=config.model.path,
     )  # fmt: skip
+    save.make_up()
     check = LogprobCheck(config, trainer, rank0)
     duties = rank0 or OtherRank(publishing.ranks)
     stop = LastSave(world, trainer, save, ending, context.end)

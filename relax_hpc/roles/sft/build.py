@@ -43,6 +43,7 @@ def main(
         config.actor, paths, world, trainer, checkpoints, rank0, events,
         num_steps=config.num_steps, source=config.model.path,
     )  # fmt: skip
+    save.make_up()
     ending = Ending(paths, context.attempt) if rank0 else None
     stop = LastSave(world, trainer, save, ending, context.end)
     loop.run(config, world, trainer, rank0 or loop.OtherRank(), save, stop)

@@ -44,7 +44,9 @@ class Admission:
     def __init__(self, end: JobEnd, save_times: Callable[[], Sequence[float]]) -> None:
         self._end, self._save_times = end, save_times
         self._step_times = deque[float](maxlen=_REMEMBERED)
-        self._step, self._begun = -1, 0.0
+        self._work_times = deque[float](maxlen=_REMEMBERED)
+        """Of each step what came after its batch was there: after the last look in it."""
+        self._step, self._begun, self._looked = -1, 0.0, 0.0
         self._has_announced = False
 
     def consider(self, step: int) -> None:
@@ -54,19 +56,22 @@ class Admission:
         if step != self._step:
             if self._step >= 0:
                 self._step_times.append(now - self._begun)
+                self._work_times.append(now - self._looked)
             self._step, self._begun = step, now
+        self._looked = now
         if self._has_announced or not self._step_times:
             return
         step_s, save_s = high(self._step_times), high(self._save_times())
         after_s = max(save_s + MARGIN_S, self._end.ahead_s)
-        needed_s = max(step_s - (now - self._begun), 0.0) + after_s
+        # However long a batch was waited for, the work on it is still to come.
+        needed_s = max(step_s - (now - self._begun), high(self._work_times)) + after_s
         left_s = self._end.left_s()
         if left_s is None or left_s >= needed_s:
             return
         log.info(
-            "%.0f s of the job are left, and step %d would take %.0f s, with %.0f s for its save "
+            "%.0f s of the job are left, step %d needs another %.0f s, with %.0f s for its save "
             "and the end: ending before it",
-            left_s, step + 1, step_s, after_s,
+            left_s, step + 1, needed_s - after_s, after_s,
         )  # fmt: skip
         self._has_announced = True
         self._end.announce()

@@ -46,12 +46,9 @@ class LastSave:
 
     def __call__(self) -> None:
         """Saves if the end is near, and waits for it: no further step would be kept."""
-        ending = self._ending
-        if self._admission:
-            self._admission.consider(self._trainer.step)
-        if not self._world.bcast(ending is not None and ending.is_near()):
+        if not self._world.bcast(self.is_due()):
             return
-        is_saved = self._saves.now()
+        is_saved, ending = self._saves.now(), self._ending
         if ending is None:
             return
         step = self._trainer.step
@@ -63,6 +60,12 @@ class LastSave:
         ending.wait()
         ending.will_save()
         log.info("the job is not about to end any more: going on")
+
+    def is_due(self) -> bool:
+        """Rank 0's: whether a wait for a batch is to be broken off, and this to be called."""
+        if self._admission:
+            self._admission.consider(self._trainer.step)
+        return self._ending is not None and self._ending.is_near()
 
     def close(self) -> None:
         """Says that no end has to wait any more: the last step of all is on disk."""

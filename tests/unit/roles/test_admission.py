@@ -41,12 +41,15 @@ def clock(monkeypatch):
     return Clock(monkeypatch)
 
 
-def trained(clock, end, *, seconds, saves=()):
-    """An admission that has seen steps of so many seconds."""
+def trained(clock, end, *, seconds, saves=(), waited=0.0):
+    """An admission that has seen steps of so many seconds, `waited` of each for its batch."""
     found = Admission(end, lambda: saves)
-    for step, took in enumerate([*seconds, 0]):
+    for step, took in enumerate([*seconds, waited]):
         found.consider(step)
-        clock.now += took
+        if waited:
+            clock.now += waited
+            found.consider(step)
+        clock.now += took - waited
     return found
 
 
@@ -65,13 +68,26 @@ def test_a_step_begins_if_it_and_its_save_end_in_time_by_the_95th_percentile(clo
 
 def test_while_a_batch_is_waited_for_what_has_gone_by_counts(clock):
     end = End(clock, None)
-    found = trained(clock, end, seconds=[100.0, 100.0])
-    end.at = clock.now + 100 + MARGIN_S + 5
-    for _ in range(10):  # it comes as late as it ever did
-        found.consider(2)
-        clock.now += 10
+    found = trained(clock, end, seconds=[100.0, 100.0], waited=60.0)  # 60 of this one, too
+    end.at = clock.now + 40 + MARGIN_S + 5
+    found.consider(2)
+    assert end.announced == []  # as late as it ever was, and the 40 s after it fit in
+    clock.now += 5
+    found.consider(2)
     assert end.announced == []
-    clock.now += 6  # late, and time for the save and the rest is short now
+    clock.now += 1  # the step's 100 s have not gone by, but it would end 1 s too late
+    found.consider(2)
+    assert end.announced == [clock.now]
+
+
+def test_the_work_on_a_batch_is_still_to_come_however_late_it_is(clock):
+    end = End(clock, None)
+    found = trained(clock, end, seconds=[100.0, 100.0], waited=60.0)
+    clock.now += 500
+    end.at = clock.now + 40 + MARGIN_S + 0.5
+    found.consider(2)
+    assert end.announced == []
+    end.at -= 1
     found.consider(2)
     assert end.announced == [clock.now]
 
@@ -185,3 +201,31 @@ def test_an_end_that_was_refused_is_not_asked_for_again(tmp_path, monkeypatch):
     assert requeue.announce("7", run.run_dir, refused=True)
     requeue.take_over("7", run.run_dir)
     assert run.asked("scontrol") == []
+
+
+def test_a_wait_for_a_batch_is_broken_off_when_the_work_on_it_would_not_fit(tmp_path, clock):
+    """What rank 0 asks between two looks for groups."""
+
+    class Announced:
+        near = False
+
+        def is_near(self):
+            return self.near
+
+        def will_save(self):
+            pass
+
+    end, ending = End(clock, None), Announced()
+    last = LastSave(SoloWorld(), Trainer, Saves(), ending, end)
+    Trainer.step = 3
+    last()
+    clock.now += 50
+    Trainer.step = 4
+    last()
+    end.at = clock.now + 50 + 1 + MARGIN_S
+    assert not last.is_due() and end.announced == []
+    clock.now += 1
+    assert not last.is_due()
+    assert end.announced == [clock.now], "and who hears of it says that it is near"
+    ending.near = True
+    assert last.is_due()

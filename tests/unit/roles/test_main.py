@@ -197,9 +197,10 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     files = [File(key, key[0], f"rows of {key[0]}") for key in ("train", "heldout")]
     monkeypatch.setattr(sft_task.document_check, "open_files", lambda config: files)
     fake(monkeypatch, sft_task.document_check, journal, "check_share")
+    made = SimpleNamespace(make_up=lambda: journal.note("made up"))
     fake(
         monkeypatch, sft_task.saving, journal, "checkpoints_of", "resume", "Saving",
-        resume=resumed,
+        resume=resumed, Saving=made,
     )  # fmt: skip
     last_save = SimpleNamespace(close=lambda: journal.note("last save closed"))
     fake(monkeypatch, sft_task, journal, "LastSave", LastSave=last_save)
@@ -214,10 +215,10 @@ def test_a_fine_tuning_goes_on_from_its_checkpoint_and_rank_0_reads(tmp_path, mo
     assert (trainer, checkpoints) == ("trainer_of", "checkpoints_of")
     assert ends == {"num_steps": SFT.num_steps, "source": SFT.model.path}
     [(_, (settings, _, trained, duties, save, stop), _)] = journal.of("run")
-    assert (settings, trained, save, stop) == (SFT, "trainer_of", "Saving", last_save)
-    assert len(journal.of("last save closed")) == 1
+    assert (settings, trained, save, stop) == (SFT, "trainer_of", made, last_save)
+    assert len(journal.of("last save closed")) == len(journal.of("made up")) == 1
     [(_, (_, saved, by, ending, end), _)] = journal.of("LastSave")
-    assert (saved, by, ending is None) == ("trainer_of", "Saving", rank != 0)
+    assert (saved, by, ending is None) == ("trainer_of", made, rank != 0)
     assert end == "the time limit"
     if rank:
         assert isinstance(duties, sft_task.loop.OtherRank) and saves is None and not events.all

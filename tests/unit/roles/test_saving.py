@@ -6,6 +6,7 @@ from role_fakes import Events, Journal, config
 from relax_hpc.checkpoints import saving
 from relax_hpc.checkpoints.pending import Saved
 from relax_hpc.checkpoints.store import Checkpoint
+from relax_hpc.comm.world import SoloWorld
 from relax_hpc.errors import CheckpointError
 from relax_hpc.paths import RunPaths
 
@@ -59,12 +60,13 @@ class Rank0:
         self.journal.note("release")
 
 
-def saver(tmp_path, journal, *, is_rank0=True, fails=(), **settings):
+def saver(tmp_path, journal, *, is_rank0=True, fails=(), world=None, step=0, **settings):
     events, trainer = Events(), Trainer()
+    trainer.step = step
     settings = {"schedule__num_steps": 10, "actor__save_every": 4} | settings
     checkpoints, made = Checkpoints(journal, fails), config(**settings)
     save = saving.Saving(
-        made.actor, RunPaths(tmp_path), None, trainer, checkpoints,
+        made.actor, RunPaths(tmp_path), world, trainer, checkpoints,
         Rank0(journal, trainer) if is_rank0 else None, events,
         num_steps=made.num_steps, source=made.model.path,
     )  # fmt: skip
@@ -224,3 +226,33 @@ def test_a_save_at_the_end_of_a_job_that_fails_says_so(tmp_path):
     steps(3)
     assert steps.save.now() is False
     assert events.of("checkpoint_failed")[-1]["step"] == 3
+
+
+def test_a_save_that_failed_is_made_again_at_the_end_of_a_job(tmp_path):
+    journal = Journal()
+    steps, events, checkpoints = saver(tmp_path, journal, fails=[4])
+    steps(4)
+    assert journal.of("save") == [("save", 4, "position 4")]
+    assert steps.save.now() is False, "begun again, and failed again"
+    assert [step for _, step, _ in journal.of("save")] == [4, 4]
+    assert steps.save.now() is False
+    checkpoints.fails = []
+    assert steps.save.now() is True and steps.save.now() is True
+    assert [step for _, step, _ in journal.of("save")] == [4, 4, 4, 4]
+    assert len(events.of("checkpoint_failed")) == 3
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "made"), [(6, 3, True), (0, 3, False), (5, 3, False), (6, 0, False)]
+)
+def test_an_export_whose_writer_was_killed_is_made_up_for(tmp_path, monkeypatch, step, every, made):
+    written = []
+    monkeypatch.setattr(saving, "save_hf", lambda folder, *_, write: written.append(folder))
+    settings = {"actor__save_hf_every": every} if every else {}
+    steps, events, _ = saver(tmp_path, Journal(), world=SoloWorld(), step=step, **settings)
+    steps.save.make_up()
+    hf = RunPaths(tmp_path).hf(step)
+    assert written == [hf] * made and len(events.of("export")) == made
+    hf.mkdir(parents=True)
+    steps.save.make_up()
+    assert len(written) == made, "it is there"
