@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+from relax_hpc.algorithms.aggregation import token_weights
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.algorithms.corrections.none import NoCorrection
 from relax_hpc.algorithms.distill import Distill
@@ -71,7 +72,7 @@ def _loss(algorithm: Algorithm, kl: Kl | None, logprobs: "Tensor", tokens: Token
     anchor = "rollout_logprobs" if algorithm.loss.anchor == "rollout" else "old_logprobs"
     tokens = tokens.with_columns(anchor_logprobs=tokens.columns[anchor])
     found = algorithm.loss.of_tokens(logprobs, tokens)
-    sums = _Sums(tokens)
+    sums = _Sums(tokens, token_weights(algorithm.aggregation, tokens))
     sums.measure({**spread(logprobs, tokens), **found.metrics})
     value = found.loss.where(mask, 0.0)
     if not isinstance(algorithm.correction, NoCorrection):
@@ -106,10 +107,10 @@ def _taught(algorithm: Algorithm, tokens: Tokens) -> Tokens:
 
 
 class _Sums:
-    """Sums over the trained tokens of a micro-batch, with the weights of its rows."""
+    """Sums over the trained tokens of a micro-batch, with the weights that they have."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens, self._weights = tokens, tokens.columns.get("weights")
+    def __init__(self, tokens: Tokens, weights: "Tensor | None") -> None:
+        self._tokens, self._weights = tokens, weights
         self.metrics: dict[str, Tensor] = {}
 
     def measure(self, metrics: "Mapping[str, Tensor]") -> None:

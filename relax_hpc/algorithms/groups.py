@@ -73,8 +73,9 @@ class AsSampled(Groups):
 class Refill(Groups):
     """A batch is groups with spread; others are skipped, and further ones take their place.
 
-    Dynamic sampling of DAPO (arXiv:2503.14476), which fills a batch from whole further batches and
-    throws the surplus away; here exactly as many further groups are sampled as were skipped.
+    Dynamic sampling of DAPO (arXiv:2503.14476, eq. 11), which fills a batch from whole further
+    batches and throws the surplus away; here exactly as many further groups are sampled as were
+    skipped. Rewards decide, as there, before a penalty for length is added to them.
     """
 
     name: Literal["refill"] = "refill"

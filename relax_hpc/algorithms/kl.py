@@ -24,7 +24,8 @@ class Kl(Part):
 
     Expected gradients in the loss: rk3's is that of KL(pi || pi_ref), whoever sampled; k2's is if
     pi sampled; k3's is that of KL(pi_ref || pi); k1's is 0, or off-policy a pull to mu, and a job
-    with it is refused. k1 is what a reward takes: its mean is the divergence, if pi sampled.
+    with it is refused. In the reward k1 alone has the gradient of KL(pi || pi_ref), if pi sampled,
+    or the loss has the ratio to who did; the others are off by about its own size, and refused.
     Sources: k1 to k3, Schulman, "Approximating KL divergence" (2020); k3 in the loss, GRPO
     (arXiv:2402.03300); rk3, DeepSeek-V3.2 (arXiv:2512.02556), where, as in slime and TRL, r is to
     the policy before the step. verl offers k1 in the loss, and cuts k3 off at 10.

@@ -60,6 +60,8 @@ WHERE_NONE: Mapping[str, str] = {
     "entropy": "fixed",
 }
 """Tables that are empty in a preset -> the part whose settings a job gives without a name."""
+KL_IN_THE_REWARD = "k1"
+"""The same of "kl" with place = "reward"."""
 
 
 def tables_of(preset: str) -> dict[str, Any]:
@@ -77,7 +79,12 @@ def merged(preset: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any
         before = found.get(key)
         if isinstance(before, Mapping) and isinstance(value, dict) and "name" not in value:
             is_none = before["name"] == "none" and key in WHERE_NONE
-            found[key] = {**({"name": WHERE_NONE[key]} if is_none else before), **value}
+            found[key] = {**({"name": _where_none(key, value)} if is_none else before), **value}
         else:
             found[key] = value
     return found
+
+
+def _where_none(key: str, value: Mapping[str, Any]) -> str:
+    in_reward = key == "kl" and value.get("place") == "reward"
+    return KL_IN_THE_REWARD if in_reward else WHERE_NONE[key]

@@ -144,10 +144,7 @@ class Sequencer:
 
     @property
     def position(self) -> PlanPosition:
-        """The end of the last step that was returned as a whole; goes into the checkpoint.
-
-        Between two portions of a batch that is the step before: it is what a checkpoint has.
-        """
+        """The end of the last step that was returned as a whole; goes into the checkpoint."""
         place = self._places.get(self._returned)
         return PlanPosition(self.fence, place.records if place else 0, self._returned)
 
@@ -200,10 +197,8 @@ class Sequencer:
                 if on_wait is not None:
                     on_wait()
                 time.sleep(POLL_S)
-        record = planned[self._cursor]
-        self._cursor += 1
-        if record.last:
-            self._returned = step
+        record, self._cursor = planned[self._cursor], self._cursor + 1
+        self._returned = step if record.last else self._returned  # else it is still the one before
         return record
 
     def lacks_groups(self) -> bool:
@@ -263,9 +258,7 @@ class Sequencer:
             self._grant(self._credit._replace(finished=True))
 
     def check_fenced(self) -> None:
-        """Raises:
-        FencedError: a newer trainer took over; this one must publish nothing more and end.
-        """
+        """Raises FencedError if a newer trainer took over: this one must publish nothing and end."""
         self._credits.check_fenced()
 
     def close(self) -> None:

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.algorithms.groups import Refill
+from relax_hpc.algorithms.kl import Kl
+from relax_hpc.algorithms.presets import KL_IN_THE_REWARD
 
 if TYPE_CHECKING:
     from relax_hpc.config.run import RunConfig
@@ -58,7 +60,7 @@ def _weighs_once(algorithm: Algorithm) -> None:
 
 
 def _mean_is_of_ratios(algorithm: Algorithm) -> None:
-    if algorithm.loss.ratio_of == "sequence" and algorithm.aggregation in ("token", "prompt"):
+    if algorithm.loss.ratio_of == "sequence" and algorithm.aggregation != "sequence":
         raise ValueError(
             f"algorithm.aggregation = {algorithm.aggregation!r}: the ratio of "
             f"{algorithm.loss.name} is of a sequence, and its gradient would grow with the "
@@ -67,10 +69,18 @@ def _mean_is_of_ratios(algorithm: Algorithm) -> None:
 
 
 def _pull_has_a_gradient(algorithm: Algorithm) -> None:
-    if algorithm.kl.name == "k1" and getattr(algorithm.kl, "place", "") == "loss":
+    kl = algorithm.kl
+    if not isinstance(kl, Kl):
+        return
+    if kl.name == "k1" and kl.place == "loss":
         raise ValueError(
             "algorithm.kl.name = 'k1': in the loss it has no gradient towards the reference; use "
             "'rk3', or algorithm.kl.place = 'reward'"
+        )
+    if kl.name != KL_IN_THE_REWARD and kl.place == "reward":
+        raise ValueError(
+            f"algorithm.kl.name = {kl.name!r}: in the reward it has not the divergence's gradient; "
+            f"use {KL_IN_THE_REWARD!r}, or algorithm.kl.place = 'loss'"
         )
 
 

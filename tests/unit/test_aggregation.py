@@ -1,11 +1,13 @@
 """Means over tokens, sequences and prompts, by hand; and what an algorithm may ask for."""
 
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 import torch
 
 from relax_hpc import job_file
-from relax_hpc.algorithms.aggregation import row_weights
+from relax_hpc.algorithms.aggregation import row_weights, token_weights
 from relax_hpc.algorithms.part import Advantage, Needs
 from relax_hpc.algorithms.segments import mean_over, sum_over
 from relax_hpc.errors import ConfigError
@@ -23,7 +25,6 @@ TREE = {
 @pytest.mark.parametrize(
     ("mean", "expected"),
     [
-        ("sequence", (1 + 2 + 1 + 0) / 4),
         ("sequence_sum", (2 + 12 + 4 + 0) / 4),
         ("prompt", ((2 + 12) / 8 + 4 / 4) / 2),
         ("constant", (2 + 12 + 4) / 8 / 4),
@@ -48,7 +49,27 @@ def test_a_prompt_counts_once_however_many_rows_its_episodes_have():
     assert [loss[:3].sum(), loss[3:].sum()] == [1, 1]
     assert counts.tolist() == [1 / 3] * 3 + [1 / 2] * 2
     weights, counts = row_weights("sequence", lengths, groups, 8)
-    assert (weights * lengths).tolist() == [1, 1, 1, 1, 0] and counts.tolist() == [1] * 5
+    assert weights.tolist() == counts.tolist() == [1] * 5
+
+
+class Packed(NamedTuple):
+    loss_mask: torch.Tensor
+    sequence_ids: torch.Tensor
+    groups: torch.Tensor
+    columns: dict
+
+
+def test_a_mean_over_rows_is_over_their_trained_tokens_and_other_means_do_not_look():
+    """Three trained of five tokens, one of one, none of two."""
+    mask = torch.tensor([True, True, False, False, True, True, False, False])
+    ids = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])
+    tokens = Packed(mask, ids, torch.zeros(3), {"weights": torch.ones(8)})
+    found = token_weights("sequence", tokens)
+    assert found.tolist() == pytest.approx([1 / 3] * 5 + [1] * 3)
+    assert (found * mask).sum().item() == pytest.approx(2)  # rows with a trained token
+    for mean in ("sequence_sum", "prompt", "constant"):
+        assert token_weights(mean, tokens) is tokens.columns["weights"]
+    assert token_weights("token", tokens._replace(columns={})) is None
 
 
 def test_sums_over_sequences_heed_the_mask_and_send_the_gradient_home():
@@ -119,9 +140,10 @@ def test_needs_of_several_parts_are_those_of_all():
 
 
 def test_rows_are_dealt_with_the_weights_of_its_aggregation(job):
-    settings = job({"algorithm": {"aggregation": "sequence"}}).algorithm
+    settings = job({"algorithm": {"aggregation": "prompt"}}).algorithm
     columns = {"rewards": np.zeros(4), "segment": np.zeros(4), "finish": np.zeros(4)}
     index = type("Index", (), {"response_len": LENGTHS, **columns})
     columns, teaching = values_of(index, settings, 2, longest=8)
-    assert columns["weights"].tolist() == [1 / 2, 1 / 6, 1 / 4, 1]
+    assert columns["weights"].tolist() == [1 / 8, 1 / 8, 1 / 4, 1 / 4]
+    assert columns["counts"].tolist() == [1 / 2] * 4
     assert columns["advantages"].tolist() == [1, 1, 1, 1] and teaching.tolist() == [0, 1, 2, 3]

@@ -54,6 +54,17 @@ def test_a_table_with_a_name_replaces_the_presets_and_one_without_changes_it():
     assert (kl.name, kl.coefficient) == ("rk3", 0.1)
 
 
+def test_a_divergence_without_a_name_is_the_one_that_is_right_where_it_is():
+    own = {"placement": "own"}
+    for place, name in (("loss", "rk3"), ("reward", "k1")):
+        assert (
+            job({"kl": {"coefficient": 0.1, "place": place}}, reference=own).algorithm.kl.name
+            == name
+        )
+    again = {"preset": "reinforce_pp", "kl": {"place": "reward"}}
+    assert job(again, reference=own).algorithm.kl.name == "k1"
+
+
 LAG = {"schedule": {"num_steps": 1, "max_staleness": 2}}
 OLD = {"loss": {"name": "ipo", "anchor": "old"}}
 MAX_RL = {"preset": "max_rl"}
@@ -71,6 +82,14 @@ MISTAKES = [
     ({}, {"rollout": {"samples_per_prompt": 1}}, "samples_per_prompt = 1: algorithm.advantage"),
     ({"advantage": {"name": "pass_k", "k": 9}}, {}, "algorithm.advantage.k = 9: there are rollout"),
     ({"mini_batches": 33}, {}, "algorithm.mini_batches = 33: a batch has schedule.prompts_per_ste"),
+    ({"preset": "gspo", "aggregation": "constant"}, {}, "'constant': the ratio of gspo is of"),
+    ({"preset": "gmpo", "aggregation": "sequence_sum"}, {}, "ngth; use 'sequence'"),
+    *(
+        ({"kl": {"name": name, "place": "reward"}}, {"reference": {"placement": "own"}},
+         f"algorithm.kl.name = '{name}': in the reward it has not the divergence's gradient; use "
+         "'k1', or algorithm.kl.place = 'loss'")
+        for name in ("k2", "k3", "rk3")
+    ),
     ({"kl": {"name": "k1"}}, {"reference": {"placement": "own"}}, "'k1': in the loss it has no"),
     (MAX_RL, {"reward": {"name": "dapo"}}, "reward.name = 'dapo': is below 0 (-1 where it is wron"),
     (MAX_RL | {"groups": {"truncated": "penalty"}}, {}, "lowers a reward of 0, and algorithm.adv"),
@@ -94,6 +113,7 @@ def test_what_comes_close_to_a_mistake_is_none():
     job({"correction": {"name": "reject_k3"}})
     job({"advantage": {"name": "pass_k", "k": 2}}, rollout={"samples_per_prompt": 2})
     job({"kl": {"name": "k1", "place": "reward"}}, reference={"placement": "own"})
+    job({"preset": "grpo", "aggregation": "constant"})
 
 
 MINE = '''

@@ -41,6 +41,14 @@ MISTAKES = {
     "k1 in the loss": (
         K1, "algorithm.kl.name", "'k1'", "use 'rk3', or algorithm.kl.place = 'reward'",
     ),
+    "rk3 in the reward": (
+        ["algorithm.kl.name=rk3", "algorithm.kl.place=reward", "reference.placement=own"],
+        "algorithm.kl.name", "'rk3'", "use 'k1', or algorithm.kl.place = 'loss'",
+    ),
+    "a ratio of a sequence, and a sum by a number": (
+        ["algorithm.preset=gspo", "algorithm.aggregation=constant"],
+        "algorithm.aggregation", "'constant'", "use 'sequence'",
+    ),
     "a ratio of a sequence, and a mean over tokens": (
         ["algorithm.preset=gspo", "algorithm.aggregation=token"],
         "algorithm.aggregation", "'token'", "the ratio of gspo is of a sequence",

@@ -58,7 +58,7 @@ class Standing(NamedTuple):
     teaches: npt.NDArray[np.bool_]
     """[P, G] episodes that are trained on."""
     spread: npt.NDArray[np.bool_]
-    """[P] groups whose responses differ in what they are compared by."""
+    """[P] groups whose rewards differ, before a penalty for length, and that train something."""
     truncated: npt.NDArray[np.bool_]
     """[P] groups of which nothing is left because responses were cut off."""
 
@@ -241,8 +241,8 @@ def standing_of(
     episode = np.cumsum(index.segment == 0) - 1
     lengths = np.bincount(episode, index.response_len).astype(np.int64).reshape(rewards.shape)
     cut = np.bincount(episode, index.finish == FinishReason.LENGTH).reshape(rewards.shape) > 0
-    rewards = algorithm.groups.compared(rewards, lengths, longest).astype(np.float32)
-    found = algorithm.advantage.of_groups(Rows(rewards, lengths * counts))
+    compared = algorithm.groups.compared(rewards, lengths, longest).astype(np.float32)
+    found = algorithm.advantage.of_groups(Rows(compared, lengths * counts))
     worth = np.where(counts, found, 0)
     if not counts.all() and not np.isfinite(worth).all():
         raise _unequal_to_errors(algorithm)

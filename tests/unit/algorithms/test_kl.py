@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from batches import alone, pack, padded, random_batch
+from batches import Packed, alone, pack, padded, random_batch
 
 from relax_hpc.algorithms.algorithm import algorithm_of
 from relax_hpc.algorithms.composition import objective_of
@@ -75,6 +75,51 @@ def test_k1_has_no_gradient_towards_the_reference():
 
 def test_the_default_is_the_estimator_that_is_right_under_lag():
     assert Kl().name == "rk3"
+
+
+def gradient_in_the_reward(name, policy, reference):
+    """As `expected_gradient`, of a policy gradient whose advantage is less the divergence."""
+    logits = policy.log().requires_grad_()
+    logprobs = logits.log_softmax(0)
+    ids = torch.arange(len(policy))  # a sequence of one token each
+    mu = {"ref_logprobs": reference.log(), "rollout_logprobs": policy.log()}
+    tokens = Packed(ids >= 0, ids, ids, mu, logprobs, ())
+    tokens = tokens.with_columns(
+        advantages=torch.zeros_like(policy), old_logprobs=logprobs.detach()
+    )
+    (told,) = kl_of(name).prepare([tokens], alone)
+    (-policy * told.columns["advantages"] * logprobs).sum().backward()
+    return logits.grad
+
+
+def test_in_the_reward_k1_alone_has_the_divergences_gradient():
+    """Of (1/2, 1/2) from (4/5, 1/5): p1 p2 (d1 - d2) = log(1/4) / 4 = -0.3466 for the first."""
+    even, uneven = torch.full((2,), 0.5).double(), torch.tensor([0.8, 0.2]).double()
+    assert gradient_in_the_reward("k1", even, uneven)[0].item() == pytest.approx(-0.34657, abs=1e-5)
+    # of k3 and rk3: (1.6 - 0.4 + log(1/4)) / 4
+    for name in ("k3", "rk3"):
+        found = gradient_in_the_reward(name, even, uneven)[0].item()
+        assert found == pytest.approx(-0.04657, abs=1e-5)
+    policy, expected = LOGITS.softmax(0), divergence_gradient()
+    torch.testing.assert_close(gradient_in_the_reward("k1", policy, REFERENCE), expected)
+    for name in ("k2", "k3", "rk3"):
+        error = gradient_in_the_reward(name, policy, REFERENCE) - expected
+        assert error.norm() > 0.9 * expected.norm()
+
+
+def test_in_the_reward_of_a_job_without_a_name_it_is_k1():
+    """pi 1/2 and 1/4, pi_ref 1/4 and 1/2: log 2 - log 2 from the first token on, -log 2 then."""
+    algorithm = algorithm_of(kl={"place": "reward", "coefficient": 0.5})
+    two = torch.zeros(2, dtype=torch.int64)
+    old, ref = torch.tensor([0.5, 0.25]).log(), torch.tensor([0.25, 0.5]).log()
+    columns = {
+        "old_logprobs": old, "rollout_logprobs": old, "ref_logprobs": ref,
+        "advantages": torch.ones(2),
+    }  # fmt: skip
+    tokens = Packed(two == 0, two, torch.zeros(1, dtype=torch.int64), columns, old, ())
+    (told,) = objective_of(algorithm).prepare([tokens], alone)
+    expected = [1, 1 + 0.5 * math.log(2)]
+    assert told.columns["advantages"].tolist() == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

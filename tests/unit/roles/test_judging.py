@@ -1,5 +1,6 @@
 """Which prompt groups teach, what a cut response is worth, and who looks while others train."""
 
+import math
 import threading
 import time
 
@@ -19,6 +20,7 @@ from relax_hpc.roles.rollout.build import credits_every_s
 from relax_hpc.schema import FinishReason
 
 REFILL = {"algorithm__groups__name": "refill", "rollout__samples_per_prompt": 4}
+DAPO = {"algorithm__preset": "dapo", "algorithm__groups__truncated": "penalty"}
 CUT = FinishReason.LENGTH
 
 
@@ -72,7 +74,7 @@ def test_a_cut_response_is_compared_and_not_trained_on():
     assert [v.teaches for v in verdicts(alone, **mask)] == [False, True, True]
 
 
-def test_the_penalty_grows_linearly_over_the_buffer_and_makes_a_difference():
+def test_the_penalty_grows_linearly_over_the_buffer():
     """L = 100, B = 20: 80 tokens cost nothing, 85 a quarter, 100 all."""
     penalty = {
         "algorithm__groups__truncated": "penalty", "algorithm__groups__overlong_buffer": 20,
@@ -82,10 +84,31 @@ def test_the_penalty_grows_linearly_over_the_buffer_and_makes_a_difference():
     portion = batch_of(found, **penalty, actor__tokens_per_micro_batch=400).deal(record())
     centred = np.array([0, -0.25, -0.5, -1]) + 1.75 / 4
     np.testing.assert_allclose(portion.columns["advantages"][:4], centred, rtol=1e-6)
-    found_verdicts = verdicts(found, **penalty)
-    assert [v.teaches for v in found_verdicts] == [True, False, False]
-    assert [v.reward for v in found_verdicts] == [1, 1, 1]  # of the task alone
+    assert [v.reward for v in verdicts(found, **penalty)] == [1, 1, 1]  # of the task alone
     assert AsSampled(truncated="penalty").buffer(20_480) == 4096  # DAPO's
+
+
+def test_a_penalty_sets_nobody_apart_whose_rewards_agree_and_stays_in_groups_that_differ():
+    """DAPO's eq. 11, L = 1000: all right, all wrong, and half, one 100 tokens too long."""
+    long = {**DAPO, "rollout__max_new_tokens": 1000}
+    lengths = [100, 100, 100, 801, 100, 100, 1000, 900, 100, 100, 100, 900]
+    found = index([1, 1, 1, 1, -1, -1, -1, -1, 1, -1, -1, 1], responses=lengths)
+    said = verdicts(found, **long)
+    assert [(v.teaches, v.solved) for v in said] == [(False, True), (False, False), (True, False)]
+    batch = batch_of(found, **long, actor__tokens_per_micro_batch=9000)
+    portion = batch.deal(record())
+    # 1, -1, -1 and 1 - (900 - 800) / 200 = 0.5: their mean is -1/8
+    deviation = math.sqrt((1.125**2 + 2 * 0.875**2 + 0.625**2) / 3)
+    expected = np.array([1.125, -0.875, -0.875, 0.625]) / deviation
+    np.testing.assert_allclose(portion.columns["advantages"][8:], expected, rtol=1e-5)
+    assert batch.describe(5)["groups/teaching"] == 1 / 3
+
+
+def test_a_penalty_that_makes_up_for_the_difference_leaves_nothing_to_learn():
+    """Right and as long as can be is worth 1 - 1, as much as wrong and short."""
+    long = {**DAPO, "rollout__max_new_tokens": 100}
+    found = index([1, 0, 0, 0], [2] * 4, [100, 10, 10, 10])
+    assert verdicts(found, **long) == [Verdict(False, False, 0.25)]
 
 
 def test_a_long_response_in_a_dialogue_or_a_buffer_too_long_or_unused_is_refused():
