@@ -258,7 +258,7 @@ class Sequencer:
             self._grant(self._credit._replace(finished=True))
 
     def check_fenced(self) -> None:
-        """Raises FencedError if a newer trainer took over: this one must publish nothing and end."""
+        """Raises FencedError if a newer trainer took over: this one publishes nothing, and ends."""
         self._credits.check_fenced()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Images: JPEG, PNG and WEBP to RGB, as people see them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,16 @@ from relax_hpc.schema import MediaKind
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageFile import ImageFile
 
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
 """The EXIF tag that says how a camera was held, and its values that swap height and width."""
+_IN_8_BITS: dict[str, Callable[[Any], object]] = {
+    "L;2": lambda grey: grey % 4 * 85,
+    "L;4": lambda grey: grey % 16 * 17,
+    "RGB;16B": lambda colour: tuple(level >> 8 for level in colour),
+}
+"""What Pillow makes of a colour of a PNG, by the bits that the file has of it."""
 
 
 def read_facts(source: Source) -> Facts:
@@ -41,6 +48,7 @@ def decoded(source: Source) -> "Image":
     from PIL import ImageOps
 
     with _opened(source) as (image, _):
+        _scale_transparent(image)
         return _rgb(ImageOps.exif_transpose(image) if _orientation(image) > 1 else image)
 
 
@@ -66,11 +74,23 @@ def _orientation(image: "Image") -> int:
     return int(image.getexif().get(_ORIENTATION, 1))
 
 
+def _scale_transparent(image: "ImageFile") -> None:
+    """Makes the colour that a PNG calls transparent what Pillow makes of it in pixels, before they
+    are decoded: it leaves that colour as the file has it."""
+    scale = _IN_8_BITS.get(image.tile[0][3]) if image.tile else None
+    if scale is not None and "transparency" in image.info:
+        image.info["transparency"] = scale(image.info["transparency"])
+
+
 def _rgb(image: "Image") -> "Image":
     from PIL import Image
 
     if image.mode.startswith("I"):  # 16 bits, of which Pillow would clip the upper half
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        levels = np.asarray(image)
+        grey = (levels >> 8).astype(np.uint8)
+        if "transparency" in image.info:  # exactly one level, of which 8 bits tell too little
+            grey[levels == image.info["transparency"]] = 255
+        image = Image.fromarray(grey)
     if image.has_transparency_data:
         white = Image.new("RGBA", image.size, "white")
         white.alpha_composite(image.convert("RGBA"))
@@ -79,7 +99,7 @@ def _rgb(image: "Image") -> "Image":
 
 
 @contextmanager
-def _opened(source: Source) -> Iterator[tuple["Image", MediaKind]]:
+def _opened(source: Source) -> Iterator[tuple["ImageFile", MediaKind]]:
     from PIL import Image
 
     with source.opened() as file:

@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import struct
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +122,70 @@ def test_every_mode_becomes_rgb_of_8_bits_over_white(recipe, mode):
     off = np.abs(np.asarray(found).astype(int) - np.asarray(expected).astype(int))
     assert off.max() <= max(lossy, 1 if "A" in mode else 0)
     assert seen(data, recipe).array.dtype == np.uint8
+
+
+def png(kind, bits, row, transparent=None, exif=b""):
+    """A PNG of one row, in bits that Pillow does not write."""
+
+    def chunk(name, data):
+        crc = zlib.crc32(name + data)
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", crc)
+
+    levels = np.asarray(row, ">u2")
+    wide = levels.size // {0: 1, 2: 3, 4: 2, 6: 4}[kind]
+    unpacked = np.unpackbits(levels.view(np.uint8).reshape(-1, 2), axis=1)[:, 16 - bits :]
+    data = b"\0" + np.packbits(unpacked).tobytes()
+    made = b"\x89PNG\r\n\x1a\n"
+    made += chunk(b"IHDR", struct.pack(">IIBBBBB", wide, 1, bits, kind, 0, 0, 0))
+    if transparent is not None:
+        made += chunk(b"tRNS", np.asarray(transparent, ">u2").tobytes())
+    if exif:
+        made += chunk(b"eXIf", exif)
+    return made + chunk(b"IDAT", zlib.compress(data)) + chunk(b"IEND", b"")
+
+
+def greys(*levels):
+    return [[level] * 3 for level in levels]
+
+
+DARK = [0x0210, 0x0320, 0x0430]
+SINGLED_OUT = {
+    "grey of 16 bits": (png(0, 16, [0, 1000, 1001, 0x8000], [1000]), greys(0, 255, 3, 128)),
+    "black of 16 bits": (png(0, 16, [0, 1, 0x0100], [0]), greys(255, 0, 1)),
+    "white of 16 bits": (png(0, 16, [0xFFFF, 0xFE00], [0xFFFF]), greys(255, 254)),
+    "grey of 8 bits": (png(0, 8, [0, 3, 4, 128], [3]), greys(0, 255, 4, 128)),
+    "grey of 4 bits": (png(0, 4, [0, 3, 4, 10], [3]), greys(0, 255, 68, 170)),
+    "grey of 2 bits": (png(0, 2, [0, 1, 2, 1], [1]), greys(0, 255, 170, 255)),
+    "grey of 1 bit": (png(0, 1, [0, 1], [0]), greys(255, 255)),
+    "colour of 16 bits": (
+        png(2, 16, [*DARK, 0x1000, 0x2000, 0x3000, 0x0310, 0x0320, 0x0430], DARK),
+        [[255] * 3, [16, 32, 48], [3, 3, 4]],
+    ),
+    "colour of 8 bits": (png(2, 8, [2, 3, 4, 3, 3, 4], [2, 3, 4]), [[255] * 3, [3, 3, 4]]),
+    "grey and alpha of 16 bits": (
+        png(4, 16, [1000, 0, 1000, 0xFFFF, 0, 0x8000]), greys(255, 3, 127),
+    ),
+    "colour and alpha of 16 bits": (
+        png(6, 16, [*DARK, 0, *DARK, 0xFFFF, 0, 0, 0, 0x8000]), [[255] * 3, [2, 3, 4], [127] * 3],
+    ),
+}  # fmt: skip
+"""PNGs with a transparent colour or alpha, and their pixels over white."""
+
+
+@pytest.mark.parametrize("what", SINGLED_OUT)
+def test_what_is_transparent_is_white_in_any_number_of_bits(what):
+    data, expected = SINGLED_OUT[what]
+    assert np.asarray(decoded(source(data)))[0].tolist() == expected
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(0, 16), (0, 4), (2, 16)])
+def test_what_is_transparent_is_white_in_a_photo_that_is_turned(kind, bits):
+    exif = Image.Exif()
+    exif[0x0112] = 2
+    channels, level = 3 if kind == 2 else 1, 9 << max(bits - 8, 0)
+    row, transparent = [0] * channels + [level] * channels, [level] * channels
+    turned = png(kind, bits, row, transparent, exif.tobytes().removeprefix(b"Exif\0\0"))
+    assert np.asarray(decoded(source(turned)))[0].tolist() == greys(255, 0)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -5,9 +5,8 @@ for their features. Nothing is resized, decoded or tokenized here, so the engine
 trainer will see, and a placeholder that the policy sampled is a token as any other.
 """
 
-import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from relax_hpc.engines.sglang.pixels import carried
 from relax_hpc.media import wire
 from relax_hpc.media.canonical import digest_of
 from relax_hpc.media.extent import Extent
+from relax_hpc.media.kept import Kept
 from relax_hpc.media.patches import patches
 from relax_hpc.media.positions import next_position, positions
 from relax_hpc.media.recipe import read_view
@@ -44,8 +44,7 @@ class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has 
         recipe = read_view(Path(server_args.model_path))
         assert recipe is not None, "SGLang takes this processor for models with media only"
         self._recipe, self._dtype = recipe, getattr(torch, server_args.dtype)
-        self._kept = OrderedDict[bytes, asyncio.Future[Tensor]]()
-        self._kept_bytes = 0
+        self._kept = Kept(_KEPT_BYTES)
 
     async def process_mm_data_async(
         self,
@@ -102,21 +101,7 @@ class CanonicalMedia(QwenVLImageProcessor):  # type: ignore[misc]  # SGLang has 
     async def _features(self, medium: Spooled, content: bytes) -> Tensor:
         """Returns the input of a tower, or the pixels of an image, made once for requests that come
         close together."""
-        known = self._kept.get(medium.digest)
-        if known is None:
-            made = asyncio.to_thread(self._made, medium, content)
-            known = self._kept[medium.digest] = asyncio.ensure_future(made)
-            try:
-                self._kept_bytes += (await known).nbytes
-            except BaseException:
-                self._kept.pop(medium.digest, None)
-                raise
-            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                _, oldest = self._kept.popitem(last=False)
-                self._kept_bytes -= oldest.result().nbytes if oldest.done() else 0
-        else:
-            self._kept.move_to_end(medium.digest)
-        return await asyncio.shield(known)
+        return await self._kept.of(medium.digest, partial(self._made, medium, content))
 
     def _made(self, medium: Spooled, content: bytes) -> Tensor:
         try:
