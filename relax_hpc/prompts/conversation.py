@@ -138,8 +138,14 @@ class Conversation:
             _, found, rest = text.rpartition(_REPLY)
             if not found:
                 return None
-            end = self._tokenizer.eos_token
-            if end and token_ids and token_ids[-1] == self._tokenizer.eos_token_id:
-                before, _, after = rest.partition(end)
-                rest = rest if before.strip() else after
+            if end := self._end_of_turn(token_ids):
+                before, found, after = rest.partition(end)
+                rest = after if found and not before.strip() else rest
         return rest + self._prefix
+
+    def _end_of_turn(self, token_ids: Sequence[int]) -> str:
+        """Text of the special token that a reply ends on, which need not be the EOS; "" of none."""
+        last = token_ids[-1:]
+        if not last or self.decode(last):
+            return ""
+        return str(self._tokenizer.decode(last, skip_special_tokens=False))

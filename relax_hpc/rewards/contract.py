@@ -25,7 +25,7 @@ class Sample:
     answer: str = ""
     """Answer in the data."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the line of the data."""
+    """Further fields of the line of the data, as JSON knows them."""
     finish: str = "stop"
     """End of the response: `stop`, `length` (it was cut), or `abort`."""
     num_tokens: int = 0
@@ -41,7 +41,7 @@ class Score:
     """Named numbers that add up to the value, if it is made of several. A name with a slash is of a
     part of a part, "format/tags", and is not added."""
     error: str | None = None
-    """Reason why there is none; the value is 0 then."""
+    """Reason why there is none; the value stands for it then: 0, or the least of the reward."""
 
 
 class Kind(NamedTuple):

@@ -65,7 +65,7 @@ _UNITS = {
 """Units that may follow a number as a bare word -> their short form."""
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
 _UNIT = re.compile(
-    r"(.*[^\s{(\[,;=+*/^-])\s*(?:\\(?:text|textrm|mathrm|mbox)\{([^{}\\\d]*)\}"
+    r"(.*?[^\s{(\[,;=+*/^-])\s*(?:\\(?:text|textrm|mathrm|mbox)\{([^{}\\\d]*)\}"
     rf"|(?<![A-Za-z\\])((?:(?:{'|'.join(_POWERS)}) )?(?:{'|'.join(_UNITS)})(?![A-Za-z])|[°%]))"
     r"(?: ?\^ ?\{?([23])\}?)?",
     re.IGNORECASE,

@@ -1,6 +1,7 @@
 """A worker process as its owner sees it: started, asked, watched, and ended as a whole."""
 
 import asyncio
+import base64
 import itertools
 import json
 import mmap
@@ -11,6 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import date
+from datetime import time as time_of_day
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -140,7 +143,7 @@ class Worker:
             if not self._lost:
                 self._progress[:] = PROGRESS.pack(-1, time.monotonic())
                 message = {"id": number, "group": [_fields(each) for each in group]}
-                self._writer.write(json.dumps(message).encode() + b"\n")
+                self._writer.write(json.dumps(message, default=_plain).encode() + b"\n")
                 await self._within_deadline(reply, len(group))
             if reply.done() and reply.result():
                 return reply.result()
@@ -238,6 +241,15 @@ class Worker:
 
 def _fields(sample: Sample) -> dict[str, Any]:
     return {name: getattr(sample, name) for name in FIELDS}  # asdict copies what is below
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """Returns what JSON does not know as it may be written there: columns of Parquet have such."""
+    if isinstance(value, date | time_of_day):
+        return value.isoformat()
+    if isinstance(value, bytes | bytearray):
+        return base64.b64encode(value).decode()
+    return str(value)
 
 
 def _created(pid: int) -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from relax_hpc import user_files
 from relax_hpc.errors import ConfigError
-from relax_hpc.rewards.contract import check_settings
+from relax_hpc.rewards.contract import check_settings, settings_of
 
 if TYPE_CHECKING:  # a worker process has no need of pydantic
     from relax_hpc.config.reward import RewardConfig
@@ -24,9 +24,10 @@ class BuiltIn(NamedTuple):
     """A reward of this package: a module, which is imported when it is asked for.
 
     `score` there is the reward. There may be `can_match(answer)`, whether any response would be
-    right for an answer, with `REMEDY`, the words for one that none is; and `check(**settings)`,
-    which is told every setting of `score`, by a job or by default, and raises a ConfigError where
-    it cannot work with them.
+    right for an answer, with `REMEDY`, the words for one that none is. Two more are told every
+    setting of `score`, by a job or by default: `check(**settings)`, which raises a ConfigError
+    where it cannot work with them, and `lowest(**settings)`, the least that `score` gives, where
+    that may be below 0.
     """
 
     module: str
@@ -43,6 +44,16 @@ class BuiltIn(NamedTuple):
     def remedy(self) -> str:
         """Remedy for answers that cannot be matched."""
         return str(getattr(self.imported(), "REMEDY", ""))
+
+    def settings(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns every setting of `score`: those of a job, else the default."""
+        known = settings_of(self.imported().score)
+        return {name: args.get(name, each.default) for name, each in known.items()}
+
+    def lowest(self, args: Mapping[str, Any]) -> float:
+        """Returns the least that it gives; 0 where that is not below it."""
+        look = getattr(self.imported(), "lowest", None)
+        return min(0.0, look(**self.settings(args))) if look else 0.0
 
 
 _HERE = "relax_hpc.rewards.functions"
@@ -89,6 +100,16 @@ class Term(NamedTuple):
     def key(self) -> str:
         """Key of the table in the job."""
         return f"reward.terms.{self.title}" if self.title else "reward"
+
+    @property
+    def if_failed(self) -> float:
+        """The part of this term in the reward of a response that could not be scored.
+
+        No wrong response of what is built in has less. 0 for a plugin, and for a negative weight.
+        """
+        if is_plugin(self.name):
+            return 0.0
+        return min(0.0, self.weight * REWARDS[self.name].lowest(self.args))
 
     def function(self) -> Callable[..., Any]:
         """Imports the function and binds its settings. Only worker processes do so with a plugin.

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -29,8 +30,8 @@ STARTS, START_AGAIN_S = 5, 2.0
 class Scorer:
     """A reward, in as many processes as it may have, and one more to take the place of a loss.
 
-    A sample whose score raises, hangs, or takes its process along has 0 and an error. As a context
-    manager it ends every process at the end.
+    A sample whose score raises, hangs, or takes its process along has an error, and what its terms
+    count if they failed. As a context manager it ends every process at the end.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Scorer:
         self._run_dir = run_dir
         self._config, self._num_workers = config, config.workers
         self._limits = limits_of(config)
-        self._terms = list[registry.Term]()
+        self._terms, self._if_failed = list[registry.Term](), 0.0
         self._places_per_worker, self._sees_group = 1, False
         self._free = asyncio.Queue[Worker]()
         """A worker is in it once for each group that it can take."""
@@ -63,6 +64,7 @@ class Scorer:
         except ConfigError as error:
             await self.__aexit__()
             raise ConfigError(f"{error}; correct it") from None
+        self._if_failed = sum(term.if_failed for term in self._terms)
         for _ in range(self._places_per_worker):
             for worker in (first, *rest):
                 self._free.put_nowait(worker)
@@ -91,7 +93,10 @@ class Scorer:
             return []
         scores = await asyncio.shield(self._in_background(self._score(group)))
         self._report.add(scores)
-        return scores
+        # Here, since who ended a process does not say which of its terms did so.
+        return [
+            each if each.error is None else replace(each, value=self._if_failed) for each in scores
+        ]
 
     async def _score(self, group: Sequence[Sample]) -> list[Score]:
         done = dict[int, Score]()

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from relax_hpc.config.reward import RewardConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.rewards import registry
-from relax_hpc.rewards.contract import Sample, check_settings, settings_of
+from relax_hpc.rewards.contract import Sample, check_settings
 from relax_hpc.rewards.process import Worker, WorkerLostError
 from relax_hpc.rewards.registry import Term
 from relax_hpc.rewards.scorer import limits_of
@@ -38,13 +38,12 @@ def check(config: RewardConfig, sample: Sample, pools: Collection[str] = ()) -> 
 
 
 def _check_built_in(term: Term) -> None:
-    module = registry.REWARDS[term.name].imported()
+    built_in = registry.REWARDS[term.name]
+    module = built_in.imported()
     check_settings(f"{term.key}.args", module.score, term.args)
     if look := getattr(module, "check", None):
-        known = settings_of(module.score)
-        defaults = {name: each.default for name, each in known.items()}
         try:
-            look(**{**defaults, **term.args})
+            look(**built_in.settings(term.args))
         except ConfigError as error:
             raise ConfigError(f"{term.key}.name = {term.name!r}: {error}") from None
 

@@ -20,6 +20,11 @@ def score(response: str, answer: str, *, wrong: float = -1.0) -> float:
     return 1.0 if equal(line_or_box(final_text(response)) or "", answer) else wrong
 
 
+def lowest(wrong: float) -> float:
+    """Returns the reward of anything that is not right."""
+    return wrong
+
+
 def can_match(answer: str) -> bool:
     """Whether there is an answer."""
     return bool(tidy(answer))

@@ -17,6 +17,11 @@ def score(num_tokens: int, *, limit: int = 20_480, cache: int = 4_096) -> float:
     return -min(1.0, over / cache) if cache else -1.0
 
 
+def lowest(**_: object) -> float:
+    """Returns the reward from the limit on."""
+    return -1.0
+
+
 def check(limit: int, cache: int) -> None:
     """Checks the settings.
 

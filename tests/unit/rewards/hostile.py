@@ -82,6 +82,10 @@ def with_fields(answer, response, metadata):
     return float(response == answer + metadata["suffix"])
 
 
+def metadata(metadata):
+    return Score(0.0, error=json.dumps(metadata))
+
+
 def has_torch(response):
     return float("torch" in sys.modules)
 

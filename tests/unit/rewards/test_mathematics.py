@@ -106,6 +106,16 @@ UNITS = [
     (r"3\text{ apples}", r"3\text{ apple}", 1),
     (r"3\text{ apples}", r"3\text{ pears}", 0),
     (r"6\text{ p.m.}", r"6\text{ a.m.}", 0),
+    ("25 square units", "25", 1),
+    ("5 square feet", "5", 1),
+    ("5 cubic meters", "5", 1),
+    ("5 square feet", "5 feet", 0),
+    ("5 square feet", "5 cubic feet", 0),
+    ("5 sq ft", r"5\text{ ft}^2", 1),
+    ("5 sq ft", r"5\text{ ft}", 0),
+    ("3.5 cubic meters", r"3.5\text{ m}^3", 1),
+    ("6 square units", "5", 0),
+    ("5 feet 3 inches", "5", 0),
     ("12 inches", "12 in", 1),
     (r"12\text{ inches}", r"12\text{ in}", 1),
     ("60 mph", "60", 1),
@@ -305,7 +315,8 @@ def test_nothing_is_equal_to_nothing():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("$1,000", 1000), ("72 dollars", 72), ("-3%", -3), ("72 or 73", None)]
+    ("text", "value"),
+    [("$1,000", 1000), ("72 dollars", 72), ("-3%", -3), ("9 sq ft", 9), ("72 or 73", None)],
 )
 def test_a_quantity_is_a_number_with_or_without_a_unit(text, value):
     assert quantity(text) == value

@@ -1,7 +1,11 @@
 """Rewards in worker processes: what they may do, and whom it costs."""
 
 import asyncio
+import json
 import time
+from datetime import UTC, date, datetime, timedelta
+from datetime import time as clock
+from decimal import Decimal
 from pathlib import Path
 
 import hostile
@@ -188,6 +192,33 @@ def test_fields_of_a_sample_are_given_by_name():
             return await scorer.score([sample])
 
     assert asyncio.run(score()) == [Score(1.0)]
+
+
+def test_metadata_that_json_does_not_know_reaches_a_reward_as_text():
+    metadata = {
+        "day": date(2024, 1, 31),
+        "at": datetime(2024, 1, 31, 12, 30, tzinfo=UTC),
+        "time": clock(12, 30),
+        "price": Decimal("1.50"),
+        "picture": b"ab",
+        "inside": [{"took": timedelta(hours=2)}],
+        "known": [1, None, "a"],
+    }
+
+    async def score():
+        async with Scorer(reward("metadata", workers=1)) as scorer:
+            return await scorer.score([Sample("a", metadata=metadata)])
+
+    [found] = asyncio.run(score())
+    assert json.loads(found.error) == {
+        "day": "2024-01-31",
+        "at": "2024-01-31T12:30:00+00:00",
+        "time": "12:30:00",
+        "price": "1.50",
+        "picture": "YWI=",
+        "inside": [{"took": "2:00:00"}],
+        "known": [1, None, "a"],
+    }
 
 
 @pytest.mark.parametrize(

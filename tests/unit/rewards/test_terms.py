@@ -207,6 +207,49 @@ def test_a_module_of_this_package_says_for_itself_whether_it_can_work(monkeypatc
     assert registry.REWARDS["random"].can_match("whatever")
 
 
+def failed_values(answers, responses, **reward):
+    async def score():
+        async with Scorer(RewardConfig(workers=1, deadline_s=1.0, **reward)) as scorer:
+            samples = [Sample(*each) for each in zip(responses, [""] * 3, answers, strict=True)]
+            return await scorer.score(samples)
+
+    return [(score.value, score.error is not None) for score in asyncio.run(score())]
+
+
+@pytest.mark.parametrize(
+    ("args", "wrong"), [({}, -1.0), ({"wrong": -0.5}, -0.5), ({"wrong": 0.5}, 0.0)]
+)
+def test_an_answer_that_breaks_the_grader_does_not_beat_a_wrong_one(args, wrong):
+    """The third answer is no text, which dapo cannot compare."""
+    found = failed_values(["5", "5", None], ["Answer: 5", "", "Answer: 5"], name="dapo", args=args)
+    assert found == [(1.0, False), (args.get("wrong", -1.0), False), (wrong, True)]
+
+
+@pytest.mark.parametrize("response", ["raise", "exit", "hang"])
+def test_a_sample_that_failed_is_worth_the_least_of_all_built_in_terms(response):
+    """2 * -0.5 of dapo, 3 * -1 of length; 0 of one's own, and of a penalty for no loops."""
+    terms = {
+        "right": {"name": "dapo", "weight": 2.0, "args": {"wrong": -0.5}},
+        "short": {"name": "length", "weight": 3.0},
+        "looped": {"name": "repetition", "weight": -1.0},
+        "own": {"name": f"{PLUGIN}:by_order", "weight": 0.25},
+    }
+    found = failed_values(["5"] * 3, ["Answer: 5", "four", response], terms=terms)
+    assert found == [(2 + 9 / 4, False), (-1 + 4 / 4, False), (-4.0, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        (name, -1.0 if name in ("dapo", "length", "repetition") else 0.0)
+        for name in registry.REWARDS
+    ],
+)
+def test_a_built_in_reward_counts_its_least_where_it_failed(name, value):
+    [term] = registry.terms_of(RewardConfig(name=name))
+    assert term.if_failed == value
+
+
 def test_settings_are_not_on_the_command_line_of_a_process():
     settings = RewardConfig(name=f"{PLUGIN}:typed", args={"labels": ["secret"]}, workers=1)
 
