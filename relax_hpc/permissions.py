@@ -4,6 +4,7 @@ The owner, and nobody else; with `launch.share = "group"` its group may read. A 
 made so, and whatever a process of the run makes in it is as open as the folder that it was given.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from relax_hpc.errors import LaunchError
 
 UMASKS = {"none": 0o077, "group": 0o027}
 """Umasks by `launch.share`."""
+_ACLS = ("system.posix_acl_default", "system.posix_acl_access")
 _WRITE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -25,6 +27,30 @@ def masked(umask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def close_to_others(folder: Path, umask: int) -> None:
+    """Makes a new folder as open as the umask says, and what is made in it later, too.
+
+    Where the folder above has default ACLs (project folders often have), Linux passes them on and
+    leaves the umask alone.
+
+    Raises:
+        LaunchError: its file system opens it further all the same.
+    """
+    for name in _ACLS:
+        try:
+            os.removexattr(folder, name)
+        except OSError as error:
+            if error.errno not in (errno.ENODATA, errno.EOPNOTSUPP):
+                raise
+    folder.chmod(0o777 & ~umask)
+    found = stat.S_IMODE(folder.stat().st_mode) & 0o777
+    if found & umask:
+        raise LaunchError(
+            f"{folder}: mode {found:04o}, and the file system lets it be no {0o777 & ~umask:04o}: "
+            "others could read or write what is yours; choose another run_root"
+        )
 
 
 def adopt(folder: Path) -> None:

@@ -42,6 +42,10 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
 def _named(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, str) and (not value.strip() or "\0" in value):
         raise ValueError("is no path; name a file or a folder")
+    if isinstance(value, str) and "$" in value:
+        raise ValueError("variables are not put in; write the path out")
+    if isinstance(value, str) and value.startswith("~"):
+        return str(Path(value).expanduser())  # a folder that is named ~ invites rm -r ~
     return value
 
 
@@ -72,7 +76,7 @@ GpuCount = Annotated[
 
 PassThrough = dict[str, Annotated[bool | int | float | str | list[Any], BeforeValidator(_plain)]]
 UserPath = Annotated[Path, BeforeValidator(_named)]
-"""Relative ones count from where the command is run."""
+"""Relative ones count from where the command is run, "~" is the home of who runs it."""
 MaybeData = Annotated[
     list[UserPath], BeforeValidator(_listed, json_schema_input_type=Path | list[Path])
 ]

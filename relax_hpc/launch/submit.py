@@ -258,6 +258,10 @@ def make_run_dir(config: JobConfig, paths: RunPaths) -> None:
         paths.root.parent.mkdir(parents=True, exist_ok=True)
         with permissions.masked(permissions.UMASKS[config.launch.share]):
             paths.root.mkdir()  # whoever makes it has the name
+        permissions.close_to_others(paths.root, permissions.UMASKS[config.launch.share])
+    except LaunchError:
+        paths.root.rmdir()
+        raise
     except FileExistsError:
         raise _NameInUseError(
             f"name = {config.name!r}: {paths.root} exists and a run directory is used once; "

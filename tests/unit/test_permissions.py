@@ -1,0 +1,61 @@
+"""A run is its owner's alone, also below a project folder whose ACLs open what is made in it."""
+
+import errno
+import os
+import stat
+import struct
+
+import pytest
+from file_systems import small_tmpfs
+
+from relax_hpc import permissions
+from relax_hpc.errors import LaunchError
+
+USER, GROUP, OTHERS, ANYBODY = 0x01, 0x04, 0x20, 0xFFFFFFFF
+
+
+def open_all_below(folder, *, group, others):
+    """`setfacl -d -m u::rwx,g::...,o::...`: an access list in the kernel's own form."""
+    entries = [(USER, 7), (GROUP, group), (OTHERS, others)]
+    packed = b"".join(struct.pack("<HHI", tag, bits, ANYBODY) for tag, bits in entries)
+    os.setxattr(folder, "system.posix_acl_default", struct.pack("<I", 2) + packed)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.mark.parametrize(("share", "folder", "file"), [("none", 0o700, 0o600),
+                                                       ("group", 0o750, 0o640)])  # fmt: skip
+def test_what_a_run_leaves_is_closed_whatever_the_folder_above_hands_on(
+    tmp_path, share, folder, file
+):
+    with small_tmpfs(tmp_path / "project", 4) as project:
+        open_all_below(project, group=7, others=5)
+        umask = permissions.UMASKS[share]
+        run = project / "run"
+        with permissions.masked(umask):
+            run.mkdir()
+            assert mode(run) == 0o775, "Linux leaves the umask alone here"
+            permissions.close_to_others(run, umask)
+            (run / "control").mkdir()
+            (run / "control" / "record").touch()
+        assert (mode(run), mode(run / "control")) == (folder, folder)
+        assert mode(run / "control" / "record") == file
+
+
+def test_a_file_system_that_opens_all_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(type(tmp_path), "chmod", lambda *_: None)
+    tmp_path.touch()
+    os.chmod(tmp_path, 0o755)  # noqa: PTH101
+    with pytest.raises(LaunchError, match="mode 0755, and the file system lets it be no 0700"):
+        permissions.close_to_others(tmp_path, 0o077)
+
+
+def test_other_errors_are_not_passed_over(tmp_path, monkeypatch):
+    def refuse(path, name):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(os, "removexattr", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        permissions.close_to_others(tmp_path, 0o077)
