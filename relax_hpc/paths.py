@@ -219,6 +219,10 @@ class RunPaths:
         """Says that Slurm has announced the end of an attempt of the job."""
         return self.control / f"ending-{attempt}.json"
 
+    def cancelled(self, job_id: str) -> Path:
+        """Says that a job was told to end for good: nobody may requeue it."""
+        return self.control / f"cancelled-{job_id}.json"
+
     def saves(self, attempt: str) -> Path:
         """Says that a trainer will save at that end, and which step it has saved."""
         return self.control / f"saves-{attempt}.json"

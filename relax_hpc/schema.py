@@ -139,7 +139,7 @@ COLUMNS: dict[str, Column] = {
     "row/policy_version_min": Column("int32", "row", "rollout", "oldest policy that sampled"),
     "row/policy_version_max": Column("int32", "row", "rollout", "newest policy that sampled"),
     "row/rewards": Column("float32", "row", "rollout", "of the episode, on each of its rows"),
-    "row/reward_error": Column("uint8", "row", "rollout", "1 where it failed, and is 0 therefore"),
+    "row/reward_error": Column("uint8", "row", "rollout", "1 where it failed"),
     "row/score_parts": Column(
         "float32",
         "row",

@@ -22,6 +22,7 @@ def init(
 ) -> None:
     """Write a job with every key explained and, unless there is one, a profile of this cluster."""
     from relax_hpc.launch import profiles
+    from relax_hpc.launch.submit import mode_of
     from relax_hpc.preparation import site, starting
 
     if not re.match(NAME, name):
@@ -31,21 +32,26 @@ def init(
         raise ConfigError(f"{job}: is there already; choose another name")
     schema_file, profile = folder / "job.schema.json", folder / "default.toml"
     text = starting.job_text(like, name, schema_file)
+    is_new = not profile.exists()
+    described = site.profile_text() if is_new else None
+    is_silent = is_new and not described and mode_of(local=False) == "slurm"
+    local = " --local" if is_silent else ""  # else submit would ask a Slurm that does not answer
+    text = text.replace(f"relax-hpc submit {job}\n", f"relax-hpc submit {job}{local}\n", 1)
     folder.mkdir(parents=True, exist_ok=True)
     schema_file.write_text(json.dumps(starting.schema()))
     job.write_text(text)
     typer.echo(f"{job}: a job like {like}; relax-hpc init --like takes another")
-    if profile.exists():
+    if not is_new:
         typer.echo(f"{profile}: your profile, left as it is")
-    elif described := site.profile_text():
+    elif described:
         profile.write_text(described)
         profiles.load(str(profile))
         typer.echo(f"{profile}: what every job asks of this cluster; look through it")
     else:
         typer.echo("no Slurm answers here: no profile is made, jobs run on this machine")
-    if "models/tiny" in text:
-        typer.echo("next: relax-hpc make-tiny models/tiny")
-    typer.echo(f"next: relax-hpc check {job}")
+    for command in re.findall("`(relax-hpc make-tiny .+?)`", text):
+        typer.echo(f"next: {command}")
+    typer.echo(f"next: relax-hpc check {job}{local}")
 
 
 @beginning.command(epilog="Example:  relax-hpc schema --out job.schema.json")

@@ -4,7 +4,7 @@ A file for each group of commands; here are those that start a job.
 """
 
 import os
-import shutil
+import shlex
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -75,11 +75,16 @@ def _options(
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Show the steps until the run ends.")]
 
 
-class _ValueMayBeLeftOut(typer.core.TyperCommand):
-    """Takes `--explain` without a key, too."""
+_NEXT = "relax_hpc.next"
+
+
+class _CheckCommand(typer.core.TyperCommand):
+    """Takes `--explain` without a key, too, and keeps how to submit with the same arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401
         given = list(args)
+        same = [each for each in args if each not in ("--all", "--decode")]
+        ctx.meta[_NEXT] = shlex.join(["relax-hpc", "submit", *same])
         for place, each in enumerate(args):
             if each == "--explain" and (place + 1 == len(args) or args[place + 1].startswith("-")):
                 given[place] = "--explain="
@@ -87,10 +92,11 @@ class _ValueMayBeLeftOut(typer.core.TyperCommand):
 
 
 @app.command(
-    cls=_ValueMayBeLeftOut,
+    cls=_CheckCommand,
     epilog="Example:  relax-hpc check jobs/tiny/arithmetic.toml --set schedule.max_staleness=3",
 )
 def check(
+    ctx: typer.Context,
     job: Job,
     overrides: Overrides = [],  # noqa: B006
     local: Annotated[
@@ -110,14 +116,18 @@ def check(
             help="First decode every image, video and sound of its prompts, on all cores.",
         ),
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print all settings on a terminal, too.")
+    ] = False,
     profile: Profile = None,
     account: Account = None,
     partition: Partition = None,
     time: Time = None,
 ) -> None:
-    """Validate a job, the files it names and the cluster; print it with every default filled in."""
+    """Validate a job, the files it names and the cluster; into a file or a pipe, print it as JSON
+    with every default filled in."""
     from relax_hpc.launch import preflight
-    from relax_hpc.launch.submit import expected_start, resolve
+    from relax_hpc.launch.submit import expected_start, mode_of, resolve
 
     asked = SlurmOptions(account, partition, time)
     asked.check(overrides)
@@ -126,14 +136,22 @@ def check(
         said = explained(config, explain) if explain else explained_job(config)
         typer.echo("\n".join(said))
         return
-    if decode:
-        decode_media(config, _remark)
-    config, components = resolve(config)
-    use_slurm = not local and shutil.which("sbatch") is not None
-    config = preflight.check(config, components, use_slurm=use_slurm, say=_remark)
-    if use_slurm:
-        _remark(expected_start(config, components))
-    typer.echo(config.model_dump_json(indent=2))
+    remarks = list[str]()
+    try:
+        if decode:
+            decode_media(config, remarks.append)
+        config, components = resolve(config)
+        use_slurm = mode_of(local=local) == "slurm"
+        config = preflight.check(config, components, use_slurm=use_slurm, say=remarks.append)
+        if use_slurm:
+            remarks.append(expected_start(config, components))
+        preflight.check_run_dir(config.run_dir, config.name)
+        if everything or not sys.stdout.isatty():
+            typer.echo(config.model_dump_json(indent=2))
+    finally:  # last, where they are seen
+        for each in remarks:
+            _remark(each)
+    _remark(f"nothing is wrong; next: {ctx.meta[_NEXT]}")
 
 
 @app.command(

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from relax_hpc import user_files
-from relax_hpc.config.run import JobConfig
+from relax_hpc.comm import gpus
+from relax_hpc.config.run import JobConfig, RunConfig
 from relax_hpc.errors import ConfigError
 from relax_hpc.launch import interpreter, partitions
 from relax_hpc.launch.placement import Component, sides
@@ -30,7 +31,7 @@ def check(
     use_slurm: bool,
     say: Callable[[str], None] = _silent,
 ) -> JobConfig:
-    """Refuses a run that cannot work.
+    """Refuses a run that cannot work. Its directory is looked at by `check_run_dir`.
 
     Args:
         config: with absolute paths.
@@ -44,7 +45,6 @@ def check(
     Raises:
         ConfigError: the first mistake found.
     """
-    check_run_dir(config.run_dir, config.name)
     shape = check_model(config.model.path, config.actor)
     check_weights(config.model.path, shape)
     check_first_weights(config.model.weights, shape)
@@ -55,7 +55,10 @@ def check(
     check_notify(config)
     for component in components:
         check_component(component)
-        interpreter.check(component.key, component.resources, use_slurm=use_slurm, say=say)
+        interpreter.check(
+            component.key, component.resources, use_slurm=use_slurm, say=say,
+            packages=_packages(config, component),
+        )  # fmt: skip
     if use_slurm:
         hosts = [each for each in components if not each.on]
         for part in sides(config, hosts):
@@ -63,7 +66,29 @@ def check(
             partitions.check_limits(part)
         every = config.actor.save_every
         partitions.check_preemption(hosts, save_every=every, save_s=None, say=say)
+    else:
+        check_gpus(components)
     return config
+
+
+def _packages(config: JobConfig, component: Component) -> list[str]:
+    """Packages that the tasks of a component import, and that this one may be without."""
+    pool = config.engines.get(component.name) if isinstance(config, RunConfig) else None
+    return ["sglang"] if pool and pool.kind == "sglang" else []
+
+
+def check_gpus(components: Sequence[Component]) -> None:
+    """Checks that this machine has the GPUs of all components side by side."""
+    hosts = [each for each in components if each.on is None and each.resources.gpus_per_node]
+    asked = sum(each.resources.gpus_per_node for each in hosts)
+    if asked and (found := gpus.count()) < asked:
+        said = ", ".join(
+            f"{each.key}.gpus_per_node = {each.resources.gpus_per_node}" for each in hosts
+        )
+        raise ConfigError(
+            f"{said}: {asked} GPUs of this machine, where the run is to be, and it shows {found}; "
+            "ask for fewer (0 computes on CPUs), or start the run with Slurm"
+        )
 
 
 def check_notify(config: JobConfig) -> None:
@@ -105,7 +130,7 @@ def check_run_dir(run_dir: Path, name: str) -> None:
         if os.path.lexists(run_dir):
             raise ConfigError(
                 f"name = {name!r}: {run_dir} exists and a run directory is used once; "
-                "choose another name"
+                f"choose another name, say --set name={name}-2"
             )
         existing = next(parent for parent in run_dir.parents if parent.exists())
         dangling = next((p for p in run_dir.parents if p.is_symlink() and not p.exists()), None)

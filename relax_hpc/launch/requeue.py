@@ -14,14 +14,17 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from types import FrameType
 
+from relax_hpc.fleet import seen
 from relax_hpc.launch import states
 from relax_hpc.launch.jobs import is_silent, output_of, words_of
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import read_json, write_json, write_json_once
+from relax_hpc.storage import patiently
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +122,7 @@ def answer(job_id: str, run_dir: Path, *, is_sure: bool) -> None:
         run_dir: of the run.
         is_sure: the end was announced; else only a job that Slurm ends soon is meant.
     """
+    heard = time.monotonic()
     if is_sure and not announce(job_id, run_dir):
         return
     seconds = left_s(job_id)
@@ -126,7 +130,8 @@ def answer(job_id: str, run_dir: Path, *, is_sure: bool) -> None:
         is_near = seconds is not None and seconds <= SIGNAL_AHEAD_S
         if not (is_near and announce(job_id, run_dir)):
             return
-    ask_in_time(job_id, run_dir, left_s=seconds)
+    most_s = SIGNAL_AHEAD_S - (time.monotonic() - heard)
+    ask_in_time(job_id, run_dir, left_s=seconds, most_s=most_s)
 
 
 def attempt_of(job_id: str) -> str:
@@ -194,6 +199,9 @@ def ask(
 ) -> str:
     """Has Slurm requeue a job; one that is not requeued ends all the same, and can be resumed.
 
+    A job that `cancel` has told to end is not requeued. Slurm would do it, as long as tasks of it
+    live.
+
     Args:
         job_id: of the leader.
         run_dir: of the run.
@@ -205,12 +213,13 @@ def ask(
     Returns:
         Why it was refused; empty if it was not.
     """
-    restarts = num_restarts()
+    restarts, cancelled = num_restarts(), RunPaths(run_dir).cancelled(job_id)
+    is_cancelled = seen.follow(cancelled, partial(patiently, cancelled, cancelled.exists))
+    if is_cancelled():
+        return _end_cancelled(job_id, run_dir)
     if restarts >= MAX_REQUEUES:
         said = f"the job is not requeued: it has been, {restarts} times; resume it"
-        log.error(said)
-        tell(job_id, run_dir, "refused", said)
-        return said
+        return _refuse(job_id, run_dir, said)
     why = hold_for or f"out of time or preempted{saved}"
     held = ", and held until the other side has made work" * bool(hold_for)
     said = f"{why}: requeued, for the time number {restarts + 1}{held}"
@@ -218,8 +227,13 @@ def ask(
     command = ["scontrol", "requeuehold" if hold_for else "requeue", job_id]
     answer = output_of(command)
     while answer.returncode and is_silent(answer) and time.monotonic() < until:
+        if is_cancelled():
+            break
         time.sleep(_RETRY_S)
         answer = output_of(command)
+    # The record is written before scancel: where it is not here yet, scancel comes after this.
+    if is_cancelled():
+        return _end_cancelled(job_id, run_dir)
     # What asked may have been ended by the requeue that it asked for, or Slurm was quicker.
     if answer.returncode and not was_requeued(job_id):
         log.error(
@@ -231,6 +245,20 @@ def ask(
         return said
     log.warning("%s", said)
     return ""
+
+
+def _end_cancelled(job_id: str, run_dir: Path) -> str:
+    """Cancels a job, which may have been requeued since it was; why it is not requeued."""
+    output_of(["scancel", job_id])
+    return _refuse(
+        job_id, run_dir, "the job is not requeued: the run was cancelled; resume it to go on"
+    )
+
+
+def _refuse(job_id: str, run_dir: Path, said: str) -> str:
+    log.error(said)
+    tell(job_id, run_dir, "refused", said)
+    return said
 
 
 def was_requeued(job_id: str) -> bool:
@@ -285,9 +313,8 @@ class JobEnd:
 
     def _follow(self) -> None:
         while True:
-            asked = time.monotonic()
             if (seconds := left_s(self._job_id)) is not None:
-                self._at = asked + seconds
+                self._at = time.monotonic() + seconds
             time.sleep(_LIMIT_EVERY_S)
 
 
@@ -296,6 +323,8 @@ def _go_on(_number: int, _frame: FrameType | None) -> None:
 
 
 def left_s(job_id: str) -> float | None:
-    """Seconds of a running job's time limit that are left; None where nobody says."""
-    known = [each for each in states.query([job_id]).known.values() if each.state == "RUNNING"]
-    return min((each.left_s for each in known if each.left_s is not None), default=None)
+    """Seconds of a running job's time limit that are left; None where nobody says so soon."""
+    asked = time.monotonic()
+    known = states.in_queue([job_id], _LOOK_S).known.values()
+    left = [each.left_s for each in known if each.state == "RUNNING" and each.left_s is not None]
+    return min(left) - (time.monotonic() - asked) if left else None

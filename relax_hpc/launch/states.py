@@ -111,19 +111,28 @@ def query(leaders: Sequence[str]) -> Answer:
     """
     if not leaders:
         return Answer({}, "")
-    jobs = ",".join(leaders)
-    answer = output_of([*SQUEUE, "-h", "-j", jobs])
+    answer = in_queue(leaders)
+    if answer.silence or not has_accounting():
+        return answer
+    said = output_of([*SACCT, "-j", ",".join(leaders)])
+    return Answer(_parse(said.stdout.splitlines()[1:]) | answer.known, "")
+
+
+def in_queue(leaders: Sequence[str], timeout_s: float = 60) -> Answer:
+    """The components of jobs that squeue knows: accounting, which may be slow, is not asked.
+
+    Args:
+        leaders: of the jobs; one at least.
+        timeout_s: seconds that squeue has.
+    """
+    answer = output_of([*SQUEUE, "-h", "-j", ",".join(leaders)], timeout_s)
     if answer.returncode and _FORGOTTEN not in answer.stderr:
         return Answer({}, words_of(answer))
+    return Answer(_parse(answer.stdout.splitlines()), "")
+
+
+def _parse(lines: Iterable[str]) -> dict[str, SlurmState]:
     known = {}
-    if has_accounting():
-        lines = output_of([*SACCT, "-j", jobs]).stdout.splitlines()[1:]
-        known = {state.job_id: state for state in _parse(lines)}
-    known |= {state.job_id: state for state in _parse(answer.stdout.splitlines())}
-    return Answer(known, "")
-
-
-def _parse(lines: Iterable[str]) -> Iterable[SlurmState]:
     for line in lines:
         job_id, state, nodes, _, reason, start, left, *_ = [*line.split("|"), *[""] * 6]
         # sacct says who cancelled a job: "CANCELLED by 0".
@@ -131,7 +140,8 @@ def _parse(lines: Iterable[str]) -> Iterable[SlurmState]:
         why = reason.strip("()") if is_waiting(word) and reason not in ("", "None") else ""
         if why == _HELD:
             word, why = "REQUEUE_HOLD", "JobHeldUser"
-        yield SlurmState(job_id, word, nodes, why, _time(start), _seconds(left))
+        known[job_id] = SlurmState(job_id, word, nodes, why, _time(start), _seconds(left))
+    return known
 
 
 def _time(text: str) -> float | None:

@@ -23,7 +23,7 @@ _IN_8_BITS: dict[str, Callable[[Any], object]] = {
     "L;4": lambda grey: grey % 16 * 17,
     "RGB;16B": lambda colour: tuple(level >> 8 for level in colour),
 }
-"""What Pillow makes of a colour of a PNG, by the bits that the file has of it."""
+"""Pillow's reading of a colour of a PNG, by the bits that the file has of it."""
 
 
 def read_facts(source: Source) -> Facts:

@@ -56,6 +56,8 @@ def read_record(row: Row, settings: PromptsConfig) -> Record:
             f"{where}: {columns.prompt} = {shown(prompt)}: must be text, or messages of role and "
             "content"
         )
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        answer = str(answer)  # a float has several texts
     if not isinstance(answer, str):
         quoted = f'write "{answer}"' if isinstance(answer, int | float) else "write it as text"
         raise ConfigError(f"{where}: {columns.answer} = {shown(answer)}: must be text; {quoted}")

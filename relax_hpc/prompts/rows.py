@@ -15,6 +15,8 @@ SAMPLE = 1000
 """Rows of a file that are tokenized where a run is submitted."""
 REMEDY = "name a file of JSON lines or Parquet (.parquet)"
 MOST_LINE_BYTES = 2**26
+_OBJECTS = "write one object per line"
+_NO_CSV = "CSV is not read: write JSON lines, as docs/data.md shows, or Parquet"
 _MOST_MARKS = 2**19
 
 
@@ -58,6 +60,7 @@ class JsonLines:
             ConfigError: the file cannot be read, or a line is too long.
         """
         self.path, self.remedy = path, remedy
+        self._needed = _NO_CSV if path.suffix.lower() == ".csv" else _OBJECTS
         # Not mapped into memory: a file that somebody cuts short would end the process.
         file = _reader(self)
         self._starts, self._numbers = array("q"), array("q")
@@ -98,7 +101,7 @@ class JsonLines:
             text = line.decode()
         except UnicodeDecodeError:
             raise ConfigError(f"{where}: is not UTF-8 text; JSON lines are expected") from None
-        fields = user_files.parse_object(where, text, "write one object per line")
+        fields = user_files.parse_object(where, text, self._needed)
         return Row(where, fields, self.path.parent)
 
     def where(self, index: int) -> str:

@@ -1,6 +1,6 @@
 """The end of a run whose reward fails too often."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from relax_hpc.errors import RewardError
@@ -9,6 +9,7 @@ from relax_hpc.rewards.contract import Score
 WINDOW, LEAST = 500, 200
 """Newest samples that are looked at, and samples to be scored before that."""
 _SHOWN = 5
+"""Reasons that are named, the most frequent first."""
 
 
 class ErrorLimit:
@@ -32,9 +33,11 @@ class ErrorLimit:
         failed = [(name, error) for name, error in self._newest if error is not None]
         if len(self._newest) < LEAST or len(failed) <= self._most * WINDOW:
             return
-        named = "; ".join(f"{name}: {error}" for name, error in failed[:_SHOWN])
+        first = {error: name for name, error in reversed(failed)}
+        reasons = Counter(error for _, error in failed).most_common(_SHOWN)
+        named = "; ".join(f"{count} x {error}, first in {first[error]}" for error, count in reasons)
         raise RewardError(
             f"reward.most_errors = {self._most:g}: the reward failed for {len(failed)} of the last "
             f"{len(self._newest)} samples, among them, by guid/sibling, {named}; correct the "
-            "reward, or allow more"
+            "reward, or allow more, and submit a run of another name: resume keeps both"
         )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 
 from relax_hpc.config.reward import RewardConfig
-from relax_hpc.errors import ConfigError
+from relax_hpc.errors import ConfigError, shown
 from relax_hpc.rewards import registry
 from relax_hpc.rewards.contract import Sample, check_settings
 from relax_hpc.rewards.process import Worker, WorkerLostError
@@ -58,13 +58,15 @@ async def _try(
             _check_pools(key, worker.kind.pools, pools)
             return
         group = [sample, sample] if worker.kind.sees_group else [sample]
-        for score in await worker.ask(group):
-            if score.error is not None:
-                raise ConfigError(f"{key}: scoring a response to a prompt of yours, {score.error}")
+        reasons = [score.error for score in await worker.ask(group)]
     except WorkerLostError as error:
-        raise ConfigError(f"{key}: {error}") from None
+        reasons = [str(error)]
     finally:
         await worker.end()
+    for reason in reasons:
+        if reason is not None:
+            said = f"scoring the response {shown(sample.response)} to a prompt of yours"
+            raise ConfigError(f"{key}: {said}, {reason}")
 
 
 def _check_pools(key: str, asked: Collection[str], pools: Collection[str]) -> None:

@@ -1,6 +1,7 @@
 """Starts a run again that ended before its last step."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from relax_hpc import permissions
@@ -16,6 +17,7 @@ from relax_hpc.run_secret import RunSecret
 from relax_hpc.runs import status
 from relax_hpc.runs.changes import changed
 from relax_hpc.telemetry.events import Event, read_events
+from relax_hpc.user_files import ORIGIN
 
 
 def resume(
@@ -36,7 +38,7 @@ def resume(
         overrides: of its job, `section.key=value`; the job as it was is kept in control/.
         local: run here even though there is a Slurm.
         ended: the caller knows that a job has ended of which Slurm says nothing.
-        say: is told what is changed.
+        say: is told what is changed, and which programs the run keeps though theirs have changed.
 
     Raises:
         ConfigError: not a run directory, complete, or it may still be running; or an override
@@ -62,6 +64,7 @@ def resume(
             save_s=longest_save_s(read_events(paths.events_folder)),
             say=say,
         )
+    _compare_programs(paths.programs, say)
     number = record.claim(paths, newest.number + 1, sure=ended)
     planned = submit.plan(mode, config, components, number)
     try:
@@ -94,6 +97,19 @@ def _check_ended(run_dir: Path, found: Sequence[status.Launch], *, ended: bool) 
         )
     if any(each.state == "COMPLETED" for each in found):
         raise ConfigError(f"{run_dir}: is complete; submit a run of another name")
+
+
+def _compare_programs(folder: Path, say: Callable[[str], None]) -> None:
+    """Says which of the user's files are there and other than the copies of them in a folder."""
+    for origin in sorted(folder.glob(f"*/{ORIGIN}")):
+        for copy in sorted(origin.parent.glob("*.py")):
+            path = Path(origin.read_text()).with_name(copy.name)
+            with suppress(OSError):
+                if path.is_file() and path.read_bytes() != copy.read_bytes():
+                    say(
+                        f"{path}: has changed since; this run keeps its copy. To use it, submit a "
+                        "run of another name"
+                    )
 
 
 def check_resources(components: Sequence[Component], mode: submit.Mode) -> None:

@@ -102,7 +102,7 @@ def give(run_dir: Path, job_id: str, what: What, words: str, **facts: Any) -> No
     attempt, last = requeue.attempt_of(job_id), read(run_dir)
     if last and last.attempt == attempt and last.what in _STAYS.get(what, ()):
         return
-    if last and last.job_id == job_id and (last.what, what) == ("cancelled", "restarted"):
+    if _is_cancelled(run_dir, job_id, last) and what != "completed":
         return
     _write(run_dir, Verdict(time.time(), attempt, what, words, **facts))
 
@@ -130,7 +130,15 @@ def give_requeue(run_dir: Path, job_id: str) -> None:
     before = f"{job_id}.{times - 1}"
     if last and (last.attempt == now or (last.attempt, last.what) == (before, "requeued")):
         return
+    if _is_cancelled(run_dir, job_id, last):
+        return
     _write(run_dir, Verdict(time.time(), before, "requeued", _requeued(times)))
+
+
+def _is_cancelled(run_dir: Path, job_id: str, last: Verdict | None) -> bool:
+    """Whether the last verdict is that the run was cancelled, and this job with it."""
+    is_told = last is not None and last.what == "cancelled"
+    return is_told and RunPaths(run_dir).cancelled(job_id).exists()
 
 
 def _requeued(times: int) -> str:

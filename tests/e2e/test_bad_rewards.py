@@ -114,10 +114,14 @@ def test_a_run_whose_reward_fails_too_often_ends_and_names_samples(start):
     finally:
         cli("cancel", run_dir)
     assert "RewardError: reward.most_errors = 0.05: the reward failed for 2" in now["reason"]
-    assert re.search(r"by guid/sibling, \d+/\d: ZeroDivisionError: .*; \d+/\d: Z", now["reason"])
+    assert re.search(
+        r"by guid/sibling, \d+ x ZeroDivisionError: .* \(mine.py:\d+\), first in \d+/\d;",
+        now["reason"],
+    )
     assert len(events_of(run_dir, "rollout", "start")) == 1, "it is not started again"
     assert now["progress"]["steps_done"] <= 3
     said = cli("status", run_dir)
+    assert "to go on      relax-hpc submit JOB --set name=NEW" in said
     assert "reward errors" in said and "(first: ZeroDivisionError: " in said
 
 

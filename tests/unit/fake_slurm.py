@@ -22,6 +22,11 @@ jobs=${@: -1}
 for job in ${jobs//,/ }; do grep -E "^$job([+]|[|])" queue && found=1; done
 [ -n "$found" ] || [[ $jobs = *,* ]] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
 """  # noqa: E501
+# A job of which only a task is left that does not hear TERM may be requeued: `back` says so.
+_SCANCEL = """
+word=$(head -n1 back 2>/dev/null) && sed -i 1d back
+sed -i -E "s/^(${@: -1}([+][0-9]+)?[|])[^|]*/\\1${word:-CANCELLED}/" queue
+"""
 _SBATCH = """
 sleep 0.1
 [ ! -e refusal ] || { cat refusal >&2; [ ! -e lost ] || echo "9+0|${@: -1}" > commands; exit 1; }
@@ -58,6 +63,10 @@ class FakeSlurm:
         lines = (self.folder / "asked").read_text().splitlines()
         return [line for line in lines if line.split()[0] == command]
 
+    def brings_back(self, *words: str) -> None:
+        """What squeue says after each scancel, while a requeue undoes it."""
+        (self.folder / "back").write_text("".join(f"{word}\n" for word in words))
+
     def leaves(self, code: int, job: str = "7") -> None:
         (self.run_dir / "submission" / f"{job}_exit_code").write_text(f"{code}\n")
 
@@ -67,7 +76,7 @@ def make(tmp_path: Path, monkeypatch, earlier=()) -> FakeSlurm:
     fake = FakeSlurm(tmp_path / "slurm", tmp_path / "runs" / "run")
     fake.folder.mkdir()
     for name, text in (
-        ("squeue", _SQUEUE), ("sbatch", _SBATCH), ("scancel", ""), ("sinfo", ""),
+        ("squeue", _SQUEUE), ("sbatch", _SBATCH), ("scancel", _SCANCEL), ("sinfo", ""),
         ("scontrol", ""), ("sacct", "exit 1"),
     ):  # fmt: skip
         script = fake.folder / name

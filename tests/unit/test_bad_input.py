@@ -143,6 +143,9 @@ def test_a_name_in_use_is_refused_and_its_run_left_alone(refused):
     Path("runs/run").mkdir(parents=True)
     said = refused("submit", "job.toml", "--local")
     assert said.startswith("name = 'run': ") and "choose another name" in said
+    assert "--set name=run-2" in refused("check", "job.toml", "--local")
+    wrong = refused("check", "job.toml", "--local", "--set", "model.path=nowhere")
+    assert "no such folder" in wrong, "all else is looked at first"
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "cancel"])
@@ -150,6 +153,14 @@ def test_a_run_that_is_not_there_is_answered_in_one_line(refused, verb):
     assert refused(verb, "nowhere") == (
         "nowhere: no such run; give its directory, or a name that ls shows"
     )
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
+def test_an_engine_that_is_not_installed_here_is_not_started_here(refused):
+    for verb in ("check", "submit"):
+        said = refused(verb, "job.toml", "--local", "--set", "engines.rollout.kind=sglang")
+        assert said.startswith("engines.rollout.resources.python (unset, so ")
+        assert "has no sglang; install sglang into that environment, or name an interp" in said
 
 
 @pytest.mark.skipif(find_spec("sglang") is None, reason="SGLang is not installed")

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -71,6 +73,22 @@ def test_an_answer_that_can_be_matched_is_none_of_these(refused, answer):
     Path("train.jsonl").write_text(json.dumps({"prompt": "x", "answer": answer}))
     small = ("--set", "prompts.max_prompt_tokens=2")
     assert "prompts.max_prompt_tokens" in refused("submit", "job.toml", "--local", *small)
+
+
+def test_csv_is_refused_with_what_is_read(refused):
+    Path("train.csv").write_text("prompt,answer\n1+1=,2\n")
+    said = refused("check", "job.toml", "--local", "--set", "prompts.train=train.csv")
+    assert "train.csv, line 1: is not JSON" in said and "\n" not in said
+    assert said.endswith("; CSV is not read: write JSON lines, as docs/data.md shows, or Parquet")
+
+
+def test_csv_becomes_json_lines_as_the_page_says(job):
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text()
+    command = next(line for line in page.splitlines() if line.startswith("python -c"))
+    Path("train.csv").write_text('prompt,answer\n"1+1=, or?",2\n')
+    subprocess.run(command.replace("python", sys.executable, 1), shell=True, check=True)
+    made = Path("train.jsonl").read_text()
+    assert json.loads(made) == {"prompt": "1+1=, or?", "answer": "2"}
 
 
 TEMPLATES = {

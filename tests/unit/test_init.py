@@ -87,6 +87,34 @@ def test_without_slurm_there_is_no_profile_but_a_job(tmp_path, home):
     assert site.profile_text() is None
 
 
+@pytest.mark.parametrize("sbatch", ["exit 1", None])
+def test_where_slurm_is_silent_the_next_command_does_not_ask_it(tmp_path, monkeypatch, sbatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin")
+    cluster(tmp_path / "bin", sinfo="exit 1", **({"sbatch": sbatch} if sbatch else {}))
+    said = CliRunner().invoke(app, ["init", "first"])
+    local = " --local" if sbatch else ""
+    assert said.stdout.endswith(f"next: relax-hpc check first.toml{local}\n")
+    text = Path("first.toml").read_text()
+    assert f"#   run       relax-hpc submit first.toml{local}\n" in text
+
+
+TINY = {
+    "demo": ["models/tiny"],
+    "colours": ["models/tiny-vl --kind vl"],
+    "pitches": ["models/tiny-omni --kind omni"],
+    "code": ["models/tiny-code --kind code"],
+    "arithmetic_distill": ["models/tiny", "models/tiny-teacher --target 0.98"],
+    "qwen3-4b-gsm8k": [],
+}
+
+
+@pytest.mark.parametrize("like", TINY)
+def test_init_says_how_to_make_the_models_that_the_job_needs(like):
+    said = CliRunner().invoke(app, ["init", "first", "--like", like]).stdout
+    made = [line for line in said.splitlines() if "make-tiny" in line]
+    assert made == [f"next: relax-hpc make-tiny {each}" for each in TINY[like]]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -1,5 +1,6 @@
 """Whether a job lives, may live or has ended, and what is done with it: no second one beside it."""
 
+import errno
 import json
 import subprocess
 import threading
@@ -15,7 +16,7 @@ from relax_hpc.launch import jobs, pending, record, script, states
 from relax_hpc.launch.placement import place
 from relax_hpc.paths import RunPaths
 from relax_hpc.records import write_json
-from relax_hpc.runs import status
+from relax_hpc.runs import status, verdict
 from relax_hpc.runs.cancel import cancel
 from relax_hpc.runs.resume import longest_save_s, resume
 
@@ -215,6 +216,49 @@ def test_cancel_ends_every_job_that_the_run_ever_started_and_says_what_each_was(
         "job 5: cancelled, was RUNNING",
     ]
     assert resumed.asked("scancel") == ["scancel 7", "scancel 5"]
+
+
+def test_tasks_are_told_before_scancel_that_they_must_not_have_the_job_requeued(slurm):
+    slurm.says("7+0|RUNNING", "7+1|RUNNING")
+    told, scancel = RunPaths(slurm.run_dir).cancelled("7"), slurm.folder / "scancel"
+    scancel.write_text(f"{scancel.read_text()}[ -e {told} ] && touch told\n")
+    cancel(slurm.run_dir)
+    assert (slurm.folder / "told").exists()
+    assert resume(slurm.run_dir).job_id == "9"
+    assert not RunPaths(slurm.run_dir).cancelled("9").exists()
+
+
+def test_a_full_disk_does_not_keep_a_job_from_being_cancelled(slurm, monkeypatch):
+    def full(_path, _record):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("relax_hpc.runs.cancel.write_json", full)
+    slurm.says("7+0|RUNNING", "7+1|RUNNING")
+    cancel(slurm.run_dir)
+    assert slurm.asked("scancel") == ["scancel 7"]
+
+
+def test_a_job_that_is_requeued_as_it_is_cancelled_is_cancelled_again(slurm):
+    slurm.says("7+0|RUNNING", "7+1|RUNNING")
+    slurm.brings_back("PENDING", "RUNNING", "COMPLETING")
+    said = []
+    cancel(slurm.run_dir, said.append)
+    assert said == ["job 7: cancelled, was RUNNING"]
+    assert slurm.asked("scancel") == ["scancel 7"] * 3
+    assert verdict.read(slurm.run_dir).what == "cancelled"
+
+
+def test_cancel_does_not_say_cancelled_of_a_job_that_lives_on_or_may(slurm):
+    slurm.says("7+0|RUNNING", "7+1|RUNNING")
+    slurm.brings_back(*["PENDING"] * 9)
+    said = []
+    with pytest.raises(LaunchError, match=r"job 7 may still run: 7\+0 is PENDING again after"):
+        cancel(slurm.run_dir, said.append)
+    scancel = slurm.folder / "scancel"
+    scancel.write_text(f"{scancel.read_text()}echo '{fake_slurm.DEAD}' > silent\n")
+    with pytest.raises(LaunchError, match=r"after scancel \(squeue: .*\); cancel it again"):
+        cancel(slurm.run_dir, said.append)
+    assert said == [] and verdict.read(slurm.run_dir) is None
 
 
 def test_an_earlier_job_that_lives_keeps_the_run_from_being_started_again(resumed):

@@ -133,7 +133,8 @@ GOOD = b'{"prompt": "1+1=", "answer": "2"}\n'
         (b'{"prompt": 5, "answer": "2"}', "line 1: prompt = 5: must be text"),
         (b'{"prompt": [], "answer": "2"}', "line 1: prompt"),
         (b'{"prompt": [{"role": "user"}], "answer": "2"}', "line 1: prompt"),
-        (b'{"prompt": "x", "answer": 2}', 'line 1: answer = 2: must be text; write "2"'),
+        (b'{"prompt": "x", "answer": 2.0}', 'line 1: answer = 2.0: must be text; write "2.0"'),
+        (b'{"prompt": "x", "answer": true}', "line 1: answer = True: must be text"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_with_file_and_line(

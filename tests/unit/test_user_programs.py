@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import fake_slurm
 import pytest
 
 from relax_hpc import permissions
@@ -131,6 +132,28 @@ def test_nothing_of_a_run_that_others_may_write_is_run_to_resume_it(tmp_path, mi
     with pytest.raises(permissions.LaunchError, match=r"programs: owner .* others may write"):
         resume.resume(paths.root)
     assert not (tmp_path / "executed").exists()
+
+
+def test_who_resumes_a_run_is_told_of_programs_that_changed_since(tmp_path, mine, monkeypatch):
+    slurm = fake_slurm.make(tmp_path, monkeypatch)
+    paths, said = RunPaths(slurm.run_dir), []
+    names = {"a": {"name": "reward.py:score"}, "b": {"name": "rows.py:score"}}
+    tree = json.loads(paths.config.read_text()) | {"reward": {"terms": names}}
+    programs.keep(submit.resolve(validate(tree, source="job"))[0], paths.programs)
+    slurm.says("7+0|FAILED", "7+1|FAILED")
+    (mine / "unused.py").write_text("raise 2\n")
+    (mine / "rows.py").unlink()
+    assert resume.resume(paths.root, say=said.append).number == 2
+    assert said == []
+    slurm.says(*(f"{job}+{k}|FAILED" for job in (7, 9) for k in (0, 1)))
+    (mine / "helper.py").write_text("VALUE = 7\n")
+    (mine / "reward.py").write_text(REWARD.replace("helper.VALUE", "0"))
+    assert resume.resume(paths.root, say=said.append).number == 3
+    assert said == [
+        f"{mine / name}: has changed since; this run keeps its copy. To use it, submit a run of "
+        "another name"
+        for name in ("helper.py", "reward.py")
+    ]
 
 
 def test_a_job_without_programs_has_no_folder_of_them(tmp_path):

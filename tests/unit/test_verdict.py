@@ -14,6 +14,7 @@ from relax_hpc.cli.main import app
 from relax_hpc.launch import requeue
 from relax_hpc.launch.supervision import SUPERVISION
 from relax_hpc.paths import RunPaths
+from relax_hpc.records import write_json
 from relax_hpc.runs import verdict
 from relax_hpc.runs.verdict import Failed
 from relax_hpc.telemetry.events import EventWriter
@@ -127,6 +128,25 @@ def test_a_job_that_is_told_to_end_was_requeued_where_slurm_counts_so(
     verdict.give(run.run_dir, "7", "requeued", "with step 4 saved: requeued")
     tell(monkeypatch, run, "--what", "stopped", "--words", "told")
     assert words(run) == "with step 4 saved: requeued"
+
+
+def test_of_a_run_that_was_cancelled_nothing_else_is_said_but_that_it_is_complete(run, monkeypatch):
+    paths = RunPaths(run.run_dir)
+    for job in ("7", "8"):
+        write_json(paths.cancelled(job), {})
+    verdict.give(run.run_dir, "7", "requeued", "by a task that asked just before")
+    verdict.give(run.run_dir, "7", "cancelled", "by somebody")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    for job in ("7", "8"):  # its other side
+        for what in ("requeued", "refused", "restarted", "stopped"):
+            verdict.give(run.run_dir, job, what, "later")
+        verdict.give_requeue(run.run_dir, job)
+    assert words(run) == "by somebody"
+    verdict.give(run.run_dir, "9", "restarted", "after a resume")
+    assert words(run) == "after a resume"
+    verdict.give(run.run_dir, "7", "cancelled", "by somebody")
+    verdict.give(run.run_dir, "7", "completed", "it was quicker")
+    assert words(run) == "it was quicker"
 
 
 def tell(monkeypatch, run, *options):

@@ -45,7 +45,7 @@ class Admission:
         self._end, self._save_times = end, save_times
         self._step_times = deque[float](maxlen=_REMEMBERED)
         self._work_times = deque[float](maxlen=_REMEMBERED)
-        """Of each step what came after its batch was there: after the last look in it."""
+        """Time of each step after its batch was there, which is after the last look in it."""
         self._step, self._begun, self._looked = -1, 0.0, 0.0
         self._has_announced = False
 

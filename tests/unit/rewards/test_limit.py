@@ -25,9 +25,20 @@ def test_a_run_ends_when_more_than_the_allowed_part_of_the_window_failed():
     assert taken == 259
     assert said == (
         "reward.most_errors = 0.05: the reward failed for 26 of the last 260 samples, among them, "
-        "by guid/sibling, 9/0: ValueError: a bug; 19/0: ValueError: a bug; 29/0: ValueError: a "
-        "bug; 39/0: ValueError: a bug; 49/0: ValueError: a bug; correct the reward, or allow more"
+        "by guid/sibling, 26 x ValueError: a bug, first in 9/0; correct the reward, or allow more, "
+        "and submit a run of another name: resume keeps both"
     )
+
+
+def test_equal_reasons_are_counted_and_the_most_frequent_are_named():
+    """1 of reason 1, 2 of reason 2 ...: of seven, the five that are there most."""
+    scores = [failed(f"reason {number}") for number in range(1, 8) for _ in range(number)]
+    _, said = feed(ErrorLimit(0.0), [*scores, *[GOOD] * LEAST])
+    assert (
+        "failed for 28 of the last 200 samples, among them, by guid/sibling, "
+        "7 x reason 7, first in 21/0; 6 x reason 6, first in 15/0; 5 x reason 5, first in 10/0; "
+        "4 x reason 4, first in 6/0; 3 x reason 3, first in 3/0; correct the reward"
+    ) in said
 
 
 def test_nothing_ends_before_there_are_enough_samples_to_judge_by():

@@ -251,8 +251,9 @@ def test_a_file_that_raises_while_it_is_imported_is_refused_with_what_it_raised(
 
 
 def test_a_reward_that_hangs_or_dies_on_a_response_is_refused():
-    for response, words in (("hang", "took longer than 1 s"), ("exit", "ended with 3")):
-        with pytest.raises(ConfigError, match=words):
+    for response, words in (("hang", "took longer than 1 s"), ("exit", "the process ended with 3")):
+        said = f"scoring the response '{response}' to a prompt of yours, {words}; correct it"
+        with pytest.raises(ConfigError, match=said):
             trial.check(reward("by_order"), Sample(response))
     trial.check(reward("by_order"), Sample("abc"))
 
@@ -318,5 +319,5 @@ def test_errors_are_counted_in_events_with_all_that_was_scored_since(responses, 
     assert sum(each["num_errors"] for each in found) == sum(count for count, _ in expected)
     assert sum(each["num_samples"] for each in found) == sum(count for _, count in expected)
     if expected:
-        assert found[0]["first"] == "ZeroDivisionError: division by zero"
+        assert found[0]["first"].startswith("ZeroDivisionError: division by zero (hostile.py:")
         assert found[0]["num_samples"] == 1, "the first is said at once"

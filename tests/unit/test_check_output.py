@@ -1,0 +1,56 @@
+"""What `relax-hpc check` prints on a terminal, and what into a file."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_hpc.cli import main
+
+NEXT = "nothing is wrong; next: relax-hpc submit job.toml"
+
+
+@pytest.fixture
+def check(job, monkeypatch, capsys):
+    """Runs `check`; what a terminal shows, or what comes out beside what is said."""
+    Path("heldout.jsonl").write_text(Path("train.jsonl").read_text())  # there is a remark on it
+
+    def run(*arguments, terminal):
+        with monkeypatch.context() as patch:
+            if terminal:
+                patch.setattr(sys.stdout, "isatty", lambda: True)
+                patch.setattr(sys, "stderr", sys.stdout)
+            main.app(["check", "job.toml", "--local", *arguments], standalone_mode=False)
+        return capsys.readouterr()
+
+    return run
+
+
+def test_a_terminal_shows_remarks_and_then_what_comes_next(check, monkeypatch):
+    monkeypatch.setattr(main, "decode_media", lambda _, say: say("decoded 7 media"))
+    shown = check("--set", "reward.args={ }", "--decode", terminal=True).out.splitlines()
+    assert shown[0] == "decoded 7 media"
+    assert any("are trained on" in line for line in shown[1:-1])
+    assert not any(line.startswith("{") for line in shown)
+    assert shown[-1] == f"{NEXT} --local --set 'reward.args={{ }}'"
+
+
+def test_all_settings_are_shown_above_remarks(check):
+    shown = check("--all", terminal=True).out
+    settings, found, remarks = shown.rpartition("\n}\n")
+    assert json.loads(settings + found)["name"] == "run"
+    assert "are trained on" in remarks and remarks.endswith(f"{NEXT} --local\n")
+
+
+def test_a_file_gets_settings_and_nothing_else(check):
+    output, said = check(terminal=False)
+    assert json.loads(output)["name"] == "run"
+    assert "are trained on" in said and said.endswith(f"{NEXT} --local\n")
+
+
+def test_a_name_in_use_is_said_after_all_else(check, capsys):
+    Path("runs/run").mkdir(parents=True)
+    with pytest.raises(Exception, match="say --set name=run-2"):
+        check(terminal=False)
+    assert "are trained on" in capsys.readouterr().err
