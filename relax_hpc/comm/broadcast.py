@@ -5,8 +5,10 @@ SGLang joins such a group through `PrefixStore(name, TCPStore)`; doing exactly t
 stock server, our embedded one and the trainer members of one communicator.
 """
 
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Literal
 
@@ -21,6 +23,7 @@ from torch.distributed.distributed_c10d import (
 
 Transport = Literal["gloo", "nccl"]
 _POLL_S = 1e-4
+_UNWATCHED = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 class Transfer:
@@ -31,7 +34,10 @@ class Transfer:
 
     def order_after(self) -> None:
         """Makes what the current stream does next happen after it; on CPU, waits for it."""
-        self._work.wait()
+        if self._tensor.is_cuda:
+            self._work.synchronize()  # the stream alone, also in a group without a watchdog
+        else:
+            self._work.wait()
 
     def wait(self, deadline: float, give_up: Callable[[], None] = lambda: None) -> None:
         """Blocks until it is over.
@@ -49,8 +55,7 @@ class Transfer:
                 raise TimeoutError("a broadcast did not end")
             give_up()
             time.sleep(_POLL_S)
-        if not self._tensor.is_cuda:
-            self._work.wait()  # raises what went wrong
+        self._work.wait()  # raises what went wrong
 
 
 class BroadcastGroup:
@@ -83,15 +88,16 @@ class BroadcastGroup:
         timeout, self._timeout_s = timedelta(seconds=timeout_s), timeout_s
         self._store = store or dist.TCPStore(host, port, world_size, False, timeout)
         self.rank, self.size, self.name, self.backend = rank, world_size, name, backend
-        self._group, _ = _new_process_group_helper(
-            world_size,
-            rank,
-            [],
-            Backend(backend),
-            PrefixStore(name, self._store),
-            group_name=name,  # type: ignore[arg-type]  # a NewType only newer torch has
-            timeout=timeout,
-        )
+        with _unwatched() if backend == "nccl" else nullcontext():
+            self._group, _ = _new_process_group_helper(
+                world_size,
+                rank,
+                [],
+                Backend(backend),
+                PrefixStore(name, self._store),
+                group_name=name,  # type: ignore[arg-type]  # a NewType only newer torch has
+                timeout=timeout,
+            )
         self._shelf: dist.Store = _world.pg_map[self._group][1]
         _world.pg_group_ranks[self._group] = {i: i for i in range(world_size)}
 
@@ -157,6 +163,24 @@ class BroadcastGroup:
                 tagged.remove(self._group)
         self._group.abort()
         del self._group, self._store, self._shelf
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """A group of NCCL that is made in it has no watchdog.
+
+    Torch's ends the process 60 s after a broadcast was late or a peer was lost, and so does the
+    monitor of the default group, which it alarms. Here a peer may go; the group is aborted then.
+    """
+    before = os.environ.get(_UNWATCHED)
+    os.environ[_UNWATCHED] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_UNWATCHED]
+        else:
+            os.environ[_UNWATCHED] = before
 
 
 def start_broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> Transfer:

@@ -31,6 +31,7 @@ class Order:
     receive, and then read back what was received. compare: receive nothing, and tell whether the
     weights are those of a folder. count: nothing but what every receipt says."""
     timeout_s: float
+    """Longer than the trainer waits, who finds out whom all wait for."""
     store: str = ""
     """"host:port" of a store, where it is not that of the group; see `comm.lanes`."""
     lane: int = -1
@@ -85,5 +86,5 @@ def receipt_file(folder: str, serial: str, rank: int) -> Path:
 
 
 def abort_key(serial: str) -> str:
-    """Returns the key that the trainer sets when it gives up; ranks that wait look at it."""
+    """Returns the key that the trainer, or a rank that fails, sets; ranks that wait look at it."""
     return f"abort/{serial}"

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from relax_hpc.comm.orders import Order, abort_key
 
 _LOOK_S = 0.1
-"""Interval of looks whether the trainer gave up."""
-GIVEN_UP = "the trainer gave this update up"
+"""Interval of looks whether somebody gave up."""
+GIVEN_UP = "this update was given up"
+"""The end of what a rank says that failed for another's sake."""
 
 
 class Patience:
@@ -19,7 +20,7 @@ class Patience:
         self._key, self._store, self._next = abort_key(order.serial), store, 0.0
 
     def check(self) -> None:
-        """Raises an error once there is nothing to wait for: it is late, or the trainer gave up."""
+        """Raises an error once there is nothing to wait for: it is late, or somebody gave up."""
         now = time.monotonic()
         if now > self.deadline:
             raise TimeoutError("the trainer sent nothing more")

@@ -16,6 +16,9 @@ from relax_hpc.comm.orders import LOADER, Order
 from relax_hpc.engines.http import Http, cut, parse_version
 from relax_hpc.errors import EngineError, EngineLostError
 
+_TARGET_ONLY = {"selector": "target", "disable_draft_model": True}
+"""Leaves a draft model as it is: its weights are not the policy's. The first is what SGLang 0.5.23
+reads, the second 0.5.17; each ignores what it does not know."""
 _LOAD_S = 5.0
 """Time for an engine to say how many requests it has."""
 
@@ -181,6 +184,7 @@ class EngineClient:
             "load_format": "flattened_bucket",
             # Requests keep their caches over an in-place pause; see `generation` for the others.
             "flush_cache": False,
+            **_TARGET_ONLY,
         }
         if last:
             body["weight_version"] = str(version)
@@ -199,6 +203,7 @@ class EngineClient:
             "serialized_named_tensors": [_as_tensors(order) for order in orders],
             "load_format": LOADER,
             "flush_cache": False,
+            **_TARGET_ONLY,
         }
         if orders[0].task in ("receive", "check"):
             body["weight_version"] = str(version)
@@ -234,10 +239,10 @@ class EngineClient:
         """Opens an update session; returns whether the server has them. Earlier ones have not."""
         ask = "/begin_weight_update"
         try:
-            return self._http.ask("POST", ask, {}, optional=True) is not None
+            return self._http.ask("POST", ask, _TARGET_ONLY, optional=True) is not None
         except EngineError:  # a sender that died has left its session open
             self._post("/end_weight_update", {})
-            self._post(ask, {})
+            self._post(ask, _TARGET_ONLY)
             return True
 
     def _get(self, endpoint: str) -> dict[str, Any]:

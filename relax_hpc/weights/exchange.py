@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch.distributed import DistError
 
@@ -16,7 +16,9 @@ from relax_hpc.fleet.members import Member
 _GRACE_S = 2.0
 """Time that engines get to say why a transfer has failed."""
 
-Replies = dict[Member, "Future[None]"]
+Replies = Mapping[Member, "Future[Any]"]
+Answers = dict[Member, "Future[list[Receipt]]"]
+"""The receipts of all ranks of members; an error of a rank is one of the member."""
 
 
 class MemberError(EngineError):
@@ -63,58 +65,50 @@ class Exchange:
             wait(replies.values(), timeout=_GRACE_S, return_when=FIRST_EXCEPTION)
         raise_refusals(replies)
         late = [member for member, reply in replies.items() if not reply.done()]
-        if late or failure:
-            reason = f"no answer within {self._timeout_s:.0f} s" if late else failure
-            raise MemberError(dict.fromkeys(late or replies, reason))
+        if late and (not failure or time.monotonic() > deadline):
+            failure = f"no answer within {self._timeout_s:.0f} s"
+        if failure:
+            raise MemberError(dict.fromkeys(late or replies, failure))
 
     def carry_out(
         self,
         serial: str,
-        replies: Replies,
+        answers: Answers,
         transfer: Callable[[Callable[[], None]], None],
         deadline: float,
         shelf: Shelf,
-        ranks: Mapping[Member, Sequence[int]],
     ) -> dict[Member, list[Receipt]]:
         """Does as `run` for an order whose answers lie on the shelf.
 
         Args:
             serial: of the order.
-            replies: of the calls by which members were given it.
-            transfer: what they wait for.
+            answers: of `give_orders`.
+            transfer: what the members wait for.
             deadline: of time.monotonic().
             shelf: of the members' ranks and this one.
-            ranks: under which those of a member leave their receipts.
 
         Returns:
             What the ranks of the members answered.
 
         Raises:
-            MemberError: as `run`, or what ranks say that failed. Nobody waits for more then.
+            MemberError: who let it fail; see `_blamed`. Nobody waits for more then.
         """
 
-        def give_up(reply: "Future[None]") -> None:
-            if reply.exception():
+        def give_up(answer: "Future[list[Receipt]]") -> None:
+            if answer.exception():
                 shelf.put(abort_key(serial), "")
 
         # At once: a rank of the trainer that waits for this engine keeps the others waiting, too.
-        for reply in replies.values():
-            reply.add_done_callback(give_up)
+        for answer in answers.values():
+            answer.add_done_callback(give_up)
         try:
-            self.run(replies, transfer, deadline)
+            self.run(answers, transfer, deadline)
         except MemberError as error:
             # A GPU that waits for bytes waits for ever; its rank looks here, and gives up.
             shelf.put(abort_key(serial), "")
-            wait(replies.values(), timeout=_GRACE_S)
-            answered = [m for m, reply in replies.items() if reply.done() and not reply.exception()]
-            told = _receipts(serial, shelf, {member: ranks[member] for member in answered})
-            own = {m: why for m, why in _errors(told).items() if not why.endswith(GIVEN_UP)}
-            raise MemberError(error.reasons | own) from error
-        receipts = _receipts(serial, shelf, {member: ranks[member] for member in replies})
-        if errors := _errors(receipts):
-            shelf.put(abort_key(serial), "")
-            raise MemberError(errors)
-        return receipts
+            wait(answers.values(), timeout=_GRACE_S)
+            raise MemberError(_blamed(error.reasons, answers)) from error
+        return {member: answer.result() for member, answer in answers.items()}
 
 
 def give_orders(
@@ -122,41 +116,66 @@ def give_orders(
     receivers: dict[Member, EngineControl],
     orders: dict[Member, list[Order]],
     version: int,
-) -> Replies:
-    """Calls all receivers; `orders` are those of their ranks."""
-    return {
-        member: threads.submit(receiver.receive_weights, orders[member], version=version)
-        for member, receiver in receivers.items()
-    }
+    shelf: Shelf,
+    ranks: Mapping[Member, Sequence[int]],
+) -> Answers:
+    """Calls all receivers.
+
+    Args:
+        threads: one is taken for each of them.
+        receivers: at least one.
+        orders: those of their ranks.
+        version: of the policy.
+        shelf: where the ranks leave their receipts.
+        ranks: under which they do.
+    """
+
+    def carried_out(member: Member) -> list[Receipt]:
+        receivers[member].receive_weights(orders[member], version=version)
+        return _receipts(orders[member][0].serial, shelf, ranks[member])
+
+    return {member: threads.submit(carried_out, member) for member in receivers}
 
 
 def raise_refusals(replies: Replies) -> None:
     """Raises MemberError if a call has failed already."""
-    failed = {m: reply.exception() for m, reply in replies.items() if reply.done()}
-    reasons = {member: str(error) for member, error in failed.items() if error}
-    if reasons:
+    if reasons := _refusals(replies):
         raise MemberError(reasons)
 
 
-def _receipts(
-    serial: str, shelf: Shelf, ranks: Mapping[Member, Sequence[int]]
-) -> dict[Member, list[Receipt]]:
-    """Takes the receipts of members that have answered, so they are there."""
-    found = dict[Member, list[Receipt]]()
-    for member, places in ranks.items():
-        try:
-            texts = [shelf.take(key_of(serial, rank), timeout_s=_GRACE_S) for rank in places]
-        except DistError:
-            found[member] = [Receipt(error="a rank did not say what it did")]
-        else:
-            found[member] = [Receipt.from_json(text) for text in texts]
-    return found
+def _refusals(replies: Replies) -> dict[Member, str]:
+    failed = {m: reply.exception() for m, reply in replies.items() if reply.done()}
+    return {member: str(error) for member, error in failed.items() if error}
 
 
-def _errors(receipts: dict[Member, list[Receipt]]) -> dict[Member, str]:
-    """The first error of each member that had one, without those that gave up for another's sake,
-    unless there is no other."""
-    found = {m: [r.error for r in ranks if r.error] for m, ranks in receipts.items()}
-    own = {m: [why for why in whys if not why.endswith(GIVEN_UP)] for m, whys in found.items()}
-    errors = own if any(own.values()) else found
-    return {member: whys[0] for member, whys in errors.items() if whys}
+def _blamed(reasons: dict[Member, str], replies: Replies) -> dict[Member, str]:
+    """Who let an order fail, and how, of those whom there are reasons to blame.
+
+    One that fails makes all others give up, and they may be the first to say so. So these are
+    blamed only if nobody else is, nor is silent.
+    """
+    known = reasons | _refusals(replies)
+    own = {member: why for member, why in known.items() if not _gave_up(why)}
+    silent = [member for member, reply in replies.items() if not reply.done()]
+    return own or dict.fromkeys(silent, "did not answer when others gave up") or reasons
+
+
+def _gave_up(error: str) -> bool:
+    """Whether a rank ended for another's sake."""
+    return error.endswith(GIVEN_UP)
+
+
+def _receipts(serial: str, shelf: Shelf, ranks: Sequence[int]) -> list[Receipt]:
+    """Takes the receipts of a member that has answered, so they are there.
+
+    Raises:
+        EngineError: a rank failed.
+    """
+    try:
+        texts = [shelf.take(key_of(serial, rank), timeout_s=_GRACE_S) for rank in ranks]
+    except DistError as error:
+        raise EngineError("a rank did not say what it did") from error
+    receipts = [Receipt.from_json(text) for text in texts]
+    if errors := [receipt.error for receipt in receipts if receipt.error]:
+        raise EngineError(min(errors, key=_gave_up))  # the first that is a rank's own, if any
+    return receipts

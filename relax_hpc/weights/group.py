@@ -4,7 +4,7 @@ import itertools
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 from relax_hpc.comm.address import node_address
 from relax_hpc.comm.broadcast import BroadcastGroup, Transport
@@ -16,9 +16,18 @@ from relax_hpc.config.rollout import WeightsConfig
 from relax_hpc.fleet.control import EngineControl
 from relax_hpc.fleet.members import Member
 from relax_hpc.telemetry.timers import Timers
-from relax_hpc.weights.exchange import Exchange, MemberError, give_orders, raise_refusals
-from relax_hpc.weights.staging import Outgoing
+from relax_hpc.weights.exchange import (
+    Exchange,
+    MemberError,
+    Replies,
+    give_orders,
+    raise_refusals,
+)
+from relax_hpc.weights.staging import Outgoing, Wait
+from relax_hpc.weights.transport import call_timeout_s
 
+Send = Callable[[Wire, Wait], Iterator[Sending]]
+"""See `Outgoing.send`."""
 Start = tuple[str, str]
 """A member and its start: what is said of an engine until it is started again."""
 
@@ -71,17 +80,21 @@ class MemberGroup:
             for (member, receiver), offset in zip(receivers.items(), offsets, strict=False)
         }
         try:
-            group = BroadcastGroup(
+            wire = BroadcastGroup(
                 host, store.port, 0, size, name, backend, store=store, timeout_s=timeout_s
             )
         except RuntimeError as error:
             raise_refusals(joins)
             late = [member for member, join in joins.items() if not join.done()] or joins
             raise MemberError(dict.fromkeys(late, f"did not join the group: {error}")) from error
-        wait(joins.values(), timeout=timeout_s)
-        raise_refusals(joins)
-        group.put(PLAN, plan.to_json())
-        return cls(receivers, name, group, config, threads, taught)
+        group = cls(receivers, name, wire, config, threads, taught)
+        try:
+            _wait_for(joins, timeout_s)
+        except MemberError:
+            group.close()
+            raise
+        wire.put(PLAN, plan.to_json())
+        return group
 
     def record(self) -> dict[str, object]:
         """The topology, for whoever reads the run directory."""
@@ -120,9 +133,7 @@ class MemberGroup:
             self._pause({m: r for m, r in self.receivers.items() if m not in ready}, deadline)
         if direct and not self._is_prepared:
             with timers("prepare"):
-                self._order("prepare", direct, version, outgoing.warm_up, deadline)
-            self._taught |= set(map(_start, direct))
-            self._is_prepared = True
+                self._prepare(direct, ready, version, outgoing, deadline)
         with timers("wire"):
             receipts = dict[Member, list[Receipt]]()
             if direct:
@@ -157,8 +168,27 @@ class MemberGroup:
             return set()
         with timers("learn"):
             self._pause(newcomers, deadline)
-            self._order("learn", newcomers, version, lambda wire: iter(()), deadline)
+            self._order("learn", newcomers, version, _nothing, deadline)
         return set(newcomers)
+
+    def _prepare(
+        self,
+        direct: dict[Member, EngineControl],
+        ready: set[Member],
+        version: int,
+        outgoing: Outgoing,
+        deadline: float,
+    ) -> None:
+        """Lets those learn who are not ready, and then all use the wire once.
+
+        With NCCL the first use of it waits until all are there, and nobody can end that: who cannot
+        take the weights has to have said so before.
+        """
+        if others := {m: r for m, r in direct.items() if m not in ready}:
+            self._order("learn", others, version, _nothing, deadline)
+        self._order("prepare", direct, version, outgoing.warm_up, deadline)
+        self._taught |= set(map(_start, direct))
+        self._is_prepared = True
 
     def _pause(self, receivers: dict[Member, EngineControl], deadline: float) -> None:
         pauses = {m: self._threads.submit(r.pause) for m, r in receivers.items()}
@@ -177,27 +207,25 @@ class MemberGroup:
         task: Task,
         receivers: dict[Member, EngineControl],
         version: int,
-        send: Callable[[Wire], Iterator[Sending]],
+        send: Send,
         deadline: float,
         skipped: tuple[int, ...] = (),
     ) -> dict[Member, list[Receipt]]:
-        timeout_s = self._config.timeout_s
+        timeout_s = call_timeout_s(self._config.timeout_s)
         order = Order(uuid.uuid4().hex[:8], self.name, task, timeout_s, skipped=skipped)
 
         def transfer(give_up: Callable[[], None]) -> None:
             sent = None
-            for sent in send(self._group):
+            for sent in send(self._group, lambda sending: sending.wait(deadline, give_up)):
                 if not self._group.is_asynchronous:
                     sent.wait(deadline, give_up)
             if sent:
                 sent.wait(deadline, give_up)
 
         orders = {member: [order] * member.num_ranks for member in receivers}
-        replies = give_orders(self._threads, receivers, orders, version)
         ranks = {m: range(first, first + m.num_ranks) for m, first in self._offsets()}
-        return self._exchange.carry_out(
-            order.serial, replies, transfer, deadline, self._group, ranks
-        )
+        answers = give_orders(self._threads, receivers, orders, version, self._group, ranks)
+        return self._exchange.carry_out(order.serial, answers, transfer, deadline, self._group)
 
     def _ask_for(
         self, bucket: Sequence[Spec], version: int, *, last: bool
@@ -217,6 +245,22 @@ class MemberGroup:
         """Members and the first of their ranks."""
         offsets = itertools.accumulate((m.num_ranks for m in self.receivers), initial=1)
         return list(zip(self.receivers, offsets, strict=False))
+
+
+def _nothing(*_: object) -> Iterator[Sending]:
+    return iter(())
+
+
+def _wait_for(joins: Replies, timeout_s: float) -> None:
+    """With NCCL there is a communicator at once, whoever joins it.
+
+    Raises:
+        MemberError: those that refused, or did not join in time.
+    """
+    wait(joins.values(), timeout=timeout_s, return_when=FIRST_EXCEPTION)
+    raise_refusals(joins)
+    if late := [member for member, join in joins.items() if not join.done()]:
+        raise MemberError(dict.fromkeys(late, f"did not join the group within {timeout_s:.0f} s"))
 
 
 def _start(member: Member) -> Start:

@@ -28,7 +28,7 @@ from relax_hpc.telemetry.timers import Timers
 from relax_hpc.weights.exchange import Exchange, MemberError, give_orders
 from relax_hpc.weights.ranks import Serve, TrainerRanks
 from relax_hpc.weights.staging import Buffers, Gather, Outgoing
-from relax_hpc.weights.transport import Delivery, behind
+from relax_hpc.weights.transport import Delivery, behind, call_timeout_s
 from relax_hpc.weights.verify import Sent
 
 _BUFFERS = 2
@@ -225,15 +225,16 @@ class LaneTransport:
         deadline: float,
     ) -> dict[Member, list[Receipt]]:
         store, serial = self._link.store, uuid.uuid4().hex[:8]
-        order = Order(serial, "", task, self._link.config.timeout_s, store.address)
-        orders = {m: [replace(order, lane=lane) for lane in _lanes(m)] for m in receivers}
+        timeout_s = call_timeout_s(self._link.config.timeout_s)
+        order = Order(serial, "", task, timeout_s, store.address)
+        ranks = {member: _lanes(member) for member in receivers}
+        orders = {m: [replace(order, lane=lane) for lane in ranks[m]] for m in receivers}
         return self._exchange.carry_out(
             serial,
-            give_orders(self._threads, receivers, orders, version),
+            give_orders(self._threads, receivers, orders, version, store, ranks),
             lambda give_up: transfer(serial, give_up),
             deadline,
             store,
-            {member: _lanes(member) for member in receivers},
         )
 
 

@@ -3,7 +3,7 @@
 There are a few buffers, whatever the size of the model. While one is sent, the next is filled.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import Protocol
 
@@ -14,6 +14,13 @@ from relax_hpc.comm.bucket import BucketPlan, Digest, Spec, fingerprint, views
 from relax_hpc.comm.shared_memory import SharedMemory, allocate
 from relax_hpc.comm.streams import mark, new_stream
 from relax_hpc.comm.wire import Sending, Wire
+
+Wait = Callable[[Sending], None]
+
+
+def in_order(sending: Sending) -> None:
+    """Has what comes next come after it, as the wire knows how to."""
+    sending.order_after()
 
 
 class Gather(Protocol):
@@ -135,11 +142,17 @@ class Outgoing:
         if self._stream:
             torch.cuda.current_stream().synchronize()
 
-    def send(self, wire: Wire) -> Iterator[Sending]:
-        """Sends bucket after bucket, each beginning when it is asked for."""
+    def send(self, wire: Wire, wait: Wait = in_order) -> Iterator[Sending]:
+        """Sends bucket after bucket, each beginning when it is asked for.
+
+        Args:
+            wire: where to.
+            wait: blocks until a bucket has left, where the next in its buffer is read back at once:
+                nothing else on the host may wait for a peer, who may be dead.
+        """
         for number, index in enumerate(self._coming):
             if number == self._filled:
-                self._fill()
+                self._fill(wait)
             flat = self._buffers.of(index)
             if self._stream:
                 self._stream.wait_event(self._is_full[number])
@@ -149,9 +162,9 @@ class Outgoing:
                 self._transfers.append(wire.start(flat))
             yield self._transfers[-1]
             if number + 1 == self._filled < len(self._coming):
-                self._fill()
+                self._fill(wait)
 
-    def warm_up(self, wire: Wire) -> Iterator[Sending]:
+    def warm_up(self, wire: Wire, wait: Wait = in_order) -> Iterator[Sending]:
         """Sends as much as the first buffer holds, whatever it is, for the sake of the wire."""
         yield wire.start(self._buffers.of(0))
 
@@ -179,13 +192,13 @@ class Outgoing:
         """Fingerprints of the buckets, in order; empty if none were asked for."""
         return self._fingerprints or []
 
-    def _fill(self) -> None:
+    def _fill(self, wait: Wait = in_order) -> None:
         index = self._coming[self._filled]
         bucket = self.plan.buckets[index]
         tensors = [] if self._gather else self._next(index)
         buffer = self._buffer_of_next()
         if buffer in self._users:
-            self._transfers[self._users[buffer]].order_after()
+            (wait if self._reads_back else in_order)(self._transfers[self._users[buffer]])
         self._users[buffer] = self._filled
         flat = self._buffers.of(index)
         if self._gather:
@@ -200,6 +213,11 @@ class Outgoing:
         if self._stream:
             self._is_full.append(mark())
         self._filled += 1
+
+    @property
+    def _reads_back(self) -> bool:
+        """Whether the host waits for what was put in a buffer."""
+        return self._digest is not None or self._fingerprints is not None
 
     def _buffer_of_next(self) -> int:
         return self._coming[self._filled] % len(self._buffers)

@@ -1,13 +1,16 @@
 import multiprocessing
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
-from relax_hpc.comm import bucket
+from relax_hpc.comm import broadcast, bucket
 from relax_hpc.comm.broadcast import BroadcastGroup, Transfer
 from relax_hpc.comm.star import StarWorld
 from relax_hpc.comm.torch_store import open_store
@@ -77,6 +80,59 @@ def test_a_broadcast_that_does_not_end_is_given_up_by_whoever_waits_or_at_its_de
 
     with pytest.raises(KeyError):
         transfer.wait(time.monotonic() + 60, give_up)
+
+
+class Done:
+    """A broadcast of NCCL that is over; `error` is how, if it failed."""
+
+    def __init__(self, error=None):
+        self.error, self.asked = error, []
+
+    def is_completed(self):
+        return True
+
+    def wait(self):
+        self.asked.append("wait")
+        if self.error:
+            raise self.error
+
+    def synchronize(self):
+        self.asked.append("synchronize")
+
+
+ON_GPU = SimpleNamespace(is_cuda=True)
+
+
+def test_a_broadcast_on_a_gpu_that_failed_is_not_taken_for_one_that_ended():
+    with pytest.raises(RuntimeError, match="remote process exited"):
+        Transfer(Done(RuntimeError("remote process exited")), ON_GPU).wait(time.monotonic() + 60)
+
+
+def test_what_comes_after_a_broadcast_waits_on_the_gpu_and_nobody_on_the_host():
+    """`wait` blocks the host in a group without a watchdog, whatever becomes of the peers."""
+    work = Done()
+    Transfer(work, ON_GPU).order_after()
+    assert work.asked == ["synchronize"]
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+@pytest.mark.parametrize(("backend", "within"), [("nccl", "1"), ("gloo", "before")])
+def test_no_watchdog_ends_a_process_whose_peers_may_go(monkeypatch, backend, within, before):
+    name = "TORCH_NCCL_BLOCKING_WAIT"  # torch reads it when it makes a group
+    monkeypatch.delenv(name, raising=False)
+    if before:
+        monkeypatch.setenv(name, before)
+    seen, world = [], SimpleNamespace(pg_map={"group": ("", None)}, pg_group_ranks={})
+
+    def make(*args, **kwargs):
+        seen.append(os.environ.get(name))
+        return "group", None
+
+    monkeypatch.setattr(broadcast, "_world", world)
+    monkeypatch.setattr(broadcast, "_new_process_group_helper", make)
+    BroadcastGroup("h", 1, 0, 1, "g", backend, store=dist.HashStore())
+    assert seen == [before if within == "before" else within]
+    assert os.environ.get(name) == before
 
 
 def forking():

@@ -180,10 +180,11 @@ def test_a_version_is_named_with_the_bucket_that_completes_it():
     client, asked = client_of(lambda path: httpx.Response(200, json={"success": True}))
     for name, last in (("a", False), ("b", True)):
         client.update_weights([name], ["bfloat16"], [(2, 3)], group="g", version=7, last=last)
+    target = {"selector": "target", "disable_draft_model": True}
     bucket = {"dtypes": ["bfloat16"], "shapes": [[2, 3]], "group_name": "g",
-              "load_format": "flattened_bucket", "flush_cache": False}  # fmt: skip
+              "load_format": "flattened_bucket", "flush_cache": False, **target}  # fmt: skip
     assert asked == [
-        ("/begin_weight_update", {}),
+        ("/begin_weight_update", target),
         ("/update_weights_from_distributed", bucket | {"names": ["a"]}),
         ("/update_weights_from_distributed", bucket | {"names": ["b"], "weight_version": "7"}),
         ("/end_weight_update", {}),
@@ -200,6 +201,16 @@ def test_a_server_without_sessions_is_asked_for_one_once():
     update = "/update_weights_from_tensor"
     assert [path for path, _ in asked] == ["/begin_weight_update", update, update]
     assert [body.get("weight_version") for _, body in asked[1:]] == ["1", "2"]
+
+
+@pytest.mark.parametrize(("replies", "asks"), [([200] * 3, 2), ([400, 200, 200, 200, 200], 3)])
+def test_whoever_is_given_weights_is_told_to_leave_its_draft_model_alone(replies, asks):
+    answers = iter(replies)
+    client, asked = client_of(lambda path: httpx.Response(next(answers), json={"success": True}))
+    client.receive_weights([Order("s", "g", "receive", 1.0)], version=1)
+    told = [body for path, body in asked if not path.startswith("/end")]
+    assert len(told) == asks
+    assert all(body["selector"] == "target" and body["disable_draft_model"] for body in told)
 
 
 def test_a_session_that_a_dead_sender_left_open_is_closed_first():

@@ -9,7 +9,8 @@ from torch import nn
 
 from relax_hpc.comm.broadcast import BroadcastGroup
 from relax_hpc.comm.bucket import BucketPlan, Spec
-from relax_hpc.comm.orders import PLAN, Order, Receipt, key_of
+from relax_hpc.comm.orders import PLAN, Order, Receipt, abort_key, key_of
+from relax_hpc.comm.patience import GIVEN_UP
 from relax_hpc.comm.torch_store import open_store
 from relax_hpc.engines.sglang import receive
 
@@ -43,12 +44,23 @@ class Trainer:
 
     def give(self, model, task, values=()):
         for index, value in enumerate(values):
-            bucket = receive._receivers[self.name].source.bucket(index)
+            bucket = self.source.bucket(index)
             bucket.copy_(value.view(torch.uint8))
-        serial = uuid.uuid4().hex
-        order = Order(serial, self.name, task, 10.0)
+        self.serial = uuid.uuid4().hex
+        order = Order(self.serial, self.name, task, 10.0)
         receive.receive(model, [(order.to_json(), None)])
-        return Receipt.from_json(self.group.take(key_of(serial, 0), timeout_s=1)).error
+        return Receipt.from_json(self.group.take(key_of(self.serial, 0), timeout_s=1)).error
+
+    @property
+    def source(self):
+        """Where the engine takes buckets from."""
+        return receive._receivers[self.name].source
+
+    def has_ended(self):
+        return self.group._shelf.check([abort_key(self.serial)])
+
+    def end(self):
+        self.group.put(abort_key(self.serial), "")
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +116,47 @@ def test_a_task_that_it_does_not_know_is_an_error_and_not_done():
     model, trainer = Model(), Trainer(BucketPlan.of(SPECS, 24))
     assert trainer.give(model, "learn") == ""
     assert "KeyError" in trainer.give(model, "dance")
+
+
+def test_a_rank_that_fails_ends_the_order_for_all_before_it_leaves_the_group():
+    """The other ranks of its engine wait for it, and the engine answers when all have ended."""
+    model, trainer = Model(), Trainer(BucketPlan.of(SPECS, 24))
+    assert trainer.give(model, "learn") == "" and not trainer.has_ended()
+    left = []
+    trainer.source.abort = lambda: left.append(trainer.has_ended())
+    model.b.data = torch.zeros(5)
+    assert "b [4] does not fit" in trainer.give(model, "receive", [torch.ones(6), torch.ones(4)])
+    assert left == [True]
+
+
+@pytest.mark.parametrize("by_others", [False, True])
+def test_a_wire_that_breaks_when_others_ended_the_order_is_not_the_fault_of_this_rank(by_others):
+    model, trainer = Model(), Trainer(BucketPlan.of(SPECS, 24))
+    assert trainer.give(model, "learn") == ""
+
+    def fetch(index, order, patience):
+        if by_others:
+            trainer.end()
+        raise RuntimeError("connection reset")
+
+    trainer.source.fetch = fetch
+    error = trainer.give(model, "receive", [torch.ones(6), torch.ones(4)])
+    assert error.startswith("RuntimeError: connection reset")
+    assert error.endswith(GIVEN_UP) == by_others
+
+
+def test_nothing_is_read_back_from_a_gpu_that_waits_for_a_peer(monkeypatch):
+    """Who reads waits for the GPU, and looks at no limit meanwhile."""
+
+    class Never:
+        def query(self):
+            trainer.end()
+            return False
+
+    model, trainer = Model(), Trainer(BucketPlan.of(SPECS, 24))
+    assert trainer.give(model, "learn") == ""
+    receive._receivers[trainer.name]._beside = "a stream"
+    monkeypatch.setattr(receive, "mark", lambda *_, **__: Never())
+    monkeypatch.setattr(receive, "let_step_end", lambda: None)
+    monkeypatch.setattr(receive, "fingerprint", lambda flat: pytest.fail("it was read"))
+    assert trainer.give(model, "check", [torch.ones(6), torch.ones(4)]).endswith(GIVEN_UP)

@@ -120,6 +120,24 @@ def test_a_buffer_is_filled_again_only_when_it_has_left(count, fixed):
     assert gather.filled == ["abcd".index(name) for name in "abcd" if name not in fixed]
 
 
+@pytest.mark.parametrize("read_back", [{}, {"fingerprints": True}, {"digest": True}])
+def test_who_reads_back_what_it_fills_waits_for_the_wire_as_it_is_told(read_back):
+    """A GPU's stream that waits for a peer blocks whoever reads from it; nobody looks at limits."""
+
+    class Sent:
+        def order_after(self):
+            waits.append("on the stream")
+
+    wire, waits = Wire(), []
+    wire.start = lambda flat: Sent()
+    plan = plan_of(model(), 1)
+    buffers = Buffers(plan, torch.device("cpu"), count=2)
+    outgoing = Outgoing(buffers, iter(model().items()), **read_back)
+    for _ in outgoing.send(wire, lambda sent: waits.append("on the host")):
+        pass
+    assert waits == ["on the host" if read_back else "on the stream"] * (len(plan.buckets) - 2)
+
+
 def test_what_learns_and_what_does_not_are_never_in_one_bucket():
     plan = plan_of(model(), 80, "bc")
     assert [[spec.name for spec in bucket] for bucket in plan.buckets] == [["a"], ["b", "c"], ["d"]]

@@ -12,8 +12,8 @@ fences the engine.
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from relax_hpc.comm.bucket import Spec, fingerprint
-from relax_hpc.comm.orders import Order, Receipt, key_of, receipt_file
-from relax_hpc.comm.patience import Patience
-from relax_hpc.comm.streams import has_happened, mark, new_stream
+from relax_hpc.comm.orders import Order, Receipt, abort_key, key_of, receipt_file
+from relax_hpc.comm.patience import GIVEN_UP, Patience
+from relax_hpc.comm.streams import mark, new_stream, wait_for
 from relax_hpc.engines.sglang import features
 from relax_hpc.engines.sglang.compare import compare
 from relax_hpc.engines.sglang.copies import (
@@ -71,7 +71,29 @@ def receive(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
     except (RuntimeError, OSError, ValueError, KeyError, AssertionError) as error:
         log.exception("weights of the trainer were not received")
         _receivers.pop(key, None)
-        receipt = Receipt(error=f"{type(error).__name__}: {error}")
+        _fail(source, order, error)
+    else:
+        _tell(source, order, receipt)
+
+
+def _fail(source: Source, order: Order, error: Exception) -> None:
+    """Ends an order for everybody, and tells the trainer why.
+
+    A wire that breaks when others have ended it breaks for their sake.
+    """
+    why, end = f"{type(error).__name__}: {error}", abort_key(order.serial)
+    with suppress(dist.DistError):  # the trainer is gone
+        if isinstance(error, RuntimeError) and source.store.check([end]):
+            why += f"; {GIVEN_UP}"
+        source.store.set(end, "")
+    _tell(source, order, Receipt(error=why))
+    try:
+        source.abort()
+    except RuntimeError:
+        log.exception("what the GPU waits for could not be ended")
+
+
+def _tell(source: Source, order: Order, receipt: Receipt) -> None:
     try:
         source.store.set(key_of(order.serial, source.rank), json.dumps(asdict(receipt)))
     except dist.DistError:
@@ -141,8 +163,7 @@ class Receiver:
 
     def prepare(self, order: Order, patience: Patience) -> Receipt:
         """Does once what takes longer the first time."""
-        with self._abort_on_error():
-            self.source.warm_up(patience)
+        self.source.warm_up(patience)
         return self.learn(order, patience)
 
     def receive(self, order: Order, patience: Patience) -> Receipt:
@@ -154,6 +175,8 @@ class Receiver:
         fingerprints, differing = list[int](), list[int]()
 
         def load(index: int) -> None:
+            if self._beside:  # what is read back blocks the host, where nobody looks at limits
+                wait_for(mark(), patience.check)
             self._loads[index]()
             fingerprints.append(fingerprint(self.source.bucket(index)))
             copies = self._copies.get(index)
@@ -169,22 +192,13 @@ class Receiver:
             self._places = self._addresses()
         clock, skipped = _Clock(self._beside), set(order.skipped)
         coming = [n for n in range(len(self.source.plan.buckets)) if n not in skipped]
-        with self._abort_on_error():
-            for index in coming:
-                self.source.fetch(index, order, patience)
-                if index == coming[-1]:
-                    clock.received()
-                load(index)
-                self.source.free(index, order)
-            return clock.receipt(self._fallback, patience)
-
-    @contextmanager
-    def _abort_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, TimeoutError):
-            self.source.abort()
-            raise
+        for index in coming:
+            self.source.fetch(index, order, patience)
+            if index == coming[-1]:
+                clock.received()
+            load(index)
+            self.source.free(index, order)
+        return clock.receipt(self._fallback, patience)
 
     def _recorded(self) -> tuple[list[Callable[[], Any]], list[str]]:
         """Returns a loader for every bucket, and why some of them are loaded the slow way."""
@@ -259,9 +273,7 @@ class _Clock:
             wire, load = self._received - self._start, time.perf_counter() - self._received
             return Receipt("", 0.0, wire, load, fallback)
         end = mark(timed=True)
-        while not has_happened(end):
-            patience.check()
-            time.sleep(1e-4)
+        wait_for(end, patience.check)
         wire = self._first.elapsed_time(self._last) / 1e3
         load = self._last.elapsed_time(end) / 1e3
         idle = self._first.elapsed_time(self._free) / 1e3

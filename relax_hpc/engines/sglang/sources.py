@@ -53,7 +53,7 @@ class Source(Protocol):
         ...
 
     def abort(self) -> None:
-        """Ends what the GPU, or the trainer, waits for."""
+        """Ends what the GPU waits for."""
         ...
 
 
@@ -113,7 +113,7 @@ class LaneSource:
     def __init__(self, order: Order, device: torch.device) -> None:
         self._taker = Taker(order, device)
         self.store, self.rank = self._taker.store.shelf, order.lane
-        self.plan, self._serial = self._taker.plan, ""
+        self.plan = self._taker.plan
 
     def bucket(self, index: int) -> Tensor:
         return self._taker.bucket(index)
@@ -126,15 +126,13 @@ class LaneSource:
         """The memory is mapped already."""
 
     def fetch(self, index: int, order: Order, patience: Patience) -> None:
-        self._serial = order.serial
         self._taker.wait_for(index, order, patience)
 
     def free(self, index: int, order: Order) -> None:
         self._taker.give_back(index, order)
 
     def abort(self) -> None:
-        """The trainer's rank waits for this one, and all of the trainer for that rank."""
-        self._taker.give_up(self._serial)
+        """No GPU waits for a lane."""
 
 
 def source_of(order: Order, model: nn.Module) -> Source:
