@@ -62,6 +62,13 @@ class EngineLostError(EngineError):
     """An engine gave no answer, or broke off: another one, or the same later, may do better."""
 
 
+class EngineUnfitError(EngineError):
+    """An engine cannot run where it is to, or not as the job says: a package is missing, a setting
+    is refused."""
+
+    is_final = True
+
+
 class MediaMissingError(EngineError):
     """An engine cannot read the files of media: they have to be sent along."""
 

@@ -66,6 +66,10 @@ def _counted(value: Any) -> Any:  # noqa: ANN401
     return value
 
 
+def _mpi(value: Any) -> Any:  # noqa: ANN401
+    return None if value in ("", "none") else value
+
+
 Spelled = Annotated[str, BeforeValidator(_as_slurm_writes, json_schema_input_type=str | int)]
 """Text as Slurm writes it, or a bare number."""
 GpuCount = Annotated[
@@ -109,8 +113,8 @@ class Request(Section):
     exclude: str | None = None
     """`sbatch --exclude`: nodes that it must not get, "n[3-4],n7"."""
     time: Spelled | None = None
-    """Slurm time limit: minutes, "2-00:00:00" or "UNLIMITED"; the rollout component's ends the
-    whole job."""
+    """Slurm time limit: minutes, "2-00:00:00" or "UNLIMITED", which 0 is, too; the rollout
+    component's ends the whole job."""
     gpus_per_node: GpuCount = 0
     """GPUs of each node, shared by the component's tasks there: 4, or "h100:4" with their type; 0
     computes on CPUs."""
@@ -121,8 +125,8 @@ class Request(Section):
     mem: Spelled | None = None
     """Memory per node, as Slurm writes it: "64G", or megabytes. Give every component one or
     none."""
-    mpi: str | None = None
-    """`srun --mpi`: pmix for Open MPI, pmi2 for MPICH; unset takes the profile's, then none."""
+    mpi: Annotated[str | None, BeforeValidator(_mpi)] = None
+    """`srun --mpi`: pmix for Open MPI, pmi2 for MPICH; unset takes the profile's, then "none"."""
     python: str | None = None
     """Interpreter of the tasks, which has this version of relax-hpc; unset is the one that submits,
     in a container python3."""
@@ -133,9 +137,9 @@ class Request(Section):
     """Shell commands before the step, e.g. "module load cuda/12.8". One that fails ends the run and
     is named. The step runs `python`, whatever `conda activate` says."""
     sbatch: list[str] = []
-    """Further #SBATCH options, e.g. "--exclusive"."""
+    """Further #SBATCH options, e.g. "--exclusive", an option in each entry."""
     srun: list[str] = []
-    """Further srun options."""
+    """Further srun options, e.g. "--cpu-bind=none", likewise."""
 
     @model_validator(mode="before")
     @classmethod

@@ -69,6 +69,10 @@ def who_am_i(context):
     return {**me, "nodes": nodes, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES")}
 
 
+def variables(context, *names):
+    return {"attempt": context.attempt, **{name: os.environ.get(name) for name in names}}
+
+
 def kill_yourself_at_the_first_start(context, *, others_wait=False):
     if context.start == 1 and context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

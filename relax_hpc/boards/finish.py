@@ -1,6 +1,7 @@
 """The end of a run: summary, curves; the last line of the job script."""
 
 import argparse
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from relax_hpc.boards.run_board import RunBoard, is_complete
 from relax_hpc.config.run import JobConfig
 from relax_hpc.errors import RelaxError
 from relax_hpc.launch import record, states
+from relax_hpc.launch.record import LaunchRecord
+from relax_hpc.launch.script import batch_log
 from relax_hpc.paths import RunPaths
 from relax_hpc.runs import failure, status, summary, verdict
 
@@ -18,25 +21,49 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--exit-code", type=int, default=0, help="of the components")
+    parser.add_argument("--ended", action="append", default=[], help="COMPONENT=EXIT_CODE")
     args = parser.parse_args()
     permissions.adopt(args.run_dir)
     paths = RunPaths(args.run_dir)
     config = job_file.read_resolved(paths.config)
     found = summary.write(args.run_dir)
     complete(paths, config, failed=args.exit_code != 0)
-    tell(paths, config, found["steps_done"], failed=args.exit_code != 0)
+    tell(paths, config, found["steps_done"], failed=args.exit_code != 0, ended=args.ended)
 
 
-def tell(paths: RunPaths, config: JobConfig, step: int, *, failed: bool) -> None:
-    """Leaves the verdict, and tells the owner how a run has ended, if that is asked for."""
+def tell(
+    paths: RunPaths, config: JobConfig, step: int, *, failed: bool, ended: Sequence[str] = ()
+) -> None:
+    """Leaves the verdict, and tells the owner how a run has ended, if that is asked for.
+
+    Args:
+        paths: of the run.
+        config: of the run.
+        step: that it has done.
+        failed: whether it has.
+        ended: components that have failed, as COMPONENT=EXIT_CODE.
+    """
     done, launched = f"{step} of {config.num_steps} steps", record.read(paths.root)
     if failed:
         why = failure.found(paths.root, launched, "FAILED").text
+        silent = _silent(launched, ended)
+        why = ": ".join(filter(None, [", ".join(silent), why])) or "for a reason unknown"
         verdict.give(paths.root, launched.leader, "ended", f"{why}; which ended the run")
         Notifier(paths, config).tell("failure", f"has failed after {done}: {why}", step=step)
     else:
         verdict.give(paths.root, launched.leader, "completed", f"completed, {done}")
         Notifier(paths, config).tell("finish", f"is complete, {done}", step=step)
+
+
+def _silent(launched: LaunchRecord, ended: Sequence[str]) -> list[str]:
+    """Tells of components of whose end the script's log has no word."""
+    lines = failure.tail(batch_log(launched.folder, launched.leader))
+    found = dict(each.rsplit("=", 1) for each in ended)
+    return [
+        f"{name} ended with exit code {code}, and its script did not say why"
+        for name, code in found.items()
+        if code != "143" and not any(f" {name}: " in line for line in lines)
+    ]
 
 
 def complete(paths: RunPaths, config: JobConfig, *, failed: bool) -> None:

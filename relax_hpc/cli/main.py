@@ -124,8 +124,8 @@ def check(
     partition: Partition = None,
     time: Time = None,
 ) -> None:
-    """Validate a job, the files it names and the cluster; into a file or a pipe, print it as JSON
-    with every default filled in."""
+    """Validate a job, the files it names and the cluster; into a file or a pipe, print it with
+    every default filled in."""
     from relax_hpc.launch import preflight
     from relax_hpc.launch.submit import expected_start, mode_of, resolve
 
@@ -277,6 +277,15 @@ def _follow_run(run_dir: Path) -> None:
         raise typer.Exit(1)
 
 
+def _check_folder() -> None:
+    try:
+        Path.cwd()  # paths of a job count from there
+    except FileNotFoundError:
+        raise ConfigError(
+            "the folder that this is run in was removed; cd to one that is there"
+        ) from None
+
+
 def main() -> None:
     """Entry point: what we raise on purpose becomes one line and exit code 2."""
     os.umask(permissions.UMASKS["none"])  # of what a command writes beside or into a run
@@ -284,6 +293,7 @@ def main() -> None:
     if is_plain:  # rich alone would still print bold and dim
         rich_utils.COLOR_SYSTEM = None
     try:
+        _check_folder()
         app(prog_name="relax-hpc")
     except RelaxError as error:
         colours: Literal["auto"] | None = None if is_plain else "auto"

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from relax_hpc.comm import gpus
 from relax_hpc.comm.torch_store import shared_store
 from relax_hpc.comm.world import World
 
@@ -37,7 +38,12 @@ def settle_nccl() -> None:
 
 
 def own_device(local_rank: int) -> torch.device:
-    """Selects this rank's GPU; Slurm shows every task all GPUs of the component on its node."""
+    """Selects this rank's GPU; Slurm shows every task all GPUs of the component on its node.
+
+    Raises:
+        ConfigError: the component asked for GPUs, and some are missing.
+    """
+    gpus.check(torch.cuda.device_count(), f"torch {torch.__version__}")
     if not torch.cuda.is_available():
         torch.set_num_threads(1)
         return torch.device("cpu")

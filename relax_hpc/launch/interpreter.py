@@ -7,17 +7,23 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+from relax_hpc.comm import gpus
 from relax_hpc.errors import ConfigError
 from relax_hpc.sections import Resources
 
 Runner = Literal["apptainer", "pyxis"]
 
 _VERSION = "import json; from importlib import metadata as m; print(json.dumps(m.version('{}')))"
+_HAS = (
+    "import json; from importlib import util as u; s = u.find_spec('{}'); "
+    "print(json.dumps(bool(s and s.origin)))"
+)
+"""A folder that happens to have the name of a package has no origin."""
 _PACKAGE = "relax-hpc"
 _LOOK_S = 60
 
@@ -31,19 +37,22 @@ def runner(image: str) -> Runner:
 def command(resources: Resources, run_root: Path, python: str) -> list[str]:
     """The begin of the command of a task: its interpreter, in the image if there is one.
 
+    A task is told of the GPUs that were asked for.
+
     Args:
         resources: of the component.
         run_root: is seen in the image.
         python: the interpreter without an image, unless `resources` name one.
     """
-    image = resources.container
+    image, count = resources.container, resources.gpus_per_node
+    told = ["env", f"{gpus.ASKED}={count}"] if count else []
     if image is None:
-        return [resources.python or python]
+        return [*told, resources.python or python]
     inside = resources.python or "python3"
     if runner(image) == "pyxis":
-        return [inside]
-    gpus = ["--nv"] if resources.gpus_per_node else []
-    return ["apptainer", "exec", *gpus, "--bind", str(run_root), image, inside]
+        return [*told, inside]
+    nvidia = ["--nv"] if count else []
+    return [*told, "apptainer", "exec", *nvidia, "--bind", str(run_root), image, inside]
 
 
 def found_anywhere(resources: Resources) -> Resources:
@@ -63,7 +72,14 @@ def srun_options(resources: Resources, run_root: Path) -> list[str]:
     return [f"--container-image={image}", f"--container-mounts={run_root}:{run_root}"]
 
 
-def check(key: str, resources: Resources, *, use_slurm: bool, say: Callable[[str], None]) -> None:
+def check(
+    key: str,
+    resources: Resources,
+    *,
+    use_slurm: bool,
+    say: Callable[[str], None],
+    packages: Sequence[str] = (),
+) -> None:
     """Looks at all of it as far as this machine sees it.
 
     Args:
@@ -71,6 +87,8 @@ def check(key: str, resources: Resources, *, use_slurm: bool, say: Callable[[str
         resources: of a component.
         use_slurm: whether srun will start the tasks.
         say: is told what only a node can tell.
+        packages: that its tasks import; this interpreter need not have them where Slurm starts the
+            tasks, since a login node may have less than the others.
 
     Raises:
         ConfigError: an image or an interpreter that is none, a command that is not whole.
@@ -80,7 +98,11 @@ def check(key: str, resources: Resources, *, use_slurm: bool, say: Callable[[str
     if resources.container is not None:
         _check_image(key, resources.container, use_slurm=use_slurm)
     elif resources.python is not None:
-        _check_python(f"{key}.python = {resources.python!r}", resources, say)
+        said = f"{key}.python = {resources.python!r}"
+        _check_python(said, resources.python, packages, resources, say)
+    elif not use_slurm:
+        said = f"{key}.python (unset, so {sys.executable})"
+        _check_python(said, sys.executable, packages, resources, say)
 
 
 def _check_line(said: str, line: str) -> None:
@@ -106,29 +128,55 @@ def _check_image(key: str, image: str, *, use_slurm: bool) -> None:
         )
 
 
-def _check_python(said: str, resources: Resources, say: Callable[[str], None]) -> None:
-    python = str(resources.python)
+def _check_python(
+    said: str,
+    python: str,
+    packages: Sequence[str],
+    resources: Resources,
+    say: Callable[[str], None],
+) -> None:
     if any(letter.isspace() for letter in python) and not Path(python).exists():
         raise ConfigError(f"{said}: is one path, not a command; an image is named by `container`")
-    if python == sys.executable:
-        return
     if "/" not in python or (resources.setup and not Path(python).exists()):
-        say(f"{said}: is looked up on the nodes, after `setup`; it needs {_PACKAGE} {_own()}")
+        needs = ", ".join([f"{_PACKAGE} {_own()}", *packages])
+        say(f"{said}: is looked up on the nodes, after `setup`; it needs {needs}")
         return
+    if python != sys.executable:
+        _check_version(said, python)
+    for package in packages:
+        if _ask(python, _HAS.format(package)):
+            continue
+        if resources.setup:
+            say(f"{said}: has no {package}, unless `setup` adds it")
+        else:
+            raise ConfigError(
+                f"{said}: has no {package}; install {package} into that environment, or name an "
+                "interpreter that has it"
+            )
+
+
+def _check_version(said: str, python: str) -> None:
     if not os.access(python, os.X_OK) or Path(python).is_dir():
         raise ConfigError(f"{said}: no such program; name an interpreter that every node sees")
-    look = [python, "-c", _VERSION.format(_PACKAGE)]
+    found = _ask(python, _VERSION.format(_PACKAGE))
+    if found is None:
+        raise ConfigError(
+            f"{said}: has no {_PACKAGE}; install {_PACKAGE} {_own()} into that environment"
+        )
+    if found != _own():
+        raise ConfigError(f"{said}: has {_PACKAGE} {found}, and this is {_own()}; install that")
+
+
+def _ask(python: str, code: str) -> Any:  # noqa: ANN401
+    """Returns what code prints in an interpreter, as JSON; None if it fails."""
+    look = [python, "-c", code]
     try:
         answer = subprocess.run(
             look, capture_output=True, text=True, check=True, timeout=_LOOK_S, cwd="/"
         )
-        found = json.loads(answer.stdout)
+        return json.loads(answer.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
-        raise ConfigError(
-            f"{said}: has no {_PACKAGE}; install {_PACKAGE} {_own()} into that environment"
-        ) from None
-    if found != _own():
-        raise ConfigError(f"{said}: has {_PACKAGE} {found}, and this is {_own()}; install that")
+        return None
 
 
 def _own() -> str:

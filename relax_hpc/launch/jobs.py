@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,15 +28,18 @@ class StartedJob:
     """The process that runs the script, without Slurm."""
 
 
-def output_of(command: Sequence[str], timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+def output_of(
+    command: Sequence[str], timeout_s: float = 60, environment: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
     """Runs a short command of Slurm's, whose text comes in one language.
 
     One that is not here, or gives no answer in time, has failed like any other: see `words_of`.
     """
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+            command, capture_output=True, text=True, timeout=timeout_s, check=False,
+            env=environment,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         said = f"no answer in {timeout_s:.0f} s"
     except OSError as error:

@@ -163,10 +163,13 @@ def _start(
 
 
 def _gpus(first: int, count: int) -> list[str]:
-    """Returns this component's part of the GPUs that this process may use."""
+    """Returns this component's part of the GPUs that this process may use.
+
+    One that is not there is called -1, which is nowhere: the task finds that it lacks one.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else [str(index) for index in range(first + count)]
-    return names[first : first + count]
+    return [*names, *["-1"] * (first + count)][first : first + count]
 
 
 def _begin(signals: Iterable[int]) -> None:

@@ -1,5 +1,5 @@
-"""Partitions of the cluster: the nodes and GPUs that they have, the limits that they set, and what
-becomes of a job there that is preempted."""
+"""Partitions of the cluster: the nodes and GPUs that they have, the limits that they set and that
+its srun sets, and what becomes of a job there that is preempted."""
 
 import difflib
 import re
@@ -15,12 +15,14 @@ from relax_hpc.launch.placement import Component
 NO_LIMIT = sys.maxsize
 """Minutes of a time limit that is none."""
 
-_SINFO = ("sinfo", "-h", "-N", "-o", "%P|%N|%G")
+# Hidden partitions, too.
+_SINFO = ("sinfo", "--all", "-h", "-N", "-o", "%P|%N|%G")
+_PARTITIONS = ("scontrol", "--all", "show", "partition", "--oneliner")
 
 
 def minutes(limit: str) -> int:
     """Whole minutes of a Slurm time limit: "90", "90:00", "1:30:00", "1-2", "1-2:30:00";
-    "UNLIMITED" is `NO_LIMIT`.
+    "UNLIMITED" is `NO_LIMIT`, and so is 0.
 
     Raises:
         ValueError: it is none of Slurm's spellings.
@@ -32,8 +34,10 @@ def minutes(limit: str) -> int:
         raise ValueError(f"{limit!r} is not a Slurm time limit")
     days, first, second, third = (int(part or 0) for part in match.groups())
     if match[1] is not None or match[4] is not None:  # [days-]hours[:minutes[:seconds]]
-        return days * 1440 + first * 60 + second + (third > 0)
-    return first + (second > 0)
+        found = days * 1440 + first * 60 + second + (third > 0)
+    else:
+        found = first + (second > 0)
+    return found or NO_LIMIT
 
 
 class Partitions(dict[str, dict[str, int]]):
@@ -126,12 +130,15 @@ class Limit(NamedTuple):
 
 
 def check_limits(components: Sequence[Component]) -> None:
-    """A job over a limit of its partition would wait in the queue for ever.
+    """A job over a limit of its partition would wait in the queue for ever; one with an MPI that
+    srun does not know would wait, and then fail.
 
     Raises:
-        ConfigError: none of a component's partitions takes it; names what the last one takes.
+        ConfigError: none of a component's partitions takes it; names what the last one takes. Or
+            srun has no such MPI.
     """
-    answer = output_of(["scontrol", "show", "partition", "--oneliner"])
+    _check_mpi(components)
+    answer = output_of(_PARTITIONS)
     if answer.returncode:
         return  # those that sinfo lists are there; sbatch will say the rest
     limits = parse_limits(answer.stdout)
@@ -150,6 +157,31 @@ def check_limits(components: Sequence[Component]) -> None:
                 f"{component.key}.{limit.key} = {limit.value!r}: partition {known[-1]} "
                 f"{limit.takes}"
             )
+
+
+def _check_mpi(components: Sequence[Component]) -> None:
+    asked = [each for each in components if each.bootstrap != "files"]
+    answer = output_of(["srun", "--mpi=list"]) if asked else None
+    if answer is None or answer.returncode:
+        return
+    known = parse_mpi(answer.stdout + answer.stderr)
+    for component in asked:
+        mpi = str(component.resources.mpi)
+        if known and mpi not in known:
+            close = difflib.get_close_matches(mpi, known, n=1)
+            hint = f"did you mean {close[0]}? It has" if close else "use one of"
+            raise ConfigError(
+                f"{component.key}.mpi = {mpi!r}: is not known to srun; {hint} {', '.join(known)}"
+            )
+
+
+def parse_mpi(text: str) -> list[str]:
+    """Reads `srun --mpi=list`: a plug-in in each line, and in the last one versions of pmix."""
+    lines = [line.removeprefix("srun:").strip() for line in text.splitlines()]
+    versions = [line.partition("available:")[2].replace(",", " ").split() for line in lines]
+    return [line for line in lines if re.fullmatch(r"\w+", line)] + [
+        name for names in versions for name in names
+    ]
 
 
 def parse_limits(text: str) -> dict[str, dict[str, str]]:
@@ -286,7 +318,7 @@ def _preemption(component: Component, config: str) -> Preemption | None:
         default = re.search(r"^PreemptMode\s*=\s*(\S+)", config, re.MULTILINE)
         return preemption_by_qos(rows, resources.qos, default[1] if default else "OFF")
     if kind and kind[1] == "partition_prio":
-        text = _words("scontrol", "show", "partition", "--oneliner")
+        text = _words(*_PARTITIONS)
         known = parse_sinfo(_words(*_SINFO))
         names = (resources.partition or known.default or "").split(",")
         return preemption_by_partition(parse_limits(text), known, names)

@@ -1,7 +1,9 @@
-"""The components of a run, and the requests of each to Slurm. Pure: nothing is looked up."""
+"""The components of a run, and the requests of each to Slurm, which is not asked anything."""
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -10,11 +12,29 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.launch import interpreter, profiles
 from relax_hpc.roles import table
 from relax_hpc.roles.role import Place, Role, Side
-from relax_hpc.sections import Resources
+from relax_hpc.sections import Resources, WholeJob
 
 MOST_STEPS = 128
 """Steps of one component, each an srun on the first node; of more nodes several are in a step."""
 Bootstrap = Literal["mpi", "mpi_job", "files"]
+SAME_NAME = (
+    *("partition", "account", "qos", "reservation", "constraint", "exclude", "time"),
+    *("cpus_per_task", "mem"),
+)
+"""Fields of Resources that are options of sbatch, with a dash for every underscore."""
+_VARIABLES = {
+    **{"account": "SBATCH_ACCOUNT", "partition": "SBATCH_PARTITION", "qos": "SBATCH_QOS"},
+    **{"reservation": "SBATCH_RESERVATION", "constraint": "SBATCH_CONSTRAINT"},
+    "time": "SBATCH_TIMELIMIT",
+}
+"""Fields of Resources -> variables of sbatch's that are their defaults."""
+_SCRIPT = "the way in which a run is started"
+_LETTERS = {
+    **{"N": "nodes", "n": "ntasks", "G": "gpus", "c": "cpus-per-task", "J": "job-name"},
+    **{"o": "output", "e": "error", "p": "partition", "A": "account", "q": "qos"},
+    **{"C": "constraint", "x": "exclude", "t": "time", "d": "dependency", "a": "array"},
+    **{"W": "wait", "K": "kill-on-bad-exit", "u": "unbuffered", "r": "relative"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,21 +94,34 @@ def place(config: JobConfig) -> list[Component]:
     """The components of a run, in the order of the heterogeneous job.
 
     Raises:
-        ConfigError: tasks do not divide over the nodes, or MPI is wanted but not said which.
+        ConfigError: tasks do not divide over the nodes, or MPI is wanted but not said which, or
+            options are said that are none, or that the script says.
     """
     profile = profiles.load(config.launch.profile)
+    of_job = profile.shared(config.resources)
     found: dict[str, Component] = {}
     for role, asked in table.places(config):
         assert role.restart == "step", "the script starts failed steps again"
         if asked.beside is None:
             resources = profile.resources(role.profile, config.resources, asked.resources)
-            resources = interpreter.found_anywhere(resources)
+            resources = _with_variables(interpreter.found_anywhere(resources))
             found[asked.component] = _component(config, role, asked, resources)
             _check_apart(config, found[asked.component])
         else:
             guest = _component(config, role, asked, _beside(found[asked.beside], asked))
             found[asked.component] = replace(guest, on=asked.beside, bootstrap="files")
+        _check_options(found[asked.component], of_job)
     return list(found.values())
+
+
+def _with_variables(resources: Resources) -> Resources:
+    """Returns requests in which what nobody says is what the submitter's environment says."""
+    unsaid = {
+        field: value
+        for field, variable in _VARIABLES.items()
+        if getattr(resources, field) is None and (value := os.environ.get(variable))
+    }
+    return resources.model_copy(update=unsaid)
 
 
 def _check_apart(config: JobConfig, component: Component) -> None:
@@ -103,6 +136,68 @@ def _check_apart(config: JobConfig, component: Component) -> None:
             f"{component.key}.sbatch = {component.resources.sbatch}: with launch.layout = "
             "'separate' an idle job is requeued, to give its nodes back; remove --no-requeue"
         )
+
+
+def _check_options(component: Component, job: WholeJob) -> None:
+    """Refuses what is no option of sbatch or srun, and options that the script says itself.
+
+    Args:
+        component: with options of its own.
+        job: what is asked for all components together.
+
+    Raises:
+        ConfigError: names the entry, and the key that sets the option.
+    """
+    key, resources = component.key, component.resources
+    tasks = f"the number of tasks of [{key.removesuffix('.resources')}]"
+    of_both = {
+        "nodes": f"{key}.nodes",
+        **dict.fromkeys(("ntasks", "ntasks-per-node"), tasks),
+        **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task"), f"{key}.gpus_per_node"),
+        **dict.fromkeys(("output", "error", "open-mode"), _SCRIPT),
+    }
+    said = [name for name in SAME_NAME if getattr(resources, name)]
+    of_sbatch = {
+        "job-name": "name",
+        **dict.fromkeys(("signal", "array", "wait", "test-only"), _SCRIPT),
+        **{name.replace("_", "-"): f"{key}.{name}" for name in said},
+        **({"comment": "resources.comment"} if job.comment else {}),
+        **(dict.fromkeys(("mail-user", "mail-type"), "resources.mail") if job.mail else {}),
+        **({"dependency": "resources.dependency"} if job.dependency else {}),
+    }
+    of_srun = {
+        "mpi": f"{key}.mpi",
+        **dict.fromkeys(("het-group", "relative", "kill-on-bad-exit", "unbuffered"), _SCRIPT),
+        **({"cpus-per-task": f"{key}.cpus_per_task"} if resources.cpus_per_task else {}),
+        **({"container-image": f"{key}.container"} if resources.container else {}),
+    }
+    for program, own in (("sbatch", of_sbatch), ("srun", of_srun)):
+        for number, entry in enumerate(getattr(resources, program)):
+            _check_entry(f"{key}.{program}[{number}] = {entry!r}", entry, of_both | own)
+
+
+def _check_entry(said: str, entry: str, own: Mapping[str, str]) -> None:
+    if not re.match("--?[A-Za-z]", entry):
+        raise ConfigError(
+            f'{said}: is no option; write each in one entry that begins with it: "--option=value"'
+        )
+    if re.search(r"[\n\r]", entry):
+        raise ConfigError(f"{said}: has more than one line; write one option in each entry")
+    for name in _names(entry):
+        # The programs take the begin of a long name, too.
+        begun = [each for each in own if name and each.startswith(name)]
+        if found := name if name in own else next(iter(begun), None):
+            raise ConfigError(f"{said}: --{found} is set by {own[found]}; remove it here")
+
+
+def _names(entry: str) -> Iterator[str]:
+    """The long names of the options of an entry, which may be several: "--exclusive -N 3"."""
+    words = entry.split() if re.search(r"\s", entry.partition("=")[0]) else [entry]
+    for word in words:
+        if word.startswith("--"):
+            yield word[2:].partition("=")[0]
+        elif word.startswith("-") and word[1:2] in _LETTERS:
+            yield _LETTERS[word[1]]
 
 
 def sides(config: JobConfig, components: Sequence[Component]) -> list[list[Component]]:

@@ -16,8 +16,8 @@ from typing import Any
 
 from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.launch import interpreter, requeue
-from relax_hpc.launch.placement import Component, groups
-from relax_hpc.launch.supervision import SUPERVISION, WAIT
+from relax_hpc.launch.placement import SAME_NAME, Component, groups
+from relax_hpc.launch.supervision import INHERITED, PLAIN, RING, SUPERVISION, WAIT
 from relax_hpc.paths import RunPaths
 from relax_hpc.roles.role import Side
 from relax_hpc.sections import Resources
@@ -28,27 +28,8 @@ _LEADER_ONLY = {
     *("dependency",),
 }
 
-# Fields of Resources that are options of sbatch, with a dash for every underscore.
-_SAME_NAME = (
-    *("partition", "account", "qos", "reservation", "constraint", "exclude", "time"),
-    *("cpus_per_task", "mem"),
-)
-
-# Slurm exports component 0's request to the batch script, where srun takes it for a default: a
-# component without --ntasks would ask for component 0's, and --mem here, --mem-per-cpu there is
-# refused. Inherit nothing; the srun lines say everything.
-_INHERITED = (
-    "SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS "
-    "SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE "
-    "SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION"
-)
-
-# The tree of fences of Slurm 22.05 lets ranks out of the fence that ends MPI_Init before all are in
-# it, and Open MPI crashes on the message of one that is ahead: up to one start in ten over TCP and
-# three nodes. The ring does not.
 _STOPPED = "the job was told to end: cancelled, preempted, or out of time"
 _NO_HOLDER = "the process that gives idle nodes back fails again and again; resume the run"
-_PMIX = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +101,12 @@ def slurm_script(job: Job, components: Sequence[Component]) -> str:
     pmix = any(each.bootstrap != "files" and each.resources.mpi == "pmix" for each in components)
     prepare = [
         f"export SLURM_UMASK={job.umask:04o}",  # srun would give tasks that of sbatch
+        "export SLURM_EXPORT_ENV=ALL",  # whatever of its environment sbatch was told to export
         "export SUBMITIT_EXECUTOR=hetslurm",
         "job_id=$SLURM_JOB_ID",
         'ask_controller=(squeue --noheader --jobs="$job_id")',
-        f"unset {_INHERITED}",
-        *([_PMIX] if pmix else []),
+        f"unset {INHERITED}",
+        *([RING] if pmix else []),
     ]
     return _assemble(head, prepare, job, components, steps, [])
 
@@ -140,7 +122,10 @@ def local_script(job: Job, components: Sequence[Component]) -> str:
         (k, range(each.nodes), _local_step(job, each, first[each.on or each.name]))
         for k, each in enumerate(components)
     ]
-    prepare = ["export SUBMITIT_EXECUTOR=local", "job_id=$1", "ask_controller=(true)"]
+    prepare = [
+        *("unset SLURM_RESTART_COUNT", "export SUBMITIT_EXECUTOR=local", "job_id=$1"),
+        "ask_controller=(true)",
+    ]
     return _assemble(["#!/bin/bash"], prepare, job, components, steps, ["--local"])
 
 
@@ -199,7 +184,7 @@ def _assemble(
     lines += [f'[ -n "$stopping" ] || {each} --leave' for each in _holder(job)]
     if job.has_summary:
         finish = shlex.join([sys.executable, "-m", "relax_hpc.boards.finish", str(job.run_dir)])
-        told = '--exit-code "$exit_code"'
+        told = '--exit-code "$exit_code" "${ended[@]}"'
         lines.append(f'[ -z "$stopping" ] || tell stopped --words {shlex.quote(_STOPPED)}')
     if sums_up:
         lines.append(f'[ -n "$stopping" ] || {finish} {told} || exit_code=1')
@@ -225,10 +210,15 @@ def _verdict(job: Job) -> list[str]:
 
 
 def _superseded(job: Job) -> list[str]:
+    """Ends a job that is requeued though its run was resumed, or cancelled, meanwhile."""
     if job.next_claim is None:
         return []
     claim = shlex.quote(str(job.next_claim))
-    return [f'[ ! -e {claim} ] || {{ echo "the run was resumed meanwhile: ending"; exit 1; }}']
+    cancelled = f'{shlex.quote(str(RunPaths(job.run_dir).control))}/cancelled-"$job_id".json'
+    return [
+        f'[ ! -e {claim} ] || {{ echo "the run was resumed meanwhile: ending"; exit 1; }}',
+        f'[ ! -e {cancelled} ] || {{ echo "the run was cancelled: ending; resume it"; exit 1; }}',
+    ]
 
 
 def _supervised(
@@ -258,19 +248,21 @@ def _supervised(
         *ranks,
         f"  supervise {shlex.join([names, str(tasks), *folders])} -- {step}",
         "}",
-        f"{name} & components+=($!)",
+        f"{name} & components+=($!) names+=({shlex.quote(names)})",
         "",
     ]
 
 
 def set_up(name: str, commands: Sequence[str]) -> list[str]:
     """Bash that runs shell commands of a job in its own shell; `setup_failed` names one that
-    fails."""
+    fails.
+
+    An option or trap for failures that a command sets ends with it.
+    """
     # A newline before the brace: the command may end in a comment.
-    return [
-        f'{{ {line}\n  }} || setup_failed {shlex.quote(name)} "$?" {shlex.quote(line)}'
-        for line in commands
-    ]
+    run = '{{ {}\n  }} || setup_failed {} "$?" {}'.format
+    lines = [run(line, shlex.quote(name), shlex.quote(line)) for line in commands]
+    return [each for line in lines for each in (line, PLAIN)]
 
 
 def _environment(component: Component) -> list[str]:
@@ -296,7 +288,7 @@ def _directives(job: Job, index: int, component: Component) -> list[str]:
         "requeue": "",  # whatever the cluster does with jobs that do not ask for it
         "output": batch_log(job.folder, "%j"),
         "signal": f"{requeue.SIGNAL.name.removeprefix('SIG')}@{requeue.SIGNAL_AHEAD_S}",
-        **{name.replace("_", "-"): getattr(resources, name) for name in _SAME_NAME},
+        **{name.replace("_", "-"): getattr(resources, name) for name in SAME_NAME},
     }
     said = {
         name: value

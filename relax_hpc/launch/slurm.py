@@ -11,10 +11,12 @@ submitit (1.5.4) knows jobs of one component. What has to differ, all of it here
 * What a task runs is named by its command, and how it ended by a file: nothing is pickled.
 """
 
+import os
 import re
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import ClassVar
 
 from submitit import JobEnvironment, SlurmExecutor
@@ -26,6 +28,8 @@ from relax_hpc.launch.placement import Component, groups
 
 # sbatch itself tries again for minutes where slurmctld is busy.
 _SBATCH_S = 600
+# Which Slurm; and a setting of srun's that the script leaves as it is.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_PMIX_FENCE")
 # sbatch found no controller to ask.
 _NEVER_LEFT = re.compile("Could not establish a configuration|Unable to contact|cannot be run")
 
@@ -68,9 +72,20 @@ class HetSlurmJobEnvironment(JobEnvironment):
     }
 
 
+def sbatch(arguments: Sequence[str], timeout_s: float) -> CompletedProcess[str]:
+    """Runs sbatch without the variables of the job that it is called in, which would become those
+    of the new one, and without those that are over the options of its script."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KEPT or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
+    }
+    return output_of(["sbatch", *arguments], timeout_s, environment)
+
+
 def _submit(draft: Path) -> str:
     """The id of the job that a script has become."""
-    answer = output_of(["sbatch", "--parsable", str(draft)], _SBATCH_S)
+    answer = sbatch(["--parsable", str(draft)], _SBATCH_S)
     if not answer.returncode:
         return answer.stdout.strip().split(";")[0]  # id, or id;cluster
     words = words_of(answer)

@@ -1,5 +1,24 @@
 """Bash that is the same in every job's script: it starts steps again, and ends them."""
 
+# Slurm exports component 0's request to the batch script, where srun takes it for a default: a
+# component without --ntasks would ask for component 0's, and --mem here, --mem-per-cpu there is
+# refused. Inherit nothing; the srun lines say everything.
+INHERITED = (
+    "SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS "
+    "SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE "
+    "SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION "
+    "SLURM_EXACT SLURM_HINT SLURM_OVERLAP "
+    "${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} ${!SLURM_GPU_BIND@}"
+)
+
+# What a user's command may have set: it would end the supervision, which goes on after failures.
+PLAIN = "set +eu +o pipefail; trap - ERR DEBUG"
+
+# The tree of fences of Slurm 22.05 lets ranks out of the fence that ends MPI_Init before all are in
+# it, and Open MPI crashes on the message of one that is ahead: up to one start in ten over TCP and
+# three nodes. The ring does not.
+RING = 'export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"'
+
 SUPERVISION = """\
 # Bash 5.2 forgets some of the children that end while a trap runs: `wait` for one of them says -1,
 # or waits for ever. So it is asked once the child is gone; until then time passes by reading from a
@@ -232,7 +251,7 @@ serve() {
   done
 }
 
-ranks=() stopping='' components=() server='' boards=()
+ranks=() stopping='' components=() names=() server='' boards=()
 end_all() { [ -z "${components[*]}$server" ] || kill "${components[@]}" $server 2>/dev/null; }
 trap 'failed=1; end_all' USR1
 trap 'stopping=1; end_all' TERM INT HUP
@@ -243,10 +262,11 @@ WAIT = """\
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
 
-exit_code=0
-for component in "${components[@]}"; do
-  join "$component"
-  [ "$status" -eq 0 ] || exit_code=$status
+exit_code=0 ended=()
+for place in "${!components[@]}"; do
+  join "${components[place]}"
+  [ "$status" -ne 0 ] || continue
+  exit_code=$status ended+=(--ended "${names[place]}=$status")
 done
 if [ -n "$server" ]; then
   kill "$server" 2>/dev/null

@@ -11,6 +11,7 @@ from relax_hpc.errors import ConfigError
 from relax_hpc.launch import script
 from relax_hpc.launch.jobs import is_silent, output_of, words_of
 from relax_hpc.launch.placement import Component
+from relax_hpc.launch.slurm import sbatch
 
 _TRIAL_S = 120
 _CAUSES: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -58,7 +59,7 @@ def _try_out(job: script.Job, components: Sequence[Component]) -> CompletedProce
     with tempfile.NamedTemporaryFile("w", suffix=".sh") as file:
         file.write(script.slurm_script(job, components))
         file.flush()
-        return output_of(["sbatch", "--test-only", file.name], _TRIAL_S)
+        return sbatch(["--test-only", file.name], _TRIAL_S)
 
 
 def _explained(

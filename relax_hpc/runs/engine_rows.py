@@ -133,6 +133,7 @@ def _of_initial(paths: RunPaths, pool: str, engine: str, node: str, roster: Rost
         version if follows_policy(pool) else "fixed",
         record.stat().st_mtime if member else None,
         None,
+        member.reason if member and member.state in ("STARTING", "WAITING") else "",
     )
 
 
@@ -147,14 +148,16 @@ def _of_extra(paths: RunPaths, extra: Extra, roster: Roster | None) -> Row:
 
 def _over(row: Row) -> Row:
     """Returns the row of an engine after the run."""
-    return replace(_unloaded(row), state=row.state if row.state in ENDED else "GONE")
+    return (
+        _unloaded(row) if row.state in ENDED else _unloaded(replace(row, state="GONE", reason=""))
+    )
 
 
 def _pending(row: Row) -> Row:
     """Returns the row of a job that waits: what an earlier attempt of it left is no engine."""
     if row.state in ENDED:
         return row
-    return replace(_unloaded(row), state="PENDING", node="", since=None)
+    return replace(_unloaded(row), state="PENDING", node="", since=None, reason="")
 
 
 def weights(row: Row) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from relax_hpc import errors
 from relax_hpc.launch import pending, states
 from relax_hpc.paths import RunPaths
 from relax_hpc.runs import engine_rows, logs
+from relax_hpc.runs.quiet import Quiet
 from relax_hpc.runs.status import RunStatus
 from relax_hpc.runs.watching import Watch
 from relax_hpc.telemetry.progress import duration, short
@@ -16,22 +18,29 @@ from relax_hpc.telemetry.progress import duration, short
 _SHOWN = re.compile(r" relax_hpc\.(?:roles|checkpoints)\.[^:]*: (.*)")
 """Loggers whose lines tell the story of a run; the rest is in the logs."""
 _POLL_S = 0.5
+_ERROR = re.compile(r"[^:]+: [^:]+: ([a-z_]+\.)*(\w+): ")
+"""The begin of why a run failed: how a component ended, the task, its error."""
 
 
 def progress(run_dir: Path) -> Iterator[str]:
-    """The story of a run as it happens, until it is over; also what it waits for in the queue."""
+    """The story of a run as it happens, until it is over; also what it waits for in the queue, and
+    now and then what it is at while there is no story."""
     watch, found = Watch(run_dir), logs.Logs(run_dir)
+    quiet = Quiet(run_dir, watch)
     while True:
         over = watch.is_over()  # asked first, so that lines written before it became true are read
-        if news := watch.news():
-            yield news
+        said = [watch.news()]
         for line in found.read(to_the_end=over):
-            if line.source == "job":
-                yield line.text
-            elif told := _SHOWN.search(line.text):
-                yield told[1]
+            told = _SHOWN.search(line.text)
+            said.append(line.text if line.source == "job" else told[1] if told else "")
+        said = [line for line in said if line]
+        yield from said
         if over:
             return
+        if said:
+            quiet.end()
+        elif line_of_status := quiet.line():
+            yield line_of_status
         time.sleep(_POLL_S)
 
 
@@ -154,8 +163,20 @@ def _verdict(run: RunStatus) -> list[tuple[str, str]]:
     if states.is_over(run.state) and run.state != "COMPLETED":
         why = [("reason", run.reason)] if run.reason else []
         why += [("see", run.log)] if run.log else []
-        return [*_last(run), *why, ("to go on", f"relax-hpc resume {run.run_dir}")]
+        return [*_last(run), *why, *_to_go_on(run)]
     return _last(run)
+
+
+def _to_go_on(run: RunStatus) -> list[tuple[str, str]]:
+    """Tells what can be done; what no restart cures commonly is in the job or in a program."""
+    again = f"relax-hpc resume {run.run_dir}"
+    said = _ERROR.match(run.reason)
+    if not (said and getattr(getattr(errors, said[2], None), "is_final", False)):
+        return [("to go on", again)]
+    return [
+        ("to go on", "relax-hpc submit JOB --set name=NEW, with the job or the program corrected"),
+        ("or", f"{again}, which keeps both as they were, if neither is the cause"),
+    ]
 
 
 def _last(run: RunStatus) -> list[tuple[str, str]]:

@@ -9,16 +9,18 @@ import numpy.typing as npt
 from relax_hpc.algorithms.algorithm import Algorithm
 from relax_hpc.bus.plan import PlanRecord
 from relax_hpc.bus.reader import BatchIndex, Reader
+from relax_hpc.bus.shards import media
 from relax_hpc.bus.tools.survey import Surveyed
 from relax_hpc.errors import DamagedError
 from relax_hpc.paths import BusPaths
 from relax_hpc.roles.dealing.portions import values_of
 from relax_hpc.schema import Trajectory
 from relax_hpc.viewer.colours import Token
+from relax_hpc.viewer.stretches import Stretch, cut, of_row, within
 from relax_hpc.viewer.words import Words
 
 Floats = npt.NDArray[np.floating]
-_ADVANTAGES, _PARTS = "ragged/advantages", "row/score_parts"
+_COLUMNS = ("ragged/advantages", "row/score_parts", *media.FACTS)
 _GROUP_TOKENS = 100_000
 """Tokens of a prompt group that are shown at most."""
 
@@ -93,12 +95,13 @@ class Groups:
 
         Args:
             chosen: by `choose`.
-            tokens: of a prompt and of a response that are shown at most.
+            tokens: of a prompt and of a response that are shown at most; a stretch that stands for
+                a medium counts as one.
             note: of it.
         """
         record = self._with_sidecars_there(chosen.record)
         try:
-            rows = self._reader.rows(record, range(record.num_trajectories), [_ADVANTAGES, _PARTS])
+            rows = self._reader.rows(record, range(record.num_trajectories), _COLUMNS)
             advantages = self._advantages(self._reader.index(record), rows)
         except DamagedError:
             if all(self._paths.shard(*part[:3]).exists() for part in record.parts):
@@ -108,10 +111,10 @@ class Groups:
         shown: list[Row] = []
         before: list[int] = []
         for row, advantage in zip(rows, advantages, strict=True):
-            prompt = row.token_ids[: row.prompt_len].tolist()
-            text = "" if prompt == before else self._prompt(prompt, cap)
+            prompt, stretches = row.token_ids[: row.prompt_len].tolist(), of_row(row)
+            text = "" if prompt == before else self._prompt(prompt, stretches, cap)
             before = prompt
-            shown.append(self._row(row, advantage, text, cap))
+            shown.append(self._row(row, advantage, text, stretches, cap))
         return Group(chosen.guid, record.step or None, chosen.mean_reward, shown, note)
 
     def _with_sidecars_there(self, record: PlanRecord) -> PlanRecord:
@@ -147,20 +150,27 @@ class Groups:
             for value, row in zip(values["advantages"], rows, strict=True)
         ]
 
-    def _prompt(self, tokens: list[int], cap: int) -> str:
-        if len(tokens) <= cap:
-            return self._words.text(tokens)
-        head, tail = (
-            self._words.text(tokens[: cap - cap // 2]),
-            self._words.text(tokens[-(cap // 2) :]),
-        )
-        return f"{head} [... {len(tokens) - cap} tokens ...] {tail}"
+    def _prompt(self, tokens: list[int], stretches: Sequence[Stretch], cap: int) -> str:
+        size = len(tokens)
+        stretches = within(stretches, 0, size)
+        head, tail = cut(size, stretches, cap)
+        said = self._words.text(tokens[:head], within(stretches, 0, head))
+        if head == tail:
+            return said
+        last = self._words.text(tokens[tail:], within(stretches, tail, size))
+        return f"{said} [... {tail - head} tokens ...] {last}"
 
-    def _row(self, row: Trajectory, advantage: _Advantage | None, prompt: str, cap: int) -> Row:
-        num_tokens = len(row.token_ids)
-        response_len = num_tokens - row.prompt_len
-        left_out = max(0, response_len - cap)
-        cut = row.prompt_len + (cap - cap // 2 if left_out else response_len)
+    def _row(
+        self,
+        row: Trajectory,
+        advantage: _Advantage | None,
+        prompt: str,
+        stretches: Sequence[Stretch],
+        cap: int,
+    ) -> Row:
+        num_tokens, first = len(row.token_ids), row.prompt_len
+        response_len = num_tokens - first
+        head, tail = cut(response_len, within(stretches, first, num_tokens), cap)
         each = advantage and advantage.tokens
         oldest, newest = row.policy_version_min, row.policy_version_max
         versions = (
@@ -178,19 +188,25 @@ class Groups:
             row.prompt_len,
             response_len,
             prompt,
-            list(self._tokens(row, each, row.prompt_len, cut)),
-            left_out,
-            list(self._tokens(row, each, cut + left_out, num_tokens)),
+            list(self._tokens(row, each, stretches, first, first + head)),
+            tail - head,
+            list(self._tokens(row, each, stretches, first + tail, num_tokens)),
         )
 
     def _tokens(
-        self, row: Trajectory, advantages: Floats | None, lo: int, hi: int
+        self,
+        row: Trajectory,
+        advantages: Floats | None,
+        stretches: Sequence[Stretch],
+        lo: int,
+        hi: int,
     ) -> Iterator[Token]:
         logprobs = row.columns["rollout_logprobs"][lo:hi].tolist()
         mask = row.loss_mask[lo:hi].tolist()
         starts = row.version_runs[:, 0]
         runs = np.searchsorted(starts, np.arange(lo, hi), side="right") - 1
-        for piece in self._words.pieces(row.token_ids[lo:hi].tolist()):
+        tokens = row.token_ids[lo:hi].tolist()
+        for piece in self._words.pieces(tokens, within(stretches, lo, hi)):
             sampled = mask[piece.lo] == 1
             run = int(runs[piece.lo])
             yield Token(

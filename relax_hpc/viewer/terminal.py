@@ -21,18 +21,22 @@ def show(console: Console, groups: Iterable[Group], by: By | None) -> int:
     Returns:
         Prompt groups printed.
     """
+
+    def say(text: Text) -> None:
+        console.print(text, soft_wrap=True)  # else lines are broken within words
+
     count = 0
     for group in groups:
         where = "not planned yet" if group.step is None else f"step {group.step}"
         title = f"prompt group {group.guid}, {where}, mean reward {group.mean_reward:.4g}"
-        console.print(Text(title, style="bold"))
+        say(Text(title, style="bold"))
         if group.note:
-            console.print(Text(group.note, style="yellow"))
+            say(Text(group.note, style="yellow"))
         for row in group.rows:
             if row.prompt:
-                console.print(Text(row.prompt, style="dim"))
-            console.print(Text(facts(row), style="cyan"))
-            console.print(response(row, by))
+                say(Text(row.prompt, style="dim"))
+            say(Text(facts(row), style="cyan"))
+            say(response(row, by))
         console.print()
         count += 1
     return count

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from relax_hpc.viewer.stretches import Stretch
+
 Decode = Callable[[Sequence[int]], str]
 """Tokens to text."""
 UNFINISHED = "\ufffd"
@@ -35,14 +37,20 @@ class Words:
         self._decode = decode
         self._known: dict[int, str] = {}
 
-    def text(self, tokens: Sequence[int]) -> str:
-        return printable(self._decode(tokens))
+    def text(self, tokens: Sequence[int], stretches: Sequence[Stretch] = ()) -> str:
+        """The text of tokens, with what is said of stretches of them."""
+        said, lo = [], 0
+        for each in stretches:
+            said += [self._decode(tokens[lo : each.lo]), each.said]
+            lo = each.hi
+        return printable("".join([*said, self._decode(tokens[lo:])]))
 
-    def pieces(self, tokens: Sequence[int]) -> Iterator[Piece]:
-        """One for each token, or for the few that spell a character together."""
-        lo = 0
+    def pieces(self, tokens: Sequence[int], stretches: Sequence[Stretch] = ()) -> Iterator[Piece]:
+        """One for each token, for the few that spell a character together, or for a stretch."""
+        lo, known = 0, {each.lo: each for each in stretches}
         while lo < len(tokens):
-            piece = self._piece(tokens, lo)
+            found = known.get(lo)
+            piece = Piece(found.said, lo, found.hi) if found else self._piece(tokens, lo)
             yield Piece(_shown(piece.text), piece.lo, piece.hi)
             lo = piece.hi
 

@@ -92,7 +92,15 @@ def test_one_of_several_engines_that_a_task_keeps_on_the_actors_gpus_is_killed_a
 
 
 def test_slurm_runs_both_as_steps_of_one_component_in_turn(slurm_cluster, tiny, tmp_path):
-    settings = {"launch.profile": "local", "actor.resources.gpus_per_node": 2}
+    # Slurm's, of which there is nothing to compute on: tasks that ask for them by `gpus_per_node`
+    # look for them.
+    pretended = ["--gres=gpu:2"]
+    settings = {
+        "launch.profile": "local",
+        "actor.resources.sbatch": pretended,
+        "actor.resources.srun": pretended,
+        "engines.rollout.resources.srun": pretended,
+    }
     run_dir = submit_colocated(tiny, tmp_path, local=False, **settings)
     try:
         during = wait_until(run_dir, has_done(1), 200)

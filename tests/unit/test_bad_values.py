@@ -40,7 +40,7 @@ VALUES = {
     "model.path=": "model.path = '': is no path; name a file or a folder",
     'prompts.train="a\\u0000b"': "is no path; name a file or a folder",
     "run_root=' '": "run_root = ' ': is no path; name a file or a folder",
-    'run_root=$HOME/runs': "run_root = '$HOME/runs': variables are not put in; write the path out",
+    "run_root=$HOME/runs": "run_root = '$HOME/runs': variables are not put in; write the path out",
     f"name={'n' * 300}": "string should have at most 200 characters",
     "name=größe": "name = 'größe': string should match pattern",
     "rollout.x=1": "rollout.x = 1: unknown key; rollout takes environment, samples",

@@ -104,6 +104,7 @@ def test_a_failed_run_says_which_component_failed_how_and_why_and_what_to_do(run
     assert f"reason        {why}" in lines
     assert f"see           {run.run_dir}/submission/7_batch.log" in lines
     assert f"to go on      relax-hpc resume {run.run_dir}" in lines
+    assert not [line for line in lines if "submit" in line]
     assert "steps         0 of 30" in lines
     assert json.loads(cli("status", run.run_dir, "--json").output)["reason"] == why
 
@@ -116,6 +117,33 @@ def test_what_no_restart_cures_is_not_blamed_on_whoever_was_ended_for_it(run):
     log.write_text("".join(lines))
     why = "actor failed, exit code 1: actor-2: MismatchError: different models"
     assert f"reason        {why}\n" in cli("status", run.run_dir).output
+
+
+FINAL = {
+    "RewardError": True, "ConfigError": True, "MismatchError": True, "SpreadError": True,
+    "TrainingError": False, "KeyError": False, "first_line": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "final"), FINAL.items())
+def test_where_the_job_or_a_program_is_to_be_corrected_another_run_is_advised(run, kind, final):
+    fail(run, actor=[f"{kind}: the reward failed: RewardError: no"])
+    said = cli("status", run.run_dir).output
+    again = f"relax-hpc resume {run.run_dir}"
+    assert (f"  to go on      {again}\n" in said) == (not final)
+    another = (
+        "  to go on      relax-hpc submit JOB --set name=NEW, "
+        "with the job or the program corrected\n"
+        f"  or            {again}, which keeps both as they were, if neither is the cause\n"
+    )
+    assert (another in said) == final
+
+
+def test_an_error_that_only_a_log_has_is_known_by_its_class_too(run):
+    fail(run)
+    path = run.run_dir / "submission" / "c1" / "7_0_log.err"
+    path.write_text("Traceback\nrelax_hpc.errors.RewardError: too many\n")
+    assert "to go on      relax-hpc submit JOB" in cli("status", run.run_dir).output
 
 
 def test_without_an_event_a_failed_task_is_quoted_and_else_the_script(run):

@@ -119,7 +119,7 @@ def test_the_embedded_engine_is_refused_for_experts(tmp_path):
 
 
 def test_a_run_directory_is_used_once_and_its_name_is_one_slurm_leaves_alone(tmp_path):
-    with pytest.raises(ConfigError, match=r"name = 'used'.*choose another name"):
+    with pytest.raises(ConfigError, match=r"name = 'used'.*, say --set name=used-2"):
         (tmp_path / "used").mkdir()
         preflight.check_run_dir(tmp_path / "used", "used")
     with pytest.raises(ConfigError, match="Slurm replaces"):

@@ -88,7 +88,8 @@ def test_components_on_one_machine_get_different_gpus():
 @pytest.mark.parametrize(
     ("limit", "minutes"),
     [("90", 90), ("90:30", 91), ("1:30:00", 90), ("1:30:01", 91), ("1-0", 1440),
-     ("1-02:30", 1590), ("2-00:00:00", 2880)],
+     ("1-02:30", 1590), ("2-00:00:00", 2880), ("0:01", 1), ("0", partitions.NO_LIMIT),
+     ("0:00:00", partitions.NO_LIMIT)],
 )  # fmt: skip
 def test_slurms_time_limits_are_read(limit, minutes):
     assert partitions.minutes(limit) == minutes

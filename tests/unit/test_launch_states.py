@@ -309,9 +309,15 @@ def test_a_job_that_begins_after_the_run_was_started_anew_ends_at_once(slurm, tm
     left = script.exit_code_file(job.folder, "7")
     left.parent.mkdir()
     left.write_text("143\n")
-    for exists, said, code in ((False, "goes on\n", 0), (True, "the run was resumed", 1)):
-        if exists:
-            claim.touch()
+    cancelled = RunPaths(tmp_path).cancelled("7")
+    cancelled.parent.mkdir(exist_ok=True)
+    for told, said, code in (
+        (None, "goes on\n", 0), (claim, "the run was resumed", 1),
+        (cancelled, "the run was cancelled", 1),
+    ):  # fmt: skip
+        claim.unlink(missing_ok=True)
+        if told:
+            told.touch()
         done = subprocess.run(
             ["bash", "-c", head], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True
         )

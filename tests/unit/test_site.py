@@ -132,26 +132,6 @@ def test_a_profile_knows_no_nodes_to_deal_gpus_over(home):
         place(job())
 
 
-def run_setup(tmp_path, *setup):
-    """Runs the script of a job whose step says ok, here."""
-    folder = tmp_path / "run"
-    toy = script.Job("toy", folder, has_summary=False, task=("-c", "print('ok')"))
-    asked = Resources(setup=list(setup), python=sys.executable)
-    components = [Component("actor", 1, asked)]
-    script.make_folders(toy, components)
-    (folder / "job.sh").write_text(script.local_script(toy, components))
-    command = ["bash", folder / "job.sh", "7"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60), toy.folder
-
-
-def test_a_failing_setup_line_ends_the_run_with_its_text(tmp_path):
-    done, folder = run_setup(tmp_path, "export A=1 # and a comment", "module load nothing")
-    assert done.returncode not in (0, 143)
-    assert "actor: setup ended with exit code 127: module load nothing\n" in done.stdout
-    assert (folder / "7_exit_code").read_text() == f"{done.returncode}\n"
-    assert "start 1" not in done.stdout, "no step ran"
-
-
 @pytest.mark.parametrize(
     ("line", "said"),
     [("if true; then", "unexpected end of file"), ("echo 'a", "while looking for matching")],
@@ -161,10 +141,12 @@ def test_a_setup_line_that_is_no_whole_command_is_refused(line, said):
         look(setup=[line])
 
 
-def look(*, use_slurm=True, **resources):
+def look(*, use_slurm=True, packages=(), **resources):
     said = []
     asked = Resources(**resources)
-    interpreter.check("actor.resources", asked, use_slurm=use_slurm, say=said.append)
+    interpreter.check(
+        "actor.resources", asked, use_slurm=use_slurm, say=said.append, packages=packages
+    )
     return said
 
 
@@ -188,6 +170,40 @@ def test_an_interpreter_is_looked_at(tmp_path):
         assert answer in str(error.value)
     later = look(python="/local/env/bin/python", setup=["tar -C /local -xf env.tar"])
     assert "is looked up on the nodes, after `setup`" in later[0]
+
+
+def test_an_interpreter_that_lacks_what_its_tasks_import_is_refused(tmp_path, monkeypatch):
+    own = metadata.version("relax-hpc")
+    for name, has in (("with", "true"), ("without", "false")):
+        text = f"case $2 in *sglang*) echo {has} ;; *) echo '\"{own}\"' ;; esac"
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    there, absent = str(tmp_path / "with"), str(tmp_path / "without")
+    for use_slurm in (True, False):
+        assert look(python=there, packages=["sglang"], use_slurm=use_slurm) == []
+        assert look(python=absent, use_slurm=use_slurm) == []
+        with pytest.raises(ConfigError, match=r"python = '.*without': has no sglang; install sg"):
+            look(python=absent, packages=["sglang"], use_slurm=use_slurm)
+    monkeypatch.setattr("sys.executable", absent)
+    assert look(packages=["sglang"]) == [], "a login node may have less than the others"
+    with pytest.raises(ConfigError, match=rf"python \(unset, so {absent}\): has no sglang"):
+        look(packages=["sglang"], use_slurm=False)
+    with pytest.raises(ConfigError, match=r"without': has no sglang"):
+        look(python=absent, packages=["sglang"])
+    setup = ["module load sglang"]
+    [said] = look(packages=["sglang"], use_slurm=False, setup=setup)
+    assert said.endswith("has no sglang, unless `setup` adds it")
+    [said] = look(python="/local/python", packages=["sglang"], setup=setup)
+    assert said.endswith(f"after `setup`; it needs relax-hpc {own}, sglang")
+
+
+def test_a_folder_called_like_a_package_is_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "an_engine").mkdir()
+    with pytest.raises(ConfigError, match="has no an_engine"):
+        look(packages=["an_engine"], use_slurm=False)
+    (tmp_path / "an_engine" / "__init__.py").touch()
+    assert look(packages=["an_engine"], use_slurm=False) == []
 
 
 def test_an_interpreter_named_from_here_is_the_same_from_anywhere(tmp_path, monkeypatch):
@@ -323,7 +339,7 @@ def told_of(monkeypatch, mode, grace, save_s=None, sbatch=()):
     answers = {
         "sinfo": "low*|n1|(null)\nhigh|n1|(null)",
         "scontrol show config": "JobRequeue = 1\nPreemptType             = preempt/partition_prio",
-        "scontrol show partition": PARTITIONS.format(mode=mode, grace=grace),
+        "scontrol --all show partition": PARTITIONS.format(mode=mode, grace=grace),
     }
 
     def output_of(command):

@@ -25,6 +25,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from relax_hpc.comm import gpus
 from relax_hpc.comm.bucket import NamedTensors, digest
 from relax_hpc.comm.orders import LOADER
 from relax_hpc.engines.embedded.generation import GenerationEndpoint
@@ -254,6 +255,7 @@ class _BearerToken:
 def serve(model_path: Path, host: str, options: Body) -> None:
     """Loads the model, binds a free port, writes it to `options["port_file"]`, and serves."""
     torch.set_num_threads(options["num_threads"])
+    gpus.check(torch.cuda.device_count(), f"torch {torch.__version__}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = Qwen3(Shape.read(model_path), getattr(torch, options["dtype"]), device)
     model.load_folder(model_path)

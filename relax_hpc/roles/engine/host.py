@@ -7,11 +7,13 @@ it sees in the member record whether there is an engine, and waits or asks anoth
 import asyncio
 import itertools
 import logging
+import re
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
+from relax_hpc.comm import gpus
 from relax_hpc.comm.address import node_address
 from relax_hpc.config.run import RESTART_DELAYS_S, RESTART_WINDOW_S
 from relax_hpc.engines import capabilities
@@ -20,7 +22,7 @@ from relax_hpc.engines.child import EngineProcess
 from relax_hpc.engines.process import start_engine
 from relax_hpc.engines.pulse import Pulse
 from relax_hpc.engines.sglang.launch import check_recompute
-from relax_hpc.errors import EngineError
+from relax_hpc.errors import EngineError, EngineUnfitError
 from relax_hpc.fleet import lease, members, roster
 from relax_hpc.fleet.members import Member, State
 from relax_hpc.fleet.roster import Roster, RosterEntry
@@ -37,6 +39,8 @@ log = logging.getLogger(__name__)
 _WATCH_S = 0.5
 _ROSTER_S = 1.0
 _HUNG_GRACE_S = 1.0
+_FOR_GOOD = re.compile(r"No module named|\bConfigError: ")
+"""Words of a process that would end so again, however often it is started."""
 
 
 class EngineHost:
@@ -146,6 +150,8 @@ class EngineHost:
         Raises:
             EngineError: the very first start failed, for which the reason is the job's rather
                 than bad luck. (Over several nodes, ports cannot all be held: luck has a part.)
+            EngineUnfitError: likewise, and the task's next start would fail so, too.
+            ConfigError: GPUs that were asked for are missing.
         """
         self._member = self._new_member(start)
         if self._stopping.is_set():
@@ -156,12 +162,17 @@ class EngineHost:
             return None
         except EngineError as error:
             if start == 1 and self._spec.nodes == 1:
-                raise EngineError(f"engine {self._slot.id}: {error}") from error
+                said = str(error)
+                is_for_good = _FOR_GOOD.search(said.partition("\n")[0])
+                kind = EngineUnfitError if is_for_good else EngineError
+                raise kind(f"engine {self._slot.id}: {said}") from error
             return f"did not start: {error}"
         with engine:
             return self._serve(engine)
 
     def _start(self) -> EngineProcess:
+        per_node = self._hosting.num_ranks // self._spec.nodes
+        gpus.check(gpus.count(), "the driver", least=per_node if self._hosting.on_gpus else 0)
         self._announce("STARTING", "starting its process")
         with self._parts.called(self._member.start) as share:
             return start_engine(

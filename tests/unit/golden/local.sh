@@ -1,6 +1,7 @@
 #!/bin/bash
 
 umask 0077
+unset SLURM_RESTART_COUNT
 export SUBMITIT_EXECUTOR=local
 job_id=$1
 ask_controller=(true)
@@ -241,7 +242,7 @@ serve() {
   done
 }
 
-ranks=() stopping='' components=() server='' boards=()
+ranks=() stopping='' components=() names=() server='' boards=()
 end_all() { [ -z "${components[*]}$server" ] || kill "${components[@]}" $server 2>/dev/null; }
 trap 'failed=1; end_all' USR1
 trap 'stopping=1; end_all' TERM INT HUP
@@ -251,16 +252,18 @@ failed=''
 component_0() {
   { module load cuda
   } || setup_failed rollout "$?" 'module load cuda'
+  set +eu +o pipefail; trap - ERR DEBUG
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
-  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/rollout'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err -- /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --bootstrap mpi
+  set +eu +o pipefail; trap - ERR DEBUG
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 4 --first-gpu 0 --gpus 4 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/rollout'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err -- env RELAX_GPUS=4 /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --bootstrap mpi
 }
-component_0 & components+=($!)
+component_0 & components+=($!) names+=(rollout)
 
 component_1() {
   supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- /envs/submit/bin/python -m relax_hpc.launch.local_step --tasks 2 --first-gpu 4 --gpus 0 --controller "$$" --job-id "$job_id" --processes '/runs/it'"'"'s here/submission/actor'/"$job_id"_processes.json --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err -- /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@
 }
-component_1 & components+=($!)
+component_1 & components+=($!) names+=(actor)
 
 serve scaler /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --local --job-id "$job_id" --controller "$$" & server=$!
 
@@ -269,10 +272,11 @@ serve scaler /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
 
-exit_code=0
-for component in "${components[@]}"; do
-  join "$component"
-  [ "$status" -eq 0 ] || exit_code=$status
+exit_code=0 ended=()
+for place in "${!components[@]}"; do
+  join "${components[place]}"
+  [ "$status" -ne 0 ] || continue
+  exit_code=$status ended+=(--ended "${names[place]}=$status")
 done
 if [ -n "$server" ]; then
   kill "$server" 2>/dev/null
@@ -285,7 +289,7 @@ word=USR1
 for board in "${boards[@]}"; do join "$board"; done
 
 [ -z "$stopping" ] || tell stopped --words 'the job was told to end: cancelled, preempted, or out of time'
-[ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" || exit_code=1
+[ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" "${ended[@]}" || exit_code=1
 [ -z "$stopping" ] || exit_code=143
 echo "$exit_code" > '/runs/it'"'"'s here/submission'/"$job_id"_exit_code
 exit "$exit_code"

@@ -21,10 +21,11 @@
 
 umask 0077
 export SLURM_UMASK=0077
+export SLURM_EXPORT_ENV=ALL
 export SUBMITIT_EXECUTOR=hetslurm
 job_id=$SLURM_JOB_ID
 ask_controller=(squeue --noheader --jobs="$job_id")
-unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_NODE SLURM_MEM_PER_GPU SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_CPUS_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION SLURM_EXACT SLURM_HINT SLURM_OVERLAP ${!SLURM_CPU_BIND@} ${!SLURM_MEM_BIND@} ${!SLURM_GPU_BIND@}
 export SLURM_PMIX_FENCE="${SLURM_PMIX_FENCE:-ring}"
 rm -f '/runs/it'"'"'s here/submission'/"$job_id"_exit_code # of an attempt that Slurm requeued
 max_restarts=3
@@ -263,7 +264,7 @@ serve() {
   done
 }
 
-ranks=() stopping='' components=() server='' boards=()
+ranks=() stopping='' components=() names=() server='' boards=()
 end_all() { [ -z "${components[*]}$server" ] || kill "${components[@]}" $server 2>/dev/null; }
 trap 'failed=1; end_all' USR1
 trap 'stopping=1; end_all' TERM INT HUP
@@ -273,16 +274,18 @@ failed=''
 component_0() {
   { module load cuda
   } || setup_failed rollout "$?" 'module load cuda'
+  set +eu +o pipefail; trap - ERR DEBUG
   { export NCCL_CUMEM_ENABLE=0
   } || setup_failed rollout "$?" 'export NCCL_CUMEM_ENABLE=0'
-  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --requeues --bootstrap mpi
+  set +eu +o pipefail; trap - ERR DEBUG
+  supervise rollout 4 '/runs/it'"'"'s here/submission/rollout' -- srun --het-group=0 --nodes=2 --ntasks=4 --ntasks-per-node=2 --relative=0 --cpus-per-task=8 --gpus-per-node=4 --mpi=pmix --kill-on-bad-exit=1 --unbuffered --open-mode=append --cpu-bind=none --output='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/rollout'/"$job_id"_%t_log.err env RELAX_GPUS=4 /envs/sglang/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' rollout --start @start@ --requeues --bootstrap mpi
 }
-component_0 & components+=($!)
+component_0 & components+=($!) names+=(rollout)
 
 component_1() {
   supervise actor 2 '/runs/it'"'"'s here/submission/actor' -- srun --het-group=1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --mpi=none --kill-on-bad-exit=1 --unbuffered --open-mode=append --output='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.out --error='/runs/it'"'"'s here/submission/actor'/"$job_id"_%t_log.err /envs/train/bin/python -u -m relax_hpc.launch.entry '/runs/it'"'"'s here' actor --start @start@ --requeues
 }
-component_1 & components+=($!)
+component_1 & components+=($!) names+=(actor)
 
 serve scaler /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'"'s here' --job-id "$job_id" --controller "$$" & server=$!
 
@@ -291,10 +294,11 @@ serve scaler /envs/submit/bin/python -m relax_hpc.scale.scaler_main '/runs/it'"'
 # One may have given up before the next was started.
 [ -z "$failed$stopping" ] || end_all
 
-exit_code=0
-for component in "${components[@]}"; do
-  join "$component"
-  [ "$status" -eq 0 ] || exit_code=$status
+exit_code=0 ended=()
+for place in "${!components[@]}"; do
+  join "${components[place]}"
+  [ "$status" -ne 0 ] || continue
+  exit_code=$status ended+=(--ended "${names[place]}=$status")
 done
 if [ -n "$server" ]; then
   kill "$server" 2>/dev/null
@@ -307,7 +311,7 @@ word=USR1
 for board in "${boards[@]}"; do join "$board"; done
 
 [ -z "$stopping" ] || tell stopped --words 'the job was told to end: cancelled, preempted, or out of time'
-[ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" || exit_code=1
+[ -n "$stopping" ] || /envs/submit/bin/python -m relax_hpc.boards.finish '/runs/it'"'"'s here' --exit-code "$exit_code" "${ended[@]}" || exit_code=1
 [ -z "$stopping" ] || exit_code=143
 echo "$exit_code" > '/runs/it'"'"'s here/submission'/"$job_id"_exit_code
 exit "$exit_code"

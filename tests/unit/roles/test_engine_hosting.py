@@ -7,7 +7,7 @@ import pytest
 from role_fakes import Events, config
 
 from relax_hpc.engines.sglang.launch import Share
-from relax_hpc.errors import EngineError
+from relax_hpc.errors import ConfigError, EngineError, EngineUnfitError
 from relax_hpc.fleet import members
 from relax_hpc.fleet.members import Member
 from relax_hpc.fleet.roster import Roster, RosterEntry
@@ -157,6 +157,49 @@ def test_only_the_very_first_start_of_an_engine_on_one_node_has_to_succeed(
             host._live(start)
     else:
         assert host._live(start) == "did not start: no port"
+
+
+@pytest.mark.parametrize(
+    ("said", "is_for_good"),
+    [
+        ("while importing: ImportError: ... (ModuleNotFoundError: No module named 'sglang')", True),
+        ("while loading the model: relax_hpc.errors.ConfigError: 4 GPUs are asked for", True),
+        ("while loading weights: RuntimeError: no memory\nNo module named 'flashinfer'", False),
+        ("ran out of time while importing", False),
+    ],
+)
+def test_a_first_start_that_would_fail_again_ends_the_task_once(
+    host_of, monkeypatch, said, is_for_good
+):
+    host = host_of()
+
+    def refuse():
+        raise EngineError(f"engine (pid 7) ended with code 1 {said}")
+
+    monkeypatch.setattr(host, "_start", refuse)
+    with pytest.raises(EngineError, match=r"engine rollout-1: engine \(pid 7\) ") as error:
+        host._live(1)
+    assert isinstance(error.value, EngineUnfitError) is error.value.is_final is is_for_good
+    assert host._live(2).startswith("did not start: "), "it has been seen to work"
+
+
+@pytest.mark.parametrize(("on_gpus", "asked"), [(True, None), (False, "2"), (False, None)])
+def test_an_engine_that_lacks_gpus_is_not_started(host_of, monkeypatch, on_gpus, asked):
+    started = []
+    monkeypatch.setattr(engine_host, "start_engine", lambda *a, **k: started.append(a))
+    monkeypatch.setattr(engine_host, "node_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(engine_host.gpus, "count", lambda: 0)
+    monkeypatch.setenv("RELAX_GPUS", asked or "0")
+    host = host_of(engines__rollout__kind="sglang", engines__rollout__args={"tp_size": 2})
+    host._hosting = dataclasses.replace(host._hosting, on_gpus=on_gpus)
+    host._member = host._new_member(1)
+    if on_gpus or asked:
+        with pytest.raises(ConfigError, match="2 GPUs are asked for, and the driver finds 0"):
+            host._start()
+        assert not started
+        monkeypatch.setattr(engine_host.gpus, "count", lambda: 2)
+    host._start()
+    assert len(started) == 1
 
 
 def test_an_engine_waits_until_the_trainer_lends_its_gpus(host_of, monkeypatch):

@@ -111,7 +111,7 @@ def test_nodes_beyond_its_own_are_for_a_row_that_is_scalable(add):
 
 
 def test_preflight_asks_every_row_and_goes_on_with_what_it_returns(monkeypatch):
-    for name in ("check_run_dir", "check_model", "check_weights", "check_first_weights"):
+    for name in ("check_model", "check_weights", "check_first_weights"):
         monkeypatch.setattr(preflight, name, lambda *_: "shape")
     asked = []
 

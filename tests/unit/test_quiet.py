@@ -1,0 +1,163 @@
+"""A run that is followed and tells nothing for a while: a line on what it is at."""
+
+import json
+import time
+from types import SimpleNamespace
+
+import fake_slurm
+import pytest
+from bus_fixtures import produce
+from bus_steps import plan
+from test_first_hour import write_steps
+
+from relax_hpc.bus import layout
+from relax_hpc.errors import BusError
+from relax_hpc.fleet import members
+from relax_hpc.fleet.members import Member
+from relax_hpc.job_file import validate
+from relax_hpc.launch import states
+from relax_hpc.paths import RunPaths
+from relax_hpc.runs import quiet, report, status, watching
+from relax_hpc.runs.watching import Watch
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    yield fake_slurm.make(tmp_path, monkeypatch)
+    states.has_accounting.cache_clear()
+
+
+def job(run, count=1, **sections):
+    """Makes it a job of that many engines, and of batches of 4 x 2 responses."""
+    tree = {
+        "name": "run", "run_root": str(run.run_dir.parent), "model": {"path": "model"},
+        "prompts": {"train": "t"}, "schedule": {"num_steps": 30, "prompts_per_step": 4},
+        "rollout": {"samples_per_prompt": 2}, "engines": {"rollout": {"count": count}},
+    }  # fmt: skip
+    paths = RunPaths(run.run_dir)
+    paths.config.write_text(validate(tree | sections, source="test").model_dump_json())
+    layout.create(paths.bus, [f"rollout-{rank}" for rank in range(count)], {})
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    return paths
+
+
+def said(paths):
+    return quiet.at_work(paths.root, Watch(paths.root))
+
+
+def announce(paths, name, state="STARTING", reason=""):
+    members.announce(paths, Member(name, "7.0-1-1", "", 1, "sglang", state, reason))
+
+
+def test_engines_that_are_not_there_yet_are_named_or_counted(run):
+    paths = job(run, count=5)
+    batch = "; batch 1: 0 of 8 responses"
+    assert said(paths) == f"of 5 engines 5 starting{batch}"
+    for rank in range(3):
+        announce(paths, f"rollout-{rank}", "HEALTHY")
+    announce(paths, "rollout-3", reason="importing")
+    assert said(paths) == (
+        f"engine rollout-3 starting (importing); engine rollout-4 starting{batch}"
+    )
+    announce(paths, "rollout-2", reason="importing")
+    announce(paths, "rollout-4", "WAITING", "for the trainer to lend its GPUs")
+    waits = "1 waiting (for the trainer to lend its GPUs)"
+    assert said(paths) == f"of 5 engines 2 starting (importing), {waits}{batch}"
+    assert "rollout-2 engine of rollout, starting: importing\n" in report.text(
+        status.collect(paths.root)
+    )
+    run.says("7+0|PENDING", "7+1|PENDING")
+    assert "importing" not in report.text(status.collect(paths.root)), "of an earlier attempt"
+
+
+def test_prompts_of_an_evaluation_that_nobody_beside_trains_are_counted_over_tasks(run):
+    held = {"path": "h", "num_prompts": 10, "samples_per_prompt": 2}
+    paths = job(run, count=2, eval={"hard": held, "easy": held})
+    for rank in range(2):
+        announce(paths, f"rollout-{rank}", "HEALTHY")
+    assert said(paths) == "batch 1: 0 of 8 responses"
+    part = paths.eval_part("hard", "before", 0, 0)
+    part.parent.mkdir(parents=True)
+    part.write_text("[]\n[]\n[")
+    batch = "; batch 1: 0 of 8 responses"
+    assert said(paths) == f"held-out before: 2 of up to 10 prompts (hard){batch}"
+    done = {"event": "eval", "name": "hard", "when": "before", "rank": 1, "num_samples": 10,
+            "headline": True, "correct": 1.0, "version": 0, "number": 0}  # fmt: skip
+    paths.events("rollout", 1).parent.mkdir(exist_ok=True)
+    paths.events("rollout", 1).write_text(json.dumps(done | {"time": time.time()}) + "\n")
+    assert said(paths) == f"held-out before: 7 of up to 10 prompts (hard){batch}"
+    write_steps(paths.root, {"step": 1, "num_trajectories": 8})
+    assert said(paths) == "batch 2: 0 of 8 responses", "training goes on beside it"
+    write_steps(paths.root, {"step": 30, "num_trajectories": 8})
+    paths.eval_part("hard", "after", 0, 1).write_text("[]\n")
+    assert said(paths) == "held-out after: 1 of up to 10 prompts (hard)"
+
+
+def test_the_next_batch_is_what_is_committed_and_not_trained_on(run):
+    paths = job(run, count=2)
+    for rank in range(2):
+        announce(paths, f"rollout-{rank}", "HEALTHY")
+    produce(paths.bus, "rollout-0", [0, 2, 4])
+    assert said(paths) == "batch 1: 6 of 8 responses"
+    produce(paths.bus, "rollout-1", [1, 3, 5])
+    assert said(paths) == "batch 1: 8 of 8 responses"
+    plan(paths.bus, 1)
+    write_steps(paths.root, {"step": 1, "num_trajectories": 8})
+    assert said(paths) == "batch 2: 4 of 8 responses"
+
+
+def test_a_run_that_tells_nothing_says_every_25_s_what_it_is_at_and_no_more(run, monkeypatch):
+    paths = job(run)
+    now, looks = [0.0], []
+
+    def sleep(seconds):
+        now[0] += seconds
+        if now[0] == 40:
+            (paths.submission / "7_batch.log").write_text("rollout: start 1 ended\n")
+        if now[0] == 70:  # from 65 s on it takes 3 s to look
+            announce(paths, "rollout-0", "HEALTHY")
+        if now[0] == 120:
+            run.says("7+0|PENDING", "7+1|PENDING")
+        if now[0] == 200:
+            run.leaves(0)
+            run.says("7+0|COMPLETED", "7+1|COMPLETED")
+
+    def collect(*given, **named):
+        looks.append(now[0])
+        now[0] += 3.0 if len(looks) == 2 else 0.0
+        return whole(*given, **named)
+
+    whole = status.collect
+    monkeypatch.setattr(quiet.status, "collect", collect)
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: now[0])
+    for module in (report, quiet, watching):
+        monkeypatch.setattr(module, "time", clock)
+    assert list(report.progress(paths.root)) == [
+        "engine rollout-0 starting; batch 1: 0 of 8 responses",
+        "rollout: start 1 ended",
+        "engine rollout-0 starting; batch 1: 0 of 8 responses",
+        "batch 1: 0 of 8 responses",
+        "PENDING",
+    ]
+    assert looks == [25.0, 65.0, 98.0]
+
+
+def test_what_cannot_be_looked_at_is_no_end_of_following(run, monkeypatch):
+    paths = job(run)
+
+    def refuse(*_, **__):
+        raise BusError("torn")
+
+    monkeypatch.setattr(quiet.status, "collect", refuse)
+    monkeypatch.setattr(quiet, "EVERY_S", 0.0)
+    assert quiet.Quiet(paths.root, Watch(paths.root)).line() == ""
+
+
+def test_a_supervised_run_says_its_steps(run):
+    tree = {"name": "run", "run_root": str(run.run_dir.parent), "model": {"path": "model"},
+            "sft": {"train": "t", "num_steps": 7, "batch_size": 1}}  # fmt: skip
+    paths = RunPaths(run.run_dir)
+    paths.config.write_text(validate(tree, source="test").model_dump_json())
+    run.says("7+0|RUNNING", "7+1|RUNNING")
+    write_steps(paths.root, {"step": 3})
+    assert said(paths) == "3 of 7 steps"
