@@ -142,7 +142,9 @@ def check(
             decode_media(config, remarks.append)
         config, components = resolve(config)
         use_slurm = mode_of(local=local) == "slurm"
-        config = preflight.check(config, components, use_slurm=use_slurm, say=remarks.append)
+        config = preflight.check(
+            config, components, use_slurm=use_slurm, say=remarks.append, to_start=False
+        )
         if use_slurm:
             remarks.append(expected_start(config, components))
         preflight.check_run_dir(config.run_dir, config.name)

@@ -30,6 +30,7 @@ def check(
     *,
     use_slurm: bool,
     say: Callable[[str], None] = _silent,
+    to_start: bool = True,
 ) -> JobConfig:
     """Refuses a run that cannot work. Its directory is looked at by `check_run_dir`.
 
@@ -38,6 +39,8 @@ def check(
         components: what the run asks for, site profile included.
         use_slurm: also ask Slurm whether partitions and GPUs exist.
         say: is told what is left to be checked when the job starts.
+        to_start: the run is about to begin; else `say` is told of packages and GPUs that are
+            missing here, since it may begin elsewhere.
 
     Returns:
         The run; how many steps the epochs of supervised fine-tuning are has been counted.
@@ -57,7 +60,7 @@ def check(
         check_component(component)
         interpreter.check(
             component.key, component.resources, use_slurm=use_slurm, say=say,
-            packages=_packages(config, component),
+            packages=_packages(config, component), to_start=to_start,
         )  # fmt: skip
     if use_slurm:
         hosts = [each for each in components if not each.on]
@@ -67,7 +70,7 @@ def check(
         every = config.actor.save_every
         partitions.check_preemption(hosts, save_every=every, save_s=None, say=say)
     else:
-        check_gpus(components)
+        check_gpus(components, say=None if to_start else say)
     return config
 
 
@@ -77,18 +80,27 @@ def _packages(config: JobConfig, component: Component) -> list[str]:
     return ["sglang"] if pool and pool.kind == "sglang" else []
 
 
-def check_gpus(components: Sequence[Component]) -> None:
-    """Checks that this machine has the GPUs of all components side by side."""
+def check_gpus(
+    components: Sequence[Component], *, say: Callable[[str], None] | None = None
+) -> None:
+    """Checks that this machine has the GPUs of all components side by side.
+
+    Raises:
+        ConfigError: it has not; or `say` is told, if there is one.
+    """
     hosts = [each for each in components if each.on is None and each.resources.gpus_per_node]
     asked = sum(each.resources.gpus_per_node for each in hosts)
     if asked and (found := gpus.count()) < asked:
         said = ", ".join(
             f"{each.key}.gpus_per_node = {each.resources.gpus_per_node}" for each in hosts
         )
-        raise ConfigError(
+        lacks = (
             f"{said}: {asked} GPUs of this machine, where the run is to be, and it shows {found}; "
             "ask for fewer (0 computes on CPUs), or start the run with Slurm"
         )
+        if say is None:
+            raise ConfigError(lacks)
+        say(lacks)
 
 
 def check_notify(config: JobConfig) -> None:

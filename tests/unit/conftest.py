@@ -55,6 +55,20 @@ def job(tmp_path, tiny_model, monkeypatch):
 
 
 @pytest.fixture
+def remarked(job, monkeypatch, capsys):
+    """Runs a command line that must succeed; what it said on stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["relax-hpc", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
 def refused(job, monkeypatch, capsys):
     """Runs a command line that must be refused; what it said on stderr."""
 

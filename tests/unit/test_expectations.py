@@ -22,7 +22,7 @@ EXPECTED = {
     "default profile": "unit/test_site.py::test_the_profile_is_the_jobs_then_the_variables_then_the_users_default",
     "--profile, -A, -p, -t": "unit/test_site.py::test_account_partition_and_time_may_be_said_as_to_sbatch#--profile",
     "shared [resources]": "unit/test_site.py::test_what_components_share_is_between_the_site_and_their_own",
-    "modules, conda": "unit/test_site.py::test_a_failing_setup_line_ends_the_run_with_its_text#module load",
+    "modules, conda": "unit/test_launch_options.py::test_a_failing_setup_line_ends_the_run_with_its_text#module load",
     "interpreter": "unit/test_site.py::test_an_interpreter_is_looked_at",
     "Apptainer": "unit/test_site.py::test_an_image_is_run_by_apptainer_which_sees_the_run_directory",
     "pyxis": "unit/test_site.py::test_an_image_of_enroot_is_run_by_srun",

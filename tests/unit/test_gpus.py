@@ -113,10 +113,10 @@ def test_all_components_of_a_run_without_slurm_have_their_gpus_on_this_machine(c
     preflight.check_gpus([Component("actor", 2, Resources())])
 
 
-def test_a_run_that_asks_for_gpus_is_not_started_on_a_machine_without(refused, cards):
+def test_a_run_that_asks_for_gpus_is_not_started_on_a_machine_without(refused, remarked, cards):
     cards(0)
-    for verb in ("check", "submit"):
-        said = refused(verb, "job.toml", "--local", "--set", "resources.gpus_per_node=4")
+    for told, verb in ((remarked, "check"), (refused, "submit")):
+        said = told(verb, "job.toml", "--local", "--set", "resources.gpus_per_node=4")
         assert "8 GPUs of this machine, where the run is to be, and it shows 0; ask for" in said
 
 

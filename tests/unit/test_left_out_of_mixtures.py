@@ -56,7 +56,7 @@ def mixed(job):
     marked = [good("m", n) for n in range(40)]
     marked[7] = b"\xef\xbb\xbf" + good("m", 7)  # a mark within, as of files put together
     marked[11] = json.dumps({"question": "1+1=", "answer": "2"}).encode()
-    marked[39] = json.dumps({"prompt": "1+1=", "answer": 2}).encode()
+    marked[39] = json.dumps({"prompt": "1+1=", "answer": 2.5}).encode()
     # The mark and the line ends of Windows are no fault of row 0.
     Path("marked.jsonl").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(marked) + b"\r\n")
     latin = [good("l", n) for n in range(25)]

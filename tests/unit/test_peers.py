@@ -1,6 +1,8 @@
 """The scripts that compare this project with another do the same work on both sides."""
 
+import hashlib
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -77,17 +79,26 @@ def test_the_table_counts_from_end_to_end_and_leaves_out_the_first_two_steps(tmp
     assert table[3] == "| 1.7b | verl | 2 | 3.00 (2.00 to 4.00) | 100 | gen 2.00 |"
 
 
-def test_the_change_to_verl_gives_each_sibling_its_length(tmp_path, monkeypatch):
-    """Runs the lines that the patch adds."""
+def test_the_change_to_verl_gives_each_sibling_its_length(tmp_path):
+    """Runs the lines that the patch adds, in two engines that siblings are asked of by turns."""
     added = [line[1:] for line in (PEERS / "verl/verl-0.9.1.diff").read_text().splitlines()
              if line.startswith("+")]  # fmt: skip
     first = added.index("def drawn_length(prompt_ids, most):")
-    body = [line for line in added[first - 4 :] if not line.startswith("        sampling_params")]
+    body = [line for line in added[first - 3 :] if not line.startswith("        sampling_params")]
     (tmp_path / "lengths.json").write_text(json.dumps({"1,2": [5, 6], "3": [7]}))
-    world = {"os": SimpleNamespace(environ={}), "json": json}
-    exec("\n".join(body), world)
-    assert world["drawn_length"]([1, 2], 99) == 99, "without a file as verl does"
-    world["os"].environ["VERL_LENGTHS"] = tmp_path / "lengths.json"
-    assert [world["drawn_length"](ids, 99) for ids in ([1, 2], [3], [1, 2], [1, 2])] == [5, 7, 6, 5]
+    (tmp_path / "asked").mkdir()
+    environ = {}
+    calls = SimpleNamespace(
+        environ=environ, path=os.path, open=os.open, close=os.close, O_CREAT=os.O_CREAT,
+        O_EXCL=os.O_EXCL,
+    )  # fmt: skip
+    engines = [{"os": calls, "json": json, "hashlib": hashlib} for _ in range(2)]
+    for engine in engines:
+        exec("\n".join(body), engine)
+    one, other = (engine["drawn_length"] for engine in engines)
+    assert one([1, 2], 99) == 99, "without a file as verl does"
+    environ |= {"VERL_LENGTHS": tmp_path / "lengths.json", "VERL_ASKED": str(tmp_path / "asked")}
+    asked = [one([1, 2], 99), one([3], 99), other([1, 2], 99), one([1, 2], 99)]
+    assert asked == [5, 7, 6, 5]
     with pytest.raises(KeyError):
-        world["drawn_length"]([4], 99)
+        one([4], 99)
