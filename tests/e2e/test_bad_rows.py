@@ -15,7 +15,7 @@ STEPS, PROMPTS = 5, 8
 ROWS = 12
 BAD = {
     "sums": {2: b"{", 9: b'{"prompt": "1+1="}'},
-    "others": {0: b'{"prompt": "\xe9", "answer": "1"}', 5: b'{"prompt": "1+1=", "answer": 2}'},
+    "others": {0: b'{"prompt": "\xe9", "answer": "1"}', 5: b'{"prompt": "1+1=", "answer": 2.5}'},
 }
 """Source -> row -> a line that is no prompt."""
 
