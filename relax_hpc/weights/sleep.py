@@ -83,7 +83,17 @@ class Sleep:
         self._threads.shutdown(wait=False)
 
     def _release(self, engine: EngineControl, notice_s: float) -> None:
-        deadline, idle_since = time.monotonic() + self._timeout_s, None
+        deadline = time.monotonic() + self._timeout_s
+        self._wait_until_idle(engine, notice_s, deadline)
+        engine.pause()
+        while engine.num_requests():  # of who had not noticed yet
+            engine.resume()
+            self._wait_until_idle(engine, NOTICE_S, deadline)
+            engine.pause()
+        engine.release_memory(MEMORY)
+
+    def _wait_until_idle(self, engine: EngineControl, notice_s: float, deadline: float) -> None:
+        idle_since = None
         while idle_since is None or time.monotonic() < idle_since + notice_s:
             left = engine.num_requests()
             if left:
@@ -98,8 +108,6 @@ class Sleep:
                     f"{self._timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
-        engine.pause()
-        engine.release_memory(MEMORY)
 
     def _wait_for_starts(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s

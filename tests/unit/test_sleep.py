@@ -115,6 +115,28 @@ def test_what_an_engine_still_has_to_do_is_handed_back_first(house):
     assert engine.calls == ["abort", "pause", "release weights kv_cache"]
 
 
+def test_who_asks_while_an_engine_is_paused_is_handed_back_too(house):
+    """It was idle when it was looked at, and a client had not noticed yet that it is to sleep."""
+
+    class Asked(FakeSleeper):
+        late = 3
+
+        def pause(self):
+            super().pause()
+            self.requests, self.late = self.late, 0
+
+        def release_memory(self, tags):
+            assert not self.requests, "only an idle engine releases memory"
+            super().release_memory(tags)
+
+    engine = Asked()
+    house.start("rollout-0", engine)
+    asleep, _ = house.trainer()
+    asleep.fall_asleep()
+    assert engine.calls[:4] == ["pause", "resume", "abort", "pause"]
+    assert engine.calls[4].startswith("release")
+
+
 def test_an_engine_that_does_not_stop_is_fenced_and_named_until_its_owner_ends_it(house):
     house.start("rollout-0", FakeSleeper(requests=2, stubborn=True))
     with pytest.raises(PeerTimeoutError, match=r"not ended within 0\.5 s: rollout-0"):
