@@ -19,11 +19,11 @@ from sglang.srt.managers.schedule_batch import (
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 from torch import Tensor
 
+from relax_hpc.engines.sglang.kept import Kept
 from relax_hpc.engines.sglang.pixels import carried
 from relax_hpc.media import wire
 from relax_hpc.media.canonical import digest_of
 from relax_hpc.media.extent import Extent
-from relax_hpc.media.kept import Kept
 from relax_hpc.media.patches import patches
 from relax_hpc.media.positions import next_position, positions
 from relax_hpc.media.recipe import read_view

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from relax_hpc.media.kept import Kept
+from relax_hpc.engines.sglang.kept import Kept
 
 SIZE = 40
 
