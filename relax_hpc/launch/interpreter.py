@@ -72,6 +72,11 @@ def srun_options(resources: Resources, run_root: Path) -> list[str]:
     return [f"--container-image={image}", f"--container-mounts={run_root}:{run_root}"]
 
 
+def refuse(lack: str) -> None:
+    """Raises ConfigError: without what is lacking the run cannot begin."""
+    raise ConfigError(lack)
+
+
 def check(
     key: str,
     resources: Resources,
@@ -79,7 +84,7 @@ def check(
     use_slurm: bool,
     say: Callable[[str], None],
     packages: Sequence[str] = (),
-    to_start: bool = True,
+    lacks: Callable[[str], None] = refuse,
 ) -> None:
     """Looks at all of it as far as this machine sees it.
 
@@ -90,7 +95,7 @@ def check(
         say: is told what only a node can tell.
         packages: that its tasks import; this interpreter need not have them where Slurm starts the
             tasks, since a login node may have less than the others.
-        to_start: a package that is missing is refused; else `say` is told.
+        lacks: is told of a package that is missing, and may refuse that.
 
     Raises:
         ConfigError: an image or an interpreter that is none, a command that is not whole.
@@ -101,10 +106,10 @@ def check(
         _check_image(key, resources.container, use_slurm=use_slurm)
     elif resources.python is not None:
         said = f"{key}.python = {resources.python!r}"
-        _check_python(said, resources.python, packages, resources, say, to_start=to_start)
+        _check_python(said, resources.python, packages, resources, say, lacks)
     elif not use_slurm:
         said = f"{key}.python (unset, so {sys.executable})"
-        _check_python(said, sys.executable, packages, resources, say, to_start=to_start)
+        _check_python(said, sys.executable, packages, resources, say, lacks)
 
 
 def _check_line(said: str, line: str) -> None:
@@ -136,8 +141,7 @@ def _check_python(
     packages: Sequence[str],
     resources: Resources,
     say: Callable[[str], None],
-    *,
-    to_start: bool,
+    lacks: Callable[[str], None],
 ) -> None:
     if any(letter.isspace() for letter in python) and not Path(python).exists():
         raise ConfigError(f"{said}: is one path, not a command; an image is named by `container`")
@@ -150,16 +154,13 @@ def _check_python(
     for package in packages:
         if _ask(python, _HAS.format(package)):
             continue
-        lacks = (
-            f"{said}: has no {package}; install {package} into that environment, or name an "
-            "interpreter that has it"
-        )
         if resources.setup:
             say(f"{said}: has no {package}, unless `setup` adds it")
-        elif to_start:
-            raise ConfigError(lacks)
         else:
-            say(lacks)
+            lacks(
+                f"{said}: has no {package}; install {package} into that environment, or name an "
+                "interpreter that has it"
+            )
 
 
 def _check_version(said: str, python: str) -> None:

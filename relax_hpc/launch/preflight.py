@@ -48,6 +48,7 @@ def check(
     Raises:
         ConfigError: the first mistake found.
     """
+    lacks = interpreter.refuse if to_start else say
     shape = check_model(config.model.path, config.actor)
     check_weights(config.model.path, shape)
     check_first_weights(config.model.weights, shape)
@@ -60,7 +61,7 @@ def check(
         check_component(component)
         interpreter.check(
             component.key, component.resources, use_slurm=use_slurm, say=say,
-            packages=_packages(config, component), to_start=to_start,
+            packages=_packages(config, component), lacks=lacks,
         )  # fmt: skip
     if use_slurm:
         hosts = [each for each in components if not each.on]
@@ -70,7 +71,7 @@ def check(
         every = config.actor.save_every
         partitions.check_preemption(hosts, save_every=every, save_s=None, say=say)
     else:
-        check_gpus(components, say=None if to_start else say)
+        check_gpus(components, lacks)
     return config
 
 
@@ -81,26 +82,19 @@ def _packages(config: JobConfig, component: Component) -> list[str]:
 
 
 def check_gpus(
-    components: Sequence[Component], *, say: Callable[[str], None] | None = None
+    components: Sequence[Component], lacks: Callable[[str], None] = interpreter.refuse
 ) -> None:
-    """Checks that this machine has the GPUs of all components side by side.
-
-    Raises:
-        ConfigError: it has not; or `say` is told, if there is one.
-    """
+    """Tells `lacks` if this machine has not the GPUs of all components side by side."""
     hosts = [each for each in components if each.on is None and each.resources.gpus_per_node]
     asked = sum(each.resources.gpus_per_node for each in hosts)
     if asked and (found := gpus.count()) < asked:
         said = ", ".join(
             f"{each.key}.gpus_per_node = {each.resources.gpus_per_node}" for each in hosts
         )
-        lacks = (
+        lacks(
             f"{said}: {asked} GPUs of this machine, where the run is to be, and it shows {found}; "
             "ask for fewer (0 computes on CPUs), or start the run with Slurm"
         )
-        if say is None:
-            raise ConfigError(lacks)
-        say(lacks)
 
 
 def check_notify(config: JobConfig) -> None:
