@@ -215,9 +215,11 @@ def _superseded(job: Job) -> list[str]:
         return []
     claim = shlex.quote(str(job.next_claim))
     cancelled = f'{shlex.quote(str(RunPaths(job.run_dir).control))}/cancelled-"$job_id".json'
+    # What starts for the first time is ended by scancel: Slurm then says that it was cancelled.
+    of_a_requeued = f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || [ ! -e {cancelled} ]'
     return [
         f'[ ! -e {claim} ] || {{ echo "the run was resumed meanwhile: ending"; exit 1; }}',
-        f'[ ! -e {cancelled} ] || {{ echo "the run was cancelled: ending; resume it"; exit 1; }}',
+        f'{of_a_requeued} || {{ echo "the run was cancelled: ending; resume it"; exit 1; }}',
     ]
 
 

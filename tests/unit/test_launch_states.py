@@ -311,16 +311,15 @@ def test_a_job_that_begins_after_the_run_was_started_anew_ends_at_once(slurm, tm
     left.write_text("143\n")
     cancelled = RunPaths(tmp_path).cancelled("7")
     cancelled.parent.mkdir(exist_ok=True)
-    for told, said, code in (
-        (None, "goes on\n", 0), (claim, "the run was resumed", 1),
-        (cancelled, "the run was cancelled", 1),
+    for told, restarts, said, code in (
+        (None, "0", "goes on\n", 0), (claim, "0", "the run was resumed", 1),
+        (cancelled, "0", "goes on\n", 0), (cancelled, "1", "the run was cancelled", 1),
     ):  # fmt: skip
         claim.unlink(missing_ok=True)
         if told:
             told.touch()
-        done = subprocess.run(
-            ["bash", "-c", head], env={"SLURM_JOB_ID": "7"}, capture_output=True, text=True
-        )
+        slurms = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": restarts}
+        done = subprocess.run(["bash", "-c", head], env=slurms, capture_output=True, text=True)
         assert done.stdout.startswith(said) and done.returncode == code
     assert not left.exists(), "143 was the end of an earlier attempt"
 
