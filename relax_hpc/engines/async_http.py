@@ -34,11 +34,15 @@ class AsyncHttp:
         self.url, self._silence_s = url, silence_s
         self._headers = {**authorization(token), "Content-Type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
+        self._answering: set[aiohttp.ClientResponse] = set()
+        """Replies that are being read."""
         self._closed = False
 
     async def aclose(self) -> None:
         """Cuts all connections: exchanges under way end with an EngineLostError."""
         self._closed = True
+        for response in self._answering:  # whose readers a session that closes leaves waiting
+            response.close()
         if self._session is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_CLOSE_S):
@@ -72,10 +76,14 @@ class AsyncHttp:
             async with self._opened().request(
                 method, asked, data=content, allow_redirects=False
             ) as response:
-                if response.status != HTTPStatus.OK:
-                    raise refusal(asked, response.status, await response.read())
-                async for piece in response.content.iter_any():
-                    yield piece
+                self._answering.add(response)
+                try:
+                    if response.status != HTTPStatus.OK:
+                        raise refusal(asked, response.status, await response.read())
+                    async for piece in response.content.iter_any():
+                        yield piece
+                finally:
+                    self._answering.discard(response)
         except ConnectionTimeoutError:
             raise EngineLostError(f"{asked}: no connection within {_CONNECT_S:g} s") from None
         except TimeoutError:

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -23,6 +22,13 @@ class Handler(BaseHTTPRequestHandler):
         self.server.seen.append((self.path, dict(self.headers), self.client_address))
         if self.path == "/slow":
             self.server.over.wait(20)
+        if self.path == "/endless":
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"4\r\nmore\r\n")
+            self.server.over.wait(20)
+            return
         status, body = {
             "/json": (200, b'{"a": 1}'),
             "/text": (200, b"fine"),
@@ -132,15 +138,23 @@ def test_a_stream_that_was_cut_off_is_lost_and_the_next_exchange_has_another_con
 
 def test_exchanges_under_way_end_when_a_client_is_closed_and_none_begins_after_it(server):
     async def run():
-        client = AsyncHttp(server.url, "t", silence_s=60)
-        under_way = asyncio.create_task(client.ask("GET", "/slow"))
-        while not server.seen:
-            await asyncio.sleep(0.005)
-        since = time.monotonic()
-        await client.aclose()
-        with pytest.raises(EngineLostError, match="/slow: "):
-            await under_way
-        assert time.monotonic() - since < 10
+        client, pieces = AsyncHttp(server.url, "t", silence_s=60), []
+
+        async def read():
+            async for piece in client.stream("GET", "/endless"):
+                pieces.append(piece)
+
+        unanswered = asyncio.create_task(client.ask("GET", "/slow"))
+        streaming = asyncio.create_task(read())
+        async with asyncio.timeout(10):
+            while len(server.seen) < 2 or not pieces:
+                await asyncio.sleep(0.005)
+            await client.aclose()
+            with pytest.raises(EngineLostError, match="/slow: "):
+                await unanswered
+            with pytest.raises(EngineLostError, match="/endless: "):
+                await streaming
+        assert pieces == [b"more"]
         with pytest.raises(EngineLostError, match="was closed"):
             await client.ask("GET", "/json")
 
